@@ -1,0 +1,52 @@
+"""What the library raises on purpose. Pure. Bad types are plain `TypeError`s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llama_worker.types import StartFailReason
+
+_SHOWN_LOG_LINES = 20
+
+
+class LlamaWorkerError(Exception):
+    """The root of every error here."""
+
+
+class ConfigError(LlamaWorkerError, ValueError):
+    """A value that the library cannot work with, in a configuration or in a submitted request."""
+
+
+class WorkerStartError(LlamaWorkerError):
+    """`start()` failed. `log_tail` holds the last lines that the server wrote, newest last."""
+
+    def __init__(
+        self,
+        reason: StartFailReason | str,
+        detail: str,
+        returncode: int | None = None,
+        log_tail: Sequence[str] = (),
+    ) -> None:
+        self.reason = StartFailReason(reason)
+        self.detail = detail
+        self.returncode = returncode
+        self.log_tail = tuple(log_tail)
+        super().__init__(self.reason, detail, returncode, self.log_tail)  # as given: so that it can be pickled
+
+    def __str__(self) -> str:
+        head = f"{self.reason}: {self.detail}"
+        if self.returncode is not None:
+            head += f" (return code {self.returncode})"
+        shown = self.log_tail[-_SHOWN_LOG_LINES:]
+        return "\n  ".join((f"{head}; the server's last lines:", *shown)) if shown else head
+
+
+class WorkerClosed(LlamaWorkerError):
+    """The call came after `close()`."""
+
+    def __init__(self, worker_name: str) -> None:
+        self.worker_name = worker_name
+        super().__init__(worker_name)
+
+    def __str__(self) -> str:
+        return f"worker {self.worker_name!r} is closed; create another LlamaWorker"

@@ -1,0 +1,385 @@
+"""The contract: what goes into a worker and what comes out of it. Pure; plain data that serialises as it is.
+
+Instants (`*_at`) are Unix seconds that never run backwards within a worker, durations (`*_s`) are seconds.
+"""
+
+# No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`, and the
+# classes' `__required_keys__` are wrong.
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Literal, NotRequired, Protocol, Required, TypeAlias, TypedDict, runtime_checkable
+
+# ---------------------------------------------------------------- states and reasons
+
+
+class WorkerState(StrEnum):
+    """Where the worker's server is."""
+
+    STOPPED = "stopped"
+    RUNNING = "running"
+    """The process is started, or about to be again, and not ready yet."""
+    READY = "ready"
+    FAILED = "failed"
+
+
+class StartFailReason(StrEnum):
+    """Why a `start()` failed."""
+
+    PORT_IN_USE = "port_in_use"
+    SPAWN_FAILED = "spawn_failed"
+    EXITED = "exited"
+    STARTUP_TIMEOUT = "startup_timeout"
+    STOPPED = "stopped"
+
+
+class RequestState(StrEnum):
+    """Where a request is; the last three are terminal."""
+
+    RUNNING = "running"
+    TOOL_RUNNING = "tool_running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELED = "canceled"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Nothing changes any more."""
+        return self in (RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELED)
+
+
+class RequestPhase(StrEnum):
+    """What a request is doing; `waiting`: no response headers yet."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    GENERATING = "generating"
+    TOOL = "tool"
+    DONE = "done"
+
+
+class RequestFinishReason(StrEnum):
+    """How a request ended."""
+
+    STOP = "stop"
+    MAX_TOKENS = "max_tokens"
+    CANCELED = "canceled"
+    FAILED = "failed"
+
+
+class RequestFailReason(StrEnum):
+    """Why a request did not complete."""
+
+    WORKER_RESTARTED = "worker_restarted"
+    WORKER_STOPPED = "worker_stopped"
+    SERVER_DIED = "server_died"
+    CONNECT_FAILED = "connect_failed"
+    HEADERS_TIMEOUT = "headers_timeout"
+    TTFT_TIMEOUT = "ttft_timeout"
+    STALL_TIMEOUT = "stall_timeout"
+    ABSOLUTE_TIMEOUT = "absolute_timeout"
+    STREAM_DISCONNECTED = "stream_disconnected"
+    PROTOCOL_ERROR = "protocol_error"
+    HTTP_ERROR = "http_error"
+    SERVER_ERROR = "server_error"
+    PROMPT_ERROR = "prompt_error"
+    TOOL_PARSE_ERROR = "tool_parse_error"
+    TOOL_EXECUTION_ERROR = "tool_execution_error"
+    REPEATED_LINE_LOOP = "repeated_line_loop"
+    CANCELED = "canceled"
+    UNKNOWN_ERROR = "unknown_error"
+
+
+# ---------------------------------------------------------------- OpenAI shapes, permissive
+
+
+class ToolFunctionDef(TypedDict):
+    """A function as a model is told of it; `parameters` is a JSON schema."""
+
+    name: str
+    description: NotRequired[str]
+    parameters: NotRequired[Mapping[str, Any]]
+    strict: NotRequired[bool]
+
+
+class ToolDef(TypedDict):
+    """A tool that a model may call."""
+
+    type: Literal["function"]
+    function: ToolFunctionDef
+
+
+class ToolCallFunction(TypedDict):
+    """`arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call as it stands in an assistant message."""
+
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: ToolCallFunction
+
+
+class ChatMessage(TypedDict, total=False):
+    """One message of a conversation; a server may know more keys."""
+
+    role: Required[str]
+    content: str | list[dict[str, Any]] | None
+    name: str
+    reasoning_content: str
+    tool_calls: list[ToolCall]
+    tool_call_id: str
+
+
+# ---------------------------------------------------------------- answers to a host
+
+SubmitErrorCode: TypeAlias = Literal["NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_FAILED"]
+
+
+class SubmitOk(TypedDict):
+    """The request was admitted and holds a slot."""
+
+    ok: Literal[True]
+    request_id: int
+
+
+class SubmitErr(TypedDict):
+    """The request was refused and took nothing."""
+
+    ok: Literal[False]
+    error: SubmitErrorCode
+
+
+SubmitResult: TypeAlias = SubmitOk | SubmitErr
+
+
+class NotFound(TypedDict):
+    """No such request, or not any more."""
+
+    ok: Literal[False]
+    error: Literal["NOT_FOUND"]
+
+
+class NotReady(TypedDict):
+    """The request has not ended yet."""
+
+    ok: Literal[False]
+    error: Literal["NOT_READY"]
+
+
+class ExitSignal(TypedDict):
+    """A call of an exit tool: one-way, recorded and never answered."""
+
+    tool_name: str
+    arguments: dict[str, Any]
+    emitted_at: float
+    malformed: NotRequired[str]
+    """The raw text that did not parse; `arguments` is then empty."""
+
+
+class ToolTraceEntry(TypedDict):
+    """One call of a normal tool, as it went."""
+
+    tool_call_id: str
+    tool_name: str
+    arguments: dict[str, Any]
+    iteration: int
+    started_at: float
+    duration_s: float
+    ok: bool
+    error: NotRequired[str]
+
+
+class PromptProgress(TypedDict):
+    """Prefill, in tokens of the prompt."""
+
+    processed: int
+    total: int
+    cached: int
+
+
+class Usage(TypedDict):
+    """Tokens as the server counted them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Timings(TypedDict, total=False):
+    """`ttft_s` is absent where no token came, `tokens_per_second` where it is not known."""
+
+    ttft_s: float
+    total_s: Required[float]
+    tokens_per_second: float
+
+
+class RequestStatus(TypedDict):
+    """How far a request is."""
+
+    ok: Literal[True]
+    request_id: int
+    job_name: str
+    state: RequestState
+    phase: RequestPhase
+    created_at: float
+    output_chars: int
+    reasoning_chars: int
+    tool_iters_remaining: int
+    tool_calls_count: int
+    signals: list[ExitSignal]
+    dispatched_at: NotRequired[float]
+    first_token_at: NotRequired[float]
+    completed_at: NotRequired[float]
+    last_progress_at: NotRequired[float]
+    last_stream_byte_at: NotRequired[float]
+    last_liveness_at: NotRequired[float]
+    prompt_progress: NotRequired[PromptProgress]
+    tokens_received: NotRequired[int]
+    """As the server counts them, else the deltas received."""
+    tokens_per_second: NotRequired[float]
+    tail: NotRequired[str]
+    """The last 200 characters of the output."""
+    fail_reason: NotRequired[RequestFailReason]
+    fail_detail: NotRequired[str]
+
+
+class OutputChunk(TypedDict):
+    """What was added since the offsets asked for; the offsets here are the new ones."""
+
+    ok: Literal[True]
+    text: str
+    reasoning: str
+    text_offset: int
+    reasoning_offset: int
+    done: bool
+
+
+class RequestResult(TypedDict):
+    """A request that has ended; `text` holds whatever was received, however it ended."""
+
+    ok: Literal[True]
+    request_id: int
+    job_name: str
+    state: RequestState
+    finish_reason: RequestFinishReason
+    text: str
+    reasoning: str
+    signals: list[ExitSignal]
+    tool_trace: list[ToolTraceEntry]
+    usage: NotRequired[Usage]
+    timings: NotRequired[Timings]
+    fail_reason: NotRequired[RequestFailReason]
+    fail_detail: NotRequired[str]
+
+
+class WorkerStatus(TypedDict):
+    """How the worker is; `warnings` are lines for a person."""
+
+    name: str
+    state: WorkerState
+    slots_total: int
+    slots_used: int
+    active_request_ids: list[int]
+    active_jobs: dict[int, str]
+    restart_count: int
+    config_hash: str
+    warnings: list[str]
+    pid: NotRequired[int]
+    last_error: NotRequired[str]
+    last_ready_at: NotRequired[float]
+    next_restart_at: NotRequired[float]
+
+
+class RestartRecord(TypedDict):
+    """One automatic restart."""
+
+    at: float
+    reason: str
+    detail: str
+
+
+class WorkerDebugInfo(TypedDict):
+    """What a person needs to see what happened."""
+
+    recent_logs: list[str]
+    """The last lines that the server wrote, newest last."""
+    recent_restarts: list[RestartRecord]
+    recent_events: list[dict[str, Any]]
+    server_cmd: list[str]
+    """With secrets masked."""
+    evidence: dict[str, Any]
+    """What was seen of the server just before the last kill; empty if there was none."""
+    stuck_tool_threads_count: int
+    """Tool threads that run on although nobody waits for them any more."""
+
+
+# ---------------------------------------------------------------- what a host plugs in
+
+ToolCallMode: TypeAlias = Literal["auto", "native", "prompted"]
+SystemPromptMode: TypeAlias = Literal["merged", "separate"]
+
+
+@dataclass(frozen=True, slots=True)
+class BiosText:
+    """`stable` is the same for a whole request and stands first; `volatile` ends the last message of each turn."""
+
+    stable: str
+    volatile: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiosContext:
+    """What a BIOS text may speak of. `now` is aware, in the configured zone."""
+
+    now: datetime
+    timezone_name: str
+    worker_name: str
+    tool_iters_remaining: int
+    normal_tools: tuple[ToolDef, ...]
+    exit_tools: tuple[ToolDef, ...]
+    bios_version: str = "bios-v1"
+    tool_call_mode: ToolCallMode = "native"
+
+
+class BiosProvider(Protocol):
+    """Writes the BIOS text: pure and quick, since it runs on the request's actor."""
+
+    def __call__(self, ctx: BiosContext, /) -> BiosText | str: ...
+
+
+@runtime_checkable
+class ToolRunner(Protocol):
+    """Runs normal tools. Called on a tool thread; several threads may call at once."""
+
+    def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+        """Return any JSON value; an exception fails the request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LivenessEvidence:
+    """One look at the server's processes. `alive`: work was seen since the look before."""
+
+    alive: bool
+    detail: str
+    """What was seen, with numbers, for a person."""
+
+
+@runtime_checkable
+class LivenessProbe(Protocol):
+    """Looks from outside whether the server works. One thread at a time calls it."""
+
+    def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
+        """Look at the tree of `root_pid`; `now` is monotonic seconds. None is no news, and never a failure."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was seen: watching begins anew, maybe with another process."""
+        ...

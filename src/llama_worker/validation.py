@@ -1,0 +1,93 @@
+"""Checks of single values. Pure: a wrong type raises TypeError, a bad value ConfigError, both with field and value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llama_worker.errors import ConfigError
+
+
+def checked_number(name: str, value: object, *, above: float | None = None, at_least: float | None = None) -> None:
+    """A finite int or float within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}: {value!r}")
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} must be finite, not {value!r}")
+    if above is not None and value <= above:
+        raise ConfigError(f"{name} must be above {above:g}, not {value!r}")
+    if at_least is not None and value < at_least:
+        raise ConfigError(f"{name} must be {at_least:g} or more, not {value!r}")
+
+
+def checked_int(name: str, value: object, *, at_least: int, at_most: int | None = None) -> None:
+    """An int (no bool) within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}")
+    if value < at_least or (at_most is not None and value > at_most):
+        bounds = f"{at_least} or more" if at_most is None else f"from {at_least} to {at_most}"
+        raise ConfigError(f"{name} must be {bounds}, not {value!r}")
+
+
+def checked_bool(name: str, value: object) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, not {type(value).__name__}: {value!r}")
+
+
+def checked_str(name: str, value: object, *, empty: bool = True, nul: bool = True) -> None:
+    """Text that can be encoded; servers refuse lone surrogates (b11434)."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}: {value!r}")
+    if not empty and not value:
+        raise ConfigError(f"{name} must not be empty")
+    if not nul and "\0" in value:
+        raise ConfigError(f"{name} must not contain a NUL character: {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} holds a lone surrogate at {error.start}, which is no text") from error
+
+
+def checked_json_object(name: str, value: object) -> dict[str, Any]:
+    """A copy of a mapping that JSON can hold: str keys, no NaN, no lone surrogates."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping, not {type(value).__name__}: {value!r}")
+    copied = _copy_json(name, value)
+    assert isinstance(copied, dict)
+    return copied
+
+
+def _copy_json(where: str, value: object) -> object:
+    try:
+        return _copied(where, value)
+    except RecursionError as error:
+        raise ConfigError(f"{where} is nested too deeply, or holds itself") from error
+
+
+def _copied(where: str, value: object) -> object:
+    match value:
+        case None | bool() | int():
+            return value
+        case str():
+            checked_str(where, value)
+            return value
+        case float():
+            checked_number(where, value)
+            return value
+        case Mapping():
+            for key in value:
+                if not isinstance(key, str):
+                    raise TypeError(f"{where} has the key {key!r}; JSON needs str keys")
+            return {key: _copied(f"{where}[{key!r}]", item) for key, item in value.items()}
+        case list() | tuple():
+            return [_copied(f"{where}[{index}]", item) for index, item in enumerate(value)]
+        case _:
+            raise TypeError(f"{where} is {type(value).__name__}, which JSON cannot hold: {value!r}")
+
+
+def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:
+    """The check, unless the value is None."""
+    if value is not None:
+        check(name, value, **bounds)
