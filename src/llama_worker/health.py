@@ -1,0 +1,33 @@
+"""When failed health probes mean a restart. Pure; instants are monotonic seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llama_worker.config import TimeoutProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthCounter:
+    """Failed readiness probes in a row, of one launch while READY."""
+
+    since: float  # the probe before, or the instant of becoming READY
+    failures_count: int = 0
+
+    def probed(
+        self, *, ok: bool, detail: str, data_at: float | None, profile: TimeoutProfile, now: float
+    ) -> tuple[HealthCounter, str | None]:
+        """The counter after one probe, and why the server is lost; None while it is not.
+
+        `data_at` is the latest data that any request received. Data since the probe before outdoes a failure
+        and ends the row: a server too busy to answer a probe is not ill.
+        """
+        if ok or (data_at is not None and data_at > self.since):
+            return HealthCounter(since=now), None
+        count = self.failures_count + 1
+        limit = profile.health_failures_before_restart
+        lost = None
+        if count >= limit:
+            told = f"{count} health probes in a row failed (limit: health_failures_before_restart {limit})"
+            lost = f"{told}: {detail}"
+        return HealthCounter(since=now, failures_count=count), lost

@@ -1,0 +1,53 @@
+"""What a reply that is no stream says went wrong. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from llama_worker.messages import StreamFailure
+from llama_worker.types import RequestFailReason
+
+_MAX_MESSAGE_CHARS = 2000
+
+
+def describe_http_error(status: int, body: bytes) -> StreamFailure:
+    """An `http_error` with the server's own message and the status."""
+    text = body.decode(errors="replace").strip()
+    try:
+        told = json.loads(text)
+    except ValueError:
+        told = None
+    error = told.get("error") if isinstance(told, Mapping) else None
+    if isinstance(error, Mapping):
+        message, kind = error.get("message"), error.get("type")
+        text = f"{message}" + (f" ({kind})" if kind else "")
+    elif isinstance(error, str):
+        text = error
+    return StreamFailure(
+        reason=RequestFailReason.HTTP_ERROR,
+        detail=f"HTTP {status}: {text[:_MAX_MESSAGE_CHARS] or 'no message'}",
+        http_status=status,
+    )
+
+
+def refuses_tools(failure: StreamFailure) -> bool:
+    """Whether a server refused the request because it was offered tools (and not for one of them)."""
+    detail = failure.detail.lower()
+    return failure.http_status is not None and any(
+        words in detail
+        for words in (
+            "tools param requires --jinja",
+            "tools are not supported",
+            "does not support tool",
+            "doesn't support tool",
+            "tool calls are not supported",
+            "tool calling is not supported",
+        )
+    )
+
+
+def reports_malformed_call(message: str) -> bool:
+    """Whether the server says that the model wrote a tool call that it could not read (b11434 and older)."""
+    text = message.lower()
+    return ("does not match the expected" in text and "format" in text) or "failed to parse tool call" in text

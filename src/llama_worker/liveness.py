@@ -1,0 +1,115 @@
+"""Whether a process tree works, judged by the rate of what it uses. Pure.
+
+Single ticks prove nothing: an idle or wedged llama-server shows 0-1 ticks of 10 ms per second, also while it
+is probed every second; one that computes shows over 80 per thread, also under heavy load beside it (b11434).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llama_worker.types import LivenessEvidence
+
+WINDOW_S = 3.0  # rates are averaged over this, or longer where probes are rarer
+TICK_S = 0.01
+
+# Five times what an idle server shows, a sixteenth of one computing thread. The same number *in all* keeps a
+# burst right after watching began, when the window is still short, from passing for a rate.
+MIN_CPU_TICKS = 5
+MIN_CPU_TICKS_PER_S = 5.0
+
+# A model paged in from disk (mmap under memory pressure, a slow share at load) computes little. An idle or
+# wedged server reads nothing; under pressure a health probe may bring back a few pages of code, at most
+# 128 KiB of read-ahead each, so that 3 a second stay below both limits. A slow network share or memory
+# card delivers over 1 MiB/s in sequence; a hard disk read at random over 60 faults/s, whatever their size.
+MIN_READ_BYTES = 1 << 20
+MIN_READ_BYTES_PER_S = float(1 << 19)
+MIN_MAJOR_FAULTS = 20
+MIN_MAJOR_FAULTS_PER_S = 20.0
+
+ProcessKey = tuple[int, float]  # pid and creation time: a pid alone may come back as another process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What one process used since it began; None where it cannot be read."""
+
+    cpu_ticks: int  # user + system, in the clock ticks of the system
+    read_bytes: int | None = None  # from storage, not from caches
+    major_faults: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSample:
+    """One look at a process tree."""
+
+    at: float
+    processes: Mapping[ProcessKey, Counters]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """Use summed up since watching began."""
+
+    at: float
+    cpu_ticks: int = 0
+    read_bytes: int = 0
+    major_faults: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessActivity:
+    """What was seen of a tree during the window; watching begins with `ProcessActivity()`."""
+
+    ticks_per_second: int = 100  # sysconf SC_CLK_TCK
+    last: ProcessSample | None = None
+    points: tuple[_Point, ...] = ()  # oldest first; the first is the start of the window
+
+    def observe(self, sample: ProcessSample) -> tuple[ProcessActivity, LivenessEvidence | None]:
+        """The window with this sample in it, and what it shows; None: there is nothing to compare with yet.
+
+        A process counts from the second look at it, as long as it is there: one that appears brings in
+        nothing of its past, one that vanishes takes nothing away. If none is left of the last look, watching
+        begins anew.
+        """
+        if self.last is None or not self.last.processes.keys() & sample.processes.keys():
+            return ProcessActivity(self.ticks_per_second, sample, (_Point(at=sample.at),)), None
+        if sample.at <= self.last.at:
+            return self, None
+        point = _advance(self.points[-1], self.last.processes, sample)
+        points = (*self.points, point)
+        start = max((i for i, p in enumerate(points) if p.at <= sample.at - WINDOW_S), default=0)
+        evidence = self._judge(points[start], point)
+        return ProcessActivity(self.ticks_per_second, sample, points[start:]), evidence
+
+    def _judge(self, start: _Point, end: _Point) -> LivenessEvidence:
+        span_s = end.at - start.at
+        cpu_ticks = (end.cpu_ticks - start.cpu_ticks) / self.ticks_per_second / TICK_S
+        read_bytes = end.read_bytes - start.read_bytes
+        major_faults = end.major_faults - start.major_faults
+        alive = (
+            (cpu_ticks >= MIN_CPU_TICKS and cpu_ticks >= MIN_CPU_TICKS_PER_S * span_s)
+            or (read_bytes >= MIN_READ_BYTES and read_bytes >= MIN_READ_BYTES_PER_S * span_s)
+            or (major_faults >= MIN_MAJOR_FAULTS and major_faults >= MIN_MAJOR_FAULTS_PER_S * span_s)
+        )
+        detail = (
+            f"CPU {cpu_ticks / span_s:.1f} ticks/s, read {read_bytes / span_s / 1024:.1f} KiB/s, "
+            f"major faults {major_faults / span_s:.1f}/s over {span_s:.2f} s"
+        )
+        return LivenessEvidence(alive=alive, detail=detail)
+
+
+def _advance(point: _Point, before: Mapping[ProcessKey, Counters], sample: ProcessSample) -> _Point:
+    cpu_ticks, read_bytes, major_faults = point.cpu_ticks, point.read_bytes, point.major_faults
+    for key, new in sample.processes.items():
+        old = before.get(key)
+        if old is not None:
+            cpu_ticks += _grown(old.cpu_ticks, new.cpu_ticks)
+            read_bytes += _grown(old.read_bytes, new.read_bytes)
+            major_faults += _grown(old.major_faults, new.major_faults)
+    return _Point(at=sample.at, cpu_ticks=cpu_ticks, read_bytes=read_bytes, major_faults=major_faults)
+
+
+def _grown(old: int | None, new: int | None) -> int:
+    return 0 if old is None or new is None else max(0, new - old)

@@ -1,0 +1,674 @@
+"""Every message that one actor sends another, grouped by the actor that receives it.
+
+Orders are imperatives, facts are past tense. All are frozen, and what they carry is never changed afterwards.
+Instants (`*_at`, `now`) are monotonic seconds. A message of a launch carries that launch's `epoch`, one of a
+stream its `stream_id`, so that news from a life that is over can be told and dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+from llama_worker.server_traits import ServerTraits
+from llama_worker.stream_events import StreamEvent
+from llama_worker.timeouts import Progress, Verdict
+from llama_worker.tooling import ParsedCall
+from llama_worker.types import (
+    ChatMessage,
+    NotFound,
+    NotReady,
+    OutputChunk,
+    RequestFailReason,
+    RequestResult,
+    RequestStatus,
+    StartFailReason,
+    SubmitResult,
+    ToolTraceEntry,
+    WorkerDebugInfo,
+    WorkerStatus,
+)
+
+StreamId = tuple[int, int]  # request id (0: a probe of the server), number of the exchange
+BatchId = tuple[int, int]  # request id, number of the exchange that called the tools
+
+M_contra = TypeVar("M_contra", contravariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Mailbox(Protocol[M_contra]):
+    """The sending side of an actor: `tell` never blocks and is False where the actor is dead."""
+
+    def tell(self, message: M_contra) -> bool: ...
+
+
+class Reply(Protocol[T_contra]):
+    """Where a host's question is answered, once, from any thread; a second answer is ignored."""
+
+    def answer(self, value: T_contra) -> None: ...
+
+    def done(self) -> bool: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+# ---------------------------------------------------------------- to the WorkerActor, from the host's handle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Launch the server; answered when READY, or with a WorkerStartError."""
+
+    reply: Reply[WorkerStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End requests and server; answered when no process of the tree is left."""
+
+    reply: Reply[None]
+    grace_s: float | None = None  # None: as configured; the exit hook allows less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What a host asks of the model; validated and copied by the handle."""
+
+    job_name: str
+    system_prompt: str
+    user_prompt: str
+    params: Mapping[str, Any]
+    messages: Sequence[ChatMessage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Admit the submission to a free slot, or refuse it, at once."""
+
+    submission: Submission
+    reply: Reply[SubmitResult]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetStatus:
+    request_id: int
+    reply: Reply[RequestStatus | NotFound]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOutput:
+    request_id: int
+    text_offset: int
+    reasoning_offset: int
+    reply: Reply[OutputChunk | NotFound]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetResult:
+    """Return a terminal request's result and release it."""
+
+    request_id: int
+    reply: Reply[RequestResult | NotReady | NotFound]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitResult:
+    """Answered when the request is terminal; the host's taking the value sends `ReleaseResult`."""
+
+    request_id: int
+    reply: Reply[RequestResult | NotFound]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseResult:
+    """The host has taken the result: forget the request."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequest:
+    """Answered True once the running request is cancelled and its slot free, else False."""
+
+    request_id: int
+    reply: Reply[bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetWorkerStatus:
+    reply: Reply[WorkerStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetDebugInfo:
+    reply: Reply[WorkerDebugInfo]
+
+
+Question = GetStatus | ReadOutput  # of one live request: passed on to the RequestActor that can answer
+
+# ---------------------------------------------------------------- to the WorkerActor, from its own actors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """The server's process runs."""
+
+    epoch: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchFailed:
+    """No process came to be."""
+
+    epoch: int
+    reason: StartFailReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """No process of the server's tree is left; sent once per `Launched`, by the thread that watched it."""
+
+    epoch: int
+    returncode: int | None  # negative: the signal's number; None: never learnt
+    log_tail: tuple[str, ...]
+    port_taken: bool = False  # somebody else listens on the server's port
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceKept:
+    """What was seen of the server's processes just before they were killed."""
+
+    epoch: int
+    processes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BecameReady:
+    """The server answers, and it is ours."""
+
+    epoch: int
+    traits: ServerTraits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupFailed:
+    """The launch will not become ready: its time is up, or a stranger answers on the port."""
+
+    epoch: int
+    reason: StartFailReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthLost:
+    """The server fails its readiness probe."""
+
+    epoch: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled:
+    """A verdict on one request in flight."""
+
+    epoch: int
+    request_id: int
+    verdict: Verdict
+    busy_neighbour: bool  # another request of this server received data just now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnded:
+    """A request reached its terminal state; its record is handed over, whole."""
+
+    slot: int
+    record: RequestRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamsClosed:
+    """No connection to the server is open any more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsRefused:
+    """The server does not take `tools`: from now on requests use prompted mode."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolThreadsStuck:
+    """So many tool threads run on although nobody waits for them any more."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorDied:
+    """One of the worker's actors ended with an exception."""
+
+    role: str
+    slot: int | None
+    detail: str
+    will_report: bool  # what it owned is being ended, and its end will be told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A timer that the receiver set has fired."""
+
+    timer_id: int = 0
+
+
+HostMessage = (
+    Start
+    | Stop
+    | Submit
+    | GetStatus
+    | ReadOutput
+    | GetResult
+    | AwaitResult
+    | ReleaseResult
+    | CancelRequest
+    | GetWorkerStatus
+    | GetDebugInfo
+)
+WorkerMessage = (
+    HostMessage
+    | Launched
+    | LaunchFailed
+    | Exited
+    | EvidenceKept
+    | BecameReady
+    | StartupFailed
+    | HealthLost
+    | Stalled
+    | RequestEnded
+    | StreamsClosed
+    | ToolsRefused
+    | ToolThreadsStuck
+    | ActorDied
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """A terminal request, as the worker keeps it until the host takes it."""
+
+    request_id: int
+    job_name: str
+    status: RequestStatus
+    result: RequestResult
+    ended_at: float
+    http_status: int | None = None  # of an `http_error` or a `server_error`
+
+    def copy_of_status(self) -> RequestStatus:
+        """For one host to keep: no two get the same dicts."""
+        return copy.deepcopy(self.status)
+
+    def copy_of_result(self) -> RequestResult:
+        """Likewise; the strings are shared."""
+        return copy.deepcopy(self.result)
+
+
+# ---------------------------------------------------------------- to the ProcessActor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Start the server's process as launch number `epoch`."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminate:
+    """End the tree of launch `epoch`: SIGTERM, and SIGKILL after `grace_s`; 0.0 kills at once."""
+
+    epoch: int
+    grace_s: float
+    keep_evidence: bool = False  # tell `EvidenceKept` first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStarted:
+    """From the watching thread: the process exists."""
+
+    epoch: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerNotStarted:
+    """From the watching thread: it does not."""
+
+    epoch: int
+    reason: StartFailReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGone:
+    """From the watching thread, its last word: the tree is gone and reaped."""
+
+    epoch: int
+    returncode: int | None
+    log_tail: tuple[str, ...]
+    port_taken: bool
+
+
+ProcessMessage = Launch | Terminate | ServerStarted | ServerNotStarted | ServerGone | Tick
+
+# ---------------------------------------------------------------- to the TransportActor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStream:
+    """POST `body` to the chat endpoint and send what comes to `reply_to`."""
+
+    stream_id: StreamId
+    body: Mapping[str, Any]
+    reply_to: Mailbox[RequestMessage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseStream:
+    """Close the stream's connection at once, in whatever phase it is."""
+
+    stream_id: StreamId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseAllStreams:
+    """Close every connection; answered by `StreamsClosed` when the last reader has ended."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeServer:
+    """Ask the server whether it is ready, once, within `timeout_s`; answered by `Probed`.
+
+    The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings the traits.
+    """
+
+    epoch: int
+    root_pid: int
+    timeout_s: float
+    first: bool
+    reply_to: Mailbox[WatchdogMessage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderEnded:
+    """From a stream's reader thread, its last word: the connection is closed."""
+
+    stream_id: StreamId
+
+
+TransportMessage = OpenStream | CloseStream | CloseAllStreams | ProbeServer | ReaderEnded
+
+# ---------------------------------------------------------------- to a RequestActor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Carry out a request, from prompt to result."""
+
+    request_id: int
+    submission: Submission
+    transport: Mailbox[TransportMessage]
+    tools: Mailbox[ToolMessage]
+    prompted: bool  # tool calls by text convention: the model's template has no tools
+    opens_thinking: bool  # the template ends the prompt inside a think tag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandon:
+    """Fail the request with this reason, keeping what it has."""
+
+    request_id: int
+    reason: RequestFailReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A host's question; one that comes after the end is passed back to the WorkerActor, behind the record."""
+
+    question: Question
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOpened:
+    """Response headers with status 200 have come."""
+
+    stream_id: StreamId
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEvents:
+    """What was parsed since the batch before; `carried_data` is False for a batch of keepalives."""
+
+    stream_id: StreamId
+    events: tuple[StreamEvent, ...]
+    carried_data: bool
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamClosed:
+    """The stream is over. `failure` None: the server ended the body in the regular way."""
+
+    stream_id: StreamId
+    failure: StreamFailure | None
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFailure:
+    """Why a stream broke: `connect_failed`, `stream_disconnected`, `protocol_error` or `http_error`."""
+
+    reason: RequestFailReason
+    detail: str
+    http_status: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsDone:
+    """Every call of the batch returned; `results` are JSON texts in the order of the calls."""
+
+    batch_id: BatchId
+    results: tuple[str, ...]
+    trace: tuple[ToolTraceEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsFailed:
+    """A call of the batch failed; the ones behind it were not run."""
+
+    batch_id: BatchId
+    detail: str
+    trace: tuple[ToolTraceEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportProgress:
+    """Tell `reply_to` how far the request is; `liveness_at` is the newest evidence of work by the server."""
+
+    liveness_at: float | None
+    for_verdict: bool
+    reply_to: Mailbox[WatchdogMessage]
+
+
+RequestMessage = (
+    Begin
+    | Cancel
+    | Abandon
+    | Ask
+    | StreamOpened
+    | StreamEvents
+    | StreamClosed
+    | ToolsDone
+    | ToolsFailed
+    | ReportProgress
+    | Tick
+)
+
+# ---------------------------------------------------------------- to the ToolLoopActor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTools:
+    """Run the calls of one turn, in order, each within the configured time."""
+
+    batch_id: BatchId
+    job_name: str
+    iteration: int
+    calls: tuple[ParsedCall, ...]
+    reply_to: Mailbox[RequestMessage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropTools:
+    """Nobody waits for this batch any more; a call that runs is left to end by itself."""
+
+    batch_id: BatchId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReturned:
+    """From a tool thread: the runner returned `result` (JSON text), or failed with `error`."""
+
+    batch_id: BatchId
+    index: int
+    at: float
+    result: str | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolThreadEnded:
+    """From a tool thread, its last word."""
+
+    batch_id: BatchId
+
+
+ToolMessage = RunTools | DropTools | CallReturned | ToolThreadEnded | Tick
+
+# ---------------------------------------------------------------- to the WatchdogActor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchStartup:
+    """A launch began: probe it until it is ready or its time is up."""
+
+    epoch: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """A request is in flight on this mailbox."""
+
+    request_id: int
+    request: Mailbox[RequestMessage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unwatch:
+    """The request has ended."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeNow:
+    """Something looked wrong: probe the server out of turn; one failure is enough for `HealthLost`."""
+
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandDown:
+    """The launch is over: probe nothing any more."""
+
+
+class ProbeOutcome(Enum):
+    READY = "ready"  # 200 with JSON, from a process of ours
+    LOADING = "loading"  # 503: alive, and not ready
+    FAILED = "failed"  # no answer, or not the right one
+    STRANGER = "stranger"  # an answer, from somebody else's process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """The answer to one `ProbeServer`."""
+
+    epoch: int
+    outcome: ProbeOutcome
+    detail: str
+    traits: ServerTraits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceSeen:
+    """From the probing thread: what the liveness probes said of one look at the server's processes."""
+
+    epoch: int
+    alive: bool
+    at: float
+    detail: str
+    fresh: bool  # the first look, which only sets the mark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookDue:
+    """The timer of verdicts has fired."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeDue:
+    """The timer of readiness and health has fired."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressReported:
+    """A RequestActor's answer to `ReportProgress`; None where it is between two requests."""
+
+    progress: Progress | None
+    for_verdict: bool
+
+
+WatchdogMessage = (
+    WatchStartup
+    | Watch
+    | Unwatch
+    | ProbeNow
+    | StandDown
+    | Probed
+    | EvidenceSeen
+    | LookDue
+    | ProbeDue
+    | ProgressReported
+)

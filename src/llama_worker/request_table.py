@@ -1,0 +1,78 @@
+"""Which requests there are: slots, ids, records. Pure; not thread-safe. Instants are monotonic seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llama_worker.messages import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that is not terminal; it holds the slot."""
+
+    request_id: int
+    slot: int
+    job_name: str
+    created_at: float
+
+
+class RequestTable:
+    """Admission, and the records that hosts have not taken yet."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = list(range(slots))
+        self._active: dict[int, Admitted] = {}
+        self._records: dict[int, RequestRecord] = {}
+        self.newest_id = 0
+
+    @property
+    def active(self) -> tuple[Admitted, ...]:
+        """The requests that hold a slot, oldest first."""
+        return tuple(self._active.values())
+
+    def admit(self, job_name: str, now: float) -> Admitted | None:
+        """Take the free slot with the lowest number; None where all are used."""
+        if not self._free:
+            return None
+        self.newest_id += 1
+        admitted = Admitted(self.newest_id, self._free.pop(0), job_name, now)
+        self._active[admitted.request_id] = admitted
+        return admitted
+
+    def find(self, request_id: int) -> Admitted | None:
+        """The request, if it is not terminal."""
+        return self._active.get(request_id)
+
+    def in_slot(self, slot: int) -> Admitted | None:
+        """The request that holds the slot."""
+        return next((admitted for admitted in self._active.values() if admitted.slot == slot), None)
+
+    def end(self, record: RequestRecord) -> bool:
+        """The request is terminal: free its slot, keep its record. False where it was so already."""
+        admitted = self._active.pop(record.request_id, None)
+        if admitted is None:
+            return False
+        self._free.append(admitted.slot)
+        self._free.sort()
+        self._records[record.request_id] = record
+        return True
+
+    def record(self, request_id: int) -> RequestRecord | None:
+        """The record, if the request is terminal and nobody has taken its result."""
+        return self._records.get(request_id)
+
+    def release(self, request_id: int) -> None:
+        """Forget a terminal request."""
+        self._records.pop(request_id, None)
+
+    def expire(self, ended_before: float) -> tuple[int, ...]:
+        """Forget the records of requests that ended before that; their ids."""
+        old = tuple(r.request_id for r in self._records.values() if r.ended_at < ended_before)
+        for request_id in old:
+            self.release(request_id)
+        return old
+
+    def oldest_end(self) -> float | None:
+        """When the first of the kept records ended."""
+        return min((record.ended_at for record in self._records.values()), default=None)

@@ -1,0 +1,131 @@
+"""How often and how soon a server is started again, and which failures of requests ask for it. Pure.
+
+Instants (`now`) are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llama_worker.config import RestartPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartAfter:
+    """Restart, `delay_s` from now; `number` counts the restarts in a row."""
+
+    delay_s: float
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lockout:
+    """Restart no more."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartBudget:
+    """The automatic restarts made so far, and what of it counts."""
+
+    restart_count: int = 0  # since construction; never cleared
+    recent: tuple[float, ...] = ()  # restarts within the window, oldest first
+    row_count: int = 0  # restarts without a completed request or a stable READY between
+    ready_at: float | None = None  # READY since
+    ready_for_s: float = 0.0  # the longest READY since the last restart
+
+    def next(self, now: float, policy: RestartPolicy) -> tuple[RestartBudget, RestartAfter | Lockout]:
+        """The server is down or has to go: restart after a delay, or never. Implies `left_ready`."""
+        left = self.left_ready(now)
+        recent = tuple(at for at in left.recent if now - at < policy.restart_window_s)
+        row_count = 0 if left.ready_for_s >= policy.stable_after_s else left.row_count
+        left = replace(left, recent=recent, row_count=row_count)
+        limit = policy.max_restarts_per_window
+        if limit == 0:
+            return left, Lockout(detail="restarts are turned off (max_restarts_per_window 0)")
+        if len(recent) >= limit:
+            done = f"restarted {len(recent)} times within {now - recent[0]:.1f} s"
+            allowed = f"max_restarts_per_window {limit} in restart_window_s {policy.restart_window_s:g}"
+            return left, Lockout(detail=f"{done} (limit: {allowed})")
+        if row_count >= limit:
+            done = f"restarted {row_count} times in a row (limit: max_restarts_per_window {limit})"
+            lacking = f"neither a completed request nor stable_after_s {policy.stable_after_s:g} of READY between"
+            return left, Lockout(detail=f"{done} with {lacking}")
+        made = RestartBudget(restart_count=left.restart_count + 1, recent=(*recent, now), row_count=row_count + 1)
+        return made, RestartAfter(delay_s=backoff_s(row_count + 1, policy), number=row_count + 1)
+
+    def became_ready(self, now: float) -> RestartBudget:
+        return replace(self, ready_at=now)
+
+    def left_ready(self, now: float) -> RestartBudget:
+        """READY ended, for whatever cause; no effect where there was none."""
+        if self.ready_at is None:
+            return self
+        return replace(self, ready_at=None, ready_for_s=max(self.ready_for_s, now - self.ready_at))
+
+    def request_completed(self, now: float) -> RestartBudget:
+        """A request reached `completed`: the row is broken. The window still counts."""
+        return replace(self, row_count=0)
+
+    def cleared(self) -> RestartBudget:
+        """The budget of an explicit start: everything is forgotten but `restart_count`."""
+        return RestartBudget(restart_count=self.restart_count)
+
+
+def backoff_s(number: int, policy: RestartPolicy) -> float:
+    """Seconds of rest before restart `number` (1, 2, ...) in a row."""
+    try:
+        raw = policy.restart_backoff_s * policy.backoff_factor ** (number - 1)
+    except OverflowError:
+        raw = policy.backoff_max_s if policy.restart_backoff_s > 0 else 0.0
+    return float(min(raw, policy.backoff_max_s))
+
+
+@dataclass(frozen=True, slots=True)
+class TransportFailures:
+    """Failed connections and broken streams in a row."""
+
+    row_count: int = 0
+
+    def failed(self, policy: RestartPolicy) -> tuple[TransportFailures, str | None]:
+        """One more; and why that calls for a restart, or None."""
+        count = self.row_count + 1
+        limit = policy.transport_failures_before_restart
+        cause = None
+        if count >= limit:
+            cause = f"{count} transport failures in a row (limit: transport_failures_before_restart {limit})"
+        return TransportFailures(count), cause
+
+    def succeeded(self) -> TransportFailures:
+        return TransportFailures()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerErrors:
+    """Jobs that got a 5xx error with no success between.
+
+    A 500 before the stream is mostly the fault of the request (b11434): one job that tries again and again
+    counts once, and only several jobs together accuse the server.
+    """
+
+    job_names: frozenset[str] = frozenset()
+
+    def failed(self, job_name: str, code: int | None, policy: RestartPolicy) -> tuple[ServerErrors, str | None]:
+        """One more application error; and why that calls for a restart, or None.
+
+        `code` is the HTTP status or the error record's code; others than 5xx neither count nor end the row.
+        """
+        if code is None or not 500 <= code <= 599:
+            return self, None
+        errors = ServerErrors(self.job_names | {job_name})
+        count = len(errors.job_names)
+        limit = policy.server_errors_before_restart
+        cause = None
+        if count >= limit:
+            told = f"server errors in {count} jobs with no success between"
+            cause = f"{told} (limit: server_errors_before_restart {limit})"
+        return errors, cause
+
+    def succeeded(self) -> ServerErrors:
+        return ServerErrors()

@@ -1,0 +1,150 @@
+"""Bytes of a response body to server-sent events. Sans-IO: one decoder per body, one thread at a time.
+
+The fields are read by `sseclient-py` (1.8 and 1.9 behave alike). It is right and linear where it gets
+complete records, with plain LF and one line each; so this module decides where records end, normalises
+line ends, and takes apart the records that sseclient would drop (`error:` fields) or need quadratic time
+for (many lines).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import sseclient
+
+MAX_RECORD_BYTES = 16 * 1024 * 1024
+
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class SseRecord:
+    """What one record held in its `data:` fields, or (`is_error`) in its `error:` fields; never empty."""
+
+    data: str
+    is_error: bool
+
+
+class SseProtocolError(Exception):
+    """The bytes are no SSE; `records` are the good ones that the same call had decoded before."""
+
+    def __init__(self, detail: str, records: list[SseRecord]) -> None:
+        super().__init__(detail)
+        self.records = records
+
+
+class SseDecoder:
+    """Takes bytes as they come, split anywhere; a record is out as soon as the byte that ends it is in."""
+
+    def __init__(self) -> None:
+        self._block = [b""]  # what sseclient reads next; any iterable does, and is read anew by each events()
+        self._sseclient = sseclient.SSEClient(cast(Iterator[bytes], self._block))
+        self._bom: bytes | None = b""  # start of the body that may be part of a BOM; None: settled
+        self._after_cr = False  # the last byte was a CR: an LF that follows belongs to it
+        self._partial = bytearray()  # the record that has not ended yet, with LF, without leading comments
+
+    def feed(self, data: bytes) -> list[SseRecord]:
+        """The records that these bytes complete, in order; none for comments, blanks and unknown fields.
+
+        A record with both kinds of field comes out as two, the kind that came first ahead. Raises
+        SseProtocolError at a record above MAX_RECORD_BYTES and at bytes that are not UTF-8; the decoder is
+        of no use after that.
+        """
+        if self._bom is not None:
+            data = self._without_bom(data)
+        if self._after_cr or b"\r" in data:
+            data = self._with_lf(data)
+        records: list[SseRecord] = []
+        try:
+            self._take(data, records)
+        except UnicodeDecodeError:
+            raise SseProtocolError("a record of the stream is not UTF-8", records) from None
+        except _RecordTooLargeError:
+            detail = f"a record of the stream is larger than {MAX_RECORD_BYTES} bytes"
+            raise SseProtocolError(detail, records) from None
+        return records
+
+    def has_partial(self) -> bool:
+        """A record has begun and not ended: when the body ends, it is a truncated one, not dispatched."""
+        return bool(self._bom or self._partial) and not self._partial.startswith(b":")
+
+    def _without_bom(self, data: bytes) -> bytes:
+        data = (self._bom or b"") + data
+        if len(data) < len(_BOM) and _BOM.startswith(data):
+            self._bom = data
+            return b""
+        self._bom = None
+        return data.removeprefix(_BOM)
+
+    def _with_lf(self, data: bytes) -> bytes:
+        """Every line end as one LF. A CR counts at once, so that the record it ends need not wait."""
+        if not data:
+            return data
+        if self._after_cr:
+            data = data.removeprefix(b"\n")
+        self._after_cr = data.endswith(b"\r")
+        return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+    def _take(self, data: bytes, records: list[SseRecord]) -> None:
+        end = self._end_of_records(data)
+        if end:
+            block = data[:end]
+            if self._partial:
+                self._partial += block
+                _drop_leading_comments(self._partial)
+                block = bytes(self._partial)
+                self._partial.clear()
+            self._read(block, records)
+        if end < len(data):
+            self._partial += data[end:]
+            _drop_leading_comments(self._partial)
+            if len(self._partial) > MAX_RECORD_BYTES:
+                raise _RecordTooLargeError
+
+    def _end_of_records(self, data: bytes) -> int:
+        """How many bytes of `data` belong to complete records."""
+        last = data.rfind(b"\n\n")
+        if last >= 0:
+            return last + 2
+        at_line_start = not self._partial or self._partial.endswith(b"\n")
+        return 1 if at_line_start and data.startswith(b"\n") else 0
+
+    def _read(self, block: bytes, records: list[SseRecord]) -> None:
+        one_data_line_each = block.startswith(b"data:") and block.count(b"\n") == 2 * block.count(b"\n\ndata:") + 2
+        if not one_data_line_each or len(block) > MAX_RECORD_BYTES:
+            for record in block.split(b"\n\n"):
+                self._read_by_line(record, records)
+            return
+        self._block[0] = block
+        for event in self._sseclient.events():
+            if event.data:
+                records.append(SseRecord(event.data, False))
+
+    def _read_by_line(self, record: bytes, records: list[SseRecord]) -> None:
+        lines = [line for line in record.split(b"\n") if not line.startswith(b":")]
+        if sum(len(line) + 1 for line in lines if line) > MAX_RECORD_BYTES:
+            raise _RecordTooLargeError
+        values: dict[bool, list[str]] = {}  # by "is an error", in the order of first appearance
+        for line in lines:
+            is_error = line.startswith(b"error:")
+            self._block[0] = b"data" + line.removeprefix(b"error") if is_error else line
+            for event in self._sseclient.events():
+                values.setdefault(is_error, []).append(event.data)
+        for is_error, parts in values.items():
+            data = "\n".join(parts)
+            if data:
+                records.append(SseRecord(data, is_error))
+
+
+class _RecordTooLargeError(Exception):
+    pass
+
+
+def _drop_leading_comments(partial: bytearray) -> None:
+    """Remove whole comment lines, and of an unfinished one all but its colon: comments may be endless."""
+    while partial.startswith(b":"):
+        end = partial.find(b"\n")
+        if end < 0:
+            del partial[1:]
+            return
+        del partial[: end + 1]

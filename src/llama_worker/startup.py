@@ -1,0 +1,42 @@
+"""How a launch is watched until it is ready. Pure; instants are monotonic seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llama_worker.config import TimeoutProfile
+
+_FIRST_PROBE_S = 0.1
+_EARLY_S, _EARLY_INTERVAL_S, _LATE_INTERVAL_S = 30.0, 0.5, 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupWatch:
+    """One launch that is not ready yet."""
+
+    began_at: float
+    worked_at: float  # the latest evidence of work, or the beginning
+
+    @classmethod
+    def begin(cls, now: float) -> StartupWatch:
+        """The process was started just now."""
+        return cls(began_at=now, worked_at=now)
+
+    def saw_work(self, at: float) -> StartupWatch:
+        """CPU time by rate, or reads from disk: the time that counts starts anew."""
+        return replace(self, worked_at=max(at, self.worked_at))
+
+    def next_probe_at(self, now: float) -> float:
+        """When to look next: soon, then every 0.5 s, less often once the start has taken 30 s."""
+        if now == self.began_at:
+            return now + _FIRST_PROBE_S
+        return now + (_EARLY_INTERVAL_S if now - self.began_at < _EARLY_S else _LATE_INTERVAL_S)
+
+    def overdue(self, profile: TimeoutProfile, now: float) -> str | None:
+        """Why the launch is to be given up; None while it is not."""
+        if now - self.worked_at >= profile.startup_timeout_s:
+            idle = f"not ready, and no sign of work for startup_timeout_s {profile.startup_timeout_s:g} s"
+            return f"{idle}; {now - self.began_at:.1f} s since the launch"
+        if profile.load_timeout_s is not None and now - self.began_at >= profile.load_timeout_s:
+            return f"not ready within load_timeout_s {profile.load_timeout_s:g} s"
+        return None

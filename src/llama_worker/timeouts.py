@@ -1,0 +1,260 @@
+"""When a request has been silent for too long, and whether that costs the whole server. Pure.
+
+Instants (`*_at`, `now`) are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llama_worker.config import RestartPolicy, TimeoutProfile
+from llama_worker.types import RequestFailReason, RequestPhase
+
+BUSY_WINDOW_MIN_S = 1.0  # a neighbour that received data within this much proves that the server works
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far one request is. All times but `dispatched_at` are of the turn (HTTP exchange) under way."""
+
+    request_id: int
+    phase: RequestPhase
+    dispatched_at: float  # of the request: the first turn's start
+    turn_started_at: float
+    connecting: bool = False  # True only while it is known that the socket is not connected yet
+    headers_at: float | None = None
+    first_token_at: float | None = None  # told, and decides nothing: the phase does
+    prompt_progress_at: float | None = None  # the latest report of prompt progress
+    last_data_at: float | None = None  # any SSE record that carries data
+    last_stream_byte_at: float | None = None  # any byte, keepalives too: decides nothing
+
+    @property
+    def data_at(self) -> float | None:
+        """The latest data of this turn, None where none came. Headers alone are no data."""
+        times = [at for at in (self.last_data_at, self.prompt_progress_at) if at is not None]
+        return max(times, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A request to be given up. `restart`: the server is suspect, and `Triage` decides about it."""
+
+    reason: RequestFailReason
+    detail: str  # for a person: what was waited for, how long, and when anything was last heard
+    restart: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    reason: RequestFailReason
+    what: str
+    setting: str
+    timeout_s: float
+    since: float
+    restart: bool = True
+
+    @property
+    def due_at(self) -> float:
+        return self.since + self.timeout_s
+
+
+def verdict(
+    progress: Progress,
+    *,
+    liveness_at: float | None,
+    neighbour_data_at: float | None,
+    profile: TimeoutProfile,
+    now: float,
+) -> Verdict | None:
+    """Whether the request has to be given up, and why; None while it may go on.
+
+    `liveness_at` is the newest evidence of work by the server's processes; evidence from before the turn
+    began does not count. `neighbour_data_at` is the latest data of any *other* request of this server.
+
+    Of several limits that are over, the one that was over first gives the reason: a late tick tells the same
+    as one in time, and a verdict, once due, stays the same until something new is heard.
+    """
+    limits = _limits(progress, liveness_at, neighbour_data_at, profile)
+    over = [limit for limit in limits if limit.due_at <= now]
+    if not over:
+        return None
+    first = min(over, key=lambda limit: limit.due_at)
+    told = f"{first.what} for {now - first.since:.1f} s (limit: {first.setting} {first.timeout_s:g})"
+    return Verdict(
+        reason=first.reason,
+        detail=f"{told}; {describe(progress, liveness_at=liveness_at, now=now)}",
+        restart=first.restart,
+    )
+
+
+def _limits(
+    progress: Progress, liveness_at: float | None, neighbour_data_at: float | None, profile: TimeoutProfile
+) -> Iterator[_Limit]:
+    """Every limit that is on in the request's phase; on equal times the one named first wins."""
+    if progress.phase is RequestPhase.DONE:
+        return
+    # From the turn's start at the earliest: what was heard before it says nothing about this turn.
+    working_at = _newest(progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at)
+    moving_at = _newest(progress.turn_started_at, progress.data_at, neighbour_data_at)
+    waiting = progress.phase is RequestPhase.WAITING
+    prefill = progress.phase is RequestPhase.PREFILL
+    generating = progress.phase is RequestPhase.GENERATING
+
+    if waiting and progress.connecting:
+        yield _Limit(
+            reason=RequestFailReason.CONNECT_FAILED,
+            what="not connected",
+            setting="connect_timeout_s",
+            timeout_s=profile.connect_timeout_s,
+            since=progress.turn_started_at,
+            restart=False,  # a transport failure: counted, and the server is probed
+        )
+    if waiting and not progress.connecting:
+        # Builds of October 2025 to May 2026 hold the headers back for the whole prefill, and every build does
+        # while all slots are taken: only the lack of any sign of work tells.
+        yield _Limit(
+            reason=RequestFailReason.HEADERS_TIMEOUT,
+            what="no response headers and no sign of work",
+            setting="headers_timeout_s",
+            timeout_s=profile.headers_timeout_s,
+            since=working_at,
+        )
+    if prefill and progress.prompt_progress_at is None and profile.prefill_liveness_timeout_s is not None:
+        yield _Limit(
+            reason=RequestFailReason.STALL_TIMEOUT,
+            what="no data and no sign of work in prefill",
+            setting="prefill_liveness_timeout_s",
+            timeout_s=profile.prefill_liveness_timeout_s,
+            since=working_at,
+        )
+    reporting = prefill and progress.prompt_progress_at is not None
+    if (reporting or generating) and profile.idle_stream_timeout_s is not None:
+        yield _Limit(
+            reason=RequestFailReason.STALL_TIMEOUT,
+            what="no data and no sign of work",
+            setting="idle_stream_timeout_s",
+            timeout_s=profile.idle_stream_timeout_s,
+            since=working_at,
+        )
+    if (waiting or prefill) and profile.ttft_timeout_s is not None:
+        yield _Limit(
+            reason=RequestFailReason.TTFT_TIMEOUT,
+            what="no token",
+            setting="ttft_timeout_s",
+            timeout_s=profile.ttft_timeout_s,
+            since=progress.turn_started_at,
+        )
+    if (waiting or prefill or generating) and profile.silent_work_timeout_s is not None:
+        # A server that spins gives evidence of work for ever.
+        yield _Limit(
+            reason=RequestFailReason.STALL_TIMEOUT,
+            what="no data, for this request or another,",
+            setting="silent_work_timeout_s",
+            timeout_s=profile.silent_work_timeout_s,
+            since=moving_at,
+        )
+    if profile.absolute_timeout_s is not None:
+        yield _Limit(
+            reason=RequestFailReason.ABSOLUTE_TIMEOUT,
+            what="not finished",
+            setting="absolute_timeout_s",
+            timeout_s=profile.absolute_timeout_s,
+            since=progress.dispatched_at,
+            restart=False,
+        )
+
+
+def last_progress_at(progress: Progress, liveness_at: float | None) -> float | None:
+    """The latest of data and evidence of work in this turn; None where there was neither."""
+    newest_at = _newest(progress.turn_started_at, progress.data_at, liveness_at)
+    return newest_at if newest_at > progress.turn_started_at or progress.data_at is not None else None
+
+
+def describe(progress: Progress, *, liveness_at: float | None, now: float) -> str:
+    """The request's phase and times, on one line, for a person."""
+
+    def ago(at: float | None) -> str:
+        return "never" if at is None else f"{now - at:.1f} s ago"
+
+    return (
+        f"request {progress.request_id} in phase {progress.phase.value}, "
+        f"turn began {ago(progress.turn_started_at)}, headers {ago(progress.headers_at)}, "
+        f"first token {ago(progress.first_token_at)}, "
+        f"prompt progress {ago(progress.prompt_progress_at)}, last data {ago(progress.last_data_at)}, "
+        f"last byte {ago(progress.last_stream_byte_at)}, last sign of work {ago(liveness_at)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DataLedger:
+    """When requests of one server last received data; keeps the two that did last, which is enough."""
+
+    latest: tuple[tuple[int, float], ...] = ()  # (request id, instant), newest first, ids distinct
+
+    def heard(self, request_id: int, at: float | None) -> DataLedger:
+        """The ledger after `request_id` received data at `at`; None and old news change nothing.
+
+        What a request received stays true when the request has ended.
+        """
+        if at is None:
+            return self
+        known = dict(self.latest)
+        known[request_id] = max(at, known.get(request_id, at))
+        return DataLedger(tuple(sorted(known.items(), key=lambda entry: entry[1], reverse=True)[:2]))
+
+    def of_others(self, request_id: int) -> float | None:
+        """The latest data of any request but this one."""
+        return next((at for other, at in self.latest if other != request_id), None)
+
+
+def busy_neighbour(neighbour_data_at: float | None, *, profile: TimeoutProfile, now: float) -> bool:
+    """Whether another request received data so lately that the server as a whole must be working."""
+    if neighbour_data_at is None:
+        return False
+    return now - neighbour_data_at <= max(BUSY_WINDOW_MIN_S, 2.0 * profile.liveness_probe_interval_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spared:
+    culprit_id: int
+    newest_request_id: int  # at the time; a later one is new
+
+
+@dataclass(frozen=True, slots=True)
+class Triage:
+    """Whether a verdict costs the server or only its request. A launch begins with `Triage()`."""
+
+    spared: _Spared | None = None  # the verdict that ended its culprit alone, until a new request completed
+
+    def judge(
+        self,
+        request_id: int,
+        verdict: Verdict,
+        *,
+        busy_neighbour: bool,
+        newest_request_id: int,
+        policy: RestartPolicy,
+    ) -> tuple[Triage, bool]:
+        """What is known afterwards, and whether to restart; if not, the culprit ends alone.
+
+        `newest_request_id` is the id admitted last. A verdict told twice about one request counts once.
+        """
+        if not (verdict.restart and policy.restart_on_stall):
+            return self, False
+        if self.spared is not None:
+            again = request_id == self.spared.culprit_id
+            return (self, False) if again else (Triage(), True)
+        if not busy_neighbour:
+            return Triage(), True
+        return Triage(_Spared(culprit_id=request_id, newest_request_id=newest_request_id)), False
+
+    def request_completed(self, request_id: int) -> Triage:
+        """A request reached `completed`; only one admitted since shows that the server takes new work."""
+        if self.spared is not None and request_id > self.spared.newest_request_id:
+            return Triage()
+        return self
+
+
+def _newest(start: float, *others: float | None) -> float:
+    return max([start, *(at for at in others if at is not None)])

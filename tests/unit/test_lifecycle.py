@@ -1,0 +1,246 @@
+"""The worker's state machine, with a literal clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from llama_worker import lifecycle
+from llama_worker.config import RestartPolicy
+from llama_worker.errors import WorkerStartError
+from llama_worker.lifecycle import (
+    BackingOff,
+    CloseConnections,
+    Ending,
+    EndProcess,
+    Failed,
+    FailRequests,
+    Launching,
+    LaunchServer,
+    Lifecycle,
+    Ready,
+    RestartDecided,
+    StartsResolved,
+    Stopped,
+    StopsResolved,
+    ToRestart,
+)
+from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
+
+POLICY = RestartPolicy(restart_backoff_s=5.0, max_restarts_per_window=2, restart_window_s=120.0)
+
+
+def launching() -> Lifecycle:
+    life, effects = lifecycle.start(Lifecycle(policy=POLICY), 0.0)
+    assert effects == (LaunchServer(epoch=1),)
+    return life
+
+
+def ready() -> Lifecycle:
+    life, effects = lifecycle.became_ready(launching(), 1.0, epoch=1)
+    assert effects == (StartsResolved(None),)
+    assert life.public_state is WorkerState.READY
+    return life
+
+
+def exited(life: Lifecycle, now: float, **given: object) -> tuple[Lifecycle, lifecycle.Effects]:
+    facts: dict[str, object] = {
+        "epoch": life.epoch,
+        "returncode": 1,
+        "log_tail": ("oops",),
+        "port_taken": False,
+    }
+    return lifecycle.exited(life, now, **(facts | given))  # type: ignore[arg-type]
+
+
+def error_of(effects: lifecycle.Effects) -> WorkerStartError:
+    (error,) = [e.error for e in effects if isinstance(e, StartsResolved)]
+    assert error is not None
+    return error
+
+
+def test_start_on_a_ready_worker_resolves_at_once() -> None:
+    life = ready()
+    assert lifecycle.start(life, 2.0) == (life, (StartsResolved(None),))
+
+
+def test_stop_on_a_stopped_worker_resolves_at_once() -> None:
+    life = Lifecycle(policy=POLICY)
+    assert lifecycle.stop(life, 0.0, grace_s=10.0) == (life, (StopsResolved(),))
+
+
+def test_stop_closes_connections_before_it_terminates() -> None:
+    life, effects = lifecycle.stop(ready(), 2.0, grace_s=10.0)
+    assert [type(e) for e in effects] == [FailRequests, StartsResolved, CloseConnections]
+    assert not any(isinstance(e, EndProcess) for e in effects)
+    life, effects = lifecycle.connections_closed(life, 2.1, epoch=1)
+    assert effects == (EndProcess(epoch=1, grace_s=10.0),)
+    life, effects = exited(life, 2.2, returncode=0)
+    assert (life.state, effects) == (Stopped(), (StopsResolved(),))
+
+
+@pytest.mark.parametrize(("now", "terminated"), [(2.9, False), (3.0, True)])
+def test_termination_waits_a_second_at_most_for_connections(now: float, terminated: bool) -> None:
+    life, _ = lifecycle.stop(ready(), 2.0, grace_s=10.0)
+    assert life.deadline == 3.0
+    _, effects = lifecycle.tick(life, now)
+    assert bool(effects) is terminated
+
+
+def test_stop_during_a_start_ends_it() -> None:
+    _, effects = lifecycle.stop(launching(), 0.5, grace_s=10.0)
+    assert error_of(effects).reason is StartFailReason.STOPPED
+
+
+def test_start_during_a_stop_launches_anew_when_the_old_server_is_gone() -> None:
+    life, _ = lifecycle.stop(ready(), 2.0, grace_s=10.0)
+    life, effects = lifecycle.start(life, 2.1)
+    assert effects == ()
+    life, effects = exited(life, 2.5, returncode=0)
+    assert effects == (StopsResolved(), LaunchServer(epoch=2))
+    assert life.state == Launching(epoch=2, first=True)
+
+
+def test_stop_after_that_start_ends_it_too() -> None:
+    life, _ = lifecycle.stop(ready(), 2.0, grace_s=10.0)
+    life, _ = lifecycle.start(life, 2.1)
+    life, effects = lifecycle.stop(life, 2.2, grace_s=10.0)
+    assert error_of(effects).reason is StartFailReason.STOPPED
+    life, effects = exited(life, 2.5, returncode=0)
+    assert (life.state, effects) == (Stopped(), (StopsResolved(),))
+
+
+def test_a_hurried_stop_shortens_the_grace_of_one_under_way() -> None:
+    life, _ = lifecycle.stop(ready(), 2.0, grace_s=10.0)
+    life, _ = lifecycle.connections_closed(life, 2.1, epoch=1)
+    _, effects = lifecycle.stop(life, 2.2, grace_s=2.0)
+    assert EndProcess(epoch=1, grace_s=2.0) in effects
+
+
+@pytest.mark.parametrize(
+    ("port_taken", "reason", "state"),
+    [
+        (False, StartFailReason.EXITED, WorkerState.FAILED),
+        (True, StartFailReason.PORT_IN_USE, WorkerState.STOPPED),
+    ],
+)
+def test_the_first_launch_is_not_retried(port_taken: bool, reason: StartFailReason, state: WorkerState) -> None:
+    life, effects = exited(launching(), 1.0, port_taken=port_taken)
+    error = error_of(effects)
+    assert (error.reason, error.returncode, error.log_tail) == (reason, 1, ("oops",))
+    assert life.public_state is state
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        (StartFailReason.PORT_IN_USE, Stopped()),
+        (StartFailReason.SPAWN_FAILED, Failed()),
+    ],
+)
+def test_a_launch_without_a_process_fails_the_start(reason: StartFailReason, state: lifecycle.State) -> None:
+    life, effects = lifecycle.launch_failed(launching(), 0.1, epoch=1, reason=reason, detail="x")
+    assert life.state == state
+    assert error_of(effects).reason is reason
+
+
+def test_a_startup_timeout_kills_first_and_then_fails_with_what_the_server_said() -> None:
+    life, effects = lifecycle.startup_failed(
+        launching(), 120.0, epoch=1, reason=StartFailReason.STARTUP_TIMEOUT, detail="idle"
+    )
+    assert EndProcess(epoch=1, grace_s=0.0, keep_evidence=True) in effects
+    assert not any(isinstance(e, StartsResolved) for e in effects)
+    life, effects = exited(life, 120.1, returncode=-9)
+    assert life.public_state is WorkerState.FAILED
+    error = error_of(effects)
+    assert (error.reason, error.log_tail) == (StartFailReason.STARTUP_TIMEOUT, ("oops",))
+
+
+def test_death_while_ready_fails_requests_and_restarts_after_the_backoff() -> None:
+    life, effects = exited(ready(), 10.0, returncode=-9)
+    assert effects[-1] == FailRequests(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9")
+    assert life.state == BackingOff(resume_at=15.0)
+    assert life.public_state is WorkerState.RUNNING
+    assert lifecycle.tick(life, 14.9)[1] == ()
+    life, effects = lifecycle.tick(life, 15.0)
+    assert effects == (LaunchServer(epoch=2),)
+    assert life.state == Launching(epoch=2, first=False)
+
+
+def test_backoff_runs_while_the_old_tree_is_ended() -> None:
+    life, effects = lifecycle.trouble(ready(), 10.0, reason="stall_timeout", detail="d")
+    assert life.state == Ending(epoch=1, goal=ToRestart(15.0))
+    assert EndProcess(epoch=1, grace_s=0.0, keep_evidence=True) in effects
+    late, effects = exited(life, 16.0)
+    assert effects == (LaunchServer(epoch=2),)
+    early, _ = exited(life, 10.1)
+    assert early.state == BackingOff(resume_at=15.0)
+    assert late.budget.restart_count == early.budget.restart_count == 1
+
+
+def test_stop_during_backoff_is_immediate() -> None:
+    life, _ = exited(ready(), 10.0)
+    life, effects = lifecycle.stop(life, 10.1, grace_s=10.0)
+    assert life.state == Stopped()
+    assert StopsResolved() in effects
+
+
+def test_a_launch_that_ends_before_ready_counts_as_a_restart() -> None:
+    life, _ = exited(ready(), 10.0)
+    life, _ = lifecycle.tick(life, 15.0)
+    life, effects = exited(life, 15.1)
+    assert life.budget.restart_count == 2
+    assert isinstance(effects[0], RestartDecided)
+
+
+def test_locked_out_after_too_many_restarts_and_started_again_by_hand() -> None:
+    life = ready()
+    now = 10.0
+    while not isinstance(life.state, Failed):
+        life, effects = exited(life, now)
+        now += 30.0
+        if isinstance(life.state, BackingOff):
+            life, _ = lifecycle.tick(life, now)
+            life, _ = lifecycle.became_ready(life, now, epoch=life.epoch)
+    assert life.budget.restart_count == 2
+    assert RestartDecided(reason="server_died", detail=effects[0].detail, delay_s=None) == effects[0]  # type: ignore[union-attr]
+    life, effects = lifecycle.start(life, now)
+    assert effects == (LaunchServer(epoch=life.epoch),)
+    assert life.budget.restart_count == 2
+    assert life.budget.recent == ()
+
+
+def test_a_server_that_crashes_a_minute_after_every_start_ends_in_failed() -> None:
+    life, now = ready(), 1.0
+    for _ in range(20):
+        now += 60.0
+        life, _ = exited(life, now)
+        if isinstance(life.state, Failed):
+            break
+        now += 60.0
+        life, _ = lifecycle.tick(life, now)
+        life, _ = lifecycle.became_ready(life, now, epoch=life.epoch)
+    assert life.public_state is WorkerState.FAILED
+
+
+def test_a_server_that_crashes_rarely_and_completes_requests_between_goes_on() -> None:
+    life, now = ready(), 1.0
+    for _ in range(20):
+        now += 60.0
+        life = lifecycle.request_completed(life, now)
+        life, _ = exited(life, now)
+        assert isinstance(life.state, BackingOff)
+        now += 60.0
+        life, _ = lifecycle.tick(life, now)
+        life, _ = lifecycle.became_ready(life, now, epoch=life.epoch)
+    assert isinstance(life.state, Ready)
+    assert life.budget.restart_count == 20
+
+
+def test_news_of_an_older_launch_changes_nothing() -> None:
+    life, _ = exited(ready(), 10.0)
+    life, _ = lifecycle.tick(life, 15.0)
+    assert lifecycle.became_ready(life, 16.0, epoch=1) == (life, ())
+    assert exited(life, 16.0, epoch=1) == (life, ())
+    assert lifecycle.connections_closed(life, 16.0, epoch=1) == (life, ())
+    stale = lifecycle.startup_failed(life, 16.0, epoch=1, reason=StartFailReason.STARTUP_TIMEOUT, detail="")
+    assert stale == (life, ())

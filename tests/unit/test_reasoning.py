@@ -1,0 +1,278 @@
+"""Reasoning and text told apart: the table of what must come out, at every split."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_worker.reasoning import Piece, ReasoningSplitter
+
+TAGS = [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")]
+ALL_TAGS = [tag for pair in TAGS for tag in pair]
+
+Delta = tuple[str, str]  # "r" for reasoning_content or "c" for content, and what it says
+
+
+def split(deltas: Sequence[Delta], *, opened: bool = False) -> tuple[str, str]:
+    """(reasoning, text) of a turn; checks that no reasoning comes after text, where content has the tags."""
+    splitter = ReasoningSplitter(opened_by_template=opened)
+    pieces = [splitter.feed_reasoning(said) if field == "r" else splitter.feed_text(said) for field, said in deltas]
+    pieces.append(splitter.finish())
+    assert splitter.finish() == Piece("", "")
+    text_begun = False
+    for piece in pieces:
+        assert not (text_begun and piece.reasoning)
+        text_begun = text_begun or bool(piece.text)
+    return "".join(piece.reasoning for piece in pieces), "".join(piece.text for piece in pieces)
+
+
+CONTENT_ONLY = [
+    # (content, the prompt ended in a tag, reasoning, text)
+    ("<think>x</think>Y", False, "x", "Y"),
+    ("<think>\nx\n</think>\n\nY", False, "x", "Y"),
+    ("<think>x y\n z</think>Y z ", False, "x y\n z", "Y z "),
+    ("  \n<think>x</think>\n\nY", False, "x", "Y"),
+    ("Here: <think>x</think>", False, "", "Here: <think>x</think>"),
+    ("  Here: <think>x</think>", False, "", "  Here: <think>x</think>"),
+    ("```\n<think>x</think>\n```", False, "", "```\n<think>x</think>\n```"),
+    ("abc\n</think>\n\nAns", True, "abc", "Ans"),
+    ("\nabc\n</think>\n\nAns", True, "abc", "Ans"),
+    ("abc\n</think>\n\nAns", False, "", "abc\n</think>\n\nAns"),
+    ("abc</think>Ans", False, "", "abc</think>Ans"),
+    ("</think>Ans", False, "", "</think>Ans"),
+    ("</think>Ans", True, "", "Ans"),
+    ("</think>", True, "", ""),
+    ("\n</think>\n", True, "", ""),
+    ("\n\n</think>\n\nAns", True, "", "Ans"),
+    ("<think>abc</think>Ans", True, "abc", "Ans"),
+    ("\n<think>\nabc\n</think>\nAns", True, "abc", "Ans"),
+    ("abc < d </thing> e</think>Ans", True, "abc < d </thing> e", "Ans"),
+    ("</thing>abc</think>Ans", True, "</thing>abc", "Ans"),
+    ("abc", True, "abc", ""),
+    ("abc </thi", True, "abc </thi", ""),
+    ("</thi", True, "</thi", ""),
+    ("<thi", True, "<thi", ""),
+    (" \n", True, "", ""),
+    ("<think>a <think>b</think> c</think>Z", False, "a <think>b", "c</think>Z"),
+    ("<think>a</think>X<think>b</think>Y", False, "a", "X<think>b</think>Y"),
+    ("<think>a</think> <think>b</think>Y", False, "a", "<think>b</think>Y"),
+    ("<think>a</think></think>Y", False, "a", "</think>Y"),
+    ("<think>abc", False, "abc", ""),
+    ("<think>abc \n", False, "abc", ""),
+    ("<think>abc\n</thin", False, "abc\n</thin", ""),
+    ("<think>abc <</think>", False, "abc <", ""),
+    ("<think>a</think >b</think>Y", False, "a</think >b", "Y"),
+    ("<think>a<</think>Y", False, "a<", "Y"),
+    ("<think>a</thi</think>Y", False, "a</thi", "Y"),
+    ("<think>", False, "", ""),
+    ("<think> \n", False, "", ""),
+    ("<think></think>", False, "", ""),
+    ("<think>\n\n</think>\n\nHi", False, "", "Hi"),
+    ("<think>x</think>\n \n", False, "x", ""),
+    ("<thinking>x</thinking>Y", False, "", "<thinking>x</thinking>Y"),
+    ("<Think>x</Think>", False, "", "<Think>x</Think>"),
+    ("a < b", False, "", "a < b"),
+    ("< b", False, "", "< b"),
+    ("<", False, "", "<"),
+    ("  <thi", False, "", "  <thi"),
+    ("<thi <think>", False, "", "<thi <think>"),
+    ("[1, 2]", False, "", "[1, 2]"),
+    (" \n", False, "", " \n"),
+    ("", False, "", ""),
+    ("<think>grün 🙂\u2028</think>\u2003日本", False, "grün 🙂", "日本"),
+]
+
+
+def with_tags(content: str, pair: tuple[str, str]) -> str:
+    return content.replace("<think>", pair[0]).replace("</think>", pair[1])
+
+
+@pytest.mark.parametrize("tags", TAGS, ids=[opening for opening, _ in TAGS])
+@pytest.mark.parametrize(("content", "opened", "reasoning", "text"), CONTENT_ONLY)
+def test_content_alone(content: str, opened: bool, reasoning: str, text: str, tags: tuple[str, str]) -> None:
+    content = with_tags(content, tags)
+    expected = with_tags(reasoning, tags), with_tags(text, tags)
+    assert split([("c", content)], opened=opened) == expected
+    assert split([("c", char) for char in content], opened=opened) == expected
+    for i in range(len(content)):
+        halves = [("c", content[:i]), ("c", ""), ("c", content[i:])]
+        assert split(halves, opened=opened) == expected
+
+
+def test_a_thought_ends_with_the_closing_tag_of_its_own_kind() -> None:
+    content = "<think>x[/THINK]y</seed:think>z</think>Y"
+    assert split([("c", content)]) == split([("c", c) for c in content]) == ("x[/THINK]y</seed:think>z", "Y")
+
+
+AFTER_REASONING = [
+    # (reasoning_content, content, text)
+    ("abc", "Ans", "Ans"),
+    ("abc", "\n\nAns", "\n\nAns"),
+    ("abc", "<think>x</think>", "<think>x</think>"),
+    ("abc", "<think>x</think>Y", "<think>x</think>Y"),
+    ("abc", " <think>x</think>Y", " <think>x</think>Y"),
+    ("abc", "See:\n```\n<think>x</think>\n```", "See:\n```\n<think>x</think>\n```"),
+    ("abc", "abc</think>Ans", "abc</think>Ans"),
+    ("abc", "</think>Ans", "</think>Ans"),
+    ("abc", "<think>abc</think>Ans", "Ans"),
+    ("abc", "\n<think>\nabc\n</think>\n\nAns", "Ans"),
+    ("\nabc\n", "<think>abc</think>Ans", "Ans"),
+    ("\nabc\n", "<think>\nabc\n</think>\n\nAns", "Ans"),
+    ("a \n<b", "<think>a \n<b</think>Ans", "Ans"),
+    ("abc", "<think>abc</think>Ans <think>x</think>", "Ans <think>x</think>"),
+    ("abc", "<think>abc</think>", ""),
+    ("abc", "<think>abcd</think>Ans", "<think>abcd</think>Ans"),
+    ("abc", "<think>ab</think>Ans", "<think>ab</think>Ans"),
+    ("abc", "<think>a bc</think>Ans", "<think>a bc</think>Ans"),
+    ("abc", "<think></think>Ans", "<think></think>Ans"),
+    ("abc", "<think>abX", "<think>abX"),
+    ("abc", "<think>abc", ""),
+    ("abc", "<think>abc</thi", ""),
+    ("abc", "<think>ab", ""),
+    ("abc", "<think> ", "<think> "),
+    ("abc", "<think>", "<think>"),
+    ("abc", "<thi", "<thi"),
+    ("abc", " ", " "),
+    ("abc", "", ""),
+    ("\n", "<think>\n</think>Ans", "Ans"),
+    ("\n", "<think>x</think>Ans", "<think>x</think>Ans"),
+    ("abc", "[THINK]abc[/THINK]Ans", "Ans"),
+    ("abc", "<seed:think>abc</seed:think>Ans", "Ans"),
+]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize(("reasoning", "content", "text"), AFTER_REASONING)
+def test_content_after_reasoning_content(reasoning: str, content: str, text: str, opened: bool) -> None:
+    expected = reasoning, text
+    assert split([("r", reasoning), ("c", content)], opened=opened) == expected
+    assert split([*(("r", c) for c in reasoning), *(("c", c) for c in content)], opened=opened) == expected
+    for i in range(len(content)):
+        assert split([("r", reasoning), ("c", content[:i]), ("c", content[i:])], opened=opened) == expected
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("tags", TAGS, ids=[opening for opening, _ in TAGS])
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_the_legacy_form_token_by_token(size: int, tags: tuple[str, str], opened: bool) -> None:
+    thought, (opening, closing) = "so: a < b \n and </c", tags
+    deltas: list[Delta] = [("c", opening[:3]), ("c", opening[3:]), ("c", "\n")]
+    for i in range(0, len(thought), size):
+        deltas += [("r", thought[i : i + size]), ("c", thought[i : i + size])]
+    deltas += [("c", "\n" + closing[:4]), ("c", closing[4:] + "\n\nAns"), ("c", "wer " + opening)]
+    assert split(deltas, opened=opened) == (thought, "Answer " + opening)
+
+
+def test_in_the_legacy_form_content_may_run_ahead_by_whitespace_and_the_start_of_a_tag() -> None:
+    deltas = [
+        ("c", "<think>"),
+        ("r", "a"),
+        ("c", "a"),
+        ("c", " \n<"),
+        ("r", " \n</b"),
+        ("c", "/b</think>Ans"),
+    ]
+    assert split(deltas) == ("a \n</b", "Ans")
+
+
+def test_reasoning_content_after_a_tagged_thought_began_is_passed_on() -> None:
+    assert split([("c", "<think>abc "), ("r", "xyz"), ("c", "def</think>Ans")]) == ("abcxyz def", "Ans")
+
+
+def test_reasoning_content_after_text_is_passed_on() -> None:
+    splitter = ReasoningSplitter()
+    assert splitter.feed_text("Ans") == Piece("", "Ans")
+    assert splitter.feed_reasoning("abc") == Piece("abc", "")
+    assert splitter.feed_text("<think>") == Piece("", "<think>")
+
+
+def test_reasoning_content_of_nothing_does_not_count() -> None:
+    assert split([("r", ""), ("c", "<think>x</think>Y")]) == ("x", "Y")
+    assert split([("r", ""), ("c", "x</think>Y")], opened=True) == ("x", "Y")
+
+
+def test_reasoning_is_delivered_before_text_in_one_piece_too() -> None:
+    assert ReasoningSplitter().feed_text("<think>x</think>Y") == Piece("x", "Y")
+
+
+CONTENT = st.lists(
+    st.sampled_from([*ALL_TAGS, "<", "</", "[", " ", "\n", "a", "think>", "<thinking>", "bc"]), max_size=10
+).map("".join)
+
+
+def cut(content: str, data: st.DataObject) -> list[str]:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(content)))))
+    return [content[a:b] for a, b in zip([0, *cuts], [*cuts, len(content)], strict=True)]
+
+
+@given(reasoning=st.one_of(st.just(""), CONTENT), content=CONTENT, opened=st.booleans(), data=st.data())
+def test_splits_do_not_matter(reasoning: str, content: str, opened: bool, data: st.DataObject) -> None:
+    whole = split([("r", reasoning), ("c", content)], opened=opened)
+    pieces = [*(("r", p) for p in cut(reasoning, data)), *(("c", p) for p in cut(content, data))]
+    assert split(pieces, opened=opened) == whole
+
+
+@given(content=CONTENT, opened=st.booleans())
+def test_every_character_is_reasoning_text_a_tag_or_whitespace_beside_one(content: str, opened: bool) -> None:
+    reasoning, text = split([("c", content)], opened=opened)
+    assert content.endswith(text)
+    head = content.removesuffix(text)
+    around = [
+        (head[:i].strip(), head[i + len(reasoning) :].strip())
+        for i in range(len(head) - len(reasoning) + 1)
+        if head.startswith(reasoning, i)
+    ]
+    left_out = [("", ""), *(("", closing) for _, closing in TAGS if opened)]
+    left_out += [(opening, end) for opening, closing in TAGS for end in ("", closing)]
+    assert set(around) & set(left_out)
+
+
+@given(reasoning=CONTENT.filter(str.strip), content=CONTENT, opened=st.booleans())
+def test_after_reasoning_content_only_its_repetition_is_left_out(reasoning: str, content: str, opened: bool) -> None:
+    said, text = split([("r", reasoning), ("c", content)], opened=opened)
+    assert said == reasoning
+    assert content.endswith(text)
+    left_out = content.removesuffix(text).strip()
+    for opening, closing in TAGS:
+        if left_out.startswith(opening):
+            repeated = left_out.removeprefix(opening).strip()
+            whole = reasoning.strip()
+            assert repeated.removesuffix(closing).strip() == whole or (not text and repeated != "")
+            return
+    assert left_out == ""
+
+
+@given(content=CONTENT, opened=st.booleans())
+def test_held_back_is_at_most_whitespace_and_the_start_of_a_tag(content: str, opened: bool) -> None:
+    splitter = ReasoningSplitter(opened_by_template=opened)
+    splitter.feed_text(content)
+    held = splitter.finish()
+    rest = (held.reasoning + held.text).strip()
+    assert any(tag.startswith(rest) and tag != rest for tag in ALL_TAGS)
+
+
+def test_content_that_stops_repeating_the_reasoning_is_let_go_at_once() -> None:
+    splitter = ReasoningSplitter()
+    splitter.feed_reasoning("abc")
+    assert splitter.feed_text("<think>ab") == Piece("", "")
+    assert splitter.feed_text("X") == Piece("", "<think>abX")
+    assert splitter.feed_text("<think>") == Piece("", "<think>")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("unit", [" ", "\n\n", "a", "ab ", "<", "</thi", "[/"])
+def test_time_is_in_proportion_to_the_length(unit: str, legacy: bool) -> None:
+    def seconds(count: int) -> float:
+        splitter, started = ReasoningSplitter(), time.perf_counter()
+        splitter.feed_text("<think>")
+        for _ in range(count):
+            if legacy:
+                splitter.feed_reasoning(unit)
+            splitter.feed_text(unit)
+        splitter.finish()
+        return time.perf_counter() - started
+
+    small = min(seconds(10_000) for _ in range(3))
+    assert seconds(80_000) < 8 * small * 4 + 0.2

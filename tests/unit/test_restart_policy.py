@@ -1,0 +1,232 @@
+"""Backoff, lockout and the counters that lead to a restart, with a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_worker.config import RestartPolicy
+from llama_worker.restart_policy import (
+    Lockout,
+    RestartAfter,
+    RestartBudget,
+    ServerErrors,
+    TransportFailures,
+    backoff_s,
+)
+
+POLICY = RestartPolicy(
+    restart_backoff_s=5.0,
+    backoff_factor=2.0,
+    backoff_max_s=60.0,
+    restart_window_s=120.0,
+    max_restarts_per_window=5,
+    stable_after_s=600.0,
+    transport_failures_before_restart=2,
+    server_errors_before_restart=5,
+)
+WIDE = replace(POLICY, max_restarts_per_window=1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("number", "delay_s"), [(1, 5.0), (2, 10.0), (3, 20.0), (4, 40.0), (5, 60.0), (6, 60.0), (5000, 60.0)]
+)
+def test_backoff_doubles_up_to_its_maximum(number: int, delay_s: float) -> None:
+    assert backoff_s(number, POLICY) == delay_s
+
+
+def test_no_backoff_stays_none() -> None:
+    policy = replace(POLICY, restart_backoff_s=0.0)
+    assert [backoff_s(number, policy) for number in (1, 7, 5000)] == [0.0, 0.0, 0.0]
+
+
+def crashes(
+    policy: RestartPolicy,
+    *,
+    load_s: float,
+    ready_s: float,
+    completes: bool = False,
+    crashes_count: int = 50,
+) -> tuple[RestartBudget, list[float], str | None]:
+    """A server READY `load_s` after each launch that crashes `ready_s` later: delays, and the lockout."""
+    budget, now = RestartBudget(), 0.0
+    delays: list[float] = []
+    for _ in range(crashes_count):
+        now += load_s
+        budget = budget.became_ready(now)
+        now += ready_s
+        if completes:
+            budget = budget.request_completed(now - ready_s / 2)
+        budget, decision = budget.next(now, policy)
+        if isinstance(decision, Lockout):
+            return budget, delays, decision.detail
+        delays.append(decision.delay_s)
+        now += decision.delay_s
+    return budget, delays, None
+
+
+def test_a_server_that_crashes_at_once_is_locked_out_by_the_window() -> None:
+    policy = replace(POLICY, restart_backoff_s=1.0)
+    budget, delays, detail = crashes(policy, load_s=0.1, ready_s=0.1, completes=True)
+    assert delays == [1.0] * 5
+    assert detail is not None
+    assert "within" in detail
+    assert "restart_window_s 120" in detail
+    assert budget.restart_count == 5
+
+
+def test_a_server_that_crashes_a_minute_after_every_start_ends_failed() -> None:
+    budget, delays, detail = crashes(POLICY, load_s=2.0, ready_s=60.0)
+    assert delays == [5.0, 10.0, 20.0, 40.0, 60.0]
+    assert detail is not None
+    assert "5 times in a row" in detail
+    assert budget.restart_count == 5
+
+
+def test_a_server_that_completes_requests_between_crashes_goes_on() -> None:
+    _, delays, detail = crashes(POLICY, load_s=2.0, ready_s=60.0, completes=True)
+    assert detail is None
+    assert delays == [5.0] * 50
+
+
+@pytest.mark.parametrize(("ready_s", "locked"), [(599.0, True), (600.0, False)])
+def test_a_server_that_was_stable_between_crashes_goes_on(ready_s: float, locked: bool) -> None:
+    _, delays, detail = crashes(POLICY, load_s=2.0, ready_s=ready_s)
+    assert (detail is not None) is locked
+    assert delays[:2] == ([5.0, 10.0] if locked else [5.0, 5.0])
+
+
+def test_launches_that_never_become_ready_count() -> None:
+    budget, now = RestartBudget(), 0.0
+    numbers = []
+    while True:
+        now += 200.0
+        budget, decision = budget.next(now, POLICY)
+        if isinstance(decision, Lockout):
+            break
+        numbers.append(decision.number)
+    assert numbers == [1, 2, 3, 4, 5]
+
+
+def test_stability_is_judged_also_when_ready_was_left_before() -> None:
+    budget, _ = RestartBudget().next(0.0, POLICY)
+    left = budget.became_ready(10.0).left_ready(610.0).left_ready(611.0)
+    assert left.next(9000.0, POLICY)[1] == RestartAfter(delay_s=5.0, number=1)
+    short = budget.became_ready(10.0).left_ready(609.0)
+    assert short.next(9000.0, POLICY)[1] == RestartAfter(delay_s=10.0, number=2)
+
+
+def test_ready_of_a_former_launch_does_not_make_the_next_one_stable() -> None:
+    budget = RestartBudget().became_ready(0.0)
+    budget, first = budget.next(1000.0, POLICY)
+    budget, second = budget.next(2000.0, POLICY)
+    assert (first, second) == (RestartAfter(delay_s=5.0, number=1), RestartAfter(delay_s=10.0, number=2))
+
+
+def test_the_window_counts_what_is_younger_than_it() -> None:
+    policy = replace(POLICY, max_restarts_per_window=2)
+    budget, _ = RestartBudget().next(0.0, policy)
+    budget, _ = budget.request_completed(1.0).next(60.0, policy)
+    busy = budget.request_completed(61.0)
+    assert isinstance(busy.next(119.9, policy)[1], Lockout)
+    assert busy.next(120.0, policy)[1] == RestartAfter(delay_s=5.0, number=1)
+
+
+def test_never_restarts() -> None:
+    budget, decision = RestartBudget().became_ready(0.0).next(10_000.0, RestartPolicy.never())
+    assert isinstance(decision, Lockout)
+    assert "turned off" in decision.detail
+    assert budget.restart_count == 0
+
+
+def test_an_explicit_start_clears_the_budget_but_not_the_count() -> None:
+    budget, _, detail = crashes(POLICY, load_s=2.0, ready_s=60.0)
+    assert detail is not None
+    cleared = budget.cleared()
+    assert cleared == RestartBudget(restart_count=5)
+    after, decision = cleared.next(1000.0, POLICY)
+    assert decision == RestartAfter(delay_s=5.0, number=1)
+    assert after.restart_count == 6
+
+
+events = st.lists(
+    st.tuples(st.floats(0.0, 300.0), st.sampled_from(["crash", "ready", "completed", "left"])), max_size=80
+)
+
+
+@given(events, st.integers(0, 6))
+def test_no_history_makes_more_restarts_than_the_window_allows(history: list[tuple[float, str]], limit: int) -> None:
+    policy = replace(POLICY, max_restarts_per_window=limit)
+    budget, now = RestartBudget(), 0.0
+    made: list[float] = []
+    proofless = 0
+    for pause_s, event in history:
+        now += pause_s
+        match event:
+            case "ready":
+                budget = budget.became_ready(now)
+            case "completed":
+                budget = budget.request_completed(now)
+                proofless = 0
+            case "left":
+                budget = budget.left_ready(now)
+            case _:
+                stable = budget.left_ready(now).ready_for_s >= policy.stable_after_s
+                budget, decision = budget.next(now, policy)
+                proofless = 0 if stable else proofless
+                if isinstance(decision, RestartAfter):
+                    made.append(now)
+                    proofless += 1
+                    assert 0.0 <= decision.delay_s <= policy.backoff_max_s
+        assert len([at for at in made if now - at < policy.restart_window_s]) <= limit
+        assert proofless <= limit
+        assert len(budget.recent) <= limit
+    assert budget.restart_count == len(made)
+
+
+# ----------------------------------------------------------------------------- what asks for a restart
+
+
+def test_transport_failures_in_a_row_ask_for_a_restart_and_a_success_resets() -> None:
+    first, cause = TransportFailures().failed(POLICY)
+    assert cause is None
+    assert first.failed(POLICY)[1] == ("2 transport failures in a row (limit: transport_failures_before_restart 2)")
+    assert first.succeeded().failed(POLICY)[1] is None
+
+
+def errors(*seen: tuple[str, int | None] | None) -> str | None:
+    state, cause = ServerErrors(), None
+    for each in seen:
+        if each is None:
+            state, cause = state.succeeded(), None
+        else:
+            state, cause = state.failed(*each, POLICY)
+    return cause
+
+
+@pytest.mark.parametrize(
+    ("seen", "asks"),
+    [
+        pytest.param([("a", 500), ("b", 500), ("c", 500), ("d", 503), ("e", 500)], True, id="five jobs"),
+        pytest.param([("a", 500)] * 20, False, id="one job that tries again and again"),
+        pytest.param([("a", 500), ("b", 500)] * 10, False, id="too few jobs"),
+        pytest.param([("a", 500), ("b", 500), None, ("c", 500), ("d", 500), ("e", 500)], False, id="a success between"),
+        pytest.param(
+            [("a", 500), ("b", 500), ("x", 400), ("c", 500), ("y", None), ("d", 500), ("e", 500)],
+            True,
+            id="other errors neither count nor reset",
+        ),
+        pytest.param([("a", 500), ("b", 500), ("c", 500), ("d", 500), ("e", 499)], False, id="499 is no 5xx"),
+        pytest.param([("a", 500), ("b", 500), ("c", 500), ("d", 500), ("e", 600)], False, id="nor is 600"),
+    ],
+)
+def test_server_errors_ask_for_a_restart_once_enough_jobs_met_them(
+    seen: list[tuple[str, int | None] | None], asks: bool
+) -> None:
+    cause = errors(*seen)
+    assert (cause is not None) is asks
+    if cause is not None:
+        assert cause.startswith("server errors in 5 jobs with no success between")

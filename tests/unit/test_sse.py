@@ -1,0 +1,222 @@
+"""Bytes to SSE records: any line end, any split, any rubbish between the records."""
+
+import json
+import time
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_worker import sse
+from llama_worker.sse import SseDecoder, SseProtocolError, SseRecord
+
+
+def data(text: str) -> SseRecord:
+    return SseRecord(text, False)
+
+
+def error(text: str) -> SseRecord:
+    return SseRecord(text, True)
+
+
+def decode(pieces: Iterable[bytes]) -> list[SseRecord]:
+    decoder = SseDecoder()
+    return [record for piece in pieces for record in decoder.feed(piece)]
+
+
+def single_bytes(body: bytes) -> list[bytes]:
+    return [body[i : i + 1] for i in range(len(body))]
+
+
+BODIES = [
+    ("data: x\n\n", [data("x")]),
+    ("data: x\n\ndata: y\n\n", [data("x"), data("y")]),
+    ("data:x\n\n", [data("x")]),
+    ("data:  x\n\n", [data(" x")]),
+    ("data: a:b\n\n", [data("a:b")]),
+    ("data: a\ndata: b\n\n", [data("a\nb")]),
+    ("data: a\ndata\ndata:\ndata: b\n\n", [data("a\n\n\nb")]),
+    (": keepalive\n\n", []),
+    (":\n\n:\n\n", []),
+    ("\n\n\n\n", []),
+    ("\n\n\ndata: x\n\n\n\n\ndata: y\n\n\n", [data("x"), data("y")]),
+    (": hi\n\ndata: x\n\n: hi\n\n", [data("x")]),
+    (": hi\ndata: x\n: hi\ndata: y\n: hi\n\n", [data("x\ny")]),
+    (":error: x\n\n", []),
+    ("event: e\nid: 7\nretry: 3\nfoo: bar\nfoo\ndata: x\n\n", [data("x")]),
+    ("foo: bar\n\n", []),
+    ("database: x\n\n", []),
+    (" data: x\n\n", []),
+    ("data:\n\n", []),
+    ("data\n\n", []),
+    ("error:\n\n", []),
+    ("error: e\n\n", [error("e")]),
+    ("error: e\n\ndata: [DONE]\n\n", [error("e"), data("[DONE]")]),
+    ("error: e\ndata: [DONE]\n\n", [error("e"), data("[DONE]")]),
+    ("data: x\nerror: e\ndata: y\nerror: f\n\n", [data("x\ny"), error("e\nf")]),
+    ("errors: e\n\n", []),
+    ('data: "error: x"\n\n', [data('"error: x"')]),
+    ("data: grün 日本 🙂 \u2028 \x0b \x0c \x85 \x1c\n\n", [data("grün 日本 🙂 \u2028 \x0b \x0c \x85 \x1c")]),
+    ("data: \ufeffx\n\n", [data("\ufeffx")]),
+    ("data: x\n", []),
+    ("data: x\n\ndata: y", [data("x")]),
+]
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"], ids=["plain", "bom"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
+@pytest.mark.parametrize(("body", "records"), BODIES)
+def test_gives_the_same_records_split_nowhere_once_and_everywhere(
+    body: str, records: list[SseRecord], newline: str, bom: bytes
+) -> None:
+    raw = bom + body.replace("\n", newline).encode()
+    assert decode([raw]) == records
+    assert decode(single_bytes(raw)) == records
+    for i in range(len(raw)):
+        assert decode([raw[:i], b"", raw[i:]]) == records
+
+
+FIELDS = st.one_of(
+    st.sampled_from(["data: x", "error: e", ": c", "foo: x", "data", "data:", "id: 3", "日: 本"]),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"), max_size=6).map("data: {}".format),
+)
+
+
+@given(
+    lines=st.lists(st.one_of(FIELDS, st.just("")), max_size=12),
+    newlines=st.data(),
+    bom=st.booleans(),
+)
+def test_any_line_ends_and_any_splits_give_the_same_records(
+    lines: list[str], newlines: st.DataObject, bom: bool
+) -> None:
+    expected = decode(["".join(line + "\n" for line in lines).encode()])
+    ends = newlines.draw(st.lists(st.sampled_from(["\n", "\r\n", "\r"]), min_size=len(lines), max_size=len(lines)))
+    body = b""
+    for line, end in zip(lines, ends, strict=True):
+        # an LF right after a CR would belong to that CR: it can be no line end of its own
+        body += line.encode() + (b"\r\n" if not line and end == "\n" and body.endswith(b"\r") else end.encode())
+    if bom:
+        body = b"\xef\xbb\xbf" + body
+    cuts = sorted(newlines.draw(st.sets(st.integers(0, len(body)))))
+    pieces = [body[a:b] for a, b in zip([0, *cuts], [*cuts, len(body)], strict=True)]
+    assert decode(pieces) == expected
+    assert decode(single_bytes(body)) == expected
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n", b"\r\n\n", b"\n\r", b"\r\n\r"])
+def test_a_record_is_out_with_the_byte_that_ends_it(end: bytes) -> None:
+    decoder = SseDecoder()
+    early = end[: -2 if end.endswith(b"\r\n") else -1]  # the CR of a last CRLF ends the record
+    assert decoder.feed(b"data: x" + early[:-1]) == []
+    first = decoder.feed(early[-1:])
+    assert first + decoder.feed(end[len(early) :]) == [data("x")]
+    assert decoder.feed(b"data: y\r\r") == [data("y")]
+    assert decoder.feed(b"\n") == []
+    assert not decoder.has_partial()
+    assert decoder.feed(b"data: z\n\n") == [data("z")]
+
+
+@pytest.mark.parametrize(
+    ("body", "partial"),
+    [
+        (b"", False),
+        (b"\xef", True),
+        (b"\xef\xbb\xbf", False),
+        (b"d", True),
+        (b"data: x", True),
+        (b"data: x\n", True),
+        (b"data: x\r\n", True),
+        (b"data: x\n\n", False),
+        (b"data: x\r\r", False),
+        (b"data: x\n\n\n", False),
+        (b"data: x\n\n:", False),
+        (b"data: x\n\n: keep", False),
+        (b"data: x\n\n: keepalive\n", False),
+        (b": keepalive\ndata: x", True),
+        (b"\n", False),
+    ],
+)
+def test_tells_a_truncated_record_at_the_end(body: bytes, partial: bool) -> None:
+    for pieces in ([body], single_bytes(body)):
+        decoder = SseDecoder()
+        for piece in pieces:
+            decoder.feed(piece)
+        assert decoder.has_partial() is partial
+
+
+@pytest.mark.parametrize(
+    "bad", [b"data: \xff\n\n", b"error: \xe2\x82\n\n", b"\xff\xfe\n\n", b"data: a\ndata: \xff\n\n"]
+)
+def test_bytes_that_are_not_utf8_are_an_error_after_the_good_records(bad: bytes) -> None:
+    with pytest.raises(SseProtocolError, match="not UTF-8") as raised:
+        SseDecoder().feed(b"data: x\n\ndata: y\n\n" + bad + b"data: z\n\n")
+    assert raised.value.records == [data("x"), data("y")]
+
+
+def test_what_a_comment_holds_does_not_matter() -> None:
+    body = b": \xff\xfe\n: \xe2\x82\n\ndata: x\n: \xff\n\n"
+    assert decode([body]) == decode(single_bytes(body)) == [data("x")]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+@pytest.mark.parametrize("lines", [1, 3])
+def test_a_record_may_be_as_large_as_the_limit_and_no_larger(
+    size: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "MAX_RECORD_BYTES", 900)
+    for total in (900, 901):
+        first = b"data: x\n" * (lines - 1)
+        record = first + b"data: " + b"y" * (total - len(first) - 7) + b"\n"
+        assert len(record) == total
+        body = b"data: a\n\n" + record + b"\n"
+        pieces = [body[i : i + size] for i in range(0, len(body), size)]
+        if total == 900:
+            assert len(decode(pieces)) == 2
+        else:
+            with pytest.raises(SseProtocolError, match="900 bytes"):
+                decode(pieces)
+
+
+def test_the_records_before_one_that_is_too_large_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_RECORD_BYTES", 100)
+    for end in (b"", b"\n\n"):
+        with pytest.raises(SseProtocolError) as raised:
+            SseDecoder().feed(b"data: x\n\ndata: " + b"y" * 100 + end)
+        assert raised.value.records == [data("x")]
+
+
+def test_many_records_in_one_piece_are_no_large_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_RECORD_BYTES", 100)
+    assert decode([b"data: x\n\n" * 50]) == [data("x")] * 50
+
+
+@pytest.mark.parametrize("rubbish", [b": ping\n", b": ping\n\n", b"\n", b"\r", b"\r\n", b"x" * 50, b":" + b"x" * 50])
+def test_endless_comments_and_blanks_need_no_memory(rubbish: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_RECORD_BYTES", 100)
+    decoder = SseDecoder()
+    assert decoder.feed(b":") == []
+    for _ in range(100):
+        assert decoder.feed(rubbish) == []
+    assert decoder.feed(b"\n\ndata: x\n\n") == [data("x")]
+
+
+def test_a_record_of_many_bytes_takes_time_in_proportion_however_it_comes() -> None:
+    def seconds(size: int, step: int, line: int) -> float:
+        text = "x" * size
+        body = b"".join(b"data: " + text[i : i + line].encode() + b"\n" for i in range(0, size, line)) + b"\n"
+        decoder, records, started = SseDecoder(), list[SseRecord](), time.perf_counter()
+        for i in range(0, len(body), step):
+            records += decoder.feed(body[i : i + step])
+        assert [len(record.data.replace("\n", "")) for record in records] == [size]
+        return time.perf_counter() - started
+
+    for step, line, size in ((1, 1 << 20, 1 << 17), (64, 1 << 24, 1 << 20), (1 << 16, 64, 1 << 20)):
+        small = min(seconds(size, step, line) for _ in range(3))
+        assert seconds(size * 8, step, line) < 8 * small * 4 + 0.2
+
+
+def test_a_json_payload_survives() -> None:
+    payload = json.dumps({"content": 'error: "\n\ndata: x\r\n: y'})
+    assert decode([f"data: {payload}\n\n".encode()]) == [data(payload)]

@@ -1,0 +1,323 @@
+"""Chunks of a chat completion, of new and old builds and odd ones, to events."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_worker.sse import SseRecord
+from llama_worker.stream_events import (
+    Done,
+    Finish,
+    PromptProgress,
+    ProtocolError,
+    ReasoningDelta,
+    RoleOnly,
+    ServerError,
+    StreamDecoder,
+    StreamEvent,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    Usage,
+    decode_record,
+)
+
+
+def decode(value: Any, *, is_error: bool = False) -> list[StreamEvent]:
+    return list(decode_record(SseRecord(json.dumps(value), is_error)))
+
+
+def chunk(delta: Any, finish: Any = None, **beside: Any) -> dict[str, Any]:
+    """As b11434 sends it."""
+    return {
+        "choices": [{"finish_reason": finish, "index": 0, "delta": delta}],
+        "created": 1790000000,
+        "id": "chatcmpl-1",
+        "model": "m",
+        "system_fingerprint": "b11434",
+        "object": "chat.completion.chunk",
+        **beside,
+    }
+
+
+def call(**fields: Any) -> dict[str, Any]:
+    return chunk({"tool_calls": [fields]})
+
+
+TIMINGS = {
+    "cache_n": 3,
+    "prompt_n": 1,
+    "prompt_ms": 4.5,
+    "prompt_per_second": 220.5,
+    "predicted_n": 8,
+    "predicted_per_second": 40,
+}
+NO_TIMINGS = Timings(cache_n=None, prompt_n=None, prompt_per_second=None, predicted_n=None, predicted_per_second=None)
+TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": "{"}}
+
+
+@pytest.mark.parametrize(
+    ("value", "events"),
+    [
+        (chunk({"content": " word"}), [TextDelta(" word")]),
+        (chunk({"content": ""}), []),
+        (chunk({"content": None}), []),
+        (chunk({"content": 3}), []),
+        (
+            chunk({"content": [{"type": "text", "text": "a"}, {"text": "b"}, {"image": 1}, 5]}),
+            [TextDelta("ab")],
+        ),
+        (chunk({"reasoning_content": "hm"}), [ReasoningDelta("hm")]),
+        (chunk({"content": "x", "reasoning_content": "hm"}), [ReasoningDelta("hm"), TextDelta("x")]),
+        (chunk({"content": "x", "reasoning_content": None}), [TextDelta("x")]),
+        (chunk({"role": "assistant", "content": None}), [RoleOnly()]),
+        (chunk({"role": "assistant", "content": "x"}), [TextDelta("x")]),
+        (chunk({}, "stop"), [Finish("stop")]),
+        (chunk(None, "stop"), [Finish("stop")]),
+        (chunk("x", "stop"), [Finish("stop")]),
+        (chunk({}, ""), []),
+        (chunk({}, 7), []),
+        (chunk({"content": "x"}, "length"), [TextDelta("x"), Finish("length")]),
+        ({"choices": [{"delta": {"content": "x"}}]}, [TextDelta("x")]),
+        ({"choices": [{"finish_reason": "stop"}]}, [Finish("stop")]),
+        ({"choices": [{"text": "x", "index": 0, "finish_reason": None}]}, [TextDelta("x")]),
+        ({"choices": [{"text": "x", "finish_reason": "stop"}]}, [TextDelta("x"), Finish("stop")]),
+        (
+            {"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]},
+            [TextDelta("x"), Finish("stop")],
+        ),
+        ({"choices": []}, []),
+        ({"choices": None}, []),
+        ({"choices": {"delta": {}}}, []),
+        ({"choices": ["x", None, 5, [], [1]]}, []),
+        ({"choices": [{"index": 1, "delta": {"content": "x"}}]}, []),
+        (
+            {"choices": [{"index": 1, "delta": {"content": "x"}}, {"index": 0, "delta": {"content": "y"}}]},
+            [TextDelta("y")],
+        ),
+        ({}, []),
+        ({"id": 1, "object": "chat.completion.chunk"}, []),
+        ({"choices": [], "error": None}, []),
+    ],
+)
+def test_text_reasoning_and_finish(value: Any, events: list[StreamEvent]) -> None:
+    assert decode(value) == events
+
+
+@pytest.mark.parametrize(
+    ("value", "events"),
+    [
+        (chunk({"tool_calls": [TOOL]}), [ToolCallDelta(0, "c1", "add", "{")]),
+        (call(index=2, function={"arguments": "1}"}), [ToolCallDelta(2, None, None, "1}")]),
+        (call(index=0, function={"id": "c1", "name": "add"}), [ToolCallDelta(0, "c1", "add", None)]),
+        (call(index=0, id="", function={"name": "", "arguments": ""}), [ToolCallDelta(0, None, None, "")]),
+        (call(function={"name": "f", "arguments": {"é": [1]}}), [ToolCallDelta(0, None, "f", '{"é": [1]}')]),
+        (call(index="0", id=5, function=None), [ToolCallDelta(0, None, None, None)]),
+        (call(), [ToolCallDelta(0, None, None, None)]),
+        (
+            chunk({"tool_calls": [{"function": {"name": "f"}}, "x", {"function": {"name": "g"}}]}),
+            [ToolCallDelta(0, None, "f", None), ToolCallDelta(2, None, "g", None)],
+        ),
+        (chunk({"tool_calls": None, "content": "x"}), [TextDelta("x")]),
+        (chunk({"tool_calls": {"index": 0}}), []),
+        (
+            {"choices": [{"message": {"content": None, "tool_calls": [TOOL]}, "finish_reason": "tool_calls"}]},
+            [ToolCallDelta(0, "c1", "add", "{"), Finish("tool_calls")],
+        ),
+        (
+            {"choices": [{"delta": {}, "message": {"tool_calls": [TOOL]}, "index": 0}]},
+            [ToolCallDelta(0, "c1", "add", "{")],
+        ),
+    ],
+)
+def test_tool_calls(value: Any, events: list[StreamEvent]) -> None:
+    assert decode(value) == events
+
+
+@pytest.mark.parametrize(
+    ("value", "events"),
+    [
+        (
+            chunk(
+                {"role": "assistant", "content": None},
+                prompt_progress={"total": 9, "cache": 2, "processed": 5, "time_ms": 7},
+            ),
+            [PromptProgress(processed=5, total=9, cached=2)],
+        ),
+        ({"prompt_progress": {"total": 9, "processed": 5}}, [PromptProgress(5, 9, 0)]),
+        ({"prompt_progress": {"total": None, "processed": 5}}, []),
+        ({"prompt_progress": None}, []),
+        (
+            {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}},
+            [Usage(4, 2, None)],
+        ),
+        (
+            {"usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}},
+            [Usage(4, 0, 3)],
+        ),
+        ({"usage": {"prompt_tokens_details": None, "completion_tokens": True}}, [Usage(0, 0, None)]),
+        ({"usage": None, "timings": None}, []),
+        ({"timings": {}}, [NO_TIMINGS]),
+        ({"timings": TIMINGS}, [Timings(3, 1, 220.5, 8, 40.0)]),
+        (
+            {
+                "timings": {
+                    "prompt_per_second": float("inf"),
+                    "predicted_per_second": float("nan"),
+                    "cache_n": 1.5,
+                }
+            },
+            [NO_TIMINGS],
+        ),
+        ({"timings": {"prompt_per_second": 10**400, "prompt_n": -1}}, [NO_TIMINGS]),
+    ],
+)
+def test_progress_usage_and_timings(value: Any, events: list[StreamEvent]) -> None:
+    assert decode(value) == events
+
+
+def test_the_events_of_one_chunk_come_in_their_order() -> None:
+    full = chunk(
+        {"tool_calls": [TOOL], "content": "x", "reasoning_content": "hm"},
+        "stop",
+        error={"message": "bad"},
+        timings=TIMINGS,
+        usage={"prompt_tokens": 1, "completion_tokens": 1},
+        prompt_progress={"total": 1, "processed": 1},
+    )
+    kinds = [PromptProgress, ReasoningDelta, TextDelta, ToolCallDelta, Finish, Usage, Timings, ServerError]
+    assert [type(event) for event in decode(full)] == kinds
+
+
+@pytest.mark.parametrize("is_error", [False, True])
+@pytest.mark.parametrize(
+    ("value", "event"),
+    [
+        (
+            {"error": {"code": 500, "message": "bad", "type": "server_error"}},
+            ServerError("bad", 500, "server_error"),
+        ),
+        ({"code": 400, "message": "bad", "type": "invalid"}, ServerError("bad", 400, "invalid")),
+        ({"object": "error", "message": "bad"}, ServerError("bad", None, None)),
+        ({"error": "bad"}, ServerError("bad", None, None)),
+        ({"error": {"message": "bad", "code": "503", "type": 3}}, ServerError("bad", 503, None)),
+        ({"error": {"message": "bad", "code": "overloaded"}}, ServerError("bad", None, None)),
+        ({"error": {"message": "bad", "code": True}}, ServerError("bad", None, None)),
+        ({"error": {"code": 500}}, ServerError('{"code": 500}', 500, None)),
+        ({"error": ["bad"]}, ServerError('["bad"]', None, None)),
+    ],
+)
+def test_an_error_is_recognised_wrapped_or_not_in_either_field(value: Any, event: ServerError, is_error: bool) -> None:
+    assert decode(value, is_error=is_error) == [event]
+
+
+@pytest.mark.parametrize("text", ["out of memory", "{half", "[DONE]", "[" * 100_000])
+def test_an_error_field_that_is_no_json_is_an_error_with_that_text(text: str) -> None:
+    assert decode_record(SseRecord(text, True)) == (ServerError(text, None, None),)
+
+
+def test_text_in_the_chunk_of_an_error_is_not_lost() -> None:
+    assert decode(chunk({"content": "x"}, error={"message": "bad"})) == [
+        TextDelta("x"),
+        ServerError("bad", None, None),
+    ]
+
+
+@pytest.mark.parametrize("text", ["[DONE]", " [DONE] "])
+def test_done(text: str) -> None:
+    assert decode_record(SseRecord(text, False)) == (Done(),)
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "{", '{"a": 1}}', "null", "5", '"s"', "[]", "[DONE", "[" * 100_000, "9" * 5000, " "]
+)
+def test_what_is_no_json_object_is_a_protocol_error_that_quotes_little(text: str) -> None:
+    with pytest.raises(ProtocolError) as raised:
+        decode_record(SseRecord(text, False))
+    assert len(str(raised.value)) < 140
+
+
+NAMES = (
+    *("choices", "delta", "message", "content", "reasoning_content", "role", "tool_calls", "function"),
+    *("arguments", "id", "index", "name", "text", "finish_reason", "usage", "prompt_tokens_details"),
+    *("timings", "prompt_progress", "total", "processed", "error"),
+)
+JSON = st.recursive(
+    st.sampled_from([None, True, False, 0, 1, -3, 2.5, float("inf"), "", "x", "7"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["choices", "usage", "timings", "prompt_progress", "error"]), JSON))
+def test_no_object_is_too_odd_to_decode(value: dict[str, Any]) -> None:
+    decode(value)
+
+
+@given(delta=JSON, finish=JSON)
+def test_no_choice_is_too_odd_to_decode(delta: Any, finish: Any) -> None:
+    decode(chunk(delta, finish))
+    decode({"choices": [{"message": delta, "text": finish}]})
+
+
+def feed(decoder: StreamDecoder, *values: Any) -> list[StreamEvent]:
+    return decoder.feed("".join(f"data: {json.dumps(value)}\n\n" for value in values).encode())
+
+
+def final(message: dict[str, Any]) -> dict[str, Any]:
+    return {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+
+def test_a_final_message_adds_only_what_the_deltas_did_not_say() -> None:
+    message = {"reasoning_content": "hm", "content": "xy", "tool_calls": [TOOL, TOOL | {"index": 1}]}
+    decoder = StreamDecoder()
+    assert feed(decoder, chunk({"content": "x"}), chunk({"content": "y"})) == [TextDelta("x"), TextDelta("y")]
+    assert feed(decoder, final(message)) == [
+        ReasoningDelta("hm"),
+        ToolCallDelta(0, "c1", "add", "{"),
+        ToolCallDelta(1, "c1", "add", "{"),
+        Finish("stop"),
+    ]
+    decoder = StreamDecoder()
+    assert feed(decoder, chunk({"tool_calls": [TOOL]}), final({"tool_calls": [TOOL]})) == [
+        ToolCallDelta(0, "c1", "add", "{"),
+        Finish("stop"),
+    ]
+
+
+def test_records_with_data_are_counted_comments_are_not() -> None:
+    decoder = StreamDecoder()
+    assert decoder.feed(b": ping\n\n\n") == []
+    assert decoder.data_records == 0
+    assert decoder.feed(b'data: {"choices": []}\n\n: ping\n\nerror: e\n\ndata: [DO') == [ServerError("e", None, None)]
+    assert decoder.data_records == 2
+    assert decoder.partial
+    assert decoder.feed(b"NE]\n\n") == [Done()]
+    assert decoder.data_records == 3
+    assert not decoder.partial
+
+
+def test_an_old_builds_error_before_done_is_seen() -> None:
+    body = b'error: {"code": 400, "message": "bad", "type": "x"}\n\ndata: [DONE]\n\n'
+    assert StreamDecoder().feed(body) == [ServerError("bad", 400, "x"), Done()]
+
+
+@pytest.mark.parametrize("bad", [b"data: {half\n\n", b"data: \xff\n\n", b"data: {half\n\ndata: \xff\n\n"])
+def test_what_came_before_a_protocol_error_is_not_lost(bad: bytes) -> None:
+    good = f"data: {json.dumps(chunk({'content': 'x'}))}\n\n".encode()
+    with pytest.raises(ProtocolError) as raised:
+        StreamDecoder().feed(good + bad + good)
+    assert raised.value.events == (TextDelta("x"),)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=12)))
+def test_bytes_of_any_kind_end_in_events_or_a_protocol_error(pieces: list[bytes]) -> None:
+    decoder = StreamDecoder()
+    try:
+        for piece in pieces:
+            decoder.feed(b"\ndata:" + piece)
+    except ProtocolError:
+        pass
