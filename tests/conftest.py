@@ -1,0 +1,135 @@
+"""What every test gets: free ports, and proof that it left nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pykka
+import pytest
+
+from tools.found import find_model, find_server
+
+# One per host process, for as long as it lives.
+PROCESS_WIDE_THREADS = {"llama_worker-timers", "llama_worker-callbacks"}
+FIRST_PORT, LAST_PORT = 20000, 31999  # below those that the kernel hands out by itself
+_SETTLE_S = 3.0
+
+
+class Leftovers:
+    """Threads, child processes, descriptors and actors that came since the object was made."""
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._children = _children()
+        self._descriptors = _descriptors()
+        self._actors = set(pykka.ActorRegistry.get_all())
+
+    def now(self) -> list[str]:
+        """What is there and was not before; for a person."""
+        found = [f"thread {t.name}" for t in set(threading.enumerate()) - self._threads]
+        found = [text for text in found if text.removeprefix("thread ") not in PROCESS_WIDE_THREADS]
+        found += [f"process {pid}" for pid in _children() - self._children]
+        found += [f"descriptor {number}: {target}" for number, target in _descriptors() - self._descriptors]
+        found += [f"actor {ref}" for ref in set(pykka.ActorRegistry.get_all()) - self._actors]
+        return found
+
+    def wait_none(self, timeout_s: float = _SETTLE_S) -> list[str]:
+        """What is still there when the time is up; [] as soon as nothing is."""
+        deadline = time.monotonic() + timeout_s
+        while found := self.now():
+            gc.collect()
+            if time.monotonic() > deadline:
+                return found
+            time.sleep(0.01)
+        return []
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _descriptors() -> set[tuple[str, str]]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith(("socket:", "pipe:", "anon_inode:[pidfd]")):
+                found.add((name, target))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    before = Leftovers()
+    yield
+    left = before.wait_none()
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture
+def leftovers() -> Leftovers:
+    """For tests that look in the middle."""
+    return Leftovers()
+
+
+@pytest.fixture
+def free_port() -> Iterator[Callable[[], int]]:
+    """A factory of ports that no other test on this machine uses while this one runs."""
+    held: list[int] = []
+    folder = Path(tempfile.gettempdir()) / "llama_worker-test-ports"
+    folder.mkdir(exist_ok=True)
+    # Every process starts somewhere else, so that parallel runs seldom meet.
+    following = iter(
+        FIRST_PORT + (os.getpid() * 97 + int(time.monotonic() * 1000) + step) % (LAST_PORT - FIRST_PORT)
+        for step in range(LAST_PORT - FIRST_PORT)
+    )
+
+    def take() -> int:
+        for port in following:
+            lock = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                continue
+            if _is_free(port):
+                held.append(lock)
+                return port
+            os.close(lock)
+        raise RuntimeError("no free port")
+
+    yield take
+    for lock in held:
+        os.close(lock)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.fixture(scope="session")
+def llama_server() -> str:
+    """The real llama-server; missing, it is an error and no reason to skip."""
+    return find_server()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The small real model."""
+    return find_model()

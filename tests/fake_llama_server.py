@@ -1,0 +1,1089 @@
+"""A scripted stand-in for llama-server: real process, real sockets, every misbehaviour on demand.
+
+    python -S -E fake_llama_server.py --host H --port P --parallel N --script FILE_OR_JSON [--journal FILE]
+
+`tests/fake_script.py` builds scripts and reads journals. Other llama-server flags are accepted and ignored.
+One thread per connection, blocking polls, standard library only. The script format: an object with the
+fields of `fake_script.Script`; a step is `{"do": NAME, ...}`, where NAME is a function `do_NAME` below.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+Json = Any
+NO_SUCH_ROUTE = {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}}
+LOADING = {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
+BAD_KEY = {"error": {"code": 401, "message": "Invalid API Key", "type": "authentication_error"}}
+ROUTES = {
+    "/v1/models": "models",
+    "/models": "models",
+    "/health": "health",
+    "/props": "props",
+    "/slots": "slots",
+    "/apply-template": "apply_template",
+    "/v1/chat/completions": "chat",
+    "/chat/completions": "chat",
+}
+REASONS = {
+    200: "OK", 302: "Found", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
+    500: "Internal Server Error", 503: "Service Unavailable",
+}  # fmt: skip
+DEFAULT_STEPS: list[Json] = [
+    {"do": "headers"},
+    {"do": "role"},
+    {"do": "text", "text": "Hello"},
+    {"do": "finish"},
+    {"do": "usage"},
+    {"do": "done_marker"},
+]
+
+
+class ClientGone(Exception):
+    """The client closed (or half-closed) its connection."""
+
+
+class EndReply(Exception):
+    """The script ended the reply. `how`: "complete", "fin" (no terminating chunk) or "reset"."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.how = how
+
+
+class Journal:
+    """Appends one JSON line per observed fact; single writes, so that threads and children may share it."""
+
+    def __init__(self, path: str | None) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o644) if path else None
+
+    def note(self, fact: str, **fields: Json) -> None:
+        if self._fd is not None:
+            line = json.dumps({"fact": fact, "at": time.time(), **fields})
+            os.write(self._fd, line.encode() + b"\n")
+
+
+class DiskReader:
+    """Reads real bytes from a disk: `read_bytes` in /proc/PID/io grows, CPU hardly does."""
+
+    SIZE = 16 << 20
+
+    def __init__(self, directory: str) -> None:
+        import mmap
+
+        directory = directory or os.environ.get("TMPDIR", "/tmp")
+        path = f"{directory}/fake-llama-{os.getpid()}-{threading.get_ident()}"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            self._direct = True
+        except OSError:  # a file system without O_DIRECT
+            self._fd = os.open(path, os.O_RDONLY)
+            self._direct = False
+        os.unlink(path)
+        os.write(fd, b"\xa5" * self.SIZE)
+        os.fsync(fd)
+        os.close(fd)
+        self._buffer = mmap.mmap(-1, 1 << 20)  # page-aligned, as O_DIRECT demands
+        self._offset = 0
+
+    def read(self, count_bytes: float) -> None:
+        """Reads at least `count_bytes`, in whole pages."""
+        left = math.ceil(max(count_bytes, 1) / 4096) * 4096
+        while left > 0:
+            if not self._direct:
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            view = memoryview(self._buffer)[: min(left, len(self._buffer), self.SIZE - self._offset)]
+            done = os.preadv(self._fd, [view], self._offset)
+            self._offset = (self._offset + done) % self.SIZE
+            left -= done
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._buffer.close()
+
+
+def spin_cpu(cpu_s: float) -> None:
+    """Spends `cpu_s` seconds of this thread's CPU time."""
+    end = time.thread_time() + cpu_s
+    while time.thread_time() < end:
+        for _ in range(500):
+            pass
+
+
+def work(
+    kind: str,
+    seconds: float | None,
+    pause: Callable[[float], object],
+    ticks_per_s: float | None = None,
+    bytes_per_s: float = 20e6,
+    directory: str = "",
+) -> None:
+    """Works for `seconds` (None: for ever) as "idle", "cpu" (None ticks: a whole core) or "disk"."""
+    end_at = math.inf if seconds is None else time.monotonic() + seconds
+    disk = DiskReader(directory) if kind == "disk" else None
+    try:
+        while (now := time.monotonic()) < end_at:
+            slice_end_at = min(now + 0.1, end_at)
+            if kind == "cpu" and ticks_per_s is None:
+                spin_cpu(min(0.005, end_at - now))
+                pause(0.0)
+                continue
+            if kind == "cpu" and ticks_per_s is not None:
+                spin_cpu(ticks_per_s / 100 * (slice_end_at - now))
+            elif disk is not None:
+                disk.read(bytes_per_s * (slice_end_at - now))
+            else:
+                slice_end_at = end_at
+            pause(min(max(0.0, slice_end_at - time.monotonic()), 3600.0))
+    finally:
+        if disk is not None:
+            disk.close()
+
+
+class Slots:
+    """First come, first served; who waits blocks in a poll on its client's socket and an eventfd."""
+
+    def __init__(self, count: int) -> None:
+        self._lock = threading.Lock()
+        self._free = count
+        self._waiting: list[int] = []
+
+    def acquire(self, client_fd: int) -> bool:
+        """Blocks until a slot is ours; False where the client closed first."""
+        with self._lock:
+            if self._free > 0:
+                self._free -= 1
+                return True
+            ticket = os.eventfd(0)
+            self._waiting.append(ticket)
+        poller = select.poll()
+        poller.register(client_fd, select.POLLRDHUP)
+        poller.register(ticket, select.POLLIN)
+        gone = any(fd == client_fd for fd, _ in poller.poll())
+        with self._lock:
+            granted = ticket not in self._waiting
+            if not granted:
+                self._waiting.remove(ticket)
+            os.close(ticket)
+        if gone and granted:
+            self.release()
+        return not gone
+
+    def release(self) -> None:
+        with self._lock:
+            if self._waiting:
+                os.eventfd_write(self._waiting.pop(0), 1)
+            else:
+                self._free += 1
+
+
+class Stream:
+    """One chat reply: framing, SSE records, and waits that notice the client's close at once."""
+
+    def __init__(self, server: Server, sock: socket.socket, number: int, body: Json) -> None:
+        self.server = server
+        self.sock = sock
+        self.number = number
+        self.body = body
+        self.headers_sent = False
+        self.framing = "chunked"
+        self.newline = "\n"
+        self.ping_every_s: float | None = None
+        self.next_ping_at = math.inf
+        self.deltas = 0
+        self.closed = False
+        self._held_head = b""
+        self._held = bytearray()
+        self._poller = select.poll()
+        self._poller.register(sock, select.POLLRDHUP)
+
+    # -- noticing the client --
+
+    def gone(self, **more: Json) -> None:
+        if not self.closed:
+            self.closed = True
+            phase = "streaming" if self.headers_sent else "before_headers"
+            self.server.journal.note("client_closed", n=self.number, phase=phase, **more)
+
+    def wait(self, seconds: float | None, notice_close: bool = True) -> None:
+        """Sleeps (None: for ever), sending pings that are due; ends with ClientGone on a close."""
+        end_at = math.inf if seconds is None else time.monotonic() + seconds
+        while True:
+            now = time.monotonic()
+            left = max(0.0, min(end_at, self.next_ping_at) - now)
+            if self.closed and not notice_close:
+                time.sleep(min(left, 3600.0))
+            elif self._poller.poll(None if left == math.inf else math.ceil(left * 1000)):
+                self.gone()
+                if notice_close:
+                    raise ClientGone
+            now = time.monotonic()
+            if now >= self.next_ping_at and self.ping_every_s is not None:
+                self.next_ping_at = now + self.ping_every_s
+                if not self.closed:
+                    self.ping()
+            if now >= end_at:
+                return
+
+    # -- bytes --
+
+    def wire(self, data: bytes) -> None:
+        """Bytes straight to the socket."""
+        try:
+            self.sock.sendall(data)
+        except OSError as error:
+            self.gone()
+            raise ClientGone from error
+
+    def send_headers(self, status: int, framing: str, length: int | None, headers: Mapping[str, str]) -> None:
+        self.framing = framing
+        lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Status')}", "Server: llama.cpp"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        if framing == "chunked":
+            lines.append("Transfer-Encoding: chunked")
+        elif framing == "length" and length is not None:
+            lines.append(f"Content-Length: {length}")
+        self.headers_sent = True
+        self.server.journal.note("headers", n=self.number)
+        if framing == "length" and length is None:  # known only at the end: all is held until then
+            self.framing = "held"
+            self._held_head = "\r\n".join(lines).encode()
+        else:
+            self.wire("\r\n".join([*lines, "", ""]).encode())
+
+    def send(self, *pieces: bytes) -> None:
+        """Body bytes, each piece a chunk of its own, all in one send."""
+        if not self.headers_sent:
+            do_headers(self)
+        if self.framing == "held":
+            self._held += b"".join(pieces)
+        elif self.framing == "chunked":
+            self.wire(b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece))
+        else:
+            self.wire(b"".join(pieces))
+
+    def finish(self) -> None:
+        """The regular end of a reply."""
+        if not self.headers_sent:
+            do_headers(self)
+        if self.framing == "chunked":
+            self.wire(b"0\r\n\r\n")
+        elif self.framing == "held":
+            head = self._held_head + b"\r\nContent-Length: %d\r\n\r\n" % len(self._held)
+            self.wire(head + bytes(self._held))
+
+    # -- records --
+
+    def record(self, data: Json, field: str = "data") -> bytes:
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        return f"{field}: {text}{self.newline}{self.newline}".encode("utf-8", "replace")
+
+    def chunk(self, delta: Json, finish_reason: str | None = None, extra: Json = None) -> Json:
+        choice = {"finish_reason": finish_reason, "index": 0, "delta": delta}
+        return self.envelope([choice], extra)
+
+    def envelope(self, choices: Json, extra: Json = None) -> Json:
+        return {
+            "choices": choices,
+            "created": int(time.time()),
+            "id": f"chatcmpl-fake-{self.number}",
+            "model": "fake",
+            "system_fingerprint": "fake",
+            "object": "chat.completion.chunk",
+            **(extra or {}),
+        }
+
+    def deltas_sent(self, count: int = 1) -> None:
+        if self.deltas == 0:
+            self.server.journal.note("first_token", n=self.number)
+        if self.server.journal_tokens:
+            self.server.journal.note("token", n=self.number, i=self.deltas, count=count)
+        self.deltas += count
+
+    def delta(self, delta: Json, extra: Json = None) -> None:
+        self.send(self.record(self.chunk(delta, extra=extra)))
+        self.deltas_sent()
+
+    def ping(self) -> None:
+        self.send(f":{self.newline}{self.newline}".encode())
+
+    def timings(self) -> Json:
+        n = self.deltas
+        return {
+            "cache_n": 0, "prompt_n": 10, "prompt_ms": 10.0, "prompt_per_second": 1000.0,
+            "predicted_n": n, "predicted_ms": n * 10.0, "predicted_per_second": 100.0,
+        }  # fmt: skip
+
+
+# -- steps: what a reply can do; their arguments are the fields of the step of that name in fake_script --
+
+
+def run_steps(s: Stream, steps: Sequence[Json]) -> None:
+    for spec in steps:
+        fields = dict(spec)
+        name = fields.pop("do", None)
+        handler = STEPS.get(name)
+        if handler is None:
+            raise ValueError(f"unknown step {name!r}")
+        handler(s, **fields)
+
+
+def do_headers(
+    s: Stream,
+    status: int = 200,
+    framing: str = "chunked",
+    length: int | None = None,
+    content_type: str = "text/event-stream",
+    extra: Mapping[str, str] | None = None,
+) -> None:
+    headers = {"Content-Type": content_type, "Keep-Alive": "timeout=5, max=100", **(extra or {})}
+    s.send_headers(status, framing, length, headers)
+
+
+def do_role(s: Stream) -> None:
+    s.send(s.record(s.chunk({"role": "assistant", "content": None})))
+
+
+def do_text(s: Stream, text: str, extra: Json = None) -> None:
+    s.delta({"content": text}, extra)
+
+
+def do_reasoning(s: Stream, text: str, extra: Json = None) -> None:
+    s.delta({"reasoning_content": text}, extra)
+
+
+def do_delta(s: Stream, delta: Json, extra: Json = None) -> None:
+    s.delta(delta, extra)
+
+
+def do_tool_call(
+    s: Stream,
+    name: str,
+    arguments: Json = "{}",
+    call_id: str = "call00001",
+    index: int = 0,
+    pieces: int = 1,
+    old_form: bool = False,
+    repeat_name: bool = False,
+) -> None:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    size = max(1, math.ceil(len(text) / pieces))
+    parts = [text[at : at + size] for at in range(0, len(text), size)] or [""]
+    for position, part in enumerate(parts):
+        function: dict[str, Json] = {"arguments": part}
+        call: dict[str, Json] = {"index": index, "function": function}
+        if position == 0 or repeat_name:
+            function["name"] = name
+        if position == 0:
+            call["type"] = "function"
+            (function if old_form else call)["id"] = call_id
+        s.delta({"tool_calls": [call]})
+
+
+def do_final_message(s: Stream, message: Json, reason: str = "tool_calls") -> None:
+    s.send(s.record(s.envelope([{"finish_reason": reason, "index": 0, "message": message}])))
+
+
+def do_prompt_progress(s: Stream, processed: int, total: int, cache: int = 0, time_ms: int = 0) -> None:
+    progress = {"total": total, "cache": cache, "processed": processed, "time_ms": time_ms}
+    delta = {"role": "assistant", "content": None}
+    s.send(s.record(s.chunk(delta, extra={"prompt_progress": progress})))
+
+
+def do_prefill(s: Stream, total: int, batch: int, interval_s: float, work_kind: str = "idle") -> None:
+    for processed in range(0, total + batch, batch):
+        do_prompt_progress(s, min(processed, total), total)
+        if processed < total:
+            work(work_kind, interval_s, s.wait)
+
+
+def do_finish(s: Stream, reason: str = "stop", timings: Json = True) -> None:
+    value = s.timings() if timings is True else timings
+    s.send(s.record(s.chunk({}, reason, {"timings": value} if value else None)))
+
+
+def do_usage(s: Stream, prompt_tokens: int = 10, completion_tokens: int | None = None, cached_tokens: int = 0) -> None:
+    completion = s.deltas if completion_tokens is None else completion_tokens
+    usage = {
+        "completion_tokens": completion,
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": completion + prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+    s.send(s.record(s.envelope([], {"usage": usage, "timings": s.timings()})))
+
+
+def do_done_marker(s: Stream) -> None:
+    s.send(s.record("[DONE]"))
+
+
+def do_tokens(
+    s: Stream,
+    n: int,
+    interval_s: float = 0.0,
+    text: str = "tok{i} ",
+    start: int = 0,
+    reasoning: bool = False,
+    batch: int = 1,
+    timings: bool = False,
+) -> None:
+    field = "reasoning_content" if reasoning else "content"
+    next_at = time.monotonic()
+    for first in range(start, start + n, batch):
+        numbers = range(first, min(first + batch, start + n))
+        records = []
+        for i in numbers:
+            extra = {"timings": {**s.timings(), "predicted_n": i - start + 1}} if timings else None
+            records.append(s.record(s.chunk({field: text.replace("{i}", str(i))}, extra=extra)))
+        s.send(*records)
+        s.deltas_sent(len(numbers))
+        next_at += interval_s * len(numbers)
+        s.wait(max(0.0, next_at - time.monotonic()))
+
+
+def do_lines(s: Stream, lines: Sequence[str], n: int = 1, interval_s: float = 0.0, split: int = 0) -> None:
+    for _ in range(n):
+        for line in lines:
+            text = line + "\n"
+            for at in range(0, len(text), split or len(text)):
+                do_text(s, text[at : at + (split or len(text))])
+                s.wait(interval_s)
+
+
+def do_echo(s: Stream) -> None:
+    do_text(s, json.dumps(s.body))
+
+
+def do_ping(s: Stream) -> None:
+    s.ping()
+
+
+def do_ping_every(s: Stream, every_s: float | None) -> None:
+    s.ping_every_s = every_s
+    s.next_ping_at = math.inf if every_s is None else time.monotonic() + every_s
+
+
+def do_sleep(s: Stream, seconds: float, notice_close: bool = True) -> None:
+    s.wait(seconds, notice_close)
+
+
+def do_burn(s: Stream, seconds: float | None, ticks_per_s: float | None = None, notice_close: bool = True) -> None:
+    work("cpu", seconds, lambda pause_s: s.wait(pause_s, notice_close), ticks_per_s)
+
+
+def do_disk_reads(
+    s: Stream,
+    seconds: float | None,
+    bytes_per_s: float = 20e6,
+    directory: str = "",
+    notice_close: bool = True,
+) -> None:
+    def pause(pause_s: float) -> None:
+        s.wait(pause_s, notice_close)
+
+    work("disk", seconds, pause, bytes_per_s=bytes_per_s, directory=directory)
+
+
+def do_wait_close(s: Stream) -> None:
+    s.wait(None)
+
+
+def do_gate(s: Stream, path: str) -> None:
+    while not os.path.exists(path):
+        s.wait(0.02)
+
+
+def do_note(s: Stream, name: str) -> None:
+    s.server.journal.note("note", n=s.number, name=name)
+
+
+def do_raw(s: Stream, pieces: Sequence[str], delay_s: float = 0.0, framed: bool = True) -> None:
+    if not framed and not s.headers_sent:
+        s.headers_sent = True
+        s.framing = "close"
+    for position, piece in enumerate(pieces):
+        if position:
+            s.wait(delay_s)
+        (s.send if framed else s.wire)(piece.encode("latin-1"))
+
+
+def do_record(s: Stream, data: Json, field: str = "data", end: str | None = None, cut: int | None = None) -> None:
+    body = s.record(data, field)
+    if end is not None:
+        body = body[: -2 * len(s.newline)] + end.encode("latin-1")
+    s.send(body[:cut])
+
+
+def do_split_text(s: Stream, text: str, delay_s: float = 0.05) -> None:
+    body = s.record(s.chunk({"content": text}))
+    middle = next(at for at, byte in enumerate(body) if byte >= 0x80) + 1
+    s.send(body[:middle])
+    s.wait(delay_s)
+    s.send(body[middle:])
+    s.deltas_sent()
+
+
+def do_big_record(s: Stream, size_bytes: int, terminated: bool = True) -> None:
+    head, tail = s.record(s.chunk({"content": "@"})).split(b"@")
+    s.send(head)
+    for at in range(0, size_bytes, 1 << 20):
+        s.send(b"x" * min(1 << 20, size_bytes - at))
+    if terminated:
+        s.send(tail)
+
+
+def do_newlines(s: Stream, kind: str) -> None:
+    s.newline = kind
+
+
+def do_error_data(
+    s: Stream,
+    code: int = 500,
+    message: str = "fake error",
+    error_type: str = "server_error",
+    extra: Json = None,
+) -> None:
+    error = {"code": code, "message": message, "type": error_type, **(extra or {})}
+    s.send(s.record({"error": error}))
+
+
+def do_error_field(
+    s: Stream, code: int = 400, message: str = "fake error", error_type: str = "invalid_request_error"
+) -> None:
+    s.send(s.record({"code": code, "message": message, "type": error_type}, "error"))
+
+
+def do_http_error(
+    s: Stream,
+    status: int,
+    message: str = "fake error",
+    error_type: str = "server_error",
+    extra: Json = None,
+    body: str | None = None,
+    content_type: str = "application/json; charset=utf-8",
+) -> NoReturn:
+    error = {"error": {"code": status, "message": message, "type": error_type, **(extra or {})}}
+    content = (json.dumps(error) if body is None else body).encode()
+    s.send_headers(status, "length", len(content), {"Content-Type": content_type})
+    s.wire(content)
+    raise EndReply("complete")
+
+
+def do_redirect(s: Stream, location: str, status: int = 302) -> NoReturn:
+    s.send_headers(status, "length", 0, {"Location": location})
+    raise EndReply("complete")
+
+
+def do_fin(s: Stream) -> NoReturn:
+    raise EndReply("fin")
+
+
+def do_reset(s: Stream) -> NoReturn:
+    raise EndReply("reset")
+
+
+def do_end(s: Stream) -> NoReturn:
+    s.finish()
+    raise EndReply("complete")
+
+
+def do_repeat(s: Stream, n: int | None, steps: Sequence[Json]) -> None:
+    count = 0
+    while n is None or count < n:
+        count += 1
+        run_steps(s, steps)
+
+
+def do_turns(s: Stream, turns: Sequence[Sequence[Json]]) -> None:
+    """Which turn this is: the assistant messages in the history that hold a tool call, in either mode."""
+    messages = s.body.get("messages", []) if isinstance(s.body, dict) else []
+    assistants = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
+    done = sum(1 for m in assistants if m.get("tool_calls") or "<tool_call>" in message_text(m))
+    run_steps(s, turns[min(done, len(turns) - 1)])
+
+
+def do_freeze_endpoints(s: Stream, frozen: bool = True) -> None:
+    s.server.frozen = frozen
+
+
+def do_log(s: Stream, line: str, times: int = 1, stream: int = 2) -> None:
+    write_all(stream, (line.encode("latin-1") + b"\n") * times)
+
+
+def do_kill_self(s: Stream, signal_name: str = "SIGKILL") -> None:
+    s.server.end(-int(signal.Signals[signal_name]))
+
+
+def do_stop_self(s: Stream) -> None:
+    s.server.journal.note("stopping_self", n=s.number)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def do_exit_self(s: Stream, code: int, log: Sequence[str] = ()) -> None:
+    s.server.end(code, log)
+
+
+STEPS: dict[Any, Callable[..., None]] = {
+    name.removeprefix("do_"): value for name, value in list(globals().items()) if name.startswith("do_")
+}
+
+
+def message_text(message: Json) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Blocks while the pipe is full, as the real server does; a reader that is gone is no error."""
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        pass
+
+
+def read_request(file: Any) -> tuple[str, str, dict[str, str], bytes] | None:
+    """Method, path, headers (lower-case names) and body; None at the end of the connection."""
+    words = file.readline(65536).split()
+    if len(words) < 2:
+        return None
+    headers: dict[str, str] = {}
+    while line := file.readline(65536).strip():
+        name, _, value = line.decode("latin-1").partition(":")
+        headers[name.lower()] = value.strip()
+    if "chunked" in headers.get("transfer-encoding", ""):
+        pieces = []
+        while size := int(file.readline().split(b";")[0], 16):
+            pieces.append(file.read(size))
+            file.readline()
+        file.readline()
+        body = b"".join(pieces)
+    else:
+        body = file.read(int(headers.get("content-length", 0)))
+    return words[0].decode(), words[1].decode(), headers, body
+
+
+class Server:
+    """The process: startup, endpoints, signals. `open_chats` and `stopping` decide when SIGTERM is obeyed."""
+
+    def __init__(self, options: Mapping[str, str], script: Json, launch: int) -> None:
+        self.options = options
+        self.script = script
+        self.launch = launch
+        self.journal = Journal(options.get("--journal") or os.environ.get("FAKE_JOURNAL"))
+        self.journal_tokens = bool(script.get("journal_tokens"))
+        self.host = options.get("--host", "127.0.0.1")
+        self.port = int(options.get("--port", "8080"))
+        self.parallel = int(options.get("--parallel") or options.get("-np") or "4")
+        self.api_key = options.get("--api-key") or os.environ.get("LLAMA_API_KEY")
+        self.slots = Slots(self.parallel if script.get("limit_slots", True) else 1 << 30)
+        self.loading = True
+        self.frozen = False
+        self.stopping = False
+        self.first_chat = threading.Event()
+        self.ready = threading.Event()
+        self.open_chats = 0
+        self.chats_seen = 0
+        self.chats_done = 0
+        self._picks: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+
+    # -- life --
+
+    def run(self) -> NoReturn:
+        startup = self.script.get("startup", {})
+        signal.alarm(max(1, math.ceil(self.script.get("lifetime_s", 3600))))
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        watched = ("LLAMA", "GGML", "AIP_", "FAKE_")
+        env = {k: "***" if "KEY" in k else v for k, v in os.environ.items() if k.startswith(watched)}
+        ids = {"pid": os.getpid(), "ppid": os.getppid(), "pgid": os.getpgid(0), "sid": os.getsid(0)}
+        self.journal.note("launched", launch=self.launch, env=env, cwd=os.getcwd(), **ids)
+        for child in self.script.get("children", []):
+            self._spawn_child(child)
+        self.log("build: 0 (fake)", *startup.get("log", []))
+        for flood in self.script.get("floods", []):
+            threading.Thread(target=self._flood, args=(flood,), daemon=True).start()
+        for leave in self.script.get("exits", []):
+            if leave["when"] == "after_s":
+                threading.Thread(target=self._leave_later, args=(leave,), daemon=True).start()
+        self._leave_if("before_bind")
+        if startup.get("never_bind"):
+            while True:
+                signal.pause()
+        time.sleep(startup.get("bind_delay_s", 0.0))
+        self._listener = self._bind()
+        self.journal.note("bound", port=self.port)
+        self._leave_if("after_bind")
+        threading.Thread(target=self._load, args=(startup,), daemon=True).start()
+        while not self.stopping:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                break
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+        while True:
+            signal.pause()
+
+    def _bind(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self.host, self.port))
+            listener.listen(512)
+        except OSError:
+            where = f"hostname: {self.host}, port: {self.port}"
+            self.end(1, [f"start: couldn't bind HTTP server socket, {where}"])
+        return listener
+
+    def _load(self, startup: Json) -> None:
+        kind, ticks = startup.get("load_work", "idle"), startup.get("load_ticks_per_s")
+        work(kind, startup.get("load_s", 0.0), time.sleep, ticks, startup.get("load_bytes_per_s", 20e6))
+        self.loading = False
+        self.log(f"main: server is listening on http://{self.host}:{self.port}")
+        self.journal.note("ready")
+        self.ready.set()
+
+    def log(self, *lines: str) -> None:
+        if lines:
+            write_all(2, "".join(line + "\n" for line in lines).encode())
+
+    def end(self, code: int, log: Sequence[str] = ()) -> NoReturn:
+        """Ends the process at once, with `code` or, where negative, by that signal."""
+        self.log(*log)
+        self.journal.note("exit", code=code)
+        if code < 0:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if -code in (signal.SIGTERM, signal.SIGINT) and threading.current_thread() is threading.main_thread():
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+            time.sleep(5)  # the signal may be taken by another thread
+        os._exit(code & 0xFF)
+
+    def _leave_if(self, when: str, count: int = 0) -> None:
+        for leave in self.script.get("exits", []):
+            if leave["when"] == when and (not count or leave.get("request", 1) == count):
+                self.end(leave["code"], leave.get("log", []))
+
+    def _leave_later(self, leave: Json) -> None:
+        time.sleep(leave.get("after_s", 0.0))
+        self.end(leave["code"], leave.get("log", []))
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self.journal.note("signal", signal=signal.Signals(number).name)
+        if self.script.get("ignore_term"):
+            return
+        if self.loading:
+            self.end(-number)
+        if self.stopping:
+            self.end(1)
+        self.stopping = True
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self.stopping and (self.open_chats == 0 or not self.script.get("term_waits", True)):
+            time.sleep(self.script.get("term_delay_s", 0.0))
+            self.end(0)
+
+    def _spawn_child(self, child: Json) -> None:
+        kind = child.get("kind", "group")
+        pid = os.fork()
+        if pid:
+            if kind == "daemon":
+                os.waitpid(pid, 0)
+            return
+        if kind != "group":
+            os.setsid()
+        if kind == "daemon" and os.fork():
+            os._exit(0)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            ignored = child.get("ignore_term", True)
+            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        if not child.get("keep_output", True):
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+            os.dup2(1, 2)
+        signal.alarm(max(1, math.ceil(child.get("lives_s", 120.0))))
+        self.journal.note("child", kind=kind, pid=os.getpid(), pgid=os.getpgid(0), sid=os.getsid(0))
+        while True:
+            signal.pause()
+
+    def _flood(self, spec: Json) -> None:
+        start = spec.get("start", "launch")
+        if start != "launch":
+            (self.ready if start == "ready" else self.first_chat).wait()
+        line = spec["line"].encode("latin-1") + (b"\n" if spec.get("newline", True) else b"")
+        rate, for_s = spec.get("lines_per_s"), spec.get("for_s")
+        begun_at = time.monotonic()
+        written = 0
+        block = line * max(1, 65536 // len(line))
+        while for_s is None or time.monotonic() - begun_at < for_s:
+            if rate is None:
+                write_all(spec.get("stream", 2), block)
+                continue
+            due = int((time.monotonic() - begun_at) * rate) + 1 - written
+            write_all(spec.get("stream", 2), line * due)
+            written += due
+            time.sleep(max(0.02, 1 / rate))
+
+    # -- requests --
+
+    def _serve(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            with sock, sock.makefile("rb") as file:
+                while (request := read_request(file)) is not None:
+                    if not self._answer_request(sock, *request):
+                        break
+        except (OSError, ValueError):
+            pass
+
+    def _answer_request(
+        self, sock: socket.socket, method: str, target: str, headers: dict[str, str], body: bytes
+    ) -> bool:
+        """True where the connection may carry another request."""
+        path = target.partition("?")[0]
+        route = ROUTES.get(path, "")
+        is_chat = route == "chat" and method == "POST"
+        with self._lock:
+            self.chats_seen += is_chat
+            number = self.chats_seen
+        secret = ("authorization", "x-api-key")
+        shown = {name: "***" if name in secret else value for name, value in headers.items()}
+        parsed = self._parse(body)
+        what = {"method": method, "path": target, "headers": shown, "body": parsed}
+        self.journal.note("request", n=number if is_chat else None, **what)
+        refusal = self._refusal(route, headers)
+        if refusal is not None:
+            return self._respond(sock, headers, *refusal)
+        if is_chat:
+            self._chat(sock, number, parsed)
+            return False
+        if self.frozen:
+            return self._hang(sock, path)
+        return self._endpoint(sock, route, path, headers, parsed)
+
+    def _parse(self, body: bytes) -> Json:
+        try:
+            return json.loads(body) if body else None
+        except ValueError:
+            return {"unparsed": body.decode("latin-1")}
+
+    def _refusal(self, route: str, headers: Mapping[str, str]) -> tuple[int, Json] | None:
+        startup = self.script.get("startup", {})
+        if not route:
+            return 404, NO_SUCH_ROUTE
+        if self.api_key and route != "health":
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+            if self.api_key not in (given, headers.get("x-api-key")):
+                return 401, BAD_KEY
+        if self.loading and not (route == "models" and startup.get("models_ok_while_loading")):
+            return 503, LOADING
+        return None
+
+    def _respond(
+        self,
+        sock: socket.socket,
+        headers: Mapping[str, str],
+        status: int,
+        body: Json,
+        text: str | None = None,
+    ) -> bool:
+        content = (json.dumps(body) if text is None else text).encode()
+        kind = "application/json; charset=utf-8" if text is None else "text/plain"
+        head = f"HTTP/1.1 {status} {REASONS.get(status, 'Status')}\r\nServer: llama.cpp\r\n"
+        head += f"Content-Type: {kind}\r\nContent-Length: {len(content)}\r\n\r\n"
+        sock.sendall(head.encode() + content)
+        return headers.get("connection", "").lower() != "close"
+
+    def _hang(self, sock: socket.socket, path: str) -> bool:
+        poller = select.poll()
+        poller.register(sock, select.POLLRDHUP)
+        poller.poll()
+        self.journal.note("client_closed", n=None, path=path, phase="before_headers")
+        return False
+
+    def _pick(self, key: str, specs: Sequence[Json]) -> Json:
+        """The spec for this use of `key`: each serves `times` uses (None: for ever), the last all others."""
+        with self._lock:
+            use = self._picks[key] = self._picks.get(key, -1) + 1
+        for spec in specs:
+            times = spec.get("times", 1 if key.startswith("reply") else None)
+            if times is None or use < times:
+                return spec
+            use -= times
+        return specs[-1]
+
+    def _endpoint(self, sock: socket.socket, route: str, path: str, headers: Mapping[str, str], body: Json) -> bool:
+        specs = self.script.get(route) or [{}]
+        spec = self._pick(route, specs)
+        time.sleep(spec.get("delay_s", 0.0))
+        if spec.get("hang"):
+            return self._hang(sock, path)
+        if spec.get("reset"):
+            return self._reset(sock)
+        if spec.get("wire") is not None:
+            sock.sendall(spec["wire"].encode("latin-1"))
+            return False
+        status = spec.get("status", 200)
+        given = spec.get("body")
+        if given is None and spec.get("text") is None:
+            error = {"error": {"code": status, "message": "fake error", "type": "server_error"}}
+            given = self._default_body(route, body) if status < 300 else error
+        return self._respond(sock, headers, status, given, spec.get("text"))
+
+    def _default_body(self, route: str, body: Json) -> Json:
+        if route == "models":
+            model = {"id": "fake", "object": "model", "created": int(time.time()), "owned_by": "llamacpp"}
+            return {"object": "list", "data": [model]}
+        if route == "health":
+            return {"status": "ok"}
+        if route == "slots":
+            busy = min(self.open_chats, self.parallel)
+            return [{"id": i, "n_ctx": 4096, "is_processing": i < busy} for i in range(self.parallel)]
+        if route == "apply_template":
+            messages = body.get("messages", []) if isinstance(body, dict) else []
+            turns = [f"<|im_start|>{m.get('role')}\n{message_text(m)}<|im_end|>\n" for m in messages]
+            return {"prompt": "".join(turns) + "<|im_start|>assistant\n"}
+        caps = ("object_arguments", "parallel_tool_calls", "preserve_reasoning", "string_content")
+        more = ("system_role", "tool_calls", "tools", "typed_content")
+        return {
+            "total_slots": self.parallel,
+            "model_path": "fake.gguf",
+            "chat_template": "{# fake #}",
+            "chat_template_caps": {f"supports_{name}": True for name in (*caps, *more)},
+            "default_generation_settings": {"n_ctx": 4096},
+            "build_info": "b0-fake",
+        }
+
+    def _reset(self, sock: socket.socket) -> bool:
+        """Makes the close that follows a reset."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return False
+
+    def _chat(self, sock: socket.socket, number: int, body: Json) -> None:
+        with self._lock:
+            self.open_chats += 1
+        self.first_chat.set()
+        self._leave_if("request", number)
+        stream = Stream(self, sock, number, body)
+        how = "client_closed"
+        try:
+            write_all(2, b"x" * self.script.get("log_bytes_per_request", 0))
+            if not self.slots.acquire(sock.fileno()):
+                stream.gone(queued=True)
+            else:
+                try:
+                    self.journal.note("started", n=number)
+                    how = self._reply(stream, body)
+                finally:
+                    self.slots.release()
+        finally:
+            if how == "reset":
+                self._reset(sock)
+            self.journal.note("reply_ended", n=number, how=how, deltas=stream.deltas)
+            with self._lock:
+                self.open_chats -= 1
+                self.chats_done += 1
+                done = self.chats_done
+            self._leave_if("answered", done)
+            self._end_if_idle()
+
+    def _reply(self, stream: Stream, body: Json) -> str:
+        try:
+            run_steps(stream, self._steps_for(body))
+            stream.finish()
+        except EndReply as end:
+            return end.how
+        except ClientGone:
+            return "client_closed"
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            # A mistake in the script: loud on every channel, so that no test passes by accident.
+            self.log(f"fake script error: {error!r}")
+            self.journal.note("script_error", n=stream.number, error=repr(error))
+            if not stream.headers_sent:
+                stream.wire(b"HTTP/1.1 599 Fake script error\r\nContent-Length: 0\r\n\r\n")
+            return "script_error"
+        return "complete"
+
+    def _steps_for(self, body: Json) -> Sequence[Json]:
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+            message = "[json.exception.out_of_range.403] key 'messages' not found"
+            kind = "invalid_request_error"
+            return [{"do": "http_error", "status": 400, "message": message, "error_type": kind}]
+        if isinstance(body.get("fake_script"), list):
+            return list(body["fake_script"])
+        users = [m for m in body["messages"] if isinstance(m, dict) and m.get("role") == "user"]
+        last = message_text(users[-1]) if users else ""
+        replies = self.script.get("replies", [])
+        for marker in dict.fromkeys(reply["marker"] for reply in replies if reply.get("marker")):
+            if marker in last:
+                marked = [reply for reply in replies if reply.get("marker") == marker]
+                return list(self._pick(f"reply {marker}", marked)["steps"])
+        plain = [reply for reply in replies if not reply.get("marker")]
+        return list(self._pick("reply", plain)["steps"]) if plain else DEFAULT_STEPS
+
+
+def parse_options(argv: Sequence[str]) -> dict[str, str]:
+    """The last value of each flag; flags that we do not know are kept and ignored."""
+    options: dict[str, str] = {}
+    for position, word in enumerate(argv):
+        if word.startswith("--") and "=" in word:
+            name, _, value = word.partition("=")
+            options[name] = value
+        elif word.startswith("-") and position + 1 < len(argv):
+            options[word] = argv[position + 1]
+    return options
+
+
+def count_launch(path: str) -> int:
+    """How many launches there were before this one, by a counter in the file `path`."""
+    import fcntl
+
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        before = int(os.read(fd, 32) or b"0")
+        os.pwrite(fd, str(before + 1).encode(), 0)
+    finally:
+        os.close(fd)
+    return before
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    options = parse_options(argv)
+    text = options.get("--script", "{}")
+    if not text.lstrip().startswith("{"):
+        with open(text, encoding="utf-8") as file:
+            text = file.read()
+    script = json.loads(text)
+    launch = 0
+    if script.get("state_file"):
+        launch = count_launch(script["state_file"])
+    if script.get("launches"):
+        script = script["launches"][min(launch, len(script["launches"]) - 1)]
+    Server(options, script, launch).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
