@@ -1,0 +1,187 @@
+"""HTTP connections that can be aborted from another thread in every phase, and that say when they would wait.
+
+Only `requests` and urllib3's documented points of extension are used: an adapter with its own pools, whose
+connections make their own socket and response.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import requests
+import requests.adapters
+import urllib3
+import urllib3.connection
+import urllib3.connectionpool
+import urllib3.exceptions
+
+_BUFFER_BYTES = 65536
+
+
+class Aborted(urllib3.exceptions.HTTPError):
+    """The connection was closed by our own side."""
+
+
+class Abort:
+    """The handle of one connection. Thread-safe; `abort` is idempotent and takes no time in any phase."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._aborted = False
+        self.connected = False  # a connection was made; read by the thread that makes it
+
+    @property
+    def aborted(self) -> bool:
+        """True once `abort` was called."""
+        return self._aborted
+
+    def abort(self) -> None:
+        """Close the connection both ways, which wakes whoever reads, writes or connects; refuse a later one."""
+        with self._lock:
+            self._aborted = True
+            if self._socket is not None:
+                _shut_down(self._socket)
+
+    def attach(self, connection: socket.socket) -> None:
+        """Hand over the socket, before it connects. Raises Aborted where `abort` came first."""
+        with self._lock:
+            if self._aborted:
+                raise Aborted("aborted before the connection was made")
+            self._socket = connection
+
+    def detach(self) -> None:
+        """The socket is about to be closed: its descriptor may soon be somebody else's."""
+        with self._lock:
+            self._socket = None
+
+
+def session(abort: Abort, *, before_waiting: Callable[[], None] | None = None) -> requests.Session:
+    """A session for one request: no proxies, no .netrc, no retries, one connection, closed after the reply.
+
+    `before_waiting` is called on the reading thread each time that it is about to wait for data.
+    """
+    made = requests.Session()
+    made.trust_env = False
+    made.headers["Connection"] = "close"
+    adapter = _Adapter(abort, before_waiting)
+    made.mount("http://", adapter)
+    made.mount("https://", adapter)
+    return made
+
+
+class _Adapter(requests.adapters.HTTPAdapter):
+    def __init__(self, abort: Abort, before_waiting: Callable[[], None] | None) -> None:
+        self._abort = abort
+        self._before_waiting = before_waiting
+        super().__init__(pool_connections=1, pool_maxsize=1, max_retries=0)
+
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        super().init_poolmanager(*args, **kwargs)
+        abort, before_waiting = self._abort, self._before_waiting
+
+        class Response(_Response):
+            hook = staticmethod(before_waiting) if before_waiting else None
+
+        class Connection(urllib3.connection.HTTPConnection):
+            response_class = Response
+
+            def _new_conn(self) -> socket.socket:
+                return _connect(self, abort)
+
+        class TlsConnection(urllib3.connection.HTTPSConnection):
+            response_class = Response
+
+            def _new_conn(self) -> socket.socket:
+                return _connect(self, abort)
+
+        class Pool(urllib3.connectionpool.HTTPConnectionPool):
+            ConnectionCls = Connection
+
+        class TlsPool(urllib3.connectionpool.HTTPSConnectionPool):
+            ConnectionCls = TlsConnection
+
+        self.poolmanager.pool_classes_by_scheme = {"http": Pool, "https": TlsPool}
+
+
+def _connect(connection: urllib3.connection.HTTPConnection, abort: Abort) -> socket.socket:
+    """A connected socket that `abort` knew before it began to connect."""
+    timeout = connection.timeout
+    error: OSError | None = None
+    try:
+        addresses = socket.getaddrinfo(connection.host, connection.port, type=socket.SOCK_STREAM)
+    except OSError as unknown:
+        raise urllib3.exceptions.NewConnectionError(connection, f"cannot resolve the host: {unknown}") from unknown
+    for family, kind, protocol, _, address in addresses:
+        made = socket.socket(family, kind, protocol)
+        try:
+            abort.attach(made)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.settimeout(timeout if isinstance(timeout, (int, float)) else None)
+            made.connect(address)
+        except TimeoutError as late:
+            abort.detach()
+            made.close()
+            raise urllib3.exceptions.ConnectTimeoutError(connection, f"no connection within {timeout} s") from late
+        except OSError as refused:
+            abort.detach()
+            made.close()
+            error = refused
+        except BaseException:
+            made.close()
+            raise
+        else:
+            abort.connected = True
+            return made
+    raise urllib3.exceptions.NewConnectionError(connection, f"cannot connect: {error}") from error
+
+
+class _Response(http.client.HTTPResponse):
+    """http.client's response over a raw reader that reports that it is about to wait."""
+
+    hook: Callable[[], None] | None = None
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        if self.hook is not None:
+            raw: Any = self.fp.detach()
+            self.fp = io.BufferedReader(_WatchedReader(raw, sock, self.hook), _BUFFER_BYTES)
+
+
+class _WatchedReader(io.RawIOBase):
+    """Reads a socket; calls `before_waiting` only where nothing lies ready."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, before_waiting: Callable[[], None]) -> None:
+        self._raw = raw
+        self._sock = sock
+        self._before_waiting = before_waiting
+        self._can_peek = type(sock) is socket.socket  # TLS sockets take no flags
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        if self._can_peek:
+            try:
+                return self._sock.recv_into(buffer, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+        self._before_waiting()
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._raw.close()
+        super().close()
+
+
+def _shut_down(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it was not connected, or is no longer

@@ -1,0 +1,207 @@
+"""The futures that a host gets: Pykka's, but awaitable without blocking the event loop, with callbacks, and
+never left unanswered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar, cast
+
+import pykka
+
+T = TypeVar("T")
+_logger = logging.getLogger("llama_worker.futures")
+
+
+class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
+    """A value that an actor will answer. Any thread may wait; the first answer counts, later ones are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._wakers: list[Callable[[], object]] = []
+
+    def answer(self, value: T) -> None:
+        """Resolve with a value, unless already resolved."""
+        with self._condition:
+            if self._result is None:
+                self.set(value)
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve with an exception, unless already resolved."""
+        with self._condition:
+            if self._result is None:
+                self.set_exception((type(error), error, error.__traceback__))
+        self._wake()
+
+    def done(self) -> bool:
+        """True once resolved."""
+        return self._result is not None
+
+    def add_done_callback(self, callback: Callable[[WorkerFuture[T]], object]) -> None:
+        """Call `callback(self)` once resolved, on the callback thread that all workers of this process share.
+
+        An exception in it is logged. It may use the worker; it should not wait long, since it keeps the
+        other callbacks waiting.
+        """
+        if self._get_hook is not None:  # made by map(), filter(), ...: nothing will resolve it but a waiter
+            threading.Thread(
+                target=self._wait_and_call, args=(callback,), name="llama_worker-derived", daemon=True
+            ).start()
+            return
+        self._on_resolved(lambda: _callbacks.run(lambda: callback(self)))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait in an asyncio task; the event loop goes on."""
+        loop = asyncio.get_running_loop()
+        if self._get_hook is not None:
+            yield from loop.run_in_executor(None, self.get).__await__()
+            return cast("T", self.get())
+        if not self.done():
+            resolved = loop.create_future()
+
+            def wake() -> None:
+                if not resolved.done():
+                    resolved.set_result(None)
+
+            def wake_threadsafe() -> None:
+                try:
+                    loop.call_soon_threadsafe(wake)
+                except RuntimeError:
+                    return  # the loop was closed; nobody waits there any more
+
+            self._on_resolved(wake_threadsafe)
+            try:
+                yield from resolved
+            finally:
+                self._forget(wake_threadsafe)
+        return cast("T", self.get())
+
+    __iter__ = __await__
+
+    def _on_resolved(self, waker: Callable[[], object]) -> None:
+        with self._condition:
+            if self._result is None:
+                self._wakers.append(waker)
+                return
+        waker()
+
+    def _forget(self, waker: Callable[[], object]) -> None:
+        with self._condition:
+            if waker in self._wakers:
+                self._wakers.remove(waker)
+
+    def _wake(self) -> None:
+        with self._condition:
+            wakers, self._wakers = self._wakers, []
+        for waker in wakers:
+            waker()
+
+    def _wait_and_call(self, callback: Callable[[WorkerFuture[T]], object]) -> None:
+        try:
+            self.get()
+        except BaseException:  # the callback will meet it in get()
+            _logger.debug("a derived future resolved with an exception")
+        _run_logged(lambda: callback(self))
+
+
+class ResultFuture(WorkerFuture[T]):
+    """A future whose value is handed over: the first successful `get` (or `await`) calls `on_taken`."""
+
+    def __init__(self, on_taken: Callable[[T], object] | None = None) -> None:
+        super().__init__()
+        self._on_taken = on_taken
+
+    def get(self, *, timeout: float | None = None) -> T:
+        """As Pykka's; a `get` that times out takes nothing."""
+        value = cast("T", super().get(timeout=timeout))
+        with self._condition:
+            on_taken, self._on_taken = self._on_taken, None
+        if on_taken is not None:
+            on_taken(value)
+        return value
+
+
+class OpenFutures:
+    """The futures of one worker that are still to be answered. Thread-safe.
+
+    Pykka does not fail a future that a message carries when the receiver dies, nor does a message count that
+    came a moment too late; here both are found and failed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[WorkerFuture[Any]] = set()
+        self._closed_by: BaseException | None = None
+
+    def add(self, future: WorkerFuture[Any]) -> None:
+        """Keep an eye on the future; it is failed at once where `close` came before."""
+        with self._lock:
+            closed_by = self._closed_by
+            if closed_by is None:
+                self._open.add(future)
+        if closed_by is not None:
+            future.fail(closed_by)
+            return
+        future._on_resolved(lambda: self._discard(future))
+
+    @property
+    def closed_by(self) -> BaseException | None:
+        """What `close` was called with; None before that."""
+        return self._closed_by
+
+    def close(self, error: BaseException) -> None:
+        """Fail every open future, and every one still to come. The first call counts."""
+        with self._lock:
+            if self._closed_by is None:
+                self._closed_by = error
+            left, self._open = self._open, set()
+        for future in left:
+            future.fail(error)
+
+    def _discard(self, future: WorkerFuture[Any]) -> None:
+        with self._lock:
+            self._open.discard(future)
+
+
+class _CallbackThread:
+    """Runs hosts' callbacks: never an actor, which a slow one would block."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def run(self, call: Callable[[], object]) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="llama_worker-callbacks", daemon=True)
+                self._thread.start()
+        self._calls.put(call)
+
+    def _run(self) -> None:
+        while True:
+            _run_logged(self._calls.get())
+
+
+def _run_logged(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except BaseException:
+        _logger.exception("a callback of the host failed")
+
+
+_callbacks = _CallbackThread()
+
+
+def _forget_after_fork() -> None:
+    global _callbacks
+    _callbacks = _CallbackThread()  # the parent's thread does not exist in the child
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

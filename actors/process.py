@@ -1,0 +1,122 @@
+"""ProcessActor: the server's process tree and its output.
+
+Receives Launch, Terminate. Sends the WorkerActor Launched, LaunchFailed, Exited. Owns at most one ServerProcess.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import assert_never
+
+from llama_worker import process_state
+from llama_worker.actors.refs import HouseActor, Household
+from llama_worker.actors.server_process import LogRing, ServerProcess, server_environment
+from llama_worker.actors.timers import Timer, call_at
+from llama_worker.adapters.probes import process_evidence
+from llama_worker.config import WorkerConfig
+from llama_worker.messages import (
+    EvidenceKept,
+    Exited,
+    Launch,
+    Launched,
+    LaunchFailed,
+    Mailbox,
+    ProcessMessage,
+    ServerGone,
+    ServerNotStarted,
+    ServerStarted,
+    Terminate,
+    Tick,
+    WorkerMessage,
+)
+from llama_worker.process_state import Absent, Present, ProcessState, Signal
+
+
+class ProcessActor(HouseActor[ProcessMessage]):
+    """Starts the server and ends it. A crash of this actor kills the server."""
+
+    role = "process"
+
+    def __init__(
+        self, parent: Mailbox[WorkerMessage], household: Household, config: WorkerConfig, log: LogRing
+    ) -> None:
+        super().__init__(parent, household)
+        self._worker = parent
+        self._config = config
+        self._log = log
+        self._state: ProcessState = Absent()
+        self._server: ServerProcess | None = None
+        self._pid: int | None = None
+        self._timer: Timer | None = None
+
+    def handle(self, message: ProcessMessage) -> None:
+        """See the messages' own docstrings."""
+        now = time.monotonic()
+        match message:
+            case Launch(epoch=epoch):
+                self._state = Present(epoch)
+                self._server = self._launch(epoch)
+            case Terminate(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence):
+                if keep_evidence and self._pid is not None:
+                    # Plain reads of /proc: they take a millisecond and wait for nothing.
+                    self._worker.tell(EvidenceKept(epoch=epoch, processes=process_evidence(self._pid)))
+                self._apply(process_state.terminate(self._state, epoch=epoch, grace_s=grace_s, now=now))
+            case Tick():
+                self._apply(process_state.tick(self._state, now=now))
+            case ServerStarted(epoch=epoch, pid=pid):
+                self._pid = pid
+                self._worker.tell(Launched(epoch=epoch, pid=pid))
+            case ServerNotStarted(epoch=epoch, reason=reason, detail=detail):
+                self._state, self._server, self._pid = Absent(), None, None
+                self._worker.tell(LaunchFailed(epoch=epoch, reason=reason, detail=detail))
+            case ServerGone():
+                self._state, self._server, self._pid = Absent(), None, None
+                self._worker.tell(_exited(message))
+            case _:
+                assert_never(message)
+
+    def release(self, failure: str | None) -> None:
+        """Kill what is left."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._server is not None:
+            self._server.send(Signal.KILL)
+
+    def will_report(self) -> bool:
+        """A server that is being killed tells the worker itself once it is gone."""
+        return self._server is not None
+
+    def _launch(self, epoch: int) -> ServerProcess:
+        me, worker = self.me(), self._worker
+
+        def tell(news: ServerStarted | ServerNotStarted | ServerGone) -> None:
+            # The end must reach the worker also when this actor did not live to hear of it.
+            if not me.tell(news) and isinstance(news, ServerGone):
+                worker.tell(_exited(news))
+
+        return ServerProcess(
+            epoch=epoch,
+            command=tuple(self._config.server_cmd),
+            environment=server_environment(os.environ, self._config.env),
+            address=(self._config.host, self._config.port),
+            log=self._log,
+            tell=tell,
+            name=f"llama_worker-{self._config.name}",
+        )
+
+    def _apply(self, step: tuple[ProcessState, Signal | None]) -> None:
+        self._state, signal = step
+        if signal is not None and self._server is not None:
+            self._server.send(signal)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_at = process_state.deadline(self._state)
+        if due_at is not None:
+            me = self.me()
+            self._timer = call_at(due_at, lambda: me.tell(Tick()))
+
+
+def _exited(news: ServerGone) -> Exited:
+    return Exited(epoch=news.epoch, returncode=news.returncode, log_tail=news.log_tail, port_taken=news.port_taken)

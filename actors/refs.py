@@ -1,0 +1,135 @@
+"""What every actor here is built on: a typed address, one release, and a parent that hears of a death."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Generic, TypeVar
+
+import pykka
+
+from llama_worker.messages import ActorDied, Mailbox, WorkerMessage
+
+M = TypeVar("M")
+
+
+class Ref(Generic[M]):
+    """An actor's typed address. Any thread may tell; nobody may ask."""
+
+    __slots__ = ("_actor_ref",)
+
+    def __init__(self, actor_ref: pykka.ActorRef[Any]) -> None:
+        self._actor_ref = actor_ref
+
+    def tell(self, message: M) -> bool:
+        """Put the message into the actor's mailbox; False where the actor is dead. Never blocks."""
+        try:
+            self._actor_ref.tell(message)
+        except pykka.ActorDeadError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Let the actor end once it has handled what is in its mailbox. Never blocks."""
+        try:
+            self._actor_ref.tell(_StopRequested())
+        except pykka.ActorDeadError:
+            return
+
+
+class Household:
+    """Counts the actors of one worker that are alive. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._alive = 0
+
+    def enter(self) -> None:
+        """One more."""
+        with self._changed:
+            self._alive += 1
+
+    def leave(self) -> None:
+        """One has released everything."""
+        with self._changed:
+            self._alive -= 1
+            self._changed.notify_all()
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Block the calling thread (the host's, never an actor's) until nobody is left; False: not in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._alive == 0, timeout_s)
+
+
+class _StopRequested:
+    """Pykka's own stop message is private to it; this one is ours."""
+
+
+class HouseActor(pykka.ThreadingActor, Generic[M]):
+    """An actor of a worker: handles `M`, releases what it owns exactly once, tells its parent of a crash.
+
+    A subclass defines `handle` and, where it owns something, `release`. An exception in `handle` ends the
+    actor: Pykka logs it, `release` runs, and the parent gets `ActorDied`.
+    """
+
+    use_daemon_thread = True  # a host that forgets close() must still be able to exit
+    role = "actor"
+
+    def __init__(self, parent: Mailbox[WorkerMessage] | None, household: Household, *, slot: int | None = None) -> None:
+        super().__init__()
+        self._parent = parent
+        self._household = household
+        self._slot = slot
+        self._released = False
+        household.enter()
+
+    def me(self) -> Ref[M]:
+        """This actor's own address, for the messages and threads that answer to it."""
+        return Ref(self.actor_ref)
+
+    def handle(self, message: M) -> None:
+        """Act on one message. Never blocks."""
+        raise NotImplementedError
+
+    def release(self, failure: str | None) -> None:
+        """Give back what the actor owns; `failure` is the crash's text, None for a regular end."""
+
+    def will_report(self) -> bool:
+        """After `release`: whether what the actor owned is still to tell the parent of its end."""
+        return False
+
+    def on_receive(self, message: Any) -> None:
+        """Pykka's entry."""
+        try:
+            if isinstance(message, _StopRequested):
+                self.stop()
+            else:
+                self.handle(message)
+        except Exception:
+            raise
+        except BaseException as error:
+            # Pykka answers a SystemExit in one actor by stopping every actor of the host program.
+            raise RuntimeError(f"{type(error).__name__} in {type(self).__name__}") from error
+
+    def on_stop(self) -> None:
+        """Pykka's hook for a regular end."""
+        self._release_once(None)
+
+    def on_failure(self, exception_type: Any, exception_value: BaseException | None, traceback: Any) -> None:
+        """Pykka's hook for an exception in `handle`."""
+        detail = f"{type(exception_value).__name__}: {exception_value}"
+        try:
+            self._release_once(detail)
+        finally:
+            if self._parent is not None:
+                self._parent.tell(
+                    ActorDied(role=self.role, slot=self._slot, detail=detail, will_report=self.will_report())
+                )
+
+    def _release_once(self, failure: str | None) -> None:
+        if self._released:
+            return
+        self._released = True
+        try:
+            self.release(failure)
+        finally:
+            self._household.leave()

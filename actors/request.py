@@ -1,0 +1,194 @@
+"""RequestActor, one per slot: one request at a time, from prompt to record.
+
+Receives Begin, Cancel, Abandon, Ask, ReportProgress, what the stream's reader thread tells, and what became of
+tool calls. Sends the TransportActor OpenStream and CloseStream, the ToolLoopActor RunTools and DropTools, the
+WatchdogActor ProgressReported, and the WorkerActor RequestEnded. Owns the request's record until it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import assert_never
+
+from llama_worker.actors.refs import HouseActor, Household
+from llama_worker.actors.timers import Timer, call_at
+from llama_worker.config import WorkerConfig
+from llama_worker.messages import (
+    Abandon,
+    Ask,
+    Begin,
+    Cancel,
+    CloseStream,
+    DropTools,
+    GetStatus,
+    Mailbox,
+    OpenStream,
+    ProgressReported,
+    Question,
+    ReadOutput,
+    ReportProgress,
+    RequestEnded,
+    RequestMessage,
+    RunTools,
+    StreamClosed,
+    StreamEvents,
+    StreamOpened,
+    Tick,
+    ToolMessage,
+    ToolsDone,
+    ToolsFailed,
+    ToolsRefused,
+    TransportMessage,
+    WorkerMessage,
+)
+from llama_worker.request_state import (
+    CloseTurn,
+    Effects,
+    Finished,
+    ForgetTools,
+    OpenTurn,
+    ReportToolsRefused,
+    Request,
+    StartTools,
+    WakeAt,
+)
+from llama_worker.types import RequestFailReason
+
+
+class RequestActor(HouseActor[RequestMessage]):
+    """Carries out one request after the other. A crash of this actor fails its request, which keeps its output."""
+
+    role = "request"
+
+    def __init__(
+        self,
+        parent: Mailbox[WorkerMessage],
+        household: Household,
+        config: WorkerConfig,
+        *,
+        slot: int,
+        unix_offset: float,
+    ) -> None:
+        super().__init__(parent, household, slot=slot)
+        self._worker = parent
+        self._config = config
+        self._index = slot
+        self._unix_offset = unix_offset
+        self._request: Request | None = None
+        self._transport: Mailbox[TransportMessage] | None = None
+        self._tools: Mailbox[ToolMessage] | None = None
+        self._timer: Timer | None = None
+
+    def handle(self, message: RequestMessage) -> None:
+        """See the messages' own docstrings. What belongs to a request that has ended is dropped."""
+        now = time.monotonic()
+        if isinstance(message, Begin):
+            self._begin(message, now)
+            return
+        if isinstance(message, Ask):
+            self._answer(message.question)
+            return
+        request = self._request
+        if isinstance(message, ReportProgress):
+            if request is not None:
+                request.saw_liveness(message.liveness_at)
+            progress = request.progress() if request is not None else None
+            message.reply_to.tell(ProgressReported(progress=progress, for_verdict=message.for_verdict))
+            return
+        if request is None:
+            return
+        match message:
+            case StreamEvents(stream_id=stream_id, events=events, carried_data=data, at=at):
+                self._carry_out(request.stream_events(stream_id, events, carried_data=data, at=at))
+            case StreamOpened(stream_id=stream_id, at=at):
+                self._carry_out(request.stream_opened(stream_id, at))
+            case StreamClosed(stream_id=stream_id, failure=failure, at=at):
+                self._carry_out(request.stream_closed(stream_id, failure, at))
+            case ToolsDone(batch_id=batch_id, results=results, trace=trace):
+                self._carry_out(request.tools_done(batch_id, results, trace, now))
+            case ToolsFailed(batch_id=batch_id, detail=detail, trace=trace):
+                self._carry_out(request.tools_failed(batch_id, detail, trace, now))
+            case Cancel(request_id=request_id):
+                if request_id == request.request_id:
+                    self._carry_out(request.cancel(now))
+            case Abandon(request_id=request_id, reason=reason, detail=detail):
+                if request_id == request.request_id:
+                    self._carry_out(request.abandon(reason, detail, now))
+            case Tick():
+                self._carry_out(request.tick(now))
+            case _:
+                assert_never(message)
+
+    def release(self, failure: str | None) -> None:
+        """End the request that is under way."""
+        if self._request is not None:
+            reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
+            detail = failure or "the worker was closed"
+            self._carry_out(self._request.abandon(reason, detail, time.monotonic()))
+
+    def _begin(self, order: Begin, now: float) -> None:
+        self._transport, self._tools = order.transport, order.tools
+        self._request = Request(
+            request_id=order.request_id,
+            submission=order.submission,
+            config=self._config,
+            prompted=order.prompted,
+            opens_thinking=order.opens_thinking,
+            unix_offset=self._unix_offset,
+            now=now,
+        )
+        self._carry_out(self._request.begin(now))
+
+    def _answer(self, question: Question) -> None:
+        request = self._request
+        if request is None or request.request_id != question.request_id:
+            self._worker.tell(question)  # the request has ended: the answer is there, behind its record
+            return
+        match question:
+            case GetStatus():
+                question.reply.answer(request.status())
+            case ReadOutput(text_offset=text_offset, reasoning_offset=reasoning_offset):
+                question.reply.answer(request.read_output(text_offset, reasoning_offset))
+            case _:
+                assert_never(question)
+
+    def _carry_out(self, effects: Effects) -> None:
+        job_name = self._request.job_name if self._request is not None else ""
+        assert self._transport is not None
+        assert self._tools is not None
+        for effect in effects:
+            match effect:
+                case OpenTurn(stream_id=stream_id, body=body):
+                    self._transport.tell(OpenStream(stream_id=stream_id, body=body, reply_to=self.me()))
+                case CloseTurn(stream_id=stream_id):
+                    self._transport.tell(CloseStream(stream_id=stream_id))
+                case StartTools(batch_id=batch_id, iteration=iteration, calls=calls):
+                    self._tools.tell(
+                        RunTools(
+                            batch_id=batch_id,
+                            job_name=job_name,
+                            iteration=iteration,
+                            calls=calls,
+                            reply_to=self.me(),
+                        )
+                    )
+                case ForgetTools(batch_id=batch_id):
+                    self._tools.tell(DropTools(batch_id=batch_id))
+                case WakeAt(at=at):
+                    self._set_alarm(at)
+                case ReportToolsRefused(detail=detail):
+                    self._worker.tell(ToolsRefused(detail=detail))
+                case Finished(record=record):
+                    self._request = None
+                    self._set_alarm(None)
+                    self._worker.tell(RequestEnded(slot=self._index, record=record))
+                case _:
+                    assert_never(effect)
+
+    def _set_alarm(self, at: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if at is not None:
+            me = self.me()
+            self._timer = call_at(at, lambda: me.tell(Tick()))

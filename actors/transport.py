@@ -1,0 +1,102 @@
+"""TransportActor: the connections to the server.
+
+Receives OpenStream, CloseStream, CloseAllStreams, ProbeServer. Its reader threads answer the askers directly;
+itself it sends the WorkerActor StreamsClosed. Owns every open connection, one thread each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import assert_never
+
+from llama_worker.actors.refs import HouseActor, Household
+from llama_worker.actors.server_probe import ServerProbe
+from llama_worker.actors.stream_reader import Endpoint, StreamReader
+from llama_worker.config import WorkerConfig
+from llama_worker.messages import (
+    CloseAllStreams,
+    CloseStream,
+    Mailbox,
+    OpenStream,
+    ProbeServer,
+    ReaderEnded,
+    StreamId,
+    StreamsClosed,
+    TransportMessage,
+    WorkerMessage,
+)
+
+
+class TransportActor(HouseActor[TransportMessage]):
+    """Opens and closes streams. A crash of this actor closes every connection."""
+
+    role = "transport"
+
+    def __init__(self, parent: Mailbox[WorkerMessage], household: Household, config: WorkerConfig) -> None:
+        super().__init__(parent, household)
+        self._worker = parent
+        self._name = f"llama_worker-{config.name}"
+        self._port = config.port
+        self._endpoint = endpoint(config)
+        self._streams: dict[StreamId, StreamReader | ServerProbe] = {}
+        self._probes = 0
+        self._closing: int | None = None  # the epoch whose StreamsClosed is owed
+
+    def handle(self, message: TransportMessage) -> None:
+        """See the messages' own docstrings."""
+        match message:
+            case OpenStream(stream_id=stream_id):
+                self._streams[stream_id] = StreamReader(
+                    stream_id=stream_id,
+                    endpoint=self._endpoint,
+                    body=message.body,
+                    reply_to=message.reply_to,
+                    on_end=self._tell_end(stream_id),
+                    name=self._name,
+                )
+            case ProbeServer():
+                self._probes += 1
+                probe_id = (0, self._probes)
+                self._streams[probe_id] = ServerProbe(
+                    message,
+                    endpoint=self._endpoint,
+                    port=self._port,
+                    on_end=self._tell_end(probe_id),
+                    name=self._name,
+                )
+            case CloseStream(stream_id=stream_id):
+                if stream_id in self._streams:
+                    self._streams[stream_id].abort()
+            case CloseAllStreams(epoch=epoch):
+                self._closing = epoch
+                self.release(None)
+                self._report_closed()
+            case ReaderEnded(stream_id=stream_id):
+                self._streams.pop(stream_id, None)
+                self._report_closed()
+            case _:
+                assert_never(message)
+
+    def release(self, failure: str | None) -> None:
+        """Close every connection; the threads end by themselves."""
+        for stream in self._streams.values():
+            stream.abort()
+
+    def _tell_end(self, stream_id: StreamId) -> Callable[[], object]:
+        me = self.me()
+        return lambda: me.tell(ReaderEnded(stream_id=stream_id))
+
+    def _report_closed(self) -> None:
+        if self._closing is not None and not self._streams:
+            self._worker.tell(StreamsClosed(epoch=self._closing))
+            self._closing = None
+
+
+def endpoint(config: WorkerConfig) -> Endpoint:
+    """Where the config's server is reached from this machine."""
+    host = config.connect_host
+    return Endpoint(
+        base_url=f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}",
+        connect_timeout_s=config.timeouts.connect_timeout_s,
+        api_key=config.api_key,
+    )

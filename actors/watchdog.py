@@ -1,0 +1,309 @@
+"""WatchdogActor: looks at the server, and judges.
+
+Receives WatchStartup, Watch, Unwatch, ProbeNow, StandDown. Sends the TransportActor ProbeServer, each RequestActor
+ReportProgress, the WorkerActor BecameReady, StartupFailed, HealthLost and Stalled. Owns the liveness probes.
+While READY it wakes for the health probe, and for verdicts only while a request is in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import assert_never
+
+from llama_worker.actors.refs import HouseActor, Household
+from llama_worker.actors.timers import Timer, call_at
+from llama_worker.config import TimeoutProfile, WorkerConfig
+from llama_worker.health import HealthCounter
+from llama_worker.messages import (
+    BecameReady,
+    EvidenceSeen,
+    HealthLost,
+    LookDue,
+    Mailbox,
+    Probed,
+    ProbeDue,
+    ProbeNow,
+    ProbeOutcome,
+    ProbeServer,
+    ProgressReported,
+    ReportProgress,
+    RequestMessage,
+    Stalled,
+    StandDown,
+    StartupFailed,
+    TransportMessage,
+    Unwatch,
+    Watch,
+    WatchdogMessage,
+    WatchStartup,
+    WorkerMessage,
+)
+from llama_worker.startup import StartupWatch
+from llama_worker.timeouts import DataLedger, Progress, busy_neighbour, verdict
+from llama_worker.types import LivenessEvidence, LivenessProbe, StartFailReason
+
+_PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
+_logger = logging.getLogger("llama_worker.watchdog")
+
+
+class WatchdogActor(HouseActor[WatchdogMessage]):
+    """Watches one launch at a time."""
+
+    role = "watchdog"
+
+    def __init__(
+        self,
+        parent: Mailbox[WorkerMessage],
+        household: Household,
+        config: WorkerConfig,
+        transport: Mailbox[TransportMessage],
+        probes: Sequence[LivenessProbe],
+    ) -> None:
+        super().__init__(parent, household)
+        self._worker = parent
+        self._transport = transport
+        self._profile: TimeoutProfile = config.timeouts
+        self._name = config.name
+        self._probes = probes
+        self._probes_lock = threading.Lock()  # a look that hangs keeps the next one waiting
+        self._requests: dict[int, Mailbox[RequestMessage]] = {}
+        self._timers: dict[type[LookDue | ProbeDue], Timer] = {}
+        self._epoch = 0  # of the watched launch; 0: none
+        self._pid = 0
+        self._startup: StartupWatch | None = None
+        self._health: HealthCounter | None = None
+        self._suspicion: str | None = None  # why a probe was asked for out of turn
+        self._ledger = DataLedger()
+        self._liveness_at: float | None = None
+        self._probing = False
+        self._looking = False
+
+    def handle(self, message: WatchdogMessage) -> None:
+        """See the messages' own docstrings. News of another launch than the watched one is dropped."""
+        now = time.monotonic()
+        match message:
+            case WatchStartup(epoch=epoch, pid=pid):
+                self._stand_down()
+                self._epoch, self._pid = epoch, pid
+                self._startup = StartupWatch.begin(now)
+                self._look(fresh=True)
+                self._set_timer(ProbeDue, self._startup.next_probe_at(now))
+            case StandDown():
+                self._stand_down()
+            case Watch(request_id=request_id, request=request):
+                self._requests[request_id] = request
+                if len(self._requests) == 1:
+                    self._liveness_at = None
+                    self._look(fresh=True)
+                    self._set_timer(LookDue, now + self._profile.liveness_probe_interval_s)
+            case Unwatch(request_id=request_id):
+                self._requests.pop(request_id, None)
+                if not self._requests:
+                    self._cancel_timer(LookDue)
+            case ProbeNow(epoch=epoch, cause=cause):
+                if epoch == self._epoch and self._startup is None:
+                    self._suspicion = self._suspicion or cause
+                    self._probe()
+            case LookDue(epoch=epoch):
+                if epoch == self._epoch and self._requests:
+                    self._look_due(now)
+            case ProbeDue(epoch=epoch):
+                if epoch == self._epoch:
+                    self._probe_due(now)
+            case EvidenceSeen(epoch=epoch):
+                if epoch == self._epoch:
+                    self._looking = False
+                    self._evidence(message)
+            case Probed(epoch=epoch):
+                if epoch == self._epoch:
+                    self._probing = False
+                    self._probed(message, now)
+            case ProgressReported(progress=progress, for_verdict=for_verdict):
+                if progress is not None and progress.request_id in self._requests:
+                    self._ledger = self._ledger.heard(progress.request_id, progress.data_at)
+                    if for_verdict:
+                        self._judge(progress, now)
+            case _:
+                assert_never(message)
+
+    def release(self, failure: str | None) -> None:
+        """Wake nobody any more."""
+        self._stand_down()
+
+    def _stand_down(self) -> None:
+        for kind in (LookDue, ProbeDue):
+            self._cancel_timer(kind)
+        self._epoch, self._pid = 0, 0
+        self._startup = self._health = self._suspicion = self._liveness_at = None
+        self._requests.clear()
+        self._ledger = DataLedger()
+        self._probing = self._looking = False
+
+    # ------------------------------------------------------------ startup and health
+
+    def _probe_due(self, now: float) -> None:
+        if self._startup is not None:
+            overdue = self._startup.overdue(self._profile, now)
+            if overdue is not None:
+                self._fail_startup(StartFailReason.STARTUP_TIMEOUT, overdue)
+                return
+            self._look(fresh=False)
+            self._set_timer(ProbeDue, self._startup.next_probe_at(now))
+        else:
+            self._set_health_timer(now)
+        self._probe()
+
+    def _probe(self) -> None:
+        if self._probing:
+            return
+        self._probing = True
+        self._ask_for_progress(for_verdict=False)  # data that came by now outdoes a failure
+        self._transport.tell(
+            ProbeServer(
+                epoch=self._epoch,
+                root_pid=self._pid,
+                timeout_s=_PROBE_TIMEOUT_S,
+                first=self._startup is not None,
+                reply_to=self.me(),
+            )
+        )
+
+    def _probed(self, probed: Probed, now: float) -> None:
+        if self._startup is not None:
+            if probed.outcome is ProbeOutcome.READY:
+                self._startup = None
+                self._health = HealthCounter(since=now)
+                self._set_health_timer(now)
+                self._worker.tell(BecameReady(epoch=self._epoch, traits=probed.traits))
+            elif probed.outcome is ProbeOutcome.STRANGER:
+                self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail)
+            return
+        if self._health is None:
+            return
+        heard = self._ledger.latest
+        ok = probed.outcome is ProbeOutcome.READY
+        self._health, lost = self._health.probed(
+            ok=ok,
+            detail=probed.detail,
+            data_at=heard[0][1] if heard else None,
+            profile=self._profile,
+            now=now,
+        )
+        suspicion, self._suspicion = self._suspicion, None
+        if suspicion is not None and not ok:
+            lost = f"{suspicion}, and then the probe failed: {probed.detail}"
+        if lost is not None:
+            self._worker.tell(HealthLost(epoch=self._epoch, detail=lost))
+
+    def _fail_startup(self, reason: StartFailReason, detail: str) -> None:
+        self._worker.tell(StartupFailed(epoch=self._epoch, reason=reason, detail=detail))
+        self._stand_down()
+
+    def _set_health_timer(self, now: float) -> None:
+        interval_s = self._profile.health_probe_interval_s
+        if interval_s is None:
+            self._cancel_timer(ProbeDue)
+        else:
+            self._set_timer(ProbeDue, now + interval_s)
+
+    # ------------------------------------------------------------ liveness and verdicts
+
+    def _look_due(self, now: float) -> None:
+        """First the evidence, then the question, then the verdict: none is given on old evidence."""
+        self._set_timer(LookDue, now + self._profile.liveness_probe_interval_s)
+        if self._looking:
+            self._ask_for_progress(for_verdict=True)  # a probe hangs: judge by what is known
+        else:
+            self._look(fresh=False)
+
+    def _look(self, *, fresh: bool) -> None:
+        """Ask the liveness probes, on a thread of their own, since a foreign one may block."""
+        if self._looking and not fresh:
+            return
+        self._looking = True
+        threading.Thread(
+            target=_look,
+            args=(self._probes, self._probes_lock, self._pid, self._epoch, fresh, self.me()),
+            name=f"llama_worker-{self._name}-look",
+            daemon=True,
+        ).start()
+
+    def _evidence(self, seen: EvidenceSeen) -> None:
+        if self._startup is not None and seen.alive:
+            self._startup = self._startup.saw_work(seen.at)
+        if self._requests:
+            if seen.alive:
+                self._liveness_at = seen.at
+            if not seen.fresh:
+                self._ask_for_progress(for_verdict=True)
+
+    def _ask_for_progress(self, *, for_verdict: bool) -> None:
+        order = ReportProgress(liveness_at=self._liveness_at, for_verdict=for_verdict, reply_to=self.me())
+        for request in self._requests.values():
+            request.tell(order)
+
+    def _judge(self, progress: Progress, now: float) -> None:
+        neighbour_data_at = self._ledger.of_others(progress.request_id)
+        found = verdict(
+            progress,
+            liveness_at=self._liveness_at,
+            neighbour_data_at=neighbour_data_at,
+            profile=self._profile,
+            now=now,
+        )
+        if found is not None:
+            self._worker.tell(
+                Stalled(
+                    epoch=self._epoch,
+                    request_id=progress.request_id,
+                    verdict=found,
+                    busy_neighbour=busy_neighbour(neighbour_data_at, profile=self._profile, now=now),
+                )
+            )
+
+    # ------------------------------------------------------------ timers
+
+    def _set_timer(self, kind: type[LookDue | ProbeDue], at: float) -> None:
+        self._cancel_timer(kind)
+        me, epoch = self.me(), self._epoch
+        self._timers[kind] = call_at(at, lambda: me.tell(kind(epoch=epoch)))
+
+    def _cancel_timer(self, kind: type[LookDue | ProbeDue]) -> None:
+        timer = self._timers.pop(kind, None)
+        if timer is not None:
+            timer.cancel()
+
+
+def _look(
+    probes: Sequence[LivenessProbe],
+    lock: threading.Lock,
+    pid: int,
+    epoch: int,
+    fresh: bool,
+    tell_to: Mailbox[WatchdogMessage],
+) -> None:
+    """One look at the server's processes. A probe that raises brings no news."""
+    seen: list[LivenessEvidence] = []
+    with lock:
+        for probe in probes:
+            try:
+                if fresh:
+                    probe.reset()
+                evidence = probe.probe(pid, time.monotonic())
+            except Exception:
+                _logger.exception("a liveness probe failed")
+                continue
+            if evidence is not None:
+                seen.append(evidence)
+    tell_to.tell(
+        EvidenceSeen(
+            epoch=epoch,
+            alive=any(evidence.alive for evidence in seen),
+            at=time.monotonic(),
+            detail="; ".join(evidence.detail for evidence in seen),
+            fresh=fresh,
+        )
+    )

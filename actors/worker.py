@@ -1,0 +1,652 @@
+"""WorkerActor: the front desk. Admission, the request table, the server's life, supervision of the other actors.
+
+Receives the host's questions from the handle, and what its own actors tell. Starts the others and replaces one
+that dies. Every decision about the server is `lifecycle`'s; this file carries its effects out.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any, assert_never
+
+from llama_worker import lifecycle
+from llama_worker.actors.futures import OpenFutures
+from llama_worker.actors.process import ProcessActor
+from llama_worker.actors.refs import HouseActor, Household, Ref
+from llama_worker.actors.request import RequestActor
+from llama_worker.actors.server_process import LogRing
+from llama_worker.actors.timers import Timer, call_at
+from llama_worker.actors.tool_loop import ToolLoopActor
+from llama_worker.actors.transport import TransportActor
+from llama_worker.actors.watchdog import WatchdogActor
+from llama_worker.adapters.probes import default_probes
+from llama_worker.config import WorkerConfig, masked_server_cmd
+from llama_worker.errors import WorkerClosed
+from llama_worker.event_log import EventLog
+from llama_worker.lifecycle import (
+    CloseConnections,
+    EndProcess,
+    FailRequests,
+    LaunchServer,
+    Lifecycle,
+    RestartDecided,
+    StartsResolved,
+    StopsResolved,
+)
+from llama_worker.messages import (
+    Abandon,
+    ActorDied,
+    Ask,
+    AwaitResult,
+    BecameReady,
+    Begin,
+    Cancel,
+    CancelRequest,
+    CloseAllStreams,
+    EvidenceKept,
+    Exited,
+    GetDebugInfo,
+    GetResult,
+    GetStatus,
+    GetWorkerStatus,
+    HealthLost,
+    Launch,
+    Launched,
+    LaunchFailed,
+    ProbeNow,
+    ProcessMessage,
+    Question,
+    ReadOutput,
+    ReleaseResult,
+    Reply,
+    RequestEnded,
+    RequestMessage,
+    RequestRecord,
+    Stalled,
+    StandDown,
+    Start,
+    StartupFailed,
+    Stop,
+    StreamsClosed,
+    Submit,
+    Terminate,
+    Tick,
+    ToolMessage,
+    ToolsRefused,
+    ToolThreadsStuck,
+    TransportMessage,
+    Unwatch,
+    Watch,
+    WatchdogMessage,
+    WatchStartup,
+    WorkerMessage,
+)
+from llama_worker.request_state import OWNED_PARAMS, read_output
+from llama_worker.request_table import Admitted, RequestTable
+from llama_worker.restart_policy import ServerErrors, TransportFailures
+from llama_worker.server_traits import ServerTraits
+from llama_worker.timeouts import Triage
+from llama_worker.types import (
+    NotFound,
+    NotReady,
+    RequestFailReason,
+    RequestFinishReason,
+    RequestPhase,
+    RequestResult,
+    RequestState,
+    RestartRecord,
+    WorkerState,
+    WorkerStatus,
+)
+
+_KEPT_RESTARTS = 50
+_KEPT_WARNINGS = 50
+_NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
+_NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
+_TRANSPORT_FAILURES = frozenset(
+    {
+        RequestFailReason.CONNECT_FAILED,
+        RequestFailReason.STREAM_DISCONNECTED,
+        RequestFailReason.PROTOCOL_ERROR,
+    }
+)
+_APPLICATION_ERRORS = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
+
+
+class WorkerActor(HouseActor[WorkerMessage]):
+    """See the module. A crash of this actor ends the worker: the server is killed, every future is answered."""
+
+    role = "worker"
+
+    def __init__(self, household: Household, config: WorkerConfig, open_futures: OpenFutures) -> None:
+        super().__init__(None, household)
+        self._config = config
+        self._open_futures = open_futures
+        self._unix_offset = time.time() - time.monotonic()  # fixed: Unix instants never run backwards
+        self._life = Lifecycle(policy=config.restart)
+        self._table = RequestTable(config.slots)
+        self._events = EventLog(config.name)
+        self._log = LogRing(config.log_lines)
+        self._pid: int | None = None
+        self._last_ready_at: float | None = None
+        self._traits = ServerTraits()
+        self._tools_refused = False
+        self._warnings: list[str] = []
+        self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
+        self._evidence: dict[str, Any] = {}
+        self._stuck_tool_threads = 0
+        self._triage = Triage()
+        self._transport_failures = TransportFailures()
+        self._server_errors = ServerErrors()
+        self._starts: list[Reply[WorkerStatus]] = []
+        self._stops: list[Reply[None]] = []
+        self._stops_due = False
+        self._result_waiters: dict[int, list[Reply[RequestResult | NotFound]]] = {}
+        self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
+        self._asked: dict[int, list[Question]] = {slot: [] for slot in range(config.slots)}
+        self._timer: Timer | None = None
+        self._expiry: Timer | None = None
+        self._process: Ref[ProcessMessage] = self._start_process()
+        self._transport: Ref[TransportMessage] = self._start_transport()
+        self._tools: Ref[ToolMessage] = self._start_tools()
+        self._watchdog: Ref[WatchdogMessage] = self._start_watchdog()
+        self._requests: list[Ref[RequestMessage]] = [self._start_request(s) for s in range(config.slots)]
+
+    def handle(self, message: WorkerMessage) -> None:
+        """See the messages' own docstrings."""
+        now = time.monotonic()
+        match message:
+            case Submit():
+                self._submit(message, now)
+            case GetStatus() | ReadOutput():
+                self._question(message)
+            case GetResult(request_id=request_id, reply=reply):
+                self._get_result(request_id, reply)
+            case AwaitResult(request_id=request_id, reply=reply):
+                self._await_result(request_id, reply)
+            case ReleaseResult(request_id=request_id):
+                self._table.release(request_id)
+            case CancelRequest(request_id=request_id, reply=reply):
+                self._cancel(request_id, reply)
+            case GetWorkerStatus(reply=reply):
+                reply.answer(self._status())
+            case GetDebugInfo(reply=reply):
+                reply.answer(
+                    {
+                        "recent_logs": list(self._log.tail()),
+                        "recent_restarts": list(self._restarts),
+                        "recent_events": self._events.recent(),
+                        "server_cmd": list(masked_server_cmd(self._config.server_cmd, self._config.api_key)),
+                        "evidence": self._evidence,
+                        "stuck_tool_threads_count": self._stuck_tool_threads,
+                    }
+                )
+            case RequestEnded(record=record):
+                self._request_ended(record, now)
+            case Stalled():
+                self._stalled(message, now)
+            case ToolsRefused(detail=detail):
+                self._tools_refused = True
+                self._warn(f"the server refuses tools ({detail}); they are offered in prompted mode")
+            case ToolThreadsStuck(count=count):
+                self._stuck_tool_threads = count
+            case ActorDied():
+                self._actor_died(message, now)
+            case EvidenceKept(processes=processes):
+                self._evidence = {**self._evidence, "processes": dict(processes)}
+            case Tick():
+                self._expire(now)
+                self._apply(lifecycle.tick(self._life, now))
+            case _:
+                self._apply_news(message, now)
+
+    def release(self, failure: str | None) -> None:
+        """End everything: the server is killed, the actors end, every future is answered."""
+        closed = WorkerClosed(self._config.name)
+        if failure is not None:
+            closed.add_note(f"the worker's actor failed: {failure}")
+        self._open_futures.close(closed)
+        for timer in (self._timer, self._expiry):
+            if timer is not None:
+                timer.cancel()
+        refs: list[Ref[Any]] = [*self._requests, self._watchdog, self._tools, self._transport, self._process]
+        for ref in refs:
+            ref.stop()
+
+    # ------------------------------------------------------------ the server's life
+
+    def _apply_news(self, message: WorkerMessage, now: float) -> None:
+        """What only the lifecycle decides about."""
+        life = self._life
+        match message:
+            case Start(reply=reply):
+                self._starts.append(reply)
+                self._apply(lifecycle.start(life, now))
+            case Stop(reply=reply, grace_s=grace_s):
+                configured_s = self._config.timeouts.stop_grace_s
+                self._stops.append(reply)
+                self._apply(lifecycle.stop(life, now, grace_s=configured_s if grace_s is None else grace_s))
+            case Launched(epoch=epoch, pid=pid):
+                if epoch == life.epoch:
+                    self._pid = pid
+                    self._note("launched", pid=pid, epoch=epoch)
+                    self._watchdog.tell(WatchStartup(epoch=epoch, pid=pid))
+            case LaunchFailed(epoch=epoch, reason=reason, detail=detail):
+                self._apply(lifecycle.launch_failed(life, now, epoch=epoch, reason=reason, detail=detail))
+            case BecameReady(epoch=epoch, traits=traits):
+                self._meet(traits)
+                self._apply(lifecycle.became_ready(life, now, epoch=epoch))
+            case StartupFailed(epoch=epoch, reason=reason, detail=detail):
+                self._apply(lifecycle.startup_failed(life, now, epoch=epoch, reason=reason, detail=detail))
+            case HealthLost(epoch=epoch, detail=detail):
+                if epoch == life.epoch:
+                    self._trouble("health_lost", detail, now)
+            case Exited(epoch=epoch, returncode=returncode, log_tail=log_tail, port_taken=port_taken):
+                if epoch == life.epoch:
+                    self._pid = None
+                    self._note("exited", returncode=returncode, epoch=epoch)
+                self._apply(
+                    lifecycle.exited(
+                        life,
+                        now,
+                        epoch=epoch,
+                        returncode=returncode,
+                        log_tail=log_tail,
+                        port_taken=port_taken,
+                    )
+                )
+            case StreamsClosed(epoch=epoch):
+                self._apply(lifecycle.connections_closed(life, now, epoch=epoch))
+            case _:
+                # A message from outside the house, by way of `actor_ref`: nothing that this actor should die of.
+                self._note("unknown_message", level=logging.WARNING, type=type(message).__name__)
+
+    def _trouble(self, reason: str, detail: str, now: float) -> None:
+        self._apply(lifecycle.trouble(self._life, now, reason=reason, detail=detail))
+
+    def _apply(self, step: tuple[Lifecycle, lifecycle.Effects]) -> None:
+        """Take over the lifecycle's next state and carry out its effects, in order."""
+        before = self._life.public_state
+        self._life, effects = step
+        state = self._life.public_state
+        if state is not before:
+            self._note("state", state=str(state), before=str(before), error=self._life.last_error)
+            if state is WorkerState.READY:
+                self._last_ready_at = time.monotonic()
+                self._triage = Triage()
+                self._transport_failures, self._server_errors = TransportFailures(), ServerErrors()
+            else:
+                self._watchdog.tell(StandDown())  # a launch calls it up again
+        for effect in effects:
+            self._carry_out(effect)
+        self._set_timer()
+
+    def _carry_out(self, effect: lifecycle.Effect) -> None:
+        match effect:
+            case LaunchServer(epoch=epoch):
+                self._process.tell(Launch(epoch=epoch))
+            case FailRequests(reason=reason, detail=detail):
+                for admitted in self._table.active:
+                    self._abandon(admitted, reason, detail)
+            case CloseConnections(epoch=epoch):
+                self._watchdog.tell(StandDown())
+                self._transport.tell(CloseAllStreams(epoch=epoch))
+            case EndProcess(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence):
+                if keep_evidence:
+                    self._evidence = self._gather_evidence()
+                self._process.tell(Terminate(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence))
+            case RestartDecided(reason=reason, detail=detail, delay_s=delay_s):
+                record: RestartRecord = {"at": self._unix(), "reason": reason, "detail": detail}
+                self._restarts.append(record)
+                event = "restart" if delay_s is not None else "locked_out"
+                self._note(event, level=logging.WARNING, reason=reason, detail=detail, delay_s=delay_s)
+            case StartsResolved(error=error):
+                waiting, self._starts = self._starts, []
+                for reply in waiting:
+                    if error is None:
+                        reply.answer(self._status())
+                    else:
+                        reply.fail(error)
+            case StopsResolved():
+                self._stops_due = True
+                self._answer_stops()
+            case _:
+                assert_never(effect)
+
+    def _answer_stops(self) -> None:
+        """`stop()` is done once the server is gone and every request in flight has its record."""
+        if self._stops_due and not self._table.active:
+            waiting, self._stops, self._stops_due = self._stops, [], False
+            for reply in waiting:
+                reply.answer(None)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_at = self._life.deadline
+        if due_at is not None:
+            me = self.me()
+            self._timer = call_at(due_at, lambda: me.tell(Tick()))
+
+    def _meet(self, traits: ServerTraits) -> None:
+        """A server that became ready says what it can do."""
+        self._traits = traits
+        if traits.slots is not None and traits.slots < self._config.slots:
+            self._warn(
+                f"the server has {traits.slots} slots, fewer than the worker's {self._config.slots}: requests"
+                " beyond them wait in the server without a sign of life"
+            )
+        if traits.tools is False and (self._config.normal_tools or self._config.exit_tools):
+            how = "ignored by native mode" if self._config.tool_call_mode == "native" else "offered in prompted mode"
+            self._warn(f"the model's chat template does not support tools: they are {how}")
+
+    def _gather_evidence(self) -> dict[str, Any]:
+        """What is known just before a kill; the process's part follows by EvidenceKept."""
+        return {
+            "at": self._unix(),
+            "pid": self._pid,
+            "last_error": self._life.last_error,
+            "requests": [
+                {"request_id": admitted.request_id, "job_name": admitted.job_name, "slot": admitted.slot}
+                for admitted in self._table.active
+            ],
+            "log_tail": list(self._log.tail(50)),
+        }
+
+    # ------------------------------------------------------------ requests
+
+    def _submit(self, order: Submit, now: float) -> None:
+        state = self._life.public_state
+        if state is WorkerState.FAILED:
+            order.reply.answer({"ok": False, "error": "WORKER_FAILED"})
+            return
+        if state is not WorkerState.READY:
+            order.reply.answer({"ok": False, "error": "WORKER_NOT_READY"})
+            return
+        admitted = self._table.admit(order.submission.job_name, now)
+        if admitted is None:
+            order.reply.answer({"ok": False, "error": "NO_SLOT_AVAILABLE"})
+            return
+        for owned in OWNED_PARAMS:
+            if owned in order.submission.params or owned in self._config.default_params:
+                self._warn(f"params: {owned!r} belongs to the worker; the given value was replaced")
+        request = self._requests[admitted.slot]
+        self._asked[admitted.slot].clear()
+        mode = self._config.tool_call_mode
+        no_tools = self._traits.tools is False or self._tools_refused
+        request.tell(
+            Begin(
+                request_id=admitted.request_id,
+                submission=order.submission,
+                transport=self._transport,
+                tools=self._tools,
+                prompted=mode == "prompted" or (mode == "auto" and no_tools),
+                opens_thinking=self._traits.opens_thinking,
+            )
+        )
+        self._watchdog.tell(Watch(request_id=admitted.request_id, request=request))
+        self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
+        order.reply.answer({"ok": True, "request_id": admitted.request_id})
+
+    def _question(self, question: Question) -> None:
+        """Pass a question on to the request that can answer it, or answer it from the record."""
+        if question.reply.done():
+            return
+        admitted = self._table.find(question.request_id)
+        if admitted is not None:
+            asked = self._asked[admitted.slot]
+            if len(asked) > 16:
+                asked[:] = [earlier for earlier in asked if not earlier.reply.done()]
+            asked.append(question)  # should the actor die before it answers, it is asked again here
+            self._requests[admitted.slot].tell(Ask(question=question))
+            return
+        record = self._table.record(question.request_id)
+        if record is None:
+            question.reply.answer(_NOT_FOUND)
+            return
+        match question:
+            case GetStatus(reply=reply):
+                reply.answer(record.copy_of_status())
+            case ReadOutput(text_offset=text_offset, reasoning_offset=reasoning_offset, reply=output_reply):
+                result = record.result
+                output_reply.answer(
+                    read_output(result["text"], result["reasoning"], text_offset, reasoning_offset, done=True)
+                )
+            case _:
+                assert_never(question)
+
+    def _get_result(self, request_id: int, reply: Reply[RequestResult | NotReady | NotFound]) -> None:
+        record = self._table.record(request_id)
+        if record is not None:
+            reply.answer(record.copy_of_result())
+            self._table.release(request_id)
+        elif self._table.find(request_id) is not None:
+            reply.answer(_NOT_READY)
+        else:
+            reply.answer(_NOT_FOUND)
+
+    def _await_result(self, request_id: int, reply: Reply[RequestResult | NotFound]) -> None:
+        record = self._table.record(request_id)
+        if record is not None:
+            reply.answer(record.copy_of_result())
+        elif self._table.find(request_id) is not None:
+            self._result_waiters.setdefault(request_id, []).append(reply)
+        else:
+            reply.answer(_NOT_FOUND)
+
+    def _cancel(self, request_id: int, reply: Reply[bool]) -> None:
+        admitted = self._table.find(request_id)
+        if admitted is None:
+            reply.answer(False)
+            return
+        self._cancel_waiters.setdefault(request_id, []).append(reply)
+        self._requests[admitted.slot].tell(Cancel(request_id=request_id))
+
+    def _abandon(self, admitted: Admitted, reason: RequestFailReason, detail: str) -> None:
+        self._requests[admitted.slot].tell(Abandon(request_id=admitted.request_id, reason=reason, detail=detail))
+
+    def _request_ended(self, record: RequestRecord, now: float) -> None:
+        if not self._table.end(record):
+            return
+        self._watchdog.tell(Unwatch(request_id=record.request_id))
+        result = record.result
+        self._note(
+            "ended",
+            request_id=record.request_id,
+            job_name=record.job_name,
+            state=str(result["state"]),
+            fail_reason=result.get("fail_reason"),
+        )
+        for reply in self._cancel_waiters.pop(record.request_id, []):
+            reply.answer(result["state"] is RequestState.CANCELED)
+        for waiter in self._result_waiters.pop(record.request_id, []):
+            waiter.answer(record.copy_of_result())
+        self._answer_stops()
+        self._set_expiry()
+        self._learn_from(record, now)
+
+    def _learn_from(self, record: RequestRecord, now: float) -> None:
+        """What the end of a request says of the server."""
+        if self._life.public_state is not WorkerState.READY:
+            return
+        policy = self._config.restart
+        reason = record.result.get("fail_reason")
+        if record.result["state"] is RequestState.COMPLETED:
+            self._life = lifecycle.request_completed(self._life, now)
+            self._triage = self._triage.request_completed(record.request_id)
+            self._transport_failures = self._transport_failures.succeeded()
+            self._server_errors = self._server_errors.succeeded()
+        elif reason in _TRANSPORT_FAILURES:
+            self._transport_failures, cause = self._transport_failures.failed(policy)
+            if cause is not None:
+                self._trouble("transport_failures", cause, now)
+            else:
+                self._watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=f"a request failed with {reason}"))
+        elif reason in _APPLICATION_ERRORS:
+            self._transport_failures = self._transport_failures.succeeded()
+            self._server_errors, cause = self._server_errors.failed(record.job_name, record.http_status, policy)
+            if cause is not None:
+                self._trouble("server_errors", cause, now)
+
+    def _stalled(self, stalled: Stalled, now: float) -> None:
+        admitted = self._table.find(stalled.request_id)
+        if stalled.epoch != self._life.epoch or admitted is None:
+            return
+        verdict = stalled.verdict
+        self._triage, restart = self._triage.judge(
+            stalled.request_id,
+            verdict,
+            busy_neighbour=stalled.busy_neighbour,
+            newest_request_id=self._table.newest_id,
+            policy=self._config.restart,
+        )
+        self._abandon(admitted, verdict.reason, verdict.detail)
+        if restart:
+            self._trouble(str(verdict.reason), verdict.detail, now)
+
+    def _expire(self, now: float) -> None:
+        ttl_s = self._config.result_ttl_s
+        if ttl_s is not None:
+            for request_id in self._table.expire(now - ttl_s):
+                self._note("result_expired", request_id=request_id)
+            self._set_expiry()
+
+    def _set_expiry(self) -> None:
+        ttl_s, oldest = self._config.result_ttl_s, self._table.oldest_end()
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if ttl_s is not None and oldest is not None:
+            me = self.me()
+            self._expiry = call_at(oldest + ttl_s + 0.001, lambda: me.tell(Tick()))
+
+    # ------------------------------------------------------------ supervision
+
+    def _start_process(self) -> Ref[ProcessMessage]:
+        return Ref(ProcessActor.start(self.me(), self._household, self._config, self._log))
+
+    def _start_transport(self) -> Ref[TransportMessage]:
+        return Ref(TransportActor.start(self.me(), self._household, self._config))
+
+    def _start_tools(self) -> Ref[ToolMessage]:
+        return Ref(ToolLoopActor.start(self.me(), self._household, self._config, unix_offset=self._unix_offset))
+
+    def _start_watchdog(self) -> Ref[WatchdogMessage]:
+        probes = self._config.liveness_probes
+        chosen = default_probes() if probes is None else probes
+        return Ref(WatchdogActor.start(self.me(), self._household, self._config, self._transport, chosen))
+
+    def _start_request(self, slot: int) -> Ref[RequestMessage]:
+        return Ref(
+            RequestActor.start(self.me(), self._household, self._config, slot=slot, unix_offset=self._unix_offset)
+        )
+
+    def _actor_died(self, death: ActorDied, now: float) -> None:
+        """Nuke and repave: a new actor, a new server; what was in flight fails."""
+        self._note("actor_died", level=logging.ERROR, role=death.role, slot=death.slot, detail=death.detail)
+        match death.role:
+            case ProcessActor.role:
+                self._process = self._start_process()
+            case TransportActor.role:
+                self._transport = self._start_transport()
+                self._watchdog.stop()  # it holds the old one's address
+                self._watchdog = self._start_watchdog()
+            case ToolLoopActor.role:
+                self._tools = self._start_tools()
+            case WatchdogActor.role:
+                self._watchdog = self._start_watchdog()
+            case RequestActor.role if death.slot is not None:
+                self._requests[death.slot] = self._start_request(death.slot)
+                lost = self._table.in_slot(death.slot)
+                if lost is not None:  # it could not even hand over its record
+                    self._request_ended(_lost_record(lost, death.detail, now, self._unix_offset), now)
+                asked, self._asked[death.slot] = self._asked[death.slot], []
+                for question in asked:
+                    self._question(question)
+        detail = f"{death.role}: {death.detail}"
+        epoch = self._life.epoch
+        self._trouble("actor_died", detail, now)
+        if death.role == ProcessActor.role and not death.will_report:
+            gone = lifecycle.exited(
+                self._life, now, epoch=epoch, returncode=None, log_tail=self._log.tail(40), port_taken=False
+            )
+            self._apply(gone)
+
+    # ------------------------------------------------------------ what is seen
+
+    def _status(self) -> WorkerStatus:
+        active = self._table.active
+        status: WorkerStatus = {
+            "name": self._config.name,
+            "state": self._life.public_state,
+            "slots_total": self._config.slots,
+            "slots_used": len(active),
+            "active_request_ids": [admitted.request_id for admitted in active],
+            "active_jobs": {admitted.request_id: admitted.job_name for admitted in active},
+            "restart_count": self._life.budget.restart_count,
+            "config_hash": self._config.config_hash,
+            "warnings": list(self._warnings),
+        }
+        if self._pid is not None:
+            status["pid"] = self._pid
+        if self._life.last_error is not None:
+            status["last_error"] = self._life.last_error
+        if self._last_ready_at is not None:
+            status["last_ready_at"] = self._last_ready_at + self._unix_offset
+        match self._life.state:
+            case lifecycle.BackingOff(resume_at=at) | lifecycle.Ending(goal=lifecycle.ToRestart(resume_at=at)):
+                status["next_restart_at"] = at + self._unix_offset
+        return status
+
+    def _warn(self, line: str) -> None:
+        if line not in self._warnings and len(self._warnings) < _KEPT_WARNINGS:
+            self._warnings.append(line)
+            self._note("warning", level=logging.WARNING, line=line)
+
+    def _note(self, event: str, *, level: int = logging.INFO, **facts: Any) -> None:
+        self._events.add(event, at=self._unix(), level=level, **facts)
+
+    def _unix(self) -> float:
+        return time.monotonic() + self._unix_offset
+
+
+def _lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float) -> RequestRecord:
+    """For a request whose actor died without a word: it failed, and nothing of it is known."""
+    reason = RequestFailReason.UNKNOWN_ERROR
+    return RequestRecord(
+        request_id=admitted.request_id,
+        job_name=admitted.job_name,
+        status={
+            "ok": True,
+            "request_id": admitted.request_id,
+            "job_name": admitted.job_name,
+            "state": RequestState.FAILED,
+            "phase": RequestPhase.DONE,
+            "created_at": admitted.created_at + unix_offset,
+            "completed_at": now + unix_offset,
+            "output_chars": 0,
+            "reasoning_chars": 0,
+            "tool_iters_remaining": 0,
+            "tool_calls_count": 0,
+            "signals": [],
+            "fail_reason": reason,
+            "fail_detail": detail,
+        },
+        result={
+            "ok": True,
+            "request_id": admitted.request_id,
+            "job_name": admitted.job_name,
+            "state": RequestState.FAILED,
+            "finish_reason": RequestFinishReason.FAILED,
+            "text": "",
+            "reasoning": "",
+            "signals": [],
+            "tool_trace": [],
+            "fail_reason": reason,
+            "fail_detail": detail,
+        },
+        ended_at=now,
+    )

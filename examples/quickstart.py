@@ -1,0 +1,100 @@
+"""Two prompts side by side on two slots, live; a third is refused; a clean stop.
+
+python examples/quickstart.py --server llama-server --model model.gguf
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import time
+
+from llama_worker import LlamaWorker, WorkerConfig, llama_server_cmd
+
+HOST = "127.0.0.1"
+PROMPTS = {
+    "haiku": "Write a haiku about the sea.",
+    "sum": "What is 2 + 2? Answer in one short sentence.",
+}
+
+
+def main() -> None:
+    """Run the model on the server and show what comes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server", required=True, help="the llama-server executable")
+    parser.add_argument("--model", required=True, help="a GGUF file")
+    parser.add_argument("--port", type=int, default=0, help="a free port (default: one is chosen)")
+    options = parser.parse_args()
+    port = options.port or free_port()
+    config = WorkerConfig(
+        name="quickstart",
+        host=HOST,
+        port=port,
+        slots=2,
+        server_cmd=llama_server_cmd(
+            options.model,
+            host=HOST,
+            port=port,
+            slots=2,
+            executable=options.server,
+            extra_args=("--ctx-size", "4096"),
+        ),
+    )
+
+    print("starting the server ...", flush=True)
+    with LlamaWorker(config) as worker:
+        status = worker.get_worker_status().get()
+        print(f"{status['state']}, pid {status['pid']}, {status['slots_total']} slots\n")
+
+        jobs = {}
+        for name, prompt in PROMPTS.items():
+            admitted = worker.submit(name, "You are terse.", prompt, params={"max_tokens": 96}).get()
+            assert admitted["ok"], admitted
+            jobs[name] = admitted["request_id"]
+        print("a third request:", worker.submit("third", "", "Hello?").get())
+        print("active:", worker.get_worker_status().get()["active_jobs"], "\n")
+
+        show_live(worker, jobs)
+        for name, request_id in jobs.items():
+            result = worker.result(request_id).get(timeout=60)
+            assert result["ok"], result
+            tokens = result.get("usage", {}).get("completion_tokens")
+            speed = result["timings"].get("tokens_per_second", 0.0)
+            print(f"{name}: {result['finish_reason']}, {tokens} tokens, {speed:.0f} tokens/s")
+    print("stopped.")
+
+
+def show_live(worker: LlamaWorker, jobs: dict[str, int]) -> None:
+    """Print each request's output line by line as it grows."""
+    offsets = dict.fromkeys(jobs, 0)
+    lines = dict.fromkeys(jobs, "")
+    running = set(jobs)
+    while running:
+        for name in sorted(running):
+            chunk = worker.read_output(jobs[name], text_offset=offsets[name]).get()
+            assert chunk["ok"], chunk
+            offsets[name] = chunk["text_offset"]
+            *whole, lines[name] = (lines[name] + chunk["text"]).split("\n")
+            if chunk["done"]:
+                whole.append(lines[name])
+                running.discard(name)
+            for line in whole:
+                print(f"{name:>6} | {line}", flush=True)
+        time.sleep(0.05)
+    print()
+
+
+def free_port() -> int:
+    """A port that nothing listens on, below those that the system hands out by itself."""
+    for port in range(20000, 32000):
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise SystemExit("no free port")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Where the library meets the outside. Optional: nothing else in the package needs an adapter to be imported."""

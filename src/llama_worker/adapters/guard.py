@@ -1,0 +1,164 @@
+"""The process between the host and its server: starts the server, and ends its whole tree.
+
+Run as a script by the host's Python, `guard.py HOST_PID CONTROL_FD REPORT_FD COMMAND...`; it imports nothing of
+the package, so that it is small and quick to start. It is the server's parent and the reaper of its orphans,
+and so knows all of its tree, daemons too, and can end it without the risk that a pid was given to somebody else.
+
+It ends the tree when
+- the server's first process has ended, however;
+- the host says so: bytes on CONTROL_FD, `T` for SIGTERM to the server's group, `K` (or the end of file) to kill;
+- the host is gone, however it went (seen through a pidfd: a pipe's end of file would not come where the host had
+  forked): SIGTERM, and SIGKILL after `ORPHAN_GRACE_S`.
+Should the guard itself be killed, the kernel kills the server (its parent-death signal).
+
+REPORT_FD gets lines: `started PID` or `failed ERRNO TEXT`, later `exited RETURNCODE`. The end of the guard
+means that nothing of the tree is left.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+ORPHAN_GRACE_S = 2.0
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTSTP)
+
+
+def main(argv: list[str]) -> None:
+    """Start the command and watch over it until its tree is gone."""
+    host_pid, control_fd, report_fd = (int(word) for word in argv[1:4])
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    host = os.pidfd_open(host_pid)
+    if os.getppid() != host_pid:  # the host died before it could be watched
+        return
+    server_pid = start_server(argv[4:], report_fd, (host, control_fd, report_fd), prctl)
+    if server_pid is None:
+        return
+    os.write(report_fd, b"started %d\n" % server_pid)
+    let_go_of_output()
+    watch(server_pid, host, control_fd)
+    returncode = end_tree(server_pid)
+    try:
+        os.write(report_fd, b"exited %d\n" % returncode)
+    except OSError:
+        return  # the host is gone
+
+
+def start_server(command: list[str], report_fd: int, private: tuple[int, ...], prctl: object) -> "int | None":
+    """The new server's pid; None, and a report, where it cannot be executed."""
+    guard_pid = os.getpid()
+    failure_read, failure_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for fd in private:
+                os.close(fd)
+            os.setsid()
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # type: ignore[operator]
+            if os.getppid() != guard_pid:
+                os._exit(127)
+            for number in _IGNORED:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            os.execvp(command[0], command)
+        except OSError as error:
+            os.write(failure_write, b"failed %d %s\n" % (error.errno or 0, os.strerror(error.errno or 0).encode()))
+        finally:
+            os._exit(127)
+    os.close(failure_write)
+    failure = os.read(failure_read, 4096)  # the end of file means that exec took place
+    os.close(failure_read)
+    if not failure:
+        return pid
+    os.waitpid(pid, 0)
+    os.write(report_fd, failure)
+    return None
+
+
+def let_go_of_output() -> None:
+    """Leave the log pipe to the server alone."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.close(null)
+
+
+def watch(server_pid: int, host: int, control_fd: int) -> None:
+    """Return when the tree is to be killed."""
+    server = os.pidfd_open(server_pid)
+    poll = select.poll()
+    for fd in (server, host, control_fd):
+        poll.register(fd, select.POLLIN)
+    kill_at = None
+    while True:
+        timeout_ms = None if kill_at is None else max(0.0, kill_at - time.monotonic()) * 1000
+        ready = dict(poll.poll(timeout_ms))
+        if server in ready or (kill_at is not None and time.monotonic() >= kill_at):
+            return
+        if host in ready:
+            poll.unregister(host)
+            terminate(server_pid)
+            kill_at = time.monotonic() + ORPHAN_GRACE_S
+        if control_fd in ready:
+            orders = os.read(control_fd, 64)
+            if b"T" in orders:
+                terminate(server_pid)
+            if b"K" in orders or (not orders and kill_at is None):
+                return
+            if not orders:
+                poll.unregister(control_fd)
+
+
+def terminate(server_pid: int) -> None:
+    """Ask the server's group to end; one that was stopped (SIGSTOP) must run to hear it."""
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        try:
+            os.killpg(server_pid, number)
+        except OSError:
+            return
+
+
+def end_tree(server_pid: int) -> int:
+    """Kill and reap every process that is left; the server's return code (negative: the signal's number).
+
+    A killed process leaves its children to the guard, so the loop meets all of them, and every pid that it
+    signals is an unreaped child of its own.
+    """
+    returncode = 0
+    while True:
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return returncode
+        if pid == server_pid:
+            returncode = os.waitstatus_to_exitcode(status)
+
+
+def children() -> list[int]:
+    """The pids whose parent is this process."""
+    guard_pid = os.getpid()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as stat:
+                    fields = stat.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == guard_pid:
+                found.append(int(name))
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv)
+    os._exit(0)

@@ -1,0 +1,278 @@
+"""The host's handle of one worker. The one door from the host's threads to the actors."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import pykka
+
+from llama_worker.actors.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.actors.refs import Household, Ref
+from llama_worker.actors.worker import WorkerActor
+from llama_worker.config import WorkerConfig, validate_submit
+from llama_worker.errors import WorkerClosed
+from llama_worker.messages import (
+    AwaitResult,
+    CancelRequest,
+    GetDebugInfo,
+    GetResult,
+    GetStatus,
+    GetWorkerStatus,
+    HostMessage,
+    ReadOutput,
+    ReleaseResult,
+    Start,
+    Stop,
+    Submission,
+    Submit,
+)
+from llama_worker.types import (
+    ChatMessage,
+    NotFound,
+    NotReady,
+    OutputChunk,
+    RequestResult,
+    RequestStatus,
+    SubmitResult,
+    WorkerDebugInfo,
+    WorkerStatus,
+)
+
+_EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
+_LEAVE_S = 5.0  # for the actors to end, once the server is gone
+T = TypeVar("T")
+F = TypeVar("F", bound=WorkerFuture[Any])
+
+
+class LlamaWorker:
+    """One llama-server under supervision, with a number of slots for chat requests.
+
+    Every method may be called from any thread. All but `close` return at once, with a future that any thread may
+    wait on, or await in asyncio. The futures of `start`, `stop` and `result` resolve when what they wait for has
+    happened, all others within milliseconds. After `close` every method raises WorkerClosed.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Start the worker's actors; no server yet. Raises TypeError for what is no WorkerConfig."""
+        if not isinstance(config, WorkerConfig):
+            raise TypeError(f"config must be a WorkerConfig, not {type(config).__name__}")
+        self._desk = _Desk(config)
+        self.actor_ref: pykka.ActorRef[Any] = self._desk.actor_ref
+        weakref.finalize(self, self._desk.abandon).atexit = False  # a handle that was lost takes its server along
+
+    def __enter__(self) -> Self:
+        """`start().get()`; a worker that does not start is closed."""
+        try:
+            self.start().get()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<LlamaWorker {self._desk.config.name!r}>"
+
+    def start(self) -> WorkerFuture[WorkerStatus]:
+        """Launch the server. Resolves when it is READY; raises WorkerStartError."""
+        future: WorkerFuture[WorkerStatus] = WorkerFuture()
+        return self._desk.ask(Start(reply=future), future)
+
+    def stop(self) -> WorkerFuture[None]:
+        """End requests and server. Resolves when no process of the server is left; `start` may follow."""
+        future: WorkerFuture[None] = WorkerFuture()
+        return self._desk.ask(Stop(reply=future), future)
+
+    def close(self) -> None:
+        """`stop()` and the end of the worker's actors. Blocks; idempotent."""
+        self._desk.close()
+
+    def submit(
+        self,
+        job_name: str,
+        system_prompt: str,
+        user_prompt: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        messages: Iterable[ChatMessage] | None = None,
+    ) -> WorkerFuture[SubmitResult]:
+        """Admit a request to a free slot, or refuse it, at once.
+
+        `params` go into the chat request as they are; `messages` is a prior conversation, which stands between the
+        system prompts and `user_prompt`. Bad input resolves as TypeError or ValueError and takes no slot.
+        """
+        self._desk.check_open()
+        future: WorkerFuture[SubmitResult] = WorkerFuture()
+        try:
+            valid = validate_submit(job_name, system_prompt, user_prompt, params, messages)
+        except (TypeError, ValueError) as error:
+            future.fail(error)
+            return future
+        submission = Submission(
+            job_name=valid.job_name,
+            system_prompt=valid.system_prompt,
+            user_prompt=valid.user_prompt,
+            params=valid.params,
+            messages=valid.messages,
+        )
+        return self._desk.ask(Submit(submission=submission, reply=future), future)
+
+    def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:
+        """How far the request is."""
+        future: WorkerFuture[RequestStatus | NotFound] = WorkerFuture()
+        if self._refuse(future, request_id=request_id):
+            return future
+        return self._desk.ask(GetStatus(request_id=request_id, reply=future), future)
+
+    def get_result(self, request_id: int) -> WorkerFuture[RequestResult | NotReady | NotFound]:
+        """The result of a terminal request, which is then forgotten."""
+        future: WorkerFuture[RequestResult | NotReady | NotFound] = WorkerFuture()
+        if self._refuse(future, request_id=request_id):
+            return future
+        return self._desk.ask(GetResult(request_id=request_id, reply=future), future)
+
+    def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
+        """Resolves when the request is terminal; it is forgotten once a `get` has returned the value."""
+        desk = self._desk
+        future: ResultFuture[RequestResult | NotFound] = ResultFuture(
+            lambda value: desk.tell(ReleaseResult(request_id=request_id)) if value["ok"] else None
+        )
+        if self._refuse(future, request_id=request_id):
+            return future
+        return desk.ask(AwaitResult(request_id=request_id, reply=future), future)
+
+    def read_output(
+        self, request_id: int, *, text_offset: int = 0, reasoning_offset: int = 0
+    ) -> WorkerFuture[OutputChunk | NotFound]:
+        """What was added behind the offsets (in characters), for live display; releases nothing."""
+        future: WorkerFuture[OutputChunk | NotFound] = WorkerFuture()
+        if self._refuse(future, request_id=request_id, text_offset=text_offset, reasoning_offset=reasoning_offset):
+            return future
+        question = ReadOutput(
+            request_id=request_id, text_offset=text_offset, reasoning_offset=reasoning_offset, reply=future
+        )
+        return self._desk.ask(question, future)
+
+    def cancel(self, request_id: int) -> WorkerFuture[bool]:
+        """Cancel a running request. True once it is cancelled and its slot is free; False where it was not running."""
+        future: WorkerFuture[bool] = WorkerFuture()
+        if self._refuse(future, request_id=request_id):
+            return future
+        return self._desk.ask(CancelRequest(request_id=request_id, reply=future), future)
+
+    def get_worker_status(self) -> WorkerFuture[WorkerStatus]:
+        """How the worker is."""
+        future: WorkerFuture[WorkerStatus] = WorkerFuture()
+        return self._desk.ask(GetWorkerStatus(reply=future), future)
+
+    def get_debug_info(self) -> WorkerFuture[WorkerDebugInfo]:
+        """What a person needs to see what happened."""
+        future: WorkerFuture[WorkerDebugInfo] = WorkerFuture()
+        return self._desk.ask(GetDebugInfo(reply=future), future)
+
+    def _refuse(self, future: WorkerFuture[T], **numbers: object) -> bool:
+        """Fail the future where a number is none, or below zero."""
+        self._desk.check_open()
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                future.fail(TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}"))
+                return True
+            if value < 0:
+                future.fail(ValueError(f"{name} must be 0 or more, not {value}"))
+                return True
+        return False
+
+
+class _Desk:
+    """What outlives the handle: the way to the WorkerActor, and its regular end. Thread-safe."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self._pid = os.getpid()
+        self._household = Household()
+        self._futures = OpenFutures()
+        self._closing = threading.Lock()
+        self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(self._household, config, self._futures)
+        self._worker: Ref[Any] = Ref(self.actor_ref)
+        _open_desks.add(self)
+
+    def check_open(self) -> None:
+        """Raises WorkerClosed after the end."""
+        if self._futures.closed_by is not None:
+            raise WorkerClosed(self.config.name) from self._futures.closed_by
+        if os.getpid() != self._pid:
+            raise WorkerClosed(self.config.name)  # a forked child has none of the threads
+
+    def ask(self, message: HostMessage, future: F) -> F:
+        """Send the message that carries the future; the future is answered in any case."""
+        self.check_open()
+        self._futures.add(future)
+        self.tell(message)
+        return future
+
+    def tell(self, message: HostMessage) -> None:
+        """Send; a dead actor has answered every future already."""
+        self._worker.tell(message)
+
+    def close(self) -> None:
+        """Stop the server and end the actors; returns when both is done."""
+        if os.getpid() != self._pid:
+            return  # a forked child has none of the threads, and the server is its parent's
+        with self._closing:
+            if self._futures.closed_by is None:
+                self.finish_close(self.begin_close(None), timeout_s=None)
+            self.wait_gone(_LEAVE_S)
+        _open_desks.discard(self)
+
+    def begin_close(self, grace_s: float | None) -> WorkerFuture[None]:
+        """Send the order to stop. Never blocks."""
+        stopped: WorkerFuture[None] = WorkerFuture()
+        self._futures.add(stopped)
+        self.tell(Stop(reply=stopped, grace_s=grace_s))
+        return stopped
+
+    def finish_close(self, stopped: WorkerFuture[None], timeout_s: float | None) -> None:
+        """Wait for the stop, then let the actors end."""
+        try:
+            stopped.get(timeout=timeout_s)
+        except (WorkerClosed, pykka.Timeout):
+            pass  # the actor died, or the time is up: its release kills what is left
+        self._worker.stop()
+
+    def wait_gone(self, timeout_s: float) -> None:
+        """Wait for the actors to end."""
+        self._household.wait_empty(timeout_s)
+
+    def abandon(self) -> None:
+        """The handle was lost: end without waiting."""
+        if os.getpid() == self._pid:
+            self._worker.stop()
+        _open_desks.discard(self)
+
+
+_open_desks: set[_Desk] = set()
+
+
+def _close_all_at_exit() -> None:
+    """Ends every worker of a host that exits without `close`, side by side; no thread may be started any more."""
+    deadline = time.monotonic() + _EXIT_GRACE_S + 1.5
+    stopping = [(desk, desk.begin_close(_EXIT_GRACE_S)) for desk in _open_desks]
+    for desk, stopped in stopping:
+        desk.finish_close(stopped, timeout_s=max(0.0, deadline - time.monotonic()))
+    for desk, _ in stopping:
+        desk.wait_gone(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_close_all_at_exit)
+os.register_at_fork(after_in_child=_open_desks.clear)
