@@ -6,7 +6,9 @@ host die.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 import select
 import signal
@@ -91,9 +93,12 @@ class ServerProcess:
         self._log = log
         self._tell = tell
         self._lock = threading.Lock()
-        self._control: int | None = None
+        self._control: io.FileIO | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._orders = b""  # given before the guard was there to take them
+        self._started = False
+        self._returncode: int | None = -signal.SIGKILL  # what a killed guard could not report: the kernel killed it
+        self._failure: str | None = None
         threading.Thread(target=self._run, name=f"{name}-server", daemon=True).start()
 
     def send(self, what: Signal) -> None:
@@ -108,106 +113,114 @@ class ServerProcess:
                 self._orders += order
                 return
             try:
-                os.write(self._control, order)
+                self._control.write(order)
             except OSError:
                 return  # the guard has ended: so has the tree
 
     def _run(self) -> None:
-        if not can_listen(self._address):
-            self._fail(
-                StartFailReason.PORT_IN_USE,
-                f"{self._address[0]}:{self._address[1]} is taken by another process",
-            )
-            return
-        control_read, control_write = os.pipe()
-        report_read, report_write = os.pipe()
         try:
-            guardian = subprocess.Popen(
-                [
-                    sys.executable or "python3",
-                    *("-I", "-S", str(_GUARD), str(os.getpid()), str(control_read), str(report_write)),
-                    *self._command,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=dict(self._environment),
-                pass_fds=(control_read, report_write),
-                start_new_session=True,
-            )
-        except OSError as error:
-            os.close(control_write)
-            os.close(report_read)
-            self._fail(StartFailReason.SPAWN_FAILED, f"the guard process could not be started: {error}")
-            return
-        finally:
-            os.close(control_read)
-            os.close(report_write)
-        assert guardian.stdout is not None
+            with contextlib.ExitStack() as cleanup:
+                last_word = self._live(cleanup)
+        except OSError as error:  # out of descriptors, processes or memory; what there was is cleaned up
+            last_word = self._not_started(StartFailReason.SPAWN_FAILED, f"no process could be started: {error}")
+        self._tell(last_word)
+
+    def _live(self, cleanup: contextlib.ExitStack) -> ServerNotStarted | ServerGone:
+        """Start the guard, watch until it has ended; the thread's last word."""
+        if not can_listen(self._address):
+            taken = f"{self._address[0]}:{self._address[1]} is taken by another process"
+            return self._not_started(StartFailReason.PORT_IN_USE, taken)
+        control_read, control_write = _pipe(cleanup)
+        report_read, report_write = _pipe(cleanup)
+        guardian = subprocess.Popen(
+            [
+                sys.executable or "python3",
+                *("-I", "-S", str(_GUARD), str(os.getpid())),
+                *(str(control_read.fileno()), str(report_write.fileno())),
+                *self._command,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(self._environment),
+            pass_fds=(control_read.fileno(), report_write.fileno()),
+            start_new_session=True,
+        )
+        cleanup.callback(self._let_go, guardian)
+        control_read.close()
+        report_write.close()
         with self._lock:
             self._guard, self._control = guardian, control_write
             if self._orders:
-                os.write(control_write, self._orders)
-        try:
-            started, returncode = self._watch(guardian, guardian.stdout.fileno(), report_read)
-        finally:
-            with self._lock:
-                self._control = None
-                guardian.wait()
-            os.close(control_write)
-            os.close(report_read)
-            guardian.stdout.close()
-        if started:
-            self._tell(
-                ServerGone(
-                    epoch=self._epoch,
-                    returncode=returncode,
-                    log_tail=self._log.tail(40),
-                    port_taken=not can_listen(self._address),
-                )
-            )
+                control_write.write(self._orders)
+        return self._watch(guardian, report_read)
 
-    def _watch(self, guardian: subprocess.Popen[bytes], output: int, report: int) -> tuple[bool, int | None]:
-        """Drain output and reports until the guard has ended: (was a server started, its return code)."""
+    def _let_go(self, guardian: subprocess.Popen[bytes]) -> None:
+        """Reap the guard. Should it still live, the end of the control pipe makes it end the tree."""
+        with self._lock:
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+        guardian.wait()
+        with self._lock:
+            self._guard = None
+        assert guardian.stdout is not None
+        guardian.stdout.close()
+
+    def _watch(self, guardian: subprocess.Popen[bytes], reports_from: io.FileIO) -> ServerNotStarted | ServerGone:
+        """Drain output and reports until the guard has ended."""
+        assert guardian.stdout is not None
+        output, report = guardian.stdout.fileno(), reports_from.fileno()
         os.set_blocking(output, False)
         os.set_blocking(report, False)
-        ended = os.pidfd_open(guardian.pid)
         poll = select.poll()
-        for fd in (ended, output, report):
-            poll.register(fd, select.POLLIN)
-        reports = b""
-        started, returncode = False, None
+        ended = os.pidfd_open(guardian.pid)
         try:
+            for fd in (ended, output, report):
+                poll.register(fd, select.POLLIN)
+            reports = b""
             while True:
                 ready = {fd for fd, _ in poll.poll()}
                 over = ended in ready
                 if output in ready and not self._drain(output, until_empty=over):
                     poll.unregister(output)
-                if report in ready or over:
+                if report in ready:
                     new = _read_available(report)
-                    if not new and not over:
+                    if not new:
                         poll.unregister(report)
                     *lines, reports = (reports + new).split(b"\n")
                     for line in lines:
-                        word, _, rest = line.decode(errors="replace").partition(" ")
-                        if word == "started":
-                            started = True
-                            self._tell(ServerStarted(epoch=self._epoch, pid=int(rest)))
-                        elif word == "exited":
-                            returncode = int(rest)
-                        elif word == "failed":
-                            text = rest.partition(" ")[2]
-                            self._fail(StartFailReason.SPAWN_FAILED, f"cannot execute {self._command[0]!r}: {text}")
-                            return False, None
+                        self._reported(line.decode(errors="replace"))
                 if over:
-                    if not started:
-                        self._fail(
-                            StartFailReason.SPAWN_FAILED,
-                            "the guard process ended: " + "\n".join(self._log.tail(5)),
-                        )
-                    return started, returncode if returncode is not None else -signal.SIGKILL
+                    return self._last_word()
         finally:
             os.close(ended)
+
+    def _reported(self, line: str) -> None:
+        """One line of the guard's."""
+        word, _, rest = line.partition(" ")
+        match word:
+            case "started":
+                self._started = True
+                self._tell(ServerStarted(epoch=self._epoch, pid=int(rest)))
+            case "exited":
+                self._returncode = int(rest)
+            case "failed":
+                self._failure = f"cannot execute {self._command[0]!r}: {rest.partition(' ')[2]}"
+
+    def _last_word(self) -> ServerNotStarted | ServerGone:
+        if not self._started:
+            detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
+            return self._not_started(StartFailReason.SPAWN_FAILED, detail)
+        return ServerGone(
+            epoch=self._epoch,
+            returncode=self._returncode,
+            log_tail=self._log.tail(40),
+            port_taken=not can_listen(self._address),
+        )
+
+    def _not_started(self, reason: StartFailReason, detail: str) -> ServerNotStarted:
+        return ServerNotStarted(epoch=self._epoch, reason=reason, detail=detail)
 
     def _drain(self, output: int, *, until_empty: bool) -> bool:
         """Put what the pipe holds into the ring; False at its end."""
@@ -221,9 +234,6 @@ class ServerProcess:
             self._log.feed(data)
             if not until_empty:
                 return True
-
-    def _fail(self, reason: StartFailReason, detail: str) -> None:
-        self._tell(ServerNotStarted(epoch=self._epoch, reason=reason, detail=detail))
 
 
 def can_listen(address: tuple[str, int]) -> bool:
@@ -242,6 +252,12 @@ def can_listen(address: tuple[str, int]) -> bool:
                 if error.errno == errno.EADDRINUSE:
                     return False
     return True
+
+
+def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:
+    """(read end, write end), closed in the end unless that was done before."""
+    read, write = os.pipe()
+    return cleanup.enter_context(io.FileIO(read, "rb")), cleanup.enter_context(io.FileIO(write, "wb"))
 
 
 def _read_available(fd: int) -> bytes:

@@ -232,7 +232,8 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 if epoch == life.epoch:
                     self._pid = pid
                     self._note("launched", pid=pid, epoch=epoch)
-                    self._watchdog.tell(WatchStartup(epoch=epoch, pid=pid))
+                    if isinstance(life.state, lifecycle.Launching):
+                        self._watchdog.tell(WatchStartup(epoch=epoch, pid=pid))
             case LaunchFailed(epoch=epoch, reason=reason, detail=detail):
                 self._apply(lifecycle.launch_failed(life, now, epoch=epoch, reason=reason, detail=detail))
             case BecameReady(epoch=epoch, traits=traits):

