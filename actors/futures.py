@@ -39,6 +39,10 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
                 self.set_exception((type(error), error, error.__traceback__))
         self._wake()
 
+    def get(self, *, timeout: float | None = None) -> T:
+        """As Pykka's, and typed: block until resolved; raises pykka.Timeout after `timeout` seconds."""
+        return cast("T", super().get(timeout=timeout))
+
     def done(self) -> bool:
         """True once resolved."""
         return self._result is not None
@@ -61,7 +65,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         loop = asyncio.get_running_loop()
         if self._get_hook is not None:
             yield from loop.run_in_executor(None, self.get).__await__()
-            return cast("T", self.get())
+            return self.get()
         if not self.done():
             resolved = loop.create_future()
 
@@ -80,7 +84,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
                 yield from resolved
             finally:
                 self._forget(wake_threadsafe)
-        return cast("T", self.get())
+        return self.get()
 
     __iter__ = __await__
 
@@ -119,7 +123,7 @@ class ResultFuture(WorkerFuture[T]):
 
     def get(self, *, timeout: float | None = None) -> T:
         """As Pykka's; a `get` that times out takes nothing."""
-        value = cast("T", super().get(timeout=timeout))
+        value = super().get(timeout=timeout)
         with self._condition:
             on_taken, self._on_taken = self._on_taken, None
         if on_taken is not None:

@@ -1,7 +1,8 @@
 """WatchdogActor: looks at the server, and judges.
 
 Receives WatchStartup, Watch, Unwatch, ProbeNow, StandDown. Sends the TransportActor ProbeServer, each RequestActor
-ReportProgress, the WorkerActor BecameReady, StartupFailed, HealthLost and Stalled. Owns the liveness probes.
+ReportProgress, the WorkerActor BecameReady, StartupFailed, HealthLost, Stalled and, for the evidence of a kill,
+Observed. Owns the liveness probes.
 While READY it wakes for the health probe, and for verdicts only while a request is in flight.
 """
 
@@ -16,13 +17,14 @@ from typing import assert_never
 from llama_worker.actors.refs import HouseActor, Household
 from llama_worker.actors.timers import Timer, call_at
 from llama_worker.config import TimeoutProfile, WorkerConfig
-from llama_worker.health import HealthCounter
+from llama_worker.health import HealthCounter, probe_timeout_s
 from llama_worker.messages import (
     BecameReady,
     EvidenceSeen,
     HealthLost,
     LookDue,
     Mailbox,
+    Observed,
     Probed,
     ProbeDue,
     ProbeNow,
@@ -45,7 +47,6 @@ from llama_worker.startup import StartupWatch
 from llama_worker.timeouts import DataLedger, Progress, busy_neighbour, verdict
 from llama_worker.types import LivenessEvidence, LivenessProbe, StartFailReason
 
-_PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
 _logger = logging.getLogger("llama_worker.watchdog")
 
 
@@ -78,6 +79,8 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
         self._suspicion: str | None = None  # why a probe was asked for out of turn
         self._ledger = DataLedger()
         self._liveness_at: float | None = None
+        self._activity = ""  # what the liveness probes said last
+        self._progress: dict[int, Progress] = {}  # what each request said last
         self._probing = False
         self._looking = False
 
@@ -99,8 +102,10 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
                     self._liveness_at = None
                     self._look(fresh=True)
                     self._set_timer(LookDue, now + self._profile.liveness_probe_interval_s)
-            case Unwatch(request_id=request_id):
-                self._requests.pop(request_id, None)
+            case Unwatch(request_id=request_id, data_at=data_at):
+                self._progress.pop(request_id, None)
+                if self._requests.pop(request_id, None) is not None:
+                    self._ledger = self._ledger.heard(request_id, data_at)
                 if not self._requests:
                     self._cancel_timer(LookDue)
             case ProbeNow(epoch=epoch, cause=cause):
@@ -124,6 +129,7 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
             case ProgressReported(progress=progress, for_verdict=for_verdict):
                 if progress is not None and progress.request_id in self._requests:
                     self._ledger = self._ledger.heard(progress.request_id, progress.data_at)
+                    self._progress[progress.request_id] = progress
                     if for_verdict:
                         self._judge(progress, now)
             case _:
@@ -139,6 +145,8 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
         self._epoch, self._pid = 0, 0
         self._startup = self._health = self._suspicion = self._liveness_at = None
         self._requests.clear()
+        self._progress.clear()
+        self._activity = ""
         self._ledger = DataLedger()
         self._probing = self._looking = False
 
@@ -165,7 +173,7 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
             ProbeServer(
                 epoch=self._epoch,
                 root_pid=self._pid,
-                timeout_s=_PROBE_TIMEOUT_S,
+                timeout_s=probe_timeout_s(self._profile),
                 first=self._startup is not None,
                 reply_to=self.me(),
             )
@@ -196,9 +204,11 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
         if suspicion is not None and not ok:
             lost = f"{suspicion}, and then the probe failed: {probed.detail}"
         if lost is not None:
+            self._tell_observed(now)
             self._worker.tell(HealthLost(epoch=self._epoch, detail=lost))
 
     def _fail_startup(self, reason: StartFailReason, detail: str) -> None:
+        self._tell_observed(time.monotonic())
         self._worker.tell(StartupFailed(epoch=self._epoch, reason=reason, detail=detail))
         self._stand_down()
 
@@ -232,11 +242,13 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
         ).start()
 
     def _evidence(self, seen: EvidenceSeen) -> None:
+        self._activity = seen.detail
         if self._startup is not None and seen.alive:
             self._startup = self._startup.saw_work(seen.at)
         if self._requests:
             if seen.alive:
                 self._liveness_at = seen.at
+            self._tell_observed(seen.at)
             if not seen.fresh:
                 self._ask_for_progress(for_verdict=True)
 
@@ -255,6 +267,7 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
             now=now,
         )
         if found is not None:
+            self._tell_observed(now)
             self._worker.tell(
                 Stalled(
                     epoch=self._epoch,
@@ -263,6 +276,18 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
                     busy_neighbour=busy_neighbour(neighbour_data_at, profile=self._profile, now=now),
                 )
             )
+
+    def _tell_observed(self, now: float) -> None:
+        """With every look and before every verdict: the worker may also have reasons of its own for a kill."""
+        self._worker.tell(
+            Observed(
+                epoch=self._epoch,
+                at=now,
+                activity=self._activity,
+                liveness_at=self._liveness_at,
+                requests=tuple(self._progress.values()),
+            )
+        )
 
     # ------------------------------------------------------------ timers
 

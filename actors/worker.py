@@ -55,6 +55,7 @@ from llama_worker.messages import (
     Launch,
     Launched,
     LaunchFailed,
+    Observed,
     ProbeNow,
     ProcessMessage,
     Question,
@@ -87,7 +88,7 @@ from llama_worker.request_state import OWNED_PARAMS, read_output
 from llama_worker.request_table import Admitted, RequestTable
 from llama_worker.restart_policy import ServerErrors, TransportFailures
 from llama_worker.server_traits import ServerTraits
-from llama_worker.timeouts import Triage
+from llama_worker.timeouts import Triage, ages
 from llama_worker.types import (
     NotFound,
     NotReady,
@@ -123,6 +124,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
     def __init__(self, household: Household, config: WorkerConfig, open_futures: OpenFutures) -> None:
         super().__init__(None, household)
         self._config = config
+        self._config_hash = config.config_hash
         self._open_futures = open_futures
         self._unix_offset = time.time() - time.monotonic()  # fixed: Unix instants never run backwards
         self._life = Lifecycle(policy=config.restart)
@@ -136,6 +138,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
         self._warnings: list[str] = []
         self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
         self._evidence: dict[str, Any] = {}
+        self._observed: Observed | None = None
         self._stuck_tool_threads = 0
         self._triage = Triage()
         self._transport_failures = TransportFailures()
@@ -187,6 +190,8 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 self._request_ended(record, now)
             case Stalled():
                 self._stalled(message, now)
+            case Observed():
+                self._observed = message
             case ToolsRefused(detail=detail):
                 self._tools_refused = True
                 self._warn(f"the server refuses tools ({detail}); they are offered in prompted mode")
@@ -296,7 +301,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 self._transport.tell(CloseAllStreams(epoch=epoch))
             case EndProcess(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence):
                 if keep_evidence:
-                    self._evidence = self._gather_evidence()
+                    self._evidence = self._gather_evidence(epoch)
                 self._process.tell(Terminate(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence))
             case RestartDecided(reason=reason, detail=detail, delay_s=delay_s):
                 record: RestartRecord = {"at": self._unix(), "reason": reason, "detail": detail}
@@ -344,14 +349,24 @@ class WorkerActor(HouseActor[WorkerMessage]):
             how = "ignored by native mode" if self._config.tool_call_mode == "native" else "offered in prompted mode"
             self._warn(f"the model's chat template does not support tools: they are {how}")
 
-    def _gather_evidence(self) -> dict[str, Any]:
+    def _gather_evidence(self, epoch: int) -> dict[str, Any]:
         """What is known just before a kill; the process's part follows by EvidenceKept."""
+        seen = self._observed if self._observed is not None and self._observed.epoch == epoch else None
+        now = time.monotonic()
+        times = {p.request_id: ages(p, liveness_at=seen.liveness_at, now=now) for p in seen.requests} if seen else {}
         return {
-            "at": self._unix(),
+            "at": now + self._unix_offset,
             "pid": self._pid,
             "last_error": self._life.last_error,
+            "activity": seen.activity if seen else "",
+            "activity_ago_s": round(now - seen.at, 3) if seen else None,
             "requests": [
-                {"request_id": admitted.request_id, "job_name": admitted.job_name, "slot": admitted.slot}
+                {
+                    "request_id": admitted.request_id,
+                    "job_name": admitted.job_name,
+                    "slot": admitted.slot,
+                    **times.get(admitted.request_id, {}),
+                }
                 for admitted in self._table.active
             ],
             "log_tail": list(self._log.tail(50)),
@@ -452,7 +467,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
     def _request_ended(self, record: RequestRecord, now: float) -> None:
         if not self._table.end(record):
             return
-        self._watchdog.tell(Unwatch(request_id=record.request_id))
+        self._watchdog.tell(Unwatch(request_id=record.request_id, data_at=record.last_data_at))
         result = record.result
         self._note(
             "ended",
@@ -588,7 +603,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
             "active_request_ids": [admitted.request_id for admitted in active],
             "active_jobs": {admitted.request_id: admitted.job_name for admitted in active},
             "restart_count": self._life.budget.restart_count,
-            "config_hash": self._config.config_hash,
+            "config_hash": self._config_hash,
             "warnings": list(self._warnings),
         }
         if self._pid is not None:

@@ -8,11 +8,17 @@ from typing import Any
 
 from llama_worker.errors import ConfigError
 
+MAX_SECONDS = 1e9  # some 30 years; what Linux and Python can wait for is not much more
+_MAX_INT_BITS = 1023
+_SHOWN_CHARS = 80
+_MAX_JSON_DEPTH = 100  # far below where Python gives up; what holds itself ends here, too
 
 def checked_number(name: str, value: object, *, above: float | None = None, at_least: float | None = None) -> None:
-    """A finite int or float within the bounds."""
+    """A finite int or float within the bounds, which a double can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}: {value!r}")
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        raise ConfigError(f"{name} must be a number that a double can hold, not an int of {value.bit_length()} bits")
     if not math.isfinite(value):
         raise ConfigError(f"{name} must be finite, not {value!r}")
     if above is not None and value <= above:
@@ -21,10 +27,19 @@ def checked_number(name: str, value: object, *, above: float | None = None, at_l
         raise ConfigError(f"{name} must be {at_least:g} or more, not {value!r}")
 
 
+def checked_seconds(name: str, value: object, *, above: float | None = None, at_least: float | None = None) -> None:
+    """A duration that the platform can wait for."""
+    checked_number(name, value, above=above, at_least=at_least)
+    assert isinstance(value, (int, float))
+    if value > MAX_SECONDS:
+        raise ConfigError(f"{name} must be {MAX_SECONDS:g} seconds or less, not {value!r}")
+
+
 def checked_int(name: str, value: object, *, at_least: int, at_most: int | None = None) -> None:
     """An int (no bool) within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}")
+    checked_number(name, value)
     if value < at_least or (at_most is not None and value > at_most):
         bounds = f"{at_least} or more" if at_most is None else f"from {at_least} to {at_most}"
         raise ConfigError(f"{name} must be {bounds}, not {value!r}")
@@ -47,47 +62,49 @@ def checked_str(name: str, value: object, *, empty: bool = True, nul: bool = Tru
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} holds a lone surrogate at {error.start}, which is no text") from error
+        where = f"{name} must be valid Unicode, not {value[:_SHOWN_CHARS]!r}"
+        raise ConfigError(f"{where}: there is a lone surrogate at {error.start}") from None
 
 
 def checked_json_object(name: str, value: object) -> dict[str, Any]:
     """A copy of a mapping that JSON can hold: str keys, no NaN, no lone surrogates."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping, not {type(value).__name__}: {value!r}")
-    copied = _copy_json(name, value)
+    copied = _copied(name, value, 1)
     assert isinstance(copied, dict)
     return copied
 
 
-def _copy_json(where: str, value: object) -> object:
-    try:
-        return _copied(where, value)
-    except RecursionError as error:
-        raise ConfigError(f"{where} is nested too deeply, or holds itself") from error
-
-
-def _copied(where: str, value: object) -> object:
+def _copied(where: str, value: object, depth: int) -> object:
+    if depth > _MAX_JSON_DEPTH:
+        raise ConfigError(f"{where[:_SHOWN_CHARS]}... is nested more than {_MAX_JSON_DEPTH} levels deep, or holds itself")
     match value:
-        case None | bool() | int():
+        case None | bool():
             return value
         case str():
             checked_str(where, value)
             return value
-        case float():
+        case int() | float():
             checked_number(where, value)
             return value
         case Mapping():
             for key in value:
                 if not isinstance(key, str):
                     raise TypeError(f"{where} has the key {key!r}; JSON needs str keys")
-            return {key: _copied(f"{where}[{key!r}]", item) for key, item in value.items()}
+                checked_str(f"a key of {where}", key)
+            return {key: _copied(f"{where}[{key!r}]", item, depth + 1) for key, item in value.items()}
         case list() | tuple():
-            return [_copied(f"{where}[{index}]", item) for index, item in enumerate(value)]
+            return [_copied(f"{where}[{index}]", item, depth + 1) for index, item in enumerate(value)]
         case _:
-            raise TypeError(f"{where} is {type(value).__name__}, which JSON cannot hold: {value!r}")
+            holds = "str, int, float, bool, None, list, tuple and mappings it can"
+            raise TypeError(f"{where} is {type(value).__name__}, which JSON cannot hold ({holds}): {value!r}")
 
 
 def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:
     """The check, unless the value is None."""
-    if value is not None:
+    if value is None:
+        return
+    try:
         check(name, value, **bounds)
+    except (TypeError, ConfigError) as error:
+        raise type(error)(f"{error} (None is allowed, too)") from None

@@ -14,6 +14,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self, get_args
 from zoneinfo import ZoneInfo
 
+from llama_worker.checks import (
+    checked_bool,
+    checked_int,
+    checked_json_object,
+    checked_number,
+    checked_str,
+    optional,
+)
 from llama_worker.errors import ConfigError
 from llama_worker.prompting import default_bios
 from llama_worker.types import (
@@ -24,14 +32,6 @@ from llama_worker.types import (
     ToolCallMode,
     ToolDef,
     ToolRunner,
-)
-from llama_worker.checks import (
-    checked_bool,
-    checked_int,
-    checked_json_object,
-    checked_number,
-    checked_str,
-    optional,
 )
 
 MASK = "***"

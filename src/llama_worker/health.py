@@ -6,6 +6,17 @@ from dataclasses import dataclass
 
 from llama_worker.config import TimeoutProfile
 
+_PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
+_PROBE_TIMEOUT_MIN_S = 1.0
+
+
+def probe_timeout_s(profile: TimeoutProfile) -> float:
+    """How long one readiness probe may take: until the next is due, within bounds."""
+    interval_s = profile.health_probe_interval_s
+    if interval_s is None:
+        return _PROBE_TIMEOUT_S
+    return min(_PROBE_TIMEOUT_S, max(_PROBE_TIMEOUT_MIN_S, interval_s))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthCounter:

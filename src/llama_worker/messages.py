@@ -223,6 +223,17 @@ class Stalled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What the watchdog knows at this instant; kept for the evidence of a kill."""
+
+    epoch: int
+    at: float
+    activity: str  # what the liveness probes said last; "" where they said nothing
+    liveness_at: float | None
+    requests: tuple[Progress, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestEnded:
     """A request reached its terminal state; its record is handed over, whole."""
 
@@ -291,6 +302,7 @@ WorkerMessage = (
     | StartupFailed
     | HealthLost
     | Stalled
+    | Observed
     | RequestEnded
     | StreamsClosed
     | ToolsRefused
@@ -309,6 +321,7 @@ class RequestRecord:
     status: RequestStatus
     result: RequestResult
     ended_at: float
+    last_data_at: float | None = None  # of its last turn
     http_status: int | None = None  # of an `http_error` or a `server_error`
 
     def copy_of_status(self) -> RequestStatus:
@@ -592,9 +605,10 @@ class Watch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwatch:
-    """The request has ended."""
+    """The request has ended; what it received stays true."""
 
     request_id: int
+    data_at: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,11 @@ in order. The last effect of a request is `Finished`; after it nothing changes a
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, cast
+from itertools import groupby
+from typing import Any, assert_never, cast
 from zoneinfo import ZoneInfo
 
 from llama_worker.config import WorkerConfig
@@ -149,6 +150,9 @@ class _Ended:
     record: RequestRecord
 
 
+_OtherEvent = ToolCallDelta | PromptProgress | Usage | Timings | Finish | ServerError | Done | RoleOnly
+
+
 class Request:
     """See the module. Not thread-safe: one actor at a time."""
 
@@ -213,38 +217,51 @@ class Request:
         self._turn.last_stream_byte_at = at
         if carried_data:
             self._turn.last_data_at = at
-        for event in events:
-            match event:
-                case TextDelta(text=text):
-                    self._token(at)
-                    self._output.add(*self._turn.text(text))
-                case ReasoningDelta(text=text):
-                    self._token(at)
-                    self._output.add(*self._turn.reasoning(text))
-                case ToolCallDelta():
-                    self._token(at)
-                    self._turn.tool_call(event)
-                case PromptProgress():
-                    self._turn.prompt_progress = event
-                    self._turn.prompt_progress_at = at
-                case Usage():
-                    self._turn.usage = event
-                case Timings():
-                    self._turn.timings = event
-                case Finish(reason=reason):
-                    self._turn.finish_reason = reason
-                    self._waiting = _Settling(at + SETTLE_S)
-                case ServerError():
-                    return self._server_error(event, at)
-                case Done():
-                    return self._conclude_turn(at)
-                case RoleOnly():
-                    pass  # the model has not said anything yet
+        for kind, run in groupby(events, type):  # a batch is mostly one run of text: taken apart once, not each
+            if kind is TextDelta:
+                texts = [event.text for event in cast("Iterator[TextDelta]", run)]
+                self._tokens_came(len(texts), at)
+                self._output.add(*self._turn.text("".join(texts)))
+            elif kind is ReasoningDelta:
+                texts = [event.text for event in cast("Iterator[ReasoningDelta]", run)]
+                self._tokens_came(len(texts), at)
+                self._output.add(*self._turn.reasoning("".join(texts)))
+            else:
+                for event in cast("Iterator[_OtherEvent]", run):
+                    effects = self._event(event, at)
+                    if effects is not None:
+                        return effects
             if self._output.loop is not None:
                 return self._fail(RequestFailReason.REPEATED_LINE_LOOP, _describe_loop(self._output.loop), at)
         if isinstance(self._waiting, _Settling):
             return [WakeAt(at=self._waiting.until)]
         return []
+
+    def _event(self, event: _OtherEvent, at: float) -> Effects | None:
+        """One event that is no text; what follows where it ends the turn, else None."""
+        match event:
+            case ToolCallDelta():
+                self._tokens_came(1, at)
+                self._turn.tool_call(event)
+            case PromptProgress():
+                self._turn.prompt_progress = event
+                self._turn.prompt_progress_at = at
+            case Usage():
+                self._turn.usage = event
+            case Timings():
+                self._turn.timings = event
+            case Finish(reason=reason):
+                self._turn.finish_reason = reason
+                self._waiting = _Settling(at + SETTLE_S)
+            case ServerError():
+                return self._server_error(event, at)
+            case Done():
+                return self._conclude_turn(at)
+            case RoleOnly():
+                pass  # the model has not said anything yet
+            case _:
+                assert_never(event)
+        return None
 
     def stream_closed(self, stream_id: StreamId, failure: StreamFailure | None, at: float) -> Effects:
         """The connection is over."""
@@ -464,8 +481,8 @@ class Request:
         self._prompted = True
         return self.begin(now)
 
-    def _token(self, at: float) -> None:
-        self._turn.token(at)
+    def _tokens_came(self, count: int, at: float) -> None:
+        self._turn.tokens_came(count, at)
         if self._first_token_at is None:
             self._first_token_at = at
 
@@ -611,6 +628,7 @@ class Request:
             status=status,
             result=result,
             ended_at=now,
+            last_data_at=self._turn.last_data_at,
             http_status=self._http_status,
         )
 

@@ -186,6 +186,21 @@ def describe(progress: Progress, *, liveness_at: float | None, now: float) -> st
     )
 
 
+def ages(progress: Progress, *, liveness_at: float | None, now: float) -> dict[str, str | float | None]:
+    """The same for `get_debug_info`, fit for JSON: seconds since each instant, None where there was none."""
+    instants = {
+        "turn_began_ago_s": progress.turn_started_at,
+        "headers_ago_s": progress.headers_at,
+        "first_token_ago_s": progress.first_token_at,
+        "prompt_progress_ago_s": progress.prompt_progress_at,
+        "last_data_ago_s": progress.last_data_at,
+        "last_byte_ago_s": progress.last_stream_byte_at,
+        "last_sign_of_work_ago_s": liveness_at,
+    }
+    told = {name: None if at is None else round(now - at, 3) for name, at in instants.items()}
+    return {"phase": progress.phase.value, **told}
+
+
 @dataclass(frozen=True, slots=True)
 class DataLedger:
     """When requests of one server last received data; keeps the two that did last, which is enough."""

@@ -57,9 +57,9 @@ class Turn:
             return None
         return (self._deltas - 1) / (self.last_token_at - self.first_token_at)
 
-    def token(self, at: float) -> None:
-        """A delta with something in it came."""
-        self._deltas += 1
+    def tokens_came(self, count: int, at: float) -> None:
+        """So many deltas with something in them came."""
+        self._deltas += count
         self.last_token_at = at
         if self.first_token_at is None:
             self.first_token_at = at
