@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from typing import Any, Generic, TypeVar
 
@@ -81,6 +82,11 @@ class HouseActor(pykka.ThreadingActor, Generic[M]):
         self._slot = slot
         self._released = False
         household.enter()
+
+    @staticmethod
+    def _create_actor_inbox() -> Any:
+        """Pykka's point of extension: a mailbox in C, a third of the cost per message of `queue.Queue`."""
+        return queue.SimpleQueue()
 
     def me(self) -> Ref[M]:
         """This actor's own address, for the messages and threads that answer to it."""

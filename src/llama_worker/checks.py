@@ -13,18 +13,28 @@ _MAX_INT_BITS = 1023
 _SHOWN_CHARS = 80
 _MAX_JSON_DEPTH = 100  # far below where Python gives up; what holds itself ends here, too
 
+
+def shown(value: object) -> str:
+    """The value for an error message, cut short."""
+    try:
+        text = repr(value)
+    except Exception:  # a stranger's __repr__ must not hide what is wrong
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
 def checked_number(name: str, value: object, *, above: float | None = None, at_least: float | None = None) -> None:
     """A finite int or float within the bounds, which a double can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, not {type(value).__name__}: {value!r}")
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}: {shown(value)}")
     if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
-        raise ConfigError(f"{name} must be a number that a double can hold, not an int of {value.bit_length()} bits")
+        raise ConfigError(f"{name} must fit a double, not be an int of {value.bit_length()} bits")
     if not math.isfinite(value):
-        raise ConfigError(f"{name} must be finite, not {value!r}")
+        raise ConfigError(f"{name} must be finite, not {shown(value)}")
     if above is not None and value <= above:
-        raise ConfigError(f"{name} must be above {above:g}, not {value!r}")
+        raise ConfigError(f"{name} must be above {above:g}, not {shown(value)}")
     if at_least is not None and value < at_least:
-        raise ConfigError(f"{name} must be {at_least:g} or more, not {value!r}")
+        raise ConfigError(f"{name} must be {at_least:g} or more, not {shown(value)}")
 
 
 def checked_seconds(name: str, value: object, *, above: float | None = None, at_least: float | None = None) -> None:
@@ -32,44 +42,42 @@ def checked_seconds(name: str, value: object, *, above: float | None = None, at_
     checked_number(name, value, above=above, at_least=at_least)
     assert isinstance(value, (int, float))
     if value > MAX_SECONDS:
-        raise ConfigError(f"{name} must be {MAX_SECONDS:g} seconds or less, not {value!r}")
+        raise ConfigError(f"{name} must be {MAX_SECONDS:g} seconds or less, not {shown(value)}")
 
 
 def checked_int(name: str, value: object, *, at_least: int, at_most: int | None = None) -> None:
     """An int (no bool) within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}")
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {shown(value)}")
     checked_number(name, value)
     if value < at_least or (at_most is not None and value > at_most):
         bounds = f"{at_least} or more" if at_most is None else f"from {at_least} to {at_most}"
-        raise ConfigError(f"{name} must be {bounds}, not {value!r}")
+        raise ConfigError(f"{name} must be {bounds}, not {shown(value)}")
 
 
 def checked_bool(name: str, value: object) -> None:
     """True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, not {type(value).__name__}: {value!r}")
+        raise TypeError(f"{name} must be a bool, not {type(value).__name__}: {shown(value)}")
 
 
-def checked_str(name: str, value: object, *, empty: bool = True, nul: bool = True) -> None:
-    """Text that can be encoded; servers refuse lone surrogates (b11434)."""
+def checked_str(name: str, value: object, *, empty: bool = True, nul: bool = True, secret: bool = False) -> None:
+    """Text that can be encoded; servers refuse lone surrogates (b11434). A secret is not shown in the error."""
+    told = "(not shown)" if secret else shown(value)
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, not {type(value).__name__}: {value!r}")
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}: {told}")
     if not empty and not value:
         raise ConfigError(f"{name} must not be empty")
     if not nul and "\0" in value:
-        raise ConfigError(f"{name} must not contain a NUL character: {value!r}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        where = f"{name} must be valid Unicode, not {value[:_SHOWN_CHARS]!r}"
-        raise ConfigError(f"{where}: there is a lone surrogate at {error.start}") from None
+        raise ConfigError(f"{name} must not contain a NUL character: {told}")
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise ConfigError(f"{name} must be valid Unicode, without lone surrogates: {told}")
 
 
 def checked_json_object(name: str, value: object) -> dict[str, Any]:
     """A copy of a mapping that JSON can hold: str keys, no NaN, no lone surrogates."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a mapping, not {type(value).__name__}: {value!r}")
+        raise TypeError(f"{name} must be a mapping, not {type(value).__name__}: {shown(value)}")
     copied = _copied(name, value, 1)
     assert isinstance(copied, dict)
     return copied
@@ -77,7 +85,8 @@ def checked_json_object(name: str, value: object) -> dict[str, Any]:
 
 def _copied(where: str, value: object, depth: int) -> object:
     if depth > _MAX_JSON_DEPTH:
-        raise ConfigError(f"{where[:_SHOWN_CHARS]}... is nested more than {_MAX_JSON_DEPTH} levels deep, or holds itself")
+        where = f"{where[:_SHOWN_CHARS]}..."
+        raise ConfigError(f"{where} must be nested {_MAX_JSON_DEPTH} levels deep at most, and not hold itself")
     match value:
         case None | bool():
             return value
@@ -97,7 +106,7 @@ def _copied(where: str, value: object, depth: int) -> object:
             return [_copied(f"{where}[{index}]", item, depth + 1) for index, item in enumerate(value)]
         case _:
             holds = "str, int, float, bool, None, list, tuple and mappings it can"
-            raise TypeError(f"{where} is {type(value).__name__}, which JSON cannot hold ({holds}): {value!r}")
+            raise TypeError(f"{where} is {type(value).__name__}, which JSON cannot hold ({holds}): {shown(value)}")
 
 
 def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Self, get_args
 from zoneinfo import ZoneInfo
 
@@ -19,8 +20,10 @@ from llama_worker.checks import (
     checked_int,
     checked_json_object,
     checked_number,
+    checked_seconds,
     checked_str,
     optional,
+    shown,
 )
 from llama_worker.errors import ConfigError
 from llama_worker.prompting import default_bios
@@ -36,10 +39,12 @@ from llama_worker.types import (
 
 MASK = "***"
 
+_HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too
 _HOST_FLAGS = ("--host",)
 _PORT_FLAGS = ("--port",)
 _SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
-_SECRET_FLAGS = ("--api-key",)
+_SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
+_SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +72,8 @@ class TimeoutProfile:
             "liveness_probe_interval_s",
             "startup_timeout_s",
         ):
-            checked_number(name, getattr(self, name), above=0)
-        checked_number("stop_grace_s", self.stop_grace_s, at_least=0)
+            checked_seconds(name, getattr(self, name), above=0)
+        checked_seconds("stop_grace_s", self.stop_grace_s, at_least=0)
         for name in (
             "ttft_timeout_s",
             "prefill_liveness_timeout_s",
@@ -78,7 +83,7 @@ class TimeoutProfile:
             "load_timeout_s",
             "health_probe_interval_s",
         ):
-            optional(checked_number, name, getattr(self, name), above=0)
+            optional(checked_seconds, name, getattr(self, name), above=0)
         checked_int("health_failures_before_restart", self.health_failures_before_restart, at_least=1)
 
     @classmethod
@@ -129,9 +134,9 @@ class RestartPolicy:
 
     def __post_init__(self) -> None:
         for name in ("restart_backoff_s", "backoff_max_s", "stable_after_s"):
-            checked_number(name, getattr(self, name), at_least=0)
+            checked_seconds(name, getattr(self, name), at_least=0)
         checked_number("backoff_factor", self.backoff_factor, at_least=1)
-        checked_number("restart_window_s", self.restart_window_s, above=0)
+        checked_seconds("restart_window_s", self.restart_window_s, above=0)
         checked_int("max_restarts_per_window", self.max_restarts_per_window, at_least=0)
         checked_bool("restart_on_stall", self.restart_on_stall)
         for name in ("transport_failures_before_restart", "server_errors_before_restart"):
@@ -166,14 +171,15 @@ class LoopDetector:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WorkerConfig:
     """One worker: one llama-server on one port."""
 
     name: str
     host: str
     port: int
-    server_cmd: Sequence[str] = field(repr=False)
+    server_cmd: Sequence[str]
+    _: KW_ONLY
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     slots: int = 1
     timeouts: TimeoutProfile = field(default_factory=TimeoutProfile)
@@ -197,7 +203,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         checked_str("name", self.name, empty=False)
-        checked_str("host", self.host, empty=False)
+        _checked_host(self.host)
         checked_int("port", self.port, at_least=1, at_most=65535)
         checked_int("slots", self.slots, at_least=1)
         self._set("server_cmd", _checked_strings("server_cmd", self.server_cmd))
@@ -207,11 +213,11 @@ class WorkerConfig:
         self._set("normal_tools", _checked_tools("normal_tools", self.normal_tools))
         self._set("exit_tools", _checked_tools("exit_tools", self.exit_tools))
         checked_int("max_tool_iterations", self.max_tool_iterations, at_least=0)
-        checked_number("tool_timeout_s", self.tool_timeout_s, above=0)
+        checked_seconds("tool_timeout_s", self.tool_timeout_s, above=0)
         _checked_choice("tool_call_mode", self.tool_call_mode, get_args(ToolCallMode))
         _checked_choice("system_prompt_mode", self.system_prompt_mode, get_args(SystemPromptMode))
         if not callable(self.bios_provider):
-            raise TypeError(f"bios_provider must be callable, not {type(self.bios_provider).__name__}")
+            raise TypeError(f"bios_provider must be callable, not {shown(self.bios_provider)}")
         _checked_zone(self.timezone_name)
         optional(checked_int, "max_tokens", self.max_tokens, at_least=1)
         given = checked_json_object("default_params", self.default_params)
@@ -221,11 +227,11 @@ class WorkerConfig:
         if self.liveness_probes is not None:
             self._set("liveness_probes", _checked_probes(self.liveness_probes))
         if self.api_key is not None:
-            checked_str("api_key", self.api_key, empty=False)
+            checked_str("api_key", self.api_key, empty=False, secret=True)
             if not self.api_key.isascii() or not self.api_key.isprintable():
                 raise ConfigError("api_key must be printable ASCII: it travels in an HTTP header")
         checked_int("log_lines", self.log_lines, at_least=1)
-        optional(checked_number, "result_ttl_s", self.result_ttl_s, above=0)
+        optional(checked_seconds, "result_ttl_s", self.result_ttl_s, above=0)
         self._check_tools_together()
         _check_command(self.server_cmd, host=self.host, port=self.port, slots=self.slots)
 
@@ -236,12 +242,15 @@ class WorkerConfig:
 
     @property
     def config_hash(self) -> str:
-        """SHA-256 (hex) over the config's data, without secrets (`api_key`, the values of `env`) and callables."""
-        left_out = {"api_key", "env", "server_cmd", "tool_runner", "bios_provider", "liveness_probes"}
-        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
-        data["env"] = sorted(self.env)
+        """SHA-256 (hex) over the config's data, without secrets and callables; equal data, equal hash.
+
+        Secrets are `api_key`, what `masked_server_cmd` masks, and the values of variables with a name as `HF_TOKEN`.
+        """
+        left_out = {"api_key", "tool_runner", "bios_provider", "liveness_probes"}
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        data["env"] = {name: MASK if _SECRET_VARIABLE.search(name) else text for name, text in self.env.items()}
         data["server_cmd"] = masked_server_cmd(self.server_cmd, self.api_key)
-        text = json.dumps(data, sort_keys=True, default=_plain, separators=(",", ":"))
+        text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __repr__(self) -> str:
@@ -253,12 +262,14 @@ class WorkerConfig:
 
     def _check_tools_together(self) -> None:
         if self.normal_tools and self.tool_runner is None:
-            raise ConfigError("normal_tools need a tool_runner that runs them; none was given")
+            names = ", ".join(repr(tool["function"]["name"]) for tool in self.normal_tools)
+            raise ConfigError(f"normal_tools ({names}) need a tool_runner that runs them; it is None")
         if self.tool_runner is not None and not callable(getattr(self.tool_runner, "run_tool", None)):
             raise TypeError(f"tool_runner must have a run_tool method; {type(self.tool_runner).__name__} has none")
         both = {t["function"]["name"] for t in self.normal_tools} & {t["function"]["name"] for t in self.exit_tools}
         if both:
-            raise ConfigError(f"a tool is either normal or an exit tool, not both: {', '.join(sorted(both))}")
+            names = ", ".join(map(repr, sorted(both)))
+            raise ConfigError(f"normal_tools and exit_tools must have no name in common; both have {names}")
 
 
 def llama_server_cmd(
@@ -324,14 +335,16 @@ def validate_submit(
         ("user_prompt", user_prompt),
     ):
         checked_str(name, text)
-    if isinstance(messages, (str, bytes, Mapping)):
-        raise TypeError(f"messages must be a sequence of messages, not {type(messages).__name__}")
+    if messages is None:
+        messages = ()
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise TypeError(f"messages must be a sequence of messages, not {type(messages).__name__}: {shown(messages)}")
     checked: list[ChatMessage] = []
-    for index, message in enumerate(messages or ()):
+    for index, message in enumerate(messages):
         name = f"messages[{index}]"
         plain = checked_json_object(name, message)
         if not isinstance(plain.get("role"), str) or not plain["role"]:
-            raise ConfigError(f"{name} needs a 'role' that is a non-empty str, not {plain.get('role')!r}")
+            raise ConfigError(f"{name} needs a 'role' that is a non-empty str, not {shown(plain.get('role'))}")
         checked.append(plain)  # type: ignore[arg-type]
     return ValidSubmission(
         job_name=job_name,
@@ -343,12 +356,16 @@ def validate_submit(
 
 
 def _checked_strings(name: str, value: object, *, may_be_empty: bool = False) -> tuple[str, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise TypeError(f"{name} must be a sequence of str, not {type(value).__name__}: {value!r}")
-    if not value and not may_be_empty:
-        raise ConfigError(f"{name} must not be empty: its first word is the executable")
+    if isinstance(value, str):
+        told = " ".join(masked_server_cmd(value.split(), None))
+        raise TypeError(f"{name} must be a sequence of words, not one str: {told!r}")
+    if isinstance(value, bytes) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a sequence of str, not {type(value).__name__}")
+    if not may_be_empty and (not value or value[0] == ""):
+        raise ConfigError(f"{name} must begin with the executable, not be {shown(value[:1])}")
     for index, word in enumerate(value):
-        checked_str(f"{name}[{index}]", word, nul=False)
+        secret = index > 0 and value[index - 1] in _SECRET_FLAGS
+        checked_str(f"{name}[{index}]", word, nul=False, secret=secret)
     return tuple(value)
 
 
@@ -359,20 +376,33 @@ def _checked_env(value: object) -> dict[str, str]:
         checked_str("env key", name, empty=False, nul=False)
         if "=" in name:
             raise ConfigError(f"env key {name!r} must not contain '='")
-        checked_str(f"env[{name!r}]", text, nul=False)
+        checked_str(f"env[{name!r}]", text, nul=False, secret=True)
     return dict(value)
 
 
 def _checked_type(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}: {value!r}")
+        raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}: {shown(value)}")
 
 
 def _checked_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, not {type(value).__name__}")
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}: {shown(value)}")
     if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, not {shown(value)}")
+
+
+def _checked_host(host: object) -> None:
+    checked_str("host", host)
+    if not _HOST_NAME.fullmatch(str(host)) and _address(str(host)) is None:
+        raise ConfigError(f"host must be an address or a name, without port or path, not {shown(host)}")
+
+
+def _address(host: str) -> str | None:
+    try:
+        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        return None
 
 
 def _checked_zone(name: object) -> None:
@@ -387,7 +417,7 @@ def _checked_zone(name: object) -> None:
 
 def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise TypeError(f"liveness_probes must be a sequence of probes or None, not {type(value).__name__}")
+        raise TypeError(f"liveness_probes must be a sequence of probes or None, not {shown(value)}")
     for index, probe in enumerate(value):
         if not isinstance(probe, LivenessProbe):
             raise TypeError(
@@ -399,21 +429,21 @@ def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:
 def _checked_tools(name: str, value: object) -> tuple[ToolDef, ...]:
     """OpenAI function definitions with distinct names; copies."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise TypeError(f"{name} must be a sequence of tool definitions, not {type(value).__name__}")
+        raise TypeError(f"{name} must be a sequence of tool definitions, not {shown(value)}")
     names: set[str] = set()
     tools: list[ToolDef] = []
     for index, given in enumerate(value):
         where = f"{name}[{index}]"
         tool = checked_json_object(where, given)
         if tool.get("type") != "function":
-            raise ConfigError(f"{where} needs 'type': 'function', not {tool.get('type')!r}")
+            raise ConfigError(f"{where} needs 'type': 'function', not {shown(tool.get('type'))}")
         function = tool.get("function")
         if not isinstance(function, dict):
-            raise TypeError(f"{where} needs 'function', a mapping with a name, not {function!r}")
+            raise TypeError(f"{where} needs 'function', a mapping with a name, not {shown(function)}")
         checked_str(f"{where} function name", function.get("name"), empty=False)
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
-            raise TypeError(f"{where} parameters must be a JSON schema object, not {parameters!r}")
+            raise TypeError(f"{where} parameters must be a JSON schema object, not {shown(parameters)}")
         if function["name"] in names:
             raise ConfigError(f"{name} has two tools named {function['name']!r}")
         names.add(function["name"])
@@ -447,20 +477,25 @@ def _flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[s
 
 def _same_host(told: str, host: str) -> bool:
     def canonical(name: str) -> str:
-        name = name.strip().strip("[]").lower()
-        try:
-            return str(ipaddress.ip_address(name))
-        except ValueError:
-            return "127.0.0.1" if name == "localhost" else name
+        name = name.strip().lower()
+        return _address(name) or ("127.0.0.1" if name == "localhost" else name)
 
     return canonical(told) == canonical(host)
 
 
-def _plain(value: object) -> object:
-    """What the hash sees of the parts of a config that JSON does not know."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    return {f.name: getattr(value, f.name) for f in fields(value)}  # type: ignore[arg-type]
+def _canonical(value: object) -> object:
+    """As JSON knows it, one form for equal values: 10 and 10.0 are the same timeout."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case Mapping():
+            return {name: _canonical(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_canonical(item) for item in value]
+        case TimeoutProfile() | RestartPolicy() | LoopDetector():
+            return {f.name: _canonical(getattr(value, f.name)) for f in fields(value)}
+        case _:
+            return value
 
 
 __all__ = [

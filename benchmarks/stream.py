@@ -1,0 +1,112 @@
+"""CPU per stream event: the worker against a bare loop, the `openai` client and httpx-sse.
+
+    python -m benchmarks.stream [--json FILE]
+
+CPU is that of this process, all threads; the server runs in another. The least of interleaved rounds counts: noise
+only ever adds.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+
+import httpx
+import httpx_sse
+import openai
+
+from benchmarks.common import HOST, complete, config, free_port, interleave, report, script, table
+from llama_worker import LlamaWorker
+from tests.fake_script import Tokens, plain_reply
+
+BULK, PACED, RATE_HZ = 20_000, 1_000, 500
+BODY = {"messages": [{"role": "user", "content": "x"}], "stream": True, "model": "m"}
+
+
+def bare_loop(port: int) -> int:
+    """The least that Python can do: http.client and json.loads; the deltas that came."""
+    connection = http.client.HTTPConnection(HOST, port)
+    connection.request("POST", "/v1/chat/completions", json.dumps(BODY))
+    response = connection.getresponse()
+    texts, rest = [], b""
+    while data := response.read1(65536):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    text = choice["delta"].get("content")
+                    if text:
+                        texts.append(text)
+    connection.close()
+    return len(texts)
+
+
+def openai_client(port: int) -> int:
+    """The official client's stream."""
+    client = openai.OpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="-")
+    stream = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], stream=True)
+    return sum(1 for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
+
+
+def httpx_client(port: int) -> int:
+    """httpx with httpx-sse."""
+    count = 0
+    with (
+        httpx.Client(timeout=None) as client,
+        httpx_sse.connect_sse(client, "POST", f"http://{HOST}:{port}/v1/chat/completions", json=BODY) as source,
+    ):
+        for event in source.iter_sse():
+            if event.data.startswith("{"):
+                choices = json.loads(event.data)["choices"]
+                count += bool(choices and choices[0]["delta"].get("content"))
+    return count
+
+
+def cpu_us(events: int, run: Callable[[], object]) -> float:
+    """Microseconds of this process's CPU per event."""
+    before = time.process_time()
+    run()
+    return (time.process_time() - before) / events * 1e6
+
+
+def compare(events: int, interval_s: float, rounds: int, *, peers: bool) -> dict[str, float]:
+    """The least CPU per event of each client, for one stream."""
+    port = free_port()
+    served = script(*plain_reply(Tokens(events, interval_s)))
+    with LlamaWorker(config(served, slots=1, port=port)) as worker:
+        measures: dict[str, Callable[[], float]] = {
+            "bare loop": lambda: cpu_us(events, lambda: bare_loop(port)),
+            "worker": lambda: cpu_us(events, lambda: complete(worker, 1)),
+        }
+        if peers:
+            measures["openai"] = lambda: cpu_us(events, lambda: openai_client(port))
+            measures["httpx-sse"] = lambda: cpu_us(events, lambda: httpx_client(port))
+        complete(worker, 1)
+        return {name: min(values) for name, values in interleave(rounds, measures).items()}
+
+
+def side_by_side(streams: int, events: int, rounds: int) -> float:
+    """The least CPU per event of a worker with so many streams at once."""
+    served = script(*plain_reply(Tokens(events)))
+    with LlamaWorker(config(served, slots=streams)) as worker:
+        complete(worker, streams)
+        return min(cpu_us(events * streams, lambda: complete(worker, streams)) for _ in range(rounds))
+
+
+def main() -> None:
+    """Measure and print."""
+    bulk = compare(BULK, 0.0, 5, peers=True)
+    paced = compare(PACED, 1 / RATE_HZ, 3, peers=True)
+    many = {streams: side_by_side(streams, max(500, BULK // streams), 3) for streams in (1, 8, 64)}
+    rows: list[list[object]] = []
+    for name in bulk:
+        rows.append([name, bulk[name], bulk[name] / bulk["bare loop"], paced[name], paced[name] / paced["bare loop"]])
+    text = table(["client", "bulk us", "x bare", f"{RATE_HZ} Hz us", "x bare"], rows)
+    text += "\n\n" + table(["streams", "us per event", "x 1"], [[n, us, us / many[1]] for n, us in many.items()])
+    report("stream", text, {"bulk_us": bulk, "paced_us": paced, "streams_us": many})
+
+
+if __name__ == "__main__":
+    main()
