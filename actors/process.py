@@ -30,7 +30,7 @@ from llama_worker.messages import (
     Tick,
     WorkerMessage,
 )
-from llama_worker.process_state import Absent, Present, ProcessState, Signal
+from llama_worker.process_state import GIVE_UP_S, Absent, Present, ProcessState, Signal
 
 
 class ProcessActor(HouseActor[ProcessMessage]):
@@ -67,12 +67,9 @@ class ProcessActor(HouseActor[ProcessMessage]):
             case ServerStarted(epoch=epoch, pid=pid):
                 self._pid = pid
                 self._worker.tell(Launched(epoch=epoch, pid=pid))
-            case ServerNotStarted(epoch=epoch, reason=reason, detail=detail):
+            case ServerNotStarted() | ServerGone():
                 self._state, self._server, self._pid = Absent(), None, None
-                self._worker.tell(LaunchFailed(epoch=epoch, reason=reason, detail=detail))
-            case ServerGone():
-                self._state, self._server, self._pid = Absent(), None, None
-                self._worker.tell(_exited(message))
+                self._worker.tell(_ended(message))
             case _:
                 assert_never(message)
 
@@ -80,21 +77,30 @@ class ProcessActor(HouseActor[ProcessMessage]):
         """Kill what is left."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._server is not None:
-            self._server.send(Signal.KILL)
+        server = self._server
+        if server is not None:
+            server.send(Signal.KILL)
+            call_at(time.monotonic() + GIVE_UP_S, lambda: server.send(Signal.KILL_GUARD))
 
     def will_report(self) -> bool:
-        """A server that is being killed tells the worker itself once it is gone."""
-        return self._server is not None
+        """A server that is being killed tells the worker itself once it is gone.
+
+        One whose last word was said already may have said it to this mailbox, which nobody reads any more.
+        """
+        return self._server is not None and not self._server.ended
 
     def _launch(self, epoch: int) -> ServerProcess:
-        me, worker = self.me(), self._worker
+        me, worker, household = self.me(), self._worker, self._household
 
         def tell(news: ServerStarted | ServerNotStarted | ServerGone) -> None:
-            # The end must reach the worker also when this actor did not live to hear of it.
-            if not me.tell(news) and isinstance(news, ServerGone):
-                worker.tell(_exited(news))
+            heard = me.tell(news)
+            if isinstance(news, ServerStarted):
+                return
+            if not heard:  # the end must reach the worker also when this actor did not live to hear of it
+                worker.tell(_ended(news))
+            household.leave()
 
+        household.enter()  # until its last word: nobody is gone while a process is left
         return ServerProcess(
             epoch=epoch,
             command=tuple(self._config.server_cmd),
@@ -118,5 +124,7 @@ class ProcessActor(HouseActor[ProcessMessage]):
             self._timer = call_at(due_at, lambda: me.tell(Tick()))
 
 
-def _exited(news: ServerGone) -> Exited:
+def _ended(news: ServerNotStarted | ServerGone) -> LaunchFailed | Exited:
+    if isinstance(news, ServerNotStarted):
+        return LaunchFailed(epoch=news.epoch, reason=news.reason, detail=news.detail)
     return Exited(epoch=news.epoch, returncode=news.returncode, log_tail=news.log_tail, port_taken=news.port_taken)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from llama_worker import adapters
+from llama_worker.config import masked
 from llama_worker.messages import ServerGone, ServerNotStarted, ServerStarted
 from llama_worker.process_state import Signal
 from llama_worker.types import StartFailReason
@@ -31,7 +32,7 @@ _READ_BYTES = 65536
 
 # What would reconfigure a llama-server, or let it start a debugger on an abort and wait for it.
 _SCRUBBED_PREFIXES = ("LLAMA_ARG_",)
-_SCRUBBED = frozenset({"LLAMA_SERVER_ROUTER_PORT", "AIP_MODE"})
+_SCRUBBED = frozenset({"LLAMA_API_KEY", "LLAMA_SERVER_ROUTER_PORT", "AIP_MODE"})
 
 
 def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, str]:
@@ -43,9 +44,10 @@ def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -
 
 
 class LogRing:
-    """The last lines of a server's output, newest last. Thread-safe."""
+    """The last lines of a server's output, newest last, with the API key masked. Thread-safe."""
 
-    def __init__(self, lines: int) -> None:
+    def __init__(self, lines: int, *, api_key: str | None = None) -> None:
+        self._api_key = api_key
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=lines)
         self._partial = b""
@@ -66,7 +68,7 @@ class LogRing:
         """The newest `count` lines (None: all), an unfinished one among them."""
         with self._lock:
             lines = [*self._lines, self._partial.decode(errors="replace")] if self._partial else list(self._lines)
-        return tuple(lines if count is None else lines[-count:])
+        return tuple(masked(line, self._api_key) for line in (lines if count is None else lines[-count:]))
 
 
 class ServerProcess:
@@ -99,6 +101,7 @@ class ServerProcess:
         self._started = False
         self._returncode: int | None = -signal.SIGKILL  # what a killed guard could not report: the kernel killed it
         self._failure: str | None = None
+        self.ended = False  # nothing of it is left; set before the last word is told
         threading.Thread(target=self._run, name=f"{name}-server", daemon=True).start()
 
     def send(self, what: Signal) -> None:
@@ -121,8 +124,10 @@ class ServerProcess:
         try:
             with contextlib.ExitStack() as cleanup:
                 last_word = self._live(cleanup)
-        except OSError as error:  # out of descriptors, processes or memory; what there was is cleaned up
-            last_word = self._not_started(StartFailReason.SPAWN_FAILED, f"no process could be started: {error}")
+        except Exception as error:  # out of descriptors, processes or memory; what there was is cleaned up
+            detail = f"no process could be started: {error}"
+            last_word = self._gone() if self._started else self._not_started(StartFailReason.SPAWN_FAILED, detail)
+        self.ended = True
         self._tell(last_word)
 
     def _live(self, cleanup: contextlib.ExitStack) -> ServerNotStarted | ServerGone:
@@ -212,6 +217,9 @@ class ServerProcess:
         if not self._started:
             detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
             return self._not_started(StartFailReason.SPAWN_FAILED, detail)
+        return self._gone()
+
+    def _gone(self) -> ServerGone:
         return ServerGone(
             epoch=self._epoch,
             returncode=self._returncode,
@@ -240,17 +248,17 @@ def can_listen(address: tuple[str, int]) -> bool:
     """Whether a server could listen there now; True where that cannot be told (it will say so itself)."""
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter from a name that IDNA does not allow
         return True
     for family, kind, protocol, _, sockaddr in found:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the past's TIME_WAITs do not count
-            try:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the past's TIME_WAITs do not count
                 probe.bind(sockaddr)
                 probe.listen(1)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
     return True
 
 

@@ -100,7 +100,7 @@ class StreamReader:
                 stream=True,
                 allow_redirects=False,
             )
-        except requests.RequestException as error:
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:  # the latter: Aborted
             if self._abort.connected:
                 return _disconnected("before the response headers", error)
             return StreamFailure(reason=RequestFailReason.CONNECT_FAILED, detail=_cause(error))

@@ -70,7 +70,7 @@ class TimerThread:
                 wait_s = self._heap[0][0] - time.monotonic() if self._heap else None
                 if wait_s is not None and wait_s <= 0:
                     return heapq.heappop(self._heap)[2]
-                self._changed.wait(wait_s)
+                self._changed.wait(None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
 
     def _drop_cancelled(self) -> None:
         """Take cancelled timers off the top, so that none of them wakes the thread."""

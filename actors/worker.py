@@ -89,6 +89,7 @@ from llama_worker.request_table import Admitted, RequestTable
 from llama_worker.restart_policy import ServerErrors, TransportFailures
 from llama_worker.server_traits import ServerTraits
 from llama_worker.timeouts import Triage, ages
+from llama_worker.totals import Totals
 from llama_worker.types import (
     NotFound,
     NotReady,
@@ -130,7 +131,8 @@ class WorkerActor(HouseActor[WorkerMessage]):
         self._life = Lifecycle(policy=config.restart)
         self._table = RequestTable(config.slots)
         self._events = EventLog(config.name)
-        self._log = LogRing(config.log_lines)
+        self._totals = Totals()
+        self._log = LogRing(config.log_lines, api_key=config.api_key)
         self._pid: int | None = None
         self._last_ready_at: float | None = None
         self._traits = ServerTraits()
@@ -145,7 +147,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
         self._server_errors = ServerErrors()
         self._starts: list[Reply[WorkerStatus]] = []
         self._stops: list[Reply[None]] = []
-        self._stops_due = False
+        self._due_stops: list[Reply[None]] = []  # the server is gone, a record is still to come
         self._result_waiters: dict[int, list[Reply[RequestResult | NotFound]]] = {}
         self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
         self._asked: dict[int, list[Question]] = {slot: [] for slot in range(config.slots)}
@@ -184,6 +186,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
                         "server_cmd": list(masked_server_cmd(self._config.server_cmd, self._config.api_key)),
                         "evidence": self._evidence,
                         "stuck_tool_threads_count": self._stuck_tool_threads,
+                        "totals": self._totals.snapshot(),
                     }
                 )
             case RequestEnded(record=record):
@@ -306,6 +309,8 @@ class WorkerActor(HouseActor[WorkerMessage]):
             case RestartDecided(reason=reason, detail=detail, delay_s=delay_s):
                 record: RestartRecord = {"at": self._unix(), "reason": reason, "detail": detail}
                 self._restarts.append(record)
+                if delay_s is not None:
+                    self._totals.restarted(reason)
                 event = "restart" if delay_s is not None else "locked_out"
                 self._note(event, level=logging.WARNING, reason=reason, detail=detail, delay_s=delay_s)
             case StartsResolved(error=error):
@@ -316,15 +321,16 @@ class WorkerActor(HouseActor[WorkerMessage]):
                     else:
                         reply.fail(error)
             case StopsResolved():
-                self._stops_due = True
+                self._due_stops += self._stops
+                self._stops = []
                 self._answer_stops()
             case _:
                 assert_never(effect)
 
     def _answer_stops(self) -> None:
         """`stop()` is done once the server is gone and every request in flight has its record."""
-        if self._stops_due and not self._table.active:
-            waiting, self._stops, self._stops_due = self._stops, [], False
+        if self._due_stops and not self._table.active:
+            waiting, self._due_stops = self._due_stops, []
             for reply in waiting:
                 reply.answer(None)
 
@@ -359,7 +365,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
             "pid": self._pid,
             "last_error": self._life.last_error,
             "activity": seen.activity if seen else "",
-            "activity_ago_s": round(now - seen.at, 3) if seen else None,
+            "observed_ago_s": round(now - seen.at, 3) if seen else None,
             "requests": [
                 {
                     "request_id": admitted.request_id,
@@ -468,6 +474,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
         if not self._table.end(record):
             return
         self._watchdog.tell(Unwatch(request_id=record.request_id, data_at=record.last_data_at))
+        self._totals.request_ended(record)
         result = record.result
         self._note(
             "ended",

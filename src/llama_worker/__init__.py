@@ -8,6 +8,7 @@ from llama_worker.types import (
     BiosProvider,
     BiosText,
     ChatMessage,
+    Durations,
     ExitSignal,
     LivenessEvidence,
     LivenessProbe,
@@ -32,6 +33,7 @@ from llama_worker.types import (
     WorkerDebugInfo,
     WorkerState,
     WorkerStatus,
+    WorkerTotals,
 )
 from llama_worker.worker import LlamaWorker
 
@@ -43,6 +45,7 @@ __all__ = [
     "BiosText",
     "ChatMessage",
     "ConfigError",
+    "Durations",
     "ExitSignal",
     "LivenessEvidence",
     "LivenessProbe",
@@ -75,6 +78,7 @@ __all__ = [
     "WorkerStartError",
     "WorkerState",
     "WorkerStatus",
+    "WorkerTotals",
     "default_bios",
     "llama_server_cmd",
     "prompted_tools_text",

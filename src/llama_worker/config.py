@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from datetime import UTC, tzinfo
 from typing import Any, Self, get_args
 from zoneinfo import ZoneInfo
 
@@ -203,6 +204,8 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         checked_str("name", self.name, empty=False)
+        if not self.name.isprintable():
+            raise ConfigError(f"name must be printable, since it stands in log lines and prompts; not {self.name!r}")
         _checked_host(self.host)
         checked_int("port", self.port, at_least=1, at_most=65535)
         checked_int("slots", self.slots, at_least=1)
@@ -239,6 +242,11 @@ class WorkerConfig:
     def connect_host(self) -> str:
         """Where this machine reaches the server: the loopback for one that listens everywhere."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host.strip("[]"))
+
+    @property
+    def timezone(self) -> tzinfo:
+        """The zone of `timezone_name`; UTC needs no zone database."""
+        return UTC if self.timezone_name == "UTC" else ZoneInfo(self.timezone_name)
 
     @property
     def config_hash(self) -> str:
@@ -306,8 +314,13 @@ def masked_server_cmd(server_cmd: Sequence[str], api_key: str | None) -> tuple[s
         elif equals and flag in _SECRET_FLAGS:
             shown.append(f"{flag}={MASK}")
         else:
-            shown.append(word.replace(api_key, MASK) if api_key else word)
+            shown.append(masked(word, api_key))
     return tuple(shown)
+
+
+def masked(text: str, api_key: str | None) -> str:
+    """The text as it may be shown, the server's own words among them: the key is masked. Pure."""
+    return text.replace(api_key, MASK) if api_key else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +421,8 @@ def _address(host: str) -> str | None:
 def _checked_zone(name: object) -> None:
     checked_str("timezone_name", name, empty=False)
     try:
-        ZoneInfo(str(name))
+        if name != "UTC":
+            ZoneInfo(str(name))
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(
             f"timezone_name {name!r} is unknown here; an IANA name such as 'Europe/Vienna' is needed"

@@ -37,7 +37,9 @@ def refuses_tools(failure: StreamFailure) -> bool:
     return failure.http_status is not None and any(
         words in detail
         for words in (
-            "tools param requires --jinja",
+            "tools param requires --jinja",  # b11434 started with --no-jinja, as a 500
+            "cannot use tools with stream",  # streams had none before May 2025
+            "unsupported param: tools",  # nothing had any before January 2025
             "tools are not supported",
             "does not support tool",
             "doesn't support tool",
@@ -50,4 +52,5 @@ def refuses_tools(failure: StreamFailure) -> bool:
 def reports_malformed_call(message: str) -> bool:
     """Whether the server says that the model wrote a tool call that it could not read (b11434 and older)."""
     text = message.lower()
-    return ("does not match the expected" in text and "format" in text) or "failed to parse tool call" in text
+    said = ("failed to parse tool call", "failed to parse input at pos")  # the second: b8334, b9378
+    return ("does not match the expected" in text and "format" in text) or any(words in text for words in said)

@@ -43,6 +43,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, *, opened_by_template: bool = False) -> None:
+        self.only_assumed = False  # content was taken for reasoning on `opened_by_template` alone, no tag was seen
         self._opened_by_template = opened_by_template
         self._at = _At.HEAD
         self._undelivered: list[str] = []  # content since the last delivery, as it came
@@ -76,6 +77,7 @@ class ReasoningSplitter:
         """The turn is over: what was held back. Nothing may be fed after it."""
         at, self._at = self._at, _At.TEXT
         if at is _At.HEAD and self._opened_by_template and self._original is None:
+            self.only_assumed = bool(self._tag_start)
             return Piece(self._tag_start, "")
         if at is _At.HEAD:
             return self._all_is_text()
@@ -100,6 +102,7 @@ class ReasoningSplitter:
         if not opened:
             return self._all_is_text()
         self._at = _At.THOUGHT
+        self.only_assumed = True
         self._closing_tags = _CLOSING.values()
         return self._thought(text)
 
@@ -118,6 +121,7 @@ class ReasoningSplitter:
         if not tag:
             return Piece(reasoning, "")
         self._at = _At.GAP
+        self.only_assumed = False
         self._undelivered.clear()
         self._original = None
         return Piece(reasoning, self._gap(text[tag_at + len(tag) :]).text)

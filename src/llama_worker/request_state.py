@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from typing import Any, assert_never, cast
-from zoneinfo import ZoneInfo
 
-from llama_worker.config import WorkerConfig
+from llama_worker.config import WorkerConfig, masked
 from llama_worker.http_errors import refuses_tools, reports_malformed_call
 from llama_worker.loopdetect import LoopFound
 from llama_worker.messages import BatchId, RequestRecord, StreamFailure, StreamId, Submission
@@ -34,7 +33,7 @@ from llama_worker.stream_events import (
     Usage,
 )
 from llama_worker.timeouts import Progress, last_progress_at
-from llama_worker.tooling import MalformedCall, ParsedCall, Partition, RawCall, partition
+from llama_worker.tooling import ParsedCall, Partition, partition
 from llama_worker.turn import Turn
 from llama_worker.types import (
     BiosContext,
@@ -50,6 +49,20 @@ from llama_worker.types import (
     ToolTraceEntry,
 )
 
+# With one of these the prompt may end otherwise than the one that the server was asked about.
+_TEMPLATE_PARAMS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "enable_thinking",
+        "reasoning_budget",
+        "reasoning_budget_tokens",
+        "reasoning_effort",
+        "thinking_budget_tokens",
+    }
+)
 SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error may still follow
 DEATH_NEWS_S = 0.3  # after a disconnect: news of the process's death may follow
 _TAIL_CHARS = 200
@@ -172,12 +185,14 @@ class Request:
         self._submission = submission
         self._config = config
         self._prompted = prompted
-        self._opens_thinking = opens_thinking
+        params = config.default_params.keys() | submission.params.keys()
+        self._opens_thinking = opens_thinking and _TEMPLATE_PARAMS.isdisjoint(params)
         self._unix_offset = unix_offset
         self._created_at = now
         self._waiting: _Streaming | _Settling | _Broken | _InTools | _Ended = _Streaming()
         self._exchanges = 0
         self._turn = self._new_turn(now)
+        self._calls_taken = False  # of this turn
         self._conversation: Conversation | None = None
         self._output = Output(config.loop_detector)
         self._signals: list[ExitSignal] = []
@@ -226,6 +241,7 @@ class Request:
                 texts = [event.text for event in cast("Iterator[ReasoningDelta]", run)]
                 self._tokens_came(len(texts), at)
                 self._output.add(*self._turn.reasoning("".join(texts)))
+                self._opens_thinking = False  # this server takes reasoning out of the content itself
             else:
                 for event in cast("Iterator[_OtherEvent]", run):
                     effects = self._event(event, at)
@@ -277,7 +293,8 @@ class Request:
                 self._waiting = _Broken(failure, at + DEATH_NEWS_S)
                 return [WakeAt(at=at + DEATH_NEWS_S)]
             case RequestFailReason.HTTP_ERROR if self._can_try_prompted(failure):
-                return [ReportToolsRefused(detail=failure.detail), *self._try_prompted(at)]
+                shown = masked(failure.detail, self._config.api_key)
+                return [ReportToolsRefused(detail=shown), *self._try_prompted(at)]
             case RequestFailReason.HTTP_ERROR if self._offers_tools and reports_malformed_call(failure.detail):
                 return self._fail(RequestFailReason.TOOL_PARSE_ERROR, failure.detail, at)
             case _:
@@ -323,11 +340,12 @@ class Request:
 
     def abandon(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
         """Give up: the worker says why. A turn that had already come to its regular end still counts."""
-        effects: Effects = []
         if isinstance(self._waiting, _Settling):
-            effects = self._conclude_turn(now)
+            effects, _ = self._judge_turn(now)  # calls are not begun any more
+            if effects:
+                return effects
         if isinstance(self._waiting, _Ended):
-            return effects
+            return []
         return self._fail(reason, detail, now)
 
     def tick(self, now: float) -> Effects:
@@ -368,6 +386,7 @@ class Request:
             prompt_progress_at=turn.prompt_progress_at,
             last_data_at=turn.last_data_at,
             last_stream_byte_at=turn.last_stream_byte_at,
+            concluding=isinstance(self._waiting, _Settling | _Broken),
         )
 
     def saw_liveness(self, at: float | None) -> None:
@@ -452,9 +471,8 @@ class Request:
         )
 
     def _bios(self, now: float) -> BiosText | str:
-        zone = ZoneInfo(self._config.timezone_name)
         context = BiosContext(
-            now=datetime.fromtimestamp(self._unix(now), zone),
+            now=datetime.fromtimestamp(self._unix(now), self._config.timezone),
             timezone_name=self._config.timezone_name,
             worker_name=self._config.name,
             tool_iters_remaining=self._iterations_left,
@@ -468,6 +486,7 @@ class Request:
         assert self._conversation is not None
         self._exchanges += 1
         self._turn = self._new_turn(now)
+        self._calls_taken = False
         tools = [] if self._prompted else [*self._config.normal_tools, *self._config.exit_tools]
         body = request_body(self._config, self._submission.params, self._conversation.messages(), tools)
         return [OpenTurn(stream_id=(self.request_id, self._exchanges), body=body)]
@@ -497,43 +516,48 @@ class Request:
 
     def _conclude_turn(self, now: float) -> Effects:
         """The turn came to a regular end: to the tools, or to the end of the request."""
-        turn = self._turn
-        self._output.add(*turn.finish())
+        effects, calls = self._judge_turn(now)
+        return effects or self._start_tools(calls)
+
+    def _judge_turn(self, now: float) -> tuple[Effects, tuple[ParsedCall, ...]]:
+        """What becomes of a turn that came to its regular end: the end of the request, or else calls to run."""
+        cut_off = self._turn.finish_reason == "length"
+        self._output.add(*self._turn.finish(cut_off=cut_off))
         if self._output.loop is not None:
-            return self._fail(RequestFailReason.REPEATED_LINE_LOOP, _describe_loop(self._output.loop), now)
-        calls = turn.calls()
-        if turn.finish_reason == "length":
-            self._take_signals(calls, now)
-            return self._end(RequestState.COMPLETED, RequestFinishReason.MAX_TOKENS, now)
-        found = self._partition(calls, now)
-        self._signals += found.exits
+            return self._fail(RequestFailReason.REPEATED_LINE_LOOP, _describe_loop(self._output.loop), now), ()
+        found = self._take_calls(now)
+        if cut_off:
+            return self._end(RequestState.COMPLETED, RequestFinishReason.MAX_TOKENS, now), ()
         if found.problem is not None:
-            return self._fail(RequestFailReason.TOOL_PARSE_ERROR, found.problem.fail_detail, now)
+            return self._fail(RequestFailReason.TOOL_PARSE_ERROR, found.problem.fail_detail, now), ()
         if not found.normal:
-            return self._end(RequestState.COMPLETED, RequestFinishReason.STOP, now)
+            return self._end(RequestState.COMPLETED, RequestFinishReason.STOP, now), ()
         if self._iterations_left <= 0:
             detail = "tool iteration budget exhausted"
-            return self._fail(RequestFailReason.TOOL_EXECUTION_ERROR, detail, now)
-        closing = self._close_turn()
-        self._iterations_left -= 1
-        self._calls_made += len(found.normal)
-        batch_id = (self.request_id, self._exchanges)
-        self._waiting = _InTools(batch_id, found.normal)
-        iteration = self._config.max_tool_iterations - self._iterations_left
-        return [*closing, StartTools(batch_id=batch_id, iteration=iteration, calls=found.normal)]
+            return self._fail(RequestFailReason.TOOL_EXECUTION_ERROR, detail, now), ()
+        return [], found.normal
 
-    def _partition(self, calls: Sequence[RawCall | MalformedCall], now: float) -> Partition:
-        return partition(
-            calls,
+    def _take_calls(self, now: float) -> Partition:
+        """Tell the turn's calls apart, once. Exit calls are recorded whatever becomes of turn and request."""
+        self._calls_taken = True
+        found = partition(
+            self._turn.calls(),
             [tool["function"]["name"] for tool in self._config.normal_tools],
             [tool["function"]["name"] for tool in self._config.exit_tools],
             emitted_at=self._unix(now),
             first_number=self._calls_made + 1,
         )
+        self._signals += found.exits
+        return found
 
-    def _take_signals(self, calls: Sequence[RawCall | MalformedCall], now: float) -> None:
-        """Exit calls are recorded whenever they appear, however the turn ended."""
-        self._signals += self._partition(calls, now).exits
+    def _start_tools(self, calls: tuple[ParsedCall, ...]) -> Effects:
+        closing = self._close_turn()
+        self._iterations_left -= 1
+        self._calls_made += len(calls)
+        batch_id = (self.request_id, self._exchanges)
+        self._waiting = _InTools(batch_id, calls)
+        iteration = self._config.max_tool_iterations - self._iterations_left
+        return [*closing, StartTools(batch_id=batch_id, iteration=iteration, calls=calls)]
 
     def _close_turn(self) -> Effects:
         """The exchange is over: add up what is kept of it."""
@@ -554,7 +578,8 @@ class Request:
     # ------------------------------------------------------------ the end
 
     def _fail(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
-        return self._end(RequestState.FAILED, RequestFinishReason.FAILED, now, reason, detail)
+        shown = masked(detail, self._config.api_key)
+        return self._end(RequestState.FAILED, RequestFinishReason.FAILED, now, reason, shown)
 
     def _end(
         self,
@@ -570,20 +595,13 @@ class Request:
                 effects.append(ForgetTools(batch_id=batch_id))
             case _:
                 self._output.add(*self._turn.finish())  # what was held back is output, too
-                if state is not RequestState.COMPLETED:
-                    self._take_unfinished_signals(now)
+                if not self._calls_taken:
+                    self._take_calls(now)
                 if self._exchanges:
                     effects += self._close_turn()
         record = self._record(state, finish_reason, now, fail_reason, fail_detail)
         self._waiting = _Ended(record)
         return [*effects, Finished(record=record)]
-
-    def _take_unfinished_signals(self, now: float) -> None:
-        """Exit calls of a turn that did not come to its end; those of one that did are recorded already."""
-        if self._turn.finish_reason is None:
-            exit_names = {tool["function"]["name"] for tool in self._config.exit_tools}
-            calls = [c for c in self._turn.calls() if isinstance(c, RawCall) and c.name in exit_names]
-            self._take_signals(calls, now)
 
     def _record(
         self,

@@ -28,6 +28,7 @@ class Progress:
     prompt_progress_at: float | None = None  # the latest report of prompt progress
     last_data_at: float | None = None  # any SSE record that carries data
     last_stream_byte_at: float | None = None  # any byte, keepalives too: decides nothing
+    concluding: bool = False  # finished or broken off: what may still follow has a short deadline of its own
 
     @property
     def data_at(self) -> float | None:
@@ -92,7 +93,7 @@ def _limits(
     progress: Progress, liveness_at: float | None, neighbour_data_at: float | None, profile: TimeoutProfile
 ) -> Iterator[_Limit]:
     """Every limit that is on in the request's phase; on equal times the one named first wins."""
-    if progress.phase is RequestPhase.DONE:
+    if progress.phase is RequestPhase.DONE or progress.concluding:
         return
     # From the turn's start at the earliest: what was heard before it says nothing about this turn.
     working_at = _newest(progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at)

@@ -78,13 +78,18 @@ class Turn:
         """A fragment of a structured call."""
         self._assembler.feed(delta)
 
-    def finish(self) -> tuple[str, str]:
-        """The turn is over, however: what was held back. A second call returns nothing."""
+    def finish(self, *, cut_off: bool = True) -> tuple[str, str]:
+        """The turn is over, cut off or not: what was held back. A second call returns nothing."""
         if self._finished:
             return "", ""
         self._finished = True
         piece = self._splitter.finish()
         reasoning, text = self._show(piece.reasoning, piece.text)
+        if self._splitter.only_assumed and not cut_off:
+            # A server that parses reasoning itself, and a model that did not think: it was the answer.
+            answer = self.said_reasoning
+            self._said[0].clear()
+            text += self._show("", answer)[1]
         if self._filter is not None:
             rest = self._filter.finish(structured_calls=bool(self._assembler.calls()))
             self._said[1].append(rest)
@@ -92,11 +97,9 @@ class Turn:
         return reasoning, text
 
     def calls(self) -> list[RawCall | MalformedCall]:
-        """The calls of the turn, structured ones, else those found in the text. Call `finish` before."""
-        structured = self._assembler.calls()
-        if structured or self._filter is None:
-            return list(structured)
-        return list(self._filter.calls)
+        """The calls of the turn, structured ones and those found in the text. Call `finish` before."""
+        tagged = self._filter.calls if self._filter is not None else []
+        return [*self._assembler.calls(), *tagged]
 
     def _show(self, reasoning: str, text: str) -> tuple[str, str]:
         if text and self._filter is not None:

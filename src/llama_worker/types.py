@@ -305,6 +305,32 @@ class RestartRecord(TypedDict):
     detail: str
 
 
+class Durations(TypedDict):
+    """A histogram. Count number i is of what is above bound i-1 and not above bound i; the last is of the rest."""
+
+    bounds_s: list[float]
+    counts: list[int]
+    """One more than the bounds; each duration is counted once."""
+    sum_s: float
+
+
+class WorkerTotals(TypedDict):
+    """What was counted since the worker was constructed; nothing of it ever falls."""
+
+    requests: dict[str, dict[str, int]]
+    """Ended requests by terminal state, then by fail reason, or by finish reason where nothing failed."""
+    restarts: dict[str, int]
+    """Automatic restarts by cause."""
+    prompt_tokens: int
+    """Of requests whose server told its usage; cached ones included."""
+    cached_tokens: int
+    generated_tokens: int
+    """Of ended requests, however they ended."""
+    ttft: Durations
+    duration: dict[str, Durations]
+    """From admission to the end, by terminal state."""
+
+
 class WorkerDebugInfo(TypedDict):
     """What a person needs to see what happened."""
 
@@ -318,6 +344,7 @@ class WorkerDebugInfo(TypedDict):
     """What was seen of the server just before the last kill; empty if there was none."""
     stuck_tool_threads_count: int
     """Tool threads that run on although nobody waits for them any more."""
+    totals: WorkerTotals
 
 
 # ---------------------------------------------------------------- what a host plugs in

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llama_worker.config import TimeoutProfile
-from llama_worker.health import HealthCounter
+from llama_worker.health import HealthCounter, probe_timeout_s
 
 PROFILE = TimeoutProfile(health_failures_before_restart=3)
 
@@ -61,3 +61,11 @@ def test_the_reason_names_count_limit_and_last_failure() -> None:
     counter = HealthCounter(since=60.0, failures_count=2)
     _, lost = counter.probed(ok=False, detail="connection refused", data_at=None, profile=PROFILE, now=90.0)
     assert lost == ("3 health probes in a row failed (limit: health_failures_before_restart 3): connection refused")
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "timeout_s"),
+    [(30.0, 10.0), (10.0, 10.0), (4.0, 4.0), (0.2, 1.0), (None, 10.0)],
+)
+def test_a_probe_is_given_up_when_the_next_is_due_within_bounds(interval_s: float | None, timeout_s: float) -> None:
+    assert probe_timeout_s(replace(PROFILE, health_probe_interval_s=interval_s)) == timeout_s

@@ -15,6 +15,7 @@ from llama_worker.timeouts import (
     Progress,
     Triage,
     Verdict,
+    ages,
     busy_neighbour,
     describe,
     last_progress_at,
@@ -254,6 +255,27 @@ def test_detail_names_the_limit_and_the_times() -> None:
     assert given.detail.startswith(told + "generating, ")
     for part in ("data 150.0 s ago", "last byte 5.0 s ago", "sign of work 140.0 s ago", "headers never"):
         assert part in given.detail
+
+
+def test_ages_are_seconds_since_each_instant_and_none_where_there_was_none() -> None:
+    at = progress(GENERATING, headers_at=1001.0, first_token_at=1002.0, last_data_at=1003.5)
+    assert ages(at, liveness_at=999.0, now=1010.0) == {
+        "phase": "generating",
+        "turn_began_ago_s": 10.0,
+        "headers_ago_s": 9.0,
+        "first_token_ago_s": 8.0,
+        "prompt_progress_ago_s": None,
+        "last_data_ago_s": 6.5,
+        "last_byte_ago_s": None,
+        "last_sign_of_work_ago_s": 11.0,
+    }
+
+
+@pytest.mark.parametrize("phase", [WAITING, PREFILL, GENERATING])
+def test_a_turn_that_has_finished_is_not_judged_while_its_end_is_awaited(phase: RequestPhase) -> None:
+    short = replace(PROFILE, idle_stream_timeout_s=1.0, ttft_timeout_s=1.0, absolute_timeout_s=1.0)
+    assert reason_at(1_000_000.0, progress(phase, concluding=True), profile=short) is None
+    assert reason_at(1_000_000.0, progress(phase), profile=short) is not None
 
 
 def test_last_progress_is_the_latest_of_data_and_this_turns_evidence() -> None:

@@ -1,0 +1,213 @@
+"""Workers on scripted servers. `make_worker(script, **config)` gives a `Rig`: a worker, its server's journal and
+the few calls that most tests need."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import psutil
+import pytest
+
+from llama_worker import LlamaWorker, RestartPolicy, TimeoutProfile, WorkerConfig
+from llama_worker.types import RequestResult, RequestState, RequestStatus, WorkerState, WorkerStatus
+from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
+
+HOST = "127.0.0.1"
+WAIT_S = 20.0  # for what takes milliseconds on a quiet machine
+T = TypeVar("T")
+
+
+def fast_timeouts(**changes: Any) -> TimeoutProfile:
+    """For tests: short waits where nothing is being waited for, long ones elsewhere."""
+    return TimeoutProfile(**{"stop_grace_s": 3.0, "startup_timeout_s": 30.0, "connect_timeout_s": 5.0, **changes})
+
+
+def fast_restart(**changes: Any) -> RestartPolicy:
+    """Restarts at once."""
+    return RestartPolicy(**{"restart_backoff_s": 0.05, "backoff_max_s": 0.2, **changes})
+
+
+def eventually(check: Callable[[], T | None], what: str, timeout_s: float = WAIT_S) -> T:
+    """The first value of `check` that is true, polled; AssertionError with the last one when the time is up."""
+    end_at = time.monotonic() + timeout_s
+    while True:
+        value = check()
+        if value:
+            return value
+        assert time.monotonic() < end_at, f"not in {timeout_s} s: {what}; last: {value!r}"
+        time.sleep(0.01)
+
+
+class GatePath:
+    """A file that a script's `Gate` step waits for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def open(self) -> None:
+        """Let the script go on."""
+        self.path.touch()
+
+
+class Rig:
+    """One worker and what its servers wrote down."""
+
+    def __init__(self, worker: LlamaWorker, config: WorkerConfig, journal: Journal) -> None:
+        self.worker = worker
+        self.config = config
+        self.journal = journal
+
+    # -- requests --
+
+    def submit(self, *steps: Step, prompt: str = "Hello?", job_name: str = "job", **params: Any) -> int:
+        """Admit a request whose reply is `steps` (none: what the server's script says); its id."""
+        if steps:
+            params["fake_script"] = steps_json(*steps)
+        told = self.worker.submit(job_name, "Be terse.", prompt, params=params).get(timeout=WAIT_S)
+        assert told["ok"] is True, told
+        return told["request_id"]
+
+    def ended(self, request_id: int, timeout_s: float = WAIT_S) -> RequestResult:
+        """The result, waited for and taken."""
+        told = self.worker.result(request_id).get(timeout=timeout_s)
+        assert told["ok"] is True, told
+        return told
+
+    def run(self, *steps: Step, **params: Any) -> RequestResult:
+        """`submit` and `ended`."""
+        return self.ended(self.submit(*steps, **params))
+
+    def request(self, request_id: int) -> RequestStatus:
+        """How far the request is."""
+        told = self.worker.get_status(request_id).get(timeout=WAIT_S)
+        assert told["ok"] is True, told
+        return told
+
+    def text(self, request_id: int) -> str:
+        """What it has put out so far."""
+        told = self.worker.read_output(request_id).get(timeout=WAIT_S)
+        assert told["ok"] is True, told
+        return told["text"]
+
+    def wait_text(self, request_id: int, wanted: str) -> None:
+        """Until the output holds it."""
+        eventually(lambda: wanted in self.text(request_id), f"{wanted!r} in the output")
+
+    def wait_ended(self, request_id: int, timeout_s: float = WAIT_S) -> RequestStatus:
+        """Until the request is terminal; nothing is taken."""
+        active = (RequestState.RUNNING, RequestState.TOOL_RUNNING)
+        eventually(lambda: self.request(request_id)["state"] not in active, f"end of {request_id}", timeout_s)
+        return self.request(request_id)
+
+    # -- the worker --
+
+    def start(self) -> WorkerStatus:
+        """READY."""
+        return self.worker.start().get(timeout=WAIT_S)
+
+    def stop(self) -> None:
+        """STOPPED."""
+        self.worker.stop().get(timeout=WAIT_S)
+
+    def status(self) -> WorkerStatus:
+        """How the worker is."""
+        return self.worker.get_worker_status().get(timeout=WAIT_S)
+
+    def wait_state(self, state: WorkerState, timeout_s: float = WAIT_S) -> WorkerStatus:
+        """Until the worker is in the state."""
+        eventually(lambda: self.status()["state"] is state, f"state {state}", timeout_s)
+        return self.status()
+
+    def wait_restarted(self, count: int = 1, timeout_s: float = WAIT_S) -> WorkerStatus:
+        """Until it is READY after so many restarts."""
+
+        def restarted() -> WorkerStatus | None:
+            status = self.status()
+            return status if status["restart_count"] >= count and status["state"] is WorkerState.READY else None
+
+        return eventually(restarted, f"READY after {count} restarts", timeout_s)
+
+    # -- processes --
+
+    def pids(self) -> set[int]:
+        """Every process that any launch is known to have had: guards, servers, and their scripted children."""
+        launched = self.journal.facts("launched")
+        children = self.journal.facts("child")
+        return {fact["pid"] for fact in (*launched, *children)} | {fact["ppid"] for fact in launched}
+
+    def wait_gone(self, timeout_s: float = WAIT_S) -> None:
+        """Until no process of any launch is left, not even as a zombie."""
+        eventually(lambda: not living(self.pids()), f"end of {self.pids()}", timeout_s)
+
+
+def living(pids: set[int]) -> set[int]:
+    """Those that are still there, zombies too."""
+    return {pid for pid in pids if psutil.pid_exists(pid)}
+
+
+def running(pids: set[int]) -> set[int]:
+    """Those that still run. An orphan's zombie is left to this machine's init, which may take its time."""
+    return {pid for pid in living(pids) if not _is_zombie(pid)}
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+class MakeWorker(Protocol):
+    """`make_worker`'s type."""
+
+    def __call__(self, script: Script = ..., *, start: bool = True, **config: Any) -> Rig: ...
+
+
+@pytest.fixture
+def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWorker]:
+    """A factory of workers on scripted servers; READY unless `start=False`; closed at the end of the test.
+
+    `config` overrides any field of the WorkerConfig; `timeouts` and `restart` are short by default.
+    """
+    workers: list[LlamaWorker] = []
+    numbers = itertools.count(1)
+
+    def make(script: Script = Script(), *, start: bool = True, **config: Any) -> Rig:  # noqa: B008 (frozen)
+        name = f"w{next(numbers)}"
+        journal = Journal(tmp_path / f"{name}.journal")
+        port, slots = config.pop("port", None) or free_port(), config.get("slots", 1)
+        command = config.pop("server_cmd", None) or fake_server_cmd(
+            script, host=HOST, port=port, slots=slots, journal=journal.path
+        )
+        made = WorkerConfig(
+            **{
+                "name": name,
+                "host": HOST,
+                "port": port,
+                "server_cmd": command,
+                "timeouts": fast_timeouts(),
+                "restart": fast_restart(),
+                **config,
+            }
+        )
+        worker = LlamaWorker(made)
+        workers.append(worker)
+        rig = Rig(worker, made, journal)
+        if start:
+            rig.start()
+        return rig
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def make_gate(tmp_path: Path) -> Callable[[], GatePath]:
+    """A factory of gates for `Gate(gate.path)`; closed until `open()`."""
+    numbers = itertools.count(1)
+    return lambda: GatePath(tmp_path / f"gate{next(numbers)}")

@@ -1,0 +1,120 @@
+"""What the worker may cost: counted things and ratios within one run, never absolute times."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_worker.actors.request import RequestActor
+from llama_worker.messages import StreamEvents
+from tests.actors.conftest import HOST, MakeWorker
+from tests.fake_script import Reply, Script, Sleep, Tokens, plain_reply, steps_json
+
+EVENTS = 8000
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
+    """Counts the messages that request actors handle."""
+    counts: Counter[type] = Counter()
+    handle = RequestActor.handle
+
+    def counting(self: RequestActor, message: Any) -> None:
+        counts[type(message)] += 1
+        handle(self, message)
+
+    monkeypatch.setattr(RequestActor, "handle", counting)
+    return counts
+
+
+def test_events_that_lie_ready_travel_in_batches(make_worker: MakeWorker, told: Counter[type]) -> None:
+    rig = make_worker()
+    result = rig.run(*plain_reply(Tokens(EVENTS, batch=64)))
+    assert result["text"].endswith(f"tok{EVENTS - 1} ")
+    assert told[StreamEvents] < EVENTS / 8
+
+
+def test_events_far_apart_travel_at_once_and_alone(make_worker: MakeWorker, told: Counter[type]) -> None:
+    rig = make_worker()
+    rig.run(*plain_reply(Tokens(20, 0.02)))
+    assert 20 <= told[StreamEvents] <= 30
+
+
+def test_an_event_costs_no_more_than_three_times_a_bare_loop(make_worker: MakeWorker) -> None:
+    # On a quiet machine the ratio is 1.5; the least of interleaved rounds, since noise only ever adds.
+    rig = make_worker(Script(replies=[Reply(plain_reply(Tokens(EVENTS)))]))
+    ours, bare = [], []
+    for _ in range(4):
+        bare.append(_cpu_s(lambda: _bare_loop(rig.config.port)))
+        ours.append(_cpu_s(lambda: rig.run()))
+    assert min(ours) / min(bare) < 3.0
+
+
+def test_an_idle_worker_wakes_nobody(make_worker: MakeWorker) -> None:
+    rig = make_worker(slots=4)
+    rig.run(*plain_reply(Sleep(0)))
+    _wait_quiet()
+    before = _switches()
+    time.sleep(3.0)  # the time over which nothing may happen is the claim itself
+    woken = {name: count - before.get(name, 0) for name, count in _switches().items()}
+    woken.pop("MainThread", None)
+    assert sum(woken.values()) <= 2, woken
+
+
+def test_threads_are_bounded_by_slots_and_open_streams(make_worker: MakeWorker) -> None:
+    before = threading.active_count()
+    rig = make_worker(slots=4)
+    ids = [rig.submit(*plain_reply(Tokens(2000, 0.01))) for _ in range(4)]
+    for request_id in ids:
+        rig.wait_text(request_id, "tok0")
+    assert threading.active_count() - before <= 8 + 4 + 4
+    for request_id in ids:
+        assert rig.worker.cancel(request_id).get(timeout=5)
+
+
+def _bare_loop(port: int) -> None:
+    connection = http.client.HTTPConnection(HOST, port)
+    body = {"messages": [{"role": "user", "content": "x"}], "fake_script": steps_json(*plain_reply(Tokens(EVENTS)))}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    response, rest, count = connection.getresponse(), b"", 0
+    while data := response.read1(65536):
+        *lines, rest = (rest + data).split(b"\n")
+        count += sum(1 for line in lines if line.startswith(b"data: {") and json.loads(line[6:])["choices"])
+    connection.close()
+    assert count >= EVENTS
+
+
+def _cpu_s(run: Any) -> float:
+    before = time.process_time()
+    run()
+    return time.process_time() - before
+
+
+def _switches() -> dict[str, int]:
+    """Voluntary context switches by thread name."""
+    found: Counter[str] = Counter()
+    names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    for task in os.listdir("/proc/self/task"):
+        for line in Path(f"/proc/self/task/{task}/status").read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches"):
+                found[names.get(task, task)] += int(line.split()[1])
+    return found
+
+
+def _wait_quiet() -> None:
+    """Until nothing but this thread has been woken for half a second."""
+    for _ in range(40):
+        before = _switches()
+        time.sleep(0.5)
+        after = _switches()
+        if all(after[name] == count for name, count in before.items() if name != "MainThread"):
+            return
+    raise AssertionError("the worker never came to rest")

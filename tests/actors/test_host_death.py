@@ -1,0 +1,228 @@
+"""The host ends, however: nothing of the server's tree is left, and the exit does not hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llama_worker.types import WorkerState
+from tests.actors.conftest import WAIT_S, MakeWorker, eventually, fast_timeouts, running
+from tests.fake_script import (
+    Child,
+    Flood,
+    Headers,
+    Journal,
+    Repeat,
+    Reply,
+    Script,
+    Sleep,
+    Startup,
+    Text,
+    Tokens,
+    WaitClose,
+    plain_reply,
+    to_json,
+)
+
+LEFT_WITHIN_S = 5.0  # of the host's end
+HOST_PROGRAM = Path(__file__).with_name("host_program.py")
+ENDLESS = Reply([Headers(), Repeat(None, [Text("token "), Sleep(0.02)])], marker="stream", times=None)
+TREE = (Child("group"), Child("session"), Child("daemon"))
+STUBBORN = Script(replies=[ENDLESS], children=TREE, ignore_term=True)
+OBEDIENT = Script(replies=[ENDLESS])
+
+
+class Host:
+    """A running host program."""
+
+    def __init__(self, process: subprocess.Popen[str], journal: Journal) -> None:
+        self.process = process
+        self.journal = journal
+
+    def tree(self) -> set[int]:
+        """Guard, server and the server's children."""
+        launched, children = self.journal.facts("launched"), self.journal.facts("child")
+        return {fact["pid"] for fact in (*launched, *children)} | {fact["ppid"] for fact in launched}
+
+    def go(self) -> None:
+        """Let it end."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[Callable[[str, Script], Host]]:
+    running: list[subprocess.Popen[str]] = []
+
+    def run(way: str, script: Script) -> Host:
+        journal = tmp_path / "journal"
+        arguments = (way, str(free_port()), str(journal), json.dumps(to_json(replace(script, lifetime_s=120))))
+        process = subprocess.Popen(
+            [sys.executable, str(HOST_PROGRAM), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            pytest.fail(f"the host did not come up: {process.communicate(timeout=30)}")
+        return Host(process, Journal(journal))
+
+    yield run
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def _assert_nothing_is_left(host: Host, tree: set[int], ended_at: float) -> None:
+    eventually(lambda: not running(tree), f"end of {tree}", LEFT_WITHIN_S - (time.monotonic() - ended_at))
+    assert not running(host.tree())
+
+
+@pytest.mark.parametrize(
+    ("way", "returncode", "script"),
+    [
+        ("plain return", 0, OBEDIENT),
+        ("plain return", 0, STUBBORN),
+        ("plain return, forked children live on", 0, STUBBORN),
+        ("unhandled exception", 1, OBEDIENT),
+        ("unhandled exception, forked children live on", 1, OBEDIENT),
+        ("sys.exit", 3, OBEDIENT),
+        ("os._exit", 4, OBEDIENT),
+        ("os._exit, forked children live on", 4, STUBBORN),
+        ("a thread calls sys.exit", 0, OBEDIENT),
+        ("a thread waits for a result", 0, OBEDIENT),
+    ],
+)
+def test_a_host_that_exits_without_close_leaves_nothing(
+    run_host: Callable[[str, Script], Host], way: str, returncode: int, script: Script
+) -> None:
+    host = run_host(way, script)
+    tree = host.tree()
+    assert len(tree) == 2 + len(script.children)
+    began_at = time.monotonic()
+    host.go()
+    assert host.process.wait(timeout=LEFT_WITHIN_S) == returncode
+    _assert_nothing_is_left(host, tree, began_at)
+
+
+@pytest.mark.parametrize(
+    ("way", "number", "script"),
+    [
+        ("killed", signal.SIGKILL, OBEDIENT),
+        ("killed", signal.SIGTERM, OBEDIENT),
+        ("killed", signal.SIGINT, OBEDIENT),
+        ("killed", signal.SIGSEGV, OBEDIENT),
+        ("killed", signal.SIGKILL, STUBBORN),
+        ("killed, forked children live on", signal.SIGKILL, STUBBORN),
+        ("killed, forked children live on", signal.SIGTERM, OBEDIENT),
+    ],
+)
+def test_a_host_that_is_killed_leaves_nothing(
+    run_host: Callable[[str, Script], Host], way: str, number: signal.Signals, script: Script
+) -> None:
+    host = run_host(way, script)
+    tree = host.tree()
+    host.process.send_signal(number)
+    began_at = time.monotonic()
+    host.process.wait(timeout=LEFT_WITHIN_S)
+    _assert_nothing_is_left(host, tree, began_at)
+
+
+@pytest.mark.parametrize("stop_server", [False, True], ids=["runs", "is SIGSTOPped"])
+def test_a_killed_host_leaves_no_server_that_floods_or_stands_still(
+    run_host: Callable[[str, Script], Host], stop_server: bool
+) -> None:
+    host = run_host("killed", replace(STUBBORN, floods=[Flood()]))
+    tree = host.tree()
+    if stop_server:
+        for pid in (fact["pid"] for fact in host.journal.facts("launched")):
+            os.kill(pid, signal.SIGSTOP)
+    host.process.kill()
+    _assert_nothing_is_left(host, tree, time.monotonic())
+
+
+@pytest.mark.parametrize("way", ["exits", "is killed"])
+def test_a_host_that_ends_during_a_start_leaves_nothing(run_host: Callable[[str, Script], Host], way: str) -> None:
+    host = run_host("exit while starting", replace(STUBBORN, startup=Startup(load_s=None)))
+    host.journal.wait("child", timeout=WAIT_S, count=3)
+    tree = host.tree()
+    began_at = time.monotonic()
+    if way == "exits":
+        host.go()
+        assert host.process.wait(timeout=LEFT_WITHIN_S) == 0
+    else:
+        host.process.kill()
+    _assert_nothing_is_left(host, tree, began_at)
+
+
+def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: Callable[[str, Script], Host]) -> None:
+    host = run_host("exit while starting", STUBBORN)
+    host.process.kill()
+    host.process.wait()
+    eventually(lambda: not _processes_with(str(host.journal.path)), "end of guard and server", LEFT_WITHIN_S)
+
+
+def _processes_with(word: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if word in (process.info["cmdline"] or ()) and process.pid != os.getpid():
+            found.append(process.pid)
+    return found
+
+
+def test_a_child_forked_by_the_host_does_not_harm_the_worker(run_host: Callable[[str, Script], Host]) -> None:
+    host = run_host("a child runs atexit", OBEDIENT)
+    host.go()
+    _, errors = host.process.communicate(timeout=WAIT_S)
+    assert host.process.returncode == 0, errors
+    assert not running(host.tree())
+
+
+# ------------------------------------------------------------ the guard
+
+
+@pytest.mark.parametrize("ignore_term", [False, True])
+def test_the_server_does_not_outlive_its_guard(make_worker: MakeWorker, ignore_term: bool) -> None:
+    rig = make_worker(Script(ignore_term=ignore_term))
+    request = rig.submit(Headers(), Tokens(3), WaitClose())
+    rig.wait_text(request, "tok2")
+    launched = rig.journal.wait("launched")
+    os.kill(launched["ppid"], signal.SIGKILL)
+    result = rig.ended(request)
+    assert (result["fail_reason"], result["text"]) == ("server_died", "tok0 tok1 tok2 ")
+    rig.wait_restarted()
+    eventually(lambda: not running({launched["pid"], launched["ppid"]}), "end of server and guard")
+    assert rig.run(*plain_reply(Text("again")))["text"] == "again"
+
+
+def test_the_guard_ignores_what_a_terminal_or_a_manager_sends_to_everybody(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    guard = rig.journal.wait("launched")["ppid"]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        os.kill(guard, number)
+    assert rig.run()["state"] == "completed"
+    assert rig.status()["restart_count"] == 0
+
+
+def test_a_guard_that_stands_still_does_not_hold_up_a_stop(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.5))
+    os.kill(rig.journal.wait("launched")["ppid"], signal.SIGSTOP)
+    began_at = time.monotonic()
+    rig.stop()
+    assert time.monotonic() - began_at < 0.5 + 2.0
+    assert rig.status()["state"] is WorkerState.STOPPED
+    eventually(lambda: not running(rig.pids()), "end of the server", LEFT_WITHIN_S)

@@ -1,0 +1,339 @@
+"""The server's processes: how they start, what they inherit, and that nothing of the tree is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from llama_worker import RestartPolicy, WorkerStartError
+from llama_worker.types import StartFailReason, WorkerState
+from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
+from tests.conftest import Leftovers
+from tests.fake_script import (
+    Child,
+    Exit,
+    Flood,
+    Headers,
+    Script,
+    Sleep,
+    Startup,
+    Tokens,
+    WaitClose,
+    fake_server_cmd,
+    plain_reply,
+)
+
+GRACE_S = 1.0
+TREE = (Child("group"), Child("session"), Child("daemon"))
+
+
+@pytest.fixture
+def stranger(free_port: Callable[[], int]) -> Iterator[Callable[[int], subprocess.Popen[bytes]]]:
+    """A server that is not ours, answering on a port like a llama-server."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def run(port: int) -> subprocess.Popen[bytes]:
+        command = fake_server_cmd(Script(lifetime_s=120), host=HOST, port=port, slots=1)
+        running.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+        eventually(lambda: _answers(port), "the stranger's answer")
+        return running[-1]
+
+    yield run
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0
+
+
+def _fails_to_start(rig: Rig) -> WorkerStartError:
+    with pytest.raises(WorkerStartError) as failure:
+        rig.worker.start().get(timeout=WAIT_S)
+    return failure.value
+
+
+# ------------------------------------------------------------ start
+
+
+def test_the_server_has_a_session_and_a_group_of_its_own(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    server = rig.journal.wait("launched")
+    assert server["pid"] == server["pgid"] == server["sid"] == rig.status()["pid"]
+    assert server["sid"] != os.getsid(0)
+
+
+def test_what_would_reconfigure_a_server_is_not_inherited(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LLAMA_ARG_PORT", "LLAMA_ARG_N_PARALLEL", "LLAMA_ARG_MODEL", "AIP_MODE", "LLAMA_SERVER_ROUTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("GGML_OF_THE_HOST", "kept")
+    rig = make_worker(env={"LLAMA_ARG_THREADS": "3"})
+    env = rig.journal.wait("launched")["env"]
+    assert env["GGML_OF_THE_HOST"] == "kept"
+    assert {name for name in env if name.startswith(("LLAMA", "AIP"))} == {"LLAMA_ARG_THREADS"}
+    assert env["GGML_NO_BACKTRACE"] == "1"
+
+
+def test_a_missing_executable_is_spawn_failed(make_worker: MakeWorker) -> None:
+    rig = make_worker(start=False, server_cmd=("/nowhere/llama-server",))
+    error = _fails_to_start(rig)
+    assert error.reason is StartFailReason.SPAWN_FAILED
+    assert "/nowhere/llama-server" in str(error)
+    assert "No such file" in str(error)
+    assert rig.status()["state"] is WorkerState.FAILED
+
+
+def test_a_file_that_cannot_be_executed_is_spawn_failed(make_worker: MakeWorker) -> None:
+    error = _fails_to_start(make_worker(start=False, server_cmd=("/etc/passwd",)))
+    assert error.reason is StartFailReason.SPAWN_FAILED
+    assert "ermission denied" in str(error)
+
+
+def test_a_server_that_exits_says_why(make_worker: MakeWorker) -> None:
+    lines = ["loading", "error: failed to load model 'x.gguf'"]
+    rig = make_worker(Script(exits=[Exit(code=1, when="before_bind", log=lines)]), start=False)
+    error = _fails_to_start(rig)
+    assert (error.reason, error.returncode) == (StartFailReason.EXITED, 1)
+    assert error.log_tail[-2:] == tuple(lines)
+    assert lines[1] in str(error)
+    assert rig.status()["state"] is WorkerState.FAILED
+    assert lines[1] in rig.worker.get_debug_info().get()["recent_logs"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 255, -signal.SIGSEGV, -signal.SIGKILL, -signal.SIGTERM])
+def test_the_return_code_is_the_servers_own(make_worker: MakeWorker, code: int) -> None:
+    error = _fails_to_start(make_worker(Script(exits=[Exit(code=code, when="after_bind")]), start=False))
+    assert (error.reason, error.returncode) == (StartFailReason.EXITED, code)
+
+
+def test_a_start_without_a_sign_of_work_times_out(make_worker: MakeWorker) -> None:
+    rig = make_worker(
+        Script(startup=Startup(load_s=None), children=TREE),
+        start=False,
+        timeouts=fast_timeouts(startup_timeout_s=1.0),
+    )
+    error = _fails_to_start(rig)
+    assert error.reason is StartFailReason.STARTUP_TIMEOUT
+    assert "startup_timeout_s" in error.detail
+    assert rig.status()["state"] is WorkerState.FAILED
+    rig.wait_gone()
+
+
+# ------------------------------------------------------------ the port
+
+
+def test_a_taken_port_is_reported_before_a_launch(
+    make_worker: MakeWorker, free_port: Callable[[], int], stranger: Callable[[int], subprocess.Popen[bytes]]
+) -> None:
+    port = free_port()
+    other = stranger(port)
+    rig = make_worker(start=False, port=port)
+    assert _fails_to_start(rig).reason is StartFailReason.PORT_IN_USE
+    assert rig.status()["state"] is WorkerState.STOPPED
+    assert not rig.journal.facts("launched")
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+    assert rig.start()["state"] is WorkerState.READY
+
+
+def test_a_port_that_is_taken_during_the_launch_is_port_in_use(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(startup=Startup(bind_delay_s=1.0)), start=False)
+    starting = rig.worker.start()
+    rig.journal.wait("launched", timeout=WAIT_S)
+    with socket.create_server((HOST, rig.config.port)):
+        with pytest.raises(WorkerStartError) as failure:
+            starting.get(timeout=WAIT_S)
+        assert failure.value.reason is StartFailReason.PORT_IN_USE
+    assert rig.status()["state"] is WorkerState.STOPPED
+    assert rig.start()["state"] is WorkerState.READY
+
+
+def test_a_stranger_who_answers_is_not_readiness(
+    make_worker: MakeWorker, stranger: Callable[[int], subprocess.Popen[bytes]]
+) -> None:
+    rig = make_worker(Script(startup=Startup(never_bind=True), children=TREE), start=False)
+    starting = rig.worker.start()
+    rig.journal.wait("launched", timeout=WAIT_S)
+    other = stranger(rig.config.port)
+    with pytest.raises(WorkerStartError) as failure:
+        starting.get(timeout=WAIT_S)
+    assert failure.value.reason is StartFailReason.PORT_IN_USE
+    assert rig.status()["state"] is WorkerState.STOPPED
+    rig.wait_gone()
+    assert other.poll() is None
+    assert _answers(rig.config.port)
+
+
+def test_connections_of_the_past_do_not_make_a_port_taken(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    for _ in range(3):
+        assert rig.run()["state"] == "completed"
+        rig.stop()
+        rig.start()
+
+
+# ------------------------------------------------------------ output
+
+
+@pytest.mark.parametrize("newline", [True, False])
+def test_a_flood_of_output_does_not_hang_the_server(make_worker: MakeWorker, newline: bool) -> None:
+    rig = make_worker(Script(floods=[Flood(newline=newline)]), log_lines=50)
+    for _ in range(5):
+        assert rig.run(*plain_reply(Tokens(20)))["state"] == "completed"
+    assert len(rig.worker.get_debug_info().get()["recent_logs"]) <= 51
+
+
+def test_output_per_request_beyond_the_pipes_size_does_not_hang_the_server(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(log_bytes_per_request=1 << 20))
+    assert [rig.run()["state"] for _ in range(3)] == ["completed"] * 3
+
+
+def test_output_that_is_not_utf8_is_replaced(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(floods=[Flood(line=b"caf\xe9 \xff", for_s=0.1)]))
+    eventually(lambda: "caf\ufffd \ufffd" in rig.worker.get_debug_info().get()["recent_logs"], "the replaced line")
+
+
+def test_the_log_keeps_the_newest_lines(make_worker: MakeWorker) -> None:
+    log = [f"line {number}" for number in range(100)]
+    rig = make_worker(Script(exits=[Exit(code=3, when="before_bind", log=log)]), start=False, log_lines=10)
+    _fails_to_start(rig)
+    assert rig.worker.get_debug_info().get()["recent_logs"] == log[-10:]
+
+
+# ------------------------------------------------------------ stop
+
+STUBBORN = {
+    "obedient": Script(),
+    "ignores SIGTERM": Script(ignore_term=True),
+    "slow to end": Script(term_delay_s=60),
+    "children": Script(children=TREE),
+    "children that obey": Script(children=[Child(kind, ignore_term=False) for kind in ("group", "session", "daemon")]),
+    "children without output": Script(children=[Child(kind, keep_output=False) for kind in ("session", "daemon")]),
+    "children, ignores SIGTERM": Script(children=TREE * 3, ignore_term=True),
+    "floods its log": Script(floods=[Flood()]),
+    "floods its log, ignores SIGTERM": Script(floods=[Flood()], ignore_term=True),
+}
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["runs", "is SIGSTOPped"])
+@pytest.mark.parametrize("name", STUBBORN)
+def test_stop_leaves_nothing_within_the_grace_and_two_seconds(
+    make_worker: MakeWorker, leftovers: Leftovers, name: str, stopped: bool
+) -> None:
+    rig = make_worker(STUBBORN[name], slots=2, timeouts=fast_timeouts(stop_grace_s=GRACE_S))
+    streams = [rig.submit(*steps) for steps in ([Headers(), Tokens(1), WaitClose()], [Sleep(60)])]
+    rig.wait_text(streams[0], "tok")
+    pids = rig.pids()
+    if stopped:
+        os.kill(rig.status()["pid"], signal.SIGSTOP)
+    began_at = time.monotonic()
+    rig.worker.stop().get(timeout=WAIT_S)
+    assert time.monotonic() - began_at < GRACE_S + 2.0
+    assert not {pid for pid in pids if psutil.pid_exists(pid)}
+    assert rig.status()["state"] is WorkerState.STOPPED
+    assert "pid" not in rig.status()
+    assert [rig.ended(stream)["fail_reason"] for stream in streams] == ["worker_stopped"] * 2
+    rig.worker.close()
+    assert leftovers.wait_none() == []
+
+
+def test_an_obedient_server_is_not_killed(make_worker: MakeWorker) -> None:
+    rig = make_worker(timeouts=fast_timeouts(stop_grace_s=30.0))
+    open_stream = rig.submit(Headers(), Tokens(1), WaitClose())
+    rig.wait_text(open_stream, "tok")
+    rig.stop()
+    assert rig.journal.facts("exit", code=0)
+    assert rig.journal.facts("signal") == rig.journal.facts("signal", signal="SIGTERM")
+    closed, told = rig.journal.wait("client_closed"), rig.journal.wait("signal")
+    assert closed["at"] <= told["at"], "the server waits for open connections: they are closed first"
+
+
+def test_a_zero_grace_kills_at_once(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(ignore_term=True, children=TREE), timeouts=fast_timeouts(stop_grace_s=0.0))
+    rig.stop()
+    assert not rig.journal.facts("signal")
+    rig.wait_gone(0.0)
+
+
+def test_a_tree_that_outlives_its_root_is_ended(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(children=TREE, exits=[Exit(code=7, when="request")]), restart=RestartPolicy.never())
+    assert rig.run()["fail_reason"] == "server_died"
+    rig.wait_state(WorkerState.FAILED)
+    rig.wait_gone(5.0)
+
+
+def test_a_fork_bomb_of_daemons_is_ended(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(children=[Child("daemon")] * 25 + [Child("session")] * 25))
+    assert len(rig.pids()) == 52
+    rig.stop()
+    rig.wait_gone(0.0)
+
+
+def test_a_start_that_is_stopped_leaves_nothing(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(startup=Startup(load_s=None), children=TREE, ignore_term=True), start=False)
+    starting = rig.worker.start()
+    rig.journal.wait("child", timeout=WAIT_S, count=3)
+    rig.stop()
+    rig.wait_gone(0.0)
+    with pytest.raises(WorkerStartError) as failure:
+        starting.get(timeout=WAIT_S)
+    assert failure.value.reason is StartFailReason.STOPPED
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.01, 0.03, 0.06, 0.1, 0.2])
+def test_a_stop_at_any_moment_of_a_launch_leaves_nothing(
+    make_worker: MakeWorker, leftovers: Leftovers, wait_s: float
+) -> None:
+    rig = make_worker(Script(children=TREE, startup=Startup(load_s=None)), start=False)
+    starting = rig.worker.start()
+    time.sleep(wait_s)  # what is tested is a moment, not an outcome
+    rig.stop()
+    rig.wait_gone(0.0)
+    with pytest.raises(WorkerStartError) as failure:
+        starting.get(timeout=0)
+    assert failure.value.reason is StartFailReason.STOPPED
+    rig.worker.close()
+    assert leftovers.wait_none() == []
+
+
+def test_the_server_inherits_no_descriptor_of_the_host(make_worker: MakeWorker) -> None:
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    try:
+        rig = make_worker()
+        targets = {os.readlink(f"/proc/{rig.status()['pid']}/fd/{fd}") for fd in _fds(rig.status()["pid"])}
+        mine = os.readlink(f"/proc/self/fd/{write}")
+        assert mine not in targets
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def _fds(pid: int) -> list[str]:
+    return os.listdir(f"/proc/{pid}/fd")
+
+
+def test_the_executable_is_found_on_the_path_of_the_servers_own_environment(make_worker: MakeWorker) -> None:
+    name = os.path.basename(sys.executable)
+    rig = make_worker(start=False)
+    command = (name, *rig.config.server_cmd[1:])
+    other = make_worker(
+        start=False,
+        server_cmd=command,
+        port=rig.config.port,
+        env={"PATH": os.path.dirname(sys.executable)},
+    )
+    assert other.start()["state"] is WorkerState.READY

@@ -1,0 +1,129 @@
+"""The timer thread: deadlines in order, each once, and nothing that stops it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from queue import SimpleQueue
+
+import pytest
+
+from llama_worker.actors import timers
+from llama_worker.actors.timers import call_at
+
+TIMEOUT_S = 30.0
+
+
+def test_a_call_is_made_not_before_its_time_on_the_one_timer_thread() -> None:
+    called: SimpleQueue[tuple[float, str]] = SimpleQueue()
+    at = time.monotonic() + 0.05
+    call_at(at, lambda: called.put((time.monotonic(), threading.current_thread().name)))
+    made_at, thread = called.get(timeout=TIMEOUT_S)
+    assert made_at >= at
+    assert thread == "llama_worker-timers"
+
+
+def test_calls_are_made_in_the_order_of_their_deadlines() -> None:
+    called: SimpleQueue[int] = SimpleQueue()
+    now = time.monotonic()
+    for delay in (3, 1, 4, 2, 0):
+        call_at(now + 0.05 + delay / 100, lambda delay=delay: called.put(delay))  # type: ignore[misc]
+    assert [called.get(timeout=TIMEOUT_S) for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_equal_deadlines_keep_the_order_they_were_set_in() -> None:
+    called: SimpleQueue[int] = SimpleQueue()
+    at = time.monotonic() + 0.05
+    for number in range(20):
+        call_at(at, lambda number=number: called.put(number))  # type: ignore[misc]
+    assert [called.get(timeout=TIMEOUT_S) for _ in range(20)] == list(range(20))
+
+
+def test_a_past_deadline_is_due_at_once_also_behind_a_far_one() -> None:
+    far = call_at(time.monotonic() + 3600, lambda: None)
+    called = threading.Event()
+    call_at(time.monotonic() - 1, called.set)
+    assert called.wait(TIMEOUT_S)
+    far.cancel()
+
+
+def test_a_cancelled_call_is_not_made() -> None:
+    called: SimpleQueue[str] = SimpleQueue()
+    at = time.monotonic() + 0.05
+    cancelled = call_at(at, lambda: called.put("cancelled"))
+    call_at(at + 0.01, lambda: called.put("kept"))
+    cancelled.cancel()
+    cancelled.cancel()
+    assert called.get(timeout=TIMEOUT_S) == "kept"
+
+
+def test_a_failing_call_is_logged_and_the_next_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    def failing() -> None:
+        raise ValueError("mine")
+
+    called = threading.Event()
+    with caplog.at_level(logging.ERROR, logger="llama_worker.timers"):
+        call_at(time.monotonic(), failing)
+        call_at(time.monotonic() + 0.01, called.set)
+        assert called.wait(TIMEOUT_S)
+    assert "a timer's call failed" in caplog.text
+
+
+def test_a_deadline_beyond_what_the_platform_can_wait_for_does_not_stop_the_others() -> None:
+    never = call_at(time.monotonic() + 1e300, lambda: None)
+    ticked = threading.Event()
+    call_at(time.monotonic(), ticked.set)
+    assert ticked.wait(TIMEOUT_S)
+    again = threading.Event()  # by now the thread waits for the far one
+    call_at(time.monotonic() + 0.05, again.set)
+    assert again.wait(TIMEOUT_S)
+    never.cancel()
+
+
+def test_a_call_may_set_the_next() -> None:
+    done = threading.Event()
+
+    def step(left: int) -> None:
+        if left == 0:
+            done.set()
+        else:
+            call_at(time.monotonic(), lambda: step(left - 1))
+
+    step(50)
+    assert done.wait(TIMEOUT_S)
+
+
+def test_a_thread_of_its_own_holds_no_cancelled_timers() -> None:
+    own = timers.TimerThread()
+    kept = [own.call_at(time.monotonic() + 3600, lambda: None) for _ in range(100)]
+    for timer in kept:
+        timer.cancel()
+    with own._changed:
+        own._drop_cancelled()
+        assert own._heap == []
+    assert own._thread is not None
+    own._thread.name = "llama_worker-timers"  # it never ends, as the shared one
+
+
+def test_a_forked_child_has_timers_of_its_own() -> None:
+    call_at(time.monotonic(), lambda: None)  # the parent's thread exists
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            called = threading.Event()
+            call_at(time.monotonic(), called.set)
+            os.write(write, b"y" if called.wait(20) else b"n")
+        finally:
+            os._exit(0)
+    os.close(write)
+    alarm = call_at(time.monotonic() + TIMEOUT_S, lambda: os.kill(pid, signal.SIGKILL))
+    try:
+        assert os.read(read, 1) == b"y"
+    finally:
+        os.close(read)
+        os.waitpid(pid, 0)
+        alarm.cancel()

@@ -1,0 +1,957 @@
+"""Random faults and random callers against real workers on scripted servers, and what must hold all the same.
+
+A campaign is a row of episodes; each has one worker with a config of its own and several host threads. Every
+thread's actions are drawn before the episode begins, from the seed, the episode's and the thread's number alone:
+the same seed gives the same plan, whatever the machine's speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import random
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pykka
+
+from llama_worker import LlamaWorker, RestartPolicy, TimeoutProfile, WorkerClosed, WorkerConfig, WorkerStartError
+from llama_worker.actors.futures import WorkerFuture
+from llama_worker.actors.process import ProcessActor
+from llama_worker.actors.refs import HouseActor
+from llama_worker.actors.request import RequestActor
+from llama_worker.actors.tool_loop import ToolLoopActor
+from llama_worker.actors.transport import TransportActor
+from llama_worker.actors.watchdog import WatchdogActor
+from llama_worker.messages import RequestRecord, Submit
+from llama_worker.request_state import Request
+from llama_worker.types import RequestFailReason, RequestResult, RequestState, StartFailReason, WorkerState
+from tests import fake_script as fs
+from tests.chaos.replies import EXIT_TOOL, TOOLS, Plan, random_plan, tool_def
+from tests.conftest import Leftovers
+
+HOST = "127.0.0.1"
+ANSWER_S = 2.0  # every ordinary future
+GRACE_S = 0.3
+ABSOLUTE_S = 5.0
+MARGIN_S = 3.0  # for a machine whose cores are all busy, on top of what is promised
+REQUEST_S = ABSOLUTE_S + 1.0 + MARGIN_S
+STOP_S = GRACE_S + 2.0 + MARGIN_S
+START_S = 30.0
+CLOSED_CONNECTION_S = 2.0 + MARGIN_S  # the reader thread of a request that has ended is gone
+GROWTH_LIMIT_BYTES = 24 << 20
+THREADS = 4
+STEPS_PER_EPISODE = 200
+
+# What any request may fail with while others kill, stop and stall the server.
+_WEATHER = frozenset(
+    {
+        RequestFailReason.WORKER_RESTARTED,
+        RequestFailReason.WORKER_STOPPED,
+        RequestFailReason.SERVER_DIED,
+        RequestFailReason.CONNECT_FAILED,
+        RequestFailReason.HEADERS_TIMEOUT,
+        RequestFailReason.TTFT_TIMEOUT,
+        RequestFailReason.STALL_TIMEOUT,
+        RequestFailReason.ABSOLUTE_TIMEOUT,
+        RequestFailReason.STREAM_DISCONNECTED,
+    }
+)
+_INNER_ACTORS: tuple[type[HouseActor[Any]], ...] = (
+    ProcessActor,
+    TransportActor,
+    ToolLoopActor,
+    WatchdogActor,
+    RequestActor,
+)
+T = TypeVar("T")
+
+
+class Violation(AssertionError):
+    """Something that must hold did not."""
+
+
+class _Poison:
+    """A message that no actor knows; an inner actor dies of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of a host thread. `where` chooses among what there is by then, from 0 up to 1."""
+
+    name: str
+    where: float
+    plan: Plan | None = None
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Tracked:
+    """What the callers know of one admitted request."""
+
+    plan: Plan
+    request_id: int
+    admitted_at: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    text: str = ""
+    reasoning: str = ""
+    cancel_called: bool = False
+    ending: tuple[Any, ...] | None = None
+    result: RequestResult | None = None
+    ended_by: float | None = None  # known to have ended at this instant
+    may_be_taken: bool = False
+    surely_taken: bool = False
+
+
+class _Tools:
+    """The host's tools. `release` lets the hanging ones return."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+        match name:
+            case "boom":
+                raise RuntimeError("boom")
+            case "slow":
+                self.released.wait(60.0)
+            case "odd":
+                return {1, 2}
+        return {"for": job_name, **arguments}
+
+
+class Campaign:
+    """See the module. `run` raises Violation at the first thing that is wrong."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        take_port: Callable[[], int],
+        steps: int | None = None,
+        seconds: float | None = None,
+        say: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self.endings: Counter[str] = Counter()
+        self.actions: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        self.restarts: Counter[str] = Counter()
+        self.steps_done = 0
+        self._seed = seed
+        self._steps = steps
+        self._seconds = seconds
+        self._take_port = take_port
+        self._say = say
+        self._memory_bytes: list[int] = []
+
+    def run(self) -> None:
+        """Episode after episode, until the steps or the seconds are used up."""
+        with _quiet(), tempfile.TemporaryDirectory(prefix="llama_worker-chaos-") as folder:
+            end_at = time.monotonic() + self._seconds if self._seconds is not None else float("inf")
+            number = 0
+            while time.monotonic() < end_at and (self._steps is None or self.steps_done < self._steps):
+                left = STEPS_PER_EPISODE if self._steps is None else self._steps - self.steps_done
+                number += 1
+                port = self._take_port()
+                episode = Episode(self._seed, number, min(left, STEPS_PER_EPISODE), port, Path(folder), end_at)
+                self._run_episode(episode, number)
+            self._check_memory()
+
+    def _run_episode(self, episode: Episode, number: int) -> None:
+        before = Leftovers()
+        began_at = time.monotonic()
+        try:
+            episode.run()
+            left = before.wait_none(5.0 + MARGIN_S)
+            if left:
+                raise Violation(f"left behind after {episode.end}: {left}")
+        except Violation as violation:
+            recent = "\n  ".join(episode.recent())
+            raise Violation(
+                f"seed {self._seed}, episode {number}, step {self.steps_done + episode.steps_done}: {violation}\n"
+                f"{episode.description}\nrecent events:\n  {recent}"
+            ) from violation
+        for counted, total in (
+            (episode.endings, self.endings),
+            (episode.actions, self.actions),
+            (episode.kinds, self.kinds),
+            (episode.restarts, self.restarts),
+        ):
+            total.update(counted)
+        self.steps_done += episode.steps_done
+        took_s = time.monotonic() - began_at
+        self._say(f"episode {number}: {episode.steps_done} steps, {took_s:.1f} s; {episode.description}")
+        del episode
+        self._check_nothing_lives()
+        self._memory_bytes.append(psutil.Process().memory_info().rss)
+
+    def _check_nothing_lives(self) -> None:
+        """No object of a closed worker is reachable any more."""
+        end_at = time.monotonic() + ANSWER_S + MARGIN_S
+        while True:
+            gc.collect()
+            alive = Counter(
+                type(thing).__name__
+                for thing in gc.get_objects()
+                if isinstance(thing, (HouseActor, WorkerFuture, Request, RequestRecord))
+            )
+            if not alive:
+                return
+            if time.monotonic() > end_at:
+                raise Violation(f"seed {self._seed}: still alive after the worker was closed: {dict(alive)}")
+            time.sleep(0.05)
+
+    def _check_memory(self) -> None:
+        """The last third of the campaign needs no more memory than the first, warmed up."""
+        seen = self._memory_bytes[1:]
+        if len(seen) < 6:
+            return
+        third = len(seen) // 3
+        growth = statistics.median(seen[-third:]) - statistics.median(seen[:third])
+        self._say(f"memory: {seen[0] >> 20} MiB early, {seen[-1] >> 20} MiB late")
+        if growth > GROWTH_LIMIT_BYTES:
+            raise Violation(f"seed {self._seed}: memory grew by {growth / (1 << 20):.1f} MiB: {seen}")
+
+    def report(self) -> str:
+        """How often what happened, for a person."""
+        tables = {
+            "endings": self.endings,
+            "replies": self.kinds,
+            "actions": self.actions,
+            "restarts": self.restarts,
+        }
+        lines = [f"{self.steps_done} steps, seed {self._seed}"]
+        for title, counts in tables.items():
+            lines.append(f"{title}: " + ", ".join(f"{name} {count}" for name, count in counts.most_common()))
+        return "\n".join(lines)
+
+
+class Episode:
+    """One worker, from construction to the last look for leftovers."""
+
+    def __init__(self, seed: int, number: int, steps: int, port: int, folder: Path, end_at: float) -> None:
+        rng = random.Random(f"{seed}.{number}")
+        self.endings: Counter[str] = Counter()
+        self.actions: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        self.restarts: Counter[str] = Counter()
+        self.steps_done = 0
+        self.end = rng.choice(["drain and close", "stop and close", "close", "close under fire", "crash", "lost handle"])
+        self._end_at = end_at
+        self._tools = _Tools()
+        self._journal = fs.Journal(folder / f"journal-{number}")
+        self._port = port
+        self._guard_faults = rng.random() < 0.7
+        self._ttl_s = rng.choice([None, None, None, 0.5])
+        self._bios_fails = rng.random() < 0.2
+        self._config = self._make_config(rng, folder / f"launches-{number}")
+        self._plans = [
+            _draw_actions(random.Random(f"{seed}.{number}.{thread}"), f"e{number}t{thread}", steps // THREADS or 1)
+            for thread in range(THREADS)
+        ]
+        self._lock = threading.Lock()
+        self._tracked: dict[int, Tracked] = {}
+        self._held: list[tuple[Tracked, WorkerFuture[Any]]] = []
+        self._recent: deque[str] = deque(maxlen=80)
+        self._closing = threading.Event()
+        self._violation: Violation | None = None
+        self._worker: LlamaWorker | None = LlamaWorker(self._config)
+        self._last_events: list[str] = []
+
+    # ------------------------------------------------------------ the plan
+
+    def _make_config(self, rng: random.Random, state_file: Path) -> WorkerConfig:
+        slots = rng.randint(1, 4)
+        timeouts = TimeoutProfile(
+            connect_timeout_s=1.0,
+            headers_timeout_s=0.8,
+            ttft_timeout_s=rng.choice([None, None, 1.0]),
+            prefill_liveness_timeout_s=0.8,
+            idle_stream_timeout_s=0.8,
+            absolute_timeout_s=ABSOLUTE_S,
+            silent_work_timeout_s=1.5,
+            liveness_probe_interval_s=0.2,
+            startup_timeout_s=2.5,
+            stop_grace_s=GRACE_S,
+            health_probe_interval_s=rng.choice([None, 0.3]),
+            health_failures_before_restart=2,
+        )
+        restart = RestartPolicy(
+            restart_backoff_s=rng.choice([0.0, 0.05]),
+            backoff_max_s=0.2,
+            restart_window_s=30.0,
+            max_restarts_per_window=rng.choice([0, 2, 1000, 1000, 1000]),
+            restart_on_stall=rng.random() < 0.8,
+            transport_failures_before_restart=rng.choice([2, 4, 8]),
+            server_errors_before_restart=rng.choice([3, 6]),
+        )
+        self.description = (
+            f"{slots} slots, {restart.max_restarts_per_window} restarts, ttl {self._ttl_s}, "
+            f"health {timeouts.health_probe_interval_s}, end: {self.end}"
+        )
+        bios: dict[str, Any] = {"bios_provider": _failing_bios()} if self._bios_fails else {}
+        return WorkerConfig(
+            name="chaos",
+            host=HOST,
+            port=self._port,
+            slots=slots,
+            server_cmd=fs.fake_server_cmd(
+                self._make_script(rng, state_file), host=HOST, port=self._port, slots=slots, journal=self._journal.path
+            ),
+            timeouts=timeouts,
+            restart=restart,
+            normal_tools=[tool_def(name) for name in TOOLS],
+            exit_tools=[tool_def(EXIT_TOOL)],
+            tool_runner=self._tools,
+            max_tool_iterations=3,
+            tool_timeout_s=0.4,
+            tool_call_mode=rng.choice(["auto", "native"]),
+            result_ttl_s=self._ttl_s,
+            log_lines=rng.choice([1, 50, 500]),
+            **bios,
+        )
+
+    def _make_script(self, rng: random.Random, state_file: Path) -> fs.Script:
+        children = () if self._guard_faults else rng.choice([(), (fs.Child("group"), fs.Child("daemon"))])
+
+        def good() -> fs.Script:
+            return fs.Script(
+                children=children,
+                floods=rng.choice([(), (), (fs.Flood(lines_per_s=200),)]),
+                ignore_term=rng.random() < 0.2,
+                term_waits=rng.random() < 0.8,
+                term_delay_s=rng.choice([0.0, 0.0, 0.1, 1.0]),
+                startup=fs.Startup(load_s=rng.choice([0.0, 0.0, 0.2])),
+                lifetime_s=300.0,
+            )
+
+        def bad() -> fs.Script:
+            return rng.choice(
+                [
+                    fs.Script(exits=[fs.Exit(1, "before_bind", ["no such model"])]),
+                    fs.Script(exits=[fs.Exit(-11, "after_bind")]),
+                    fs.Script(exits=[fs.Exit(2, "after_s", after_s=0.5)]),
+                    fs.Script(exits=[fs.Exit(1, "request", request=3)]),
+                    fs.Script(models=[fs.Answer(text="no JSON")], lifetime_s=300.0),
+                    fs.Script(startup=fs.Startup(never_bind=True), lifetime_s=300.0),
+                    fs.Script(startup=fs.Startup(load_s=None), lifetime_s=300.0),
+                ]
+            )
+
+        launches = [good(), *(bad() if rng.random() < 0.2 else good() for _ in range(8)), good()]
+        return fs.Script(launches=launches, state_file=state_file)
+
+    # ------------------------------------------------------------ the course
+
+    def run(self) -> None:
+        """Raises Violation."""
+        self._start()
+        threads = [
+            threading.Thread(target=self._guarded, args=(self._act_all, plan), name=f"chaos-{index}")
+            for index, plan in enumerate(self._plans)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            if self.end == "close under fire":
+                while self.steps_done < sum(map(len, self._plans)) / 2 and any(t.is_alive() for t in threads):
+                    time.sleep(0.01)
+                self._guarded(self._close)
+        finally:
+            for thread in threads:
+                thread.join()
+        self._guarded(self._finish)
+        self._tools.released.set()
+        if self._violation is not None:
+            raise self._violation
+        self._held.clear()
+        self._worker = None
+        self._check_journal()
+        self._tracked.clear()
+
+    def recent(self) -> list[str]:
+        """The last steps, and what the worker noted, for a person."""
+        return [*self._recent, "-- the worker's own:", *self._last_events]
+
+    @property
+    def worker(self) -> LlamaWorker:
+        assert self._worker is not None
+        return self._worker
+
+    def _guarded(self, call: Callable[..., object], *args: object) -> None:
+        """Run it; the first violation is kept, and ends the other threads."""
+        try:
+            call(*args)
+        except Exception as error:
+            violation = error if isinstance(error, Violation) else Violation(f"{type(error).__name__}: {error}")
+            violation.__cause__ = None if violation is error else error
+            with self._lock:
+                first = self._violation is None
+                self._violation = self._violation or violation
+            if first:
+                self._note(f"VIOLATION {violation}")
+                with contextlib.suppress(Exception):
+                    info = self.worker.get_debug_info().get(timeout=1.0)
+                    self._last_events = [str(event) for event in info["recent_events"][-60:]]
+                    self._last_events += [f"log: {line}" for line in info["recent_logs"][-10:]]
+            self._tools.released.set()
+            with contextlib.suppress(Exception):
+                self.worker.close()
+
+    def _act_all(self, plan: Sequence[Action]) -> None:
+        for action in plan:
+            if self._violation is not None or time.monotonic() > self._end_at:
+                return
+            try:
+                self._act(action)
+                self._check_worker()
+            except WorkerClosed:
+                if not self._closing.is_set():
+                    raise Violation(f"WorkerClosed from {action.name} before close()") from None
+                return
+            with self._lock:
+                self.steps_done += 1
+                self.actions[action.name] += 1
+
+    def _act(self, action: Action) -> None:
+        match action.name:
+            case "submit":
+                assert action.plan is not None
+                self._submit(action.plan)
+            case "pause":
+                threading.Event().wait(action.seconds)
+            case "start":
+                self._start()
+            case "stop":
+                self._stop()
+            case "start and stop":
+                starting = self.worker.start()
+                self._stop()
+                self._take_start(starting)
+            case "debug info":
+                self._take(self.worker.get_debug_info(), "get_debug_info")
+            case "kill server" | "stop server" | "continue server" | "terminate server" | "kill guard" | "stop guard":
+                self._signal(action.name)
+            case "stranger on the port":
+                self._occupy_port(action.seconds)
+            case "poison":
+                self._poison(action.where)
+            case _:
+                with self._lock:
+                    known = list(self._tracked.values())
+                if known:
+                    near_the_end = int(len(known) * (1 - action.where**3))
+                    self._about(action, known[min(near_the_end, len(known) - 1)])
+
+    def _about(self, action: Action, tracked: Tracked) -> None:
+        match action.name:
+            case "cancel":
+                self._cancel(tracked)
+            case "status":
+                self._status(tracked)
+            case "read":
+                self._read(tracked)
+            case "result":
+                self._result(tracked, action.seconds)
+            case "hold result":
+                with self._lock:
+                    self._held.append((tracked, self.worker.result(tracked.request_id)))
+                    tracked.may_be_taken = True
+            case "get result":
+                self._get_result(tracked)
+            case _:
+                raise ValueError(action.name)
+
+    # ------------------------------------------------------------ actions
+
+    def _submit(self, plan: Plan) -> None:
+        before = time.monotonic()
+        params = {"fake_script": fs.steps_json(*plan.steps)}
+        key = _key(plan)
+        answer = self._take(self.worker.submit(key, "", f"prompt of {key}", params=params), "submit")
+        if not answer["ok"]:
+            self.endings[f"refused: {answer['error']}"] += 1
+            if answer["error"] != "NO_SLOT_AVAILABLE" and random.Random(key).random() < 0.5:
+                self._start()
+            else:
+                threading.Event().wait(0.1)
+            return
+        tracked = Tracked(plan, answer["request_id"], before)
+        self.kinds[plan.kind] += 1
+        with self._lock:
+            if tracked.request_id in self._tracked:
+                raise Violation(f"request id {tracked.request_id} was given twice")
+            self._tracked[tracked.request_id] = tracked
+        self._note(f"submit {plan.kind!r}: request {tracked.request_id}")
+
+    def _cancel(self, tracked: Tracked) -> None:
+        ended = tracked.ending is not None
+        tracked.cancel_called = True
+        canceled = self._take(self.worker.cancel(tracked.request_id), "cancel")
+        self._note(f"cancel {tracked.request_id}: {canceled}")
+        if canceled and ended:
+            raise Violation(f"cancel of request {tracked.request_id}, which had ended, was True")
+        status = self._status(tracked)
+        if status is not None and not RequestState(status["state"]).is_terminal:
+            raise Violation(f"request {tracked.request_id} runs on after cancel() said {canceled}: {status}")
+        if status is not None and canceled and status["state"] is not RequestState.CANCELED:
+            raise Violation(f"cancel() was True, and request {tracked.request_id} is {status}")
+
+    def _status(self, tracked: Tracked) -> dict[str, Any] | None:
+        """The status; None where it is not there any more."""
+        gone = tracked.surely_taken
+        ended = tracked.ending is not None
+        shown = len(tracked.text)
+        status: Any = self._take(self.worker.get_status(tracked.request_id), "get_status")
+        if not self._is_there(status, tracked, gone):
+            return None
+        if status["output_chars"] < shown:
+            raise Violation(f"request {tracked.request_id} showed {shown} characters, and now {status}")
+        if RequestState(status["state"]).is_terminal:
+            self._ended(tracked, status)
+        elif ended:
+            raise Violation(f"request {tracked.request_id} had ended as {tracked.ending}, and now {status}")
+        elif time.monotonic() - tracked.admitted_at > REQUEST_S:
+            raise Violation(f"request {tracked.request_id} ({tracked.plan.kind}) is still {status}")
+        return dict(status)
+
+    def _read(self, tracked: Tracked) -> None:
+        gone = tracked.surely_taken
+        text, reasoning = tracked.text, tracked.reasoning
+        future = self.worker.read_output(
+            tracked.request_id, text_offset=len(text), reasoning_offset=len(reasoning)
+        )
+        chunk: Any = self._take(future, "read_output")
+        if self._is_there(chunk, tracked, gone):
+            self._saw(tracked, text + chunk["text"], reasoning + chunk["reasoning"], at_least=(text, reasoning))
+            if chunk["text_offset"] != len(text + chunk["text"]):
+                raise Violation(f"text_offset of request {tracked.request_id}: {chunk}")
+
+    def _result(self, tracked: Tracked, seconds: float) -> None:
+        gone = tracked.surely_taken
+        tracked.may_be_taken = True
+        try:
+            result: Any = self.worker.result(tracked.request_id).get(timeout=seconds)
+        except pykka.Timeout:
+            return
+        self._took(tracked, result, gone)
+
+    def _get_result(self, tracked: Tracked) -> None:
+        gone = tracked.surely_taken
+        if tracked.ending is not None or tracked.plan.kind == "plain":
+            tracked.may_be_taken = True
+        elif (status := self._status(tracked)) is None or not RequestState(status["state"]).is_terminal:
+            return
+        tracked.may_be_taken = True
+        result: Any = self._take(self.worker.get_result(tracked.request_id), "get_result")
+        if result.get("error") != "NOT_READY":
+            self._took(tracked, result, gone)
+
+    def _took(self, tracked: Tracked, result: Any, gone: bool) -> None:
+        if self._is_there(result, tracked, gone):
+            tracked.surely_taken = True
+            self._saw(tracked, result["text"], result["reasoning"], at_least=(tracked.text, tracked.reasoning))
+            self._ended(tracked, result)
+
+    def _start(self) -> None:
+        self._take_start(self.worker.start())
+
+    def _take_start(self, future: WorkerFuture[Any]) -> None:
+        try:
+            status = self._take(future, "start", START_S)
+        except WorkerStartError as error:
+            self.endings[f"start: {error.reason}"] += 1
+            self._note(f"start: {error.reason}")
+            if not isinstance(error.reason, StartFailReason):
+                raise Violation(f"start() failed with {error!r}") from error
+            return
+        self._note(f"start: {status['state']}, pid {status.get('pid')}")
+        if status["state"] is not WorkerState.READY:
+            raise Violation(f"start() resolved with {status}")
+
+    def _stop(self) -> None:
+        self._take(self.worker.stop(), "stop", STOP_S)
+        self._note("stopped")
+
+    def _signal(self, name: str) -> None:
+        pid = self._take(self.worker.get_worker_status(), "get_worker_status").get("pid")
+        if pid is None:
+            return
+        verb, whom = name.split()
+        if whom == "guard" and not self._guard_faults:
+            return
+        number = {"kill": "SIGKILL", "stop": "SIGSTOP", "continue": "SIGCONT", "terminate": "SIGTERM"}[verb]
+        try:
+            server = psutil.Process(pid)
+            if "fake_llama_server" not in " ".join(server.cmdline()):
+                return  # the pid has gone to somebody else
+            victim = server.parent() if whom == "guard" else server
+            if victim is not None and (whom == "server" or victim.ppid() == os.getpid()):
+                victim.send_signal(signal.Signals[number])
+                self._note(f"{name} {victim.pid}")
+        except psutil.Error:
+            return
+
+    def _occupy_port(self, seconds: float) -> None:
+        with socket.socket() as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                stranger.bind((HOST, self._port))
+                stranger.listen()
+            except OSError:
+                return
+            self._note("a stranger listens")
+            threading.Event().wait(seconds)
+
+    def _poison(self, where: float) -> None:
+        kind = _INNER_ACTORS[int(where * len(_INNER_ACTORS))]
+        refs = pykka.ActorRegistry.get_by_class(kind)
+        if refs:
+            self._note(f"poison for {kind.__name__}")
+            with contextlib.suppress(pykka.ActorDeadError):
+                refs[int(where * 1000) % len(refs)].tell(_Poison())
+
+    # ------------------------------------------------------------ what must hold
+
+    def _take(self, future: WorkerFuture[T], what: str, bound_s: float = ANSWER_S) -> T:
+        asked_at = time.monotonic()
+        try:
+            return future.get(timeout=bound_s)
+        except pykka.Timeout:
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+            late = "never"
+            with contextlib.suppress(pykka.Timeout, WorkerClosed, WorkerStartError):
+                future.get(timeout=20.0)
+                late = f"after {time.monotonic() - asked_at:.1f} s"
+            raise Violation(f"{what} unanswered within {bound_s} s (answered: {late})") from None
+
+    def _is_there(self, answer: Any, tracked: Tracked, gone: bool) -> bool:
+        """False for a legitimate NOT_FOUND."""
+        if answer["ok"]:
+            if gone:
+                raise Violation(f"request {tracked.request_id} was taken, and now: {answer}")
+            if answer.get("request_id", tracked.request_id) != tracked.request_id:
+                raise Violation(f"asked for request {tracked.request_id}: {answer}")
+            return True
+        if answer["error"] != "NOT_FOUND" or not (tracked.may_be_taken or self._ttl_s is not None):
+            raise Violation(f"request {tracked.request_id}, which nobody took: {answer}")
+        return False
+
+    def _saw(self, tracked: Tracked, text: str, reasoning: str, at_least: tuple[str, str]) -> None:
+        """Output only grows, and is what the server was told to send."""
+        whole = (tracked.plan.text, tracked.plan.reasoning)
+        for seen, plan, before in zip((text, reasoning), whole, at_least, strict=True):
+            if not plan.startswith(seen):
+                raise Violation(
+                    f"request {tracked.request_id} ({tracked.plan.kind}): {seen[-300:]!r} is no beginning of"
+                    f" {plan[: len(seen) + 40][-300:]!r}"
+                )
+            if len(seen) < len(before):
+                raise Violation(f"request {tracked.request_id}: {len(before)} characters became {len(seen)}")
+        with tracked.lock:
+            tracked.text = max(tracked.text, text, key=len)
+            tracked.reasoning = max(tracked.reasoning, reasoning, key=len)
+
+    def _ended(self, tracked: Tracked, seen: Any) -> None:
+        """A terminal state was seen: it is the same for everybody, and one that may come of this."""
+        ending = (seen["state"], seen.get("fail_reason"), seen.get("fail_detail"))
+        with tracked.lock:
+            first = tracked.ending is None
+            tracked.ending = tracked.ending or ending
+            tracked.ended_by = tracked.ended_by or time.monotonic()
+            if "text" in seen and tracked.result is None:
+                tracked.result = seen
+                if len(tracked.text) > len(seen["text"]):
+                    raise Violation(f"request {tracked.request_id} ended with less text than it had shown")
+        if tracked.ending != ending:
+            raise Violation(f"request {tracked.request_id} ended as {tracked.ending} and as {ending}")
+        if first:
+            state, reason, detail = ending
+            self.endings[f"{state}" + (f": {reason}" if state is RequestState.FAILED else "")] += 1
+            self._note(f"request {tracked.request_id} ({tracked.plan.kind}): {state} {reason or ''} {detail or ''}")
+            self._check_ending(tracked, state, reason, detail)
+
+    def _check_ending(self, tracked: Tracked, state: RequestState, reason: Any, detail: str | None) -> None:
+        plan = tracked.plan
+        if state is RequestState.COMPLETED:
+            allowed = plan.completes
+        elif state is RequestState.CANCELED:
+            allowed = tracked.cancel_called
+        elif reason is RequestFailReason.UNKNOWN_ERROR:
+            allowed = "Poison" in str(detail)
+        elif reason is RequestFailReason.PROMPT_ERROR:
+            allowed = self._bios_fails
+        else:
+            allowed = reason in plan.reasons or reason in _WEATHER
+        if not allowed:
+            raise Violation(f"request {tracked.request_id} ({plan.kind}) ended as {state}, {reason}: {detail}")
+
+    def _check_worker(self) -> None:
+        """Slots are held by the running requests and by nobody else; connections by nobody who has ended."""
+        with self._lock:
+            known = list(self._tracked.values())
+        ended = {tracked.request_id for tracked in known if tracked.ending is not None}
+        status = self._take(self.worker.get_worker_status(), "get_worker_status")
+        active = status["active_request_ids"]
+        if not status["slots_used"] == len(active) == len(status["active_jobs"]) <= status["slots_total"]:
+            raise Violation(f"slots do not add up: {status}")
+        if ended & set(active):
+            raise Violation(f"requests {ended & set(active)} have ended and hold slots: {status}")
+        for tracked in known:
+            if tracked.request_id in active and time.monotonic() - tracked.admitted_at > REQUEST_S:
+                raise Violation(f"request {tracked.request_id} ({tracked.plan.kind}) still runs: {status}")
+        # Whoever is seen running afterwards was running at that instant, too.
+        for tracked in known[-3:]:
+            if tracked.request_id not in active and tracked.ending is None:
+                state = self._status(tracked)
+                if state is not None and not RequestState(state["state"]).is_terminal:
+                    raise Violation(f"request {tracked.request_id} runs without a slot: {status}, {state}")
+        now = time.monotonic()
+        late = {
+            f"llama_worker-chaos-stream-{tracked.request_id}."
+            for tracked in known
+            if tracked.ended_by is not None and now - tracked.ended_by > CLOSED_CONNECTION_S
+        }
+        for thread in threading.enumerate():
+            if thread.name.rpartition(".")[0] + "." in late:
+                raise Violation(f"the request has ended, and its connection is open: {thread.name}")
+
+    # ------------------------------------------------------------ the end
+
+    def _finish(self) -> None:
+        if self._closing.is_set() or self._violation is not None:
+            self._check_closed()
+            return
+        if self.end == "drain and close":
+            self._drain(REQUEST_S)
+        if self.end in ("crash", "lost handle"):
+            self._stop_and_count()
+            self._abandon()
+            return
+        self._stop_and_count()
+        self._close()
+        self._check_closed()
+
+    def _stop_and_count(self) -> None:
+        """After `stop()` every request has its record, and every record is there for whom it is due."""
+        self._stop()
+        status = self._take(self.worker.get_worker_status(), "get_worker_status")
+        if status["state"] is not WorkerState.STOPPED or status["slots_used"]:
+            raise Violation(f"after stop(): {status}")
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+        if _own_tree(children):
+            raise Violation(f"after stop() these processes are left: {_own_tree(children)}")
+        for restart in self._take(self.worker.get_debug_info(), "get_debug_info")["recent_restarts"]:
+            self.restarts[restart["reason"]] += 1
+        self._drain(ANSWER_S)
+
+    def _drain(self, bound_s: float) -> None:
+        """Take what is left, also by the futures that were held back."""
+        with self._lock:
+            held, self._held = self._held, []
+        end_at = time.monotonic() + bound_s
+        for tracked, future in held:
+            result: Any = self._take(future, "result", max(0.1, end_at - time.monotonic()))
+            if self._is_there(result, tracked, False):
+                tracked.surely_taken = True
+                self._saw(tracked, result["text"], result["reasoning"], at_least=("", ""))
+                self._ended(tracked, result)
+        for tracked in list(self._tracked.values()):
+            gone = tracked.surely_taken
+            tracked.may_be_taken = tracked.may_be_taken or gone
+            answer: Any = self._take(
+                self.worker.result(tracked.request_id), "result", max(0.1, end_at - time.monotonic())
+            )
+            if self._is_there(answer, tracked, gone):
+                tracked.may_be_taken = True
+            self._took(tracked, answer, gone)
+            if tracked.surely_taken:
+                told: Any = self._take(self.worker.get_result(tracked.request_id), "get_result")
+                if told != {"ok": False, "error": "NOT_FOUND"}:
+                    raise Violation(f"request {tracked.request_id} was taken, and get_result says {told}")
+
+    def _abandon(self) -> None:
+        """The worker's own actor dies, or the handle is forgotten, with a server running and requests in flight."""
+        starting = self.worker.start()
+        with contextlib.suppress(WorkerStartError):
+            self._take(starting, "start", START_S)
+        self._closing.set()
+        submitting = self.worker.submit("last", "", "", params={"fake_script": fs.steps_json(fs.WaitClose())})
+        self._take(submitting, "submit")
+        if self.end == "lost handle":
+            del starting, submitting
+            self._worker = None  # the leftovers are looked for by the campaign
+            return
+        waiting = self.worker.start()
+        self.worker.actor_ref.tell(Submit(submission=None, reply=None))  # type: ignore[arg-type]
+        with contextlib.suppress(WorkerStartError, WorkerClosed):
+            self._take(waiting, "start", START_S)
+        self._close()
+        self._check_closed()
+
+    def _close(self) -> None:
+        self._closing.set()
+        began_at = time.monotonic()
+        self.worker.close()
+        took_s = time.monotonic() - began_at
+        self._note(f"closed in {took_s:.2f} s")
+        if took_s > STOP_S + ANSWER_S:
+            raise Violation(f"close() took {took_s:.1f} s")
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+        if _own_tree(children):
+            raise Violation(f"after close() these processes are left: {_own_tree(children)}")
+
+    def _check_closed(self) -> None:
+        """Nobody waits for ever, and every call says so."""
+        with self._lock:
+            held, self._held = self._held, []
+        for tracked, future in held:
+            try:
+                result = self._take(future, "result")
+            except WorkerClosed:
+                continue
+            if result["ok"]:
+                self._saw(tracked, result["text"], result["reasoning"], at_least=("", ""))
+                self._ended(tracked, result)
+        for call in (self.worker.start, self.worker.stop, self.worker.get_worker_status):
+            try:
+                call()
+            except WorkerClosed:
+                continue
+            raise Violation(f"{call.__name__} works after close()")
+
+    def _check_journal(self) -> None:
+        """What the servers wrote down: nothing was received that was not sent, nothing lost before a regular end."""
+        sent = _replies_seen(self._journal)
+        self._journal.path.unlink(missing_ok=True)
+        for tracked in self._tracked.values():
+            key, result = _key(tracked.plan), tracked.result
+            if result is None:
+                continue
+            replies = sent.get(key, [])
+            said = result["text"] + result["reasoning"]
+            if said and not replies:
+                raise Violation(f"request {tracked.request_id} has text, and no server was asked: {result}")
+            reason = result.get("fail_reason")
+            by_itself = result["state"] is RequestState.COMPLETED or reason in tracked.plan.reasons - _WEATHER
+            if reason is RequestFailReason.STREAM_DISCONNECTED and replies:
+                by_itself = replies[-1] == ("complete" if tracked.plan.kind == "no ending" else "fin")
+            plan = tracked.plan
+            if by_itself and plan.sent_whole and said != plan.text + plan.reasoning:
+                raise Violation(
+                    f"request {tracked.request_id} ({plan.kind}, {result['state']}, {reason}) lost output:"
+                    f" {len(said)} of {len(plan.text + plan.reasoning)} characters; replies {replies}"
+                )
+            if plan.kind == "exit call" and result["state"] is RequestState.COMPLETED and len(result["signals"]) != 1:
+                raise Violation(f"request {tracked.request_id} has the signals {result['signals']}")
+
+    def _note(self, line: str) -> None:
+        self._recent.append(f"{time.monotonic():.3f} {threading.current_thread().name}: {line}")
+
+
+def _draw_actions(rng: random.Random, key: str, count: int) -> list[Action]:
+    """One thread's plan."""
+    weights = {
+        "submit": 40,
+        "pause": 14,
+        "status": 8,
+        "read": 14,
+        "result": 12,
+        "hold result": 2,
+        "get result": 6,
+        "cancel": 6,
+        "debug info": 1,
+        "start": 1.0,
+        "stop": 0.3,
+        "start and stop": 0.15,
+        "kill server": 0.4,
+        "stop server": 0.3,
+        "continue server": 1.0,
+        "terminate server": 0.15,
+        "kill guard": 0.15,
+        "stop guard": 0.1,
+        "stranger on the port": 0.4,
+        "poison": 0.4,
+    }
+    names = rng.choices(list(weights), weights=list(weights.values()), k=count)
+    actions = []
+    for index, name in enumerate(names):
+        plan = random_plan(rng, f"{key}n{index}") if name == "submit" else None
+        actions.append(Action(name, rng.random(), plan, rng.choice([0.0, 0.01, 0.1, 0.4])))
+    return actions
+
+
+def _key(plan: Plan) -> str:
+    note = plan.steps[0]
+    assert isinstance(note, fs.Note)
+    return note.name
+
+
+def _replies_seen(journal: fs.Journal) -> dict[str, list[str]]:
+    """How each request's replies ended, in order; one without an end was cut off by the server's death."""
+    found: dict[str, list[str]] = {}
+    keys: dict[int, str] = {}  # of this launch
+    for fact in journal.facts():
+        match fact["fact"]:
+            case "launched":
+                keys = {}
+            case "script_error":
+                raise Violation(f"the campaign's own mistake: {fact}")
+            case "note" if fact["n"] not in keys:
+                keys[fact["n"]] = fact["name"]
+                found.setdefault(fact["name"], []).append("cut off")
+            case "reply_ended" if fact["n"] in keys:
+                found[keys[fact["n"]]][-1] = fact["how"]
+    return found
+
+
+def _own_tree(pids: Sequence[int]) -> list[int]:
+    """Those that are a scripted server, its children or its guard; zombies too."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            command = " ".join(process.cmdline())
+            if process.status() == psutil.STATUS_ZOMBIE or "fake_llama_server" in command:
+                found.append(pid)
+    return found
+
+
+def _failing_bios() -> Callable[[Any], str]:
+    """A provider that raises at every ninth call."""
+    calls = iter(range(1, 1 << 30))
+
+    def provide(_context: Any) -> str:
+        if next(calls) % 9 == 0:
+            raise RuntimeError("no BIOS today")
+        return "BIOS"
+
+    return provide
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Errors are expected here, and looked at in other ways."""
+    loggers = [logging.getLogger(name) for name in ("pykka", "llama_worker")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,78 @@
+"""Runs the scenarios and shows what became of them: python -m tests.scenarios [-j N] [WORD ...]
+
+With words, only those scenarios whose group or name holds one of them. Exit code 1 unless every one was as due.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections import Counter
+
+from tests.scenarios.cases import GROUPS
+from tests.scenarios.ports import held_ports
+from tests.scenarios.runner import Report, run_all
+from tests.scenarios.scenario import Found, Truth
+
+
+def main() -> int:
+    """Run, show, judge."""
+    parser = argparse.ArgumentParser(prog="python -m tests.scenarios", description=__doc__)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-j", "--jobs", type=int, default=8, help="so many side by side (default: 8)")
+    options = parser.parse_args()
+    logging.getLogger("llama_worker").addHandler(logging.NullHandler())
+    chosen = [
+        scenario
+        for group, scenarios in GROUPS.items()
+        for scenario in scenarios
+        if not options.words or any(word in f"{group} {scenario.name}" for word in options.words)
+    ]
+    began_at = time.monotonic()
+    with held_ports(options.jobs) as ports:
+        reports = run_all(chosen, ports, show)
+    show_sum(reports, time.monotonic() - began_at)
+    return 0 if reports and all(report.ok for report in reports) else 1
+
+
+def show(report: Report) -> None:
+    """One line, and what was wrong."""
+    scenario = report.scenario
+    verdict = "killed" if report.given_up else "spared"
+    late = ", ".join(f"{name} {late_s:+.2f} s" for name, late_s in report.late_s.items())
+    mark = "ok  " if report.ok else "FAIL"
+    print(f"{mark} {scenario.truth.value:4} {verdict} {report.took_s:5.1f} s  {scenario.name}", end="")
+    print(f"  (after its limit: {late})" if late else "", flush=True)
+    for line in report.wrong:
+        print(f"     {line}", flush=True)
+
+
+def show_sum(reports: list[Report], took_s: float) -> None:
+    """The confusion matrix, and how soon the ends were found."""
+    counts = Counter((report.scenario.truth, report.given_up) for report in reports)
+    print(f"\n{'':6}{'killed':>8}{'spared':>8}")
+    for truth in Truth:
+        print(f"{truth.value:6}{counts[truth, True]:8}{counts[truth, False]:8}")
+    for title, wanted in (("hang found after its limit", Truth.HUNG), ("death to terminal status", Truth.DEAD)):
+        times = sorted(
+            late_s
+            for report in reports
+            if report.scenario.truth is wanted
+            for name, late_s in report.late_s.items()
+            if not _found(report, name).after_work
+        )
+        if times:
+            print(f"{title}: median {times[len(times) // 2]:.3f} s, worst {times[-1]:.3f} s of {len(times)}")
+    right = sum(report.right for report in reports)
+    well = sum(report.ok for report in reports)
+    print(f"{right} of {len(reports)} verdicts right, {well} scenarios as due in every point, {took_s:.0f} s")
+
+
+def _found(report: Report, name: str) -> Found:
+    asked = [ask.found for ask in report.scenario.asks if ask.name == name]
+    return asked[0] or report.scenario.start_found if asked else report.scenario.start_found  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

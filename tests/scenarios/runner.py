@@ -1,0 +1,366 @@
+"""Runs a scenario on a real process, and compares what happened with what was due."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llama_worker import (
+    LlamaWorker,
+    RequestFailReason,
+    RequestResult,
+    RequestState,
+    RequestStatus,
+    StartFailReason,
+    WorkerConfig,
+    WorkerStartError,
+    WorkerState,
+)
+from tests.fake_script import Journal, Reply, Script, fake_server_cmd
+from tests.scenarios.scenario import (
+    INTERVAL_S,
+    Ask,
+    Await,
+    AwaitState,
+    End,
+    Found,
+    Move,
+    Pause,
+    Scenario,
+    Signal,
+    Stop,
+    Submit,
+    Truth,
+)
+
+HOST = "127.0.0.1"
+PATIENCE_S = 60.0  # for anything that must happen
+# The specification's own bound is the timeout and two probe intervals, plus the window of the CPU rate where the
+# server had worked. What comes on top is the noise of a busy machine; `__main__` shows the real figures.
+NOISE_S = 1.0
+WINDOW_S = 3.0
+EARLY_S = 0.3  # the mark is written by another process
+# What the worker does about a request or a server of its own accord.
+_GIVEN_UP = {
+    RequestFailReason.HEADERS_TIMEOUT,
+    RequestFailReason.TTFT_TIMEOUT,
+    RequestFailReason.STALL_TIMEOUT,
+    RequestFailReason.ABSOLUTE_TIMEOUT,
+    RequestFailReason.WORKER_RESTARTED,
+    RequestFailReason.SERVER_DIED,
+}
+_OWN_REASONS = {"server_died", "exited"}  # the process ended by itself: nothing was left to take evidence of
+
+# An idle process in front of the server.
+_WRAPPER = (sys.executable, "-S", "-E", "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))")
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What became of a scenario."""
+
+    scenario: Scenario
+    wrong: list[str] = field(default_factory=list)  # what was not as due; empty: all well
+    given_up: bool = False  # the worker ended a request or the server
+    late_s: dict[str, float] = field(default_factory=dict)  # request -> seconds after its limit
+    took_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong
+
+    @property
+    def right(self) -> bool:
+        """Whether the verdict was the one that is due."""
+        return self.given_up is (self.scenario.truth is not Truth.SLOW)
+
+
+def run_all(
+    scenarios: Sequence[Scenario], ports: Sequence[int], told: Callable[[Report], object] = lambda _: None
+) -> list[Report]:
+    """Side by side, as many at a time as there are ports."""
+    free = list(ports)
+    lock = threading.Lock()
+
+    def one(scenario: Scenario) -> Report:
+        with lock:
+            port = free.pop()
+        try:
+            report = run(scenario, port)
+        finally:
+            with lock:
+                free.append(port)
+        with lock:
+            told(report)
+        return report
+
+    with ThreadPoolExecutor(max_workers=len(ports), thread_name_prefix="scenario") as pool:
+        return list(pool.map(one, scenarios))
+
+
+def run(scenario: Scenario, port: int) -> Report:
+    """One scenario, from a worker's birth to its end."""
+    began_at = time.monotonic()
+    report = Report(scenario=scenario)
+    with tempfile.TemporaryDirectory(prefix="scenario-") as folder:
+        journal = Journal(Path(folder) / "journal")
+        config = _config(scenario, port, journal, Path(folder) / "launches")
+        worker = LlamaWorker(config)
+        try:
+            _Run(scenario, worker, journal, report).go()
+        except Exception as error:
+            report.wrong.append(f"{type(error).__name__}: {error}")
+        finally:
+            worker.close()
+        report.wrong += [f"mistake in the script: {fact['error']}" for fact in journal.facts("script_error")]
+    report.took_s = time.monotonic() - began_at
+    if not report.right:
+        report.wrong.append("given up, but only slow" if report.given_up else "spared, but not slow")
+    return report
+
+
+def _config(scenario: Scenario, port: int, journal: Journal, state_file: Path) -> WorkerConfig:
+    replies = [Reply(ask.reply, marker=_marker(ask.name), times=None) for ask in scenario.asks]
+    launches = [replace(launch, replies=replies) for launch in scenario.launches or (Script(),)]
+    script = launches[0] if len(launches) == 1 else Script(launches=launches, state_file=state_file)
+    cmd = fake_server_cmd(script, host=HOST, port=port, slots=scenario.slots, journal=journal.path)
+    return WorkerConfig(
+        name="scenario",
+        host=HOST,
+        port=port,
+        slots=scenario.slots,
+        server_cmd=(*_WRAPPER, *cmd) if scenario.wrapped else cmd,
+        timeouts=scenario.profile,
+        restart=scenario.restart,
+        **scenario.config,
+    )
+
+
+def _marker(name: str) -> str:
+    return f"[{name}]"
+
+
+@dataclass
+class _Submitted:
+    ask: Ask
+    request_id: int
+    ended: threading.Event
+    status: RequestStatus | None = None
+
+
+class _Run:
+    """One worker and its scenario."""
+
+    def __init__(self, scenario: Scenario, worker: LlamaWorker, journal: Journal, report: Report) -> None:
+        self.scenario = scenario
+        self.worker = worker
+        self.journal = journal
+        self.report = report
+        self.marks: dict[str, float] = {}
+        self.submitted: list[_Submitted] = []
+
+    def go(self) -> None:
+        """Start, move, compare."""
+        scenario = self.scenario
+        if self.start():
+            moves = scenario.moves or [Submit(ask.name) for ask in scenario.asks]
+            for move in moves:
+                self.move(move)
+            for submitted in self.submitted:
+                self.check_end(submitted)
+            self.check_server()
+        elif scenario.start_fails is None:
+            return
+        state = self.worker.get_worker_status().get()["state"]
+        self.expect("state", state, scenario.ends)
+
+    def expect(self, what: str, seen: object, due: object) -> None:
+        if seen != due:
+            self.report.wrong.append(f"{what}: {seen!r}, due: {due!r}")
+
+    def start(self) -> bool:
+        """True where the server is ready."""
+        self.marks["start"] = time.time()
+        reason: StartFailReason | None = None
+        try:
+            self.worker.start().get(timeout=PATIENCE_S)
+        except WorkerStartError as error:
+            reason = error.reason
+            self.report.given_up = True
+            if self.scenario.start_found is not None:
+                self.check_time("start", self.scenario.start_found, time.time())
+            if reason is StartFailReason.STARTUP_TIMEOUT:
+                self.check_evidence()
+        self.expect("start failed with", reason, self.scenario.start_fails)
+        return reason is None
+
+    # -- moves --
+
+    def move(self, move: Move) -> None:
+        match move:
+            case Submit(name=name):
+                self.submit(name)
+            case Await(name=name):
+                self.journal.wait("note", timeout=PATIENCE_S, name=name)
+            case Pause(seconds=seconds):
+                time.sleep(seconds)
+            case Signal(name=name):
+                self.signal(name)
+            case End(name=name):
+                for submitted in self.submitted:
+                    if submitted.ask.name == name and not submitted.ended.wait(PATIENCE_S):
+                        raise TimeoutError(f"request {name} does not end")
+            case AwaitState(state=state):
+                self.await_state(state)
+            case Stop():
+                self.stop(move)
+
+    def submit(self, name: str) -> None:
+        ask = next(ask for ask in self.scenario.asks if ask.name == name)
+        self.marks.setdefault(f"submit {name}", time.time())
+        admitted = self.worker.submit(name, "", _marker(name)).get(timeout=PATIENCE_S)
+        assert admitted["ok"], admitted
+        submitted = _Submitted(ask, admitted["request_id"], threading.Event())
+        self.submitted.append(submitted)
+        self.worker.result(submitted.request_id).add_done_callback(lambda _: submitted.ended.set())
+
+    def signal(self, name: str) -> None:
+        launched = self.journal.facts("launched")[-1]
+        self.marks[name] = time.time()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(launched["pid"], signal.Signals[name])
+
+    def stop(self, move: Stop) -> None:
+        stopped = self.worker.stop()
+        if move.then is not None:
+            self.journal.wait("signal", timeout=PATIENCE_S, signal="SIGTERM")
+            self.move(move.then)
+        began_at = time.monotonic()
+        stopped.get(timeout=PATIENCE_S)
+        took_s = time.monotonic() - began_at
+        if took_s > move.within_s:
+            self.report.wrong.append(f"stop() took {took_s:.1f} s, due: {move.within_s} s")
+
+    def await_state(self, state: WorkerState) -> None:
+        end_at = time.monotonic() + PATIENCE_S
+        while self.worker.get_worker_status().get()["state"] is not state:
+            if time.monotonic() > end_at:
+                raise TimeoutError(f"the worker does not become {state}")
+            time.sleep(0.02)
+
+    # -- comparisons --
+
+    def check_end(self, submitted: _Submitted) -> None:
+        """One request: its end, its output, its time."""
+        ask, request_id = submitted.ask, submitted.request_id
+        if not submitted.ended.wait(PATIENCE_S):
+            status = self.worker.get_status(request_id).get()
+            raise TimeoutError(f"request {ask.name} does not end: {status}")
+        status = self.worker.get_status(request_id).get()
+        result = self.worker.get_result(request_id).get()
+        assert status["ok"], status
+        assert result["ok"], result
+        submitted.status = status
+        self.expect(f"{ask.name} failed with", result.get("fail_reason"), ask.fails)
+        self.expect(f"{ask.name}", result["state"], RequestState.FAILED if ask.fails else RequestState.COMPLETED)
+        self.check_output(ask, result)
+        self.report.given_up |= result.get("fail_reason") in _GIVEN_UP
+        if ask.found is not None:
+            self.check_time(ask.name, ask.found, status["completed_at"])
+
+    def check_output(self, ask: Ask, result: RequestResult) -> None:
+        if ask.text is not None:
+            self.expect(f"text of {ask.name}", result["text"], ask.text)
+            self.expect(f"reasoning of {ask.name}", result["reasoning"], ask.reasoning)
+
+    def check_time(self, name: str, found: Found, at: float) -> None:
+        noted = self.journal.facts("note", name=found.since)
+        since = noted[0]["at"] if noted else self.marks[found.since]
+        late_s = at - since - found.limit_s
+        self.report.late_s[name] = late_s
+        allowed_s = 2 * INTERVAL_S + NOISE_S + (WINDOW_S if found.after_work else 0.0)
+        if not -EARLY_S <= late_s <= allowed_s:
+            self.report.wrong.append(
+                f"{name} ended {at - since:.2f} s after {found.since!r}, due: {found.limit_s} s (+{allowed_s} s)"
+            )
+
+    def check_server(self) -> None:
+        """Restarts, evidence, rest between launches, and that it serves again."""
+        scenario = self.scenario
+        if scenario.ends is WorkerState.READY:
+            # Shares the outcome of a restart that is under way.
+            self.worker.start().get(timeout=PATIENCE_S)
+        status = self.worker.get_worker_status().get()
+        debug = self.worker.get_debug_info().get()
+        self.report.given_up |= status["restart_count"] > 0
+        self.report.given_up |= any(s.ask.fails is RequestFailReason.WORKER_STOPPED for s in self.submitted)
+        self.expect("restarts", status["restart_count"], scenario.restarts)
+        self.expect("slots used", status["slots_used"], 0)
+        reason = debug["recent_restarts"][-1]["reason"] if debug["recent_restarts"] else ""
+        self.expect("reason of the restart", reason, scenario.restart_reason)
+        self.check_backoff(debug["recent_events"])
+        by_worker = bool(scenario.restarts) and reason not in _OWN_REASONS
+        if scenario.evidence if scenario.evidence is not None else by_worker:
+            self.check_evidence()
+        if scenario.ends is WorkerState.READY:
+            self.check_serves()
+
+    def check_backoff(self, events: Iterable[Mapping[str, Any]]) -> None:
+        resume_at = 0.0
+        for event in events:
+            if event["event"] == "restart":
+                resume_at = event["at"] + event["delay_s"]
+            elif event["event"] == "launched" and event["at"] < resume_at - 0.05:
+                self.report.wrong.append(f"launched {resume_at - event['at']:.2f} s before the backoff was over")
+
+    def check_evidence(self) -> None:
+        """Phases and times of the requests, CPU rate, thread states, the last log lines."""
+        end_at = time.monotonic() + PATIENCE_S
+        while "processes" not in (evidence := self.worker.get_debug_info().get()["evidence"]):
+            if time.monotonic() > end_at:
+                self.report.wrong.append(f"no evidence of processes: {evidence}")
+                return
+            time.sleep(0.02)
+        seen = evidence["processes"]["processes"]
+        states = [thread["state"] for process in seen for thread in process["threads"]]
+        for what, told in (
+            ("thread states", states),
+            ("log", evidence["log_tail"]),
+            ("reason", evidence["last_error"]),
+        ):
+            if not told:
+                self.report.wrong.append(f"evidence without {what}: {evidence}")
+        self.report.wrong += [f"evidence without phase: {told}" for told in evidence["requests"] if "phase" not in told]
+        if evidence["requests"] and "CPU" not in evidence["activity"]:
+            self.report.wrong.append(f"evidence without CPU rate: {evidence}")
+        culprits = [
+            s.request_id
+            for s in self.submitted
+            if s.ask.fails in (RequestFailReason.STALL_TIMEOUT, RequestFailReason.HEADERS_TIMEOUT)
+        ]
+        known = [told["request_id"] for told in evidence["requests"]]
+        if self.scenario.restart_reason in {"stall_timeout", "headers_timeout"} and culprits[-1] not in known:
+            self.report.wrong.append(f"evidence without the culprit, request {culprits[-1]}: {known}")
+
+    def check_serves(self) -> None:
+        """A request of another job completes."""
+        for attempt in range(2):
+            admitted = self.worker.submit("control", "", "anything").get()
+            if admitted["ok"]:
+                break
+            self.worker.start().get(timeout=PATIENCE_S)
+            self.expect("the server left READY again", attempt, -1)
+        assert admitted["ok"], admitted
+        result = self.worker.result(admitted["request_id"]).get(timeout=PATIENCE_S)
+        assert result["ok"], result
+        self.expect("the request afterwards", result["state"], RequestState.COMPLETED)

@@ -1,0 +1,78 @@
+"""What a reply that is no stream says, of new and old servers and of strangers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llama_worker.http_errors import describe_http_error, refuses_tools, reports_malformed_call
+from llama_worker.messages import StreamFailure
+from llama_worker.types import RequestFailReason
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "detail"),
+    [
+        (
+            400,
+            b'{"error":{"code":400,"message":"too long","type":"exceed_context_size_error","n_ctx":64}}',
+            "HTTP 400: too long (exceed_context_size_error)",
+        ),
+        (500, b'{"error":{"message":"bad schema"}}', "HTTP 500: bad schema"),
+        (500, b'{"error":"just a text"}', "HTTP 500: just a text"),
+        (404, b"<html>Not Found</html>\n", "HTTP 404: <html>Not Found</html>"),
+        (502, b"", "HTTP 502: no message"),
+        (500, b"  \n", "HTTP 500: no message"),
+        (500, b"null", "HTTP 500: null"),
+        (500, b"[1]", "HTTP 500: [1]"),
+        (500, b'{"error":7}', 'HTTP 500: {"error":7}'),
+        (500, b'{"detail":"x"}', 'HTTP 500: {"detail":"x"}'),
+        (500, b"caf\xe9", "HTTP 500: caf\ufffd"),
+        (307, b"", "HTTP 307: no message"),
+    ],
+)
+def test_the_servers_own_message_and_the_status(status: int, body: bytes, detail: str) -> None:
+    reason = RequestFailReason.HTTP_ERROR
+    assert describe_http_error(status, body) == StreamFailure(reason=reason, detail=detail, http_status=status)
+
+
+def test_a_long_message_is_cut_short() -> None:
+    body = json.dumps({"error": {"message": "x" * 100_000}}).encode()
+    assert len(describe_http_error(500, body).detail) < 2100
+
+
+def failure(detail: str, status: int | None = 500) -> StreamFailure:
+    return StreamFailure(reason=RequestFailReason.HTTP_ERROR, detail=detail, http_status=status)
+
+
+@pytest.mark.parametrize(
+    ("detail", "refuses"),
+    [
+        ("HTTP 500: tools param requires --jinja flag", True),
+        ("HTTP 400: This model does not support tools", True),
+        ("HTTP 400: Tool calls are not supported by this template", True),
+        ("HTTP 500: Unsupported param: tool_choice", False),
+        ("HTTP 500: failed to parse tools: unknown type", False),
+        ("HTTP 500: out of memory", False),
+    ],
+)
+def test_a_refusal_of_tools_is_told_from_other_errors(detail: str, refuses: bool) -> None:
+    assert refuses_tools(failure(detail)) is refuses
+
+
+def test_a_failure_without_a_status_refuses_no_tools() -> None:
+    assert not refuses_tools(failure("tools are not supported", status=None))
+
+
+@pytest.mark.parametrize(
+    ("message", "malformed"),
+    [
+        ("The model produced output that does not match the expected peg-native format", True),
+        ("Failed to parse tool call arguments as JSON", True),
+        ("Context size has been exceeded", False),
+        ("expected format of the image", False),
+    ],
+)
+def test_a_report_of_a_malformed_call_is_told_from_other_errors(message: str, malformed: bool) -> None:
+    assert reports_malformed_call(message) is malformed

@@ -1,0 +1,358 @@
+"""The worker's state machine against a model of its surroundings: a process that may do anything at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llama_worker import lifecycle
+from llama_worker.config import RestartPolicy
+from llama_worker.lifecycle import (
+    CLOSING_S,
+    BackingOff,
+    CloseConnections,
+    Effects,
+    Ending,
+    EndProcess,
+    Failed,
+    FailRequests,
+    Launching,
+    LaunchServer,
+    Lifecycle,
+    Ready,
+    RestartDecided,
+    StartsResolved,
+    Stopped,
+    StopsResolved,
+    ToStopped,
+)
+from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
+
+LEAVES_STOPPED = (StartFailReason.PORT_IN_USE, StartFailReason.STOPPED)
+PUBLIC_STEPS = {
+    (WorkerState.STOPPED, WorkerState.RUNNING),
+    (WorkerState.RUNNING, WorkerState.READY),
+    (WorkerState.RUNNING, WorkerState.FAILED),
+    (WorkerState.RUNNING, WorkerState.STOPPED),
+    (WorkerState.READY, WorkerState.RUNNING),
+    (WorkerState.READY, WorkerState.FAILED),  # a restart that is refused
+    (WorkerState.FAILED, WorkerState.RUNNING),
+    (WorkerState.FAILED, WorkerState.STOPPED),
+}
+POLICIES = st.builds(
+    RestartPolicy,
+    restart_backoff_s=st.sampled_from([0.0, 1.0, 5.0]),
+    backoff_factor=st.sampled_from([1.0, 2.0]),
+    backoff_max_s=st.sampled_from([0.0, 8.0, 60.0]),
+    restart_window_s=st.sampled_from([10.0, 120.0]),
+    max_restarts_per_window=st.integers(0, 3),
+    stable_after_s=st.sampled_from([0.0, 20.0, 600.0]),
+)
+SECONDS = st.sampled_from([0.0, 0.1, 0.9, 1.0, 4.0, 9.9, 10.0, 30.0, 130.0])
+GRACES = st.sampled_from([0.0, 2.0, 10.0])
+BAD_STARTS = st.sampled_from([StartFailReason.STARTUP_TIMEOUT, StartFailReason.PORT_IN_USE])
+
+
+@dataclass(slots=True)
+class Process:
+    """The server as it really is."""
+
+    epoch: int
+    told_to_end: bool = False
+
+
+class WorkerLife(RuleBasedStateMachine):
+    """Carries the effects out as the WorkerActor does, and keeps books of its own."""
+
+    @initialize(policy=POLICIES)
+    def construct(self, policy: RestartPolicy) -> None:
+        self.policy = policy
+        self.now = 1000.0
+        self.life = Lifecycle(policy=policy)
+        self.process: Process | None = None
+        self.launches_count = 0
+        self.requests: set[int] = set()
+        self.requests_count = 0
+        self.starts_waiting = 0
+        self.stops_waiting = 0
+        self.connections_open = False
+        self.closing_since: float | None = None
+        self.grace_allowed = 0.0
+        # The books of restarts, by the words of the contract.
+        self.restarts_count = 0
+        self.restarts_at: list[float] = []
+        self.row_count = 0
+        self.ready_since: float | None = None
+        self.was_stable = False
+        self.next_launch_at: float | None = None
+
+    # ------------------------------------------------------------ the host
+
+    @rule()
+    def start(self) -> None:
+        before = self.life.state
+        self.starts_waiting += 1
+        if isinstance(before, (Stopped, Failed)):
+            self.forget_restarts()
+        self.take(lifecycle.start(self.life, self.now))
+        if isinstance(before, Ready):
+            assert self.life.state == before
+
+    @rule(grace_s=GRACES)
+    def stop(self, grace_s: float) -> None:
+        before = self.life.state
+        self.stops_waiting += 1
+        fresh = isinstance(before, (Ready, Launching))
+        self.grace_allowed = grace_s if fresh else min(self.grace_allowed, grace_s)
+        if fresh:
+            self.closing_since = self.now
+        self.take(lifecycle.stop(self.life, self.now, grace_s=grace_s))
+        if isinstance(before, (Stopped, Failed, BackingOff)):
+            assert self.life.state == Stopped()  # a backoff never delays it
+        else:
+            assert isinstance(self.life.state, Ending)
+            assert self.life.state.goal == ToStopped()
+
+    @precondition(lambda self: self.life.public_state is WorkerState.READY)
+    @rule()
+    def admit(self) -> None:
+        self.requests_count += 1
+        self.requests.add(self.requests_count)
+        self.connections_open = True
+
+    @precondition(lambda self: self.requests)
+    @rule()
+    def complete(self) -> None:
+        self.requests.pop()
+        self.life = lifecycle.request_completed(self.life, self.now)
+        self.row_count = 0
+
+    # ------------------------------------------------------------ the server and its watchers
+
+    @precondition(lambda self: self.process is not None)
+    @rule(port_taken=st.booleans(), returncode=st.sampled_from([0, 1, -9, None]))
+    def exit(self, port_taken: bool, returncode: int | None) -> None:
+        assert self.process is not None
+        epoch, self.process = self.process.epoch, None
+        first = isinstance(self.life.state, Launching) and self.life.state.first
+        step = lifecycle.exited(
+            self.life, self.now, epoch=epoch, returncode=returncode, log_tail=("last",), port_taken=port_taken
+        )
+        self.take(step)
+        assert not (first and isinstance(self.life.state, BackingOff)), "the first launch is not retried"
+
+    @precondition(lambda self: self.process is not None)
+    @rule(reason=st.sampled_from([StartFailReason.SPAWN_FAILED, StartFailReason.PORT_IN_USE]))
+    def fail_to_launch(self, reason: StartFailReason) -> None:
+        assert self.process is not None
+        if isinstance(self.life.state, Ready):
+            return  # it has a process
+        epoch, self.process = self.process.epoch, None
+        self.take(lifecycle.launch_failed(self.life, self.now, epoch=epoch, reason=reason, detail="no"))
+
+    @precondition(lambda self: self.process is not None)
+    @rule()
+    def become_ready(self) -> None:
+        assert self.process is not None
+        launching = isinstance(self.life.state, Launching)
+        if launching:
+            self.ready_since = self.now
+        self.take(lifecycle.became_ready(self.life, self.now, epoch=self.process.epoch))
+        assert launching == (self.life.public_state is WorkerState.READY) or not launching
+
+    @precondition(lambda self: self.process is not None)
+    @rule(reason=BAD_STARTS)
+    def fail_to_start(self, reason: StartFailReason) -> None:
+        assert self.process is not None
+        self.take(lifecycle.startup_failed(self.life, self.now, epoch=self.process.epoch, reason=reason, detail="no"))
+
+    @rule()
+    def get_into_trouble(self) -> None:
+        self.take(lifecycle.trouble(self.life, self.now, reason="stall_timeout", detail="silence"))
+
+    @precondition(lambda self: self.closing_since is not None)
+    @rule()
+    def close_connections(self) -> None:
+        self.connections_open = False
+        self.take(lifecycle.connections_closed(self.life, self.now, epoch=self.life.epoch))
+
+    @precondition(lambda self: self.life.epoch > 1)
+    @rule(back=st.integers(1, 3), which=st.integers(0, 4))
+    def hear_old_news(self, back: int, which: int) -> None:
+        """Of a launch that is over."""
+        life, now, epoch = self.life, self.now, self.life.epoch - back
+        timeout = StartFailReason.STARTUP_TIMEOUT
+        news: list[Callable[[], tuple[Lifecycle, Effects]]] = [
+            lambda: lifecycle.became_ready(life, now, epoch=epoch),
+            lambda: lifecycle.exited(life, now, epoch=epoch, returncode=0, log_tail=(), port_taken=True),
+            lambda: lifecycle.startup_failed(life, now, epoch=epoch, reason=timeout, detail=""),
+            lambda: lifecycle.launch_failed(life, now, epoch=epoch, reason=StartFailReason.SPAWN_FAILED, detail=""),
+            lambda: lifecycle.connections_closed(life, now, epoch=epoch),
+        ]
+        assert news[which]() == (life, ())
+
+    # ------------------------------------------------------------ time
+
+    @rule(seconds=SECONDS)
+    def pass_time(self, seconds: float) -> None:
+        """A timer fires when it is due, and not much later."""
+        end = self.now + seconds
+        while self.life.deadline is not None and self.life.deadline <= end:
+            self.now = max(self.now, self.life.deadline)
+            self.tick()
+        self.now = end
+
+    @precondition(lambda self: self.life.deadline is None or self.life.deadline > self.now)
+    @rule()
+    def tick_early(self) -> None:
+        assert lifecycle.tick(self.life, self.now) == (self.life, ())
+
+    def tick(self) -> None:
+        before = self.life
+        self.take(lifecycle.tick(self.life, self.now))
+        assert self.life != before, "a deadline that does nothing would come again and again"
+
+    # ------------------------------------------------------------ what must hold
+
+    @invariant()
+    def a_process_is_there_when_the_state_says_so(self) -> None:
+        match self.life.state:
+            case Stopped() | Failed() | BackingOff():
+                assert self.process is None
+            case Launching(epoch=epoch) | Ready(epoch=epoch) | Ending(epoch=epoch):
+                assert self.process is not None
+                assert self.process.epoch == epoch == self.life.epoch
+            case _:
+                assert_never(self.life.state)
+
+    @invariant()
+    def requests_run_only_while_ready(self) -> None:
+        assert not self.requests or self.life.public_state is WorkerState.READY
+
+    @invariant()
+    def nobody_waits_for_what_will_not_come(self) -> None:
+        if self.life.public_state is not WorkerState.RUNNING:
+            assert self.starts_waiting == 0
+        ending = isinstance(self.life.state, Ending) and isinstance(self.life.state.goal, ToStopped)
+        assert ending or self.stops_waiting == 0
+
+    @invariant()
+    def what_ends_was_told_to_end_or_will_be_within_a_second(self) -> None:
+        if isinstance(self.life.state, Ending) and self.process is not None and not self.process.told_to_end:
+            assert self.life.deadline is not None
+            assert self.life.deadline <= self.now + CLOSING_S
+        if isinstance(self.life.state, BackingOff):
+            assert self.life.deadline is not None
+
+    @invariant()
+    def restarts_are_counted_for_ever(self) -> None:
+        assert self.life.budget.restart_count == self.restarts_count
+
+    def teardown(self) -> None:
+        """From wherever it is, `stop()` leads to STOPPED, and everybody has an answer."""
+        if not hasattr(self, "life"):
+            return
+        self.stop(2.0)
+        self.pass_time(CLOSING_S)
+        if self.process is not None:
+            assert self.process.told_to_end
+            self.exit(False, 0)
+        assert self.life.state == Stopped()
+        assert self.starts_waiting == self.stops_waiting == 0
+        self.a_process_is_there_when_the_state_says_so()
+
+    # ------------------------------------------------------------ effects
+
+    def take(self, step: tuple[Lifecycle, Effects]) -> None:
+        before = self.life.public_state
+        self.life, effects = step
+        after = self.life.public_state
+        assert before is after or (before, after) in PUBLIC_STEPS
+        if before is WorkerState.READY and after is not WorkerState.READY:
+            self.leave_ready()
+        for effect in effects:
+            self.carry_out(effect, before)
+
+    def carry_out(self, effect: lifecycle.Effect, before: WorkerState) -> None:
+        match effect:
+            case LaunchServer(epoch=epoch):
+                self.launches_count += 1
+                assert self.process is None, "two servers on one port"
+                assert epoch == self.launches_count
+                assert isinstance(self.life.state, Launching)
+                if self.life.state.first:
+                    self.forget_restarts()
+                else:
+                    assert self.next_launch_at is not None
+                    assert self.now >= self.next_launch_at
+                self.process = Process(epoch)
+            case EndProcess(epoch=epoch, grace_s=grace_s, keep_evidence=evidence):
+                assert self.process is not None
+                assert epoch == self.process.epoch
+                if self.closing_since is not None:  # the server would wait for our open connections
+                    assert not self.connections_open or self.now >= self.closing_since + CLOSING_S
+                    assert grace_s <= self.grace_allowed
+                assert grace_s == 0.0 or not evidence
+                self.process.told_to_end = True
+            case CloseConnections(epoch=epoch):
+                assert epoch == self.life.epoch
+                self.connections_open = False if self.closing_since is None else self.connections_open
+            case FailRequests(reason=reason):
+                assert reason in (
+                    RequestFailReason.SERVER_DIED,
+                    RequestFailReason.WORKER_RESTARTED,
+                    RequestFailReason.WORKER_STOPPED,
+                )
+                self.requests.clear()
+            case RestartDecided(delay_s=delay_s):
+                self.expect_restart(delay_s)
+            case StartsResolved(error=error):
+                self.starts_waiting = 0
+                if error is None:
+                    assert self.life.public_state is WorkerState.READY
+                elif self.life.public_state is not WorkerState.RUNNING:
+                    stopped = error.reason in LEAVES_STOPPED
+                    assert self.life.public_state is (WorkerState.STOPPED if stopped else WorkerState.FAILED)
+                else:
+                    assert error.reason is StartFailReason.STOPPED
+            case StopsResolved():
+                assert self.process is None
+                self.stops_waiting = 0
+                self.closing_since = None
+            case _:
+                assert_never(effect)
+
+    # ------------------------------------------------------------ the books of restarts
+
+    def forget_restarts(self) -> None:
+        """An explicit start clears the budget."""
+        self.restarts_at, self.row_count, self.was_stable, self.ready_since = [], 0, False, None
+
+    def leave_ready(self) -> None:
+        if self.ready_since is not None and self.now - self.ready_since >= self.policy.stable_after_s:
+            self.was_stable = True
+        self.ready_since = None
+
+    def expect_restart(self, delay_s: float | None) -> None:
+        policy, limit = self.policy, self.policy.max_restarts_per_window
+        if self.was_stable:
+            self.row_count, self.was_stable = 0, False
+        within = [at for at in self.restarts_at if self.now - at < policy.restart_window_s]
+        if len(within) >= limit or self.row_count >= limit:
+            assert delay_s is None
+            return
+        expected_s = min(policy.restart_backoff_s * policy.backoff_factor**self.row_count, policy.backoff_max_s)
+        assert delay_s == expected_s
+        self.next_launch_at = self.now + expected_s
+        self.restarts_count += 1
+        self.row_count += 1
+        self.restarts_at.append(self.now)
+
+
+TestWorkerLife = WorkerLife.TestCase
+TestWorkerLife.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

@@ -1,0 +1,146 @@
+"""The lists that are kept by hand agree with what is on disk, and a wheel holds all of it."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import llama_worker
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "llama_worker"
+NOT_PURE = {"__init__", "worker"}  # the public names, and the handle: the one door to the actors
+
+
+def options() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def test_every_package_on_disk_is_packaged() -> None:
+    # Not rglob: it does not follow links.
+    on_disk = {"llama_worker"} | {f"llama_worker.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")}
+
+    assert set(options()["options"]["packages"].split()) == on_disk
+
+
+def test_the_actors_are_reached_by_a_relative_link() -> None:
+    assert os.readlink(PACKAGE / "actors") == "../../actors"
+    assert (PACKAGE / "actors").resolve() == ROOT / "actors"
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    assert "py.typed" in options()["options.package_data"]["llama_worker"].split()
+
+
+def test_the_version_is_told_once() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == llama_worker.__version__
+
+
+def test_every_decision_is_under_the_import_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    pure = {f"llama_worker.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem not in NOT_PURE}
+
+    assert set(contracts[0]["source_modules"]) == pure
+
+
+def test_the_installed_version_is_the_one_told() -> None:
+    assert importlib.metadata.version("llama-worker") == llama_worker.__version__
+
+
+def test_every_public_name_is_there_and_listed_once() -> None:
+    assert len(set(llama_worker.__all__)) == len(llama_worker.__all__)
+    assert [name for name in llama_worker.__all__ if not hasattr(llama_worker, name)] == []
+
+
+def test_what_the_contract_names_is_public() -> None:
+    named = (
+        "LlamaWorker WorkerConfig TimeoutProfile RestartPolicy LoopDetector llama_server_cmd LlamaWorkerError"
+        " ConfigError WorkerStartError WorkerClosed WorkerState RequestState RequestFinishReason RequestFailReason"
+        " SubmitOk SubmitErr NotFound NotReady RequestStatus OutputChunk RequestResult ExitSignal ToolTraceEntry"
+        " WorkerStatus WorkerDebugInfo ChatMessage ToolDef ToolFunctionDef ToolCall BiosText BiosContext"
+        " BiosProvider ToolRunner LivenessProbe default_bios"
+    )
+    assert set(named.split()) <= set(llama_worker.__all__)
+
+
+# ---------------------------------------------------------------- a wheel
+
+
+def checkout(at: Path) -> Path:
+    """What a build needs, copied: building leaves folders behind."""
+    at.mkdir()
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, at)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("src", "actors"):
+        shutil.copytree(ROOT / name, at / name, symlinks=True, ignore=ignored)
+    return at
+
+
+def build(source: Path, wheels: Path) -> subprocess.CompletedProcess[str]:
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet")
+    command = (*pip, "--disable-pip-version-check", "--wheel-dir", str(wheels), str(source))
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    done = build(checkout(folder / "checkout"), folder)
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def modules(folder: Path, prefix: str) -> set[str]:
+    return {f"{prefix}/{path.name}" for path in folder.glob("*.py")}
+
+
+def test_a_wheel_holds_every_module_the_actors_too(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    on_disk = modules(PACKAGE, "llama_worker")
+    on_disk |= modules(ROOT / "actors", "llama_worker/actors")
+    on_disk |= modules(PACKAGE / "adapters", "llama_worker/adapters")
+    assert held == on_disk | {"llama_worker/py.typed"}
+    assert "llama_worker/actors/worker.py" in held
+    assert wheel.name.startswith(f"llama_worker-{llama_worker.__version__}-py3-none-any")
+
+
+def test_what_a_wheel_holds_can_be_imported(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import llama_worker, llama_worker.actors.worker\n"
+        "from llama_worker import *\n"
+        "print(llama_worker.__file__, llama_worker.actors.worker.__file__)\n"
+    )
+    command = (sys.executable, "-I", "-c", program, str(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        str(tmp_path / "llama_worker" / "__init__.py"),
+        str(tmp_path / "llama_worker" / "actors" / "worker.py"),
+    ]
+
+
+def test_a_checkout_without_the_actors_builds_no_wheel(tmp_path: Path) -> None:
+    source = checkout(tmp_path / "checkout")
+    shutil.rmtree(source / "actors")
+    done = build(source, tmp_path)
+    assert done.returncode != 0
+    assert "package directory 'actors' does not exist" in done.stderr + done.stdout
+    assert not list(tmp_path.glob("*.whl"))

@@ -1,0 +1,954 @@
+"""One request through every path, sans-IO, with literal times; and through random ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llama_worker.config import LoopDetector, WorkerConfig
+from llama_worker.messages import RequestRecord, StreamFailure, Submission
+from llama_worker.prompting import STATUS_OPEN
+from llama_worker.request_state import (
+    CloseTurn,
+    Effects,
+    Finished,
+    ForgetTools,
+    OpenTurn,
+    ReportToolsRefused,
+    Request,
+    StartTools,
+    WakeAt,
+    read_output,
+    request_body,
+)
+from llama_worker.stream_events import (
+    Done,
+    Finish,
+    PromptProgress,
+    ReasoningDelta,
+    RoleOnly,
+    ServerError,
+    StreamEvent,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    Usage,
+)
+from llama_worker.types import BiosContext, BiosText, RequestFailReason, RequestFinishReason, RequestState, ToolDef
+
+E = TypeVar("E")
+UNIX = 1000.0  # what makes Unix seconds of the clock here
+ADD: ToolDef = {"type": "function", "function": {"name": "add"}}
+SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
+FIRST, SECOND = (7, 1), (7, 2)  # streams and tool batches of request 7
+REFUSED = StreamFailure(
+    reason=RequestFailReason.HTTP_ERROR, detail="HTTP 500: tools param requires --jinja flag", http_status=500
+)
+
+
+class Runner:
+    def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+        raise AssertionError("nothing here runs a tool")
+
+
+def config(**changed: Any) -> WorkerConfig:
+    given: dict[str, Any] = {"name": "w", "host": "127.0.0.1", "port": 9001, "server_cmd": ("llama-server",)}
+    return WorkerConfig(**(given | changed))
+
+
+def with_tools(**changed: Any) -> WorkerConfig:
+    return config(**({"normal_tools": [ADD], "exit_tools": [SIGNAL], "tool_runner": Runner()} | changed))
+
+
+def made(of: WorkerConfig | None = None, *, params: dict[str, Any] | None = None, **changed: Any) -> Request:
+    submission = Submission(job_name="j", system_prompt="Be terse.", user_prompt="Hi", params=params or {}, messages=())
+    given: dict[str, Any] = {"prompted": False, "opens_thinking": False, "now": 100.0}
+    return Request(request_id=7, submission=submission, config=of or config(), unix_offset=UNIX, **(given | changed))
+
+
+def begun(of: WorkerConfig | None = None, **changed: Any) -> Request:
+    request = made(of, **changed)
+    only(OpenTurn, request.begin(100.0))
+    return request
+
+
+def only(kind: type[E], effects: Effects) -> E:
+    (effect,) = effects
+    assert isinstance(effect, kind)
+    return effect
+
+
+def hear(request: Request, *events: StreamEvent, at: float = 101.0, stream: tuple[int, int] = FIRST) -> Effects:
+    return request.stream_events(stream, events, carried_data=True, at=at)
+
+
+def ended(effects: Effects, *others: object) -> RequestRecord:
+    """The record, where the effects are those others and the end."""
+    *before, last = effects
+    assert isinstance(last, Finished)
+    assert before == list(others)
+    return last.record
+
+
+def failed(effects: Effects, reason: str, *others: object) -> RequestRecord:
+    record = ended(effects, *others)
+    result = record.result
+    assert (result["state"], result["finish_reason"]) == (RequestState.FAILED, RequestFinishReason.FAILED)
+    assert result["fail_reason"] == record.status["fail_reason"] == reason
+    assert result["fail_detail"] == record.status["fail_detail"]
+    return record
+
+
+def call(name: str, arguments: str = "{}", index: int = 0) -> ToolCallDelta:
+    return ToolCallDelta(index, f"id{index}", name, arguments)
+
+
+def in_tools(of: WorkerConfig | None = None) -> Request:
+    request = begun(of or with_tools())
+    hear(request, TextDelta("Let me add."), call("add", '{"a": 1}'), Usage(10, 5, 2), Finish("tool_calls"))
+    effects = hear(request, Done(), at=102.0)
+    assert [type(effect) for effect in effects] == [CloseTurn, StartTools]
+    return request
+
+
+CLOSE = CloseTurn(stream_id=FIRST)
+
+# ---------------------------------------------------------------- to completion
+
+
+def test_a_stream_to_its_completion() -> None:
+    request = made()
+    opened = only(OpenTurn, request.begin(100.0))
+    assert opened.stream_id == FIRST
+    assert [message["role"] for message in opened.body["messages"]] == ["system", "user"]
+    assert request.phase == "waiting"
+    assert request.stream_opened(FIRST, 101.0) == []
+    assert request.phase == "prefill"
+    assert hear(request, RoleOnly(), PromptProgress(5, 10, 2), at=102.0) == []
+    assert request.phase == "prefill"
+    assert hear(request, ReasoningDelta("hm"), at=103.0) == []
+    assert request.phase == "generating"
+    assert hear(request, TextDelta("Hel"), TextDelta("lo"), at=104.0) == []
+    assert hear(request, Finish("stop"), at=105.0) == [WakeAt(at=107.0)]
+    assert hear(request, Usage(10, 4, 2), at=105.1) == [WakeAt(at=107.0)]
+    record = ended(hear(request, Done(), at=105.2), CLOSE)
+    assert record.result == {
+        "ok": True,
+        "request_id": 7,
+        "job_name": "j",
+        "state": "completed",
+        "finish_reason": "stop",
+        "text": "Hello",
+        "reasoning": "hm",
+        "signals": [],
+        "tool_trace": [],
+        "usage": {"prompt_tokens": 10, "completion_tokens": 4, "cached_tokens": 2},
+        "timings": {
+            "ttft_s": pytest.approx(3.0),
+            "total_s": pytest.approx(5.2),
+            "tokens_per_second": pytest.approx(2.0),
+        },
+    }
+    assert (record.ended_at, record.http_status) == (105.2, None)
+    assert request.phase == record.status["phase"] == "done"
+
+
+def test_what_a_status_says_on_the_way() -> None:
+    request = begun(with_tools())
+    request.stream_opened(FIRST, 101.0)
+    hear(request, PromptProgress(5, 10, 2), at=102.0)
+    hear(request, TextDelta("x" * 300), at=103.0)
+    request.stream_events(FIRST, (), carried_data=False, at=104.0)  # a keepalive
+    request.saw_liveness(103.5)
+    assert request.status() == {
+        "ok": True,
+        "request_id": 7,
+        "job_name": "j",
+        "state": "running",
+        "phase": "generating",
+        "created_at": 1100.0,
+        "dispatched_at": 1100.0,
+        "first_token_at": 1103.0,
+        "last_stream_byte_at": 1104.0,
+        "last_liveness_at": 1103.5,
+        "last_progress_at": 1103.5,
+        "output_chars": 300,
+        "reasoning_chars": 0,
+        "tool_iters_remaining": 8,
+        "tool_calls_count": 0,
+        "signals": [],
+        "tokens_received": 1,
+        "prompt_progress": {"processed": 5, "total": 10, "cached": 2},
+        "tail": "x" * 200,
+    }
+    progress = request.progress()
+    assert (progress.headers_at, progress.last_data_at, progress.last_stream_byte_at) == (101.0, 103.0, 104.0)
+
+
+def test_the_terminal_status_says_how_it_ended() -> None:
+    request = begun()
+    hear(request, TextDelta("a"), at=101.0)
+    status = ended(request.cancel(103.0), CLOSE).status
+    assert (status["state"], status["phase"], status["completed_at"]) == ("canceled", "done", 1103.0)
+    assert (status["fail_reason"], status["tail"], status["output_chars"]) == ("canceled", "a", 1)
+
+
+def test_the_servers_own_count_and_speed_win() -> None:
+    request = begun()
+    timings = Timings(cache_n=1, prompt_n=2, prompt_per_second=3.0, predicted_n=9, predicted_per_second=40.0)
+    hear(request, TextDelta("a"), Finish("stop"), timings)
+    assert request.status()["tokens_received"] == 9
+    record = ended(hear(request, Done()), CLOSE)
+    assert record.result["timings"]["tokens_per_second"] == 40.0
+    assert record.status["tokens_received"] == 9
+    assert "usage" not in record.result
+
+
+def test_output_is_read_from_any_offset() -> None:
+    request = begun()
+    hear(request, ReasoningDelta("hmm"), TextDelta("Hello"))
+    assert request.read_output(0, 0) == {
+        "ok": True, "text": "Hello", "reasoning": "hmm", "text_offset": 5, "reasoning_offset": 3, "done": False,
+    }  # fmt: skip
+    assert request.read_output(3, 3)["text"] == "lo"
+    assert request.read_output(5, 3)["text"] == request.read_output(5, 3)["reasoning"] == ""
+
+
+def test_an_offset_beyond_the_end_stays() -> None:
+    chunk = read_output("abc", "", 9, 0, done=True)
+    assert (chunk["text"], chunk["text_offset"], chunk["done"]) == ("", 9, True)
+
+
+# ---------------------------------------------------------------- the end of a stream
+
+
+@pytest.mark.parametrize("at", [105.0, 106.9])
+def test_after_a_finish_reason_the_rest_is_waited_for(at: float) -> None:
+    request = begun()
+    hear(request, TextDelta("a"), Finish("stop"), at=105.0)
+    assert request.tick(at) == []
+    assert request.phase == "generating"
+
+
+def test_two_seconds_after_a_finish_reason_it_is_complete() -> None:
+    request = begun()
+    hear(request, TextDelta("a"), Finish("stop"), at=105.0)
+    assert ended(request.tick(107.0), CLOSE).result["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [None, StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail="reset")],
+)
+def test_after_a_finish_reason_the_streams_end_is_regular_however_it_came(failure: StreamFailure | None) -> None:
+    request = begun()
+    hear(request, TextDelta("a"), Finish("stop"), at=105.0)
+    assert ended(request.stream_closed(FIRST, failure, 105.1), CLOSE).result["state"] == "completed"
+
+
+def test_an_error_record_after_a_finish_reason_fails_it() -> None:
+    request = begun()
+    hear(request, TextDelta("a"), Finish("stop"), at=105.0)
+    error = ServerError("boom", 500, "server_error")
+    record = failed(hear(request, error, at=105.5), "server_error", CLOSE)
+    assert (record.result["text"], record.http_status) == ("a", 500)
+    assert record.result["fail_detail"] == "boom (server_error), code 500"
+
+
+def test_an_error_record_ends_it_whatever_follows() -> None:
+    request = begun()
+    record = failed(hear(request, TextDelta("a"), ServerError("boom", None, None), Done()), "server_error", CLOSE)
+    assert (record.result["text"], record.result["fail_detail"]) == ("a", "boom")
+
+
+def test_done_without_a_finish_reason_is_an_end_too() -> None:
+    request = begun()
+    assert ended(hear(request, TextDelta("a"), Done()), CLOSE).result["finish_reason"] == "stop"
+
+
+def test_a_stream_that_just_ends_is_disconnected_after_a_while() -> None:
+    request = begun()
+    hear(request, TextDelta("a"))
+    assert request.stream_closed(FIRST, None, 105.0) == [WakeAt(at=105.3)]
+    assert request.tick(105.2) == []
+    record = failed(request.tick(105.3), "stream_disconnected", CLOSE)
+    assert record.result["text"] == "a"
+    assert "without a finish reason" in record.result["fail_detail"]
+
+
+@pytest.mark.parametrize("reason", [RequestFailReason.STREAM_DISCONNECTED, RequestFailReason.CONNECT_FAILED])
+def test_news_of_the_servers_death_explains_a_broken_connection(reason: RequestFailReason) -> None:
+    request = begun()
+    request.stream_closed(FIRST, StreamFailure(reason=reason, detail="reset"), 105.0)
+    failed(request.abandon(RequestFailReason.SERVER_DIED, "exited with -9", 105.2), "server_died", CLOSE)
+
+
+@pytest.mark.parametrize("reason", [RequestFailReason.STREAM_DISCONNECTED, RequestFailReason.CONNECT_FAILED])
+def test_without_such_news_it_is_what_it_was(reason: RequestFailReason) -> None:
+    request = begun()
+    request.stream_closed(FIRST, StreamFailure(reason=reason, detail="reset"), 105.0)
+    assert failed(request.tick(105.31), reason, CLOSE).result["fail_detail"] == "reset"
+
+
+@pytest.mark.parametrize(
+    "reason", [RequestFailReason.PROTOCOL_ERROR, RequestFailReason.HTTP_ERROR, RequestFailReason.UNKNOWN_ERROR]
+)
+def test_other_failures_of_a_stream_end_it_at_once(reason: RequestFailReason) -> None:
+    request = begun()
+    hear(request, TextDelta("a"))
+    failure = StreamFailure(reason=reason, detail="HTTP 503: busy", http_status=503)
+    record = failed(request.stream_closed(FIRST, failure, 105.0), reason, CLOSE)
+    assert (record.result["text"], record.http_status) == ("a", 503)
+    assert record.result["fail_detail"] == "HTTP 503: busy"
+
+
+def test_what_was_held_back_is_output_after_any_ending() -> None:
+    request = begun(with_tools())
+    hear(request, TextDelta("answer <tool_ca"))
+    assert request.read_output(0, 0)["text"] == "answer "
+    request.stream_closed(FIRST, None, 105.0)
+    assert failed(request.tick(106.0), "stream_disconnected", CLOSE).result["text"] == "answer <tool_ca"
+
+
+def test_the_model_that_runs_into_the_limit_completes_with_max_tokens() -> None:
+    request = begun()
+    record = ended(hear(request, TextDelta("a"), Finish("length"), Done()), CLOSE)
+    assert (record.result["state"], record.result["finish_reason"]) == ("completed", "max_tokens")
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def raising(ctx: BiosContext) -> str:
+    raise LookupError("no prompt today")
+
+
+def test_a_provider_that_raises_fails_the_request_before_anything_is_sent() -> None:
+    record = failed(made(config(bios_provider=raising)).begin(100.0), "prompt_error")
+    assert "LookupError: no prompt today" in record.result["fail_detail"]
+
+
+def test_a_provider_that_raises_at_a_continuation_keeps_what_came() -> None:
+    def once(ctx: BiosContext) -> str:
+        return raising(ctx) if ctx.tool_iters_remaining < 8 else "bios"
+
+    request = in_tools(with_tools(bios_provider=once))
+    record = failed(request.tools_done(FIRST, ("1",), (), 103.0), "prompt_error", ForgetTools(batch_id=FIRST))
+    assert record.result["text"] == "Let me add."
+
+
+def test_the_provider_is_told_the_time_and_the_budget_of_the_turn() -> None:
+    seen: list[BiosContext] = []
+
+    def remembering(ctx: BiosContext) -> BiosText:
+        seen.append(ctx)
+        return BiosText("stable", f"left: {ctx.tool_iters_remaining}")
+
+    request = in_tools(with_tools(bios_provider=remembering, timezone_name="Europe/Vienna"))
+    request.tools_done(FIRST, ("1",), (), 160.0)
+    assert [context.tool_iters_remaining for context in seen] == [8, 7]
+    assert [context.now.timestamp() for context in seen] == [1100.0, 1160.0]
+    assert (seen[0].worker_name, seen[0].timezone_name, seen[0].tool_call_mode) == ("w", "Europe/Vienna", "native")
+    assert seen[0].now.utcoffset() is not None
+    assert (seen[0].normal_tools, seen[0].exit_tools) == ((ADD,), (SIGNAL,))
+
+
+# ---------------------------------------------------------------- tools
+
+
+def test_a_turn_with_calls_goes_to_the_tools() -> None:
+    request = begun(with_tools())
+    hear(request, ReasoningDelta("hm"), TextDelta("Let me add."), call("add", '{"a": 1}'), call("add", "", 1))
+    hear(request, call("signal", '{"s": 1}', 2), Finish("tool_calls"))
+    closing, start = hear(request, Done(), at=102.0)
+    assert closing == CLOSE
+    assert isinstance(start, StartTools)
+    assert (start.batch_id, start.iteration) == (FIRST, 1)
+    assert [(each.id, each.name, each.arguments) for each in start.calls] == [
+        ("c00000001", "add", {"a": 1}),
+        ("c00000002", "add", {}),
+    ]
+    status = request.status()
+    assert (status["state"], status["phase"]) == ("tool_running", "tool")
+    assert (status["tool_iters_remaining"], status["tool_calls_count"]) == (7, 2)
+    assert status["signals"] == [{"tool_name": "signal", "arguments": {"s": 1}, "emitted_at": 1102.0}]
+
+
+def test_a_continuation_repeats_the_first_turn_to_the_letter_and_holds_only_normal_calls() -> None:
+    request = made(with_tools())
+    before = only(OpenTurn, request.begin(100.0)).body
+    hear(request, ReasoningDelta("hm"), TextDelta("Adding."), call("signal", "{}"), call("add", '{"a": 1}', 1))
+    hear(request, Finish("tool_calls"), Done(), at=102.0)
+    entry: Any = {"tool_call_id": "c00000001", "ok": True}
+    opened = only(OpenTurn, request.tools_done(FIRST, ("3",), (entry,), 103.0))
+    assert opened.stream_id == SECOND
+    sent = opened.body["messages"]
+    assert sent[:2] == before["messages"]
+    assistant, answer = sent[2:]
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    assert assistant == {
+        "role": "assistant",
+        "content": "Adding.",
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "c00000001", "type": "function", "function": function}],
+    }
+    assert (answer["role"], answer["tool_call_id"]) == ("tool", "c00000001")
+    assert answer["content"].startswith(f"3\n\n{STATUS_OPEN}")
+    assert opened.body["tools"] == before["tools"] == [ADD, SIGNAL]
+    assert request.phase == "waiting"
+
+
+def test_text_and_reasoning_are_those_of_every_turn_with_nothing_inserted() -> None:
+    request = in_tools()
+    request.tools_done(FIRST, ("3",), (), 103.0)
+    hear(request, ReasoningDelta("ok"), TextDelta("It is 3."), Usage(20, 6, None), Finish("stop"), stream=SECOND)
+    record = ended(hear(request, Done(), stream=SECOND, at=104.0), CloseTurn(stream_id=SECOND))
+    assert (record.result["text"], record.result["reasoning"]) == ("Let me add.It is 3.", "ok")
+    assert record.result["usage"] == {"prompt_tokens": 30, "completion_tokens": 11, "cached_tokens": 2}
+    assert record.status["tokens_received"] == 11
+    assert record.result["timings"]["ttft_s"] == pytest.approx(1.0)
+
+
+def test_a_failed_tool_fails_the_request_which_keeps_output_and_trace() -> None:
+    request = in_tools()
+    entry: Any = {"tool_call_id": "c00000001", "ok": False, "error": "no"}
+    record = failed(request.tools_failed(FIRST, "tool 'add' raised: no", (entry,), 103.0), "tool_execution_error")
+    assert (record.result["text"], record.result["tool_trace"]) == ("Let me add.", [entry])
+    assert record.result["usage"] == {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 2}
+    assert record.status["tokens_received"] == 5
+
+
+def test_results_of_another_batch_change_nothing() -> None:
+    request = in_tools()
+    assert request.tools_done(SECOND, ("1",), (), 103.0) == []
+    assert request.tools_failed(SECOND, "no", (), 103.0) == []
+    assert request.phase == "tool"
+
+
+def test_without_iterations_left_a_call_fails_the_request() -> None:
+    request = begun(with_tools(max_tool_iterations=0))
+    record = failed(
+        hear(request, TextDelta("a"), call("add"), Finish("tool_calls"), Done()), "tool_execution_error", CLOSE
+    )
+    assert "tool iteration budget exhausted" in record.result["fail_detail"]
+    assert (record.result["text"], record.result["tool_trace"]) == ("a", [])
+
+
+def test_the_budget_is_one_a_turn_not_one_a_call() -> None:
+    request = begun(with_tools(max_tool_iterations=1))
+    hear(request, call("add"), call("add", "{}", 1), call("add", "{}", 2), Finish("tool_calls"), Done())
+    request.tools_done(FIRST, ("1", "2", "3"), (), 103.0)
+    assert request.status()["tool_iters_remaining"] == 0
+    effects = hear(request, call("add"), Finish("tool_calls"), Done(), stream=SECOND)
+    failed(effects, "tool_execution_error", CloseTurn(stream_id=SECOND))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [(call("subtract"), "subtract"), (call("add", "[1]"), "not a JSON object"), (call("add", '{"a": '), "add")],
+)
+def test_an_unknown_name_or_bad_arguments_fail_the_request_and_exit_calls_still_count(
+    wrong: ToolCallDelta, says: str
+) -> None:
+    request = begun(with_tools())
+    hear(request, TextDelta("a"), wrong, call("signal", '{"s": 1}', 1))
+    record = failed(hear(request, Finish("tool_calls"), Done()), "tool_parse_error", CLOSE)
+    assert says in record.result["fail_detail"]
+    assert [signal["arguments"] for signal in record.result["signals"]] == [{"s": 1}]
+    assert record.result["text"] == "a"
+
+
+def test_a_call_cut_off_by_the_limit_is_not_run() -> None:
+    request = begun(with_tools())
+    hear(request, TextDelta("a"), call("signal", '{"s": 1}'), call("add", '{"a": ', 1))
+    record = ended(hear(request, Finish("length"), Done()), CLOSE)
+    assert (record.result["finish_reason"], record.result["tool_trace"]) == ("max_tokens", [])
+    assert len(record.result["signals"]) == 1
+
+
+def test_with_exit_calls_alone_the_request_completes_as_the_model_left_it() -> None:
+    request = begun(with_tools())
+    record = ended(hear(request, TextDelta("bye"), call("signal"), Finish("tool_calls"), Done(), at=102.0), CLOSE)
+    assert (record.result["state"], record.result["text"]) == ("completed", "bye")
+    assert record.result["signals"] == [{"tool_name": "signal", "arguments": {}, "emitted_at": 1102.0}]
+    assert (record.status["tool_calls_count"], record.status["tool_iters_remaining"]) == (0, 8)
+
+
+def test_a_malformed_exit_call_is_recorded_with_its_text() -> None:
+    request = begun(with_tools())
+    record = ended(hear(request, call("signal", '{"s":'), Finish("stop"), Done()), CLOSE)
+    (signal,) = record.result["signals"]
+    assert (signal["arguments"], signal["malformed"]) == ({}, '{"s":')
+
+
+ENDINGS: dict[str, Callable[[Request], Effects]] = {
+    "completed": lambda r: hear(r, Finish("tool_calls"), Done()),
+    "max_tokens": lambda r: hear(r, Finish("length"), Done()),
+    "cancelled": lambda r: r.cancel(105.0),
+    "cancelled settling": lambda r: [*hear(r, Finish("stop")), *r.cancel(105.0)][1:],
+    "abandoned": lambda r: r.abandon(RequestFailReason.WORKER_RESTARTED, "restart", 105.0),
+    "abandoned settling": lambda r: [
+        *hear(r, Finish("stop")),
+        *r.abandon(RequestFailReason.WORKER_STOPPED, "stop", 105.0),
+    ][1:],
+    "error record": lambda r: hear(r, ServerError("boom", 500, None)),
+    "error record settling": lambda r: [*hear(r, Finish("stop")), *hear(r, ServerError("boom", 500, None))][1:],
+    "disconnected": lambda r: [*r.stream_closed(FIRST, None, 105.0), *r.tick(106.0)][1:],
+    "protocol error": lambda r: r.stream_closed(
+        FIRST, StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail="garbage"), 105.0
+    ),
+    "loop": lambda r: hear(r, TextDelta(LINE * 20)),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+@pytest.mark.parametrize("prompted", [False, True])
+def test_exit_calls_and_text_are_kept_in_every_ending(ending: Callable[[Request], Effects], prompted: bool) -> None:
+    request = begun(with_tools(), prompted=prompted)
+    text = TextDelta("kept\n")
+    if prompted:
+        hear(request, text, TextDelta('<tool_call>{"name": "signal", "arguments": {"s": 1}}</tool_call>'))
+    else:
+        hear(request, text, call("signal", '{"s": 1}'))
+    record = ended(ending(request), CLOSE)
+    assert [signal["arguments"] for signal in record.result["signals"]] == [{"s": 1}]
+    assert record.result["signals"] == record.status["signals"]
+    assert record.result["text"].startswith("kept\n")
+    assert "tool_call" not in record.result["text"]
+
+
+def test_a_servers_report_of_a_malformed_call_is_a_parse_error_and_accuses_no_server() -> None:
+    message = "The model produced output that does not match the expected peg-native format"
+    request = begun(with_tools())
+    record = failed(hear(request, TextDelta("a"), ServerError(message, 500, None)), "tool_parse_error", CLOSE)
+    assert (record.result["text"], record.http_status) == ("a", None)
+    plain = begun()
+    failed(hear(plain, ServerError(message, 500, None)), "server_error", CLOSE)
+
+
+# ---------------------------------------------------------------- refused tools
+
+
+def test_a_request_whose_tools_are_refused_is_sent_again_prompted() -> None:
+    request = made(with_tools())
+    native = only(OpenTurn, request.begin(100.0)).body
+    assert native["tools"] == [ADD, SIGNAL]
+    assert "<tool_call>" not in native["messages"][0]["content"]
+    report, again = request.stream_closed(FIRST, REFUSED, 101.0)
+    assert report == ReportToolsRefused(detail=REFUSED.detail)
+    assert isinstance(again, OpenTurn)
+    assert again.stream_id == SECOND
+    assert "tools" not in again.body
+    assert "<tool_call>" in again.body["messages"][0]["content"]
+    assert again.body["messages"][0]["content"].endswith("Be terse.")
+    assert request.phase == "waiting"
+    assert hear(request, TextDelta("late"), stream=FIRST) == []
+    record = ended(hear(request, TextDelta("a"), Finish("stop"), Done(), stream=SECOND), CloseTurn(stream_id=SECOND))
+    assert record.result["text"] == "a"
+
+
+def test_a_second_refusal_is_an_error() -> None:
+    request = begun(with_tools())
+    request.stream_closed(FIRST, REFUSED, 101.0)
+    failed(request.stream_closed(SECOND, REFUSED, 102.0), "http_error", CloseTurn(stream_id=SECOND))
+
+
+@pytest.mark.parametrize("of", [with_tools(tool_call_mode="native"), config()])
+def test_without_auto_or_without_tools_a_refusal_is_an_error(of: WorkerConfig) -> None:
+    record = failed(begun(of).stream_closed(FIRST, REFUSED, 101.0), "http_error", CLOSE)
+    assert record.http_status == 500
+
+
+def test_in_prompted_mode_calls_and_results_travel_as_text() -> None:
+    request = begun(with_tools(), prompted=True)
+    tagged = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    hear(request, TextDelta("Adding. "), TextDelta(tagged[:15]), TextDelta(tagged[15:]), Finish("stop"))
+    _, start = hear(request, Done())
+    assert isinstance(start, StartTools)
+    sent = only(OpenTurn, request.tools_done(FIRST, ("3",), (), 103.0)).body
+    assert sent["messages"][2] == {"role": "assistant", "content": f"Adding. {tagged}"}
+    assert sent["messages"][3]["role"] == "user"
+    assert "\n3\n</tool_response>" in sent["messages"][3]["content"]
+    assert "tools" not in sent
+    assert request.read_output(0, 0)["text"] == "Adding. "
+
+
+def test_in_prompted_mode_a_malformed_call_fails_the_request_with_the_text_as_it_was() -> None:
+    request = begun(with_tools(), prompted=True)
+    text = 'Adding <tool_call>{"name": "add"}</tool_call> now'
+    record = failed(hear(request, TextDelta(text), Finish("stop"), Done()), "tool_parse_error", CLOSE)
+    assert record.result["text"] == text
+
+
+# ---------------------------------------------------------------- cancel and abandon
+
+
+def opened(request: Request) -> Request:
+    request.stream_opened(FIRST, 101.0)
+    return request
+
+
+def generating(request: Request) -> Request:
+    hear(opened(request), TextDelta("a"), at=102.0)
+    return request
+
+
+def settling(request: Request) -> Request:
+    hear(generating(request), Finish("stop"), at=103.0)
+    return request
+
+
+def broken(request: Request) -> Request:
+    generating(request).stream_closed(FIRST, None, 103.0)
+    return request
+
+
+IN_STREAM = {
+    "waiting": lambda r: r,
+    "prefill": opened,
+    "generating": generating,
+    "settling": settling,
+    "broken": broken,
+}
+
+
+@pytest.mark.parametrize("phase", IN_STREAM.values(), ids=IN_STREAM)
+def test_a_cancel_closes_the_connection_in_every_phase(phase: Callable[[Request], Request]) -> None:
+    record = ended(phase(begun()).cancel(104.0), CLOSE)
+    assert (record.result["state"], record.result["finish_reason"]) == ("canceled", "canceled")
+    assert record.result["fail_reason"] == "canceled"
+    assert record.result["text"] == ("a" if phase in (generating, settling, broken) else "")
+
+
+def test_a_cancel_in_the_tools_forgets_them() -> None:
+    record = ended(in_tools().cancel(104.0), ForgetTools(batch_id=FIRST))
+    assert (record.result["state"], record.result["text"]) == ("canceled", "Let me add.")
+
+
+def test_a_cancel_in_a_later_turn_closes_that_one() -> None:
+    request = in_tools()
+    request.tools_done(FIRST, ("3",), (), 103.0)
+    ended(request.cancel(104.0), CloseTurn(stream_id=SECOND))
+
+
+@pytest.mark.parametrize("phase", [IN_STREAM[name] for name in ("waiting", "prefill", "generating", "broken")])
+def test_who_is_abandoned_fails_with_the_reason_told(phase: Callable[[Request], Request]) -> None:
+    request = phase(begun())
+    record = failed(request.abandon(RequestFailReason.WORKER_RESTARTED, "stall", 103.2), "worker_restarted", CLOSE)
+    assert record.result["fail_detail"] == "stall"
+
+
+def test_who_is_abandoned_in_the_tools_forgets_them() -> None:
+    effects = in_tools().abandon(RequestFailReason.WORKER_STOPPED, "stop", 104.0)
+    failed(effects, "worker_stopped", ForgetTools(batch_id=FIRST))
+
+
+def test_a_turn_that_had_said_its_finish_reason_still_counts() -> None:
+    effects = settling(begun()).abandon(RequestFailReason.SERVER_DIED, "exited", 104.0)
+    assert ended(effects, CLOSE).result["state"] == "completed"
+
+
+def test_its_calls_are_not_begun_any_more() -> None:
+    request = begun(with_tools())
+    hear(request, TextDelta("a"), call("add"), Finish("tool_calls"))
+    record = failed(request.abandon(RequestFailReason.SERVER_DIED, "exited", 104.0), "server_died", CLOSE)
+    assert record.result["text"] == "a"
+
+
+# ---------------------------------------------------------------- loops
+
+LINE = f"{'y' * 40}\n"
+
+
+def test_a_loop_fails_the_request_and_the_output_ends_with_the_line_that_decided() -> None:
+    request = begun()
+    text = "Start of it.\n" + LINE * 30
+    record = failed(hear(request, TextDelta(text[:100]), TextDelta(text[100:])), "repeated_line_loop", CLOSE)
+    assert record.result["text"] == "Start of it.\n" + LINE * 12
+    assert LINE.strip() in record.result["fail_detail"]
+    assert "12" in record.result["fail_detail"]
+
+
+def test_a_loop_in_the_reasoning_counts_too() -> None:
+    request = begun()
+    record = failed(hear(request, ReasoningDelta(LINE * 30), TextDelta("a")), "repeated_line_loop", CLOSE)
+    assert (record.result["reasoning"], record.result["text"]) == (LINE * 12, "")
+
+
+def test_a_block_of_lines_that_repeats_is_told_as_such() -> None:
+    request = begun(config(loop_detector=LoopDetector(max_period=2)))
+    record = failed(hear(request, TextDelta(f"{LINE}z{LINE}" * 30)), "repeated_line_loop", CLOSE)
+    assert "a block of 2 lines" in record.result["fail_detail"]
+
+
+def test_without_a_detector_nothing_is_a_loop() -> None:
+    request = begun(config(loop_detector=None))
+    assert hear(request, TextDelta(LINE * 500)) == []
+
+
+# ---------------------------------------------------------------- the body
+
+
+def body(of: WorkerConfig | None = None, params: dict[str, Any] | None = None, tools: Any = ()) -> dict[str, Any]:
+    return request_body(of or config(), params or {}, [{"role": "user", "content": "u"}], tools)
+
+
+def test_the_workers_own_defaults() -> None:
+    told = body()
+    assert told.pop("sse_ping_interval") > 0
+    assert told == {
+        "messages": [{"role": "user", "content": "u"}],
+        "stream": True,
+        "return_progress": True,
+        "stream_options": {"include_usage": True},
+        "reasoning_format": "deepseek",
+        "max_tokens": 4096,
+    }
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"return_progress": False},
+        {"stream_options": {}},
+        {"reasoning_format": "none"},
+        {"sse_ping_interval": -1},
+        {"max_tokens": 5},
+        {"temperature": 0},
+        {"unknown_to_everyone": {"a": [1, None]}},
+    ],
+)
+@pytest.mark.parametrize("place", ["params", "default_params"])
+def test_what_the_caller_sets_passes_through(changed: dict[str, Any], place: str) -> None:
+    told = body(params=changed) if place == "params" else body(config(default_params=changed))
+    assert told == body() | changed
+
+
+def test_params_win_over_default_params_and_these_over_max_tokens() -> None:
+    of = config(max_tokens=1, default_params={"max_tokens": 2, "top_k": 3})
+    assert body(of)["max_tokens"] == 2
+    told = body(of, {"max_tokens": 4, "seed": 5})
+    assert (told["max_tokens"], told["top_k"], told["seed"]) == (4, 3, 5)
+
+
+def test_without_max_tokens_no_bound_is_sent() -> None:
+    assert "max_tokens" not in body(config(max_tokens=None))
+    assert body(config(max_tokens=None), {"max_tokens": 7})["max_tokens"] == 7
+
+
+def test_messages_tools_and_stream_are_the_workers() -> None:
+    owned = {"messages": [], "tools": [{"x": 1}], "stream": False}
+    assert body(config(default_params=owned), owned) == body()
+    assert body(params=owned, tools=[ADD])["tools"] == [ADD]
+
+
+def test_a_body_is_json_and_the_callers_params_stay_as_they_were() -> None:
+    params = {"stop": ["x"], "stream": False}
+    before = copy.deepcopy(params)
+    assert json.loads(json.dumps(body(params=params)))["stop"] == ["x"]
+    assert params == before
+
+
+# ---------------------------------------------------------------- random paths
+
+_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_", "<thi", "{", '"', " ", "\n")
+
+
+class RandomRequest(RuleBasedStateMachine):
+    """What holds on every path: one end, output that only grows, and everything received in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.words: list[str] = []  # received, each but once
+        self.signals = 0  # exit calls received
+        self.text = self.reasoning = ""
+        self.finished: RequestRecord | None = None
+        self.snapshot: Any = None
+        self.stream: tuple[int, int] | None = None  # open
+        self.batch: tuple[int, int] | None = None  # running
+        self.calls = 0  # of this turn
+        self.alarm: float | None = None
+
+    @initialize(prompted=st.booleans(), opens_thinking=st.booleans(), iterations=st.integers(0, 2))
+    def begin(self, prompted: bool, opens_thinking: bool, iterations: int) -> None:
+        of = with_tools(max_tool_iterations=iterations)
+        self.request = made(of, prompted=prompted, opens_thinking=opens_thinking)
+        self.prompted = prompted
+        self.take(self.request.begin(self.now))
+
+    def take(self, effects: Effects) -> None:
+        assert self.finished is None or not effects, "nothing follows the end"
+        for effect in effects:
+            match effect:
+                case OpenTurn(stream_id=stream_id):
+                    assert self.stream is self.batch is None
+                    self.stream, self.calls = stream_id, 0
+                case CloseTurn():
+                    self.stream = None
+                case StartTools(batch_id=batch_id, calls=calls):
+                    assert self.stream is self.batch is None
+                    assert calls
+                    self.batch = batch_id
+                case ForgetTools(batch_id=batch_id):
+                    assert batch_id == self.batch
+                    self.batch = None
+                case WakeAt(at=at):
+                    assert at > self.now
+                    self.alarm = at
+                case Finished(record=record):
+                    assert effect is effects[-1]
+                    self.finished, self.snapshot = record, copy.deepcopy((record.status, record.result))
+                    self.alarm = None
+
+    def hear(self, *events: StreamEvent) -> None:
+        self.now += 0.01
+        self.take(self.request.stream_events(self.stream or (7, 99), events, carried_data=True, at=self.now))
+
+    def word(self) -> str:
+        word = f"w{len(self.words)}w"
+        self.words.append(word)
+        return word
+
+    listens = precondition(lambda self: self.stream is not None)
+
+    @listens
+    @rule()
+    def headers(self) -> None:
+        self.take(self.request.stream_opened(self.stream or (7, 99), self.now))
+
+    @listens
+    @rule(mix=st.lists(st.sampled_from(("text", "reasoning", *_TAGS)), min_size=1, max_size=6))
+    def deltas(self, mix: list[str]) -> None:
+        events: list[StreamEvent] = []
+        for what in mix:
+            if what == "reasoning":
+                events.append(ReasoningDelta(self.word()))
+            else:
+                events.append(TextDelta(self.word() if what == "text" else what))
+        self.hear(*events)
+
+    @listens
+    @rule(name=st.sampled_from(["add", "signal", "signal", "zap"]), whole=st.booleans())
+    def tool_call(self, name: str, whole: bool) -> None:
+        self.hear(call(name, "{}" if whole else "{", self.calls))
+        self.calls += 1
+        self.signals += name == "signal"
+
+    @listens
+    @rule(event=st.sampled_from([PromptProgress(1, 2, 0), Usage(3, 4, None), RoleOnly()]))
+    def news(self, event: StreamEvent) -> None:
+        self.hear(event)
+
+    @listens
+    @rule(reason=st.sampled_from(["stop", "length", "tool_calls"]), done=st.booleans())
+    def finish(self, reason: str, done: bool) -> None:
+        self.hear(*([Finish(reason), Done()] if done else [Finish(reason)]))
+
+    @listens
+    @rule(
+        event=st.sampled_from(
+            [Done(), ServerError("boom", 500, None), ServerError("failed to parse tool call", 500, None)]
+        )
+    )
+    def last_word(self, event: StreamEvent) -> None:
+        self.hear(event)
+
+    @listens
+    @rule(
+        failure=st.sampled_from(
+            [
+                None,
+                REFUSED,
+                StreamFailure(reason=RequestFailReason.CONNECT_FAILED, detail="refused"),
+                StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail="garbage"),
+            ]
+        )
+    )
+    def closed(self, failure: StreamFailure | None) -> None:
+        stream, self.stream = self.stream, None
+        self.take(self.request.stream_closed(stream or (7, 99), failure, self.now))
+
+    @precondition(lambda self: self.batch is not None)
+    @rule(fails=st.booleans())
+    def tools_end(self, fails: bool) -> None:
+        batch, self.batch = self.batch, None
+        assert batch is not None
+        count = self.count_of(batch)
+        if fails:
+            self.take(self.request.tools_failed(batch, "no", (), self.now))
+        else:
+            self.take(self.request.tools_done(batch, ("1",) * count, (), self.now))
+
+    def count_of(self, batch: tuple[int, int]) -> int:
+        waiting: Any = self.request._waiting
+        assert waiting.batch_id == batch
+        return len(waiting.calls)
+
+    @rule(after_s=st.sampled_from([0.01, 0.3, 2.0]))
+    def time_passes(self, after_s: float) -> None:
+        self.now += after_s
+        if self.alarm is not None and self.now >= self.alarm:
+            self.alarm = None
+            self.take(self.request.tick(self.now))
+
+    @rule()
+    def tick(self) -> None:
+        self.take(self.request.tick(self.now))
+
+    @rule()
+    def stale_news(self) -> None:
+        for stale in ((7, 0), (8, 1)):
+            assert self.request.stream_events(stale, [TextDelta("stale")], carried_data=True, at=self.now) == []
+            assert self.request.stream_closed(stale, None, self.now) == []
+            assert self.request.tools_done(stale, ("1",), (), self.now) == []
+            assert self.request.tools_failed(stale, "stale", (), self.now) == []
+
+    @precondition(lambda self: len(self.words) > 3)
+    @rule(cancelled=st.booleans())
+    def given_up(self, cancelled: bool) -> None:
+        over = self.finished is not None
+        if cancelled:
+            self.take(self.request.cancel(self.now))
+        else:
+            self.take(self.request.abandon(RequestFailReason.WORKER_RESTARTED, "restart", self.now))
+        assert self.finished is not None
+        assert not over or self.snapshot == (self.finished.status, self.finished.result)
+
+    @invariant()
+    def output_only_grows(self) -> None:
+        chunk = self.request.read_output(0, 0)
+        assert chunk["text"].startswith(self.text)
+        assert chunk["reasoning"].startswith(self.reasoning)
+        self.text, self.reasoning = chunk["text"], chunk["reasoning"]
+        assert chunk["done"] is (self.finished is not None)
+
+    @invariant()
+    def nothing_changes_after_the_end(self) -> None:
+        if self.finished is not None:
+            assert self.snapshot == (self.finished.status, self.finished.result)
+            assert self.stream is self.batch is None or self.stream is None
+
+    @invariant()
+    def everything_received_is_in_the_result(self) -> None:
+        if self.finished is None:
+            return
+        result = self.finished.result
+        assert (result["text"], result["reasoning"]) == (self.text, self.reasoning)
+        everything = self.text + self.reasoning
+        assert [word for word in self.words if word not in everything] == []
+        assert "stale" not in everything
+        assert len(result["signals"]) >= self.signals
+        assert result["state"].is_terminal
+        assert ("fail_reason" in result) is (result["state"] != "completed")
+
+
+TestRandomRequest = RandomRequest.TestCase
+TestRandomRequest.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

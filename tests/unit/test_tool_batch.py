@@ -1,0 +1,71 @@
+"""The calls of a turn one by one, with a literal clock."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from llama_worker.tool_batch import ToolBatch
+from llama_worker.tooling import ParsedCall
+
+CALLS = tuple(ParsedCall(f"c0000000{n}", f"tool{n}", {"n": n}, f'{{"n": {n}}}') for n in (1, 2))
+
+
+def batch() -> ToolBatch:
+    return ToolBatch(calls=CALLS, iteration=3, timeout_s=10.0, unix_offset=1000.0, started_at=50.0)
+
+
+def test_calls_run_in_order_and_each_has_its_own_deadline() -> None:
+    state = batch()
+    assert (state.deadline, state.done) == (60.0, False)
+    state = state.returned(0, '"one"', 54.0)
+    assert (state.deadline, state.done, state.results) == (64.0, False, ('"one"',))
+    state = state.returned(1, '"two"', 55.0)
+    assert (state.done, state.results) == (True, ('"one"', '"two"'))
+
+
+def test_the_trace_tells_of_each_call_how_it_went() -> None:
+    state = batch().returned(0, "1", 54.0).failed("tool 'tool2' raised ValueError: no", 55.5)
+    assert state.trace == (
+        {
+            "tool_call_id": "c00000001",
+            "tool_name": "tool1",
+            "arguments": {"n": 1},
+            "iteration": 3,
+            "started_at": 1050.0,
+            "duration_s": 4.0,
+            "ok": True,
+        },
+        {
+            "tool_call_id": "c00000002",
+            "tool_name": "tool2",
+            "arguments": {"n": 2},
+            "iteration": 3,
+            "started_at": 1054.0,
+            "duration_s": 1.5,
+            "ok": False,
+            "error": "tool 'tool2' raised ValueError: no",
+        },
+    )
+    assert state.results == ("1",)
+
+
+@pytest.mark.parametrize("index", [1, 2, -1])
+def test_a_return_out_of_turn_changes_nothing(index: int) -> None:
+    assert batch().returned(index, "1", 54.0) == batch()
+
+
+def test_a_return_told_twice_counts_once() -> None:
+    once = batch().returned(0, "1", 54.0)
+    assert once.returned(0, "2", 55.0) == once
+
+
+def test_a_timeout_names_the_call_under_way_and_the_limit() -> None:
+    assert batch().timeout_text() == "tool 'tool1' did not return within tool_timeout_s 10 s"
+    assert "'tool2'" in batch().returned(0, "1", 54.0).timeout_text()
+
+
+def test_a_batch_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch().started_at = 0.0  # type: ignore[misc]

@@ -1,0 +1,117 @@
+"""One HTTP exchange of a request, taken apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llama_worker.stream_events import Timings, ToolCallDelta, Usage
+from llama_worker.tooling import MalformedCall, RawCall
+from llama_worker.turn import Turn
+
+TAGGED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+CALL = RawCall(None, "add", '{"a": 1}', TAGGED)
+
+
+def turn(*, prompted: bool = False, with_tools: bool = True, opens_thinking: bool = False) -> Turn:
+    return Turn(started_at=0.0, prompted=prompted, with_tools=with_tools, opens_thinking=opens_thinking)
+
+
+def timings(**told: Any) -> Timings:
+    keys = ("cache_n", "prompt_n", "prompt_per_second", "predicted_n", "predicted_per_second")
+    return Timings(**(dict.fromkeys(keys) | told))
+
+
+def say(it: Turn, *pieces: str) -> tuple[str, str]:
+    """(reasoning, text) of the whole turn."""
+    shown = [*(it.text(piece) for piece in pieces), it.finish()]
+    return "".join(reasoning for reasoning, _ in shown), "".join(text for _, text in shown)
+
+
+def test_text_and_reasoning_are_told_apart_and_remembered() -> None:
+    it = turn()
+    assert it.reasoning("hm") == ("hm", "")
+    assert it.text("Hello") == ("", "Hello")
+    assert it.text(" you") == ("", " you")
+    assert it.finish() == ("", "")
+    assert (it.said_reasoning, it.said_text) == ("hm", "Hello you")
+
+
+def test_reasoning_in_tags_is_reasoning() -> None:
+    assert say(turn(), "<thi", "nk>x</think>", "Y") == ("x", "Y")
+
+
+def test_reasoning_that_the_template_opened_is_reasoning() -> None:
+    assert say(turn(opens_thinking=True), "abc</think>Ans") == ("abc", "Ans")
+
+
+@pytest.mark.parametrize("with_tools", [True, False])
+def test_what_was_held_back_comes_at_the_end(with_tools: bool) -> None:
+    it = turn(with_tools=with_tools)
+    assert it.text("<thi") == ("", "")
+    assert it.finish() == ("", "<thi")
+    assert it.said_text == "<thi"
+
+
+def test_a_second_finish_returns_nothing() -> None:
+    it = turn()
+    it.text("a <tool_c")
+    assert it.finish() == ("", "<tool_c")
+    assert it.finish() == ("", "")
+    assert it.said_text == "a <tool_c"
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+def test_a_tagged_call_is_a_call_and_no_text(prompted: bool) -> None:
+    it = turn(prompted=prompted)
+    assert say(it, "Let me add. ", TAGGED[:20], TAGGED[20:], " Wait.") == ("", "Let me add.  Wait.")
+    assert it.calls() == [CALL]
+    assert it.said_text == "Let me add.  Wait."
+
+
+def test_without_tools_a_tagged_call_is_text() -> None:
+    it = turn(with_tools=False)
+    assert say(it, TAGGED) == ("", TAGGED)
+    assert it.calls() == []
+
+
+def test_a_malformed_tagged_call_is_text_and_in_prompted_mode_a_malformed_call_too() -> None:
+    broken = '<tool_call>{"name": "add"}</tool_call>'
+    native, prompted = turn(), turn(prompted=True)
+    assert say(native, broken) == say(prompted, broken) == ("", broken)
+    assert native.calls() == []
+    assert prompted.calls() == [MalformedCall(broken)]
+
+
+def test_beside_structured_calls_a_tagged_one_is_text() -> None:
+    it = turn()
+    it.tool_call(ToolCallDelta(0, "x", "add", "{"))
+    it.tool_call(ToolCallDelta(0, None, None, "}"))
+    assert say(it, "a", TAGGED, "b") == ("", f"a{TAGGED}b")
+    assert it.calls() == [RawCall("x", "add", "{}")]
+
+
+def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
+    it = turn()
+    for at in (1.0, 2.0, 3.0):
+        it.tokens_came(1, at)
+    assert it.tokens == 3
+    it.timings = timings(predicted_n=7)
+    assert it.tokens == 7
+    it.usage = Usage(10, 9, None)
+    assert it.tokens == 9
+    it.usage, it.timings = None, timings()
+    assert it.tokens == 3
+
+
+def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
+    it = turn()
+    assert it.tokens_per_second() is None
+    it.tokens_came(1, 1.0)
+    assert it.tokens_per_second() is None
+    it.tokens_came(2, 2.0)
+    assert it.tokens_per_second() == pytest.approx(2.0)
+    assert (it.first_token_at, it.last_token_at) == (1.0, 2.0)
+    it.timings = timings(predicted_per_second=40.0)
+    assert it.tokens_per_second() == 40.0

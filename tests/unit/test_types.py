@@ -1,0 +1,111 @@
+"""The contract's field names and values, which hosts depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+import pytest
+
+from llama_worker import types
+from llama_worker.adapters.probes import ProcessProbe
+from llama_worker.types import BiosContext, BiosText, LivenessProbe, RequestState, ToolRunner
+
+
+def words(text: str) -> set[str]:
+    return set(text.replace(",", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (types.WorkerState, "stopped running ready failed"),
+        (types.RequestState, "running tool_running completed failed canceled"),
+        (types.RequestFinishReason, "stop max_tokens canceled failed"),
+        (types.RequestPhase, "waiting prefill generating tool done"),
+        (
+            types.RequestFailReason,
+            "worker_restarted worker_stopped server_died connect_failed headers_timeout ttft_timeout stall_timeout"
+            " absolute_timeout stream_disconnected protocol_error http_error server_error prompt_error"
+            " tool_parse_error tool_execution_error repeated_line_loop canceled unknown_error",
+        ),
+    ],
+)
+def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
+    assert {member.value for member in kind} == words(values)
+    assert all(member == member.value == str(member) == json.loads(json.dumps(member)) for member in kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "required", "optional"),
+    [
+        (types.SubmitOk, "ok request_id", ""),
+        (types.SubmitErr, "ok error", ""),
+        (types.NotFound, "ok error", ""),
+        (types.NotReady, "ok error", ""),
+        (
+            types.RequestStatus,
+            "ok request_id job_name state phase created_at output_chars reasoning_chars tool_iters_remaining"
+            " tool_calls_count signals",
+            "dispatched_at first_token_at completed_at last_progress_at last_stream_byte_at last_liveness_at"
+            " prompt_progress tokens_received tokens_per_second tail fail_reason fail_detail",
+        ),
+        (types.PromptProgress, "processed total cached", ""),
+        (types.OutputChunk, "ok text reasoning text_offset reasoning_offset done", ""),
+        (
+            types.RequestResult,
+            "ok request_id job_name state finish_reason text reasoning signals tool_trace",
+            "usage timings fail_reason fail_detail",
+        ),
+        (types.Usage, "prompt_tokens completion_tokens cached_tokens", ""),
+        (types.Timings, "total_s", "ttft_s tokens_per_second"),
+        (types.ExitSignal, "tool_name arguments emitted_at", "malformed"),
+        (types.ToolTraceEntry, "tool_call_id tool_name arguments iteration started_at duration_s ok", "error"),
+        (
+            types.WorkerStatus,
+            "name state slots_total slots_used active_request_ids active_jobs restart_count config_hash warnings",
+            "pid last_error last_ready_at next_restart_at",
+        ),
+        (types.RestartRecord, "at reason detail", ""),
+    ],
+)
+def test_the_keys_of_an_answer(kind: Any, required: str, optional: str) -> None:
+    assert kind.__required_keys__ == words(required)
+    assert kind.__optional_keys__ == words(optional)
+
+
+def test_the_keys_of_the_debug_info() -> None:
+    told = words("recent_logs recent_restarts recent_events server_cmd evidence")
+    assert told <= types.WorkerDebugInfo.__required_keys__
+
+
+@pytest.mark.parametrize("state", RequestState)
+def test_three_states_are_terminal(state: RequestState) -> None:
+    assert state.is_terminal is (state in {"completed", "failed", "canceled"})
+
+
+def test_the_parts_of_a_bios() -> None:
+    assert BiosText("stable") == BiosText(stable="stable", volatile="")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BiosText("a").stable = "b"  # type: ignore[misc]
+    context = BiosContext(
+        now=datetime(2026, 10, 1, tzinfo=UTC),
+        timezone_name="UTC",
+        worker_name="w",
+        tool_iters_remaining=8,
+        normal_tools=(),
+        exit_tools=(),
+    )
+    assert (context.bios_version, context.tool_call_mode) == ("bios-v1", "native")
+
+
+def test_protocols_are_told_by_their_methods() -> None:
+    class Runner:
+        def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any: ...
+
+    assert isinstance(Runner(), ToolRunner)
+    assert not isinstance(object(), ToolRunner)
+    assert isinstance(ProcessProbe(), LivenessProbe)
