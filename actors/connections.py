@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import io
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ import urllib3.connectionpool
 import urllib3.exceptions
 
 _BUFFER_BYTES = 65536
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 s
 
 
 class Aborted(urllib3.exceptions.HTTPError):
@@ -182,6 +184,8 @@ class _WatchedReader(io.RawIOBase):
 
 def _shut_down(connection: socket.socket) -> None:
     try:
+        # A server that is blocked in a send, since our window was full, hears no FIN: the close is to be a reset.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         return  # it was not connected, or is no longer

@@ -10,8 +10,8 @@ import psutil
 import requests
 import urllib3.exceptions
 
+from llama_worker.actors.chat_exchange import Endpoint
 from llama_worker.actors.connections import Abort, session
-from llama_worker.actors.stream_reader import Endpoint
 from llama_worker.messages import Probed, ProbeOutcome, ProbeServer
 from llama_worker.server_traits import ServerTraits, server_traits
 

@@ -187,7 +187,7 @@ class ServerProcess:
             while True:
                 ready = {fd for fd, _ in poll.poll()}
                 over = ended in ready
-                if output in ready and not self._drain(output, until_empty=over):
+                if output in ready and not self._drain(output):
                     poll.unregister(output)
                 if report in ready:
                     new = _read_available(report)
@@ -230,18 +230,14 @@ class ServerProcess:
     def _not_started(self, reason: StartFailReason, detail: str) -> ServerNotStarted:
         return ServerNotStarted(epoch=self._epoch, reason=reason, detail=detail)
 
-    def _drain(self, output: int, *, until_empty: bool) -> bool:
-        """Put what the pipe holds into the ring; False at its end."""
-        while True:
-            try:
-                data = os.read(output, _READ_BYTES)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            self._log.feed(data)
-            if not until_empty:
-                return True
+    def _drain(self, output: int) -> bool:
+        """Put what the pipe holds into the ring, as much as a pipe can hold; False at its end."""
+        try:
+            data = os.read(output, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        self._log.feed(data)
+        return bool(data)
 
 
 def can_listen(address: tuple[str, int]) -> bool:

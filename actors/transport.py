@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
+from llama_worker.actors.chat_exchange import Endpoint
 from llama_worker.actors.refs import HouseActor, Household
 from llama_worker.actors.server_probe import ServerProbe
-from llama_worker.actors.stream_reader import Endpoint, StreamReader
+from llama_worker.actors.stream_reader import StreamReader
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     CloseAllStreams,

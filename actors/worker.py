@@ -593,6 +593,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
         epoch = self._life.epoch
         self._trouble("actor_died", detail, now)
         if death.role == ProcessActor.role and not death.will_report:
+            self._pid = None
             gone = lifecycle.exited(
                 self._life, now, epoch=epoch, returncode=None, log_tail=self._log.tail(40), port_taken=False
             )
@@ -668,6 +669,7 @@ def _lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float
             "reasoning": "",
             "signals": [],
             "tool_trace": [],
+            "timings": {"total_s": now - admitted.created_at},
             "fail_reason": reason,
             "fail_detail": detail,
         },

@@ -1,5 +1,7 @@
 """Supervises one llama.cpp `llama-server` from inside a threaded Python program and runs chat requests on it."""
 
+from llama_worker.adapters.async_output import stream
+from llama_worker.adapters.fleet import load_config
 from llama_worker.config import LoopDetector, RestartPolicy, TimeoutProfile, WorkerConfig, llama_server_cmd
 from llama_worker.errors import ConfigError, LlamaWorkerError, WorkerClosed, WorkerStartError
 from llama_worker.prompting import default_bios, prompted_tools_text
@@ -81,5 +83,7 @@ __all__ = [
     "WorkerTotals",
     "default_bios",
     "llama_server_cmd",
+    "load_config",
     "prompted_tools_text",
+    "stream",
 ]

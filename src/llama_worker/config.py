@@ -294,13 +294,15 @@ def llama_server_cmd(
     It passes `--parallel`: without it a server opens four slots that share one context (b11434).
     """
     checked_str("model", str(model), empty=False)
+    if isinstance(extra_args, Iterable) and not isinstance(extra_args, (str, bytes)):
+        extra_args = tuple(extra_args)
     return (
         str(executable),
         *("--model", str(model)),
         *("--host", host),
         *("--port", str(port)),
         *("--parallel", str(slots)),
-        *_checked_strings("extra_args", tuple(extra_args), may_be_empty=True),
+        *_checked_strings("extra_args", extra_args, may_be_empty=True),
     )
 
 

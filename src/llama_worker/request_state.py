@@ -597,7 +597,7 @@ class Request:
                 self._output.add(*self._turn.finish())  # what was held back is output, too
                 if not self._calls_taken:
                     self._take_calls(now)
-                if self._exchanges:
+                if self._exchanges and not self._turn.is_over:
                     effects += self._close_turn()
         record = self._record(state, finish_reason, now, fail_reason, fail_detail)
         self._waiting = _Ended(record)

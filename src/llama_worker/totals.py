@@ -29,10 +29,10 @@ class Totals:
         result, status = record.result, record.status
         outcome = str(result["state"])
         self._requests[outcome][str(result.get("fail_reason", result["finish_reason"]))] += 1
-        self._duration[outcome].add(status.get("completed_at", status["created_at"]) - status["created_at"])
-        ttft_s = result.get("timings", {}).get("ttft_s")
-        if ttft_s is not None:
-            self._ttft.add(ttft_s)
+        if "timings" in result:
+            self._duration[outcome].add(result["timings"]["total_s"])
+            if "ttft_s" in result["timings"]:
+                self._ttft.add(result["timings"]["ttft_s"])
         self._generated_tokens += status.get("tokens_received", 0)
         if "usage" in result:
             self._prompt_tokens += result["usage"]["prompt_tokens"]

@@ -267,7 +267,7 @@ _open_desks: set[_Desk] = set()
 def _close_all_at_exit() -> None:
     """Ends every worker of a host that exits without `close`, side by side; no thread may be started any more."""
     deadline = time.monotonic() + _EXIT_GRACE_S + 1.5
-    stopping = [(desk, desk.begin_close(_EXIT_GRACE_S)) for desk in _open_desks]
+    stopping = [(desk, desk.begin_close(_EXIT_GRACE_S)) for desk in tuple(_open_desks)]
     for desk, stopped in stopping:
         desk.finish_close(stopped, timeout_s=max(0.0, deadline - time.monotonic()))
     for desk, _ in stopping:

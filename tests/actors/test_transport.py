@@ -430,7 +430,7 @@ def test_phases_follow_the_stream(rig: Rig, make_gate: Callable[[], GatePath]) -
     status = rig.wait_ended(request)
     assert (status["phase"], status["state"]) == ("done", "completed")
     assert status["prompt_progress"] == {"processed": 128, "total": 512, "cached": 64}
-    instants = [status[name] for name in ("created_at", "dispatched_at", "first_token_at", "completed_at")]  # type: ignore[literal-required]
+    instants = [status[name] for name in ("created_at", "dispatched_at", "first_token_at", "completed_at")]
     assert instants == sorted(instants)
 
 

@@ -7,6 +7,7 @@ the same seed gives the same plan, whatever the machine's speed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import gc
@@ -47,14 +48,15 @@ from tests.conftest import Leftovers
 HOST = "127.0.0.1"
 ANSWER_S = 2.0  # every ordinary future
 GRACE_S = 0.3
-ABSOLUTE_S = 5.0
+ABSOLUTE_S = 3.0
 MARGIN_S = 3.0  # for a machine whose cores are all busy, on top of what is promised
 REQUEST_S = ABSOLUTE_S + 1.0 + MARGIN_S
 STOP_S = GRACE_S + 2.0 + MARGIN_S
 START_S = 30.0
-CLOSED_CONNECTION_S = 2.0 + MARGIN_S  # the reader thread of a request that has ended is gone
+CLOSED_CONNECTION_S = 2.0  # the reader thread of a request that has ended is gone
 GROWTH_LIMIT_BYTES = 24 << 20
 THREADS = 4
+_QUESTIONS_PER_SLOT = 20  # that a worker may remember for the case that the actor that was asked dies
 STEPS_PER_EPISODE = 200
 
 # What any request may fail with while others kill, stop and stall the server.
@@ -71,6 +73,7 @@ _WEATHER = frozenset(
         RequestFailReason.STREAM_DISCONNECTED,
     }
 )
+_ENDS = ("drain and close", "drain and close", "stop and close", "close", "close under fire", "crash", "lost handle")
 _INNER_ACTORS: tuple[type[HouseActor[Any]], ...] = (
     ProcessActor,
     TransportActor,
@@ -179,6 +182,7 @@ class Campaign:
             left = before.wait_none(5.0 + MARGIN_S)
             if left:
                 raise Violation(f"left behind after {episode.end}: {left}")
+            episode.check_journal()
         except Violation as violation:
             recent = "\n  ".join(episode.recent())
             raise Violation(
@@ -250,17 +254,25 @@ class Episode:
         self.kinds: Counter[str] = Counter()
         self.restarts: Counter[str] = Counter()
         self.steps_done = 0
-        self.end = rng.choice(["drain and close", "stop and close", "close", "close under fire", "crash", "lost handle"])
+        self.end = rng.choice(
+            ["drain and close", "stop and close", "close", "close under fire", "crash", "lost handle"]
+        )
         self._end_at = end_at
         self._tools = _Tools()
         self._journal = fs.Journal(folder / f"journal-{number}")
         self._port = port
+        self._calm = rng.random() < 0.4  # the server and the requests make trouble, nobody else does
         self._guard_faults = rng.random() < 0.7
         self._ttl_s = rng.choice([None, None, None, 0.5])
         self._bios_fails = rng.random() < 0.2
         self._config = self._make_config(rng, folder / f"launches-{number}")
         self._plans = [
-            _draw_actions(random.Random(f"{seed}.{number}.{thread}"), f"e{number}t{thread}", steps // THREADS or 1)
+            _draw_actions(
+                random.Random(f"{seed}.{number}.{thread}"),
+                f"e{number}t{thread}",
+                steps // THREADS or 1,
+                calm=self._calm,
+            )
             for thread in range(THREADS)
         ]
         self._lock = threading.Lock()
@@ -301,7 +313,7 @@ class Episode:
         )
         self.description = (
             f"{slots} slots, {restart.max_restarts_per_window} restarts, ttl {self._ttl_s}, "
-            f"health {timeouts.health_probe_interval_s}, end: {self.end}"
+            f"health {timeouts.health_probe_interval_s}, {'calm' if self._calm else 'stormy'}, end: {self.end}"
         )
         bios: dict[str, Any] = {"bios_provider": _failing_bios()} if self._bios_fails else {}
         return WorkerConfig(
@@ -380,8 +392,6 @@ class Episode:
             raise self._violation
         self._held.clear()
         self._worker = None
-        self._check_journal()
-        self._tracked.clear()
 
     def recent(self) -> list[str]:
         """The last steps, and what the worker noted, for a person."""
@@ -442,6 +452,13 @@ class Episode:
                 starting = self.worker.start()
                 self._stop()
                 self._take_start(starting)
+            case "await":
+                self._await()
+            case "call back":
+                called = threading.Event()
+                self.worker.get_worker_status().add_done_callback(lambda _: called.set())
+                if not called.wait(ANSWER_S):
+                    raise Violation("a callback was not called")
             case "debug info":
                 self._take(self.worker.get_debug_info(), "get_debug_info")
             case "kill server" | "stop server" | "continue server" | "terminate server" | "kill guard" | "stop guard":
@@ -453,6 +470,8 @@ class Episode:
             case _:
                 with self._lock:
                     known = list(self._tracked.values())
+                if action.name == "cancel" and action.where < 0.9:
+                    known = [tracked for tracked in known if tracked.ending is None]
                 if known:
                     near_the_end = int(len(known) * (1 - action.where**3))
                     self._about(action, known[min(near_the_end, len(known) - 1)])
@@ -501,8 +520,13 @@ class Episode:
     def _cancel(self, tracked: Tracked) -> None:
         ended = tracked.ending is not None
         tracked.cancel_called = True
-        canceled = self._take(self.worker.cancel(tracked.request_id), "cancel")
-        self._note(f"cancel {tracked.request_id}: {canceled}")
+        two = self.worker.cancel(tracked.request_id), self.worker.cancel(tracked.request_id)
+        canceled, again = (self._take(future, "cancel") for future in two)
+        self._note(f"cancel {tracked.request_id}: {canceled}, {again}")
+        if again and not canceled:
+            raise Violation(f"request {tracked.request_id} was cancelled by the second of two cancels")
+        if canceled:
+            self._wait_closed(tracked)
         if canceled and ended:
             raise Violation(f"cancel of request {tracked.request_id}, which had ended, was True")
         status = self._status(tracked)
@@ -510,6 +534,14 @@ class Episode:
             raise Violation(f"request {tracked.request_id} runs on after cancel() said {canceled}: {status}")
         if status is not None and canceled and status["state"] is not RequestState.CANCELED:
             raise Violation(f"cancel() was True, and request {tracked.request_id} is {status}")
+
+    def _wait_closed(self, tracked: Tracked) -> None:
+        """The connection of a cancelled request is closed at once."""
+        end_at = time.monotonic() + CLOSED_CONNECTION_S
+        while open_still := _connections_of([tracked]):
+            if time.monotonic() > end_at:
+                raise Violation(f"the request is cancelled, and its connection is open: {open_still}")
+            time.sleep(0.005)
 
     def _status(self, tracked: Tracked) -> dict[str, Any] | None:
         """The status; None where it is not there any more."""
@@ -532,9 +564,7 @@ class Episode:
     def _read(self, tracked: Tracked) -> None:
         gone = tracked.surely_taken
         text, reasoning = tracked.text, tracked.reasoning
-        future = self.worker.read_output(
-            tracked.request_id, text_offset=len(text), reasoning_offset=len(reasoning)
-        )
+        future = self.worker.read_output(tracked.request_id, text_offset=len(text), reasoning_offset=len(reasoning))
         chunk: Any = self._take(future, "read_output")
         if self._is_there(chunk, tracked, gone):
             self._saw(tracked, text + chunk["text"], reasoning + chunk["reasoning"], at_least=(text, reasoning))
@@ -587,6 +617,16 @@ class Episode:
         self._take(self.worker.stop(), "stop", STOP_S)
         self._note("stopped")
 
+    def _await(self) -> None:
+        async def ask() -> tuple[Any, Any]:
+            first, second = self.worker.get_worker_status(), self.worker.get_debug_info()
+            return await first, await second
+
+        try:
+            asyncio.run(asyncio.wait_for(ask(), ANSWER_S))
+        except TimeoutError:
+            raise Violation(f"awaited futures unanswered within {ANSWER_S} s") from None
+
     def _signal(self, name: str) -> None:
         pid = self._take(self.worker.get_worker_status(), "get_worker_status").get("pid")
         if pid is None:
@@ -624,6 +664,11 @@ class Episode:
             self._note(f"poison for {kind.__name__}")
             with contextlib.suppress(pykka.ActorDeadError):
                 refs[int(where * 1000) % len(refs)].tell(_Poison())
+            # What waits in the dead actor's mailbox is answered all the same.
+            with self._lock:
+                running = [tracked for tracked in self._tracked.values() if tracked.ending is None][-4:]
+            for future in [self.worker.get_status(tracked.request_id) for tracked in running]:
+                self._take(future, "get_status")
 
     # ------------------------------------------------------------ what must hold
 
@@ -721,14 +766,9 @@ class Episode:
                 if state is not None and not RequestState(state["state"]).is_terminal:
                     raise Violation(f"request {tracked.request_id} runs without a slot: {status}, {state}")
         now = time.monotonic()
-        late = {
-            f"llama_worker-chaos-stream-{tracked.request_id}."
-            for tracked in known
-            if tracked.ended_by is not None and now - tracked.ended_by > CLOSED_CONNECTION_S
-        }
-        for thread in threading.enumerate():
-            if thread.name.rpartition(".")[0] + "." in late:
-                raise Violation(f"the request has ended, and its connection is open: {thread.name}")
+        late = [t for t in known if t.ended_by is not None and now - t.ended_by > CLOSED_CONNECTION_S]
+        if open_still := _connections_of(late):
+            raise Violation(f"the request has ended, and its connection is open: {open_still}")
 
     # ------------------------------------------------------------ the end
 
@@ -758,6 +798,20 @@ class Episode:
         for restart in self._take(self.worker.get_debug_info(), "get_debug_info")["recent_restarts"]:
             self.restarts[restart["reason"]] += 1
         self._drain(ANSWER_S)
+        self._check_nothing_is_kept()
+
+    def _check_nothing_is_kept(self) -> None:
+        """A worker whose results were all taken keeps nothing of its requests, however long it has lived."""
+        self._take(self.worker.get_worker_status(), "get_worker_status")  # behind the last release
+        gc.collect()
+        kept = Counter(
+            type(thing).__name__
+            for thing in gc.get_objects()
+            if isinstance(thing, (Request, RequestRecord, WorkerFuture))
+        )
+        questions = kept["WorkerFuture"] - _QUESTIONS_PER_SLOT * self._config.slots
+        if kept["Request"] or kept["RequestRecord"] or kept["ResultFuture"] or questions > 0:
+            raise Violation(f"every result was taken, and the worker keeps {dict(kept)}")
 
     def _drain(self, bound_s: float) -> None:
         """Take what is left, also by the futures that were held back."""
@@ -834,8 +888,12 @@ class Episode:
                 continue
             raise Violation(f"{call.__name__} works after close()")
 
-    def _check_journal(self) -> None:
+    def check_journal(self) -> None:
         """What the servers wrote down: nothing was received that was not sent, nothing lost before a regular end."""
+        for fact in (*self._journal.facts("launched"), *self._journal.facts("child")):
+            with contextlib.suppress(psutil.Error):
+                if str(self._journal.path) in psutil.Process(fact["pid"]).cmdline():
+                    raise Violation(f"a process of the server's tree is left: {fact}")
         sent = _replies_seen(self._journal)
         self._journal.path.unlink(missing_ok=True)
         for tracked in self._tracked.values():
@@ -863,36 +921,48 @@ class Episode:
         self._recent.append(f"{time.monotonic():.3f} {threading.current_thread().name}: {line}")
 
 
-def _draw_actions(rng: random.Random, key: str, count: int) -> list[Action]:
+_DAILY = {
+    "submit": 40.0,
+    "pause": 14.0,
+    "status": 8.0,
+    "read": 14.0,
+    "result": 12.0,
+    "hold result": 2.0,
+    "get result": 6.0,
+    "cancel": 6.0,
+    "debug info": 1.0,
+    "await": 1.0,
+    "call back": 1.0,
+    "start": 1.0,
+}
+_STORM = {
+    "stop": 0.4,
+    "start and stop": 0.2,
+    "kill server": 0.6,
+    "stop server": 0.5,
+    "continue server": 1.5,
+    "terminate server": 0.3,
+    "kill guard": 0.3,
+    "stop guard": 0.2,
+    "stranger on the port": 0.6,
+    "poison": 0.7,
+}
+
+
+def _draw_actions(rng: random.Random, key: str, count: int, *, calm: bool) -> list[Action]:
     """One thread's plan."""
-    weights = {
-        "submit": 40,
-        "pause": 14,
-        "status": 8,
-        "read": 14,
-        "result": 12,
-        "hold result": 2,
-        "get result": 6,
-        "cancel": 6,
-        "debug info": 1,
-        "start": 1.0,
-        "stop": 0.3,
-        "start and stop": 0.15,
-        "kill server": 0.4,
-        "stop server": 0.3,
-        "continue server": 1.0,
-        "terminate server": 0.15,
-        "kill guard": 0.15,
-        "stop guard": 0.1,
-        "stranger on the port": 0.4,
-        "poison": 0.4,
-    }
-    names = rng.choices(list(weights), weights=list(weights.values()), k=count)
+    weights = _DAILY if calm else {**_DAILY, **_STORM}
     actions = []
-    for index, name in enumerate(names):
+    for index, name in enumerate(rng.choices(list(weights), weights=list(weights.values()), k=count)):
         plan = random_plan(rng, f"{key}n{index}") if name == "submit" else None
         actions.append(Action(name, rng.random(), plan, rng.choice([0.0, 0.01, 0.1, 0.4])))
     return actions
+
+
+def _connections_of(requests: Sequence[Tracked]) -> list[str]:
+    """The names of the threads that read their streams."""
+    prefixes = {f"llama_worker-chaos-stream-{tracked.request_id}" for tracked in requests}
+    return [thread.name for thread in threading.enumerate() if thread.name.rpartition(".")[0] in prefixes]
 
 
 def _key(plan: Plan) -> str:

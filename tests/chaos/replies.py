@@ -247,8 +247,8 @@ def _stops(kind: str, rng: random.Random, key: str) -> Plan:
 
 
 def _freezes(kind: str, rng: random.Random, key: str) -> Plan:
-    return _Draft(rng, key).start().tokens(10).add(fs.FreezeEndpoints(), fs.Fin()).fails(
-        kind, Reason.STREAM_DISCONNECTED
+    return (
+        _Draft(rng, key).start().tokens(10).add(fs.FreezeEndpoints(), fs.Fin()).fails(kind, Reason.STREAM_DISCONNECTED)
     )
 
 

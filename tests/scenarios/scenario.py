@@ -71,6 +71,14 @@ class Await:
 
 
 @dataclass(frozen=True, slots=True)
+class Heard:
+    """Until the worker has received so many characters of the request's output."""
+
+    name: str
+    chars: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """As long as the scenario wants a state of things to last."""
 
@@ -106,7 +114,7 @@ class Stop:
     then: Signal | None = None
 
 
-Move = Submit | Await | Pause | Signal | End | AwaitState | Stop
+Move = Submit | Await | Heard | Pause | Signal | End | AwaitState | Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +137,7 @@ class Scenario:
     restart_reason: str = ""  # of the last one
     ends: WorkerState = WorkerState.READY
     evidence: bool | None = None  # None: where the restart was the worker's own idea
+    leaves: bool = False  # the process ends by itself once its connections are closed: it may be gone by then
 
     @property
     def profile(self) -> TimeoutProfile:

@@ -372,7 +372,7 @@ def test_a_wedged_burn_outlives_its_client_and_other_endpoints_can_freeze(launch
         sock.settimeout(0.5)
         with pytest.raises(TimeoutError):
             sock.recv(1)
-    assert ticks(fake.process.pid) - before > 20
+    assert ticks(fake.process.pid) - before > 5  # an idle one has none
     assert not fake.journal.facts("reply_ended")
 
 

@@ -83,12 +83,13 @@ class WorkerLife(RuleBasedStateMachine):
         self.connections_open = False
         self.closing_since: float | None = None
         self.grace_allowed = 0.0
+        self.start_failed: StartFailReason | None = None  # and nobody has stopped it since
         # The books of restarts, by the words of the contract.
         self.restarts_count = 0
         self.restarts_at: list[float] = []
         self.row_count = 0
         self.ready_since: float | None = None
-        self.was_stable = False
+        self.longest_ready_s = 0.0
         self.next_launch_at: float | None = None
 
     # ------------------------------------------------------------ the host
@@ -107,6 +108,7 @@ class WorkerLife(RuleBasedStateMachine):
     def stop(self, grace_s: float) -> None:
         before = self.life.state
         self.stops_waiting += 1
+        self.start_failed = None
         fresh = isinstance(before, (Ready, Launching))
         self.grace_allowed = grace_s if fresh else min(self.grace_allowed, grace_s)
         if fresh:
@@ -132,6 +134,37 @@ class WorkerLife(RuleBasedStateMachine):
         self.life = lifecycle.request_completed(self.life, self.now)
         self.row_count = 0
 
+    # ------------------------------------------------------------ whole stories
+
+    @rule(serves_s=SECONDS, completes=st.booleans(), killed=st.booleans(), recovers=st.booleans())
+    def serve_and_fall(self, serves_s: float, completes: bool, killed: bool, recovers: bool) -> None:
+        """A server that becomes ready, works for a while, and dies or is given up."""
+        if isinstance(self.life.state, (Stopped, Failed)):
+            self.start()
+        if isinstance(self.life.state, Launching):
+            self.become_ready()
+        if completes and isinstance(self.life.state, Ready):
+            self.admit()
+            self.complete()
+        self.pass_time(serves_s)
+        if killed:
+            self.get_into_trouble()
+            self.check()
+        if self.process is not None:
+            self.exit(False, 1)
+            self.check()
+        if recovers and isinstance(self.life.state, BackingOff):
+            self.pass_time(self.life.state.resume_at - self.now)
+            self.check()
+
+    def check(self) -> None:
+        """The invariants, in the middle of a story."""
+        self.a_process_is_there_when_the_state_says_so()
+        self.requests_run_only_while_ready()
+        self.nobody_waits_for_what_will_not_come()
+        self.what_ends_was_told_to_end_or_will_be_within_a_second()
+        self.restarts_are_counted_for_ever()
+
     # ------------------------------------------------------------ the server and its watchers
 
     @precondition(lambda self: self.process is not None)
@@ -145,6 +178,10 @@ class WorkerLife(RuleBasedStateMachine):
         )
         self.take(step)
         assert not (first and isinstance(self.life.state, BackingOff)), "the first launch is not retried"
+        if self.start_failed is not None:
+            assert self.starts_waiting == 0
+            assert self.process is None
+            self.start_failed = None
 
     @precondition(lambda self: self.process is not None)
     @rule(reason=st.sampled_from([StartFailReason.SPAWN_FAILED, StartFailReason.PORT_IN_USE]))
@@ -163,13 +200,17 @@ class WorkerLife(RuleBasedStateMachine):
         if launching:
             self.ready_since = self.now
         self.take(lifecycle.became_ready(self.life, self.now, epoch=self.process.epoch))
-        assert launching == (self.life.public_state is WorkerState.READY) or not launching
+        assert not launching or self.life.public_state is WorkerState.READY
 
     @precondition(lambda self: self.process is not None)
-    @rule(reason=BAD_STARTS)
-    def fail_to_start(self, reason: StartFailReason) -> None:
+    @rule(reason=BAD_STARTS, another=st.booleans())
+    def fail_to_start(self, reason: StartFailReason, another: bool) -> None:
         assert self.process is not None
+        if isinstance(self.life.state, Launching) and self.life.state.first:
+            self.start_failed = reason
         self.take(lifecycle.startup_failed(self.life, self.now, epoch=self.process.epoch, reason=reason, detail="no"))
+        if another:
+            self.start()  # it shares the outcome
 
     @rule()
     def get_into_trouble(self) -> None:
@@ -331,17 +372,17 @@ class WorkerLife(RuleBasedStateMachine):
 
     def forget_restarts(self) -> None:
         """An explicit start clears the budget."""
-        self.restarts_at, self.row_count, self.was_stable, self.ready_since = [], 0, False, None
+        self.restarts_at, self.row_count, self.longest_ready_s, self.ready_since = [], 0, 0.0, None
 
     def leave_ready(self) -> None:
-        if self.ready_since is not None and self.now - self.ready_since >= self.policy.stable_after_s:
-            self.was_stable = True
+        if self.ready_since is not None:
+            self.longest_ready_s = max(self.longest_ready_s, self.now - self.ready_since)
         self.ready_since = None
 
     def expect_restart(self, delay_s: float | None) -> None:
         policy, limit = self.policy, self.policy.max_restarts_per_window
-        if self.was_stable:
-            self.row_count, self.was_stable = 0, False
+        if self.longest_ready_s >= policy.stable_after_s:
+            self.row_count = 0
         within = [at for at in self.restarts_at if self.now - at < policy.restart_window_s]
         if len(within) >= limit or self.row_count >= limit:
             assert delay_s is None
@@ -350,9 +391,10 @@ class WorkerLife(RuleBasedStateMachine):
         assert delay_s == expected_s
         self.next_launch_at = self.now + expected_s
         self.restarts_count += 1
+        self.longest_ready_s = 0.0
         self.row_count += 1
         self.restarts_at.append(self.now)
 
 
 TestWorkerLife = WorkerLife.TestCase
-TestWorkerLife.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestWorkerLife.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

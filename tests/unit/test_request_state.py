@@ -44,6 +44,7 @@ from llama_worker.stream_events import (
 from llama_worker.types import BiosContext, BiosText, RequestFailReason, RequestFinishReason, RequestState, ToolDef
 
 E = TypeVar("E")
+LINE = f"{'y' * 40}\n"
 UNIX = 1000.0  # what makes Unix seconds of the clock here
 ADD: ToolDef = {"type": "function", "function": {"name": "add"}}
 SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
@@ -231,7 +232,7 @@ def test_an_offset_beyond_the_end_stays() -> None:
 
 @pytest.mark.parametrize("at", [105.0, 106.9])
 def test_after_a_finish_reason_the_rest_is_waited_for(at: float) -> None:
-    request = begun()
+    request = opened(begun())
     hear(request, TextDelta("a"), Finish("stop"), at=105.0)
     assert request.tick(at) == []
     assert request.phase == "generating"
@@ -664,8 +665,6 @@ def test_its_calls_are_not_begun_any_more() -> None:
 
 # ---------------------------------------------------------------- loops
 
-LINE = f"{'y' * 40}\n"
-
 
 def test_a_loop_fails_the_request_and_the_output_ends_with_the_line_that_decided() -> None:
     request = begun()
@@ -775,6 +774,7 @@ class RandomRequest(RuleBasedStateMachine):
         self.stream: tuple[int, int] | None = None  # open
         self.batch: tuple[int, int] | None = None  # running
         self.calls = 0  # of this turn
+        self.heard = False  # anything of this turn
         self.alarm: float | None = None
 
     @initialize(prompted=st.booleans(), opens_thinking=st.booleans(), iterations=st.integers(0, 2))
@@ -790,7 +790,7 @@ class RandomRequest(RuleBasedStateMachine):
             match effect:
                 case OpenTurn(stream_id=stream_id):
                     assert self.stream is self.batch is None
-                    self.stream, self.calls = stream_id, 0
+                    self.stream, self.calls, self.heard = stream_id, 0, False
                 case CloseTurn():
                     self.stream = None
                 case StartTools(batch_id=batch_id, calls=calls):
@@ -810,6 +810,7 @@ class RandomRequest(RuleBasedStateMachine):
 
     def hear(self, *events: StreamEvent) -> None:
         self.now += 0.01
+        self.heard = True
         self.take(self.request.stream_events(self.stream or (7, 99), events, carried_data=True, at=self.now))
 
     def word(self) -> str:
@@ -866,15 +867,23 @@ class RandomRequest(RuleBasedStateMachine):
         failure=st.sampled_from(
             [
                 None,
-                REFUSED,
+                StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail="reset"),
                 StreamFailure(reason=RequestFailReason.CONNECT_FAILED, detail="refused"),
                 StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail="garbage"),
             ]
         )
     )
     def closed(self, failure: StreamFailure | None) -> None:
+        self.closed_with(failure)
+
+    def closed_with(self, failure: StreamFailure | None) -> None:
         stream, self.stream = self.stream, None
         self.take(self.request.stream_closed(stream or (7, 99), failure, self.now))
+
+    @precondition(lambda self: self.stream is not None and not self.heard)  # a reply is an error or a stream
+    @rule()
+    def refused(self) -> None:
+        self.closed_with(REFUSED)
 
     @precondition(lambda self: self.batch is not None)
     @rule(fails=st.booleans())
@@ -934,15 +943,16 @@ class RandomRequest(RuleBasedStateMachine):
     def nothing_changes_after_the_end(self) -> None:
         if self.finished is not None:
             assert self.snapshot == (self.finished.status, self.finished.result)
-            assert self.stream is self.batch is None or self.stream is None
+            assert self.stream is self.batch is None
 
     @invariant()
     def everything_received_is_in_the_result(self) -> None:
         if self.finished is None:
             return
         result = self.finished.result
-        assert (result["text"], result["reasoning"]) == (self.text, self.reasoning)
-        everything = self.text + self.reasoning
+        chunk = self.request.read_output(0, 0)
+        assert (result["text"], result["reasoning"]) == (chunk["text"], chunk["reasoning"])
+        everything = result["text"] + result["reasoning"]
         assert [word for word in self.words if word not in everything] == []
         assert "stale" not in everything
         assert len(result["signals"]) >= self.signals
@@ -951,4 +961,4 @@ class RandomRequest(RuleBasedStateMachine):
 
 
 TestRandomRequest = RandomRequest.TestCase
-TestRandomRequest.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestRandomRequest.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)

@@ -1,0 +1,57 @@
+"""What a Responses proxy is configured with, checked on construction. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from llama_worker.checks import checked_int, checked_seconds, checked_str, optional
+from llama_worker.errors import ConfigError
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesProxyConfig:
+    """`upstream`: the URL of a llama-server, http or https, with or without a base path.
+
+    `port` 0: any free one. `api_key` is shown to the upstream; without one the client's own passes through.
+    `max_concurrent`: requests for a response that run at once; more are refused with 429. None: no bound.
+    """
+
+    upstream: str
+    host: str = "127.0.0.1"
+    port: int = 9998
+    api_key: str | None = field(default=None, repr=False)
+    max_concurrent: int | None = None
+    connect_timeout_s: float = 10.0
+    client_timeout_s: int = 600  # without a byte that the client sends or takes
+    max_body_bytes: int = 64 * _MIB  # of a request; one for a response is held in memory
+    max_responses: int = 1000
+    max_stored_bytes: int = 64 * _MIB
+
+    def __post_init__(self) -> None:
+        checked_str("upstream", self.upstream)
+        parts = urlsplit(self.upstream)
+        try:
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            good = False
+        if not good or parts.query or parts.fragment:
+            raise ConfigError(f"upstream must be a URL like http://127.0.0.1:8080, not {self.upstream!r}")
+        if "@" in parts.netloc:
+            raise ConfigError("upstream must hold no user or password: give the key as api_key")
+        checked_str("host", self.host, empty=False, nul=False)
+        checked_int("port", self.port, at_least=0, at_most=65535)
+        optional(checked_str, "api_key", self.api_key, empty=False, nul=False, secret=True)
+        optional(checked_int, "max_concurrent", self.max_concurrent, at_least=1)
+        checked_seconds("connect_timeout_s", self.connect_timeout_s, above=0)
+        checked_int("client_timeout_s", self.client_timeout_s, at_least=1)
+        checked_int("max_body_bytes", self.max_body_bytes, at_least=1)
+        checked_int("max_responses", self.max_responses, at_least=0)
+        checked_int("max_stored_bytes", self.max_stored_bytes, at_least=0)
+
+    @property
+    def base_url(self) -> str:
+        """The upstream without a slash at the end."""
+        return self.upstream.rstrip("/")

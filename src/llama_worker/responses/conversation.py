@@ -1,0 +1,225 @@
+"""Input items of the Responses API to the messages of a chat completion. Pure.
+
+An assistant's turn is several items there (reasoning, message, calls) and one message here. System and developer
+messages become one system message at the head, wherever they stood: many chat templates fail on a second one or
+lose it silently. Call ids become our own, in the one form that every template takes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama_worker.responses.refusal import RequestRefused
+from llama_worker.tooling import parse_arguments, tool_call_id
+
+Item = Mapping[str, Any]
+Message = dict[str, Any]
+
+_SEALED_PREFIX = "llama-worker-1:"
+
+
+def seal_reasoning(text: str) -> str:
+    """The `encrypted_content` of our reasoning items: not secret, only opaque, so that it comes back as it went."""
+    return _SEALED_PREFIX + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
+
+
+def unseal_reasoning(sealed: object) -> str | None:
+    """The reasoning in what `seal_reasoning` made; None for anything else."""
+    if not isinstance(sealed, str) or not sealed.startswith(_SEALED_PREFIX):
+        return None
+    try:
+        return base64.b64decode(sealed.removeprefix(_SEALED_PREFIX), validate=True).decode("utf-8", "surrogatepass")
+    except (binascii.Error, ValueError):
+        return None
+
+
+def item_type(item: Item) -> str:
+    """The item's type, also where it is left out: a message has a role, a reference has only an id."""
+    kind = item.get("type")
+    if isinstance(kind, str):
+        return kind
+    if "role" in item:
+        return "message"
+    return "item_reference" if "id" in item else ""
+
+
+def chat_messages(instructions: str, items: Sequence[Item]) -> tuple[list[Message], tuple[str, ...]]:
+    """The messages, and warnings about items that were left out. Raises RequestRefused for what is malformed."""
+    writer = _Writer(instructions)
+    for item in items:
+        writer.add(item)
+    return writer.messages(), tuple(dict.fromkeys(writer.warnings))
+
+
+class _Writer:
+    def __init__(self, instructions: str) -> None:
+        self.warnings: list[str] = []
+        self._system = [instructions] if instructions else []
+        self._messages: list[Message] = []
+        self._turn: Message | None = None  # the assistant's, as long as its items come
+        self._ids: dict[str, str] = {}  # the client's call ids to ours
+        self._calls = 0
+
+    def add(self, item: Item) -> None:
+        match item_type(item):
+            case "message":
+                self._message(item)
+            case "reasoning":
+                self._reasoning(item)
+            case "function_call":
+                self._call(item)
+            case "function_call_output":
+                self._output(item)
+            case kind:
+                self.warnings.append(f"input items of type {kind or 'unknown'!r} are ignored")
+
+    def messages(self) -> list[Message]:
+        if self._turn is not None and not self._turn["content"] and "tool_calls" not in self._turn:
+            self._turn = None  # at the end, reasoning alone would be a beginning for the model to go on with
+        self._end_turn()
+        system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
+        return system + self._messages
+
+    def _message(self, item: Item) -> None:
+        role, content = item.get("role"), item.get("content")
+        match role:
+            case "system" | "developer":
+                text = plain_text(content)
+                if text:
+                    self._system.append(text)
+            case "assistant":
+                self._said(plain_text(content, joint=""))
+            case "user" | "tool":
+                self._end_turn()
+                self._messages.append({"role": "user", "content": _content(content)})
+            case _:
+                raise RequestRefused(400, f"unknown role {role!r} of an input message", param="input")
+
+    def _said(self, text: str) -> None:
+        if self._turn is not None and self._turn["content"] and "tool_calls" not in self._turn:
+            self._end_turn()
+        turn = self._begun_turn()
+        turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
+
+    def _reasoning(self, item: Item) -> None:
+        text = _reasoning_text(item)
+        if not text:
+            return
+        if self._turn is not None and (self._turn["content"] or "tool_calls" in self._turn):
+            self._end_turn()
+        turn = self._begun_turn()
+        before = turn.get("reasoning_content")
+        turn["reasoning_content"] = f"{before}\n\n{text}" if before else text
+
+    def _call(self, item: Item) -> None:
+        name, arguments, call_id = item.get("name"), item.get("arguments"), item.get("call_id")
+        if not isinstance(name, str) or not isinstance(arguments, (str, type(None))):
+            raise RequestRefused(400, "a function_call needs a name, and arguments as a string", param="input")
+        self._calls += 1
+        own_id = tool_call_id(self._calls)
+        if isinstance(call_id, str):
+            self._ids[call_id] = own_id
+        function = {"name": name, "arguments": _valid_arguments(arguments or "")}
+        calls = self._begun_turn().setdefault("tool_calls", [])
+        calls.append({"id": own_id, "type": "function", "function": function})
+
+    def _output(self, item: Item) -> None:
+        call_id, output = item.get("call_id"), item.get("output")
+        if not isinstance(call_id, str):
+            raise RequestRefused(400, "a function_call_output needs the call_id of its call", param="input")
+        self._end_turn()
+        try:
+            content = _content(output) if isinstance(output, (str, list, type(None))) else _as_json(output)
+        except RequestRefused:
+            content = _as_json(output)  # any JSON value is a result, not only a list of parts
+        self._messages.append({"role": "tool", "tool_call_id": self._ids.get(call_id, call_id), "content": content})
+
+    def _begun_turn(self) -> Message:
+        if self._turn is None:
+            self._turn = {"role": "assistant", "content": ""}
+        return self._turn
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._messages.append(self._turn)
+        self._turn = None
+
+
+def plain_text(content: object, *, joint: str = "\n") -> str:
+    """The text of a content, other parts left out."""
+    parts = _content(content, joint=joint)
+    return parts if isinstance(parts, str) else joint.join(part["text"] for part in parts if part["type"] == "text")
+
+
+def _content(content: object, *, joint: str = "\n") -> str | list[Message]:
+    """A message's content: one string where all of it is text, since not every template takes parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Mapping):
+        content = [content]
+    if not isinstance(content, list):
+        raise RequestRefused(400, "content must be a string or a list of parts", param="input")
+    parts = [_part(part) for part in content if part is not None]
+    if all(part["type"] == "text" for part in parts):
+        return joint.join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: object) -> Message:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise RequestRefused(400, "a content part must be an object", param="input")
+    kind = part.get("type")
+    match kind:
+        case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text" | "refusal":
+            text = part.get("refusal" if kind == "refusal" else "text")
+            if not isinstance(text, str):
+                raise RequestRefused(400, f"a part of type {kind!r} needs a text", param="input")
+            return {"type": "text", "text": text}
+        case "input_image" | "image_url":
+            return {"type": "image_url", "image_url": _image(part)}
+        case "input_audio" if isinstance(part.get("input_audio"), Mapping):
+            return {"type": "input_audio", "input_audio": dict(part["input_audio"])}
+        case _:
+            raise RequestRefused(400, f"content of type {kind!r} is not supported by llama-server", param="input")
+
+
+def _image(part: Item) -> Message:
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, Mapping) else image
+    if not isinstance(url, str):
+        raise RequestRefused(400, "an input_image needs an image_url (files cannot be looked up)", param="input")
+    detail = part.get("detail")
+    return {"url": url, "detail": detail} if isinstance(detail, str) else {"url": url}
+
+
+def _reasoning_text(item: Item) -> str:
+    sealed = unseal_reasoning(item.get("encrypted_content"))
+    return sealed or _texts(item.get("content")) or _texts(item.get("summary"))
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _texts(parts: object) -> str:
+    if isinstance(parts, str):
+        return parts
+    found = [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+    return "\n\n".join(text for text in found if isinstance(text, str) and text)
+
+
+def _valid_arguments(text: str) -> str:
+    """As the model wrote them, where they are a JSON object: what is not one is a 500 with many templates."""
+    try:
+        parse_arguments(text)
+    except ValueError:
+        return json.dumps({"malformed_arguments": text})
+    return text if text.strip() else "{}"

@@ -1,0 +1,117 @@
+"""What is told to the ResponsesProxyActor. Frozen; `reply` is answered by the actor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from llama_worker.responses.request import Recalled, References
+from llama_worker.responses.store import StoredResponse
+
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Reply(Protocol[T_contra]):
+    """Where an answer goes; the first one counts."""
+
+    def answer(self, value: T_contra) -> None:
+        """Resolve."""
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve with an exception."""
+
+
+class Listener(Protocol):
+    """The server that takes the clients' connections."""
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+
+    def serve(self) -> None:
+        """Take connections until stopped. Blocks until every thread of the listener has ended."""
+
+    def stop(self) -> None:
+        """Let `serve` return. Never blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartListening:
+    """Answered with the port once connections are taken; fails with OSError where the port is not to be had."""
+
+    reply: Reply[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopListening:
+    """Cut every exchange and end the listener; answered when its threads have ended."""
+
+    reply: Reply[None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """From the listener's thread: it is bound and takes connections."""
+
+    listener: Listener
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenerEnded:
+    """From the listener's thread, its last word. `error`: why, where nobody asked for it."""
+
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enter:
+    """An exchange begins; `cut` ends it at once, from any thread. Answered with False where it is one too many."""
+
+    exchange_id: int
+    cut: Callable[[], object]
+    counted: bool
+    reply: Reply[bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """It is over."""
+
+    exchange_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Answered with what the store has."""
+
+    wanted: References
+    reply: Reply[Recalled]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remember:
+    """Store it."""
+
+    stored: StoredResponse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Answered with the response, None where it is unknown."""
+
+    response_id: str
+    reply: Reply[StoredResponse | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """Answered with whether it was there."""
+
+    response_id: str
+    reply: Reply[bool]
+
+
+ProxyMessage = (
+    StartListening | StopListening | Listening | ListenerEnded | Enter | Leave | Recall | Remember | Fetch | Forget
+)

@@ -1,0 +1,41 @@
+"""Why a request is not answered with a response, in the form that OpenAI's clients read. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+CONTEXT_EXCEEDED = "context_length_exceeded"
+
+
+class RequestRefused(Exception):
+    """The HTTP status and the fields of the error object; the text is for a person."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The reply."""
+        kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused_by_server(status: int, detail: str) -> RequestRefused:
+    """The server's own refusal, passed on: `detail` is what `describe_http_error` made of it."""
+    return RequestRefused(status if 400 <= status < 600 else 502, detail, code=error_code(detail))
+
+
+def error_code(detail: str) -> str | None:
+    """The code that clients look for, where a server's error has one."""
+    text = detail.lower()
+    exceeded = "exceed_context_size_error" in text or "context size has been exceeded" in text
+    return CONTEXT_EXCEEDED if exceeded else None

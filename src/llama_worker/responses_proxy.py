@@ -1,0 +1,65 @@
+"""The host's handle of a Responses proxy."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import pykka
+
+from llama_worker.actors.futures import WorkerFuture
+from llama_worker.actors.refs import Household, Ref
+from llama_worker.actors.responses_proxy import ResponsesProxyActor
+from llama_worker.adapters.responses_wsgi import CherootListener
+from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
+
+_LEAVE_S = 5.0
+
+
+class ResponsesProxy:
+    """Makes a llama-server usable by clients that speak only OpenAI's Responses API. Any thread; a context manager.
+
+    Needs the extra `responses`.
+    """
+
+    def __init__(self, config: ResponsesProxyConfig) -> None:
+        """Nothing listens yet."""
+        self.config = config
+        self._household = Household()
+        self._port: WorkerFuture[int] = WorkerFuture()
+        self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(self._household, config, CherootListener)
+        self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
+
+    def __enter__(self) -> Self:
+        """`start().get()`."""
+        try:
+            self.start().get()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once started."""
+        return self._port.get(timeout=0)
+
+    def start(self) -> WorkerFuture[int]:
+        """Listen. Resolves with the port; raises OSError where it cannot be had. Once; later calls repeat it."""
+        if not self._ref.tell(StartListening(reply=self._port)):
+            self._port.fail(RuntimeError("the proxy is closed"))
+        return self._port
+
+    def close(self) -> None:
+        """Cut what runs and stop listening. Blocks until no thread is left; idempotent."""
+        future: WorkerFuture[None] = WorkerFuture()
+        if self._ref.tell(StopListening(reply=future)):
+            future.get()
+            self._ref.stop()
+        self._household.wait_empty(_LEAVE_S)

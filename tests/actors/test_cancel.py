@@ -1,0 +1,209 @@
+"""A cancelled request: its connection is closed at once, in every phase, and its slot is free."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from llama_worker.types import RequestState, WorkerState
+from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually
+from tests.fake_script import (
+    Burn,
+    Finish,
+    Headers,
+    PingEvery,
+    PromptProgress,
+    Repeat,
+    Role,
+    Script,
+    Sleep,
+    Step,
+    Text,
+    ToolCall,
+    WaitClose,
+    plain_reply,
+)
+
+CLOSED_WITHIN_S = 0.5
+TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+PHASES: dict[str, list[Step]] = {
+    "before the headers": [WaitClose()],
+    "before the headers, at work": [Burn(None)],
+    "headers": [Headers(), WaitClose()],
+    "role": [Headers(), Role(), WaitClose()],
+    "prefill": [Headers(), PromptProgress(1, 9), Burn(None)],
+    "keepalives": [Headers(), PingEvery(0.02), WaitClose()],
+    "between tokens": [Headers(), Text("token "), WaitClose()],
+    "tokens": [Headers(), Repeat(None, [Text("token "), Sleep(0.005)])],
+    "tokens as fast as can be": [Headers(), Repeat(None, [Text("token ")])],
+    "after the finish reason": [Headers(), Text("token "), Finish(), WaitClose()],
+}
+
+
+@pytest.fixture
+def rig(make_worker: MakeWorker) -> Rig:
+    return make_worker(slots=2, loop_detector=None)
+
+
+def _cancel(rig: Rig, request: int) -> float:
+    """Cancel, and see that it answers and that the slot is free; the Unix instant of the call."""
+    called_at = time.time()
+    assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
+    status = rig.request(request)
+    assert (status["state"], status["phase"]) == (RequestState.CANCELED, "done")
+    assert request not in rig.status()["active_request_ids"]
+    return called_at
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_connection_is_closed_in_every_phase(rig: Rig, phase: str) -> None:
+    request = rig.submit(*PHASES[phase])
+    rig.journal.wait("started", timeout=WAIT_S)
+    if any(isinstance(step, Text | Repeat) for step in PHASES[phase]):
+        rig.wait_text(request, "token ")
+    called_at = _cancel(rig, request)
+    closed = rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
+    assert closed["at"] - called_at < CLOSED_WITHIN_S
+    result = rig.ended(request)
+    assert (result["state"], result["finish_reason"], result["fail_reason"]) == ("canceled", "canceled", "canceled")
+    assert set(result["text"].split()) <= {"token"}
+    assert rig.run()["state"] == "completed"
+    assert rig.status()["restart_count"] == 0
+
+
+def test_a_request_that_waits_for_a_slot_of_the_server_is_closed(make_worker: MakeWorker) -> None:
+    rig = make_worker(start=False, slots=5)
+    command = list(rig.config.server_cmd)
+    at = command.index("--parallel")  # unset, there are four
+    rig = make_worker(slots=5, port=rig.config.port, server_cmd=[*command[:at], *command[at + 2 :]])
+    rig.journal.path = rig.journal.path.with_name("w1.journal")
+    busy = [rig.submit(Headers(), Text("token "), WaitClose()) for _ in range(4)]
+    for request in busy:
+        rig.wait_text(request, "token")
+    waiting = rig.submit(Headers(), Text("never"))
+    rig.journal.wait("request", n=5, timeout=WAIT_S)
+    called_at = _cancel(rig, waiting)
+    closed = rig.journal.wait("client_closed", n=5, timeout=WAIT_S)
+    assert closed["queued"] is True
+    assert closed["at"] - called_at < CLOSED_WITHIN_S
+    assert [rig.request(request)["state"] for request in busy] == ["running"] * 4
+
+
+@pytest.fixture
+def fill_backlog() -> Iterator[Callable[[int], None]]:
+    """Fill a listener's queue, so that the next connection has to wait."""
+    held: list[socket.socket] = []
+
+    def fill(port: int) -> None:
+        for _ in range(5000):
+            made = socket.socket()
+            held.append(made)
+            made.settimeout(0.5)
+            try:
+                made.connect((HOST, port))
+            except TimeoutError:
+                return
+        pytest.fail("the backlog takes everything")
+
+    yield fill
+    for made in held:
+        made.close()
+
+
+def test_a_request_that_still_connects_is_cancelled(rig: Rig, fill_backlog: Callable[[int], None]) -> None:
+    pid = rig.status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    fill_backlog(rig.config.port)
+    request = rig.submit()
+    began_at = time.monotonic()
+    _cancel(rig, request)
+    assert time.monotonic() - began_at < CLOSED_WITHIN_S
+    eventually(lambda: not _stream_threads(), "end of the reader thread", 2.0)
+    os.kill(pid, signal.SIGCONT)
+
+
+def _stream_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "-stream-" in thread.name]
+
+
+def test_a_request_to_a_server_that_stands_still_is_cancelled(rig: Rig) -> None:
+    pid = rig.status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    request = rig.submit()
+    began_at = time.monotonic()
+    _cancel(rig, request)
+    assert time.monotonic() - began_at < CLOSED_WITHIN_S
+    eventually(lambda: not _stream_threads(), "end of the reader thread", 2.0)
+    os.kill(pid, signal.SIGCONT)
+    assert rig.run()["state"] == "completed"
+
+
+def test_a_request_in_its_tools_is_cancelled_and_not_continued(make_worker: MakeWorker) -> None:
+    release, called = threading.Event(), threading.Event()
+
+    class Slow:
+        def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+            called.set()
+            release.wait(WAIT_S)
+
+    rig = make_worker(normal_tools=[TOOL], tool_runner=Slow(), tool_timeout_s=60.0)
+    request = rig.submit(*plain_reply(Text("token "), ToolCall("look"), reason="tool_calls"))
+    assert called.wait(WAIT_S)
+    assert rig.request(request)["state"] == "tool_running"
+    _cancel(rig, request)
+    release.set()
+    assert rig.ended(request)["text"] == "token "
+    assert rig.run()["state"] == "completed"
+    assert len(rig.journal.facts("request", method="POST", path="/v1/chat/completions")) == 2
+
+
+def test_only_a_running_request_is_cancelled(rig: Rig) -> None:
+    assert rig.worker.cancel(77).get(timeout=WAIT_S) is False
+    done = rig.submit()
+    rig.wait_ended(done)
+    assert rig.worker.cancel(done).get(timeout=WAIT_S) is False
+    assert rig.ended(done)["state"] == "completed"
+    assert rig.worker.cancel(done).get(timeout=WAIT_S) is False
+
+
+def test_every_caller_of_cancel_is_answered(rig: Rig) -> None:
+    request = rig.submit(Headers(), Text("token "), WaitClose())
+    answers = [rig.worker.cancel(request) for _ in range(5)]
+    assert any(answer.get(timeout=WAIT_S) for answer in answers)
+
+
+def test_a_neighbour_is_not_touched(rig: Rig) -> None:
+    other = rig.submit(Headers(), Text("a"), Sleep(0.3), Text("b"), *plain_reply(Text("c"))[2:])
+    request = rig.submit(*PHASES["tokens"])
+    rig.wait_text(request, "token")
+    _cancel(rig, request)
+    assert (rig.ended(other)["text"], rig.status()["state"]) == ("abc", WorkerState.READY)
+
+
+def test_a_slot_is_free_once_cancel_has_answered(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(limit_slots=False), loop_detector=None)
+    for _ in range(30):
+        request = rig.submit(*PHASES["tokens"])  # refused, this raises
+        assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
+    assert rig.status()["slots_used"] == 0
+
+
+def test_a_race_of_cancel_and_completion_has_one_outcome(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(limit_slots=False), slots=4)
+    for round_number in range(40):
+        request = rig.submit(*plain_reply(Text("x")))
+        waiting = rig.worker.result(request)
+        time.sleep(0.0007 * (round_number % 10))  # a moment, not an outcome
+        cancelled = rig.worker.cancel(request).get(timeout=WAIT_S)
+        result = waiting.get(timeout=WAIT_S)
+        assert result["ok"]
+        assert (result["state"] is RequestState.CANCELED) == cancelled
+    assert rig.status()["slots_used"] == 0

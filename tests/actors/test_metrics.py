@@ -1,0 +1,240 @@
+"""The Prometheus collector, scraped as Prometheus does; and the dashboard, which must show what it gives."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import urllib.request
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
+
+from llama_worker import ConfigError, LlamaWorker, RestartPolicy, WorkerState
+from llama_worker.adapters.metrics import WorkerCollector
+from llama_worker.totals import BOUNDS_S
+from tests.actors.conftest import WAIT_S, MakeWorker
+from tests.fake_script import Headers, KillSelf, Text, Tokens, WaitClose, plain_reply
+
+DOCS = Path(__file__).parents[2] / "docs"
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def read(exposition: str) -> Samples:
+    families = text_string_to_metric_families(exposition)
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def scrape(*workers: LlamaWorker) -> Samples:
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(workers))
+    return read(generate_latest(registry).decode())
+
+
+def sample(samples: Samples, name: str, **labels: str) -> float:
+    return samples[f"llama_worker_{name}", frozenset(labels.items())]
+
+
+def workers_in(samples: Samples) -> set[str]:
+    return {value for _, labels in samples for name, value in labels if name == "worker"}
+
+
+def test_a_worker_that_has_done_nothing_shows_its_state_its_slots_and_zeros(make_worker: MakeWorker) -> None:
+    rig = make_worker(slots=3, start=False)
+    seen = scrape(rig.worker)
+    states = {state: sample(seen, "state", worker="w1", state=state) for state in ("stopped", "running", "ready")}
+    assert states == {"stopped": 1, "running": 0, "ready": 0}
+    assert sample(seen, "slots", worker="w1") == 3
+    assert sample(seen, "slots_used", worker="w1") == 0
+    assert sample(seen, "generated_tokens_total", worker="w1") == 0
+    assert sample(seen, "time_to_first_token_seconds_count", worker="w1") == 0
+    assert sample(seen, "request_duration_seconds_count", worker="w1", outcome="failed") == 0
+
+
+def test_requests_tokens_and_times_are_those_of_the_results(make_worker: MakeWorker) -> None:
+    rig = make_worker(slots=2)
+    results = [rig.run(*plain_reply(Tokens(7))), rig.run(*plain_reply(Tokens(5), reason="length"))]
+    waiting = rig.submit(Headers(), Text("a"), WaitClose())
+    rig.wait_text(waiting, "a")
+    canceled = rig.submit(Headers(), Text("a"), WaitClose())
+    assert rig.worker.cancel(canceled).get(timeout=WAIT_S)
+
+    seen = scrape(rig.worker)
+    assert sample(seen, "state", worker="w1", state="ready") == 1
+    assert (sample(seen, "slots", worker="w1"), sample(seen, "slots_used", worker="w1")) == (2, 1)
+    for outcome, reason in (("completed", "stop"), ("completed", "max_tokens"), ("canceled", "canceled")):
+        assert sample(seen, "requests_total", worker="w1", outcome=outcome, reason=reason) == 1
+    usages = [result["usage"] for result in results]
+    assert sample(seen, "prompt_tokens_total", worker="w1") == sum(usage["prompt_tokens"] for usage in usages)
+    assert sample(seen, "prompt_cached_tokens_total", worker="w1") == sum(usage["cached_tokens"] for usage in usages)
+    assert sample(seen, "generated_tokens_total", worker="w1") - 12 in (0, 1)  # a cancel may come before the token
+    took_s = sum(result["timings"]["total_s"] for result in results)
+    assert sample(seen, "request_duration_seconds_sum", worker="w1", outcome="completed") == pytest.approx(took_s)
+    assert sample(seen, "request_duration_seconds_count", worker="w1", outcome="completed") == 2
+    assert sample(seen, "request_duration_seconds_count", worker="w1", outcome="canceled") == 1
+    assert sample(seen, "time_to_first_token_seconds_count", worker="w1") in (2, 3)
+
+
+def test_buckets_are_cumulative_and_end_at_infinity(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    rig.run(*plain_reply(Tokens(2)))
+    seen = scrape(rig.worker)
+    name = "llama_worker_request_duration_seconds_bucket"
+    completed = {
+        dict(labels)["le"]: value
+        for (sample_name, labels), value in seen.items()
+        if sample_name == name and ("outcome", "completed") in labels
+    }
+    assert sorted(float(bound) for bound in completed) == [*BOUNDS_S, float("inf")]
+    counts = [completed[bound] for bound in sorted(completed, key=float)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 1
+
+
+def test_restarts_and_failures_have_their_cause(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    rig.run(Headers(), Text("a"), KillSelf())
+    rig.wait_restarted()
+    seen = scrape(rig.worker)
+    assert sample(seen, "requests_total", worker="w1", outcome="failed", reason="server_died") == 1
+    assert sample(seen, "restarts_total", worker="w1", cause="server_died") == 1
+    assert sample(seen, "generated_tokens_total", worker="w1") == 1
+
+
+def test_a_restart_that_is_refused_is_no_restart(make_worker: MakeWorker) -> None:
+    rig = make_worker(restart=RestartPolicy.never())
+    rig.run(Headers(), Text("a"), KillSelf())
+    rig.wait_state(WorkerState.FAILED)
+    seen = scrape(rig.worker)
+    assert sample(seen, "state", worker="w1", state="failed") == 1
+    assert not [name for name, _ in seen if name == "llama_worker_restarts_total"]
+
+
+def test_totals_outlive_a_stop(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    rig.run(*plain_reply(Tokens(2)))
+    rig.stop()
+    rig.start()
+    rig.run(*plain_reply(Tokens(2)))
+    seen = scrape(rig.worker)
+    assert sample(seen, "requests_total", worker="w1", outcome="completed", reason="stop") == 2
+
+
+def test_workers_come_and_go(make_worker: MakeWorker) -> None:
+    registry, collector = CollectorRegistry(), WorkerCollector()
+    registry.register(collector)
+    first, second = make_worker(start=False), make_worker(start=False)
+    assert workers_in(read(generate_latest(registry).decode())) == set()
+    collector.add(first.worker)
+    collector.add(second.worker)
+    collector.add(second.worker)
+    assert workers_in(read(generate_latest(registry).decode())) == {"w1", "w2"}
+    first.worker.close()
+    assert workers_in(read(generate_latest(registry).decode())) == {"w2"}
+
+
+def test_two_open_workers_need_two_names_and_a_closed_one_gives_its_name_free(make_worker: MakeWorker) -> None:
+    first, second = make_worker(start=False, name="same"), make_worker(start=False, name="same")
+    collector = WorkerCollector([first.worker])
+    with pytest.raises(ConfigError, match="'same'"):
+        collector.add(second.worker)
+    first.worker.close()
+    collector.add(second.worker)
+
+
+def test_the_collector_keeps_no_worker_alive(make_worker: MakeWorker) -> None:
+    worker = LlamaWorker(make_worker(start=False).config)
+    lost = weakref.ref(worker)
+    collector = WorkerCollector([worker])
+    del worker
+    gc.collect()
+    assert lost() is None
+    assert not [s for family in collector.collect() for s in family.samples]
+
+
+def test_a_second_collector_on_one_registry_is_refused(make_worker: MakeWorker) -> None:
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector())
+    with pytest.raises(ValueError, match="Duplicated"):
+        registry.register(WorkerCollector())
+
+
+def test_it_is_served_over_http(make_worker: MakeWorker) -> None:
+    rig = make_worker(start=False)
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector([rig.worker]))
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=WAIT_S) as response:
+            seen = read(response.read().decode())
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(WAIT_S)
+    assert sample(seen, "state", worker="w1", state="stopped") == 1
+
+
+# ---------------------------------------------------------------- conventions, documentation, dashboard
+
+
+def families() -> dict[str, str]:
+    """Name as Prometheus stores it, and kind, of every family."""
+    return {
+        f"{family.name}_total" if family.type == "counter" else family.name: family.type
+        for family in WorkerCollector().describe()
+    }
+
+
+def test_names_follow_the_conventions() -> None:
+    for name, kind in families().items():
+        assert re.fullmatch(r"llama_worker_[a-z]+(_[a-z]+)*", name)
+        assert name.endswith("_seconds") == (kind == "histogram")
+        assert name.endswith("_total") == (kind == "counter")
+
+
+def test_the_documentation_names_every_metric_and_no_other() -> None:
+    named = set(re.findall(r"^\| `(llama_worker_\w+)", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE))
+    assert named == set(families())
+
+
+def dashboard() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((DOCS / "grafana-dashboard.json").read_text())
+    return loaded
+
+
+def test_the_dashboard_asks_for_every_metric_and_no_other() -> None:
+    expressions = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+    expressions.append(dashboard()["templating"]["list"][1]["query"]["query"])
+    asked = {name for text in expressions for name in re.findall(r"llama_worker_\w+", text)}
+    given = {name: {f"{name}_bucket"} if kind == "histogram" else {name} for name, kind in families().items()}
+    assert asked == set().union(*given.values())
+
+
+def test_the_dashboard_groups_by_labels_that_the_metrics_have(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    rig.run(Headers(), Text("a"), KillSelf())
+    rig.wait_restarted()
+    labels: dict[str, set[str]] = {}
+    for name, pairs in scrape(rig.worker):
+        labels.setdefault(name, set()).update(label for label, _ in pairs)
+    for panel in dashboard()["panels"]:
+        for target in panel["targets"]:
+            (name,) = set(re.findall(r"llama_worker_\w+", target["expr"])) or {""}
+            used = re.findall(r"by \(([^)]*)\)", target["expr"]) + re.findall(r"{(.*?)[=!]", target["expr"])
+            used += re.findall(r"{{(\w+)}}", target["legendFormat"])
+            assert {label.strip() for text in used for label in text.split(",")} <= labels[name], target
+
+
+def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])

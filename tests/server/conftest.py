@@ -1,0 +1,219 @@
+"""The real llama-server with a small real model, and what makes it say exactly what a test wants."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import requests
+
+from llama_worker import (
+    BiosContext,
+    LlamaWorker,
+    RequestResult,
+    RequestStatus,
+    RestartPolicy,
+    WorkerConfig,
+    WorkerState,
+    WorkerStatus,
+    llama_server_cmd,
+)
+
+HOST = "127.0.0.1"
+TEMPLATES = Path(__file__).parent / "templates"
+WAIT_S = 60.0  # for what takes a second on a machine that does nothing else
+# Two computing threads wait for each other, which costs a multiple where other work shares the two cores.
+SERVER_ARGS = ("--threads", "1", "--batch-size", "128", "--no-warmup", "--no-ui")
+ENDLESS: dict[str, Any] = {"grammar": 'root ::= "tick " root', "temperature": 0}
+
+
+def forced(text: str) -> dict[str, Any]:
+    """Params that make any model say `text`, all of it and nothing else."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return {"grammar": f'root ::= "{escaped}"', "temperature": 0}
+
+
+def prompt_of(words: int, about: str) -> str:
+    """A prompt of about `words` x 8 tokens that has its first word in common with no other."""
+    return f"{about}: " + " ".join(f"item {number:04d};" for number in range(words))
+
+
+def submitted(worker: LlamaWorker, job_name: str, prompt: str, **params: Any) -> int:
+    """The id of a request that was admitted."""
+    answer = worker.submit(job_name, "", prompt, params=params).get(timeout=WAIT_S)
+    assert answer["ok"], answer
+    return answer["request_id"]
+
+
+def ended(worker: LlamaWorker, request_id: int, timeout_s: float = WAIT_S) -> RequestResult:
+    """The result, once there is one."""
+    result = worker.result(request_id).get(timeout=timeout_s)
+    assert result["ok"], result
+    return result
+
+
+def wait_status(
+    worker: LlamaWorker, request_id: int, reached: Callable[[RequestStatus], bool], timeout_s: float = WAIT_S
+) -> RequestStatus:
+    """The first status seen that has `reached`; AssertionError where the request ends before."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status = worker.get_status(request_id).get(timeout=WAIT_S)
+        assert status["ok"], status
+        if reached(status):
+            return status
+        assert not status["state"].is_terminal, status
+        assert time.monotonic() < deadline, status
+        time.sleep(0.005)
+
+
+def wait_ready(worker: LlamaWorker, *, restarts: int, timeout_s: float = WAIT_S) -> WorkerStatus:
+    """READY again, by itself, after so many restarts in all."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status = worker.get_worker_status().get(timeout=WAIT_S)
+        if status["state"] is WorkerState.READY and status["restart_count"] >= restarts:
+            assert status["restart_count"] == restarts
+            return status
+        assert status["state"] is not WorkerState.FAILED, status
+        assert time.monotonic() < deadline, status
+        time.sleep(0.01)
+
+
+def assert_all_slots_serve(worker: LlamaWorker, url: str) -> None:
+    """Every slot of the server takes a request at once, and afterwards the server works on nothing."""
+    slots = worker.get_worker_status().get(timeout=WAIT_S)["slots_total"]
+    ids = [submitted(worker, f"after-{slot}", f"{slot}", **forced("Served.")) for slot in range(slots)]
+    assert [ended(worker, request_id)["text"] for request_id in ids] == ["Served."] * slots
+    # Once only: what asks for the slots puts off the server's look for closed connections (b11434).
+    busy = [slot["id"] for slot in requests.get(f"{url}/slots", timeout=WAIT_S).json() if slot["is_processing"]]
+    assert busy == []
+
+
+class Serve(Protocol):
+    """Makes the config of a worker for the real server."""
+
+    def __call__(
+        self,
+        *,
+        port: int,
+        slots: int = 1,
+        slot_tokens: int = 2048,
+        template: str | None = None,
+        args: tuple[str, ...] = SERVER_ARGS,
+        **settings: Any,
+    ) -> WorkerConfig: ...
+
+
+def no_bios(context: BiosContext) -> str:
+    """Nothing: the prompts of most tests are short, since reading them is what takes the time."""
+    return ""
+
+
+@pytest.fixture(scope="session")
+def serve(llama_server: str, smollm2: str) -> Serve:
+    """A factory of configs; `settings` are those of WorkerConfig."""
+
+    def config(
+        *,
+        port: int,
+        slots: int = 1,
+        slot_tokens: int = 2048,
+        template: str | None = None,
+        args: tuple[str, ...] = SERVER_ARGS,
+        **settings: Any,
+    ) -> WorkerConfig:
+        if template is not None:
+            args = (*args, "--jinja", "--chat-template-file", str(TEMPLATES / template))
+        command = llama_server_cmd(
+            smollm2,
+            host=HOST,
+            port=port,
+            slots=slots,
+            executable=llama_server,
+            extra_args=("--ctx-size", str(slots * slot_tokens), *args),
+        )
+        settings = {"name": "real", "bios_provider": no_bios, "restart": EAGER, **settings}
+        return WorkerConfig(host=HOST, port=port, slots=slots, server_cmd=command, **settings)
+
+    return config
+
+
+EAGER = RestartPolicy(restart_backoff_s=0.01, max_restarts_per_window=50)
+
+
+@pytest.fixture(scope="session")
+def lasting_port() -> Iterator[Callable[[], int]]:
+    """Like `free_port`, for servers that outlive a test: of a range that `free_port` leaves alone."""
+    folder = Path(tempfile.gettempdir()) / "llama_worker-test-ports"
+    folder.mkdir(exist_ok=True)
+    held: list[int] = []
+    candidates = iter(range(32000, 32768))
+
+    def take() -> int:
+        for port in candidates:
+            lock = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((HOST, port))
+            except OSError:
+                os.close(lock)
+                continue
+            held.append(lock)
+            return port
+        raise RuntimeError("no free port")
+
+    yield take
+    for lock in held:
+        os.close(lock)
+
+
+@pytest.fixture(scope="session")
+def chat_url(lasting_port: Callable[[], int]) -> str:
+    """Where the server of `chat_worker` is."""
+    return f"http://{HOST}:{lasting_port()}"
+
+
+@pytest.fixture(scope="session")
+def chat_worker(serve: Serve, chat_url: str) -> Iterator[LlamaWorker]:
+    """Two slots on one server for all tests that leave it as they found it."""
+    with LlamaWorker(serve(port=int(chat_url.rpartition(":")[2]), slots=2)) as worker:
+        yield worker
+
+
+@pytest.fixture
+def chat(chat_worker: LlamaWorker) -> Iterator[LlamaWorker]:
+    """The shared worker; it has to be READY with no request in flight, and the same server, afterwards."""
+    before = chat_worker.get_worker_status().get(timeout=WAIT_S)
+    assert before["state"] is WorkerState.READY, before
+    yield chat_worker
+    after = chat_worker.get_worker_status().get(timeout=WAIT_S)
+    for request_id in after["active_request_ids"]:
+        chat_worker.cancel(request_id).get(timeout=WAIT_S)  # for the tests that follow
+    assert after["slots_used"] == 0, after
+    assert (after["state"], after.get("pid"), after["restart_count"]) == (WorkerState.READY, before.get("pid"), 0)
+
+
+def is_generating(status: RequestStatus) -> bool:
+    """Output has come."""
+    return status["output_chars"] > 0
+
+
+def is_reading(status: RequestStatus) -> bool:
+    """The server has said that it is reading the prompt, and is not through."""
+    progress = status.get("prompt_progress")
+    return progress is not None and 0 < progress["processed"] < progress["total"]
+
+
+def is_ticking(text: str) -> bool:
+    """Something of what ENDLESS makes the model say."""
+    return bool(text) and ("tick " * len(text)).startswith(text)

@@ -1,0 +1,45 @@
+"""The asyncio example on the real server."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.server.conftest import SERVER_ARGS
+
+pytestmark = pytest.mark.server
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(
+    llama_server: str, smollm2: str, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    server = tmp_path / "llama-server"
+    server.write_text(f'#!/bin/sh\nexec "{llama_server}" "$@" {" ".join(SERVER_ARGS)}\n')
+    server.chmod(0o755)
+    program = [sys.executable, "-X", "dev", "-W", "error", str(ROOT / "examples" / "async_host.py")]
+    options = ["--server", str(server), "--model", smollm2, "--port", str(free_port())]
+    done = subprocess.run(
+        [*program, *options],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # nothing that was never awaited, closed or retrieved
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "stopped."
+    for name in ("haiku", "sum"):
+        (characters,) = re.findall(rf"^ *{name} : completed, (\d+) characters$", done.stdout, flags=re.MULTILINE)
+        pieces = re.findall(rf"^ *{name} \| (.*)$", done.stdout, flags=re.MULTILINE)
+        assert sum(len(ast.literal_eval(piece)) for piece in pieces) == int(characters) > 0
+    assert re.search(r"endless : canceled, \d+ characters", done.stdout)
+    assert sum("the event loop goes on" in line for line in lines) > 1

@@ -1,0 +1,198 @@
+"""Tools on the real server: native calls with a template that has tools, prompted ones with one that has none."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from llama_worker import (
+    BiosText,
+    ChatMessage,
+    LlamaWorker,
+    RequestFinishReason,
+    RequestResult,
+    RequestState,
+    RequestStatus,
+    ToolCall,
+    ToolDef,
+    WorkerConfig,
+    default_bios,
+)
+from tests.server.conftest import WAIT_S, Serve, ended
+
+pytestmark = pytest.mark.server
+
+
+def tool(name: str, **properties: Any) -> ToolDef:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+ADD = tool("add", a={"type": "integer"}, b={"type": "integer"})
+REPORT = tool("report", level={"type": "string", "enum": ["low", "high"]})
+
+
+class Adder:
+    """Adds, and keeps how far the request was at each call."""
+
+    def __init__(self) -> None:
+        self.worker: LlamaWorker | None = None
+        self.seen: queue.SimpleQueue[RequestStatus] = queue.SimpleQueue()
+
+    def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+        assert self.worker is not None
+        status = self.worker.get_status(request_id).get(timeout=WAIT_S)
+        assert status["ok"]
+        self.seen.put(status)
+        return arguments["a"] + arguments["b"]
+
+
+class Bench:
+    """A worker with tools, its runner, and what was said."""
+
+    def __init__(self, worker: LlamaWorker, adder: Adder) -> None:
+        self.worker, self.adder = worker, adder
+        adder.worker = worker
+
+    def run(
+        self, prompt: str, *, messages: list[ChatMessage], params: dict[str, Any]
+    ) -> tuple[RequestResult, RequestStatus]:
+        """The result, and the last status with what the server said of the last turn's prompt."""
+        admitted = self.worker.submit("tools", "", prompt, messages=messages, params=params).get(timeout=WAIT_S)
+        assert admitted["ok"], admitted
+        future = self.worker.result(admitted["request_id"])
+        ends = queue.SimpleQueue[None]()
+        future.add_done_callback(lambda _: ends.put(None))
+        ends.get(timeout=WAIT_S)  # the value is not taken yet, so that the request is still known
+        status = self.worker.get_status(admitted["request_id"]).get(timeout=WAIT_S)
+        assert status["ok"], status
+        result = future.get(timeout=WAIT_S)
+        assert result["ok"]
+        return result, status
+
+
+def of_config(config: WorkerConfig) -> Iterator[Bench]:
+    with LlamaWorker(config) as worker:
+        assert isinstance(config.tool_runner, Adder)
+        yield Bench(worker, config.tool_runner)
+
+
+@pytest.fixture(scope="module")
+def native(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[Bench]:
+    config = serve(
+        port=lasting_port(),
+        template="tools.jinja",
+        normal_tools=[ADD],
+        exit_tools=[REPORT],
+        tool_runner=Adder(),
+        bios_provider=lambda context: BiosText(stable="You call tools."),
+    )
+    yield from of_config(config)
+
+
+@pytest.fixture(scope="module")
+def prompted(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[Bench]:
+    config = serve(
+        port=lasting_port(),
+        normal_tools=[ADD],
+        exit_tools=[REPORT],
+        tool_runner=Adder(),
+        bios_provider=default_bios,
+    )
+    yield from of_config(config)
+
+
+# A model of 135M parameters calls no tool by itself, but at temperature 0 it copies what it was shown three times.
+
+
+def call(name: str, **arguments: Any) -> ToolCall:
+    return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+TASK = "Add 2 and 3, and 4 and 5. Report high."
+SHOWN: list[ChatMessage] = [
+    {"role": "user", "content": TASK},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call("add", a=2, b=3), call("add", a=4, b=5), call("report", level="high")],
+    },
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": "5"},
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": "9"},
+    {"role": "assistant", "content": "The sums are 5 and 9."},
+]
+
+
+def test_a_native_turn_of_two_calls_and_a_signal_is_answered_and_goes_on_to_the_end(native: Bench) -> None:
+    result, status = native.run(TASK, messages=SHOWN * 3, params={"temperature": 0, "max_tokens": 256})
+    assert (result["state"], result["finish_reason"]) == (RequestState.COMPLETED, RequestFinishReason.STOP)
+    assert result["text"] == "The sums are 5 and 9."
+    calls = [(e["tool_name"], e["arguments"], e["iteration"], e["ok"]) for e in result["tool_trace"]]
+    assert calls == [("add", {"a": 2, "b": 3}, 1, True), ("add", {"a": 4, "b": 5}, 1, True)]
+    assert [(s["tool_name"], s["arguments"]) for s in result["signals"]] == [("report", {"level": "high"})]
+    assert (status["tool_calls_count"], status["tool_iters_remaining"]) == (2, 7)
+    assert native.worker.get_worker_status().get(timeout=WAIT_S)["warnings"] == []
+    for _ in result["tool_trace"]:
+        first_turn = native.adder.seen.get(timeout=WAIT_S)
+        assert first_turn["state"] is RequestState.TOOL_RUNNING
+    assert status["prompt_progress"]["cached"] >= 0.95 * first_turn["prompt_progress"]["total"]
+
+
+# In prompted mode the server knows of no tools, so a grammar may rule. It leaves two sayings; a bias makes the first
+# one likelier, until it stands in the prompt: then a penalty that is as high outdoes the bias.
+
+CALLS = (
+    '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    '<tool_call>{"name": "report", "arguments": {"level": "high"}}</tool_call>'
+)
+FIRST_CALL_THEN_ANSWER = {
+    "grammar": f"root ::= {json.dumps('Sum: ' + CALLS)} | {json.dumps('Result: five')}",
+    "logit_bias": [["Sum", 100], ["Result", 50]],
+    "presence_penalty": 100,
+    "repeat_last_n": 256,
+    "temperature": 0,
+}
+
+
+def test_a_template_without_tools_gets_them_in_its_prompt_and_the_prompt_cache_survives_the_turn(
+    prompted: Bench,
+) -> None:
+    (warning,) = prompted.worker.get_worker_status().get(timeout=WAIT_S)["warnings"]
+    assert "prompted mode" in warning
+    result, status = prompted.run("What is 2 + 3?", messages=[], params=FIRST_CALL_THEN_ANSWER)
+    assert (result["state"], result["finish_reason"]) == (RequestState.COMPLETED, RequestFinishReason.STOP)
+    assert result["text"] == "Sum: Result: five"  # the calls are no part of it
+    assert [(e["tool_name"], e["arguments"], e["ok"]) for e in result["tool_trace"]] == [
+        ("add", {"a": 2, "b": 3}, True)
+    ]
+    assert [(s["tool_name"], s["arguments"]) for s in result["signals"]] == [("report", {"level": "high"})]
+    first, second = prompted.adder.seen.get(timeout=WAIT_S)["prompt_progress"], status["prompt_progress"]
+    assert second["total"] > first["total"] > 400
+    assert second["cached"] >= 0.95 * first["total"]
+
+
+def test_two_prompted_requests_in_a_row_share_the_bios_in_the_prompt_cache(prompted: Bench) -> None:
+    for prompt in ("Say one.", "Say two."):
+        _, status = prompted.run(prompt, messages=[], params={"max_tokens": 1})
+    assert status["prompt_progress"]["cached"] >= 0.8 * status["prompt_progress"]["total"]
+
+
+def test_a_bios_that_is_one_text_with_a_clock_at_its_head_loses_the_prompt_cache(
+    serve: Serve, free_port: Callable[[], int]
+) -> None:
+    """Why a BiosText has two parts."""
+    config = serve(
+        port=free_port(),
+        normal_tools=[ADD],
+        exit_tools=[REPORT],
+        tool_runner=Adder(),
+        bios_provider=lambda context: f"{context.tool_iters_remaining} left. " + default_bios(context).stable,
+    )
+    for bench in of_config(config):
+        result, status = bench.run("What is 2 + 3?", messages=[], params=FIRST_CALL_THEN_ANSWER)
+        assert result["state"] is RequestState.COMPLETED, result
+        assert status["prompt_progress"]["cached"] < 0.2 * status["prompt_progress"]["total"]
