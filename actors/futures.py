@@ -184,8 +184,13 @@ class _CallbackThread:
     def run(self, call: Callable[[], object]) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="llama_worker-callbacks", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="llama_worker-callbacks", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the host exits (Python 3.12 on); no reason for an actor to die
+                    _logger.warning("a callback of the host is not made: %s", error)
+                    return
+                self._thread = thread
         self._calls.put(call)
 
     def _run(self) -> None:

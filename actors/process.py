@@ -31,6 +31,7 @@ from llama_worker.messages import (
     WorkerMessage,
 )
 from llama_worker.process_state import GIVE_UP_S, Absent, Present, ProcessState, Signal
+from llama_worker.types import StartFailReason
 
 
 class ProcessActor(HouseActor[ProcessMessage]):
@@ -89,7 +90,7 @@ class ProcessActor(HouseActor[ProcessMessage]):
         """
         return self._server is not None and not self._server.ended
 
-    def _launch(self, epoch: int) -> ServerProcess:
+    def _launch(self, epoch: int) -> ServerProcess | None:
         me, worker, household = self.me(), self._worker, self._household
 
         def tell(news: ServerStarted | ServerNotStarted | ServerGone) -> None:
@@ -101,15 +102,20 @@ class ProcessActor(HouseActor[ProcessMessage]):
             household.leave()
 
         household.enter()  # until its last word: nobody is gone while a process is left
-        return ServerProcess(
-            epoch=epoch,
-            command=tuple(self._config.server_cmd),
-            environment=server_environment(os.environ, self._config.env),
-            address=(self._config.host, self._config.port),
-            log=self._log,
-            tell=tell,
-            name=f"llama_worker-{self._config.name}",
-        )
+        try:
+            return ServerProcess(
+                epoch=epoch,
+                command=tuple(self._config.server_cmd),
+                environment=server_environment(os.environ, self._config.env),
+                address=(self._config.host, self._config.port),
+                log=self._log,
+                tell=tell,
+                name=f"llama_worker-{self._config.name}",
+            )
+        except RuntimeError as error:  # no thread for it: the system has none left, or the host exits
+            detail = f"no process could be started: {error}"
+            tell(ServerNotStarted(epoch=epoch, reason=StartFailReason.SPAWN_FAILED, detail=detail))
+            return None
 
     def _apply(self, step: tuple[ProcessState, Signal | None]) -> None:
         self._state, signal = step

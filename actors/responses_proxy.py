@@ -84,6 +84,8 @@ class ResponsesProxyActor(HouseActor[ProxyMessage]):
         self._stop()
 
     def _start(self, reply: Reply[int]) -> None:
+        if reply is self._starting:
+            return
         if self._alive or self._stopped:
             reply.fail(RuntimeError("a Responses proxy is started once"))
             return

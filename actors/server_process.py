@@ -161,7 +161,8 @@ class ServerProcess:
         return self._watch(guardian, report_read)
 
     def _let_go(self, guardian: subprocess.Popen[bytes]) -> None:
-        """Reap the guard. Should it still live, the end of the control pipe makes it end the tree."""
+        """Reap the guard. Should it still live, it ends the tree: a forked host may hold the control pipe open."""
+        self.send(Signal.KILL)
         with self._lock:
             if self._control is not None:
                 self._control.close()

@@ -76,10 +76,13 @@ class StreamReader:
         if not chat.open(self._body):
             return chat.failure
         self._reply_to.tell(StreamOpened(stream_id=self._stream_id, at=time.monotonic()))
-        while not self._abort.aborted and (events := chat.read()) is not None:
-            self._events += events
-            if len(self._events) >= _MAX_BATCH:
-                self._flush()
+        try:
+            while not self._abort.aborted and (events := chat.read()) is not None:
+                self._events += events
+                if len(self._events) >= _MAX_BATCH:
+                    self._flush()
+        finally:
+            chat.close()  # an aborted one, too: what else still refers to the response would keep its descriptor
         return chat.failure
 
     def _flush(self) -> None:

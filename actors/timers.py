@@ -43,15 +43,21 @@ class TimerThread:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Start the thread, unless it runs. Early: from Python 3.12 on a host that exits can start none."""
+        with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="llama_worker-timers", daemon=True)
+                thread.start()
+                self._thread = thread
+
     def call_at(self, at: float, call: Callable[[], object]) -> Timer:
         """Make the call on the timer thread once `time.monotonic()` has reached `at`. It must not block."""
         timer = Timer(call)
+        self.start()
         with self._changed:
             heapq.heappush(self._heap, (at, next(self._numbers), timer))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="llama_worker-timers", daemon=True)
-                self._thread.start()
-            elif self._heap[0][2] is timer:
+            if self._heap[0][2] is timer:
                 self._changed.notify()
         return timer
 
@@ -84,6 +90,11 @@ _timers = TimerThread()
 def call_at(at: float, call: Callable[[], object]) -> Timer:
     """See `TimerThread.call_at`; on the timer thread that all workers of this process share."""
     return _timers.call_at(at, call)
+
+
+def start_timers() -> None:
+    """See `TimerThread.start`."""
+    _timers.start()
 
 
 def _forget_after_fork() -> None:

@@ -318,11 +318,10 @@ def _look(
                 if fresh:
                     probe.reset()
                 evidence = probe.probe(pid, time.monotonic())
-            except Exception:
+                if evidence is not None:
+                    seen.append(LivenessEvidence(alive=bool(evidence.alive), detail=str(evidence.detail)))
+            except Exception:  # also where it returned something odd
                 _logger.exception("a liveness probe failed")
-                continue
-            if evidence is not None:
-                seen.append(evidence)
     tell_to.tell(
         EvidenceSeen(
             epoch=epoch,

@@ -6,6 +6,7 @@ that dies. Every decision about the server is `lifecycle`'s; this file carries i
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.refs import HouseActor, Household, Ref
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.server_process import LogRing
-from llama_worker.actors.timers import Timer, call_at
+from llama_worker.actors.timers import Timer, call_at, start_timers
 from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
@@ -124,6 +125,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
 
     def __init__(self, household: Household, config: WorkerConfig, open_futures: OpenFutures) -> None:
         super().__init__(None, household)
+        start_timers()
         self._config = config
         self._config_hash = config.config_hash
         self._open_futures = open_futures
@@ -181,10 +183,10 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 reply.answer(
                     {
                         "recent_logs": list(self._log.tail()),
-                        "recent_restarts": list(self._restarts),
+                        "recent_restarts": [record.copy() for record in self._restarts],
                         "recent_events": self._events.recent(),
                         "server_cmd": list(masked_server_cmd(self._config.server_cmd, self._config.api_key)),
-                        "evidence": self._evidence,
+                        "evidence": copy.deepcopy(self._evidence),
                         "stuck_tool_threads_count": self._stuck_tool_threads,
                         "totals": self._totals.snapshot(),
                     }
@@ -256,6 +258,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 if epoch == life.epoch:
                     self._pid = None
                     self._note("exited", returncode=returncode, epoch=epoch)
+                    self._watchdog.tell(StandDown())  # also where the worker was not READY yet and stays RUNNING
                 self._apply(
                     lifecycle.exited(
                         life,

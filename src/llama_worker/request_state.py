@@ -268,7 +268,8 @@ class Request:
                 self._turn.timings = event
             case Finish(reason=reason):
                 self._turn.finish_reason = reason
-                self._waiting = _Settling(at + SETTLE_S)
+                if not isinstance(self._waiting, _Settling):  # said again, it gives no more time
+                    self._waiting = _Settling(at + SETTLE_S)
             case ServerError():
                 return self._server_error(event, at)
             case Done():
@@ -382,7 +383,7 @@ class Request:
             dispatched_at=self._created_at,
             turn_started_at=turn.started_at,
             headers_at=turn.headers_at,
-            first_token_at=self._first_token_at,
+            first_token_at=turn.first_token_at,
             prompt_progress_at=turn.prompt_progress_at,
             last_data_at=turn.last_data_at,
             last_stream_byte_at=turn.last_stream_byte_at,
@@ -532,6 +533,9 @@ class Request:
             return self._fail(RequestFailReason.TOOL_PARSE_ERROR, found.problem.fail_detail, now), ()
         if not found.normal:
             return self._end(RequestState.COMPLETED, RequestFinishReason.STOP, now), ()
+        if self._turn.finish_reason is None:
+            detail = "the turn ended without a finish reason: its calls may be incomplete and are not run"
+            return self._fail(RequestFailReason.TOOL_PARSE_ERROR, detail, now), ()
         if self._iterations_left <= 0:
             detail = "tool iteration budget exhausted"
             return self._fail(RequestFailReason.TOOL_EXECUTION_ERROR, detail, now), ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from llama_worker.adapters.responses_wsgi import CherootListener
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
 
+_STOP_S = 15.0
 _LEAVE_S = 5.0
 
 
@@ -50,6 +52,12 @@ class ResponsesProxy:
         """Where it listens, once started."""
         return self._port.get(timeout=0)
 
+    @property
+    def base_url(self) -> str:
+        """What clients are given as their base URL."""
+        host = self.config.host
+        return f"http://[{host}]:{self.port}/v1" if ":" in host else f"http://{host}:{self.port}/v1"
+
     def start(self) -> WorkerFuture[int]:
         """Listen. Resolves with the port; raises OSError where it cannot be had. Once; later calls repeat it."""
         if not self._ref.tell(StartListening(reply=self._port)):
@@ -60,6 +68,7 @@ class ResponsesProxy:
         """Cut what runs and stop listening. Blocks until no thread is left; idempotent."""
         future: WorkerFuture[None] = WorkerFuture()
         if self._ref.tell(StopListening(reply=future)):
-            future.get()
+            with contextlib.suppress(pykka.Timeout):  # of an actor that has crashed
+                future.get(timeout=_STOP_S)
             self._ref.stop()
         self._household.wait_empty(_LEAVE_S)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from llama_worker.actors.stream_reader import StreamReader
 from llama_worker.types import RequestState, WorkerState
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually
 from tests.fake_script import (
@@ -77,6 +78,32 @@ def test_the_connection_is_closed_in_every_phase(rig: Rig, phase: str) -> None:
     assert set(result["text"].split()) <= {"token"}
     assert rig.run()["state"] == "completed"
     assert rig.status()["restart_count"] == 0
+
+
+def test_a_server_that_is_blocked_in_a_send_hears_of_it(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not hear a FIN while our receive window is full; it hears a reset."""
+    slow, go_on = threading.Event(), threading.Event()
+    flush = StreamReader._flush
+
+    def slow_flush(reader: StreamReader) -> None:
+        if slow.is_set():
+            go_on.wait(WAIT_S)
+        flush(reader)
+
+    monkeypatch.setattr(StreamReader, "_flush", slow_flush)
+    rig = make_worker(Script(journal_tokens=True), loop_detector=None)
+    request = rig.submit(Headers(), Repeat(None, [Text("token " * 1000)]))
+    rig.wait_text(request, "token ")
+    slow.set()
+    sent = 0
+    while sent != (sent := len(rig.journal.facts("token"))):
+        time.sleep(0.3)  # until it does not get any further
+    called_at = _cancel(rig, request)
+    go_on.set()
+    closed = rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
+    assert closed["at"] - called_at < CLOSED_WITHIN_S
 
 
 def test_a_request_that_waits_for_a_slot_of_the_server_is_closed(make_worker: MakeWorker) -> None:

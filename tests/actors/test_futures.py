@@ -15,6 +15,7 @@ from typing import Any
 import pykka
 import pytest
 
+from llama_worker.actors import futures
 from llama_worker.actors.futures import OpenFutures, ResultFuture, WorkerFuture
 
 TIMEOUT_S = 30.0
@@ -421,3 +422,23 @@ def test_an_answered_future_is_not_kept() -> None:
     del future
     gc.collect()
     assert gone() is None
+
+
+def test_an_answer_does_not_fail_where_no_thread_can_be_started_for_a_callback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    callbacks = futures._CallbackThread()
+    monkeypatch.setattr(futures, "_callbacks", callbacks)
+    future: WorkerFuture[int] = WorkerFuture()
+    called = threading.Event()
+    future.add_done_callback(lambda _: called.set())
+    with monkeypatch.context() as exiting:
+        exiting.setattr(threading.Thread, "start", _no_more_threads)
+        future.answer(1)
+    assert future.get(timeout=TIMEOUT_S) == 1
+    assert "no more threads" in caplog.text
+    assert not called.is_set()
+
+
+def _no_more_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("no more threads")

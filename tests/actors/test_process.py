@@ -7,13 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
+from llama_worker.messages import HealthLost
 from llama_worker.types import StartFailReason, WorkerState
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 from tests.conftest import Leftovers
@@ -337,3 +340,46 @@ def test_the_executable_is_found_on_the_path_of_the_servers_own_environment(make
         env={"PATH": os.path.dirname(sys.executable)},
     )
     assert other.start()["state"] is WorkerState.READY
+
+
+def test_a_launch_that_gets_no_thread_is_spawn_failed(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_worker(start=False)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith("-server"):
+            raise RuntimeError("no more threads")
+        start(thread)
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", refuse)
+        error = _fails_to_start(rig)
+    assert (error.reason, "no more threads" in str(error)) == (StartFailReason.SPAWN_FAILED, True)
+    assert rig.start()["state"] is WorkerState.READY
+
+
+def test_nothing_is_probed_between_a_launch_that_ended_and_the_next(make_worker: MakeWorker, tmp_path: Path) -> None:
+    crash = Script(startup=Startup(load_s=None), exits=[Exit(code=1, when="after_s", after_s=1.0)])
+    script = Script(launches=[Script(), crash], state_file=tmp_path / "launches")
+    probe = CountingProbe()
+    rig = make_worker(
+        script, liveness_probes=(probe,), restart=RestartPolicy(restart_backoff_s=0.05, backoff_factor=1e4)
+    )
+    rig.worker.actor_ref.tell(HealthLost(epoch=1, detail="for the test"))
+    eventually(lambda: rig.status()["restart_count"] == 2 and "pid" not in rig.status(), "the second launch's end")
+    looked = probe.looks_count
+    time.sleep(1.5)  # a watch that went on would look every 0.5 s
+    assert probe.looks_count <= looked + 1
+
+
+class CountingProbe:
+    """No news, counted."""
+
+    def __init__(self) -> None:
+        self.looks_count = 0
+
+    def probe(self, root_pid: int, now: float) -> None:
+        self.looks_count += 1
+
+    def reset(self) -> None:
+        return

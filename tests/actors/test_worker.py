@@ -16,7 +16,7 @@ import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, WorkerClosed, WorkerStartError
 from llama_worker.types import RequestState, StartFailReason, WorkerState
-from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually, fast_restart, fast_timeouts
+from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, eventually, fast_restart, fast_timeouts
 from tests.conftest import Leftovers
 from tests.fake_script import (
     Exit,
@@ -309,14 +309,14 @@ def test_every_future_is_answered_when_the_worker_is_closed_meanwhile(make_worke
     closing = threading.Event()
 
     def ask() -> None:
-        while True:
-            for call in _every_call(rig.worker).values():
-                try:
-                    futures.append(call())
-                except WorkerClosed:
-                    return
-            if len(futures) > 100:
-                closing.set()
+        try:
+            while True:
+                futures.extend(call() for call in _every_call(rig.worker).values())
+                rig.worker.get_worker_status().get(timeout=WAIT_S)  # no faster than they are answered
+                if len(futures) > 100:
+                    closing.set()
+        except WorkerClosed:
+            return
 
     def close() -> None:
         closing.wait(WAIT_S)

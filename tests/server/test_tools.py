@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llama_worker import (
+    BiosContext,
     BiosText,
     ChatMessage,
     LlamaWorker,
@@ -81,6 +82,11 @@ def of_config(config: WorkerConfig) -> Iterator[Bench]:
         yield Bench(worker, config.tool_runner)
 
 
+def short_bios(context: BiosContext) -> BiosText:
+    """As the default one, in few words: what it says at the end of a message changes with every turn."""
+    return BiosText(stable="You call tools.", volatile=f"{context.tool_iters_remaining} left")
+
+
 @pytest.fixture(scope="module")
 def native(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[Bench]:
     config = serve(
@@ -89,7 +95,7 @@ def native(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[Bench]:
         normal_tools=[ADD],
         exit_tools=[REPORT],
         tool_runner=Adder(),
-        bios_provider=lambda context: BiosText(stable="You call tools."),
+        bios_provider=short_bios,
     )
     yield from of_config(config)
 
@@ -115,14 +121,14 @@ def call(name: str, **arguments: Any) -> ToolCall:
 
 TASK = "Add 2 and 3, and 4 and 5. Report high."
 SHOWN: list[ChatMessage] = [
-    {"role": "user", "content": TASK},
+    {"role": "user", "content": f"{TASK}\n\n<worker_status>\n8 left\n</worker_status>"},
     {
         "role": "assistant",
         "content": "",
         "tool_calls": [call("add", a=2, b=3), call("add", a=4, b=5), call("report", level="high")],
     },
     {"role": "tool", "tool_call_id": "abcdefghi", "content": "5"},
-    {"role": "tool", "tool_call_id": "abcdefghi", "content": "9"},
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": "9\n\n<worker_status>\n7 left\n</worker_status>"},
     {"role": "assistant", "content": "The sums are 5 and 9."},
 ]
 

@@ -19,6 +19,7 @@ import llama_worker
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "llama_worker"
 NOT_PURE = {"__init__", "worker"}  # the public names, and the handle: the one door to the actors
+SUBPACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}  # not rglob: it follows no links
 
 
 def options() -> configparser.ConfigParser:
@@ -28,8 +29,7 @@ def options() -> configparser.ConfigParser:
 
 
 def test_every_package_on_disk_is_packaged() -> None:
-    # Not rglob: it does not follow links.
-    on_disk = {"llama_worker"} | {f"llama_worker.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")}
+    on_disk = {"llama_worker"} | {f"llama_worker.{name}" for name in SUBPACKAGES}
 
     assert set(options()["options"]["packages"].split()) == on_disk
 
@@ -51,6 +51,7 @@ def test_the_version_is_told_once() -> None:
 def test_every_decision_is_under_the_import_contract() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     pure = {f"llama_worker.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem not in NOT_PURE}
+    pure |= {f"llama_worker.{name}" for name in SUBPACKAGES - {"actors", "adapters"}}
 
     assert set(contracts[0]["source_modules"]) == pure
 
@@ -112,8 +113,8 @@ def test_a_wheel_holds_every_module_the_actors_too(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     on_disk = modules(PACKAGE, "llama_worker")
-    on_disk |= modules(ROOT / "actors", "llama_worker/actors")
-    on_disk |= modules(PACKAGE / "adapters", "llama_worker/adapters")
+    for name in SUBPACKAGES:
+        on_disk |= modules(PACKAGE / name, f"llama_worker/{name}")
     assert held == on_disk | {"llama_worker/py.typed"}
     assert "llama_worker/actors/worker.py" in held
     assert wheel.name.startswith(f"llama_worker-{llama_worker.__version__}-py3-none-any")

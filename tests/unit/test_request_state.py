@@ -962,3 +962,23 @@ class RandomRequest(RuleBasedStateMachine):
 
 TestRandomRequest = RandomRequest.TestCase
 TestRandomRequest.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+
+
+def test_calls_of_a_turn_without_a_finish_reason_are_not_run() -> None:
+    request = begun(with_tools())
+    events = (TextDelta("a"), call("signal", "{}"), call("add", "{}", 1), Done())
+    record = failed(hear(request, *events), "tool_parse_error", CLOSE)
+    assert (record.result["text"], [told["tool_name"] for told in record.result["signals"]]) == ("a", ["signal"])
+
+
+def test_a_finish_reason_said_again_gives_no_more_time() -> None:
+    request = begun()
+    assert only(WakeAt, hear(request, Finish("stop"), at=101.0)).at == 103.0
+    assert only(WakeAt, hear(request, Finish("stop"), at=102.0)).at == 103.0
+
+
+def test_the_times_of_a_turn_are_not_those_of_the_turn_before() -> None:
+    request = begun(with_tools())
+    hear(request, call("add"), Finish("tool_calls"), Done())
+    only(OpenTurn, request.tools_done(FIRST, ("3",), (), 103.0))
+    assert (request.progress().first_token_at, request.progress().turn_started_at) == (None, 103.0)

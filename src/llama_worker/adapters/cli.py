@@ -71,9 +71,8 @@ def _responses_proxy(options: argparse.Namespace, ended: threading.Event) -> Non
         )
         proxy = ResponsesProxy(config)
         try:
-            port = proxy.start().get()
-            host = f"[{config.host}]" if ":" in config.host else config.host
-            print(f"http://{host}:{port}/v1 for {config.base_url}", flush=True)
+            proxy.start().get()
+            print(f"{proxy.base_url} for {config.base_url}", flush=True)
             ended.wait()
         finally:
             proxy.close()

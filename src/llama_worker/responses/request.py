@@ -98,27 +98,29 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
     if body.get("input") is None and not history:
         raise RequestRefused(400, "Missing required parameter: 'input'.", param="input")
     instructions, instruction_items = _instructions(body)
+    tools, tool_warnings = _tools(body.get("tools"))
+    choice = _tool_choice(body.get("tool_choice"), tools)
+    text_format = _text_format(body.get("text"))
+    conflict = _settle_conflict(choice, text_format)
+    instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
     messages, warnings = chat_messages(instructions, (*instruction_items, *history, *own_items))
     if not messages:
         raise RequestRefused(400, "the input is empty", param="input")
 
-    tools, tool_warnings = _tools(body.get("tools"))
-    choice = _tool_choice(body.get("tool_choice"), tools)
-    text_format = _text_format(body.get("text"))
     chat: dict[str, Any] = {key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None}
     parallel = chat.pop("parallel_tool_calls", None)
     chat["messages"] = messages
     chat["stream"] = True
     chat["stream_options"] = {"include_usage": True}
     chat.setdefault("reasoning_format", "deepseek")
-    if choice.offered:
+    if choice.offered and conflict.with_tools:
         chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in choice.offered]
         chat["tool_choice"] = choice.mode
         if isinstance(parallel, bool):
             chat["parallel_tool_calls"] = parallel
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
-    if text_format is not None:
+    if text_format is not None and conflict.with_format:
         chat["response_format"] = _response_format(text_format)
     _set_effort(chat, body.get("reasoning"))
     include = body.get("include")
@@ -135,6 +137,7 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
             *warnings,
             *tool_warnings,
             *choice.warnings,
+            *conflict.warnings,
             *(f"{key} is ignored" for key in _IGNORED_WITH_A_WARNING if body.get(key)),
             *(("log probabilities are not available",) if body.get("top_logprobs") else ()),
         ),
@@ -306,6 +309,31 @@ def _text_format(text: object) -> dict[str, Any] | None:
         "strict": strict if isinstance(strict, bool) else None,
         "description": description if isinstance(description, str) else None,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Conflict:
+    with_tools: bool = True
+    with_format: bool = True
+    instruction: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def _settle_conflict(choice: _Choice, text_format: Mapping[str, Any] | None) -> _Conflict:
+    """llama-server drops the tools, silently, from a request that has a format as well (b11434)."""
+    if text_format is None or not choice.offered:
+        return _Conflict()
+    if choice.mode == "none":
+        return _Conflict(with_tools=False)
+    if choice.mode == "required":
+        return _Conflict(with_format=False)
+    schema = text_format.get("schema")
+    fits = f" that fits this schema: {json.dumps(schema, ensure_ascii=False)}" if schema else ""
+    return _Conflict(
+        with_format=False,
+        instruction=f"When you do not call a tool, answer with nothing but one JSON object{fits}",
+        warnings=("beside tools, text.format is only asked for in the prompt",),
+    )
 
 
 def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:

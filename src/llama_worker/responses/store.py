@@ -100,7 +100,7 @@ class ResponseStore:
         chain: list[StoredResponse] = []
         while response_id is not None:
             stored = self.get(response_id)
-            if stored is None:
+            if stored is None or len(chain) == len(self._stored):  # the latter: it holds itself
                 return None
             chain.append(stored)
             response_id = stored.previous_response_id

@@ -1,0 +1,321 @@
+"""A real server that dies, hangs, works in silence or babbles."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_worker import (
+    LlamaWorker,
+    RequestFailReason,
+    RequestPhase,
+    RequestResult,
+    RequestState,
+    RequestStatus,
+    StartFailReason,
+    TimeoutProfile,
+    WorkerConfig,
+    WorkerStartError,
+    WorkerState,
+)
+from tests.server.conftest import (
+    ENDLESS,
+    WAIT_S,
+    Serve,
+    assert_all_slots_serve,
+    ended,
+    forced,
+    is_generating,
+    is_reading,
+    is_ticking,
+    prompt_of,
+    submitted,
+    wait_ready,
+    wait_status,
+)
+
+pytestmark = pytest.mark.server
+
+
+def pid_of(worker: LlamaWorker) -> int:
+    return worker.get_worker_status().get(timeout=WAIT_S)["pid"]
+
+
+class Fall:
+    """Hits the server with a signal, and takes the time until the request's result is there."""
+
+    def __init__(self, worker: LlamaWorker, request_id: int, hit: signal.Signals) -> None:
+        self._ends: list[float] = []
+        self._future = worker.result(request_id)
+        self._future.add_done_callback(lambda _: self._ends.append(time.monotonic()))
+        self._hit_at = time.monotonic()
+        os.kill(pid_of(worker), hit)
+
+    def result(self) -> tuple[RequestResult, float]:
+        """The result, and the seconds that it took."""
+        result = self._future.get(timeout=WAIT_S)
+        assert result["ok"]
+        deadline = time.monotonic() + WAIT_S
+        while not self._ends:  # the callback may be a moment behind
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return result, self._ends[0] - self._hit_at
+
+
+# ---------------------------------------------------------------- death
+
+
+@pytest.fixture
+def mortal(serve: Serve, free_port: Callable[[], int]) -> Iterator[LlamaWorker]:
+    with LlamaWorker(serve(port=free_port())) as worker:
+        yield worker
+
+
+@pytest.mark.parametrize(
+    ("words", "reached"),
+    [pytest.param(150, is_reading, id="prefill"), pytest.param(1, is_generating, id="generation")],
+)
+def test_a_killed_server_fails_its_request_at_once_and_comes_back_by_itself(
+    mortal: LlamaWorker,
+    words: int,
+    reached: Callable[[RequestStatus], bool],
+    record_property: Callable[[str, object], None],
+) -> None:
+    took_s = []
+    for _ in range(3):
+        before = mortal.get_worker_status().get(timeout=WAIT_S)
+        request_id = submitted(mortal, "doomed", prompt_of(words, "Count"), **ENDLESS)
+        seen = wait_status(mortal, request_id, reached)
+        result, news_s = Fall(mortal, request_id, signal.SIGKILL).result()
+        assert (result["state"], result["fail_reason"]) == (RequestState.FAILED, RequestFailReason.SERVER_DIED)
+        assert len(result["text"]) >= seen["output_chars"]
+        assert result["text"] == "" or is_ticking(result["text"])
+        took_s.append(news_s)
+        after = wait_ready(mortal, restarts=before["restart_count"] + 1)
+        assert after["pid"] != before["pid"]
+    assert ended(mortal, submitted(mortal, "next", "Hi", **forced("Served.")))["text"] == "Served."
+    record_property("server_died_after_s", took_s)
+    print("server_died after", *(f"{seconds * 1000:.0f} ms" for seconds in took_s))
+    assert max(took_s) < 1.0
+    assert min(took_s) < 0.1  # what the machine's other work adds to the others tells nothing
+
+
+# ---------------------------------------------------------------- a server that does nothing
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Where a request is when its server is stopped, and what has to come of it."""
+
+    name: str
+    reason: RequestFailReason
+    reached: Callable[[RequestStatus], bool] | None = None  # None: stopped before the request is sent
+    words: int = 150
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+HALTS = [
+    Halt("before the headers", RequestFailReason.HEADERS_TIMEOUT),
+    Halt(
+        "in prefill, no progress reported",
+        RequestFailReason.STALL_TIMEOUT,
+        lambda status: status["phase"] is RequestPhase.PREFILL,
+        params={"return_progress": False},
+    ),
+    Halt("in prefill, progress reported", RequestFailReason.STALL_TIMEOUT, is_reading),
+    Halt("in generation", RequestFailReason.STALL_TIMEOUT, is_generating, words=1),
+]
+IMPATIENT = TimeoutProfile(
+    headers_timeout_s=1.0,
+    prefill_liveness_timeout_s=1.0,
+    idle_stream_timeout_s=1.0,
+    liveness_probe_interval_s=3.0,
+)
+
+
+def test_a_halted_server_is_given_up_in_time_and_replaced_in_every_phase(
+    serve: Serve, free_port: Callable[[], int], record_property: Callable[[str, object], None]
+) -> None:
+    limit_s = 1.0 + 2 * IMPATIENT.liveness_probe_interval_s
+    with ExitStack() as stack:
+        workers = [LlamaWorker(serve(port=free_port(), name=halt.name, timeouts=IMPATIENT)) for halt in HALTS]
+        for worker in workers:
+            stack.callback(worker.close)
+        for starting in [worker.start() for worker in workers]:
+            starting.get(timeout=WAIT_S)
+        falls = [halted(worker, halt) for worker, halt in zip(workers, HALTS, strict=True)]
+        for worker, halt, fall in zip(workers, HALTS, falls, strict=True):
+            result, took_s = fall.result()
+            record_property(f"given up {halt.name} after_s", took_s)
+            print(f"given up {halt.name} after {took_s:.2f} s: {result.get('fail_detail')}")
+            assert result["fail_reason"] is halt.reason, result
+            assert took_s <= limit_s, halt
+            assert bool(result["text"]) == (halt.reached is is_generating), result
+        for worker in workers:
+            wait_ready(worker, restarts=1)
+            evidence = worker.get_debug_info().get(timeout=WAIT_S)["evidence"]
+            assert evidence["processes"]["processes"][0]["state"] == "T"
+            assert ended(worker, submitted(worker, "next", "Hi", **forced("Served.")))["text"] == "Served."
+
+
+def halted(worker: LlamaWorker, halt: Halt) -> Fall:
+    """A request whose server has been stopped."""
+    prompt = prompt_of(halt.words, "Count")
+    if halt.reached is None:
+        os.kill(pid_of(worker), signal.SIGSTOP)
+        return Fall(worker, submitted(worker, halt.name, prompt, **ENDLESS), signal.SIGSTOP)
+    request_id = submitted(worker, halt.name, prompt, **ENDLESS, **halt.params)
+    wait_status(worker, request_id, halt.reached)
+    return Fall(worker, request_id, signal.SIGSTOP)
+
+
+def test_a_server_halted_for_less_than_the_timeout_goes_on(serve: Serve, free_port: Callable[[], int]) -> None:
+    timeouts = TimeoutProfile(
+        headers_timeout_s=4.0,
+        prefill_liveness_timeout_s=4.0,
+        idle_stream_timeout_s=4.0,
+        liveness_probe_interval_s=0.25,
+    )
+    with LlamaWorker(serve(port=free_port(), timeouts=timeouts)) as worker:
+        pid = pid_of(worker)
+        request_id = submitted(worker, "halted", "Count", **ENDLESS, max_tokens=50)
+        seen = wait_status(worker, request_id, is_generating)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.5)  # what is under test is that this much silence does no harm
+        os.kill(pid, signal.SIGCONT)
+        result = ended(worker, request_id)
+        assert result["state"] is RequestState.COMPLETED, result
+        assert result["usage"]["completion_tokens"] == 50
+        assert len(result["text"]) > seen["output_chars"]
+        status = worker.get_worker_status().get(timeout=WAIT_S)
+        assert (status["state"], status["pid"], status["restart_count"]) == (WorkerState.READY, pid, 0)
+
+
+# ---------------------------------------------------------------- a server that works in silence
+
+PATIENT_ARGS = ("--threads", "1", "--threads-batch", "2", "--no-warmup", "--no-ui")
+
+
+@pytest.mark.timeout(600)
+def test_two_long_prefills_side_by_side_outlast_timeouts_of_a_fraction_of_their_time(
+    serve: Serve, free_port: Callable[[], int], record_property: Callable[[str, object], None]
+) -> None:
+    """Nothing is heard of either prompt until it is read; only the server's use of the CPU tells that it works."""
+    timeouts = TimeoutProfile(
+        headers_timeout_s=1.0,
+        prefill_liveness_timeout_s=2.0,
+        idle_stream_timeout_s=2.0,
+        liveness_probe_interval_s=0.5,
+    )
+    config = serve(port=free_port(), slots=2, slot_tokens=8192, args=PATIENT_ARGS, timeouts=timeouts)
+    with LlamaWorker(config) as worker:
+        before = worker.get_worker_status().get(timeout=WAIT_S)
+        ids = [
+            submitted(worker, about, prompt_of(990, about), **forced("Read."), return_progress=False)
+            for about in ("Alpha", "Omega")
+        ]
+        results = [ended(worker, request_id, timeout_s=580) for request_id in ids]
+        after = worker.get_worker_status().get(timeout=WAIT_S)
+    assert [result["text"] for result in results] == ["Read.", "Read."]
+    assert min(result["usage"]["prompt_tokens"] for result in results) >= 6900
+    assert max(result["timings"]["ttft_s"] for result in results) > 5 * 2.0
+    assert (after["pid"], after["restart_count"]) == (before["pid"], 0)
+    record_property("ttft_s", [result["timings"]["ttft_s"] for result in results])
+
+
+@pytest.mark.timeout(300)
+def test_a_request_that_no_server_slot_can_take_waits_without_headers_while_its_neighbour_is_read(
+    serve: Serve, free_port: Callable[[], int]
+) -> None:
+    """With the default probe interval of 5 s, which is longer than either timeout."""
+    timeouts = TimeoutProfile(headers_timeout_s=1.0, prefill_liveness_timeout_s=2.0, idle_stream_timeout_s=2.0)
+    with LlamaWorker(one_slot_too_few(serve, free_port(), timeouts)) as worker:
+        before = worker.get_worker_status().get(timeout=WAIT_S)
+        (warning,) = before["warnings"]
+        assert "the server has 1 slots, fewer than the worker's 2" in warning
+        ids = [
+            submitted(worker, about, prompt_of(450, about), **forced("Read."), return_progress=False)
+            for about in ("Alpha", "Omega")
+        ]
+        wait_status(worker, ids[0], lambda status: status["phase"] is RequestPhase.PREFILL)
+        waiting = worker.get_status(ids[1]).get(timeout=WAIT_S)
+        assert waiting["ok"]
+        assert waiting["phase"] is RequestPhase.WAITING
+        results = [ended(worker, request_id, timeout_s=280) for request_id in ids]
+        after = worker.get_worker_status().get(timeout=WAIT_S)
+    assert [result["text"] for result in results] == ["Read.", "Read."]
+    assert results[1]["timings"]["ttft_s"] > 5.0
+    assert (after["pid"], after["restart_count"]) == (before["pid"], 0)
+
+
+def one_slot_too_few(serve: Serve, port: int, timeouts: TimeoutProfile) -> WorkerConfig:
+    """Two slots of the worker on a server that has one."""
+    served = serve(port=port, slots=2, slot_tokens=4096, args=PATIENT_ARGS)
+    words = list(served.server_cmd)
+    at = words.index("--parallel")
+    del words[at : at + 2]
+    return WorkerConfig(
+        name="short",
+        host=served.host,
+        port=port,
+        slots=2,
+        server_cmd=words,
+        env={"LLAMA_ARG_N_PARALLEL": "1"},
+        bios_provider=served.bios_provider,
+        timeouts=timeouts,
+    )
+
+
+# ---------------------------------------------------------------- a server that babbles
+
+
+def test_a_model_that_repeats_a_line_is_cut_after_twelve_and_the_servers_slot_is_free(
+    chat: LlamaWorker, chat_url: str
+) -> None:
+    line = "And so it goes on, line after line after line."
+    looping = {"grammar": f'root ::= "{line}\\n" root', "temperature": 0}
+    result = ended(chat, submitted(chat, "loop", "Go on.", **looping))
+    assert result["fail_reason"] is RequestFailReason.REPEATED_LINE_LOOP
+    assert result["text"].splitlines() == [line] * 12
+    assert line in result["fail_detail"]
+    assert "12 times" in result["fail_detail"]
+    assert_all_slots_serve(chat, chat_url)
+
+
+# ---------------------------------------------------------------- a server that does not start
+
+
+def test_a_missing_model_is_told_in_the_servers_own_words(
+    serve: Serve, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    config = serve(port=free_port())
+    words = list(config.server_cmd)
+    words[words.index("--model") + 1] = str(tmp_path / "missing.gguf")
+    worker = LlamaWorker(WorkerConfig(name="missing", host=config.host, port=config.port, server_cmd=words))
+    try:
+        with pytest.raises(WorkerStartError) as caught:
+            worker.start().get(timeout=WAIT_S)
+        assert (caught.value.reason, caught.value.returncode) == (StartFailReason.EXITED, 1)
+        assert "missing.gguf" in str(caught.value)
+        assert worker.get_worker_status().get(timeout=WAIT_S)["state"] is WorkerState.FAILED
+    finally:
+        worker.close()
+
+
+def test_the_port_of_another_server_is_never_taken_for_ones_own(serve: Serve, chat: LlamaWorker, chat_url: str) -> None:
+    worker = LlamaWorker(serve(port=int(chat_url.rpartition(":")[2])))
+    try:
+        with pytest.raises(WorkerStartError) as caught:
+            worker.start().get(timeout=WAIT_S)
+        assert caught.value.reason is StartFailReason.PORT_IN_USE
+        assert worker.get_worker_status().get(timeout=WAIT_S)["state"] is WorkerState.STOPPED
+    finally:
+        worker.close()

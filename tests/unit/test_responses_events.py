@@ -1,0 +1,298 @@
+"""Whatever the server says, the events are a stream that strict clients take."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_worker.responses.conversation import unseal_reasoning
+from llama_worker.responses.events import ResponseEvents, sse
+from llama_worker.responses.request import normalise
+from llama_worker.stream_events import (
+    Done,
+    Finish,
+    PromptProgress,
+    ReasoningDelta,
+    RoleOnly,
+    ServerError,
+    StreamEvent,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    Usage,
+)
+from tests.responses.oracle import Event, check_events, read_sse
+
+END = object()
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+BODIES: list[dict[str, Any]] = [
+    {"input": "a"},
+    {"input": "a", "model": "m", "store": False, "metadata": {"a": "b", "c": 1}, "instructions": "i", "user": "u"},
+    {"input": "a", "tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "f"}},
+    {"input": "a", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}},
+    {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}, "verbosity": "low"}},
+    {"input": "a", "text": {"format": {"type": "json_object"}}, "temperature": 0, "top_p": 0.5},
+    {"input": "a", "reasoning": {"effort": "extreme", "summary": "auto"}, "max_output_tokens": 5, "truncation": "auto"},
+]
+
+
+def new_events(body: dict[str, Any] | None = None, *, seal: bool = False) -> ResponseEvents:
+    numbers = itertools.count()
+    return ResponseEvents(
+        response_id="resp_1",
+        created_at=1700000000,
+        echo=normalise(body or {"input": "a"}).echo,
+        new_id=lambda prefix: f"{prefix}_{next(numbers)}",
+        seal=seal,
+    )
+
+
+def run(said: Iterable[StreamEvent | object], body: dict[str, Any] | None = None, *, seal: bool = False) -> list[Event]:
+    """All events, as a client reads them; the stream just ends after the last, or at END."""
+    events = new_events(body, seal=seal)
+    out = events.begin()
+    for one in said:
+        out += events.end() if one is END else events.feed(one)  # type: ignore[arg-type]
+    out += events.end()
+    assert events.over
+    assert events.end() == events.fail("late") == events.feed(TextDelta("late")) == []
+    assert out[-1]["response"] == events.response
+    return read_sse(sse(out))
+
+
+def response_of(*said: StreamEvent | object, **kwargs: Any) -> Event:
+    return check_events(run(said, **kwargs))
+
+
+def call(index: int, arguments: str | None, name: str | None = None, call_id: str | None = None) -> ToolCallDelta:
+    return ToolCallDelta(index=index, call_id=call_id, name=name, arguments=arguments)
+
+
+def shown(response: Event) -> list[tuple[str, ...]]:
+    """The items in short."""
+    found: list[tuple[str, ...]] = []
+    for item in response["output"]:
+        match item["type"]:
+            case "message":
+                found.append(("text", item["content"][0]["text"]))
+            case "reasoning":
+                found.append(("reasoning", item["content"][0]["text"]))
+            case _:
+                found.append(("call", item["name"], item["arguments"]))
+    return found
+
+
+# ---------------------------------------------------------------- any stream
+
+texts = st.sampled_from(["a", "b ", "\n", "<think>", "</think>", "<th", "ink>", "{", "}", "é", "\u2028", "\ud800"])
+calls = st.builds(
+    call,
+    st.integers(0, 3),
+    st.sampled_from([None, "", "{", "}", '{"a":', "1", '"', "{}", " "]),
+    st.sampled_from([None, "f", "g"]),
+    st.sampled_from([None, "c1", "c2"]),
+)
+streams = st.lists(
+    st.one_of(
+        st.builds(TextDelta, texts),
+        st.builds(ReasoningDelta, texts),
+        calls,
+        calls,
+        st.builds(Usage, st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(0, 9)),
+        st.just(Timings(1, 2, None, 3, None)),
+        st.sampled_from([RoleOnly(), PromptProgress(1, 2, 0), Finish("stop"), Finish("length"), Finish("tool_calls")]),
+    ),
+    max_size=30,
+)
+endings = st.sampled_from(
+    [(), (Done(),), (ServerError("broken", 500, None),), (Finish("stop"), Done()), (Finish("length"),)]
+)
+
+
+@settings(max_examples=150)
+@given(streams, endings, st.sampled_from(BODIES), st.booleans())
+def test_any_stream_of_events_is_valid(
+    said: list[StreamEvent], ending: tuple[StreamEvent, ...], body: dict[str, Any], seal: bool
+) -> None:
+    response_of(*said, *ending, body=body, seal=seal)
+
+
+@settings(max_examples=80)
+@given(st.lists(st.one_of(st.builds(TextDelta, texts), calls), max_size=30))
+def test_no_text_is_lost_or_made_up(said: list[StreamEvent]) -> None:
+    plain = [TextDelta(one.text.replace("<", "(")) if isinstance(one, TextDelta) else one for one in said]
+    response = response_of(*plain, Finish("length"))
+    texts = [item["content"][0]["text"] for item in response["output"] if item["type"] == "message"]
+    assert "".join(texts) == "".join(one.text for one in plain if isinstance(one, TextDelta))
+
+
+@settings(max_examples=80)
+@given(st.data(), st.lists(st.sampled_from(['{"a": 1}', "{}", '{"text": "{}{}"}']), min_size=1, max_size=4))
+def test_interleaved_calls_come_out_whole(data: st.DataObject, arguments: list[str]) -> None:
+    left = {index: [text[:1], *text[1:]] for index, text in enumerate(arguments)}
+    said: list[StreamEvent] = []
+    while left:
+        index = data.draw(st.sampled_from(sorted(left)))
+        piece = left[index].pop(0)
+        begins = len(left[index]) == len(arguments[index]) - 1
+        said.append(call(index, piece, f"f{index}" if begins else None, f"id{index}" if begins else None))
+        if not left[index]:
+            del left[index]
+    response = response_of(*said, Finish("tool_calls"), Done())
+    found = {item["name"]: (item["call_id"], item["arguments"]) for item in response["output"]}
+    assert found == {f"f{index}": (f"id{index}", text) for index, text in enumerate(arguments)}
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def test_reasoning_text_and_calls_are_items_in_order() -> None:
+    response = response_of(
+        RoleOnly(),
+        ReasoningDelta("hm"),
+        TextDelta("I "),
+        TextDelta("add."),
+        call(0, '{"a"', "add", "c1"),
+        call(0, ": 1}"),
+        call(1, "{}", "sub", "c2"),
+        Finish("tool_calls"),
+        Usage(7, 5, 3),
+        Done(),
+    )
+    assert shown(response) == [
+        ("reasoning", "hm"),
+        ("text", "I add."),
+        ("call", "add", '{"a": 1}'),
+        ("call", "sub", "{}"),
+    ]
+    assert response["status"] == "completed"
+    assert response["usage"] == {
+        "input_tokens": 7,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 12,
+    }
+
+
+def test_deltas_are_passed_on_as_they_come() -> None:
+    events = new_events()
+    events.begin()
+    for text in ("a", "b"):
+        assert [event["delta"] for event in events.feed(TextDelta(text)) if "delta" in event] == [text]
+    events.feed(call(0, None, "f", "c"))
+    for text in ("{", '"a": 1'):
+        assert [event["delta"] for event in events.feed(call(0, text))] == [text]
+
+
+def test_the_second_call_begins_when_it_comes() -> None:
+    events = new_events()
+    events.begin()
+    events.feed(call(0, "{}", "f", "c1"))
+    kinds = [event["type"] for event in events.feed(call(1, "{", "g", "c2"))]
+    assert kinds == [
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+    ]
+
+
+def test_tagged_reasoning_is_reasoning() -> None:
+    assert shown(response_of(TextDelta("<think>hm</think>\n\nYes"), Finish("stop"))) == [
+        ("reasoning", "hm"),
+        ("text", "Yes"),
+    ]
+
+
+def test_reasoning_is_sealed_where_it_was_asked_for() -> None:
+    (item,) = response_of(ReasoningDelta("hm"), Finish("length"), seal=True)["output"]
+    assert unseal_reasoning(item["encrypted_content"]) == "hm"
+    (item,) = response_of(ReasoningDelta("hm"), Finish("length"))["output"]
+    assert item["encrypted_content"] is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "detail"),
+    [
+        ("stop", "completed", None),
+        ("tool_calls", "completed", None),
+        ("length", "incomplete", {"reason": "max_output_tokens"}),
+        ("content_filter", "incomplete", {"reason": "content_filter"}),
+    ],
+)
+def test_the_finish_reason_decides_the_terminal_event(reason: str, status: str, detail: Any) -> None:
+    response = response_of(TextDelta("a"), Finish(reason), Done())
+    assert (response["status"], response["incomplete_details"]) == (status, detail)
+    assert response["output"][0]["status"] == status
+
+
+def test_a_call_that_the_limit_cut_is_incomplete() -> None:
+    response = response_of(call(0, "{}", "f", "c1"), call(1, '{"a": ', "g", "c2"), Finish("length"), Done())
+    assert [(item["status"], item["arguments"]) for item in response["output"]] == [
+        ("completed", "{}"),
+        ("incomplete", '{"a": '),
+    ]
+
+
+@pytest.mark.parametrize("said", [(), (RoleOnly(),), (TextDelta("a"),), (call(0, '{"a', "f"),), (TextDelta("<thi"),)])
+def test_a_silent_end_is_a_failure(said: tuple[StreamEvent, ...]) -> None:
+    response = response_of(*said)
+    assert response["status"] == "failed"
+    assert all(item["status"] == "incomplete" for item in response["output"])
+
+
+@pytest.mark.parametrize("before", [(), (Finish("stop"),), (Finish("stop"), Usage(1, 1, 0))])
+def test_an_error_record_is_a_failure_also_after_a_finish_reason(before: tuple[StreamEvent, ...]) -> None:
+    events = run([TextDelta("a"), *before, ServerError("out of memory", 500, "server_error"), Done()])
+    response = check_events(events)
+    assert shown(response) == [("text", "a")]
+    assert response["error"] == {"code": "server_error", "message": "out of memory"}
+    assert events[-2]["error"]["message"] == events[-2]["message"] == "out of memory"
+
+
+def test_a_full_context_in_mid_stream_has_its_code() -> None:
+    events = run([TextDelta("a"), ServerError("Context size has been exceeded.", 500, "server_error")])
+    assert events[-2]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("said", [(), (ReasoningDelta("hm"),)])
+def test_a_completed_response_always_has_an_answer(said: tuple[StreamEvent, ...]) -> None:
+    response = response_of(*said, Finish("stop"), Done())
+    assert shown(response)[-1] == ("text", "")
+
+
+def test_a_call_without_arguments_has_an_empty_object() -> None:
+    assert shown(response_of(call(0, None, "f", "c1"), Finish("tool_calls"))) == [("call", "f", "{}")]
+
+
+def test_equal_call_ids_are_told_apart() -> None:
+    response = response_of(call(0, "{}", "f", "c"), call(1, "{}", "f", "c"), Finish("tool_calls"))
+    assert response["output"][0]["call_id"] == "c"  # the oracle sees that the other differs
+
+
+def test_a_name_that_comes_late_or_again_is_one_call() -> None:
+    response = response_of(call(0, "{", None, "c"), call(0, "}", "f"), call(0, None, "f"), Finish("tool_calls"))
+    assert shown(response) == [("call", "f", "{}")]
+
+
+def test_text_after_a_call_is_a_message_of_its_own() -> None:
+    response = response_of(TextDelta("a"), call(0, "{}", "f", "c"), TextDelta("b"), Finish("stop"))
+    assert shown(response) == [("text", "a"), ("call", "f", "{}"), ("text", "b")]
+
+
+def test_usage_is_taken_from_the_timings_where_there_is_none() -> None:
+    usage = response_of(TextDelta("a"), Timings(3, 4, None, 5, None), ServerError("x", None, None))["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (7, 5)
+    assert usage["input_tokens_details"]["cached_tokens"] == 3
+
+
+def test_a_stream_of_events_has_no_end_mark() -> None:
+    data = sse(new_events().begin())
+    assert b"[DONE]" not in data
+    assert [event["type"] for event in read_sse(data)] == ["response.created", "response.in_progress"]

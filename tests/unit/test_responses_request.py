@@ -1,0 +1,375 @@
+"""Requests of the Responses API become chat completions."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from llama_worker.responses.conversation import chat_messages, seal_reasoning, unseal_reasoning
+from llama_worker.responses.refusal import RequestRefused, refused_by_server
+from llama_worker.responses.request import Recalled, normalise, parse_body, references
+
+USER = {"role": "user", "content": "Hi"}
+PNG = "data:image/png;base64,AAAA"
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+SUB = {"type": "function", "name": "sub", "description": "minus", "parameters": None, "strict": None}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ANSWER = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+
+
+def messages(*items: dict[str, Any], instructions: str = "") -> list[dict[str, Any]]:
+    return chat_messages(instructions, items)[0]
+
+
+def call(call_id: str, arguments: str = "{}", name: str = "add") -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+
+
+def output(call_id: str, value: Any = "3") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": value}
+
+
+def reasoning(**fields: Any) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "rs_1", "summary": [], **fields}
+
+
+def sent_call(own_id: str, arguments: str = "{}", name: str = "add") -> dict[str, Any]:
+    return {"id": own_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# ---------------------------------------------------------------- input
+
+
+def test_text_input_is_a_user_message() -> None:
+    assert normalise({"input": "Hi"}).body["messages"] == [USER]
+
+
+@pytest.mark.parametrize(
+    ("item", "content"),
+    [
+        ({"role": "user", "content": "a"}, "a"),
+        ({"type": "message", "role": "user", "content": None}, ""),
+        ({"role": "user", "content": [{"type": "input_text", "text": "a"}]}, "a"),
+        ({"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}, "a\nb"),
+        ({"role": "user", "content": ["a"]}, "a"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, None]}, "a"),
+        (
+            {"role": "user", "content": [{"type": "input_image", "image_url": PNG, "detail": "low"}]},
+            [{"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}],
+        ),
+        (
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": PNG}],
+            },
+            [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": PNG}}],
+        ),
+    ],
+)
+def test_content_is_a_string_unless_it_holds_more_than_text(item: dict[str, Any], content: Any) -> None:
+    assert messages(item) == [{"role": "user", "content": content}]
+
+
+def test_system_and_developer_messages_become_one_at_the_head() -> None:
+    found = messages({"role": "developer", "content": "B"}, USER, {"role": "system", "content": "C"}, instructions="A")
+    assert found == [{"role": "system", "content": "A\n\nB\n\nC"}, USER]
+
+
+def test_an_assistant_turn_of_several_items_is_one_message() -> None:
+    found = messages(
+        USER,
+        reasoning(content=[{"type": "reasoning_text", "text": "hm"}]),
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
+        call("call_a", '{"a": 1}'),
+        call("call_b"),
+        output("call_a"),
+        output("call_b", [{"type": "input_text", "text": "4"}, {"type": "input_text", "text": "5"}]),
+        {"role": "assistant", "content": "7"},
+    )
+    assert found == [
+        USER,
+        {
+            "role": "assistant",
+            "content": "I add.",
+            "reasoning_content": "hm",
+            "tool_calls": [sent_call("c00000001", '{"a": 1}'), sent_call("c00000002")],
+        },
+        {"role": "tool", "tool_call_id": "c00000001", "content": "3"},
+        {"role": "tool", "tool_call_id": "c00000002", "content": "4\n5"},
+        {"role": "assistant", "content": "7"},
+    ]
+
+
+def test_two_answers_stay_two_messages() -> None:
+    said = {"role": "assistant", "content": "a"}
+    assert messages(USER, said, said) == [USER, said, said]
+
+
+def test_a_call_id_that_comes_again_belongs_to_the_latest_call() -> None:
+    found = messages(call("x"), output("x", "1"), call("x"), output("x", "2"))
+    assert [m["tool_call_id"] for m in found if m["role"] == "tool"] == ["c00000001", "c00000002"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sent"),
+    [
+        ("", "{}"),
+        ("  ", "{}"),
+        ('{"a":  1}', '{"a":  1}'),
+        ('{"a": ', '{"malformed_arguments": "{\\"a\\": "}'),
+        ("[1]", '{"malformed_arguments": "[1]"}'),
+        ("NaN", '{"malformed_arguments": "NaN"}'),
+    ],
+)
+def test_arguments_in_the_history_are_always_a_json_object(arguments: str, sent: str) -> None:
+    (turn,) = messages(call("x", arguments))
+    assert turn["tool_calls"][0]["function"]["arguments"] == sent
+
+
+@pytest.mark.parametrize(
+    ("value", "sent"),
+    [
+        ("", ""),
+        (None, ""),
+        ([], ""),
+        ({"n": 1}, '{"n": 1}'),
+        ([1, 2], "[1, 2]"),
+        (4, "4"),
+        ([{"type": "input_file", "file_id": "f"}], '[{"type": "input_file", "file_id": "f"}]'),
+        ([{"type": "input_image", "image_url": PNG}], [{"type": "image_url", "image_url": {"url": PNG}}]),
+    ],
+)
+def test_any_value_is_a_function_output(value: Any, sent: Any) -> None:
+    assert messages(output("x", value)) == [{"role": "tool", "tool_call_id": "x", "content": sent}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "restored"),
+    [
+        (
+            {"encrypted_content": seal_reasoning("sealed"), "content": [{"text": "c"}], "summary": [{"text": "s"}]},
+            "sealed",
+        ),
+        ({"encrypted_content": "of somebody else", "content": [{"text": "c"}], "summary": [{"text": "s"}]}, "c"),
+        ({"content": [], "summary": [{"text": "s"}, {"text": "t"}]}, "s\n\nt"),
+        ({"content": None, "summary": [{"text": "s"}]}, "s"),
+        ({}, None),
+        ({"summary": None, "encrypted_content": None}, None),
+    ],
+)
+def test_reasoning_is_restored_from_the_best_that_there_is(fields: dict[str, Any], restored: str | None) -> None:
+    (turn,) = messages(reasoning(**fields), {"role": "assistant", "content": "a"})
+    assert turn.get("reasoning_content") == restored
+
+
+def test_reasoning_alone_is_kept_in_the_middle_and_dropped_at_the_end() -> None:
+    alone = reasoning(content=[{"type": "reasoning_text", "text": "hm"}])
+    assert messages(USER, alone, USER) == [USER, {"role": "assistant", "content": "", "reasoning_content": "hm"}, USER]
+    assert messages(USER, alone) == [USER]
+
+
+@pytest.mark.parametrize("text", ["", "a", "ä\n\ud83d\ude00", "\ud800"])
+def test_sealed_reasoning_comes_back(text: str) -> None:
+    assert unseal_reasoning(seal_reasoning(text)) == text
+
+
+@pytest.mark.parametrize("sealed", [None, "", 3, "gAAAA", "llama-worker-1:!", "llama-worker-1:/w=="])
+def test_what_is_not_ours_is_not_unsealed(sealed: object) -> None:
+    assert unseal_reasoning(sealed) is None
+
+
+def test_unknown_items_are_ignored_with_a_warning() -> None:
+    request = normalise({"input": [USER, {"type": "web_search_call", "id": "ws_1"}]})
+    assert request.body["messages"] == [USER]
+    assert request.warnings == ("input items of type 'web_search_call' are ignored",)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": [3]}, "input"),
+        ({"input": [{"role": "wizard", "content": "a"}]}, "input"),
+        ({"input": [{"role": "user", "content": 3}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
+        ({"input": "a", "instructions": 3}, "instructions"),
+        ({"input": "a", "previous_response_id": 3}, "previous_response_id"),
+        ({"input": "a", "tools": 3}, "tools"),
+        ({"input": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"input": "a", "tools": [ADD], "tool_choice": "maybe"}, "tool_choice"),
+        ({"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
+        ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ],
+)
+def test_malformed_requests_are_refused_and_say_where(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        normalise(body)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.body()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(RequestRefused):
+        parse_body(data)
+
+
+# ---------------------------------------------------------------- state
+
+
+def test_history_comes_before_the_input_and_instructions_are_only_this_requests() -> None:
+    body = {"input": "more", "previous_response_id": "resp_1", "instructions": "Be terse."}
+    history = (USER, {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes?"}]})
+    request = normalise(body, Recalled(history=history, items={}))
+    assert request.body["messages"] == [
+        {"role": "system", "content": "Be terse."},
+        USER,
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "more"},
+    ]
+    assert request.previous_response_id == "resp_1"
+    assert len(request.input_items) == 1  # the store has the rest already
+
+
+def test_references_are_found_and_resolved() -> None:
+    body = {"input": [{"type": "item_reference", "id": "msg_1"}, {"id": "rs_1"}, USER]}
+    assert references(body).item_ids == ("msg_1", "rs_1")
+    said = {"id": "msg_1", "type": "message", "role": "assistant", "content": "Hi"}
+    recalled = Recalled(items={"msg_1": said, "rs_1": reasoning()})
+    assert normalise(body, recalled).body["messages"] == [{"role": "assistant", "content": "Hi"}, USER]
+
+
+@pytest.mark.parametrize(
+    ("body", "recalled"),
+    [
+        ({"input": "a", "previous_response_id": "resp_1"}, Recalled(history=None, items={})),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, Recalled(items={})),
+    ],
+)
+def test_what_the_store_does_not_have_is_refused(body: dict[str, Any], recalled: Recalled) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        normalise(body, recalled)
+    assert (refused.value.status, refused.value.code) == (400, "previous_response_not_found")
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def test_what_neither_api_knows_passes_through_and_null_is_absent() -> None:
+    body = {"input": "a", "min_p": 0.1, "samplers": ["top_k"], "seed": 2**70, "top_k": None, "grammar": None}
+    sent = normalise(body).body
+    assert {key: sent[key] for key in ("min_p", "samplers", "seed")} == {
+        key: body[key] for key in ("min_p", "samplers", "seed")
+    }
+    assert not {"top_k", "grammar", "input"} & sent.keys()
+
+
+def test_every_null_field_is_as_if_absent() -> None:
+    names = ["instructions", "tools", "tool_choice", "text", "reasoning", "metadata", "include", "store", "stream",
+             "previous_response_id", "max_output_tokens", "parallel_tool_calls", "temperature", "user"]  # fmt: skip
+    assert normalise({"input": "a", **dict.fromkeys(names)}) == normalise({"input": "a"})
+
+
+def test_names_that_differ_are_translated() -> None:
+    sent = normalise({"input": "a", "max_output_tokens": 7, "reasoning": {"effort": "low"}}).body
+    assert sent["max_tokens"] == 7
+    assert sent["chat_template_kwargs"] == {"reasoning_effort": "low"}
+    assert normalise({"input": "a", "reasoning": {"effort": "none"}}).body["chat_template_kwargs"] == {
+        "enable_thinking": False
+    }
+
+
+def test_a_stream_is_always_asked_for_with_usage() -> None:
+    sent = normalise({"input": "a", "stream": False, "stream_options": {"include_obfuscation": False}}).body
+    assert (sent["stream"], sent["stream_options"]) == (True, {"include_usage": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "json_object"}),
+        (ANSWER, {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}),
+    ],
+)
+def test_text_format(given: dict[str, Any], sent: Any) -> None:
+    assert normalise({"input": "a", "text": {"format": given}}).body.get("response_format") == sent
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "names"),
+    [
+        (None, "auto", ["add", "sub"]),
+        ("auto", "auto", ["add", "sub"]),
+        ("none", "none", ["add", "sub"]),
+        ("required", "required", ["add", "sub"]),
+        ({"type": "function", "name": "sub"}, "required", ["sub"]),
+        ({"type": "function", "function": {"name": "sub"}}, "required", ["sub"]),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}, "auto", ["add"]),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]},
+            "required",
+            ["add"],
+        ),
+        ({"type": "web_search_preview"}, "auto", ["add", "sub"]),
+    ],
+)
+def test_tool_choice(choice: Any, mode: str, names: list[str]) -> None:
+    sent = normalise({"input": "a", "tools": [ADD, SUB], "tool_choice": choice}).body
+    assert sent["tool_choice"] == mode
+    assert [tool["function"]["name"] for tool in sent["tools"]] == names
+
+
+def test_tools_are_sent_as_chat_completions_have_them() -> None:
+    sent = normalise({"input": "a", "tools": [SUB], "parallel_tool_calls": False}).body
+    function = {"name": "sub", "description": "minus", "parameters": {"type": "object", "properties": {}}}
+    assert sent["tools"] == [{"type": "function", "function": function}]
+    assert sent["parallel_tool_calls"] is False
+
+
+def test_built_in_tools_are_ignored_with_a_warning() -> None:
+    request = normalise({"input": "a", "tools": [{"type": "web_search"}, {"type": "mcp"}], "tool_choice": "required"})
+    assert not {"tools", "tool_choice"} & request.body.keys()
+    assert request.echo["tools"] == []
+    assert len(request.warnings) == 3
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "constrained"), [("auto", True, False), ("required", True, False), ("none", False, True)]
+)
+def test_tools_and_a_format_never_go_together(choice: str, tools: bool, constrained: bool) -> None:
+    request = normalise({"input": "a", "tools": [ADD], "tool_choice": choice, "text": {"format": ANSWER}})
+    assert ("tools" in request.body, "response_format" in request.body) == (tools, constrained)
+    told = json.dumps(SCHEMA) in str(request.body["messages"][0]["content"])
+    assert told is (choice == "auto")
+
+
+def test_nothing_given_is_changed() -> None:
+    body = {"input": [USER, call("x"), output("x")], "tools": [ADD], "text": {"format": ANSWER}, "metadata": {"a": "b"}}
+    before = copy.deepcopy(body)
+    normalise(body)
+    assert body == before
+
+
+@pytest.mark.parametrize(
+    ("status", "detail", "code"),
+    [
+        (400, "HTTP 400: too long (exceed_context_size_error)", "context_length_exceeded"),
+        (503, "HTTP 503: Loading model (unavailable_error)", None),
+        (302, "HTTP 302: no message", None),
+    ],
+)
+def test_the_servers_refusal_is_passed_on(status: int, detail: str, code: str | None) -> None:
+    refused = refused_by_server(status, detail)
+    assert refused.status == (status if status >= 400 else 502)
+    assert refused.body()["error"]["code"] == code

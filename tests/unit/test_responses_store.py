@@ -1,0 +1,107 @@
+"""The store of responses keeps what is used and stays within its bounds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_worker.responses.request import References
+from llama_worker.responses.store import ResponseStore, StoredResponse
+
+
+def stored(number: int, previous: int | None = None, text: str = "a") -> StoredResponse:
+    said = {"id": f"msg_{number}", "type": "message", "role": "assistant", "content": text}
+    response: dict[str, Any] = {"id": f"resp_{number}", "output": [said]}
+    return StoredResponse(
+        response=response,
+        input_items=({"type": "message", "role": "user", "content": f"q{number}"},),
+        previous_response_id=None if previous is None else f"resp_{previous}",
+    )
+
+
+def history(store: ResponseStore, number: int) -> list[Any] | None:
+    found = store.recall(References(previous_response_id=f"resp_{number}")).history
+    return None if found is None else [item["content"] for item in found]
+
+
+def store_of(max_count: int = 10, max_bytes: int = 10**6) -> ResponseStore:
+    return ResponseStore(max_count=max_count, max_bytes=max_bytes)
+
+
+def test_a_conversation_is_a_chain() -> None:
+    store = store_of()
+    store.put(stored(1, text="a1"))
+    store.put(stored(2, 1, text="a2"))
+    store.put(stored(3, 1, text="b2"))
+    assert history(store, 2) == ["q1", "a1", "q2", "a2"]
+    assert history(store, 3) == ["q1", "a1", "q3", "b2"]
+    assert history(store, 4) is None
+
+
+def test_a_conversation_whose_beginning_is_gone_is_unknown() -> None:
+    store = store_of()
+    store.put(stored(1))
+    store.put(stored(2, 1))
+    assert store.delete("resp_1")
+    assert not store.delete("resp_1")
+    assert history(store, 2) is None
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    store = store_of(max_count=2)
+    store.put(stored(1))
+    store.put(stored(2))
+    assert store.get("resp_1") is not None
+    store.put(stored(3))
+    assert store.get("resp_2") is None
+    assert store.get("resp_1") is not None
+
+
+def test_the_beginning_of_a_conversation_is_used_with_its_end() -> None:
+    store = store_of(max_count=3)
+    store.put(stored(1))
+    store.put(stored(2))
+    store.put(stored(3, 1))
+    store.put(stored(4))
+    assert store.get("resp_2") is None
+    assert history(store, 3) is not None
+
+
+def test_items_are_found_by_id_as_long_as_their_response_is() -> None:
+    store = store_of(max_count=1)
+    store.put(stored(1))
+    wanted = References(item_ids=("msg_1", "msg_9"))
+    assert list(store.recall(wanted).items) == ["msg_1"]
+    store.put(stored(2))
+    assert store.recall(wanted).items == {}
+
+
+def test_one_that_is_too_large_is_not_kept_and_costs_no_other() -> None:
+    store = store_of(max_bytes=1000)
+    store.put(stored(1))
+    store.put(stored(2, text="x" * 1000))
+    assert store.get("resp_1") is not None
+    assert store.get("resp_2") is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.none() | st.integers(0, 20), st.integers(0, 300))),
+    st.integers(0, 5),
+    st.integers(0, 2000),
+)
+def test_it_stays_within_its_bounds_and_counts_right(
+    puts: list[tuple[int, int | None, int]], max_count: int, max_bytes: int
+) -> None:
+    store = store_of(max_count, max_bytes)
+    kept: dict[str, StoredResponse] = {}
+    for number, previous, chars in puts:
+        one = stored(number, None if previous == number else previous, "x" * chars)
+        store.put(one)
+        kept[one.id] = one
+        assert len(store) <= max_count
+        assert store.size_bytes <= max_bytes
+    sizes = [len(json.dumps([one.response, one.input_items])) for one in kept.values() if store.get(one.id) is not None]
+    assert (len(sizes), sum(sizes)) == (len(store), store.size_bytes)
