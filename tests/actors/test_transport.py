@@ -331,7 +331,7 @@ def test_broken_http_fails_the_request_alone(rig: Rig, wire: bytes) -> None:
 def test_a_server_that_refuses_connections_is_connect_failed(make_worker: MakeWorker) -> None:
     # The listener goes, the process stays: SIGTERM is held up by an open stream that the script never ends.
     rig = make_worker(slots=2, timeouts=fast_timeouts(health_probe_interval_s=None))
-    rig.submit(Headers(), Text("a"), WaitClose())
+    rig.wait_text(rig.submit(Headers(), Text("a"), WaitClose()), "a")
     os.kill(rig.status()["pid"], signal.SIGTERM)
     rig.journal.wait("signal")
     eventually(lambda: not _accepts(rig.config.port), "a closed listener")

@@ -191,6 +191,7 @@ class WorkerLife(RuleBasedStateMachine):
             return  # it has a process
         epoch, self.process = self.process.epoch, None
         self.take(lifecycle.launch_failed(self.life, self.now, epoch=epoch, reason=reason, detail="no"))
+        self.start_failed = None  # its process is gone without an exit
 
     @precondition(lambda self: self.process is not None)
     @rule()

@@ -1,0 +1,169 @@
+"""Whatever happens to the upstream, the client is told the truth, in a form that it reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from tests.fake_script import (
+    DoneMarker,
+    ErrorData,
+    ErrorField,
+    Fin,
+    Finish,
+    Headers,
+    HttpError,
+    KillSelf,
+    Ping,
+    Raw,
+    Reasoning,
+    Record,
+    Reset,
+    Role,
+    Sleep,
+    Step,
+    Text,
+    ToolCall,
+    Usage,
+    WaitClose,
+    plain_reply,
+)
+from tests.responses.conftest import Client, MakeClient
+from tests.responses.oracle import check_response
+
+HALF: list[Step] = [Headers(), Role(), Text("Once ")]
+
+
+def statuses(events: list[dict[str, Any]]) -> list[str]:
+    return [item["status"] for item in events[-1]["response"]["output"]]
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [("stop", "response.completed"), ("tool_calls", "response.completed"), ("length", "response.incomplete")],
+)
+def test_the_terminal_event_says_why_it_stopped(fake: Client, reason: str, kind: str) -> None:
+    events = fake.stream(*plain_reply(Text("a"), reason=reason))
+    assert events[-1]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param([ErrorData(500, "out of memory")], id="error record"),
+        pytest.param([ErrorField(400, "out of memory"), DoneMarker()], id="error field, then [DONE]"),
+        pytest.param([Finish(), ErrorData(500, "out of memory")], id="error record after the finish reason"),
+        pytest.param([Fin()], id="end without the last chunk"),
+        pytest.param([Reset()], id="reset"),
+        pytest.param([KillSelf()], id="killed server"),
+        pytest.param([Raw([b"0\r\n\r\n"], framed=False), Fin()], id="silent, regular end"),
+        pytest.param([Record("{", end="")], id="truncated record"),
+        pytest.param([Record("no json")], id="garbage"),
+    ],
+)
+@pytest.mark.parametrize(
+    "open_item",
+    [
+        pytest.param([], id="text"),
+        pytest.param([ToolCall("f", '{"a": 1', pieces=2)], id="call"),
+    ],
+)
+def test_a_broken_stream_fails_and_keeps_what_was_said(fake: Client, fault: list[Step], open_item: list[Step]) -> None:
+    events = fake.stream(*HALF, *open_item, *fault)
+    assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "Once "
+    assert statuses(events)[-1] == "incomplete"
+
+
+def test_a_close_delimited_stream_without_a_finish_reason_fails(fake: Client) -> None:
+    events = fake.stream(Headers(framing="close"), Role(), Text("Once "), Fin())
+    assert events[-1]["type"] == "response.failed"
+
+
+def test_reasoning_that_breaks_off_is_closed(fake: Client) -> None:
+    events = fake.stream(Headers(), Role(), Reasoning("hm"), Reset())
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["status"], item["content"][0]["text"]) == ("reasoning", "incomplete", "hm")
+
+
+def test_usage_that_never_comes_is_not_waited_for_long(fake: Client) -> None:
+    events = fake.stream(*HALF, Finish(), WaitClose())
+    assert events[-1]["type"] == "response.completed"
+    fake.journal.wait("client_closed")
+
+
+def test_keepalives_are_passed_on_as_comments(fake: Client) -> None:
+    reply = fake.create(*HALF, Sleep(0.05), Ping(), Sleep(0.05), Text("more"), Finish(), Usage(), stream=True)
+    assert b"\n: keepalive\n\n" in reply.data
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "error_type", "code"),
+    [
+        (400, "exceed_context_size_error", "invalid_request_error", "context_length_exceeded"),
+        (401, "authentication_error", "authentication_error", None),
+        (500, "server_error", "server_error", None),
+        (503, "unavailable_error", "server_error", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_of_the_server_keeps_its_status(
+    fake: Client, status: int, kind: str, error_type: str, code: str | None, stream: bool
+) -> None:
+    reply = fake.create(HttpError(status, "because", kind), stream=stream)
+    error = reply.json["error"]
+    assert (reply.status, error["type"], error["code"]) == (status, error_type, code)
+    assert "because" in error["message"]
+
+
+def test_an_upstream_that_is_not_there_is_a_502(make_client: MakeClient, free_port: Callable[[], int]) -> None:
+    client = make_client(upstream=f"http://127.0.0.1:{free_port()}")
+    for reply in (client.create(), client.create(stream=True), client.send("GET", "/v1/models")):
+        assert (reply.status, reply.json["error"]["code"]) == (502, "upstream_unreachable")
+
+
+def test_a_broken_reply_in_one_piece_is_a_502_that_is_not_to_be_retried(fake: Client) -> None:
+    reply = fake.create(*HALF, ErrorData(500, "out of memory"))
+    assert (reply.status, reply.json["error"]["message"]) == (502, "out of memory")
+    assert reply.headers["x-should-retry"] == "false"
+
+
+def test_a_reply_in_one_piece_is_a_valid_response(fake: Client) -> None:
+    reply = fake.create(*plain_reply(Reasoning("hm"), Text("a"), ToolCall("f", "{}"), reason="tool_calls"))
+    assert reply.status == 200
+    check_response(reply.json)
+    assert [item["type"] for item in reply.json["output"]] == ["reasoning", "message", "function_call"]
+
+
+def test_the_official_client_raises_what_went_wrong(fake: Client) -> None:
+    from tests.fake_script import steps_json
+
+    with fake.openai() as client:
+        with pytest.raises(openai.APIError, match="out of memory") as raised:
+            stream = client.responses.create(
+                model="m",
+                input="Hi",
+                stream=True,
+                extra_body={"fake_script": steps_json(*HALF, ErrorData(500, "out of memory"))},
+            )
+            for _ in stream:
+                pass
+        assert raised.value.code == "server_error"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"input"', b"\xff\xfe", b"[" * 100_000, b'{"input": 1e999}'])
+def test_a_body_that_is_none_is_a_400(fake: Client, body: bytes) -> None:
+    reply = fake.send("POST", "/v1/responses", body)
+    assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_one_failing_request_takes_nothing_down(fake: Client) -> None:
+    for body in (b"{", json.dumps({"input": {"a": 1}}).encode()):
+        assert fake.send("POST", "/v1/responses", body).status == 400
+    assert fake.create(*HALF, KillSelf()).status == 502
+    assert fake.create().status == 502
+    assert fake.send("GET", "/health").status == 502
