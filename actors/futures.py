@@ -9,6 +9,7 @@ import logging
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar, cast
 
@@ -16,6 +17,11 @@ import pykka
 
 T = TypeVar("T")
 _logger = logging.getLogger("llama_worker.futures")
+
+
+# A future that nobody holds is forgotten, so that a host may poll with one after the other; one with a callback
+# or a task that waits is held here.
+_awaited: set[WorkerFuture[Any]] = set()
 
 
 class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
@@ -92,6 +98,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         with self._condition:
             if self._result is None:
                 self._wakers.append(waker)
+                _awaited.add(self)
                 return
         waker()
 
@@ -99,10 +106,13 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         with self._condition:
             if waker in self._wakers:
                 self._wakers.remove(waker)
+            if not self._wakers:
+                _awaited.discard(self)
 
     def _wake(self) -> None:
         with self._condition:
             wakers, self._wakers = self._wakers, []
+            _awaited.discard(self)
         for waker in wakers:
             waker()
 
@@ -140,7 +150,7 @@ class OpenFutures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: set[WorkerFuture[Any]] = set()
+        self._open: weakref.WeakSet[WorkerFuture[Any]] = weakref.WeakSet()  # one that nobody holds needs no answer
         self._closed_by: BaseException | None = None
 
     def add(self, future: WorkerFuture[Any]) -> None:
@@ -151,8 +161,6 @@ class OpenFutures:
                 self._open.add(future)
         if closed_by is not None:
             future.fail(closed_by)
-            return
-        future._on_resolved(lambda: self._discard(future))
 
     @property
     def closed_by(self) -> BaseException | None:
@@ -164,13 +172,10 @@ class OpenFutures:
         with self._lock:
             if self._closed_by is None:
                 self._closed_by = error
-            left, self._open = self._open, set()
+            left = list(self._open)
+            self._open.clear()
         for future in left:
             future.fail(error)
-
-    def _discard(self, future: WorkerFuture[Any]) -> None:
-        with self._lock:
-            self._open.discard(future)
 
 
 class _CallbackThread:

@@ -30,7 +30,7 @@ from llama_worker.messages import (
     Tick,
     WorkerMessage,
 )
-from llama_worker.process_state import GIVE_UP_S, Absent, Present, ProcessState, Signal
+from llama_worker.process_state import FORCE_S, Absent, Present, ProcessState, Signal
 from llama_worker.types import StartFailReason
 
 
@@ -81,7 +81,7 @@ class ProcessActor(HouseActor[ProcessMessage]):
         server = self._server
         if server is not None:
             server.send(Signal.KILL)
-            call_at(time.monotonic() + GIVE_UP_S, lambda: server.send(Signal.KILL_GUARD))
+            call_at(time.monotonic() + FORCE_S, lambda: server.send(Signal.FORCE))
 
     def will_report(self) -> bool:
         """A server that is being killed tells the worker itself once it is gone.

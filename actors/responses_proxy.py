@@ -56,12 +56,12 @@ class ResponsesProxyActor(HouseActor[ProxyMessage]):
         """See the messages' own docstrings."""
         match message:
             case StartListening(reply=reply):
-                self._start(reply)
+                self._begin(reply)
             case Listening(listener=listener):
                 self._listening(listener)
             case StopListening(reply=reply):
                 self._stopping.append(reply)
-                self._stop()
+                self._end_all()
             case ListenerEnded(error=error):
                 self._ended(error)
             case Enter(reply=reply):
@@ -81,9 +81,9 @@ class ResponsesProxyActor(HouseActor[ProxyMessage]):
 
     def release(self, failure: str | None) -> None:
         """Cut every exchange, end the listener."""
-        self._stop()
+        self._end_all()
 
-    def _start(self, reply: Reply[int]) -> None:
+    def _begin(self, reply: Reply[int]) -> None:
         if reply is self._starting:
             return
         if self._alive or self._stopped:
@@ -122,7 +122,7 @@ class ResponsesProxyActor(HouseActor[ProxyMessage]):
         self._exchanges[entering.exchange_id] = entering
         return True
 
-    def _stop(self) -> None:
+    def _end_all(self) -> None:
         if not self._stopped:
             self._stopped = True
             for exchange in self._exchanges.values():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +14,12 @@ import urllib3.exceptions
 
 from llama_worker.actors.chat_exchange import Endpoint
 from llama_worker.actors.connections import Abort, session
+from llama_worker.actors.timers import call_at
 from llama_worker.messages import Probed, ProbeOutcome, ProbeServer
 from llama_worker.server_traits import ServerTraits, server_traits
 
 _TRAITS_TIMEOUT_S = 2.0
+_MAX_BODY_BYTES = 4 * 1024 * 1024  # /props holds the chat template
 
 
 class ServerProbe:
@@ -40,6 +44,8 @@ class ServerProbe:
 
     def _run(self) -> None:
         traits = ServerTraits()
+        # requests bounds each read, not the whole: a server that drips would be asked for ever.
+        limit = call_at(time.monotonic() + self._order.timeout_s + 2 * _TRAITS_TIMEOUT_S, self.abort)
         try:
             outcome, detail = self._probe()
             if outcome is ProbeOutcome.READY and self._order.first:
@@ -50,6 +56,7 @@ class ServerProbe:
         except Exception as error:
             outcome, detail = ProbeOutcome.FAILED, f"{type(error).__name__}: {error}"
         finally:
+            limit.cancel()
             self._abort.detach()
         self._order.reply_to.tell(Probed(epoch=self._order.epoch, outcome=outcome, detail=detail, traits=traits))
         self._on_end()
@@ -90,10 +97,12 @@ class ServerProbe:
                 headers=self._endpoint.headers(),
                 timeout=(min(timeout_s, self._endpoint.connect_timeout_s), timeout_s),
                 allow_redirects=False,
+                stream=True,
             ) as response,
         ):
+            body_bytes = response.raw.read(_MAX_BODY_BYTES, decode_content=True)
             try:
-                return response.status_code, response.json()
+                return response.status_code, json.loads(body_bytes)
             except ValueError:
                 return response.status_code, None
 

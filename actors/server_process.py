@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from llama_worker import adapters
@@ -71,6 +72,12 @@ class LogRing:
         return tuple(masked(line, self._api_key) for line in (lines if count is None else lines[-count:]))
 
 
+@dataclass(frozen=True, slots=True)
+class _Server:
+    pid: int
+    pidfd: int | None  # None where it was gone before it could be looked at
+
+
 class ServerProcess:
     """One launch. The constructor starts a daemon thread, which tells; every method may be called by any thread.
 
@@ -98,7 +105,8 @@ class ServerProcess:
         self._control: io.FileIO | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._orders = b""  # given before the guard was there to take them
-        self._started = False
+        self._server: _Server | None = None  # once it was started
+        self._reaped = False  # the guard said that nothing of the tree is left
         self._returncode: int | None = -signal.SIGKILL  # what a killed guard could not report: the kernel killed it
         self._failure: str | None = None
         self.ended = False  # nothing of it is left; set before the last word is told
@@ -107,18 +115,25 @@ class ServerProcess:
     def send(self, what: Signal) -> None:
         """Signal the server; without effect once it is gone. Never blocks."""
         with self._lock:
-            if what is Signal.KILL_GUARD:
-                if self._guard is not None:
-                    self._guard.kill()
+            if what is Signal.FORCE:
+                self._force()
                 return
             order = b"T" if what is Signal.TERMINATE else b"K"
-            if self._control is None:
+            if self._control is None or self._guard is None:
                 self._orders += order
                 return
             try:
                 self._control.write(order)
             except OSError:
                 return  # the guard has ended: so has the tree
+            self._guard.send_signal(signal.SIGCONT)  # a stopped one must run to obey
+
+    def _force(self) -> None:
+        """The guard did not obey. A server that was killed may just take its time to give back its memory."""
+        if self._server is not None:
+            _kill(self._server)
+        elif self._guard is not None:
+            self._guard.kill()  # it has not come to start a server
 
     def _run(self) -> None:
         try:
@@ -126,7 +141,11 @@ class ServerProcess:
                 last_word = self._live(cleanup)
         except Exception as error:  # out of descriptors, processes or memory; what there was is cleaned up
             detail = f"no process could be started: {error}"
-            last_word = self._gone() if self._started else self._not_started(StartFailReason.SPAWN_FAILED, detail)
+            last_word = self._gone() if self._server else self._not_started(StartFailReason.SPAWN_FAILED, detail)
+        with self._lock:  # a closed descriptor may be somebody else's by the next `send`
+            if self._server is not None and self._server.pidfd is not None:
+                os.close(self._server.pidfd)
+                self._server = _Server(self._server.pid, None)
         self.ended = True
         self._tell(last_word)
 
@@ -207,17 +226,25 @@ class ServerProcess:
         word, _, rest = line.partition(" ")
         match word:
             case "started":
-                self._started = True
-                self._tell(ServerStarted(epoch=self._epoch, pid=int(rest)))
+                pid = int(rest)
+                with self._lock:
+                    self._server = _Server(pid, _pidfd(pid))
+                self._tell(ServerStarted(epoch=self._epoch, pid=pid))
             case "exited":
-                self._returncode = int(rest)
+                self._reaped, self._returncode = True, int(rest)
             case "failed":
                 self._failure = f"cannot execute {self._command[0]!r}: {rest.partition(' ')[2]}"
 
     def _last_word(self) -> ServerNotStarted | ServerGone:
-        if not self._started:
+        if self._server is None:
             detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
             return self._not_started(StartFailReason.SPAWN_FAILED, detail)
+        if not self._reaped:  # somebody killed the guard, and the kernel the server with it: wait for its end
+            _kill(self._server)
+            if self._server.pidfd is not None:
+                gone = select.poll()
+                gone.register(self._server.pidfd, select.POLLIN)
+                gone.poll()
         return self._gone()
 
     def _gone(self) -> ServerGone:
@@ -239,6 +266,24 @@ class ServerProcess:
             return True
         self._log.feed(data)
         return bool(data)
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _kill(server: _Server) -> None:
+    """SIGKILL to a server's group and, through its pidfd, to itself; without effect once it is gone."""
+    if server.pidfd is None:
+        return
+    try:
+        signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
+        os.killpg(server.pid, signal.SIGKILL)
+    except OSError:
+        return
 
 
 def can_listen(address: tuple[str, int]) -> bool:

@@ -8,12 +8,11 @@ While READY it wakes for the health probe, and for verdicts only while a request
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Sequence
 from typing import assert_never
 
+from llama_worker.actors.lookout import Lookout
 from llama_worker.actors.refs import HouseActor, Household
 from llama_worker.actors.timers import Timer, call_at
 from llama_worker.config import TimeoutProfile, WorkerConfig
@@ -40,14 +39,13 @@ from llama_worker.messages import (
     Unwatch,
     Watch,
     WatchdogMessage,
+    WatchLaunch,
     WatchStartup,
     WorkerMessage,
 )
 from llama_worker.startup import StartupWatch
 from llama_worker.timeouts import DataLedger, Progress, busy_neighbour, verdict
-from llama_worker.types import LivenessEvidence, LivenessProbe, StartFailReason
-
-_logger = logging.getLogger("llama_worker.watchdog")
+from llama_worker.types import LivenessProbe, StartFailReason
 
 
 class WatchdogActor(HouseActor[WatchdogMessage]):
@@ -67,9 +65,7 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
         self._worker = parent
         self._transport = transport
         self._profile: TimeoutProfile = config.timeouts
-        self._name = config.name
-        self._probes = probes
-        self._probes_lock = threading.Lock()  # a look that hangs keeps the next one waiting
+        self._lookout = Lookout(probes, config.name, self.me())
         self._requests: dict[int, Mailbox[RequestMessage]] = {}
         self._timers: dict[type[LookDue | ProbeDue], Timer] = {}
         self._epoch = 0  # of the watched launch; 0: none
@@ -79,21 +75,24 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
         self._suspicion: str | None = None  # why a probe was asked for out of turn
         self._ledger = DataLedger()
         self._liveness_at: float | None = None
-        self._activity = ""  # what the liveness probes said last
+        self._activity: dict[int, str] = {}  # what each liveness probe said last
         self._progress: dict[int, Progress] = {}  # what each request said last
         self._probing = False
-        self._looking = False
 
     def handle(self, message: WatchdogMessage) -> None:
         """See the messages' own docstrings. News of another launch than the watched one is dropped."""
         now = time.monotonic()
         match message:
-            case WatchStartup(epoch=epoch, pid=pid):
+            case WatchLaunch(epoch=epoch):
                 self._stand_down()
-                self._epoch, self._pid = epoch, pid
+                self._epoch = epoch
                 self._startup = StartupWatch.begin(now)
-                self._look(fresh=True)
-                self._set_timer(ProbeDue, self._startup.next_probe_at(now))
+                self._set_timer(ProbeDue, self._startup.first_probe_at(now))
+            case WatchStartup(epoch=epoch, pid=pid):
+                if epoch == self._epoch and self._startup is not None:
+                    self._pid = pid
+                    self._look(fresh=True)
+                    self._set_timer(ProbeDue, self._startup.first_probe_at(now))
             case StandDown():
                 self._stand_down()
             case Watch(request_id=request_id, request=request):
@@ -119,8 +118,7 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
                 if epoch == self._epoch:
                     self._probe_due(now)
             case EvidenceSeen(epoch=epoch):
-                if epoch == self._epoch:
-                    self._looking = False
+                if self._lookout.returned(message) and epoch == self._epoch:
                     self._evidence(message)
             case Probed(epoch=epoch):
                 if epoch == self._epoch:
@@ -146,9 +144,9 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
         self._startup = self._health = self._suspicion = self._liveness_at = None
         self._requests.clear()
         self._progress.clear()
-        self._activity = ""
+        self._activity.clear()
         self._ledger = DataLedger()
-        self._probing = self._looking = False
+        self._probing = False
 
     # ------------------------------------------------------------ startup and health
 
@@ -158,8 +156,10 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
             if overdue is not None:
                 self._fail_startup(StartFailReason.STARTUP_TIMEOUT, overdue)
                 return
-            self._look(fresh=False)
             self._set_timer(ProbeDue, self._startup.next_probe_at(now))
+            if not self._pid:
+                return  # no process yet
+            self._look(fresh=False)
         else:
             self._set_health_timer(now)
         self._probe()
@@ -224,32 +224,22 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
     def _look_due(self, now: float) -> None:
         """First the evidence, then the question, then the verdict: none is given on old evidence."""
         self._set_timer(LookDue, now + self._profile.liveness_probe_interval_s)
-        if self._looking:
-            self._ask_for_progress(for_verdict=True)  # a probe hangs: judge by what is known
-        else:
-            self._look(fresh=False)
+        a_probe_hangs = not self._lookout.complete
+        if not self._look(fresh=False) or a_probe_hangs:
+            self._ask_for_progress(for_verdict=True)  # judge by what the others saw
 
-    def _look(self, *, fresh: bool) -> None:
-        """Ask the liveness probes, on a thread of their own, since a foreign one may block."""
-        if self._looking and not fresh:
-            return
-        self._looking = True
-        threading.Thread(
-            target=_look,
-            args=(self._probes, self._probes_lock, self._pid, self._epoch, fresh, self.me()),
-            name=f"llama_worker-{self._name}-look",
-            daemon=True,
-        ).start()
+    def _look(self, *, fresh: bool) -> bool:
+        return self._lookout.look(self._pid, self._epoch, fresh=fresh)
 
     def _evidence(self, seen: EvidenceSeen) -> None:
-        self._activity = seen.detail
+        self._activity[seen.probe] = seen.detail
         if self._startup is not None and seen.alive:
             self._startup = self._startup.saw_work(seen.at)
         if self._requests:
             if seen.alive:
                 self._liveness_at = seen.at
             self._tell_observed(seen.at)
-            if not seen.fresh:
+            if self._lookout.complete and not seen.fresh:
                 self._ask_for_progress(for_verdict=True)
 
     def _ask_for_progress(self, *, for_verdict: bool) -> None:
@@ -283,7 +273,7 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
             Observed(
                 epoch=self._epoch,
                 at=now,
-                activity=self._activity,
+                activity="; ".join(text for text in self._activity.values() if text),
                 liveness_at=self._liveness_at,
                 requests=tuple(self._progress.values()),
             )
@@ -300,34 +290,3 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
         timer = self._timers.pop(kind, None)
         if timer is not None:
             timer.cancel()
-
-
-def _look(
-    probes: Sequence[LivenessProbe],
-    lock: threading.Lock,
-    pid: int,
-    epoch: int,
-    fresh: bool,
-    tell_to: Mailbox[WatchdogMessage],
-) -> None:
-    """One look at the server's processes. A probe that raises brings no news."""
-    seen: list[LivenessEvidence] = []
-    with lock:
-        for probe in probes:
-            try:
-                if fresh:
-                    probe.reset()
-                evidence = probe.probe(pid, time.monotonic())
-                if evidence is not None:
-                    seen.append(LivenessEvidence(alive=bool(evidence.alive), detail=str(evidence.detail)))
-            except Exception:  # also where it returned something odd
-                _logger.exception("a liveness probe failed")
-    tell_to.tell(
-        EvidenceSeen(
-            epoch=epoch,
-            alive=any(evidence.alive for evidence in seen),
-            at=time.monotonic(),
-            detail="; ".join(evidence.detail for evidence in seen),
-            fresh=fresh,
-        )
-    )

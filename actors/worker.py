@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from typing import Any, assert_never
+from weakref import WeakSet
 
 from llama_worker import lifecycle
 from llama_worker.actors.futures import OpenFutures
@@ -82,6 +83,7 @@ from llama_worker.messages import (
     Unwatch,
     Watch,
     WatchdogMessage,
+    WatchLaunch,
     WatchStartup,
     WorkerMessage,
 )
@@ -150,7 +152,8 @@ class WorkerActor(HouseActor[WorkerMessage]):
         self._starts: list[Reply[WorkerStatus]] = []
         self._stops: list[Reply[None]] = []
         self._due_stops: list[Reply[None]] = []  # the server is gone, a record is still to come
-        self._result_waiters: dict[int, list[Reply[RequestResult | NotFound]]] = {}
+        # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the other.
+        self._result_waiters: dict[int, WeakSet[Reply[RequestResult | NotFound]]] = {}
         self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
         self._asked: dict[int, list[Question]] = {slot: [] for slot in range(config.slots)}
         self._timer: Timer | None = None
@@ -204,8 +207,9 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 self._stuck_tool_threads = count
             case ActorDied():
                 self._actor_died(message, now)
-            case EvidenceKept(processes=processes):
-                self._evidence = {**self._evidence, "processes": dict(processes)}
+            case EvidenceKept(epoch=epoch, processes=processes):
+                if epoch == self._life.epoch:
+                    self._evidence = {**self._evidence, "processes": dict(processes)}
             case Tick():
                 self._expire(now)
                 self._apply(lifecycle.tick(self._life, now))
@@ -217,13 +221,13 @@ class WorkerActor(HouseActor[WorkerMessage]):
         closed = WorkerClosed(self._config.name)
         if failure is not None:
             closed.add_note(f"the worker's actor failed: {failure}")
-        self._open_futures.close(closed)
-        for timer in (self._timer, self._expiry):
-            if timer is not None:
-                timer.cancel()
         refs: list[Ref[Any]] = [*self._requests, self._watchdog, self._tools, self._transport, self._process]
         for ref in refs:
             ref.stop()
+        for timer in (self._timer, self._expiry):
+            if timer is not None:
+                timer.cancel()
+        self._open_futures.close(closed)
 
     # ------------------------------------------------------------ the server's life
 
@@ -247,7 +251,8 @@ class WorkerActor(HouseActor[WorkerMessage]):
             case LaunchFailed(epoch=epoch, reason=reason, detail=detail):
                 self._apply(lifecycle.launch_failed(life, now, epoch=epoch, reason=reason, detail=detail))
             case BecameReady(epoch=epoch, traits=traits):
-                self._meet(traits)
+                if epoch == life.epoch:
+                    self._meet(traits)
                 self._apply(lifecycle.became_ready(life, now, epoch=epoch))
             case StartupFailed(epoch=epoch, reason=reason, detail=detail):
                 self._apply(lifecycle.startup_failed(life, now, epoch=epoch, reason=reason, detail=detail))
@@ -298,6 +303,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
     def _carry_out(self, effect: lifecycle.Effect) -> None:
         match effect:
             case LaunchServer(epoch=epoch):
+                self._watchdog.tell(WatchLaunch(epoch=epoch))
                 self._process.tell(Launch(epoch=epoch))
             case FailRequests(reason=reason, detail=detail):
                 for admitted in self._table.active:
@@ -458,7 +464,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
         if record is not None:
             reply.answer(record.copy_of_result())
         elif self._table.find(request_id) is not None:
-            self._result_waiters.setdefault(request_id, []).append(reply)
+            self._result_waiters.setdefault(request_id, WeakSet()).add(reply)
         else:
             reply.answer(_NOT_FOUND)
 
@@ -488,7 +494,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
         )
         for reply in self._cancel_waiters.pop(record.request_id, []):
             reply.answer(result["state"] is RequestState.CANCELED)
-        for waiter in self._result_waiters.pop(record.request_id, []):
+        for waiter in list(self._result_waiters.pop(record.request_id, ())):
             waiter.answer(record.copy_of_result())
         self._answer_stops()
         self._set_expiry()

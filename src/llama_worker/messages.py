@@ -276,8 +276,6 @@ class ActorDied:
 class Tick:
     """A timer that the receiver set has fired."""
 
-    timer_id: int = 0
-
 
 HostMessage = (
     Start
@@ -588,8 +586,15 @@ ToolMessage = RunTools | DropTools | CallReturned | ToolThreadEnded | Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WatchLaunch:
+    """A launch was ordered: its time runs."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WatchStartup:
-    """A launch began: probe it until it is ready or its time is up."""
+    """Its process is there: probe it until it is ready or its time is up."""
 
     epoch: int
     pid: int
@@ -643,9 +648,11 @@ class Probed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceSeen:
-    """From the probing thread: what the liveness probes said of one look at the server's processes."""
+    """From a probe's thread: what it said of one look at the server's processes."""
 
     epoch: int
+    probe: int  # its index
+    round: int
     alive: bool
     at: float
     detail: str
@@ -675,7 +682,8 @@ class ProgressReported:
 
 
 WatchdogMessage = (
-    WatchStartup
+    WatchLaunch
+    | WatchStartup
     | Watch
     | Unwatch
     | ProbeNow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-GIVE_UP_S = 1.0  # from the kill order to killing the guard too, should it have been stopped or lost
+FORCE_S = 1.0  # from the kill order to going past the guard that should have obeyed it
 
 
 class Signal(Enum):
@@ -13,7 +13,7 @@ class Signal(Enum):
 
     TERMINATE = "SIGTERM to the group"
     KILL = "SIGKILL to the whole tree"
-    KILL_GUARD = "SIGKILL to the guard; the kernel then kills the server"
+    FORCE = "SIGKILL past the guard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,20 @@ class Terminating:
 
 @dataclass(frozen=True, slots=True)
 class Killing:
-    """Killed; should its end not be seen by `give_up_at`, the guard is killed."""
+    """Killed, through the guard; should its end not be seen by `force_at`, past the guard."""
 
     epoch: int
-    give_up_at: float
+    force_at: float
 
 
 @dataclass(frozen=True, slots=True)
-class GivenUp:
-    """Everything that can be killed was killed."""
+class Forced:
+    """Killed in every way; the end is waited for, as long as the kernel takes to give back the memory."""
 
     epoch: int
 
 
-ProcessState = Absent | Present | Terminating | Killing | GivenUp
+ProcessState = Absent | Present | Terminating | Killing | Forced
 
 
 def terminate(state: ProcessState, *, epoch: int, grace_s: float, now: float) -> tuple[ProcessState, Signal | None]:
@@ -59,11 +59,11 @@ def terminate(state: ProcessState, *, epoch: int, grace_s: float, now: float) ->
     match state:
         case Present(epoch=current) if current == epoch:
             if grace_s <= 0:
-                return Killing(epoch, now + GIVE_UP_S), Signal.KILL
+                return Killing(epoch, now + FORCE_S), Signal.KILL
             return Terminating(epoch, now + grace_s), Signal.TERMINATE
         case Terminating(epoch=current, kill_at=kill_at) if current == epoch:
             if grace_s <= 0:
-                return Killing(epoch, now + GIVE_UP_S), Signal.KILL
+                return Killing(epoch, now + FORCE_S), Signal.KILL
             return Terminating(epoch, min(kill_at, now + grace_s)), None
         case _:
             return state, None
@@ -73,9 +73,9 @@ def tick(state: ProcessState, *, now: float) -> tuple[ProcessState, Signal | Non
     """What has come due."""
     match state:
         case Terminating(epoch=epoch, kill_at=kill_at) if now >= kill_at:
-            return Killing(epoch, now + GIVE_UP_S), Signal.KILL
-        case Killing(epoch=epoch, give_up_at=give_up_at) if now >= give_up_at:
-            return GivenUp(epoch), Signal.KILL_GUARD
+            return Killing(epoch, now + FORCE_S), Signal.KILL
+        case Killing(epoch=epoch, force_at=force_at) if now >= force_at:
+            return Forced(epoch), Signal.FORCE
         case _:
             return state, None
 
@@ -83,7 +83,7 @@ def tick(state: ProcessState, *, now: float) -> tuple[ProcessState, Signal | Non
 def deadline(state: ProcessState) -> float | None:
     """When `tick` has something to do; None: never."""
     match state:
-        case Terminating(kill_at=at) | Killing(give_up_at=at):
+        case Terminating(kill_at=at) | Killing(force_at=at):
             return at
         case _:
             return None

@@ -19,17 +19,19 @@ class StartupWatch:
 
     @classmethod
     def begin(cls, now: float) -> StartupWatch:
-        """The process was started just now."""
+        """The launch was ordered just now."""
         return cls(began_at=now, worked_at=now)
 
     def saw_work(self, at: float) -> StartupWatch:
         """CPU time by rate, or reads from disk: the time that counts starts anew."""
         return replace(self, worked_at=max(at, self.worked_at))
 
+    def first_probe_at(self, now: float) -> float:
+        """When to look for the first time, with the process started just now."""
+        return now + _FIRST_PROBE_S
+
     def next_probe_at(self, now: float) -> float:
-        """When to look next: soon, then every 0.5 s, less often once the start has taken 30 s."""
-        if now == self.began_at:
-            return now + _FIRST_PROBE_S
+        """When to look again: every 0.5 s, less often once the start has taken 30 s."""
         return now + (_EARLY_INTERVAL_S if now - self.began_at < _EARLY_S else _LATE_INTERVAL_S)
 
     def overdue(self, profile: TimeoutProfile, now: float) -> str | None:

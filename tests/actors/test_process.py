@@ -115,6 +115,15 @@ def test_a_server_that_exits_says_why(make_worker: MakeWorker) -> None:
     assert lines[1] in rig.worker.get_debug_info().get()["recent_logs"]
 
 
+def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: MakeWorker) -> None:
+    too_long = make_worker(start=False, server_cmd=(sys.executable, "x" * 200_000))
+    assert _fails_to_start(too_long).reason is StartFailReason.SPAWN_FAILED
+    too_long.stop()
+    no_name = make_worker(start=False, host="x" * 70 + ".local", server_cmd=("/bin/false",))  # IDNA: 63 at most
+    assert _fails_to_start(no_name).returncode == 1
+    no_name.stop()
+
+
 @pytest.mark.parametrize("code", [0, 1, 255, -signal.SIGSEGV, -signal.SIGKILL, -signal.SIGTERM])
 def test_the_return_code_is_the_servers_own(make_worker: MakeWorker, code: int) -> None:
     error = _fails_to_start(make_worker(Script(exits=[Exit(code=code, when="after_bind")]), start=False))

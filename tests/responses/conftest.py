@@ -26,6 +26,7 @@ __all__ = ["lasting_port", "serve"]  # fixtures
 
 HOST = "127.0.0.1"
 WAIT_S = 30.0
+HELLO = Script()  # the scripted server says "Hello"
 Json = dict[str, Any]
 
 
@@ -110,11 +111,11 @@ def make_client(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[MakeCl
     servers: list[subprocess.Popen[bytes]] = []
 
     def make(
-        script: Script = Script(),
+        script: Script = HELLO,
         *,
         upstream: str | None = None,
         slots: int = 4,
-        **config: Any,  # noqa: B008
+        **config: Any,
     ) -> Client:
         journal = None
         if upstream is None:
@@ -214,7 +215,7 @@ def eventually(check: Callable[[], Any], what: str) -> Any:
 
 
 @pytest.fixture(scope="session")
-def real_url(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[str]:  # noqa: F811
+def real_url(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[str]:
     """The real llama-server with a template that has tools."""
     config = serve(port=lasting_port(), slots=2, template="tools.jinja")
     with LlamaWorker(config):

@@ -112,7 +112,7 @@ _PARTS = {
 
 def _check_part(event: Event, parts: Parts) -> None:
     head, _, phase = event["type"].rpartition(".")
-    index = int(event.get("content_index", event.get("summary_index", 0)))
+    index: int = event["content_index"] if "content_index" in event else event.get("summary_index") or 0
     if phase == "added":
         key = (event["part"]["type"], index, "open")
         assert key not in parts

@@ -31,6 +31,7 @@ from tests.fake_script import (
     Usage,
     WaitClose,
     plain_reply,
+    steps_json,
 )
 from tests.responses.conftest import Client, MakeClient
 from tests.responses.oracle import check_response
@@ -140,18 +141,15 @@ def test_a_reply_in_one_piece_is_a_valid_response(fake: Client) -> None:
 
 
 def test_the_official_client_raises_what_went_wrong(fake: Client) -> None:
-    from tests.fake_script import steps_json
-
     with fake.openai() as client:
+        stream = client.responses.create(
+            model="m",
+            input="Hi",
+            stream=True,
+            extra_body={"fake_script": steps_json(*HALF, ErrorData(500, "out of memory"))},
+        )
         with pytest.raises(openai.APIError, match="out of memory") as raised:
-            stream = client.responses.create(
-                model="m",
-                input="Hi",
-                stream=True,
-                extra_body={"fake_script": steps_json(*HALF, ErrorData(500, "out of memory"))},
-            )
-            for _ in stream:
-                pass
+            list(stream)
         assert raised.value.code == "server_error"
 
 

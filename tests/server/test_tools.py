@@ -23,7 +23,7 @@ from llama_worker import (
     WorkerConfig,
     default_bios,
 )
-from tests.server.conftest import WAIT_S, Serve, ended
+from tests.server.conftest import WAIT_S, Serve
 
 pytestmark = pytest.mark.server
 

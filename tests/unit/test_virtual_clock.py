@@ -178,7 +178,7 @@ def load(
     """When and why the launch at 0.0 is given up, a 503 at every probe; None if it is not, up to `until`."""
     machine, startup = Machine(), StartupWatch.begin(0.0)
     machine.look(0.0)
-    now = startup.next_probe_at(0.0)
+    now = startup.first_probe_at(0.0)
     while now < until:
         overdue = startup.overdue(profile, now)
         if overdue is not None:

@@ -1,0 +1,117 @@
+"""The command, as a person starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.fake_script import Journal, Script, fake_server_cmd
+from tests.responses.conftest import HOST, WAIT_S, MakeClient
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`llama-worker` with arguments and an environment."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*args: str, **env: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "llama_worker.adapters.cli", *args]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PROXY_", "LLAMA_CPP"))}
+        process = subprocess.Popen(
+            command, env={**inherited, **env}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    """What it prints once it listens."""
+    assert process.stdout is not None
+    return process.stdout.readline().split()[0]
+
+
+def ask(url: str) -> dict[str, Any]:
+    body = json.dumps({"input": "Hi"}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/responses", body), timeout=WAIT_S) as reply:
+        found: dict[str, Any] = json.load(reply)
+        return found
+
+
+def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[int, str]:
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=WAIT_S)
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_in_front_of_a_server_that_is_there(make_client: MakeClient, start: Start, number: int) -> None:
+    fake = make_client()
+    process = start("responses-proxy", "--upstream", fake.proxy.config.upstream, "--port", "0")
+    url = url_of(process)
+    assert url.startswith("http://127.0.0.1:")
+    assert ask(url)["status"] == "completed"
+    assert end(process, number)[0] == 0
+
+
+def test_by_the_environment(make_client: MakeClient, start: Start, free_port: Callable[[], int]) -> None:
+    fake = make_client()
+    port = free_port()
+    env = {"LLAMA_CPP_URL": fake.proxy.config.upstream, "PROXY_HOST": "localhost", "PROXY_PORT": str(port)}
+    process = start("responses-proxy", "--api-key-env", "MY_KEY", **env, MY_KEY="sk-hush")
+    assert url_of(process) == f"http://localhost:{port}/v1"
+    ask(f"http://127.0.0.1:{port}/v1")
+    (request,) = fake.journal.facts("request")
+    assert request["headers"]["authorization"] == "***"
+    code, errors = end(process)
+    assert (code, "hush" in errors) == (0, False)
+
+
+def test_with_a_server_of_its_own_that_ends_with_it(start: Start, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    words = fake_server_cmd(Script(), host=HOST, port=11111, slots=22222, journal=journal.path)
+    command = shlex.join(words).replace("11111", "{port}").replace("22222", "{slots}")
+    process = start("responses-proxy", "--server-cmd", command, "--slots", "2", "--port", "0")
+    assert ask(url_of(process))["output"][0]["content"][0]["text"] == "Hello"
+    server = journal.wait("launched")["pid"]
+    assert end(process)[0] == 0
+    assert not psutil.pid_exists(server)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "give --upstream (or LLAMA_CPP_URL), --model or --server-cmd"),
+        (["--upstream", "http://a", "--model", "b"], "give one of"),
+        (["--upstream", "ftp://a"], "upstream must be a URL"),
+        (["--upstream", "http://user:hush@a"], "must hold no user or password"),
+        (["--upstream", "http://a", "--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
+        (["--upstream", "http://a", "--max-concurrent", "0"], "max_concurrent must be 1 or more"),
+        (["--upstream", "http://a", "--host", "192.0.2.1"], "192.0.2.1"),
+        (["--model", "/no/such/file", "--server", "/no/such/server"], "spawn_failed"),
+    ],
+)
+def test_what_cannot_work_is_said_and_ends_it(start: Start, args: list[str], said: str) -> None:
+    process = start("responses-proxy", *args)
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1
+    assert said in errors
+    assert "hush" not in errors
+    assert "Traceback" not in errors
