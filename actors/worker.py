@@ -11,19 +11,15 @@ import logging
 import time
 from collections import deque
 from typing import Any, assert_never
-from weakref import WeakSet
 
 from llama_worker import lifecycle
+from llama_worker.actors.crew import Crew
+from llama_worker.actors.front_desk import FrontDesk
 from llama_worker.actors.futures import OpenFutures
 from llama_worker.actors.process import ProcessActor
-from llama_worker.actors.refs import HouseActor, Household, Ref
-from llama_worker.actors.request import RequestActor
+from llama_worker.actors.refs import HouseActor, Household
 from llama_worker.actors.server_process import LogRing
 from llama_worker.actors.timers import Timer, call_at, start_timers
-from llama_worker.actors.tool_loop import ToolLoopActor
-from llama_worker.actors.transport import TransportActor
-from llama_worker.actors.watchdog import WatchdogActor
-from llama_worker.adapters.probes import default_probes
 from llama_worker.config import WorkerConfig, masked_server_cmd
 from llama_worker.errors import WorkerClosed
 from llama_worker.event_log import EventLog
@@ -40,11 +36,9 @@ from llama_worker.lifecycle import (
 from llama_worker.messages import (
     Abandon,
     ActorDied,
-    Ask,
     AwaitResult,
     BecameReady,
     Begin,
-    Cancel,
     CancelRequest,
     CloseAllStreams,
     EvidenceKept,
@@ -59,13 +53,10 @@ from llama_worker.messages import (
     LaunchFailed,
     Observed,
     ProbeNow,
-    ProcessMessage,
-    Question,
     ReadOutput,
     ReleaseResult,
     Reply,
     RequestEnded,
-    RequestMessage,
     RequestRecord,
     Stalled,
     StandDown,
@@ -76,30 +67,22 @@ from llama_worker.messages import (
     Submit,
     Terminate,
     Tick,
-    ToolMessage,
     ToolsRefused,
     ToolThreadsStuck,
-    TransportMessage,
     Unwatch,
     Watch,
-    WatchdogMessage,
     WatchLaunch,
     WatchStartup,
     WorkerMessage,
 )
-from llama_worker.request_state import OWNED_PARAMS, read_output
-from llama_worker.request_table import Admitted, RequestTable
-from llama_worker.restart_policy import ServerErrors, TransportFailures
+from llama_worker.request_state import OWNED_PARAMS
+from llama_worker.request_table import Admitted, RequestTable, lost_record
 from llama_worker.server_traits import ServerTraits
-from llama_worker.timeouts import Triage, ages
+from llama_worker.suspicion import Doubt, Suspicion, Trouble
+from llama_worker.timeouts import ages
 from llama_worker.totals import Totals
 from llama_worker.types import (
-    NotFound,
-    NotReady,
     RequestFailReason,
-    RequestFinishReason,
-    RequestPhase,
-    RequestResult,
     RequestState,
     RestartRecord,
     WorkerState,
@@ -108,16 +91,6 @@ from llama_worker.types import (
 
 _KEPT_RESTARTS = 50
 _KEPT_WARNINGS = 50
-_NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
-_NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
-_TRANSPORT_FAILURES = frozenset(
-    {
-        RequestFailReason.CONNECT_FAILED,
-        RequestFailReason.STREAM_DISCONNECTED,
-        RequestFailReason.PROTOCOL_ERROR,
-    }
-)
-_APPLICATION_ERRORS = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
 
 
 class WorkerActor(HouseActor[WorkerMessage]):
@@ -146,23 +119,14 @@ class WorkerActor(HouseActor[WorkerMessage]):
         self._evidence: dict[str, Any] = {}
         self._observed: Observed | None = None
         self._stuck_tool_threads = 0
-        self._triage = Triage()
-        self._transport_failures = TransportFailures()
-        self._server_errors = ServerErrors()
+        self._suspicion = Suspicion()
         self._starts: list[Reply[WorkerStatus]] = []
         self._stops: list[Reply[None]] = []
         self._due_stops: list[Reply[None]] = []  # the server is gone, a record is still to come
-        # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the other.
-        self._result_waiters: dict[int, WeakSet[Reply[RequestResult | NotFound]]] = {}
-        self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
-        self._asked: dict[int, list[Question]] = {slot: [] for slot in range(config.slots)}
         self._timer: Timer | None = None
         self._expiry: Timer | None = None
-        self._process: Ref[ProcessMessage] = self._start_process()
-        self._transport: Ref[TransportMessage] = self._start_transport()
-        self._tools: Ref[ToolMessage] = self._start_tools()
-        self._watchdog: Ref[WatchdogMessage] = self._start_watchdog()
-        self._requests: list[Ref[RequestMessage]] = [self._start_request(s) for s in range(config.slots)]
+        self._crew = Crew(self.me(), household, config, self._log, self._unix_offset)
+        self._desk = FrontDesk(self._table, self._crew, config.slots)
 
     def handle(self, message: WorkerMessage) -> None:
         """See the messages' own docstrings."""
@@ -171,15 +135,15 @@ class WorkerActor(HouseActor[WorkerMessage]):
             case Submit():
                 self._submit(message, now)
             case GetStatus() | ReadOutput():
-                self._question(message)
-            case GetResult(request_id=request_id, reply=reply):
-                self._get_result(request_id, reply)
-            case AwaitResult(request_id=request_id, reply=reply):
-                self._await_result(request_id, reply)
+                self._desk.question(message)
+            case GetResult():
+                self._desk.get_result(message)
+            case AwaitResult():
+                self._desk.await_result(message)
+            case CancelRequest():
+                self._desk.cancel(message)
             case ReleaseResult(request_id=request_id):
                 self._table.release(request_id)
-            case CancelRequest(request_id=request_id, reply=reply):
-                self._cancel(request_id, reply)
             case GetWorkerStatus(reply=reply):
                 reply.answer(self._status())
             case GetDebugInfo(reply=reply):
@@ -221,9 +185,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
         closed = WorkerClosed(self._config.name)
         if failure is not None:
             closed.add_note(f"the worker's actor failed: {failure}")
-        refs: list[Ref[Any]] = [*self._requests, self._watchdog, self._tools, self._transport, self._process]
-        for ref in refs:
-            ref.stop()
+        self._crew.stop()
         for timer in (self._timer, self._expiry):
             if timer is not None:
                 timer.cancel()
@@ -247,7 +209,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
                     self._pid = pid
                     self._note("launched", pid=pid, epoch=epoch)
                     if isinstance(life.state, lifecycle.Launching):
-                        self._watchdog.tell(WatchStartup(epoch=epoch, pid=pid))
+                        self._crew.watchdog.tell(WatchStartup(epoch=epoch, pid=pid))
             case LaunchFailed(epoch=epoch, reason=reason, detail=detail):
                 self._apply(lifecycle.launch_failed(life, now, epoch=epoch, reason=reason, detail=detail))
             case BecameReady(epoch=epoch, traits=traits):
@@ -263,7 +225,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 if epoch == life.epoch:
                     self._pid = None
                     self._note("exited", returncode=returncode, epoch=epoch)
-                    self._watchdog.tell(StandDown())  # also where the worker was not READY yet and stays RUNNING
+                    self._crew.watchdog.tell(StandDown())  # also where the worker was not READY yet and stays RUNNING
                 self._apply(
                     lifecycle.exited(
                         life,
@@ -292,10 +254,9 @@ class WorkerActor(HouseActor[WorkerMessage]):
             self._note("state", state=str(state), before=str(before), error=self._life.last_error)
             if state is WorkerState.READY:
                 self._last_ready_at = time.monotonic()
-                self._triage = Triage()
-                self._transport_failures, self._server_errors = TransportFailures(), ServerErrors()
+                self._suspicion = Suspicion()
             else:
-                self._watchdog.tell(StandDown())  # a launch calls it up again
+                self._crew.watchdog.tell(StandDown())  # a launch calls it up again
         for effect in effects:
             self._carry_out(effect)
         self._set_timer()
@@ -303,18 +264,18 @@ class WorkerActor(HouseActor[WorkerMessage]):
     def _carry_out(self, effect: lifecycle.Effect) -> None:
         match effect:
             case LaunchServer(epoch=epoch):
-                self._watchdog.tell(WatchLaunch(epoch=epoch))
-                self._process.tell(Launch(epoch=epoch))
+                self._crew.watchdog.tell(WatchLaunch(epoch=epoch))
+                self._crew.process.tell(Launch(epoch=epoch))
             case FailRequests(reason=reason, detail=detail):
                 for admitted in self._table.active:
                     self._abandon(admitted, reason, detail)
             case CloseConnections(epoch=epoch):
-                self._watchdog.tell(StandDown())
-                self._transport.tell(CloseAllStreams(epoch=epoch))
+                self._crew.watchdog.tell(StandDown())
+                self._crew.transport.tell(CloseAllStreams(epoch=epoch))
             case EndProcess(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence):
                 if keep_evidence:
                     self._evidence = self._gather_evidence(epoch)
-                self._process.tell(Terminate(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence))
+                self._crew.process.tell(Terminate(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence))
             case RestartDecided(reason=reason, detail=detail, delay_s=delay_s):
                 record: RestartRecord = {"at": self._unix(), "reason": reason, "detail": detail}
                 self._restarts.append(record)
@@ -404,85 +365,31 @@ class WorkerActor(HouseActor[WorkerMessage]):
         for owned in OWNED_PARAMS:
             if owned in order.submission.params or owned in self._config.default_params:
                 self._warn(f"params: {owned!r} belongs to the worker; the given value was replaced")
-        request = self._requests[admitted.slot]
-        self._asked[admitted.slot].clear()
+        request = self._crew.requests[admitted.slot]
+        self._desk.began(admitted.slot)
         mode = self._config.tool_call_mode
         no_tools = self._traits.tools is False or self._tools_refused
         request.tell(
             Begin(
                 request_id=admitted.request_id,
                 submission=order.submission,
-                transport=self._transport,
-                tools=self._tools,
+                transport=self._crew.transport,
+                tools=self._crew.tools,
                 prompted=mode == "prompted" or (mode == "auto" and no_tools),
                 opens_thinking=self._traits.opens_thinking,
             )
         )
-        self._watchdog.tell(Watch(request_id=admitted.request_id, request=request))
+        self._crew.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
         self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
         order.reply.answer({"ok": True, "request_id": admitted.request_id})
 
-    def _question(self, question: Question) -> None:
-        """Pass a question on to the request that can answer it, or answer it from the record."""
-        if question.reply.done():
-            return
-        admitted = self._table.find(question.request_id)
-        if admitted is not None:
-            asked = self._asked[admitted.slot]
-            if len(asked) > 16:
-                asked[:] = [earlier for earlier in asked if not earlier.reply.done()]
-            asked.append(question)  # should the actor die before it answers, it is asked again here
-            self._requests[admitted.slot].tell(Ask(question=question))
-            return
-        record = self._table.record(question.request_id)
-        if record is None:
-            question.reply.answer(_NOT_FOUND)
-            return
-        match question:
-            case GetStatus(reply=reply):
-                reply.answer(record.copy_of_status())
-            case ReadOutput(text_offset=text_offset, reasoning_offset=reasoning_offset, reply=output_reply):
-                result = record.result
-                output_reply.answer(
-                    read_output(result["text"], result["reasoning"], text_offset, reasoning_offset, done=True)
-                )
-            case _:
-                assert_never(question)
-
-    def _get_result(self, request_id: int, reply: Reply[RequestResult | NotReady | NotFound]) -> None:
-        record = self._table.record(request_id)
-        if record is not None:
-            reply.answer(record.copy_of_result())
-            self._table.release(request_id)
-        elif self._table.find(request_id) is not None:
-            reply.answer(_NOT_READY)
-        else:
-            reply.answer(_NOT_FOUND)
-
-    def _await_result(self, request_id: int, reply: Reply[RequestResult | NotFound]) -> None:
-        record = self._table.record(request_id)
-        if record is not None:
-            reply.answer(record.copy_of_result())
-        elif self._table.find(request_id) is not None:
-            self._result_waiters.setdefault(request_id, WeakSet()).add(reply)
-        else:
-            reply.answer(_NOT_FOUND)
-
-    def _cancel(self, request_id: int, reply: Reply[bool]) -> None:
-        admitted = self._table.find(request_id)
-        if admitted is None:
-            reply.answer(False)
-            return
-        self._cancel_waiters.setdefault(request_id, []).append(reply)
-        self._requests[admitted.slot].tell(Cancel(request_id=request_id))
-
     def _abandon(self, admitted: Admitted, reason: RequestFailReason, detail: str) -> None:
-        self._requests[admitted.slot].tell(Abandon(request_id=admitted.request_id, reason=reason, detail=detail))
+        self._crew.requests[admitted.slot].tell(Abandon(request_id=admitted.request_id, reason=reason, detail=detail))
 
     def _request_ended(self, record: RequestRecord, now: float) -> None:
         if not self._table.end(record):
             return
-        self._watchdog.tell(Unwatch(request_id=record.request_id, data_at=record.last_data_at))
+        self._crew.watchdog.tell(Unwatch(request_id=record.request_id, data_at=record.last_data_at))
         self._totals.request_ended(record)
         result = record.result
         self._note(
@@ -492,10 +399,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
             state=str(result["state"]),
             fail_reason=result.get("fail_reason"),
         )
-        for reply in self._cancel_waiters.pop(record.request_id, []):
-            reply.answer(result["state"] is RequestState.CANCELED)
-        for waiter in list(self._result_waiters.pop(record.request_id, ())):
-            waiter.answer(record.copy_of_result())
+        self._desk.ended(record)
         self._answer_stops()
         self._set_expiry()
         self._learn_from(record, now)
@@ -504,40 +408,29 @@ class WorkerActor(HouseActor[WorkerMessage]):
         """What the end of a request says of the server."""
         if self._life.public_state is not WorkerState.READY:
             return
-        policy = self._config.restart
-        reason = record.result.get("fail_reason")
         if record.result["state"] is RequestState.COMPLETED:
             self._life = lifecycle.request_completed(self._life, now)
-            self._triage = self._triage.request_completed(record.request_id)
-            self._transport_failures = self._transport_failures.succeeded()
-            self._server_errors = self._server_errors.succeeded()
-        elif reason in _TRANSPORT_FAILURES:
-            self._transport_failures, cause = self._transport_failures.failed(policy)
-            if cause is not None:
-                self._trouble("transport_failures", cause, now)
-            else:
-                self._watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=f"a request failed with {reason}"))
-        elif reason in _APPLICATION_ERRORS:
-            self._transport_failures = self._transport_failures.succeeded()
-            self._server_errors, cause = self._server_errors.failed(record.job_name, record.http_status, policy)
-            if cause is not None:
-                self._trouble("server_errors", cause, now)
+        self._suspicion, found = self._suspicion.ended(record, self._config.restart)
+        match found:
+            case Trouble(reason=reason, detail=detail):
+                self._trouble(reason, detail, now)
+            case Doubt(cause=cause):
+                self._crew.watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=cause))
 
     def _stalled(self, stalled: Stalled, now: float) -> None:
         admitted = self._table.find(stalled.request_id)
         if stalled.epoch != self._life.epoch or admitted is None:
             return
-        verdict = stalled.verdict
-        self._triage, restart = self._triage.judge(
+        self._suspicion, trouble = self._suspicion.stalled(
             stalled.request_id,
-            verdict,
+            stalled.verdict,
             busy_neighbour=stalled.busy_neighbour,
             newest_request_id=self._table.newest_id,
             policy=self._config.restart,
         )
-        self._abandon(admitted, verdict.reason, verdict.detail)
-        if restart:
-            self._trouble(str(verdict.reason), verdict.detail, now)
+        self._abandon(admitted, stalled.verdict.reason, stalled.verdict.detail)
+        if trouble is not None:
+            self._trouble(trouble.reason, trouble.detail, now)
 
     def _expire(self, now: float) -> None:
         ttl_s = self._config.result_ttl_s
@@ -557,47 +450,15 @@ class WorkerActor(HouseActor[WorkerMessage]):
 
     # ------------------------------------------------------------ supervision
 
-    def _start_process(self) -> Ref[ProcessMessage]:
-        return Ref(ProcessActor.start(self.me(), self._household, self._config, self._log))
-
-    def _start_transport(self) -> Ref[TransportMessage]:
-        return Ref(TransportActor.start(self.me(), self._household, self._config))
-
-    def _start_tools(self) -> Ref[ToolMessage]:
-        return Ref(ToolLoopActor.start(self.me(), self._household, self._config, unix_offset=self._unix_offset))
-
-    def _start_watchdog(self) -> Ref[WatchdogMessage]:
-        probes = self._config.liveness_probes
-        chosen = default_probes() if probes is None else probes
-        return Ref(WatchdogActor.start(self.me(), self._household, self._config, self._transport, chosen))
-
-    def _start_request(self, slot: int) -> Ref[RequestMessage]:
-        return Ref(
-            RequestActor.start(self.me(), self._household, self._config, slot=slot, unix_offset=self._unix_offset)
-        )
-
     def _actor_died(self, death: ActorDied, now: float) -> None:
         """Nuke and repave: a new actor, a new server; what was in flight fails."""
         self._note("actor_died", level=logging.ERROR, role=death.role, slot=death.slot, detail=death.detail)
-        match death.role:
-            case ProcessActor.role:
-                self._process = self._start_process()
-            case TransportActor.role:
-                self._transport = self._start_transport()
-                self._watchdog.stop()  # it holds the old one's address
-                self._watchdog = self._start_watchdog()
-            case ToolLoopActor.role:
-                self._tools = self._start_tools()
-            case WatchdogActor.role:
-                self._watchdog = self._start_watchdog()
-            case RequestActor.role if death.slot is not None:
-                self._requests[death.slot] = self._start_request(death.slot)
-                lost = self._table.in_slot(death.slot)
-                if lost is not None:  # it could not even hand over its record
-                    self._request_ended(_lost_record(lost, death.detail, now, self._unix_offset), now)
-                asked, self._asked[death.slot] = self._asked[death.slot], []
-                for question in asked:
-                    self._question(question)
+        self._crew.replace(death.role, death.slot)
+        if death.slot is not None:
+            lost = self._table.in_slot(death.slot)
+            if lost is not None:  # its actor could not even hand over its record
+                self._request_ended(lost_record(lost, death.detail, now, self._unix_offset), now)
+            self._desk.ask_again(death.slot)
         detail = f"{death.role}: {death.detail}"
         epoch = self._life.epoch
         self._trouble("actor_died", detail, now)
@@ -644,43 +505,3 @@ class WorkerActor(HouseActor[WorkerMessage]):
 
     def _unix(self) -> float:
         return time.monotonic() + self._unix_offset
-
-
-def _lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float) -> RequestRecord:
-    """For a request whose actor died without a word: it failed, and nothing of it is known."""
-    reason = RequestFailReason.UNKNOWN_ERROR
-    return RequestRecord(
-        request_id=admitted.request_id,
-        job_name=admitted.job_name,
-        status={
-            "ok": True,
-            "request_id": admitted.request_id,
-            "job_name": admitted.job_name,
-            "state": RequestState.FAILED,
-            "phase": RequestPhase.DONE,
-            "created_at": admitted.created_at + unix_offset,
-            "completed_at": now + unix_offset,
-            "output_chars": 0,
-            "reasoning_chars": 0,
-            "tool_iters_remaining": 0,
-            "tool_calls_count": 0,
-            "signals": [],
-            "fail_reason": reason,
-            "fail_detail": detail,
-        },
-        result={
-            "ok": True,
-            "request_id": admitted.request_id,
-            "job_name": admitted.job_name,
-            "state": RequestState.FAILED,
-            "finish_reason": RequestFinishReason.FAILED,
-            "text": "",
-            "reasoning": "",
-            "signals": [],
-            "tool_trace": [],
-            "timings": {"total_s": now - admitted.created_at},
-            "fail_reason": reason,
-            "fail_detail": detail,
-        },
-        ended_at=now,
-    )

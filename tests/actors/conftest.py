@@ -133,25 +133,39 @@ class Rig:
 
     # -- processes --
 
-    def pids(self) -> set[int]:
-        """Every process that any launch is known to have had: guards, servers, and their scripted children."""
-        launched = self.journal.facts("launched")
-        children = self.journal.facts("child")
-        return {fact["pid"] for fact in (*launched, *children)} | {fact["ppid"] for fact in launched}
+    def tree(self) -> Tree:
+        """Every process that any launch is known to have had."""
+        return tree(self.journal)
 
     def wait_gone(self, timeout_s: float = WAIT_S) -> None:
         """Until no process of any launch is left, not even as a zombie."""
-        eventually(lambda: not living(self.pids()), f"end of {self.pids()}", timeout_s)
+        eventually(lambda: not living(self.tree()), f"end of {self.tree()}", timeout_s)
 
 
-def living(pids: set[int]) -> set[int]:
+Tree = dict[int, float]  # pids, with the Unix instant at which each was there: a pid may be given away again
+
+
+def tree(journal: Journal) -> Tree:
+    """Guards, servers, and their scripted children."""
+    launched, children = journal.facts("launched"), journal.facts("child")
+    return {fact["pid"]: fact["at"] for fact in (*launched, *children)} | {f["ppid"]: f["at"] for f in launched}
+
+
+def living(seen: Tree) -> set[int]:
     """Those that are still there, zombies too."""
-    return {pid for pid in pids if psutil.pid_exists(pid)}
+    return {pid for pid, at in seen.items() if _is_there(pid, at)}
 
 
-def running(pids: set[int]) -> set[int]:
+def _is_there(pid: int, at: float) -> bool:
+    try:
+        return psutil.Process(pid).create_time() < at + 1.0
+    except psutil.NoSuchProcess:
+        return False
+
+
+def running(seen: Tree) -> set[int]:
     """Those that still run. An orphan's zombie is left to this machine's init, which may take its time."""
-    return {pid for pid in living(pids) if not _is_zombie(pid)}
+    return {pid for pid in living(seen) if not _is_zombie(pid)}
 
 
 def _is_zombie(pid: int) -> bool:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from llama_worker.types import WorkerState
-from tests.actors.conftest import WAIT_S, MakeWorker, eventually, fast_timeouts, running
+from tests.actors.conftest import WAIT_S, MakeWorker, Tree, eventually, fast_timeouts, running, tree
 from tests.fake_script import (
     Child,
     Flood,
@@ -49,10 +49,9 @@ class Host:
         self.process = process
         self.journal = journal
 
-    def tree(self) -> set[int]:
+    def tree(self) -> Tree:
         """Guard, server and the server's children."""
-        launched, children = self.journal.facts("launched"), self.journal.facts("child")
-        return {fact["pid"] for fact in (*launched, *children)} | {fact["ppid"] for fact in launched}
+        return tree(self.journal)
 
     def go(self) -> None:
         """Let it end."""
@@ -87,8 +86,8 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[Callable[
         process.communicate()
 
 
-def _assert_nothing_is_left(host: Host, tree: set[int], ended_at: float) -> None:
-    eventually(lambda: not running(tree), f"end of {tree}", LEFT_WITHIN_S - (time.monotonic() - ended_at))
+def _assert_nothing_is_left(host: Host, seen: Tree, ended_at: float) -> None:
+    eventually(lambda: not running(seen), f"end of {seen}", LEFT_WITHIN_S - (time.monotonic() - ended_at))
     assert not running(host.tree())
 
 
@@ -111,12 +110,12 @@ def test_a_host_that_exits_without_close_leaves_nothing(
     run_host: Callable[[str, Script], Host], way: str, returncode: int, script: Script
 ) -> None:
     host = run_host(way, script)
-    tree = host.tree()
-    assert len(tree) == 2 + len(script.children)
+    seen = host.tree()
+    assert len(seen) == 2 + len(script.children)
     began_at = time.monotonic()
     host.go()
     assert host.process.wait(timeout=LEFT_WITHIN_S) == returncode
-    _assert_nothing_is_left(host, tree, began_at)
+    _assert_nothing_is_left(host, seen, began_at)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +134,11 @@ def test_a_host_that_is_killed_leaves_nothing(
     run_host: Callable[[str, Script], Host], way: str, number: signal.Signals, script: Script
 ) -> None:
     host = run_host(way, script)
-    tree = host.tree()
+    seen = host.tree()
     host.process.send_signal(number)
     began_at = time.monotonic()
     host.process.wait(timeout=LEFT_WITHIN_S)
-    _assert_nothing_is_left(host, tree, began_at)
+    _assert_nothing_is_left(host, seen, began_at)
 
 
 @pytest.mark.parametrize("stop_server", [False, True], ids=["runs", "is SIGSTOPped"])
@@ -147,26 +146,26 @@ def test_a_killed_host_leaves_no_server_that_floods_or_stands_still(
     run_host: Callable[[str, Script], Host], stop_server: bool
 ) -> None:
     host = run_host("killed", replace(STUBBORN, floods=[Flood()]))
-    tree = host.tree()
+    seen = host.tree()
     if stop_server:
         for pid in (fact["pid"] for fact in host.journal.facts("launched")):
             os.kill(pid, signal.SIGSTOP)
     host.process.kill()
-    _assert_nothing_is_left(host, tree, time.monotonic())
+    _assert_nothing_is_left(host, seen, time.monotonic())
 
 
 @pytest.mark.parametrize("way", ["exits", "is killed"])
 def test_a_host_that_ends_during_a_start_leaves_nothing(run_host: Callable[[str, Script], Host], way: str) -> None:
     host = run_host("exit while starting", replace(STUBBORN, startup=Startup(load_s=None)))
     host.journal.wait("child", timeout=WAIT_S, count=3)
-    tree = host.tree()
+    seen = host.tree()
     began_at = time.monotonic()
     if way == "exits":
         host.go()
         assert host.process.wait(timeout=LEFT_WITHIN_S) == 0
     else:
         host.process.kill()
-    _assert_nothing_is_left(host, tree, began_at)
+    _assert_nothing_is_left(host, seen, began_at)
 
 
 def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: Callable[[str, Script], Host]) -> None:
@@ -201,11 +200,12 @@ def test_the_server_does_not_outlive_its_guard(make_worker: MakeWorker, ignore_t
     request = rig.submit(Headers(), Tokens(3), WaitClose())
     rig.wait_text(request, "tok2")
     launched = rig.journal.wait("launched")
+    first = rig.tree()
     os.kill(launched["ppid"], signal.SIGKILL)
     result = rig.ended(request)
     assert (result["fail_reason"], result["text"]) == ("server_died", "tok0 tok1 tok2 ")
     rig.wait_restarted()
-    eventually(lambda: not running({launched["pid"], launched["ppid"]}), "end of server and guard")
+    eventually(lambda: not running(first), "end of server and guard")
     assert rig.run(*plain_reply(Text("again")))["text"] == "again"
 
 
@@ -225,4 +225,4 @@ def test_a_guard_that_stands_still_does_not_hold_up_a_stop(make_worker: MakeWork
     rig.stop()
     assert time.monotonic() - began_at < 0.5 + 2.0
     assert rig.status()["state"] is WorkerState.STOPPED
-    eventually(lambda: not running(rig.pids()), "end of the server", LEFT_WITHIN_S)
+    eventually(lambda: not running(rig.tree()), "end of the server", LEFT_WITHIN_S)

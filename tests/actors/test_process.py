@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
 from llama_worker.messages import HealthLost
 from llama_worker.types import StartFailReason, WorkerState
-from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
+from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts, living
 from tests.conftest import Leftovers
 from tests.fake_script import (
     Child,
@@ -248,13 +247,13 @@ def test_stop_leaves_nothing_within_the_grace_and_two_seconds(
     rig = make_worker(STUBBORN[name], slots=2, timeouts=fast_timeouts(stop_grace_s=GRACE_S))
     streams = [rig.submit(*steps) for steps in ([Headers(), Tokens(1), WaitClose()], [Sleep(60)])]
     rig.wait_text(streams[0], "tok")
-    pids = rig.pids()
+    seen = rig.tree()
     if stopped:
         os.kill(rig.status()["pid"], signal.SIGSTOP)
     began_at = time.monotonic()
     rig.worker.stop().get(timeout=WAIT_S)
     assert time.monotonic() - began_at < GRACE_S + 2.0
-    assert not {pid for pid in pids if psutil.pid_exists(pid)}
+    assert not living(seen)
     assert rig.status()["state"] is WorkerState.STOPPED
     assert "pid" not in rig.status()
     assert [rig.ended(stream)["fail_reason"] for stream in streams] == ["worker_stopped"] * 2
@@ -289,7 +288,7 @@ def test_a_tree_that_outlives_its_root_is_ended(make_worker: MakeWorker) -> None
 
 def test_a_fork_bomb_of_daemons_is_ended(make_worker: MakeWorker) -> None:
     rig = make_worker(Script(children=[Child("daemon")] * 25 + [Child("session")] * 25))
-    assert len(rig.pids()) == 52
+    assert len(rig.tree()) == 52
     rig.stop()
     rig.wait_gone(0.0)
 

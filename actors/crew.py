@@ -1,0 +1,82 @@
+"""The actors that a WorkerActor starts, addresses, and replaces when one dies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama_worker.actors.process import ProcessActor
+from llama_worker.actors.refs import Household, Ref
+from llama_worker.actors.request import RequestActor
+from llama_worker.actors.server_process import LogRing
+from llama_worker.actors.tool_loop import ToolLoopActor
+from llama_worker.actors.transport import TransportActor
+from llama_worker.actors.watchdog import WatchdogActor
+from llama_worker.adapters.probes import default_probes
+from llama_worker.config import WorkerConfig
+from llama_worker.messages import (
+    ProcessMessage,
+    RequestMessage,
+    ToolMessage,
+    TransportMessage,
+    WatchdogMessage,
+    WorkerMessage,
+)
+
+
+class Crew:
+    """Belongs to one WorkerActor, which alone calls it. Nothing here waits."""
+
+    def __init__(
+        self, parent: Ref[WorkerMessage], household: Household, config: WorkerConfig, log: LogRing, unix_offset: float
+    ) -> None:
+        self._parent = parent
+        self._household = household
+        self._config = config
+        self._log = log
+        self._unix_offset = unix_offset
+        self.process: Ref[ProcessMessage] = self._start_process()
+        self.transport: Ref[TransportMessage] = self._start_transport()
+        self.tools: Ref[ToolMessage] = self._start_tools()
+        self.watchdog: Ref[WatchdogMessage] = self._start_watchdog()
+        self.requests: list[Ref[RequestMessage]] = [self._start_request(slot) for slot in range(config.slots)]
+
+    def replace(self, role: str, slot: int | None) -> None:
+        """Start a new actor in the place of one that died."""
+        match role:
+            case ProcessActor.role:
+                self.process = self._start_process()
+            case TransportActor.role:
+                self.transport = self._start_transport()
+                self.watchdog.stop()  # it holds the old one's address
+                self.watchdog = self._start_watchdog()
+            case ToolLoopActor.role:
+                self.tools = self._start_tools()
+            case WatchdogActor.role:
+                self.watchdog = self._start_watchdog()
+            case RequestActor.role if slot is not None:
+                self.requests[slot] = self._start_request(slot)
+
+    def stop(self) -> None:
+        """Let every actor end; each releases what it owns."""
+        refs: list[Ref[Any]] = [*self.requests, self.watchdog, self.tools, self.transport, self.process]
+        for ref in refs:
+            ref.stop()
+
+    def _start_process(self) -> Ref[ProcessMessage]:
+        return Ref(ProcessActor.start(self._parent, self._household, self._config, self._log))
+
+    def _start_transport(self) -> Ref[TransportMessage]:
+        return Ref(TransportActor.start(self._parent, self._household, self._config))
+
+    def _start_tools(self) -> Ref[ToolMessage]:
+        return Ref(ToolLoopActor.start(self._parent, self._household, self._config, unix_offset=self._unix_offset))
+
+    def _start_watchdog(self) -> Ref[WatchdogMessage]:
+        probes = self._config.liveness_probes
+        chosen = default_probes() if probes is None else probes
+        return Ref(WatchdogActor.start(self._parent, self._household, self._config, self.transport, chosen))
+
+    def _start_request(self, slot: int) -> Ref[RequestMessage]:
+        return Ref(
+            RequestActor.start(self._parent, self._household, self._config, slot=slot, unix_offset=self._unix_offset)
+        )

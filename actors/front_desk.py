@@ -1,0 +1,114 @@
+"""The host's questions about requests: answered from the records, or passed on to whom can answer."""
+
+from __future__ import annotations
+
+from typing import assert_never
+from weakref import WeakSet
+
+from llama_worker.actors.crew import Crew
+from llama_worker.messages import (
+    Ask,
+    AwaitResult,
+    Cancel,
+    CancelRequest,
+    GetResult,
+    GetStatus,
+    Question,
+    ReadOutput,
+    Reply,
+    RequestRecord,
+)
+from llama_worker.request_state import read_output
+from llama_worker.request_table import RequestTable
+from llama_worker.types import NotFound, NotReady, RequestResult, RequestState
+
+_NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
+_NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
+_MANY_QUESTIONS = 16
+
+
+class FrontDesk:
+    """Belongs to one WorkerActor, which alone calls it. Nothing here waits."""
+
+    def __init__(self, table: RequestTable, crew: Crew, slots: int) -> None:
+        self._table = table
+        self._crew = crew
+        # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the other.
+        self._result_waiters: dict[int, WeakSet[Reply[RequestResult | NotFound]]] = {}
+        self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
+        self._asked: list[list[Question]] = [[] for _ in range(slots)]
+
+    def question(self, question: Question) -> None:
+        """Pass it on to the request that can answer it, or answer it from the record."""
+        if question.reply.done():
+            return
+        admitted = self._table.find(question.request_id)
+        if admitted is not None:
+            if len(self._asked[admitted.slot]) > _MANY_QUESTIONS:
+                self._asked[admitted.slot] = _unanswered(self._asked[admitted.slot])
+            self._asked[admitted.slot].append(question)  # to ask again, should the actor die before it answers
+            self._crew.requests[admitted.slot].tell(Ask(question=question))
+            return
+        record = self._table.record(question.request_id)
+        if record is None:
+            question.reply.answer(_NOT_FOUND)
+            return
+        match question:
+            case GetStatus(reply=reply):
+                reply.answer(record.copy_of_status())
+            case ReadOutput(text_offset=text_offset, reasoning_offset=reasoning_offset, reply=output_reply):
+                text, reasoning = record.result["text"], record.result["reasoning"]
+                output_reply.answer(read_output(text, reasoning, text_offset, reasoning_offset, done=True))
+            case _:
+                assert_never(question)
+
+    def get_result(self, order: GetResult) -> None:
+        """The result, which is then forgotten."""
+        record = self._table.record(order.request_id)
+        if record is not None:
+            order.reply.answer(record.copy_of_result())
+            self._table.release(order.request_id)
+        elif self._table.find(order.request_id) is not None:
+            order.reply.answer(_NOT_READY)
+        else:
+            order.reply.answer(_NOT_FOUND)
+
+    def await_result(self, order: AwaitResult) -> None:
+        """The result, now or once there is one."""
+        record = self._table.record(order.request_id)
+        if record is not None:
+            order.reply.answer(record.copy_of_result())
+        elif self._table.find(order.request_id) is not None:
+            self._result_waiters.setdefault(order.request_id, WeakSet()).add(order.reply)
+        else:
+            order.reply.answer(_NOT_FOUND)
+
+    def cancel(self, order: CancelRequest) -> None:
+        """Cancel the request, if it still runs; answered when its slot is free."""
+        admitted = self._table.find(order.request_id)
+        if admitted is None:
+            order.reply.answer(False)
+            return
+        self._cancel_waiters.setdefault(order.request_id, []).append(order.reply)
+        self._crew.requests[admitted.slot].tell(Cancel(request_id=order.request_id))
+
+    def began(self, slot: int) -> None:
+        """A new request holds the slot: forget what was asked there before and answered."""
+        self._asked[slot] = _unanswered(self._asked[slot])
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request is terminal: answer those who wait for that."""
+        for reply in self._cancel_waiters.pop(record.request_id, []):
+            reply.answer(record.result["state"] is RequestState.CANCELED)
+        for waiter in list(self._result_waiters.pop(record.request_id, ())):
+            waiter.answer(record.copy_of_result())
+
+    def ask_again(self, slot: int) -> None:
+        """The slot's actor died: what it did not answer is asked anew."""
+        asked, self._asked[slot] = self._asked[slot], []
+        for question in asked:
+            self.question(question)
+
+
+def _unanswered(asked: list[Question]) -> list[Question]:
+    return [question for question in asked if not question.reply.done()]
