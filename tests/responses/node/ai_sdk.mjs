@@ -94,5 +94,10 @@ function toolResult({ toolCallId, toolName }) {
   return { role: "tool", content: [result] };
 }
 
-const unified = (reason) => reason?.unified ?? reason;
-const total = (usage) => usage.outputTokens?.total ?? usage.outputTokens;
+function unified(reason) {
+  return reason?.unified ?? reason;
+}
+
+function total(usage) {
+  return usage.outputTokens?.total ?? usage.outputTokens;
+}
