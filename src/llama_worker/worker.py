@@ -203,6 +203,7 @@ class _Desk:
         self._household = Household()
         self._futures = OpenFutures()
         self._closing = threading.Lock()
+        self._is_closing = False  # hosts that go on calling cannot hold it up
         self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(self._household, config, self._futures)
         self._worker: Ref[Any] = Ref(self.actor_ref)
         _open_desks.add(self)
@@ -211,7 +212,7 @@ class _Desk:
         """Raises WorkerClosed after the end."""
         if self._futures.closed_by is not None:
             raise WorkerClosed(self.config.name) from self._futures.closed_by
-        if os.getpid() != self._pid:
+        if self._is_closing or os.getpid() != self._pid:
             raise WorkerClosed(self.config.name)  # a forked child has none of the threads
 
     def ask(self, message: HostMessage, future: F) -> F:
@@ -229,6 +230,7 @@ class _Desk:
         """Stop the server and end the actors; returns when both is done."""
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads, and the server is its parent's
+        self._is_closing = True
         with self._closing:
             if self._futures.closed_by is None:
                 self.finish_close(self.begin_close(None), timeout_s=None)

@@ -414,13 +414,16 @@ class Episode:
                 self._violation = self._violation or violation
             if first:
                 self._note(f"VIOLATION {violation}")
+                self._last_events = [f"process {line}" for line in _family()]
                 with contextlib.suppress(Exception):
                     info = self.worker.get_debug_info().get(timeout=1.0)
-                    self._last_events = [str(event) for event in info["recent_events"][-60:]]
+                    self._last_events += [str(event) for event in info["recent_events"][-60:]]
                     self._last_events += [f"log: {line}" for line in info["recent_logs"][-10:]]
             self._tools.released.set()
-            with contextlib.suppress(Exception):
-                self.worker.close()
+            # What is wrong may be that it never ends.
+            closing = threading.Thread(target=self.worker.close, name="chaos-close", daemon=True)
+            closing.start()
+            closing.join(STOP_S)
 
     def _act_all(self, plan: Sequence[Action]) -> None:
         for action in plan:
@@ -998,6 +1001,15 @@ def _own_tree(pids: Sequence[int]) -> list[int]:
             command = " ".join(process.cmdline())
             if process.status() == psutil.STATUS_ZOMBIE or "fake_llama_server" in command:
                 found.append(pid)
+    return found
+
+
+def _family() -> list[str]:
+    """The processes below this one, and what they are doing."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found.append(f"{child.pid} of {child.ppid()}, {child.status()}: {' '.join(child.cmdline())[:120]}")
     return found
 
 

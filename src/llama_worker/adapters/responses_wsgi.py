@@ -59,6 +59,8 @@ KEEPALIVE = b": keepalive\n\n"
 
 _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
 _THREADS = 8  # grows with the number of requests that run
+_LOOK_UP_S = 30.0  # how often connections that nobody uses are looked for; what comes is noticed at once
+_POKE_S = 0.01
 _CLIENT_SOCKET = "llama_worker.client_socket"
 _READ_BYTES = 65536
 _HOP_BY_HOP = frozenset({
@@ -457,6 +459,7 @@ class _Server(wsgi.Server):
             timeout=config.client_timeout_s,
         )
         self.gateway = _Gateway
+        self.expiration_interval = _LOOK_UP_S
         self.max_request_body_size = config.max_body_bytes + _READ_BYTES  # ours comes first, and says it in JSON
         self._growing = threading.Lock()
 
@@ -477,6 +480,7 @@ class CherootListener:
     def __init__(self, config: ResponsesProxyConfig, desk: Mailbox[ProxyMessage]) -> None:
         self._watch = ClientWatch("llama_worker-responses-watch")
         self._server = _Server(config, ResponsesApp(config, desk, self._watch))
+        self._served = threading.Event()
         self._stops: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
         try:
             self._server.prepare()
@@ -493,12 +497,26 @@ class CherootListener:
         """Take connections until stopped. Blocks until every thread has ended."""
         try:
             self._server.serve()
-            self._stops.get().join()
         finally:
+            self._served.set()
+            if self._stops.empty():  # it ended by itself
+                self.stop()
+            self._stops.get().join()
             self._watch.stop()
 
     def stop(self) -> None:
         """Let `serve` return. Never blocks."""
-        thread = threading.Thread(target=self._server.stop, name="llama_worker-responses-stop", daemon=True)
+        thread = threading.Thread(target=self._stop, name="llama_worker-responses-stop", daemon=True)
         thread.start()
         self._stops.put(thread)
+
+    def _stop(self) -> None:
+        host, port = self._server.bind_addr[:2]
+        stopping = threading.Thread(target=self._server.stop, name="llama_worker-responses-join", daemon=True)
+        stopping.start()
+        while not self._served.wait(_POKE_S):
+            try:
+                socket.create_connection((host, port), timeout=1.0).close()  # the server looks up when somebody comes
+            except OSError:
+                continue
+        stopping.join()
