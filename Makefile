@@ -14,7 +14,7 @@ help: ## show the targets
 
 test: $(VENV)/.test $(VENV)/.server ## lint, types, import contracts and every test, on the real server too
 	$(MAKE) lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 demo: $(VENV)/.package $(VENV)/.server ## a small real model on a real server, live
 	$(BIN)/python -m tools.demo

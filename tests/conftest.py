@@ -25,6 +25,18 @@ FIRST_PORT, LAST_PORT = 20000, 31999  # below those that the kernel hands out by
 _SETTLE_S = 3.0
 
 
+_LONGEST_FIRST = ("test_supervision.py", "test_scenarios.py", "test_chaos.py", "server", "responses")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first: on several processes the rest fits in beside it."""
+
+    def rank(item: pytest.Item) -> int:
+        return next((i for i, part in enumerate(_LONGEST_FIRST) if part in item.path.parts), len(_LONGEST_FIRST))
+
+    items.sort(key=rank)
+
+
 class Leftovers:
     """Threads, child processes, descriptors and actors that came since the object was made."""
 

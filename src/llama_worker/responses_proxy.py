@@ -15,6 +15,8 @@ from llama_worker.adapters.responses_wsgi import CherootListener
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
 
+__all__ = ["ResponsesProxy", "ResponsesProxyConfig"]
+
 _STOP_S = 15.0
 _LEAVE_S = 5.0
 

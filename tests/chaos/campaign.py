@@ -462,6 +462,11 @@ class Episode:
                 self.worker.get_worker_status().add_done_callback(lambda _: called.set())
                 if not called.wait(ANSWER_S):
                     raise Violation("a callback was not called")
+            case "stop, and then the guard":
+                stopping = self.worker.stop()
+                threading.Event().wait(action.where * 0.02)
+                self._signal("stop guard")
+                self._take(stopping, "stop", STOP_S)
             case "debug info":
                 self._take(self.worker.get_debug_info(), "get_debug_info")
             case "kill server" | "stop server" | "continue server" | "terminate server" | "kill guard" | "stop guard":
@@ -947,6 +952,7 @@ _STORM = {
     "terminate server": 0.3,
     "kill guard": 0.3,
     "stop guard": 0.2,
+    "stop, and then the guard": 0.2,
     "stranger on the port": 0.6,
     "poison": 0.7,
 }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 
-from tests.chaos.campaign import Campaign
+from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig
+from tests.chaos.campaign import HOST, Campaign
+from tests.fake_script import Script, fake_server_cmd
 
 SECONDS = 60.0
 
@@ -19,3 +23,25 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_left(free_port:
     campaign.run()
     print(campaign.report())
     assert campaign.endings["completed"]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.006, 0.009])
+def test_a_guard_that_is_stopped_while_it_obeys_does_not_hold_up_the_stop(
+    free_port: Callable[[], int], delay_s: float
+) -> None:
+    port = free_port()
+    config = WorkerConfig(
+        name="stopped-guard",
+        host=HOST,
+        port=port,
+        server_cmd=fake_server_cmd(Script(), host=HOST, port=port, slots=1),
+        timeouts=TimeoutProfile(stop_grace_s=0.0),
+    )
+    with LlamaWorker(config) as worker:
+        guard = psutil.Process(worker.get_worker_status().get()["pid"]).parent()
+        assert guard is not None
+        stopping = worker.stop()
+        time.sleep(delay_s)  # somewhere between the order and its end
+        with contextlib.suppress(psutil.NoSuchProcess):
+            guard.suspend()
+        stopping.get(timeout=10.0)

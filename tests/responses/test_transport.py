@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gzip
 import http.client
+import http.server
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from llama_worker.responses_proxy import ResponsesProxy, ResponsesProxyConfig
 from tests.conftest import Leftovers
 from tests.fake_script import (
     DoneMarker,
@@ -130,7 +136,7 @@ def test_many_streams_one_after_another_never_fail(fake: Client) -> None:
         connection.close()
 
 
-def test_more_streams_than_threads_run_side_by_side(make_client: MakeClient, tmp_path: Any) -> None:
+def test_more_streams_than_threads_run_side_by_side(make_client: MakeClient, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     fake = make_client(Script(replies=[Reply([*plain_reply(Gate(gate))])]), slots=30)
     statuses: list[int] = []
@@ -155,6 +161,12 @@ def test_no_more_than_allowed_run_at_once(make_client: MakeClient) -> None:
         assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
         assert fake.send("GET", "/health").status == 200
     eventually(lambda: fake.create().status == 200, "a free place")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_has_read_the_end_has_a_place(make_client: MakeClient, stream: bool) -> None:
+    fake = make_client(max_concurrent=1)
+    assert [fake.create(stream=stream).status for _ in range(40)] == [200] * 40
 
 
 # ---------------------------------------------------------------- what passes through
@@ -255,7 +267,7 @@ def test_a_reply_that_breaks_off_is_seen_to(through: Through) -> None:
         client.send("GET", "/any")
 
 
-def test_a_stream_passes_through_as_it_comes(make_client: MakeClient, tmp_path: Any) -> None:
+def test_a_stream_passes_through_as_it_comes(make_client: MakeClient, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     steps = [Headers(), Role(), Text("first"), Gate(gate), Text("second"), Finish(), Usage(), DoneMarker()]
     fake = make_client(Script(replies=[Reply(steps)]))
@@ -274,7 +286,7 @@ def test_a_stream_passes_through_as_it_comes(make_client: MakeClient, tmp_path: 
     assert data.endswith(b"data: [DONE]\n\n")
 
 
-def test_deltas_reach_the_client_as_they_come(make_client: MakeClient, tmp_path: Any) -> None:
+def test_deltas_reach_the_client_as_they_come(make_client: MakeClient, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     fake = make_client(Script(replies=[Reply(plain_reply(Text("first"), Gate(gate), Text("second")))]))
     connection = fake.connection()
@@ -317,6 +329,39 @@ def test_a_base_path_comes_first(through: Through) -> None:
     assert [request.split()[1] for request in upstream.requests] == [b"/llm/v1/models", b"/llm/v1/chat/completions"]
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
+def test_an_https_upstream_is_verified(make_client: MakeClient, tmp_path: Path) -> None:
+    cert, key = str(tmp_path / "cert"), str(tmp_path / "key")
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    subprocess.run([*make.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    server = http.server.HTTPServer((HOST, 0), Hello)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        upstream = f"https://localhost:{server.server_port}"
+        trusting = make_client(upstream=upstream, ca_file=cert)
+        assert trusting.send("GET", "/any").data == b"hello"
+        assert make_client(upstream=upstream).send("GET", "/any").status == 502
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Hello(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
 def test_the_configured_key_replaces_the_clients(make_client: MakeClient, make_upstream: MakeUpstream) -> None:
     upstream = make_upstream(lambda _: answer(b"{}"))
     client = make_client(upstream=f"http://{HOST}:{upstream.port}", api_key="secret")
@@ -349,9 +394,6 @@ def test_neither_bodies_nor_keys_are_logged(fake: Client, caplog: pytest.LogCapt
 
 
 def test_a_port_that_is_taken_is_an_error(fake: Client, make_client: MakeClient) -> None:
-    from llama_worker.responses.config import ResponsesProxyConfig
-    from llama_worker.responses_proxy import ResponsesProxy
-
     proxy = ResponsesProxy(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=fake.proxy.port))
     try:
         with pytest.raises(OSError):

@@ -47,6 +47,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     proxy.add_argument("--host", default=environ.get("PROXY_HOST") or _LOCALHOST, help="[PROXY_HOST or %(default)s]")
     proxy.add_argument("--port", type=int, default=environ.get("PROXY_PORT") or 9998, help="[PROXY_PORT or 9998]")
     proxy.add_argument("--api-key-env", metavar="NAME", help="the variable that holds the upstream's API key")
+    proxy.add_argument("--ca-file", metavar="FILE", help="whom to trust for an https upstream [public authorities]")
     proxy.add_argument("--max-concurrent", type=int, metavar="N", help="refuse (429) more than N responses at once")
     proxy.add_argument("--model", metavar="FILE", help="start a llama-server with this GGUF file")
     proxy.add_argument("--server", metavar="EXE", default="llama-server", help="for --model [llama-server]")
@@ -67,6 +68,7 @@ def _responses_proxy(options: argparse.Namespace, ended: threading.Event) -> Non
             host=options.host,
             port=options.port,
             api_key=api_key,
+            ca_file=options.ca_file,
             max_concurrent=options.max_concurrent,
         )
         proxy = ResponsesProxy(config)

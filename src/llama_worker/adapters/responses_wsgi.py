@@ -49,7 +49,7 @@ from llama_worker.responses.store import StoredResponse
 from llama_worker.stream_events import StreamEvent
 from llama_worker.types import RequestFailReason
 
-Environ = Mapping[str, Any]
+Environ = dict[str, Any]
 StartResponse = Callable[[str, list[tuple[str, str]]], object]
 Headers = list[tuple[str, str]]
 T = TypeVar("T")
@@ -61,6 +61,7 @@ _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
 _THREADS = 8  # grows with the number of requests that run
 _LOOK_UP_S = 30.0  # how often connections that nobody uses are looked for; what comes is noticed at once
 _POKE_S = 0.01
+_AT_THE_END = "llama_worker.at_the_end"
 _CLIENT_SOCKET = "llama_worker.client_socket"
 _READ_BYTES = 65536
 _HOP_BY_HOP = frozenset({
@@ -68,6 +69,8 @@ _HOP_BY_HOP = frozenset({
     "transfer-encoding", "upgrade",
 })  # fmt: skip
 _SET_BY_US = frozenset({"host", "content-length", "expect"})
+# Ours are JSON and a stream; the last one lets llama-server go on working for a client that has left (b11434).
+_NOT_FOR_CHAT = frozenset({"accept", "accept-encoding", "content-type", "x-conversation-id"})
 _CREATE = re.compile(r"(/v1)?/responses/?")
 _STORED = re.compile(r"(?:/v1)?/responses/(?P<id>resp_[^/]+?)(?P<input>/input_items)?/?")
 _logger = logging.getLogger("llama_worker.responses")
@@ -87,15 +90,13 @@ class ResponsesApp:
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """WSGI's entry."""
-        exchange = _Exchange(next(self._numbers), environ, self._desk, self._watch)
+        exchange = _Exchange(next(self._numbers), environ, self._desk, self._watch, self._config.ca_file)
+        environ[_AT_THE_END] = exchange.leave
         try:
             return self._route(exchange, environ, start_response)
         except RequestRefused as refused:
             exchange.leave()
             return _json(start_response, refused.status, refused.body())
-        except BaseException:
-            exchange.leave()
-            raise
 
     def _route(self, exchange: _Exchange, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         method, target = environ["REQUEST_METHOD"], environ["REQUEST_URI"]
@@ -106,7 +107,6 @@ class ResponsesApp:
         if method == "POST" and _CREATE.fullmatch(path):
             return self._create(exchange, environ, start_response)
         if method in ("GET", "DELETE") and stored is not None:
-            exchange.leave()
             return _json(start_response, 200, self._stored(method, stored["id"], input_items=bool(stored["input"])))
         return self._pass_through(exchange, environ, start_response)
 
@@ -117,7 +117,7 @@ class ResponsesApp:
         request = normalise(body, self._recall(references(body)))
         exchange.enter(counted=True)
         chat = ChatExchange(exchange.http(), exchange.abort, self._endpoint)
-        if not chat.open(_finite(request.body), _forwarded(environ, exclude={"accept", "accept-encoding"})):
+        if not chat.open(_finite(request.body), _forwarded(environ, exclude=_NOT_FOR_CHAT)):
             assert chat.failure is not None
             raise _no_stream(chat.failure)
         events = ResponseEvents(
@@ -132,9 +132,8 @@ class ResponsesApp:
         if request.stream:
             headers = [("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache"), *warnings]
             start_response(_status(200), headers)
-            return _Closing(run.stream(), exchange.leave)
+            return run.stream()
         run.to_the_end()
-        exchange.leave()
         if events.failure is not None:
             refused = RequestRefused(502, events.failure, code=error_code(events.failure))
             # What was generated is lost: a retry costs it all again, and is the client's to decide.
@@ -184,14 +183,17 @@ class ResponsesApp:
         hop_by_hop = _HOP_BY_HOP | _named(raw.headers.get("Connection", ""))
         passed = [(name, value) for name, value in raw.headers.items() if name.lower() not in hop_by_hop]
         start_response(_status(answer.status_code, answer.reason), passed)
-        return _Closing(_pieces(raw), exchange.leave)
+        return _pieces(raw)
 
 
 class _Exchange:
     """One request of a client and what it has open. `cut` is for any thread, the rest for the request's own."""
 
-    def __init__(self, number: int, environ: Environ, desk: Mailbox[ProxyMessage], watch: ClientWatch) -> None:
+    def __init__(
+        self, number: int, environ: Environ, desk: Mailbox[ProxyMessage], watch: ClientWatch, ca_file: str | None
+    ) -> None:
         self.abort = Abort()
+        self._ca_file = ca_file
         self._number = number
         self._client: socket.socket | None = environ.get(_CLIENT_SOCKET)
         self._desk = desk
@@ -212,6 +214,7 @@ class _Exchange:
     def http(self) -> requests.Session:
         """The one session."""
         self._http = session(self.abort)
+        self._http.verify = self._ca_file or True
         return self._http
 
     def cut(self) -> None:
@@ -241,12 +244,12 @@ class _Run:
     """Drives a response from its chat completion, on the thread that wants the bytes."""
 
     def __init__(
-        self, chat: ChatExchange, exchange: _Exchange, events: ResponseEvents, before_the_end: Callable[[], object]
+        self, chat: ChatExchange, exchange: _Exchange, events: ResponseEvents, remember: Callable[[], object]
     ) -> None:
         self._chat = chat
         self._exchange = exchange
         self._events = events
-        self._before_the_end = before_the_end
+        self._remember = remember
         self._settled: Timer | None = None
 
     def to_the_end(self) -> None:
@@ -269,7 +272,7 @@ class _Run:
     def _written(self, told: list[StreamEvent]) -> bytes:
         out = [event for said in told for event in self._events.feed(said)]
         if self._events.over:
-            self._before_the_end()  # the client may refer to it as soon as it has read the last event
+            self._leave()
         elif self._events.settling and self._settled is None:
             self._settled = call_at(time.monotonic() + SETTLE_S, self._exchange.abort.abort)
         if not told and not self._chat.decoder.partial:
@@ -279,23 +282,13 @@ class _Run:
     def _ended(self) -> bytes:
         failure = self._chat.failure
         out = self._events.end() if failure is None or self._events.settling else self._events.fail(failure.detail)
-        self._before_the_end()
+        self._leave()
         return sse(out)
 
-
-class _Closing:
-    """A reply whose end is noticed however it comes: WSGI servers call `close`."""
-
-    def __init__(self, pieces: Iterable[bytes], close: Callable[[], object]) -> None:
-        self._pieces = pieces
-        self._close = close
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._pieces)
-
-    def close(self) -> None:
-        """Release what the reply holds."""
-        self._close()
+    def _leave(self) -> None:
+        """Before the last event is sent: who has read it may refer to the response, and have its place."""
+        self._remember()
+        self._exchange.leave()
 
 
 def _ask(desk: Mailbox[ProxyMessage], question: ProxyMessage, reply: WorkerFuture[T]) -> T:
@@ -435,7 +428,10 @@ class _Gateway(wsgi.Gateway_10):
 
     def respond(self) -> None:
         self.req.server.more_threads()
-        super().respond()
+        try:
+            super().respond()
+        finally:  # the application's iterable is not closed where the headers of an empty reply cannot be sent
+            self.env.get(_AT_THE_END, lambda: None)()
 
     def start_response(self, *args: Any) -> Any:
         """Replies that come before the request was read end the connection: the rest is no next request."""

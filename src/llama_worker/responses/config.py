@@ -16,6 +16,7 @@ class ResponsesProxyConfig:
     """`upstream`: the URL of a llama-server, http or https, with or without a base path.
 
     `port` 0: any free one. `api_key` is shown to the upstream; without one the client's own passes through.
+    `ca_file`: whom to trust for an https upstream; None: the public authorities.
     `max_concurrent`: requests for a response that run at once; more are refused with 429. None: no bound.
     """
 
@@ -24,6 +25,7 @@ class ResponsesProxyConfig:
     port: int = 9998
     api_key: str | None = field(default=None, repr=False)
     max_concurrent: int | None = None
+    ca_file: str | None = None
     connect_timeout_s: float = 10.0
     client_timeout_s: int = 600  # without a byte that the client sends or takes
     max_body_bytes: int = 64 * _MIB  # of a request; one for a response is held in memory
@@ -45,6 +47,7 @@ class ResponsesProxyConfig:
         checked_int("port", self.port, at_least=0, at_most=65535)
         optional(checked_str, "api_key", self.api_key, empty=False, nul=False, secret=True)
         optional(checked_int, "max_concurrent", self.max_concurrent, at_least=1)
+        optional(checked_str, "ca_file", self.ca_file, empty=False, nul=False)
         checked_seconds("connect_timeout_s", self.connect_timeout_s, above=0)
         checked_int("client_timeout_s", self.client_timeout_s, at_least=1)
         checked_int("max_body_bytes", self.max_body_bytes, at_least=1)
