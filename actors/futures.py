@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar, cast
 import pykka
 
 T = TypeVar("T")
+W = TypeVar("W")
+_SWEEP_MIN = 64
 _logger = logging.getLogger("llama_worker.futures")
 
 
@@ -141,6 +143,29 @@ class ResultFuture(WorkerFuture[T]):
         return value
 
 
+class WeakList(Generic[W]):
+    """Things that are held only as long as somebody else holds them. Not thread-safe.
+
+    No WeakSet: its callbacks run on the thread that lets go of a thing, and a KeyboardInterrupt of the host that
+    comes just then would be swallowed.
+    """
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[W]] = []
+        self._sweep_at = _SWEEP_MIN
+
+    def add(self, thing: W) -> None:
+        """One more; now and then those that are gone are forgotten."""
+        self._refs.append(weakref.ref(thing))
+        if len(self._refs) >= self._sweep_at:
+            self._refs = [ref for ref in self._refs if ref() is not None]
+            self._sweep_at = max(_SWEEP_MIN, 2 * len(self._refs))
+
+    def alive(self) -> list[W]:
+        """Those that are still there."""
+        return [thing for ref in self._refs if (thing := ref()) is not None]
+
+
 class OpenFutures:
     """The futures of one worker that are still to be answered. Thread-safe.
 
@@ -150,7 +175,7 @@ class OpenFutures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: weakref.WeakSet[WorkerFuture[Any]] = weakref.WeakSet()  # one that nobody holds needs no answer
+        self._open: WeakList[WorkerFuture[Any]] = WeakList()  # one that nobody holds needs no answer
         self._closed_by: BaseException | None = None
 
     def add(self, future: WorkerFuture[Any]) -> None:
@@ -172,8 +197,7 @@ class OpenFutures:
         with self._lock:
             if self._closed_by is None:
                 self._closed_by = error
-            left = list(self._open)
-            self._open.clear()
+            left = self._open.alive()
         for future in left:
             future.fail(error)
 

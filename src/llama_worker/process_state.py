@@ -38,20 +38,13 @@ class Terminating:
 
 @dataclass(frozen=True, slots=True)
 class Killing:
-    """Killed, through the guard; should its end not be seen by `force_at`, past the guard."""
+    """Killed, through the guard; while its end is not seen, past the guard too, at `force_at` and again after it."""
 
     epoch: int
     force_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Forced:
-    """Killed in every way; the end is waited for, as long as the kernel takes to give back the memory."""
-
-    epoch: int
-
-
-ProcessState = Absent | Present | Terminating | Killing | Forced
+ProcessState = Absent | Present | Terminating | Killing
 
 
 def terminate(state: ProcessState, *, epoch: int, grace_s: float, now: float) -> tuple[ProcessState, Signal | None]:
@@ -75,7 +68,7 @@ def tick(state: ProcessState, *, now: float) -> tuple[ProcessState, Signal | Non
         case Terminating(epoch=epoch, kill_at=kill_at) if now >= kill_at:
             return Killing(epoch, now + FORCE_S), Signal.KILL
         case Killing(epoch=epoch, force_at=force_at) if now >= force_at:
-            return Forced(epoch), Signal.FORCE
+            return Killing(epoch, now + FORCE_S), Signal.FORCE
         case _:
             return state, None
 

@@ -332,6 +332,7 @@ def test_a_server_that_refuses_connections_is_connect_failed(make_worker: MakeWo
     # The listener goes, the process stays: SIGTERM is held up by an open stream that the script never ends.
     rig = make_worker(slots=2, timeouts=fast_timeouts(health_probe_interval_s=None))
     rig.wait_text(rig.submit(Headers(), Text("a"), WaitClose()), "a")
+    rig.journal.wait("started")
     os.kill(rig.status()["pid"], signal.SIGTERM)
     rig.journal.wait("signal")
     eventually(lambda: not _accepts(rig.config.port), "a closed listener")

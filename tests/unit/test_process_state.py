@@ -6,7 +6,6 @@ import pytest
 
 from llama_worker.process_state import (
     Absent,
-    Forced,
     Killing,
     Present,
     ProcessState,
@@ -37,22 +36,20 @@ def test_a_second_order_only_shortens_the_grace(grace_s: float, kill_at: float) 
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 10.0])
-@pytest.mark.parametrize(
-    "state", [Absent(), Present(2), Terminating(2, 15.0), Killing(2, 6.0), Forced(2), Killing(1, 6.0), Forced(1)]
-)
+@pytest.mark.parametrize("state", [Absent(), Present(2), Terminating(2, 15.0), Killing(2, 6.0), Killing(1, 6.0)])
 def test_an_order_for_another_launch_or_too_late_changes_nothing(state: ProcessState, grace_s: float) -> None:
     assert terminate(state, epoch=1, grace_s=grace_s, now=5.0) == (state, None)
 
 
-def test_should_the_end_not_be_seen_it_is_killed_past_the_guard_once() -> None:
+def test_should_the_end_not_be_seen_it_is_killed_past_the_guard_again_and_again() -> None:
     state = Killing(1, 16.0)
     assert deadline(state) == 16.0
     assert tick(state, now=15.9) == (state, None)
-    assert tick(state, now=16.0) == (Forced(1), Signal.FORCE)
-    assert tick(Forced(1), now=99.0) == (Forced(1), None)
+    assert tick(state, now=16.0) == (Killing(1, 17.0), Signal.FORCE)
+    assert tick(Killing(1, 17.0), now=17.0) == (Killing(1, 18.0), Signal.FORCE)
 
 
-@pytest.mark.parametrize("state", [Absent(), Present(1), Forced(1)])
+@pytest.mark.parametrize("state", [Absent(), Present(1)])
 def test_otherwise_time_changes_nothing(state: ProcessState) -> None:
     assert deadline(state) is None
     assert tick(state, now=1e9) == (state, None)
