@@ -20,6 +20,7 @@ SERVER = Path(__file__).parents[1] / "fake_llama_server.py"
 
 def main(way: str, port: str, journal: str, script: str) -> None:
     """Start a worker and a stream on it; end as told."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit it as ignored
     command = [sys.executable, "-S", "-E", str(SERVER), "--host", "127.0.0.1", "--port", port, "--parallel", "2"]
     worker = LlamaWorker(
         WorkerConfig(
