@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 import requests
@@ -77,15 +78,16 @@ class ChatExchange:
 
     def read(self) -> list[StreamEvent] | None:
         """What comes next, [] for a keepalive; None at the end, where `failure` says whether it was a good one."""
-        if self._response is None:
+        reply = self._abort.reply
+        if self._response is None or reply is None:
             return None
         try:
-            data = self._response.raw.read1(_READ_BYTES)
+            data = reply.read1(_READ_BYTES)
             if data:
                 self.bytes_read += len(data)
                 return self.decoder.feed(data)
             self.failure = self._judge_end(self._response)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
+        except (HTTPException, OSError) as error:
             self.failure = disconnected("in mid-stream", error)
         except ProtocolError as error:
             self.failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=str(error))

@@ -6,13 +6,18 @@ connections make their own socket and response.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import io
+import os
+import select
 import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import requests
 import requests.adapters
@@ -37,6 +42,8 @@ class Abort:
         self._socket: socket.socket | None = None
         self._aborted = False
         self.connected = False  # a connection was made; read by the thread that makes it
+        # The reply without the layers of requests and urllib3, which cost as much per read as decoding it does.
+        self.reply: http.client.HTTPResponse | None = None
 
     @property
     def aborted(self) -> bool:
@@ -51,7 +58,7 @@ class Abort:
                 _shut_down(self._socket)
 
     def attach(self, connection: socket.socket) -> None:
-        """Hand over the socket, before it connects. Raises Aborted where `abort` came first."""
+        """Hand over the socket, as soon as it connects. Raises Aborted where `abort` came first."""
         with self._lock:
             if self._aborted:
                 raise Aborted("aborted before the connection was made")
@@ -71,6 +78,7 @@ def session(abort: Abort, *, before_waiting: Callable[[], None] | None = None) -
     made = requests.Session()
     made.trust_env = False
     made.headers["Connection"] = "close"
+    made.headers["Accept-Encoding"] = "identity"  # `Abort.reply` is read as it comes
     adapter = _Adapter(abort, before_waiting)
     made.mount("http://", adapter)
     made.mount("https://", adapter)
@@ -79,40 +87,49 @@ def session(abort: Abort, *, before_waiting: Callable[[], None] | None = None) -
 
 class _Adapter(requests.adapters.HTTPAdapter):
     def __init__(self, abort: Abort, before_waiting: Callable[[], None] | None) -> None:
-        self._abort = abort
-        self._before_waiting = before_waiting
+        self._watch = _Watch(abort, before_waiting)
         super().__init__(pool_connections=1, pool_maxsize=1, max_retries=0)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **kwargs)
-        abort, before_waiting = self._abort, self._before_waiting
+        self.poolmanager.pool_classes_by_scheme = {
+            "http": partial(_Pool, watch=self._watch),
+            "https": partial(_TlsPool, watch=self._watch),
+        }
 
-        class Response(_Response):
-            hook = staticmethod(before_waiting) if before_waiting else None
 
-        class Connection(urllib3.connection.HTTPConnection):
-            response_class = Response
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """What a session's connection and response are told: whose they are."""
 
-            def _new_conn(self) -> socket.socket:
-                return _connect(self, abort)
+    abort: Abort
+    before_waiting: Callable[[], None] | None
 
-        class TlsConnection(urllib3.connection.HTTPSConnection):
-            response_class = Response
 
-            def _new_conn(self) -> socket.socket:
-                return _connect(self, abort)
+class _Connection(urllib3.connection.HTTPConnection):
+    def __init__(self, *args: Any, watch: _Watch, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._watch = watch
+        self.response_class = cast("type[_Response]", partial(_Response, watch=watch))
 
-        class Pool(urllib3.connectionpool.HTTPConnectionPool):
-            ConnectionCls = Connection
+    def _new_conn(self) -> socket.socket:
+        return _connect(self, self._watch.abort)
 
-        class TlsPool(urllib3.connectionpool.HTTPSConnectionPool):
-            ConnectionCls = TlsConnection
 
-        self.poolmanager.pool_classes_by_scheme = {"http": Pool, "https": TlsPool}
+class _TlsConnection(_Connection, urllib3.connection.HTTPSConnection):
+    pass
+
+
+class _Pool(urllib3.connectionpool.HTTPConnectionPool):  # what it does not know, `watch`, it gives to its connections
+    ConnectionCls = _Connection
+
+
+class _TlsPool(urllib3.connectionpool.HTTPSConnectionPool):
+    ConnectionCls = _TlsConnection
 
 
 def _connect(connection: urllib3.connection.HTTPConnection, abort: Abort) -> socket.socket:
-    """A connected socket that `abort` knew before it began to connect."""
+    """A connected socket, which `abort` knows from the moment at which it begins to connect."""
     timeout = connection.timeout
     error: OSError | None = None
     try:
@@ -122,10 +139,11 @@ def _connect(connection: urllib3.connection.HTTPConnection, abort: Abort) -> soc
     for family, kind, protocol, _, address in addresses:
         made = socket.socket(family, kind, protocol)
         try:
-            abort.attach(made)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            made.settimeout(timeout if isinstance(timeout, (int, float)) else None)
-            made.connect(address)
+            made.setblocking(False)
+            begun = made.connect_ex(address)
+            abort.attach(made)  # not earlier: to shut down a socket that does not connect yet is without effect
+            _wait_connected(made, begun, timeout if isinstance(timeout, (int, float)) else None)
         except TimeoutError as late:
             abort.detach()
             made.close()
@@ -143,16 +161,31 @@ def _connect(connection: urllib3.connection.HTTPConnection, abort: Abort) -> soc
     raise urllib3.exceptions.NewConnectionError(connection, f"cannot connect: {error}") from error
 
 
+def _wait_connected(connecting: socket.socket, begun: int, timeout_s: float | None) -> None:
+    """Wait for the end of a connect that gave `begun` (an errno); the socket then blocks, for `timeout_s` each time.
+
+    Raises TimeoutError, or what else of OSError the connection met.
+    """
+    if begun == errno.EINPROGRESS:
+        poll = select.poll()
+        poll.register(connecting, select.POLLOUT)
+        if not poll.poll(None if timeout_s is None else timeout_s * 1000):
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        begun = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if begun:
+        raise OSError(begun, os.strerror(begun))
+    connecting.settimeout(timeout_s)
+
+
 class _Response(http.client.HTTPResponse):
     """http.client's response over a raw reader that reports that it is about to wait."""
 
-    hook: Callable[[], None] | None = None
-
-    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, sock: socket.socket, *args: Any, watch: _Watch, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
-        if self.hook is not None:
+        if watch.before_waiting is not None:
             raw: Any = self.fp.detach()
-            self.fp = io.BufferedReader(_WatchedReader(raw, sock, self.hook), _BUFFER_BYTES)
+            self.fp = io.BufferedReader(_WatchedReader(raw, sock, watch.before_waiting), _BUFFER_BYTES)
+        watch.abort.reply = self
 
 
 class _WatchedReader(io.RawIOBase):
@@ -167,14 +200,14 @@ class _WatchedReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int | None:
+    def readinto(self, buffer: Any) -> int:
         if self._can_peek:
             try:
                 return self._sock.recv_into(buffer, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 pass
         self._before_waiting()
-        return self._raw.readinto(buffer)
+        return self._sock.recv_into(buffer)
 
     def close(self) -> None:
         if not self.closed:

@@ -81,6 +81,14 @@ class RequestActor(HouseActor[RequestMessage]):
 
     def handle(self, message: RequestMessage) -> None:
         """See the messages' own docstrings. What belongs to a request that has ended is dropped."""
+        if isinstance(message, StreamEvents):  # nearly all of them
+            if self._request is not None:
+                self._carry_out(
+                    self._request.stream_events(
+                        message.stream_id, message.events, carried_data=message.carried_data, at=message.at
+                    )
+                )
+            return
         now = time.monotonic()
         if isinstance(message, Begin):
             self._begin(message, now)
@@ -98,8 +106,6 @@ class RequestActor(HouseActor[RequestMessage]):
         if request is None:
             return
         match message:
-            case StreamEvents(stream_id=stream_id, events=events, carried_data=data, at=at):
-                self._carry_out(request.stream_events(stream_id, events, carried_data=data, at=at))
             case StreamOpened(stream_id=stream_id, at=at):
                 self._carry_out(request.stream_opened(stream_id, at))
             case StreamClosed(stream_id=stream_id, failure=failure, at=at):
@@ -153,6 +159,8 @@ class RequestActor(HouseActor[RequestMessage]):
                 assert_never(question)
 
     def _carry_out(self, effects: Effects) -> None:
+        if not effects:
+            return
         job_name = self._request.job_name if self._request is not None else ""
         assert self._transport is not None
         assert self._tools is not None

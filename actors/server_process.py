@@ -154,7 +154,7 @@ class ServerProcess:
     def _live(self, cleanup: contextlib.ExitStack) -> ServerNotStarted | ServerGone:
         """Start the guard, watch until it has ended; the thread's last word."""
         if not can_listen(self._address):
-            taken = f"{self._address[0]}:{self._address[1]} is taken by another process"
+            taken = f"{self._address[0]}:{self._address[1]} is taken by another process: end it, or take another port"
             return self._not_started(StartFailReason.PORT_IN_USE, taken)
         control_read, control_write = _pipe(cleanup)
         report_read, report_write = _pipe(cleanup)
@@ -235,7 +235,9 @@ class ServerProcess:
             case "exited":
                 self._reaped, self._returncode = True, int(rest)
             case "failed":
-                self._failure = f"cannot execute {self._command[0]!r}: {rest.partition(' ')[2]}"
+                why = rest.partition(" ")[2]
+                todo = "server_cmd must begin with a program on the PATH, or with the path of one"
+                self._failure = f"cannot execute {self._command[0]!r}: {why}; {todo}"
 
     def _last_word(self) -> ServerNotStarted | ServerGone:
         if self._server is None:

@@ -319,10 +319,11 @@ class WorkerActor(HouseActor[WorkerMessage]):
         if traits.slots is not None and traits.slots < self._config.slots:
             self._warn(
                 f"the server has {traits.slots} slots, fewer than the worker's {self._config.slots}: requests"
-                " beyond them wait in the server without a sign of life"
+                f" beyond them wait in the server without a sign of life; start it with --parallel {self._config.slots}"
             )
         if traits.tools is False and (self._config.normal_tools or self._config.exit_tools):
-            how = "ignored by native mode" if self._config.tool_call_mode == "native" else "offered in prompted mode"
+            native = self._config.tool_call_mode == "native"
+            how = "ignored by native mode; 'auto' would explain them" if native else "offered in prompted mode"
             self._warn(f"the model's chat template does not support tools: they are {how}")
 
     def _gather_evidence(self, epoch: int) -> dict[str, Any]:

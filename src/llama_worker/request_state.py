@@ -450,7 +450,7 @@ class Request:
         return bool(self._config.normal_tools or self._config.exit_tools)
 
     def _is_current(self, stream_id: StreamId) -> bool:
-        listening = isinstance(self._waiting, _Streaming | _Settling)
+        listening = isinstance(self._waiting, (_Streaming, _Settling))
         return listening and stream_id == (self.request_id, self._exchanges)
 
     def _new_turn(self, now: float) -> Turn:

@@ -1,9 +1,9 @@
 """Bytes of a response body to server-sent events. Sans-IO: one decoder per body, one thread at a time.
 
-The fields are read by `sseclient-py` (1.8 and 1.9 behave alike). It is right and linear where it gets
-complete records, with plain LF and one line each; so this module decides where records end, normalises
-line ends, and takes apart the records that sseclient would drop (`error:` fields) or need quadratic time
-for (many lines).
+This module decides where records end, normalises line ends, and takes the usual record, one `data:` line, as
+it is: at hundreds of records a second the rest would be half of what a stream costs. All other records are
+read by `sseclient-py` (1.8 and 1.9 behave alike), line by line: it drops `error:` fields, and needs quadratic
+time for many lines.
 """
 
 from collections.abc import Iterator
@@ -111,14 +111,14 @@ class SseDecoder:
 
     def _read(self, block: bytes, records: list[SseRecord]) -> None:
         one_data_line_each = block.startswith(b"data:") and block.count(b"\n") == 2 * block.count(b"\n\ndata:") + 2
-        if not one_data_line_each or len(block) > MAX_RECORD_BYTES:
-            for record in block.split(b"\n\n"):
-                self._read_by_line(record, records)
+        if one_data_line_each and len(block) <= MAX_RECORD_BYTES:  # nearly always
+            for line in block.split(b"\n\n"):
+                data = line[5:].decode().removeprefix(" ")
+                if data:
+                    records.append(SseRecord(data, False))
             return
-        self._block[0] = block
-        for event in self._sseclient.events():
-            if event.data:
-                records.append(SseRecord(event.data, False))
+        for record in block.split(b"\n\n"):
+            self._read_by_line(record, records)
 
     def _read_by_line(self, record: bytes, records: list[SseRecord]) -> None:
         lines = [line for line in record.split(b"\n") if not line.startswith(b":")]

@@ -272,6 +272,13 @@ def test_an_obedient_server_is_not_killed(make_worker: MakeWorker) -> None:
     assert closed["at"] <= told["at"], "the server waits for open connections: they are closed first"
 
 
+def test_a_server_that_is_stuck_in_its_first_sigterm_is_asked_a_second_time(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=30.0))
+    rig.stop()
+    assert len(rig.journal.facts("signal", signal="SIGTERM")) == 2
+    assert rig.journal.facts("exit", code=1), "by its own decision: it was not killed"
+
+
 def test_a_zero_grace_kills_at_once(make_worker: MakeWorker) -> None:
     rig = make_worker(Script(ignore_term=True, children=TREE), timeouts=fast_timeouts(stop_grace_s=0.0))
     rig.stop()

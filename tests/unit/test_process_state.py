@@ -19,24 +19,39 @@ from llama_worker.process_state import (
 
 def test_a_process_is_asked_first_and_killed_after_the_grace() -> None:
     state, signal = terminate(Present(1), epoch=1, grace_s=10.0, now=5.0)
-    assert (state, signal, deadline(state)) == (Terminating(1, 15.0), Signal.TERMINATE, 15.0)
+    assert (state, signal, deadline(state)) == (Terminating(1, 15.0, 7.0), Signal.TERMINATE, 7.0)
+    assert tick(state, now=6.9) == (state, None)
+    assert tick(state, now=15.0) == (Killing(1, 16.0), Signal.KILL)
+
+
+def test_it_is_asked_a_second_time_and_no_third() -> None:
+    state, signal = tick(Terminating(1, 15.0, 7.0), now=7.0)
+    assert (state, signal, deadline(state)) == (Terminating(1, 15.0, None), Signal.TERMINATE, 15.0)
     assert tick(state, now=14.9) == (state, None)
     assert tick(state, now=15.0) == (Killing(1, 16.0), Signal.KILL)
 
 
+def test_a_grace_that_is_over_before_the_second_time_comes_kills() -> None:
+    assert deadline(Terminating(1, 6.0, 7.0)) == 6.0
+    assert tick(Terminating(1, 6.0, 7.0), now=7.0) == (Killing(1, 8.0), Signal.KILL)
+
+
 @pytest.mark.parametrize("grace_s", [0.0, -1.0])
-@pytest.mark.parametrize("state", [Present(1), Terminating(1, 15.0)])
+@pytest.mark.parametrize("state", [Present(1), Terminating(1, 15.0, 7.0)])
 def test_without_grace_it_is_killed_at_once(state: ProcessState, grace_s: float) -> None:
     assert terminate(state, epoch=1, grace_s=grace_s, now=5.0) == (Killing(1, 6.0), Signal.KILL)
 
 
-@pytest.mark.parametrize(("grace_s", "kill_at"), [(2.0, 7.0), (20.0, 15.0)])
+@pytest.mark.parametrize(("grace_s", "kill_at"), [(2.5, 7.5), (20.0, 15.0)])
 def test_a_second_order_only_shortens_the_grace(grace_s: float, kill_at: float) -> None:
-    assert terminate(Terminating(1, 15.0), epoch=1, grace_s=grace_s, now=5.0) == (Terminating(1, kill_at), None)
+    assert terminate(Terminating(1, 15.0, 7.0), epoch=1, grace_s=grace_s, now=5.0) == (
+        Terminating(1, kill_at, 7.0),
+        None,
+    )
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 10.0])
-@pytest.mark.parametrize("state", [Absent(), Present(2), Terminating(2, 15.0), Killing(2, 6.0), Killing(1, 6.0)])
+@pytest.mark.parametrize("state", [Absent(), Present(2), Terminating(2, 15.0, 7.0), Killing(2, 6.0), Killing(1, 6.0)])
 def test_an_order_for_another_launch_or_too_late_changes_nothing(state: ProcessState, grace_s: float) -> None:
     assert terminate(state, epoch=1, grace_s=grace_s, now=5.0) == (state, None)
 
