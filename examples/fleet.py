@@ -1,0 +1,130 @@
+"""Many prompts over all workers of a fleet file: each goes to a worker with a free slot; the answers are gathered.
+
+python examples/fleet.py fleet.toml "What is 2 + 2?" "Name three rivers." "Write a haiku about the sea."
+
+A worker that is busy, starting again or locked out is passed over. A request that its server's death or restart cost
+is submitted again, elsewhere if need be: a worker replays nothing by itself, the program that routes may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from llama_worker import LlamaWorker, RequestFailReason, RequestResult, WorkerState, load_config
+
+TRIES = 3
+WORTH_ANOTHER_TRY = {
+    RequestFailReason.SERVER_DIED,
+    RequestFailReason.WORKER_RESTARTED,
+    RequestFailReason.STREAM_DISCONNECTED,
+    RequestFailReason.CONNECT_FAILED,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt, and how often it was tried."""
+
+    name: str
+    prompt: str
+    tries: int = 0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A job that holds a slot of a worker."""
+
+    job: Job
+    worker_name: str
+    request_id: int
+
+
+def main() -> None:
+    """Start the fleet, answer the prompts, stop it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("fleet", help="a TOML file with the workers")
+    parser.add_argument("prompts", nargs="+", metavar="prompt")
+    options = parser.parse_args()
+    jobs = [Job(f"job-{number}", prompt) for number, prompt in enumerate(options.prompts, start=1)]
+    with ExitStack() as stack:
+        workers = {name: LlamaWorker(config) for name, config in load_config(options.fleet).items()}
+        for worker in workers.values():
+            stack.callback(worker.close)
+        start(workers)
+        for placed, result in answers(workers, jobs):
+            told = result.get("fail_reason", result["finish_reason"])
+            print(f"{placed.job.name} by {placed.worker_name}, {told}: {result['text']!r}", flush=True)
+        for stopping in [worker.stop() for worker in workers.values()]:  # side by side; close() alone is one by one
+            stopping.get()
+    print("stopped.")
+
+
+def start(workers: Mapping[str, LlamaWorker]) -> None:
+    """Start all servers side by side. Raises WorkerStartError for the first that fails."""
+    starting = {name: worker.start() for name, worker in workers.items()}
+    for name, future in starting.items():
+        status = future.get()
+        print(f"{name}: {status['state']}, pid {status['pid']}, {status['slots_total']} slots", flush=True)
+
+
+def answers(workers: Mapping[str, LlamaWorker], jobs: list[Job]) -> Iterator[tuple[Placed, RequestResult]]:
+    """Every job's result, as they come. Raises RuntimeError where no worker will take a job any more."""
+    waiting = deque(jobs)
+    running = 0
+    ended: queue.SimpleQueue[Placed] = queue.SimpleQueue()
+    while waiting or running:
+        while waiting and (placed := place(workers, waiting[0])):
+            waiting.popleft()
+            running += 1
+            tell_when_ended(workers[placed.worker_name], placed, ended)
+        if waiting and not running and all_failed(workers):
+            raise RuntimeError(f"every worker is locked out; {len(waiting)} jobs are left")
+        try:
+            placed = ended.get(timeout=1.0)  # at the latest then a worker that was starting again is asked once more
+        except queue.Empty:
+            continue
+        running -= 1
+        result = workers[placed.worker_name].get_result(placed.request_id).get()
+        assert result["ok"], result
+        job = placed.job
+        if result.get("fail_reason") in WORTH_ANOTHER_TRY and job.tries + 1 < TRIES:
+            waiting.append(Job(job.name, job.prompt, job.tries + 1))
+        else:
+            yield placed, result
+
+
+def place(workers: Mapping[str, LlamaWorker], job: Job) -> Placed | None:
+    """Submit the job to the worker with most free slots that takes it; None where none does now.
+
+    The free slots are only a hint: somebody else may have taken the last one since. The answer to `submit` decides.
+    """
+    for name in sorted(workers, key=lambda name: free_slots(workers[name]), reverse=True):
+        admitted = workers[name].submit(job.name, "You are terse.", job.prompt, params={"max_tokens": 64}).get()
+        if admitted["ok"]:
+            return Placed(job, name, admitted["request_id"])
+    return None
+
+
+def tell_when_ended(worker: LlamaWorker, placed: Placed, ended: queue.SimpleQueue[Placed]) -> None:
+    """Put it into the queue once its request is terminal; no thread waits for that."""
+    worker.result(placed.request_id).add_done_callback(lambda _: ended.put(placed))
+
+
+def free_slots(worker: LlamaWorker) -> int:
+    """How many requests the worker would take at this instant."""
+    status = worker.get_worker_status().get()
+    return status["slots_total"] - status["slots_used"] if status["state"] is WorkerState.READY else 0
+
+
+def all_failed(workers: Mapping[str, LlamaWorker]) -> bool:
+    """No worker will ever take a job again, unless somebody starts it."""
+    return all(worker.get_worker_status().get()["state"] is WorkerState.FAILED for worker in workers.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What the project's own pages say of it is so."""
+
+from __future__ import annotations
+
+import re
+
+import llama_worker
+from tests.docs.pages import PAGES, ROOT
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    versions = re.findall(r"^## (\S+) \((?:unreleased|\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0] == llama_worker.__version__
+
+
+def test_every_make_target_that_is_named_is_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {target for page in PAGES for target in re.findall(r"`make ([a-z-]+)", page.read_text())}
+    assert named
+    assert named <= targets
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nvalidation:")[0]
+    pages = {str(page.relative_to(ROOT)).removeprefix("docs/") for page in PAGES} - {"README.md"}
+    assert sorted(re.findall(r": (\S+\.md)$", navigation, re.M)) == sorted(pages)

@@ -1,0 +1,81 @@
+"""The service of how-to/systemd.md: systemd accepts it, its times fit the worker's, and its program ends as it says."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llama_worker import TimeoutProfile
+from llama_worker.adapters.guard import ORPHAN_GRACE_S
+from tests.docs.pages import DOCS, files
+from tests.server.conftest import SERVER_ARGS, WAIT_S
+
+FILES = files((DOCS / "how-to" / "systemd.md").read_text())
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "llama-host.service"
+    installed = {"/srv/llama/.venv/bin/python": sys.executable, "/srv/llama": str(tmp_path)}
+    text = FILES[unit.name]
+    for there, here in installed.items():
+        assert there in text
+        text = text.replace(there, here)
+    unit.write_text(text)
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_units_times_leave_room_for_a_stop_and_for_the_guards() -> None:
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(FILES["llama-host.service"])
+    service = unit["Service"]
+    assert (service["KillMode"], service["OOMPolicy"], service["Restart"]) == ("mixed", "continue", "on-failure")
+    assert int(service["TimeoutStopSec"]) > TimeoutProfile().stop_grace_s + 2
+    assert int(service["RestartSec"]) > ORPHAN_GRACE_S + 3  # all is gone within 5 s of the host's death
+
+
+@pytest.mark.server
+def test_the_program_ends_with_its_servers_at_sigterm(
+    llama_server: str, smollm2: str, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    (tmp_path / "host.py").write_text(FILES["host.py"])
+    words = json.dumps(["--ctx-size", "1024", *SERVER_ARGS])
+    (tmp_path / "fleet.toml").write_text(
+        f"""
+[defaults]
+host = "127.0.0.1"
+model = {json.dumps(smollm2)}
+executable = {json.dumps(llama_server)}
+extra_args = {words}
+
+[workers.one]
+port = {free_port()}
+
+[workers.two]
+port = {free_port()}
+"""
+    )
+    command = [sys.executable, "host.py", "fleet.toml"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        try:
+            assert program.stdout is not None
+            assert [program.stdout.readline() for _ in range(2)] == ["one is ready\n", "two is ready\n"]
+            tree = psutil.Process(program.pid).children(recursive=True)
+            assert len(tree) >= 4  # a guard and a server each
+            program.send_signal(signal.SIGTERM)
+            _, errors = program.communicate(timeout=WAIT_S)
+        finally:
+            program.kill()
+    assert (program.returncode, errors) == (0, "")
+    assert not [process for process in tree if process.is_running()]

@@ -1,0 +1,140 @@
+"""What the documentation says in tables agrees with the code."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+import llama_worker
+from llama_worker import (
+    LoopDetector,
+    RequestFailReason,
+    RestartPolicy,
+    StartFailReason,
+    TimeoutProfile,
+    WorkerConfig,
+    default_bios,
+    exit_tools,
+    lifecycle,
+    messages,
+    suspicion,
+)
+from llama_worker.actors import worker as worker_actor
+from llama_worker.types import NotFound, NotReady, SubmitErrorCode
+from tests.docs.pages import DOCS, names_in, table
+from tests.docs.verdicts import LIMITS, STATES, judge
+
+# ---------------------------------------------------------------- reference.md
+
+
+def test_the_reference_has_exactly_the_public_names() -> None:
+    page, _, further = (DOCS / "reference.md").read_text().partition("## Further modules")
+    assert sorted(re.findall(r"^::: llama_worker\.(\w+)$", page, re.M)) == sorted(llama_worker.__all__)
+    assert re.findall(r"^::: ", page + further, re.M)
+    assert sorted(llama_worker.__all__) == sorted(set(llama_worker.__all__))
+    assert all(hasattr(llama_worker, name) for name in llama_worker.__all__)
+
+
+# ---------------------------------------------------------------- configuration.md, how-to/slow-hardware.md
+
+
+def told(field: Field[Any]) -> str:
+    """A field's default, as the page writes it."""
+    if field.default_factory is not MISSING:
+        made = field.default_factory()
+        return "`{}`" if made == {} else f"`{type(made).__name__}()`"
+    if field.default is MISSING:
+        return "required"
+    if field.default is default_bios:
+        return "`default_bios`"
+    return "`" + repr(field.default).replace("'", '"') + "`"
+
+
+@pytest.mark.parametrize("kind", [WorkerConfig, RestartPolicy, LoopDetector])
+def test_the_configuration_page_has_every_field_with_its_default(kind: type[Any]) -> None:
+    section = (DOCS / "configuration.md").read_text().partition(f"## `{kind.__name__}`")[2]
+    rows = [(name.strip("`"), default) for name, default, _ in table(section, "field")]
+    assert rows == [(field.name, told(field)) for field in fields(kind)]
+
+
+def test_the_profiles_have_the_values_that_the_page_says() -> None:
+    page = (DOCS / "how-to" / "slow-hardware.md").read_text()
+    profiles = [TimeoutProfile.slow_prefill(), TimeoutProfile.normal(), TimeoutProfile.fast(), TimeoutProfile.debug()]
+    rows = {names_in(row[0])[0]: row[1:] for row in table(page, "seconds")}
+    assert list(rows) == [field.name for field in fields(TimeoutProfile)]
+    for name, cells in rows.items():
+        values = [getattr(profile, name) for profile in profiles]
+        assert cells == ["off" if value is None else f"{value:g}" for value in values], name
+
+
+def test_the_exit_tools_have_the_arguments_that_the_page_says() -> None:
+    page = (DOCS / "how-to" / "exit-tools.md").read_text()
+    rows = {names_in(tool)[0]: arguments for tool, arguments in table(page, "tool")}
+    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in exit_tools.ALL_EXIT_TOOLS}
+    assert list(rows) == list(tools)
+    for name, schema in tools.items():
+        values = [value for told in schema["properties"].values() for value in told.get("enum", ())]
+        assert sorted(names_in(rows[name])) == sorted([*schema["properties"], *values])
+        assert set(re.findall(r"optional `(\w+)`", rows[name])) == set(schema["properties"]) - set(schema["required"])
+
+
+# ---------------------------------------------------------------- failure-reasons.md
+
+REASONS: dict[str, set[str]] = {
+    "How a request fails": set(RequestFailReason),
+    "Why a start fails": set(StartFailReason),
+    "Why a submit is refused": set(get_args(SubmitErrorCode)),
+    "Other answers": {code for answer in (NotFound, NotReady) for code in get_args(answer.__annotations__["error"])},
+}
+
+
+@pytest.mark.parametrize("section", REASONS)
+def test_every_reason_is_explained_once_and_no_other(section: str) -> None:
+    page = (DOCS / "failure-reasons.md").read_text()
+    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    entries = re.findall(r"^### `(\w+)`\n\n(.*?)(?=^### |\Z)", text, flags=re.DOTALL | re.MULTILINE)
+    assert sorted(name for name, _ in entries) == sorted(REASONS[section])
+    for name, entry in entries:
+        parts = re.findall(r"^- \*\*(.+?)\*\* \S", entry, flags=re.MULTILINE)
+        assert parts == ["What happened.", "What the worker did.", "What to do."], name
+
+
+def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
+    page = (DOCS / "failure-reasons.md").read_text()
+    causes = [name for row in table(page, "cause") for name in names_in(row[0])]
+    said = r'(?:_restart\(life, now,|_trouble\(|Trouble\()\s*"(\w+)"'
+    sources = [Path(str(module.__file__)).read_text() for module in (lifecycle, worker_actor, suspicion)]
+    in_code = {cause for source in sources for cause in re.findall(said, source)}
+    launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.EXITED}
+    verdicts = [judge(state, limit) for state in STATES.values() for limit in LIMITS]
+    fatal = {found.reason for found in verdicts if found and found.restart}
+    assert sorted(causes) == sorted({*in_code, *launches, *fatal})
+
+
+# ---------------------------------------------------------------- how-it-works.md
+
+
+def test_every_message_between_actors_is_in_the_table_with_its_receiver_and_no_other() -> None:
+    unions = {
+        "WorkerActor": messages.WorkerMessage,
+        "ProcessActor": messages.ProcessMessage,
+        "TransportActor": messages.TransportMessage,
+        "RequestActor": messages.RequestMessage,
+        "ToolLoopActor": messages.ToolMessage,
+        "WatchdogActor": messages.WatchdogMessage,
+    }
+    in_code = sorted((actor, kind.__name__) for actor, union in unions.items() for kind in get_args(union))
+    rows = table((DOCS / "how-it-works.md").read_text(), "to the")
+    assert sorted((to, name) for to, _, names in rows for name in names_in(names)) == in_code
+
+
+def test_the_modules_that_the_page_names_are_there() -> None:
+    package = Path(llama_worker.__file__).parent
+    rows = table((DOCS / "how-it-works.md").read_text(), "decision")
+    named = [name for _, modules in rows for name in names_in(modules)]
+    assert named
+    assert [name for name in named if not (package / name).is_file()] == []

@@ -1,0 +1,89 @@
+"""The tutorial, as a reader would do it: its files, its commands, a server killed by hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT, blocks, files, put_server, runnable, with_ports
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def clone(free_port: Callable[[], int], tmp_path: Path) -> Path:
+    """What the tutorial needs of a clone, and the programs that the reader writes."""
+    for name in ("examples", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "build" / "tutorial").mkdir(parents=True)
+    for name, code in files(with_ports((DOCS / "tutorial.md").read_text(), free_port)).items():
+        (tmp_path / "build" / "tutorial" / name).write_text(code)
+    return tmp_path
+
+
+@pytest.fixture
+def environment(clone: Path, llama_server: str, smollm2: str) -> dict[str, str]:
+    """As after `. .venv/bin/activate`."""
+    put_server(clone, llama_server)  # found by tools.found, and linked by the tutorial
+    path = f"{clone}/.venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "LLAMA_SERVER": str(clone / "llama-server"), "LLAMA_MODEL": smollm2, "PATH": path}
+
+
+def test_the_commands_of_the_tutorial_show_what_it_says(clone: Path, environment: dict[str, str]) -> None:
+    commands = runnable((DOCS / "tutorial.md").read_text(), "sh")
+    assert len(commands.splitlines()) > 8
+    done = subprocess.run(
+        ["sh", "-e", "-c", commands], cwd=clone, env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    told = done.stdout
+    assert re.search(r"^ready\n\{'ok': True, 'request_id': 1\}\n.*?^(stop|max_tokens) \{'total_s'", told, re.M | re.S)
+    assert re.search(r"^(completed|failed): \d+ tokens, \d+ a second$", told, re.M)
+    assert "called: add({'a': 17, 'b': 25})" in told
+    assert "signal: declare_outcome" in told
+    assert re.search(r"^exited 1\nexited: .+return code 1", told, re.M)
+    assert "'event': 'exited'" in told
+
+
+def test_the_server_that_the_reader_kills_comes_back(clone: Path, environment: dict[str, str]) -> None:
+    environment["PATH"] = f"{clone}:{environment['PATH']}"
+    folder = clone / "build" / "tutorial"
+    (folder / "model.gguf").symlink_to(environment["LLAMA_MODEL"])
+    with subprocess.Popen(
+        ["python", "watch.py"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as program:
+        try:
+            assert program.stdout is not None
+            first = re.fullmatch(r"request 1 on the server with pid (\d+)\n", program.stdout.readline())
+            assert first
+            os.kill(int(first[1]), signal.SIGKILL)
+            lines = [program.stdout.readline()]
+            while not lines[-1].startswith("request 2"):
+                lines.append(program.stdout.readline())
+                assert lines[-1], lines
+            program.send_signal(signal.SIGINT)
+            program.communicate()
+        finally:
+            program.kill()
+    assert program.returncode == 0
+    shown = next(block.code for block in blocks((DOCS / "tutorial.md").read_text()) if "request 1 on" in block.code)
+    assert plain([first[0], *lines]) == plain(shown.splitlines())
+
+
+def plain(lines: list[str]) -> list[str]:
+    """Without what differs from run to run: pids, lengths, and how often the same was said."""
+    told = [re.sub(r"pid \d+|\d+ characters", "...", line.strip()) for line in lines]
+    return [line for number, line in enumerate(told) if number == 0 or line != told[number - 1]]
