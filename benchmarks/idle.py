@@ -9,42 +9,45 @@ import contextlib
 import os
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from benchmarks.common import config, free_port, report, script, table
-from llama_worker import LlamaWorker
+from llama_worker import LlamaWorker, TimeoutProfile
 from tests.fake_script import Text, plain_reply
 
-SLOTS, WATCHED_S = 4, 65.0
+SLOTS = 4
+PROBE_EVERY_S = TimeoutProfile.normal().health_probe_interval_s
+WATCHED_S = 65.0  # two health probes of each worker
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Per worker, over the watched time; the health probe's part is in it."""
+    """Per worker, over the watched time."""
 
     cpu_percent: float  # of a core
     wakeups_per_s: float
     threads: float
     memory_mb: float  # unique to this process, beyond what it had before the first worker
     guard_mb: float  # unique to the guard process
+    polling: int  # threads that woke more than once a second
 
 
-def wakeups() -> int:
-    """Voluntary context switches of all threads of this process, so far."""
-    total = 0
+def wakeups() -> dict[str, int]:
+    """Voluntary context switches of each thread of this process, so far."""
+    counts = {}
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/self/task/{task}/status").read_text().splitlines():
                 if line.startswith("voluntary_ctxt_switches"):
-                    total += int(line.split()[1])
-    return total
+                    counts[task] = int(line.split()[1])
+    return counts
 
 
-def measure(workers: int) -> Idle:
-    """Run so many idle workers for a while."""
+def measure(workers: int, *, probed: bool) -> Idle:
+    """Run so many idle workers for a while, with the health probe of `TimeoutProfile.normal()` or without."""
     with LlamaWorker(config(script(*plain_reply(Text("x"))), slots=1)):
         pass  # what is imported and started once
     memory = psutil.Process().memory_full_info().uss
@@ -52,7 +55,10 @@ def measure(workers: int) -> Idle:
     with contextlib.ExitStack() as stack:
         for number in range(workers):
             served = script(*plain_reply(Text("x")))
-            stack.enter_context(LlamaWorker(config(served, slots=SLOTS, port=free_port(), name=f"idle-{number}")))
+            idle = config(served, slots=SLOTS, port=free_port(), name=f"idle-{number}")
+            if not probed:
+                idle = replace(idle, timeouts=replace(idle.timeouts, health_probe_interval_s=None))
+            stack.enter_context(LlamaWorker(idle))
         time.sleep(3.0)
         used = psutil.Process().memory_full_info().uss - memory
         guards = [child for child in psutil.Process().children() if "guard.py" in " ".join(child.cmdline())]
@@ -60,22 +66,34 @@ def measure(workers: int) -> Idle:
         alive = threading.active_count() - threads
         cpu, woken, began = time.process_time(), wakeups(), time.monotonic()
         time.sleep(WATCHED_S)
-        elapsed = time.monotonic() - began
+        cpu, elapsed = time.process_time() - cpu, time.monotonic() - began
+        rises = [count - woken.get(task, 0) for task, count in wakeups().items()]
         return Idle(
-            cpu_percent=(time.process_time() - cpu) / elapsed / workers * 100,
-            wakeups_per_s=(wakeups() - woken) / elapsed / workers,
+            cpu_percent=cpu / elapsed / workers * 100,
+            wakeups_per_s=sum(rises) / elapsed / workers,
             threads=alive / workers,
             memory_mb=used / workers / 1e6,
             guard_mb=guard_mb,
+            polling=sum(rise > elapsed for rise in rises),
         )
 
 
 def main() -> None:
     """Measure and print."""
-    found = {workers: measure(workers) for workers in (1, 16)}
-    header = ["workers", "CPU % of a core", "wake-ups/s", "threads", "memory MB", "guard MB"]
-    rows = [[n, f"{i.cpu_percent:.4f}", i.wakeups_per_s, i.threads, i.memory_mb, i.guard_mb] for n, i in found.items()]
-    report("idle", table(header, rows), {str(n): asdict(i) for n, i in found.items()})
+    assert PROBE_EVERY_S is not None
+    header = ["workers", "CPU % of a core", "wake-ups/s without probes", "per probe", "threads", "that poll"]
+    header += ["memory MB", "guard MB"]
+    rows: list[list[object]] = []
+    data = {}
+    for workers in (1, 16):
+        bare, full = measure(workers, probed=False), measure(workers, probed=True)
+        per_probe = (full.wakeups_per_s - bare.wakeups_per_s) * PROBE_EVERY_S
+        memory = [full.memory_mb, full.guard_mb]
+        rows.append(
+            [workers, f"{full.cpu_percent:.4f}", bare.wakeups_per_s, per_probe, full.threads, full.polling, *memory]
+        )
+        data[str(workers)] = {**asdict(full), "wakeups_per_s": bare.wakeups_per_s, "wakeups_per_probe": per_probe}
+    report("idle", table(header, rows), data)
 
 
 if __name__ == "__main__":

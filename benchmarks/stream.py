@@ -11,7 +11,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import httpx
 import httpx_sse
@@ -21,7 +21,7 @@ from benchmarks.common import HOST, complete, config, free_port, interleave, rep
 from llama_worker import LlamaWorker
 from tests.fake_script import Tokens, plain_reply
 
-BULK, PACED, RATE_HZ = 20_000, 1_000, 500
+BULK, PACED, RATE_HZ, EACH = 20_000, 1_000, 500, 3_000
 BODY = {"messages": [{"role": "user", "content": "x"}], "stream": True, "model": "m"}
 
 
@@ -87,19 +87,23 @@ def compare(events: int, interval_s: float, rounds: int, *, peers: bool) -> dict
         return {name: min(values) for name, values in interleave(rounds, measures).items()}
 
 
-def side_by_side(streams: int, events: int, rounds: int) -> float:
-    """The least CPU per event of a worker with so many streams at once."""
-    served = script(*plain_reply(Tokens(events)))
-    with LlamaWorker(config(served, slots=streams)) as worker:
-        complete(worker, streams)
-        return min(cpu_us(events * streams, lambda: complete(worker, streams)) for _ in range(rounds))
+def side_by_side(counts: Sequence[int], events: int, rounds: int) -> dict[int, float]:
+    """The least CPU per event of a worker with so many streams at once, each of so many events."""
+    with LlamaWorker(config(script(*plain_reply(Tokens(events))), slots=max(counts))) as worker:
+
+        def measure(streams: int) -> Callable[[], float]:
+            return lambda: cpu_us(events * streams, lambda: complete(worker, streams))
+
+        complete(worker, max(counts))
+        seen = interleave(rounds, {str(streams): measure(streams) for streams in counts})
+    return {int(streams): min(values) for streams, values in seen.items()}
 
 
 def main() -> None:
     """Measure and print."""
     bulk = compare(BULK, 0.0, 5, peers=True)
     paced = compare(PACED, 1 / RATE_HZ, 3, peers=True)
-    many = {streams: side_by_side(streams, max(500, BULK // streams), 3) for streams in (1, 8, 64)}
+    many = side_by_side((1, 8, 64), EACH, 4)
     rows: list[list[object]] = []
     for name in bulk:
         rows.append([name, bulk[name], bulk[name] / bulk["bare loop"], paced[name], paced[name] / paced["bare loop"]])

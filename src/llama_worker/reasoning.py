@@ -38,8 +38,13 @@ class ReasoningSplitter:
     `opened_by_template`: the prompt ended in an opening tag and the server does not parse what follows, so
     content that comes without `reasoning_content` is reasoning up to the closing tag.
 
-    Held back is no more than the start of a tag, whitespace that may turn out to be next to a tag (there it
-    is dropped), and content that so far repeats the `reasoning_content` inside a leading tag.
+    The reasoning comes without the whitespace around it, and text that follows a thought without the whitespace
+    before it, in every form alike. Tags stand on lines of their own, and a server that takes them out leaves some
+    of that (b11434: the newline before the closing tag, and what follows that tag but for two newlines).
+
+    Held back is no more than the start of a tag, whitespace that may turn out to be such an end or beginning (it
+    is dropped then; the end of the turn is one too, however it came), and content that so far repeats the
+    `reasoning_content` inside a leading tag.
     """
 
     def __init__(self, *, opened_by_template: bool = False) -> None:
@@ -49,17 +54,16 @@ class ReasoningSplitter:
         self._undelivered: list[str] = []  # content since the last delivery, as it came
         self._tag_start = ""  # the content's end, where that may be the start of a tag
         self._closing_tags: Collection[str] = ()
-        self._thought_begun = False  # the thought is more than whitespace
-        self._spaces: list[str] = []  # whitespace that ends the thought so far
+        self._reasoning = _Trimmer()  # whatever way it came
         self._original: _Original | None = None  # `reasoning_content` that came first: a tag may repeat it
 
     def feed_reasoning(self, reasoning: str) -> Piece:
         """A `reasoning_content` delta."""
-        if reasoning and self._at in (_At.HEAD, _At.THOUGHT):
-            if self._original is None and not self._thought_begun:
-                self._original = _Original()
-            if self._original is not None:
-                self._original.append(reasoning)
+        if self._original is None and reasoning and self._may_be_repeated():
+            self._original = _Original()
+        reasoning = self._reasoning.feed(reasoning)
+        if self._original is not None:
+            self._original.append(reasoning)
         return Piece(reasoning, "")
 
     def feed_text(self, text: str) -> Piece:
@@ -84,8 +88,12 @@ class ReasoningSplitter:
         if at is not _At.THOUGHT:
             return _NOTHING
         if self._original is not None:  # the repetition was cut off; a bare tag repeats nothing
-            return _NOTHING if self._thought_begun else self._all_is_text()
-        return Piece("".join(self._spaces) + self._tag_start if self._tag_start else "", "")
+            return _NOTHING if self._original.repetition_begun else self._all_is_text()
+        return Piece(self._reasoning.feed(self._tag_start), "")
+
+    def _may_be_repeated(self) -> bool:
+        """Whether content may yet repeat `reasoning_content`: neither text nor a thought was found in it so far."""
+        return self._at is _At.HEAD or (self._at is _At.THOUGHT and not self._reasoning.begun)
 
     def _head(self, text: str) -> Piece:
         text = text.lstrip()
@@ -111,13 +119,14 @@ class ReasoningSplitter:
         if not tag:
             tag_at = _start_of_tag(text, self._closing_tags)
             self._tag_start = text[tag_at:]
-        reasoning = self._trimmed(text[:tag_at])
         if self._original is not None:
-            if not self._original.goes_on_with(reasoning) or (tag and not self._original.is_at_end()):
+            if not self._original.goes_on_with(text[:tag_at]) or (tag and not self._original.is_at_end()):
                 return self._all_is_text()
             reasoning = ""
-        elif reasoning:
-            self._undelivered.clear()
+        else:
+            reasoning = self._reasoning.feed(text[:tag_at])
+            if reasoning:
+                self._undelivered.clear()
         if not tag:
             return Piece(reasoning, "")
         self._at = _At.GAP
@@ -125,20 +134,6 @@ class ReasoningSplitter:
         self._undelivered.clear()
         self._original = None
         return Piece(reasoning, self._gap(text[tag_at + len(tag) :]).text)
-
-    def _trimmed(self, thought: str) -> str:
-        """More of the thought, without the whitespace at its start and (so far) its end."""
-        if not self._thought_begun:
-            thought = thought.lstrip()
-        stripped = thought.rstrip()
-        trailing = thought[len(stripped) :]
-        if not stripped:
-            self._spaces.append(trailing)
-            return ""
-        self._thought_begun = True
-        trimmed = "".join(self._spaces) + stripped
-        self._spaces = [trailing]
-        return trimmed
 
     def _gap(self, text: str) -> Piece:
         text = text.lstrip()
@@ -150,8 +145,36 @@ class ReasoningSplitter:
         self._at = _At.TEXT
         text = "".join(self._undelivered)
         self._undelivered.clear()
-        self._original = None
+        if self._original is not None:
+            self._original = None
+            text = text.lstrip()
         return Piece("", text)
+
+
+class _Trimmer:
+    """A text that comes in pieces, without the whitespace at its start and (so far) its end."""
+
+    def __init__(self) -> None:
+        self.begun = False  # it is more than whitespace
+        self._trailing: list[str] = []  # whitespace that ends it so far
+
+    def feed(self, piece: str) -> str:
+        """What this piece adds."""
+        stripped = piece.rstrip()
+        if not stripped:
+            if self.begun and piece:
+                self._trailing.append(piece)
+            return ""
+        trailing = piece[len(stripped) :]
+        if not self.begun:
+            self.begun = True
+            stripped = stripped.lstrip()
+        elif self._trailing:
+            stripped = "".join([*self._trailing, stripped])
+            self._trailing.clear()
+        if trailing:
+            self._trailing.append(trailing)
+        return stripped
 
 
 class _Original:
@@ -159,21 +182,28 @@ class _Original:
 
     def __init__(self) -> None:
         self._text = io.StringIO()
+        self._repetition = _Trimmer()
         self._repeated_chars = 0
 
-    def append(self, reasoning: str) -> None:
-        end = self._text.seek(0, io.SEEK_END)
-        self._text.write(reasoning if end else reasoning.lstrip())
+    @property
+    def repetition_begun(self) -> bool:
+        return self._repetition.begun
 
-    def goes_on_with(self, text: str) -> bool:
-        """Whether `text` is what follows after what was repeated; counts it as repeated."""
+    def append(self, reasoning: str) -> None:
+        """More of it, trimmed."""
+        self._text.seek(0, io.SEEK_END)
+        self._text.write(reasoning)
+
+    def goes_on_with(self, content: str) -> bool:
+        """Whether `content` is what follows after what was repeated; counts it as repeated."""
+        repeated = self._repetition.feed(content)
         self._text.seek(self._repeated_chars)
-        self._repeated_chars += len(text)
-        return self._text.read(len(text)) == text
+        self._repeated_chars += len(repeated)
+        return self._text.read(len(repeated)) == repeated
 
     def is_at_end(self) -> bool:
         self._text.seek(self._repeated_chars)
-        return not self._text.read().strip()
+        return not self._text.read(1)
 
 
 def _first_tag(text: str, tags: Collection[str]) -> tuple[int, str]:

@@ -64,7 +64,7 @@ _TEMPLATE_PARAMS = frozenset(
     }
 )
 SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error may still follow
-DEATH_NEWS_S = 0.3  # after a disconnect: news of the process's death may follow
+DEATH_NEWS_S = 0.25  # after a disconnect: news of the process's death may follow; with the rest, 0.3 s
 _TAIL_CHARS = 200
 
 # ---------------------------------------------------------------- effects

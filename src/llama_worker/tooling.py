@@ -263,13 +263,6 @@ def tagged_call(name: str, arguments_json: str) -> str:
     return f'{CALL_OPEN}{{"name": {json.dumps(name)}, "arguments": {arguments_json}}}{CALL_CLOSE}'
 
 
-def extract_tagged_calls(text: str) -> tuple[str, tuple[RawCall, ...]]:
-    """The text without its well-formed tagged calls, and these; malformed ones stay text."""
-    tool_filter = PromptedToolFilter(strict=False)
-    visible = tool_filter.feed(text) + tool_filter.finish()
-    return visible, tuple(call for call in tool_filter.calls if isinstance(call, RawCall))
-
-
 class PromptedToolFilter:
     """Takes tagged calls out of one turn's text, whatever its split. Not thread-safe.
 

@@ -37,7 +37,7 @@ def test_the_pieces_are_the_whole_output_in_order_and_the_last_alone_is_done(mak
     assert [chunk["done"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert all(chunk["text"] or chunk["reasoning"] for chunk in chunks[:-1])
     result = rig.ended(request_id)  # streaming has not released it
-    assert (text_of(chunks), "".join(chunk["reasoning"] for chunk in chunks)) == (result["text"], "hm ")
+    assert (text_of(chunks), "".join(chunk["reasoning"] for chunk in chunks)) == (result["text"], "hm")
     assert result["text"] == "".join(f"tok{i} " for i in range(50))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from llama_worker.tooling import tagged_call
 from llama_worker.types import ToolDef
-from tests.actors.conftest import GatePath, MakeWorker, Rig
+from tests.actors.conftest import GatePath, MakeWorker, Rig, eventually
 from tests.fake_script import (
     Answer,
     Delta,
@@ -63,6 +63,13 @@ ROWS: list[tuple[str, list[Step], tuple[str, str]]] = [
     ),
     ("legacy, separate", [Reasoning("abc"), *texts("<think>abc</think>Ans")], ("abc", "Ans")),
     ("legacy, one delta", [Delta({"reasoning_content": "abc", "content": "<think>abc</think>Ans"})], ("abc", "Ans")),
+    ("newlines about the clean form", [Reasoning("\nab"), Reasoning("c\n"), *texts("\n\nAns\n")], ("abc", "Ans\n")),
+    (
+        "newlines about the legacy form",
+        [Delta({"reasoning_content": "a\n", "content": "<think>a\n"}), Reasoning("b\n"), *texts("b\n</think>\n\nAns")],
+        ("a\nb", "Ans"),
+    ),
+    ("nothing but reasoning", [Reasoning("abc\n"), Reasoning("\n")], ("abc", "")),
     ("content only", texts("<think>x</think>Y"), ("x", "Y")),
     ("white space around", texts("  \n<think>x</think>\n\nY"), ("x", "Y")),
     ("a tag inside the answer", texts("Here: <think>x</think>"), ("", "Here: <think>x</think>")),
@@ -106,6 +113,26 @@ def test_all_reasoning_is_delivered_before_the_text_that_follows_it(
 def test_reasoning_survives_a_stream_that_breaks_inside_it(make_worker: MakeWorker) -> None:
     result = make_worker().run(Headers(), Role(), *texts("<think>half a thou"), Fin())
     assert (result["state"], result["reasoning"], result["text"]) == ("failed", "half a thou", "")
+
+
+@pytest.mark.parametrize("steps", [texts("<think>a \nthou \n"), [Reasoning("a \nthou"), Reasoning(" \n")]])
+def test_of_reasoning_that_breaks_off_nothing_is_lost_but_whitespace_at_its_end(
+    make_worker: MakeWorker, steps: list[Step]
+) -> None:
+    result = make_worker().run(Headers(), Role(), *steps, Fin())
+    assert (result["state"], result["reasoning"], result["text"]) == ("failed", "a \nthou", "")
+
+
+def test_of_reasoning_that_is_cancelled_nothing_is_lost_but_whitespace_at_its_end(
+    make_worker: MakeWorker, make_gate: Callable[[], GatePath]
+) -> None:
+    gate = make_gate()
+    rig = make_worker()
+    request_id = rig.submit(Headers(), Role(), Reasoning("a \n"), Reasoning("thou\n"), Gate(gate.path))
+    eventually(lambda: rig.request(request_id)["reasoning_chars"] == len("a \nthou"), "the reasoning")
+    assert rig.worker.cancel(request_id).get(timeout=5)
+    result = rig.ended(request_id)
+    assert (result["state"], result["reasoning"], result["text"]) == ("canceled", "a \nthou", "")
 
 
 # --- a think that the template opened ---------------------------------------------------------------------
@@ -173,9 +200,12 @@ def with_tool(make_worker: MakeWorker, script: Script = OPENS_THINKING, **config
     return make_worker(script, normal_tools=[TOOL], tool_runner=One(), **config)
 
 
-def test_the_model_gets_its_own_reasoning_back_on_a_continuation(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize(
+    "thought", [texts("<think>\nhm\n</think>\n\n"), [Reasoning("hm\n")]], ids=["tagged", "clean form"]
+)
+def test_the_model_gets_its_own_reasoning_back_on_a_continuation(make_worker: MakeWorker, thought: list[Step]) -> None:
     rig = with_tool(make_worker, Script())
-    turns = [plain_reply(*texts("<think>hm</think>"), ToolCall("one"), reason="tool_calls"), plain_reply(Text("done"))]
+    turns = [plain_reply(*thought, ToolCall("one"), reason="tool_calls"), plain_reply(Text("done"))]
     result = rig.run(Turns(turns))
     assert (result["reasoning"], result["text"]) == ("hm", "done")
     (assistant,) = [m for m in bodies(rig)[1]["messages"] if m["role"] == "assistant"]

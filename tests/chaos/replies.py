@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llama_worker.types import RequestFailReason as Reason
 from llama_worker.types import ToolDef
@@ -17,7 +18,7 @@ TOOLS = ("add", "boom", "slow", "odd")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One reply. `text` and `reasoning` are all that is sent, should it come to its own end."""
+    """One reply. `text` and `reasoning` are what comes of all that is sent, should it come to its own end."""
 
     kind: str
     steps: Sequence[Step]
@@ -80,10 +81,13 @@ class _Draft:
         return self.add(fs.Finish(reason), fs.Usage(), fs.DoneMarker())
 
     def completes(self, kind: str) -> Plan:
-        return Plan(kind, self.steps, self.text, self.reasoning, completes=True)
+        return self._plan(kind, completes=True)
 
     def fails(self, kind: str, *reasons: Reason, sent_whole: bool = True) -> Plan:
-        return Plan(kind, self.steps, self.text, self.reasoning, reasons=frozenset(reasons), sent_whole=sent_whole)
+        return self._plan(kind, reasons=frozenset(reasons), sent_whole=sent_whole)
+
+    def _plan(self, kind: str, **outcome: Any) -> Plan:
+        return Plan(kind, self.steps, self.text, self.reasoning.rstrip(), **outcome)
 
 
 Maker = Callable[[str, random.Random, str], Plan]

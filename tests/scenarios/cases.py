@@ -297,7 +297,7 @@ _generating = (
         IDLE_S,
         text="x",
     ),
-    slow("slow reasoning", [Tokens(4, 0.85, reasoning=True), *HI], reasoning=toks(4)),
+    slow("slow reasoning", [Tokens(4, 0.85, reasoning=True), *HI], reasoning=toks(4).rstrip()),
     hung(
         "reasoning, then silence",
         [Reasoning("hm "), Reasoning("hm"), silent("a"), WaitClose()],

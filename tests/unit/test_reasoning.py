@@ -71,6 +71,7 @@ CONTENT_ONLY = [
     ("<think></think>", False, "", ""),
     ("<think>\n\n</think>\n\nHi", False, "", "Hi"),
     ("<think>x</think>\n \n", False, "x", ""),
+    ("<think> \t\nx  y\n\n\n z\r\n</think> \n\n\n Y", False, "x  y\n\n\n z", "Y"),
     ("<thinking>x</thinking>Y", False, "", "<thinking>x</thinking>Y"),
     ("<Think>x</Think>", False, "", "<Think>x</Think>"),
     ("a < b", False, "", "a < b"),
@@ -109,10 +110,18 @@ def test_a_thought_ends_with_the_closing_tag_of_its_own_kind() -> None:
 AFTER_REASONING = [
     # (reasoning_content, content, text)
     ("abc", "Ans", "Ans"),
-    ("abc", "\n\nAns", "\n\nAns"),
+    ("abc", "\n\nAns", "Ans"),
+    ("abc", " \t\nAns \n ", "Ans \n "),
+    ("abc\n", "Ans", "Ans"),
+    ("\nabc\n", "\n\nAns", "Ans"),
+    (" \n a  b\n\n\n c \n\n ", "  X\n\n\n  Y ", "X\n\n\n  Y "),
+    ("grün 🙂\u2028", "\u2003日本", "日本"),
+    ("abc\n", "", ""),
+    ("\n ", "", ""),
+    ("\n ", " Ans", "Ans"),
     ("abc", "<think>x</think>", "<think>x</think>"),
     ("abc", "<think>x</think>Y", "<think>x</think>Y"),
-    ("abc", " <think>x</think>Y", " <think>x</think>Y"),
+    ("abc", " <think>x</think>Y", "<think>x</think>Y"),
     ("abc", "See:\n```\n<think>x</think>\n```", "See:\n```\n<think>x</think>\n```"),
     ("abc", "abc</think>Ans", "abc</think>Ans"),
     ("abc", "</think>Ans", "</think>Ans"),
@@ -134,7 +143,9 @@ AFTER_REASONING = [
     ("abc", "<think> ", "<think> "),
     ("abc", "<think>", "<think>"),
     ("abc", "<thi", "<thi"),
-    ("abc", " ", " "),
+    ("abc", " ", ""),
+    ("abc", " <thi", "<thi"),
+    ("abc", " <think>abX ", "<think>abX "),
     ("abc", "", ""),
     ("\n", "<think>\n</think>Ans", "Ans"),
     ("\n", "<think>x</think>Ans", "<think>x</think>Ans"),
@@ -146,11 +157,13 @@ AFTER_REASONING = [
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize(("reasoning", "content", "text"), AFTER_REASONING)
 def test_content_after_reasoning_content(reasoning: str, content: str, text: str, opened: bool) -> None:
-    expected = reasoning, text
+    expected = reasoning.strip(), text
     assert split([("r", reasoning), ("c", content)], opened=opened) == expected
     assert split([*(("r", c) for c in reasoning), *(("c", c) for c in content)], opened=opened) == expected
     for i in range(len(content)):
         assert split([("r", reasoning), ("c", content[:i]), ("c", content[i:])], opened=opened) == expected
+    for i in range(len(reasoning)):
+        assert split([("r", reasoning[:i]), ("r", reasoning[i:]), ("c", content)], opened=opened) == expected
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -177,8 +190,8 @@ def test_in_the_legacy_form_content_may_run_ahead_by_whitespace_and_the_start_of
     assert split(deltas) == ("a \n</b", "Ans")
 
 
-def test_reasoning_content_after_a_tagged_thought_began_is_passed_on() -> None:
-    assert split([("c", "<think>abc "), ("r", "xyz"), ("c", "def</think>Ans")]) == ("abcxyz def", "Ans")
+def test_reasoning_content_after_a_tagged_thought_began_is_passed_on_in_order() -> None:
+    assert split([("c", "<think>abc "), ("r", "xyz\n"), ("c", "def</think>Ans")]) == ("abc xyz\ndef", "Ans")
 
 
 def test_reasoning_content_after_text_is_passed_on() -> None:
@@ -188,9 +201,39 @@ def test_reasoning_content_after_text_is_passed_on() -> None:
     assert splitter.feed_text("<think>") == Piece("", "<think>")
 
 
+def test_whitespace_that_ends_the_reasoning_so_far_waits_for_what_follows_it() -> None:
+    splitter = ReasoningSplitter()
+    assert splitter.feed_reasoning(" \n") == Piece("", "")
+    assert splitter.feed_reasoning(" a b") == Piece("a b", "")
+    assert splitter.feed_reasoning("\n") == Piece("", "")
+    assert splitter.feed_reasoning(" \n") == Piece("", "")
+    assert splitter.feed_reasoning("c ") == Piece("\n \nc", "")
+    assert splitter.feed_reasoning("d") == Piece(" d", "")
+    assert splitter.feed_reasoning("\n\n") == Piece("", "")
+    assert splitter.finish() == Piece("", "")
+
+
+def test_whitespace_that_ends_the_reasoning_is_no_part_of_the_text_that_follows() -> None:
+    splitter = ReasoningSplitter()
+    assert splitter.feed_reasoning("abc\n") == Piece("abc", "")
+    assert splitter.feed_text("\n\n") == Piece("", "")
+    assert splitter.feed_text(" Ans") == Piece("", "Ans")
+    assert splitter.feed_text("\n") == Piece("", "\n")
+
+
+def test_only_outer_whitespace_of_reasoning_that_goes_on_after_text_is_dropped() -> None:
+    deltas = [("r", "a\n"), ("c", "\n"), ("r", " b\n"), ("c", " X "), ("r", "\nc"), ("c", " Y"), ("r", "\n")]
+    splitter = ReasoningSplitter()
+    pieces = [splitter.feed_reasoning(said) if field == "r" else splitter.feed_text(said) for field, said in deltas]
+    pieces.append(splitter.finish())
+    assert "".join(piece.reasoning for piece in pieces) == "a\n b\n\nc"
+    assert "".join(piece.text for piece in pieces) == "X  Y"
+
+
 def test_reasoning_content_of_nothing_does_not_count() -> None:
     assert split([("r", ""), ("c", "<think>x</think>Y")]) == ("x", "Y")
     assert split([("r", ""), ("c", "x</think>Y")], opened=True) == ("x", "Y")
+    assert split([("r", ""), ("c", "\n\nY")]) == ("", "\n\nY")
 
 
 def test_reasoning_is_delivered_before_text_in_one_piece_too() -> None:
@@ -232,7 +275,7 @@ def test_every_character_is_reasoning_text_a_tag_or_whitespace_beside_one(conten
 @given(reasoning=CONTENT.filter(str.strip), content=CONTENT, opened=st.booleans())
 def test_after_reasoning_content_only_its_repetition_is_left_out(reasoning: str, content: str, opened: bool) -> None:
     said, text = split([("r", reasoning), ("c", content)], opened=opened)
-    assert said == reasoning
+    assert said == reasoning.strip()
     assert content.endswith(text)
     left_out = content.removesuffix(text).strip()
     for opening, closing in TAGS:
@@ -242,6 +285,36 @@ def test_after_reasoning_content_only_its_repetition_is_left_out(reasoning: str,
             assert repeated.removesuffix(closing).strip() == whole or (not text and repeated != "")
             return
     assert left_out == ""
+
+
+SPACE = st.text(" \t\n\u2028", max_size=3)
+WORDS = st.lists(st.sampled_from(["a", " ", "\n", "b<", "日"]), max_size=6).map("".join)
+
+
+@given(gaps=st.tuples(SPACE, SPACE, SPACE, SPACE), thought=WORDS, answer=WORDS, data=st.data())
+def test_the_three_forms_of_one_saying_come_out_alike(
+    gaps: tuple[str, str, str, str], thought: str, answer: str, data: st.DataObject
+) -> None:
+    """As a server sends them: its own parser drops the tags, and of the whitespace about them what it likes."""
+    thought = f"{gaps[1]}{thought}{gaps[2]}" or "\n"
+    tagged = f"{gaps[0]}<think>{thought}</think>{gaps[3]}{answer}"
+    expected = thought.strip(), (gaps[3] + answer).lstrip()
+    parsed: list[Delta] = [*(("r", p) for p in cut(thought, data)), *(("c", p) for p in cut(gaps[3] + answer, data))]
+    content: list[Delta] = [("c", p) for p in cut(tagged, data)]
+    legacy: list[Delta] = [("c", gaps[0] + "<think>")]
+    for piece in cut(thought, data):
+        legacy += [("r", piece), ("c", piece)]
+    legacy += [("c", p) for p in cut(f"</think>{gaps[3]}{answer}", data)]
+    assert split(parsed) == split(content) == split(legacy) == expected
+
+
+@given(reasoning=CONTENT, content=CONTENT)
+def test_held_back_of_reasoning_content_is_at_most_whitespace(reasoning: str, content: str) -> None:
+    splitter = ReasoningSplitter()
+    shown = splitter.feed_reasoning(reasoning).reasoning
+    assert shown == reasoning.strip()
+    splitter.feed_text(content)
+    assert splitter.finish().reasoning == ""
 
 
 @given(content=CONTENT, opened=st.booleans())
@@ -265,14 +338,14 @@ def test_content_that_stops_repeating_the_reasoning_is_let_go_at_once() -> None:
 @pytest.mark.parametrize("unit", [" ", "\n\n", "a", "ab ", "<", "</thi", "[/"])
 def test_time_is_in_proportion_to_the_length(unit: str, legacy: bool) -> None:
     def seconds(count: int) -> float:
-        splitter, started = ReasoningSplitter(), time.perf_counter()
+        splitter, started = ReasoningSplitter(), time.thread_time()
         splitter.feed_text("<think>")
         for _ in range(count):
             if legacy:
                 splitter.feed_reasoning(unit)
             splitter.feed_text(unit)
         splitter.finish()
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     small = min(seconds(10_000) for _ in range(3))
     assert seconds(80_000) < 8 * small * 4 + 0.2

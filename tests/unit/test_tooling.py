@@ -22,7 +22,6 @@ from llama_worker.tooling import (
     ToolCallAssembler,
     ToolResultError,
     encode_result,
-    extract_tagged_calls,
     parse_arguments,
     partition,
     tagged_call,
@@ -579,6 +578,13 @@ def test_in_native_mode_a_malformed_one_is_just_text(text: str) -> None:
     assert filtered([text], strict=False) == (text, [])
 
 
+def test_in_native_mode_a_malformed_one_stays_text_behind_a_call_that_is_taken() -> None:
+    assert filtered([f"a{ADD}b<tool_call>c"], strict=False) == (
+        "ab<tool_call>c",
+        [RawCall(None, "add", '{"a": 1}', ADD)],
+    )
+
+
 def test_beside_structured_calls_tagged_ones_stay_text_in_their_place() -> None:
     text = f"a {ADD} b {ISSUE} c <tool_call>"
     assert filtered([text], strict=False, structured=True) == (text, [])
@@ -590,10 +596,3 @@ def test_in_native_mode_text_up_to_the_first_call_is_shown_at_once() -> None:
     assert tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
     assert tool_filter.feed("d") == ""
     assert tool_filter.finish() == " cd"
-
-
-def test_extracts_from_a_whole_text() -> None:
-    assert extract_tagged_calls(f"a{ADD}b<tool_call>c") == (
-        "ab<tool_call>c",
-        (RawCall(None, "add", '{"a": 1}', ADD),),
-    )

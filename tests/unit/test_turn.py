@@ -38,6 +38,44 @@ def test_text_and_reasoning_are_told_apart_and_remembered() -> None:
     assert (it.said_reasoning, it.said_text) == ("hm", "Hello you")
 
 
+@pytest.mark.parametrize("with_tools", [True, False])
+def test_whitespace_around_the_reasoning_is_no_part_of_it_nor_of_the_text(with_tools: bool) -> None:
+    it = turn(with_tools=with_tools)
+    assert it.reasoning("\nhm ") == ("hm", "")
+    assert it.reasoning("so\n") == (" so", "")
+    assert it.text("\n\n") == ("", "")
+    assert it.text("Hello\n") == ("", "Hello\n")
+    assert it.finish() == ("", "")
+    assert (it.said_reasoning, it.said_text) == ("hm so", "Hello\n")
+
+
+@pytest.mark.parametrize("cut_off", [True, False])
+def test_whitespace_at_the_end_of_reasoning_is_dropped_however_the_turn_ends(cut_off: bool) -> None:
+    unparsed, parsed = turn(), turn()
+    unparsed.text("<think>hm\n")
+    parsed.reasoning("hm\n")
+    assert unparsed.finish(cut_off=cut_off) == parsed.finish(cut_off=cut_off) == ("", "")
+    assert unparsed.said_reasoning == parsed.said_reasoning == "hm"
+
+
+def test_reasoning_before_a_structured_call_ends_without_whitespace() -> None:
+    it = turn()
+    it.reasoning("hm\n")
+    it.tool_call(ToolCallDelta(0, "x", "add", "{}"))
+    assert it.finish(cut_off=False) == ("", "")
+    assert it.said_reasoning == "hm"
+    assert it.calls() == [RawCall("x", "add", "{}")]
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+def test_a_tagged_call_after_reasoning_leaves_no_whitespace_before_it(prompted: bool) -> None:
+    it = turn(prompted=prompted)
+    it.reasoning("hm\n")
+    assert say(it, "\n\n", TAGGED[:20], TAGGED[20:]) == ("", "")
+    assert it.said_reasoning == "hm"
+    assert it.calls() == [CALL]
+
+
 def test_reasoning_in_tags_is_reasoning() -> None:
     assert say(turn(), "<thi", "nk>x</think>", "Y") == ("x", "Y")
 
