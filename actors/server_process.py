@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import select
@@ -309,8 +310,16 @@ def can_listen(address: tuple[str, int]) -> bool:
 
 
 def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:
-    """(read end, write end), closed in the end unless that was done before."""
-    read, write = os.pipe()
+    """(read end, write end), closed in the end unless that was done before.
+
+    In a host whose standard streams are closed a pipe may get their numbers, which the guard's own are to have.
+    """
+    low = os.pipe()
+    try:
+        read, write = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in low)
+    finally:
+        for end in low:
+            os.close(end)
     return cleanup.enter_context(io.FileIO(read, "rb")), cleanup.enter_context(io.FileIO(write, "wb"))
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pykka
 import pytest
@@ -24,6 +25,8 @@ PROCESS_WIDE_THREADS = {"llama_worker-timers", "llama_worker-callbacks"}
 FIRST_PORT, LAST_PORT = 20000, 31999  # below those that the kernel hands out by itself
 _SETTLE_S = 3.0
 
+hypothesis.settings.register_profile("busy machine", deadline=None)  # an example that takes long shows nothing there
+hypothesis.settings.load_profile("busy machine")
 
 _LONGEST_FIRST = ("test_supervision.py", "test_scenarios.py", "test_chaos.py", "server", "responses")
 

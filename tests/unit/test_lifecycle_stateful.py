@@ -398,4 +398,4 @@ class WorkerLife(RuleBasedStateMachine):
 
 
 TestWorkerLife = WorkerLife.TestCase
-TestWorkerLife.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestWorkerLife.settings = settings(max_examples=200, stateful_step_count=40)

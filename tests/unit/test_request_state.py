@@ -961,7 +961,7 @@ class RandomRequest(RuleBasedStateMachine):
 
 
 TestRandomRequest = RandomRequest.TestCase
-TestRandomRequest.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestRandomRequest.settings = settings(max_examples=100, stateful_step_count=25)
 
 
 def test_calls_of_a_turn_without_a_finish_reason_are_not_run() -> None:

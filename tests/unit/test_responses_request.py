@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from llama_worker.responses.body import parse_body
 from llama_worker.responses.conversation import chat_messages, seal_reasoning, unseal_reasoning
 from llama_worker.responses.refusal import RequestRefused, refused_by_server
-from llama_worker.responses.request import Recalled, normalise, parse_body, references
+from llama_worker.responses.request import Recalled, normalise, references
 
 USER = {"role": "user", "content": "Hi"}
 PNG = "data:image/png;base64,AAAA"
@@ -262,7 +263,24 @@ def test_what_the_store_does_not_have_is_refused(body: dict[str, Any], recalled:
     assert (refused.value.status, refused.value.code) == (400, "previous_response_not_found")
 
 
+def test_an_item_is_referred_to_once() -> None:
+    with pytest.raises(RequestRefused, match="twice"):
+        references({"input": [{"type": "item_reference", "id": "msg_1"}] * 2})
+
+
 # ---------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize("name", [{"a": 1}, [], 5])
+@pytest.mark.parametrize("choice", ["function", "allowed_tools"])
+def test_a_tool_choice_whose_name_is_none_is_refused(choice: str, name: Any) -> None:
+    chosen = {"type": choice, "name": name, "tools": [{"type": "function", "name": name}]}
+    with pytest.raises(RequestRefused, match="not found"):
+        normalise({"input": "a", "tools": [ADD], "tool_choice": chosen})
+
+
+def test_an_effort_of_no_known_form_is_left_out() -> None:
+    assert normalise({"input": "a", "reasoning": {"effort": []}}).echo["reasoning"]["effort"] is None
 
 
 def test_what_neither_api_knows_passes_through_and_null_is_absent() -> None:
