@@ -277,8 +277,7 @@ def exited(
     match life.state:
         case Launching(first=True):
             reason = StartFailReason.PORT_IN_USE if port_taken else StartFailReason.EXITED
-            if port_taken:
-                detail = f"another process took the port; {detail}"
+            detail = "another process took the port" if port_taken else "the server ended before it was ready"
             error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
             return _start_failed(life, now, error)
         case Launching():

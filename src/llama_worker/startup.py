@@ -38,7 +38,7 @@ class StartupWatch:
         """Why the launch is to be given up; None while it is not."""
         if now - self.worked_at >= profile.startup_timeout_s:
             idle = f"not ready, and no sign of work for startup_timeout_s {profile.startup_timeout_s:g} s"
-            return f"{idle}; {now - self.began_at:.1f} s since the launch"
+            return f"{idle}; {now - self.began_at:.1f} s since the launch; give it longer, or see its last lines"
         if profile.load_timeout_s is not None and now - self.began_at >= profile.load_timeout_s:
             return f"not ready within load_timeout_s {profile.load_timeout_s:g} s"
         return None

@@ -1,4 +1,4 @@
-"""The command, as a person starts it."""
+"""`llama-worker responses-proxy`, as a person starts it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def run(*args: str, **env: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "llama_worker.adapters.cli", *args]
+        command = [sys.executable, "-m", "llama_worker.cli", *args]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PROXY_", "LLAMA_CPP"))}
         process = subprocess.Popen(
             command, env={**inherited, **env}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -1,0 +1,247 @@
+"""The command's options. What a command does stands in a module of its own."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, ParamSpec
+
+import typer
+
+from llama_worker import ConfigError, LlamaWorkerError
+from llama_worker.cli import exits, run_options, run_report, screen
+from llama_worker.cli.exits import Problem, UsageProblem
+from llama_worker.cli.models import find_model
+from llama_worker.cli.ports import free_port
+from llama_worker.cli.run_options import ServerOptions, Timeouts
+from llama_worker.cli.servers import find_server
+
+P = ParamSpec("P")
+
+app = typer.Typer(
+    name="llama-worker",
+    help="llama.cpp's llama-server: ask it, check it, watch it.\n\n" + exits.HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def run_app(arguments: Sequence[str]) -> int:
+    """Run the command; its exit code. For the main thread."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale that is not UTF-8
+    try:
+        app(list(arguments), prog_name="llama-worker")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else exits.FAILED
+    return exits.DONE
+
+
+def _ends(command: Callable[P, int]) -> Callable[P, None]:
+    """The command as typer wants it: what it returns or raises becomes an exit code, and a line for a person."""
+
+    @functools.wraps(command)
+    def ended(*args: P.args, **kwargs: P.kwargs) -> None:
+        raise typer.Exit(_exit_code(lambda: command(*args, **kwargs)))
+
+    return ended
+
+
+def _exit_code(command: Callable[[], int]) -> int:
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except UsageProblem as problem:
+        print(f"llama-worker: {problem}", file=sys.stderr)
+        return exits.USAGE
+    except KeyboardInterrupt:
+        return exits.CANCELED
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO):  # closed; the terminal hung up
+            screen.give_up_output()
+            return exits.OUTPUT_CLOSED
+        print(f"llama-worker: {error}", file=sys.stderr)
+    except (Problem, LlamaWorkerError, TypeError, ValueError) as problem:
+        print(f"llama-worker: {problem}", file=sys.stderr)
+    return exits.FAILED
+
+
+ServerOption = Annotated[
+    str | None,
+    typer.Option("--server", metavar="EXE", help="The llama-server [LLAMA_SERVER, the PATH, this Python environment]."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
+
+
+@app.command("run", epilog=exits.HELP)
+@_ends
+def run_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model: a GGUF file.", show_default=False)],
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to ask; - or none: stdin.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="A conversation; Ctrl-D ends it.")] = False,
+    system: Annotated[
+        str, typer.Option("--system", metavar="TEXT", help="The system prompt.", show_default=False)
+    ] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Of the answer [4096].")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, metavar="X", help="0: the likeliest token.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The same answer again, at the same load.")] = None,
+    exit_tools: Annotated[
+        bool, typer.Option("--exit-tools", help="Offer the model the starter exit tools; its signals are shown.")
+    ] = False,
+    server: ServerOption = None,
+    ctx_size: Annotated[int | None, typer.Option(min=0, metavar="N", help="Tokens of context [the model's].")] = None,
+    gpu_layers: Annotated[str | None, typer.Option(metavar="N|auto|all", help="Layers on GPUs [auto].")] = None,
+    slots: Annotated[int, typer.Option(min=1, metavar="N", help="Slots of the server.")] = 1,
+    server_arg: Annotated[
+        list[str] | None, typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="N", help="[one that is free]")] = None,
+    timeouts: Annotated[Timeouts, typer.Option(help="For which hardware.")] = "slow_prefill",
+    as_json: JsonOption = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, reasoning or numbers.")] = False,
+) -> int:
+    """Start a server, ask the model, end the server.
+
+    The answer's text goes to stdout, everything else to stderr. Ctrl-C cancels the answer and keeps what came;
+    pressed twice it ends everything at once.
+    """
+    if chat and as_json:
+        raise UsageProblem("--chat and --json exclude each other: --json tells of one answer")
+    from llama_worker.cli.run import Talk, run
+
+    talk = Talk(
+        prompt=prompt if chat else _prompt(prompt),
+        system=system,
+        chat=chat,
+        as_json=as_json,
+        quiet=quiet,
+        params=run_options.request_params(max_tokens, temperature, seed),
+    )
+    try:
+        options = ServerOptions(
+            model=find_model(model).path,
+            executable=find_server(server).path,
+            port=port or free_port(),
+            slots=slots,
+            ctx_size=ctx_size,
+            gpu_layers=gpu_layers,
+            server_args=tuple(server_arg or ()),
+            timeouts=timeouts,
+            exit_tools=exit_tools,
+        )
+        try:
+            config = run_options.worker_config(options)
+        except ConfigError as error:
+            hint = "; host, port and slots have options of their own, and are no --server-arg" if server_arg else ""
+            raise UsageProblem(f"{error}{hint}") from error
+        return run(config, talk)
+    except Problem as problem:
+        if as_json:
+            print(json.dumps(run_report.json_without_answer("not_started", problem.reason, problem.what)))
+        raise
+
+
+@app.command("doctor", epilog=exits.HELP)
+@_ends
+def doctor_command(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A GGUF file: a server is started with it, shortly.")
+    ] = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Look for what would keep a server from running well here, and say what to do about it.
+
+    Exit code 0: no problem; 1: a problem.
+    """
+    from llama_worker.cli.doctor import examine
+
+    return examine(model, server, as_json=as_json)
+
+
+@app.command("top", epilog=exits.HELP)
+@_ends
+def top_command(
+    fleet: Annotated[str | None, typer.Argument(metavar="FLEET.toml", help="Ask the servers of a fleet file.")] = None,
+    metrics: Annotated[
+        str | None, typer.Option("--metrics", metavar="URL", help="Ask a running host's metrics endpoint.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=2, metavar="SECONDS", help="Between two looks.")] = 3,
+) -> int:
+    """Watch workers in a live table; q or Ctrl-C ends.
+
+    A metrics endpoint tells everything. A fleet file's servers are asked directly and tell only how they are: their
+    workers live in another process. In a pipe one table is printed.
+    """
+    if (fleet is None) == (metrics is None):
+        raise UsageProblem("give either a fleet file or --metrics URL")
+    from llama_worker.cli import top, top_sources
+
+    source = top_sources.FleetSource(fleet) if fleet else top_sources.MetricsSource(metrics or "")
+    return top.watch(source, once=once, interval_s=interval)
+
+
+@app.command("responses-proxy", epilog=exits.HELP)
+@_ends
+def responses_proxy_command(
+    upstream: Annotated[str | None, typer.Option(metavar="URL", help="The llama-server; also LLAMA_CPP_URL.")] = None,
+    host: Annotated[str, typer.Option(envvar="PROXY_HOST")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(envvar="PROXY_PORT")] = 9998,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The variable that holds the upstream's API key.")
+    ] = None,
+    ca_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Whom to trust for an https upstream [public authorities].")
+    ] = None,
+    max_concurrent: Annotated[
+        int | None, typer.Option(metavar="N", help="Refuse (429) more than N responses at once.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="FILE", help="Start a llama-server with this GGUF file.")] = None,
+    server: Annotated[str, typer.Option(metavar="EXE", help="For --model.")] = "llama-server",
+    slots: Annotated[int, typer.Option(help="Of the server that is started.")] = 1,
+    server_cmd: Annotated[
+        str | None,
+        typer.Option(metavar="CMD", help="Start this llama-server; {host}, {port} and {slots} are filled in."),
+    ] = None,
+) -> int:
+    """Make a llama-server usable by clients that speak only OpenAI's Responses API.
+
+    In front of a server that runs (--upstream), or of one that this command starts and watches over (--model,
+    --server-cmd).
+    """
+    from llama_worker.cli.proxy import ProxyOptions, serve
+
+    return serve(
+        ProxyOptions(
+            upstream=upstream,
+            host=host,
+            port=port,
+            api_key_env=api_key_env,
+            ca_file=ca_file,
+            max_concurrent=max_concurrent,
+            model=model,
+            server=server,
+            slots=slots,
+            server_cmd=server_cmd,
+        )
+    )
+
+
+def _prompt(given: str | None) -> str:
+    """The prompt, from stdin where none was given."""
+    if given in (None, "-"):
+        if sys.stdin.isatty():
+            raise UsageProblem('what is the model to be asked? Give a prompt ("..."), pipe one in, or add --chat')
+        given = sys.stdin.buffer.read().decode(errors="replace")
+    if not given or not given.strip():
+        raise UsageProblem("the prompt is empty")
+    return given

@@ -1,0 +1,258 @@
+"""What `llama-worker doctor` looks at. Nothing here judges; what cannot be seen is None, and raises nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+from llama_worker import LlamaWorker, WorkerConfig
+from llama_worker.adapters.probes import NvidiaProbe
+from llama_worker.cli.exits import Problem
+from llama_worker.cli.interrupts import Interrupts
+from llama_worker.cli.ports import free_port
+from llama_worker.cli.screen import Screen
+from llama_worker.cli.servers import FoundServer
+from llama_worker.cli.starting import make_ready
+from llama_worker.server_traits import server_traits
+
+_ASK_S = 20.0  # a first look at a GPU's driver may take seconds
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """The program. `version` is None where it could not be run; then `said` is what it said instead."""
+
+    path: str
+    how: str
+    version: str | None
+    devices: tuple[str, ...] | None
+    said: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """Sizes are in bytes; a limit that is not set is None."""
+
+    free_port: int | None
+    gpus: tuple[str, ...] | None  # as nvidia-smi names them; None: there is no nvidia-smi that works
+    nvml: bool  # the library can see what processes do on these GPUs
+    proc_stat: bool
+    proc_io: bool
+    hidepid: str | None  # the mount option of /proc
+    available_bytes: int
+    address_space_bytes: int | None
+    open_files: int | None
+    threads_left: int | None
+    pidfd: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A server that was started with the model, and asked."""
+
+    started_in_s: float
+    proc_stat: bool
+    proc_io: bool
+    n_ctx: int | None  # of a slot
+    slots: int | None
+    tools: bool | None  # the chat template can offer tools and show calls
+    system_role: bool | None
+
+
+def look_at_server(found: FoundServer) -> ServerFacts:
+    """Runs the program twice, for its version and its devices."""
+    code, said = _run(found.path, "--version")
+    versions = [line for line in said.splitlines() if line.startswith("version:")]
+    if code != 0 or not versions:
+        return ServerFacts(path=found.path, how=found.how, version=None, devices=None, said=said.strip())
+    code, listed = _run(found.path, "--list-devices")
+    devices = [line.strip() for line in listed.partition("Available devices:")[2].splitlines() if line.strip()]
+    return ServerFacts(
+        path=found.path,
+        how=found.how,
+        version=versions[0].removeprefix("version:").strip(),
+        devices=tuple(line for line in devices if line != "(none)") if code == 0 else None,
+    )
+
+
+def look_at_machine() -> MachineFacts:
+    """Reads limits and /proc, and runs nvidia-smi."""
+    try:
+        port = free_port()
+    except Problem:
+        port = None
+    me = os.getpid()
+    return MachineFacts(
+        free_port=port,
+        gpus=_gpus(),
+        nvml=_has_nvml(),
+        proc_stat=_is_readable(f"/proc/{me}/stat"),
+        proc_io=_is_readable(f"/proc/{me}/io"),
+        hidepid=_hidepid(),
+        available_bytes=_available_bytes(),
+        address_space_bytes=_limit(resource.RLIMIT_AS),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        threads_left=_threads_left(),
+        pidfd=_has_pidfd(),
+    )
+
+
+def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Trial:
+    """Start a server, ask it, stop it. Raises WorkerStartError, Stopped."""
+    with contextlib.closing(LlamaWorker(config)) as worker:
+        began_at = time.monotonic()
+        make_ready(worker, screen, interrupts)
+        started_in_s = time.monotonic() - began_at
+        pid = worker.get_worker_status().get().get("pid", os.getpid())
+        props = _props(f"http://{config.connect_host}:{config.port}/props")
+        return trial_of(
+            props,
+            started_in_s=started_in_s,
+            proc_stat=_is_readable(f"/proc/{pid}/stat"),
+            proc_io=_is_readable(f"/proc/{pid}/io"),
+        )
+
+
+def trial_of(props: Mapping[str, Any], *, started_in_s: float, proc_stat: bool, proc_io: bool) -> Trial:
+    """With what the body of `/props` says; builds differ in what that is. Pure."""
+    traits = server_traits(props, {})
+    defaults, caps = props.get("default_generation_settings"), props.get("chat_template_caps")
+    n_ctx = defaults.get("n_ctx") if isinstance(defaults, Mapping) else None
+    system_role = caps.get("supports_system_role") if isinstance(caps, Mapping) else None
+    return Trial(
+        started_in_s=started_in_s,
+        proc_stat=proc_stat,
+        proc_io=proc_io,
+        n_ctx=n_ctx if isinstance(n_ctx, int) else None,
+        slots=traits.slots,
+        tools=traits.tools,
+        system_role=system_role if isinstance(system_role, bool) else None,
+    )
+
+
+def _props(url: str) -> dict[str, Any]:
+    with requests.Session() as http:
+        http.trust_env = False
+        try:
+            told = http.get(url, timeout=_ASK_S).json()
+        except (requests.RequestException, ValueError):
+            return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _run(*command: str) -> tuple[int | None, str]:
+    """(return code, what it wrote); the code is None where it did not end, or could not be run."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_ASK_S
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"it did not end within {_ASK_S:g} s"
+    except OSError as error:
+        return None, str(error)
+    return done.returncode, done.stdout.decode(errors="replace")
+
+
+def _gpus() -> tuple[str, ...] | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    code, said = _run("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader")
+    return tuple(line.strip() for line in said.splitlines() if line.strip()) if code == 0 else None
+
+
+def _has_nvml() -> bool:
+    try:
+        NvidiaProbe()
+    except Exception:  # whatever a missing package or driver raises
+        return False
+    return True
+
+
+def _is_readable(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return bool(file.read(1))
+    except OSError:
+        return False
+
+
+def _hidepid() -> str | None:
+    for line in (_read(Path("/proc/self/mounts")) or "").splitlines():
+        words = line.split()
+        if words[1:3] == ["/proc", "proc"]:
+            for option in words[3].split(","):
+                if option.startswith("hidepid=") and option not in ("hidepid=0", "hidepid=off"):
+                    return option
+    return None
+
+
+def _available_bytes() -> int:
+    """Of the machine, and of the container where that has less."""
+    machine = psutil.virtual_memory().available
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    return machine if limit is None or used is None else max(0, min(machine, limit - used))
+
+
+def _threads_left() -> int | None:
+    """How many threads this user, or this container, may still start."""
+    left = []
+    of_user = _limit(resource.RLIMIT_NPROC)
+    if of_user is not None and os.geteuid() != 0:  # root may start any number
+        left.append(of_user - _threads_of(os.getuid()))
+    limit, used = _number(_CGROUP / "pids.max"), _number(_CGROUP / "pids.current")
+    if limit is not None and used is not None:
+        left.append(limit - used)
+    return max(0, min(left)) if left else None
+
+
+def _threads_of(uid: int) -> int:
+    count = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == uid:
+                count += process.num_threads()
+    return count
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _has_pidfd() -> bool:
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+    except OSError:
+        return False
+    try:
+        signal.pidfd_send_signal(pidfd, 0)  # 0: only whether it may be sent
+    except OSError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text is not None and text.strip().isdecimal() else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,169 @@
+"""What `llama-worker doctor` makes of what it saw. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial
+from llama_worker.cli.exits import Problem
+from llama_worker.cli.models import Model
+from llama_worker.cli.text import harmless, one_line, seconds, size
+
+Level = Literal["ok", "note", "problem"]
+
+MIN_OPEN_FILES = 256  # a worker needs some 30, each request a few, and the host its own
+MIN_THREADS = 128  # a server starts one per core several times over, a worker ten
+_CONTEXT_SHARE = 0.15  # what context and buffers take beside the model, at the least
+_FREE_MIB = re.compile(r"(\d+) MiB free")
+_SAID_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the answer. Every problem has something `todo`; notes may."""
+
+    level: Level
+    subject: str
+    text: str
+    todo: str | None = None
+
+
+def of_problem(subject: str, problem: Problem) -> Finding:
+    """What another part of the command would stop at."""
+    return Finding("problem", subject, harmless(problem.what), problem.todo)
+
+
+def of_server(server: ServerFacts) -> Iterator[Finding]:
+    """The program and the devices that it can use."""
+    if server.version is None:
+        said = one_line(server.said, _SAID_CHARS) or "nothing"
+        yield Finding(
+            "problem",
+            "llama-server",
+            f"{server.path} ({server.how}) does not tell its version; it says: {said}",
+            "take a build of llama-server for this system (--server), or install the libraries that it misses",
+        )
+        return
+    yield Finding("ok", "llama-server", f"{server.path} ({server.how}), {harmless(server.version)}")
+    if server.devices:
+        yield Finding("ok", "devices", "it can use " + harmless("; ".join(server.devices)))
+    elif server.devices is not None:
+        yield Finding("note", "devices", "it can use no GPU: it computes on the CPU")
+
+
+def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
+    """NVIDIA GPUs: are they used, and is their work seen?"""
+    if not machine.gpus:
+        yield Finding("note", "GPUs", "no NVIDIA GPU is seen (nvidia-smi is absent, or finds none)")
+        return
+    yield Finding("ok", "GPUs", harmless("; ".join(machine.gpus)))
+    if server is not None and server.devices == ():
+        yield Finding(
+            "problem",
+            "GPUs",
+            "this llama-server was built without support for them",
+            "take a build with CUDA (--server), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU",
+        )
+    if not machine.nvml:
+        yield Finding(
+            "problem",
+            "GPUs",
+            "the library cannot see their work, and may take a busy server for a hung one",
+            "pip install 'llama-worker[nvidia]'",
+        )
+
+
+def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
+    """The file against the memory."""
+    yield Finding("ok", "model", f"{model.path}, {size(model.size_bytes)}")
+    on_devices = sum(int(mib) << 20 for text in (server and server.devices) or () for mib in _FREE_MIB.findall(text))
+    available = machine.available_bytes + on_devices
+    compared = f"{size(available)} available, the model's file has {size(model.size_bytes)}"
+    smaller = "a smaller quantisation or a smaller model; or end other programs"
+    if machine.address_space_bytes is not None and machine.address_space_bytes < 2 * model.size_bytes:
+        yield Finding(
+            "problem", "memory", f"a process may have {size(machine.address_space_bytes)} only", "raise `ulimit -v`"
+        )
+    if model.size_bytes > available:
+        yield Finding("problem", "memory", compared, smaller)
+    elif model.size_bytes * (1 + _CONTEXT_SHARE) > available:
+        yield Finding("note", "memory", f"{compared}: little is left for the context", "a small --ctx-size")
+    else:
+        yield Finding("ok", "memory", compared)
+
+
+def of_trial(trial: Trial) -> Iterator[Finding]:
+    """What the server said with the model loaded."""
+    told = f", {trial.n_ctx} tokens of context" if trial.n_ctx is not None else ""
+    yield Finding("ok", "start", f"ready after {seconds(trial.started_in_s)}{told}")
+    if trial.slots not in (None, 1):
+        yield Finding(
+            "problem",
+            "slots",
+            f"asked for 1, the server has {trial.slots}: the program adds options of its own",
+            "let --parallel be passed on to the llama-server unchanged",
+        )
+    match trial.tools:
+        case True:
+            yield Finding("ok", "tools", "native: the model's chat template knows tools")
+        case False:
+            yield Finding(
+                "note",
+                "tools",
+                "prompted: the model's chat template has no tools; the system prompt will explain them",
+                "for native tools another model, or another template (--server-arg --chat-template-file ...)",
+            )
+        case None:
+            yield Finding("note", "tools", "the server does not tell: native, and prompted should it refuse them")
+    if trial.system_role is False:
+        yield Finding("note", "template", "it has no system role: system prompts go elsewhere, or are lost")
+
+
+def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
+    """What the library needs of the system."""
+    if machine.free_port is None:
+        yield Finding("problem", "ports", "no free port was found", "end programs that listen; see `ss -ltn`")
+    else:
+        yield Finding("ok", "ports", f"{machine.free_port} is free")
+    stat, io = (trial.proc_stat, trial.proc_io) if trial else (machine.proc_stat, machine.proc_io)
+    hidden = f" (/proc is mounted with {machine.hidepid})" if machine.hidepid else ""
+    if not stat:
+        text = f"the CPU time of processes cannot be read{hidden}: a slow server cannot be told from a hung one"
+        yield Finding("problem", "/proc", text, "mount /proc in the container, without hidepid")
+    elif not io:
+        text = f"CPU time can be read, disk reads cannot{hidden}: a model that loads slowly may look hung"
+        yield Finding("note", "/proc", text, "run the server as the same user; --timeouts slow_prefill")
+    else:
+        yield Finding("ok", "/proc", f"CPU time and disk reads can be seen{hidden}")
+    yield from _limits(machine)
+    if machine.pidfd:
+        yield Finding("ok", "pidfd", "supported")
+    else:
+        yield Finding("problem", "pidfd", "not supported here", "a Linux kernel from 5.3 on, not emulated")
+
+
+def _limits(machine: MachineFacts) -> Iterator[Finding]:
+    files, threads = machine.open_files, machine.threads_left
+    if files is not None and files < MIN_OPEN_FILES:
+        yield Finding("problem", "open files", f"the limit is {files}", f"ulimit -n {4 * MIN_OPEN_FILES}")
+    else:
+        yield Finding("ok", "open files", "no limit" if files is None else f"the limit is {files}")
+    if threads is not None and threads < MIN_THREADS:
+        todo = "raise `ulimit -u`, or the container's limit of pids; or end other programs"
+        yield Finding("problem", "threads", f"{threads} more can be started", todo)
+    else:
+        yield Finding("ok", "threads", "no limit" if threads is None else f"{threads} more can be started")
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """For a person."""
+    width = max(len(finding.subject) for finding in findings)
+    shown = []
+    for finding in findings:
+        shown.append(f"{finding.level:<8} {finding.subject:<{width}}  {finding.text}")
+        if finding.todo:
+            shown.append(f"{'':<8} {'':<{width}}  what to do: {finding.todo}")
+    return shown

@@ -1,0 +1,33 @@
+"""How the command ends. Pure."""
+
+from __future__ import annotations
+
+DONE = 0
+FAILED = 1
+USAGE = 2
+CANCELED = 130  # 128 + SIGINT, as shells have it
+OUTPUT_CLOSED = 141  # 128 + SIGPIPE
+
+HELP = (
+    "Exit codes: 0 done; 1 it could not start, or failed; 2 wrong usage; 130 cancelled by Ctrl-C;"
+    " 141 whoever read the output went away; 129, 143 ended by SIGHUP, SIGTERM."
+)
+
+
+class Problem(Exception):
+    """The command cannot go on. `reason` is a word for programs; `todo` tells a person what to do."""
+
+    def __init__(self, reason: str, what: str, todo: str) -> None:
+        super().__init__(f"{what}\n  what to do: {todo}")
+        self.reason = reason
+        self.what = what
+        self.todo = todo
+
+
+class UsageProblem(Exception):
+    """What was given on the command line cannot be meant so; exit code 2."""
+
+
+def by_signal(number: int) -> int:
+    """The exit code of a command that a signal ended."""
+    return 128 + number

@@ -1,0 +1,75 @@
+"""Ctrl-C and the signals that end a program, for the main thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Self
+
+from llama_worker.cli import exits
+
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Interrupts:
+    """Counts while it is entered. Nothing is interrupted but what runs in `raising`; the others look at it.
+
+    A second Ctrl-C, or any signal after SIGTERM, ends the process at once: the guard process then ends the server.
+    """
+
+    def __init__(self) -> None:
+        self.presses = 0  # of Ctrl-C, since the last `forgive`
+        self.ended_by: int | None = None  # SIGTERM or SIGHUP
+        self._raises = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup
+            self._before[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def asked(self) -> bool:
+        """Somebody wants it to end."""
+        return self.presses > 0 or self.ended_by is not None
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that ends because it was asked to."""
+        return exits.CANCELED if self.ended_by is None else exits.by_signal(self.ended_by)
+
+    def forgive(self) -> None:
+        """What was pressed has had its effect."""
+        self.presses = 0
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """A signal raises KeyboardInterrupt: for what waits for a person."""
+        self._raises = True
+        try:
+            if self.asked:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raises = False
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self.ended_by is not None or (number == signal.SIGINT and self.presses):
+            with contextlib.suppress(OSError):
+                os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + b"\nstopped at once\n")
+            os._exit(exits.by_signal(number))
+        if number == signal.SIGINT:
+            self.presses += 1
+        else:
+            self.ended_by = number
+        if self._raises:
+            raise KeyboardInterrupt

@@ -1,0 +1,115 @@
+"""`llama-worker responses-proxy`: OpenAI's Responses API in front of a llama-server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from llama_worker import LlamaWorker, WorkerConfig, llama_server_cmd
+from llama_worker.cli import exits
+from llama_worker.cli.exits import Problem
+from llama_worker.cli.ports import free_port
+
+_LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyOptions:
+    """One of `upstream`, `model` and `server_cmd` says which server."""
+
+    upstream: str | None
+    host: str
+    port: int
+    api_key_env: str | None
+    ca_file: str | None
+    max_concurrent: int | None
+    model: str | None
+    server: str
+    slots: int
+    server_cmd: str | None
+
+
+def serve(options: ProxyOptions) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code. For the main thread."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    ended = _ended_by_signal()
+    try:
+        from llama_worker.responses_proxy import ResponsesProxy, ResponsesProxyConfig
+    except ModuleNotFoundError as error:
+        raise Problem("no_extra", f"{error.name} is missing", "pip install 'llama-worker[responses]'") from error
+    api_key = _api_key(options.api_key_env)
+    with _upstream(options, api_key) as upstream:
+        config = ResponsesProxyConfig(
+            upstream=upstream,
+            host=options.host,
+            port=options.port,
+            api_key=api_key,
+            ca_file=options.ca_file,
+            max_concurrent=options.max_concurrent,
+        )
+        proxy = ResponsesProxy(config)
+        try:
+            proxy.start().get()
+            print(f"{proxy.base_url} for {config.base_url}", flush=True)
+            ended.wait()
+        finally:
+            proxy.close()
+    return exits.DONE
+
+
+@contextlib.contextmanager
+def _upstream(options: ProxyOptions, api_key: str | None) -> Iterator[str]:
+    """The URL of the server that is there, or of one that is started and, at the end, stopped."""
+    starts = [given for given in (options.model, options.server_cmd) if given]
+    if len(starts) + bool(options.upstream) > 1:
+        raise ValueError("give one of --upstream, --model and --server-cmd")
+    if not starts:
+        url = options.upstream or os.environ.get("LLAMA_CPP_URL")
+        if not url:
+            raise ValueError("give --upstream (or LLAMA_CPP_URL), --model or --server-cmd")
+        yield url
+        return
+    config = _worker_config(options, api_key)
+    with LlamaWorker(config):
+        yield f"http://{config.host}:{config.port}"
+
+
+def _worker_config(options: ProxyOptions, api_key: str | None) -> WorkerConfig:
+    port, slots = free_port(), options.slots
+    if options.model:
+        command = llama_server_cmd(options.model, host=_LOCALHOST, port=port, slots=slots, executable=options.server)
+    else:
+        fill = {"{host}": _LOCALHOST, "{port}": str(port), "{slots}": str(slots)}
+        words = shlex.split(options.server_cmd or "")
+        for name, value in fill.items():
+            words = [word.replace(name, value) for word in words]
+        command = tuple(words)
+    env = {"LLAMA_API_KEY": api_key} if api_key else {}
+    return WorkerConfig("responses-proxy", _LOCALHOST, port, command, slots=slots, api_key=api_key, env=env)
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ValueError(f"--api-key-env: the variable {variable} is not set")
+    return key
+
+
+def _ended_by_signal() -> threading.Event:
+    ended = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return ended

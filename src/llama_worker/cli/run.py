@@ -1,0 +1,185 @@
+"""`llama-worker run`: one model on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama_worker import (
+    ChatMessage,
+    LlamaWorker,
+    RequestResult,
+    WorkerConfig,
+    WorkerStartError,
+)
+from llama_worker.cli import advice, exits, run_report
+from llama_worker.cli.exits import Problem
+from llama_worker.cli.flow import Flow
+from llama_worker.cli.interrupts import Interrupts
+from llama_worker.cli.screen import Screen
+from llama_worker.cli.starting import Stopped, log_tail, make_ready
+from llama_worker.cli.text import harmless
+
+_TICK_S = 0.05
+_LOG_LINES = 10  # of a server that died
+_JOB = "run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Talk:
+    """What is to be said to the model."""
+
+    prompt: str | None
+    system: str = ""
+    chat: bool = False
+    as_json: bool = False
+    quiet: bool = False
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+def run(config: WorkerConfig, talk: Talk) -> int:
+    """Start the server, ask, end the server; the exit code. For the main thread."""
+    logging.getLogger("llama_worker").addHandler(logging.NullHandler())  # what it says is shown here already
+    screen = Screen(quiet=talk.quiet, shows_text=not talk.as_json)
+    with Interrupts() as interrupts, contextlib.closing(LlamaWorker(config)) as worker:
+        session = _Session(worker, screen, interrupts, talk)
+        try:
+            return session.chat() if talk.chat else session.ask_once()
+        except WorkerStartError as error:
+            raise run_report.start_problem(error) from error
+        finally:
+            screen.activity_over()
+
+
+class _Session:
+    """A worker and the person in front of it."""
+
+    def __init__(self, worker: LlamaWorker, screen: Screen, interrupts: Interrupts, talk: Talk) -> None:
+        self._worker = worker
+        self._screen = screen
+        self._interrupts = interrupts
+        self._talk = talk
+        self._warned: set[str] = set()
+
+    def ask_once(self) -> int:
+        """One prompt, one answer."""
+        try:
+            self._make_ready()
+        except Stopped:
+            return self._stopped_before("cancelled while the server was starting")
+        result = self._ask(self._talk.prompt or "", ())
+        if self._talk.as_json:
+            self._screen.activity_over()
+            warnings = self._worker.get_worker_status().get()["warnings"]
+            print(json.dumps(run_report.json_report(result, warnings)), flush=True)
+        self._end_of(result)
+        return self._interrupts.exit_code if self._interrupts.asked else run_report.exit_code(result)
+
+    def chat(self) -> int:
+        """A conversation, until the end of the input; what was said is kept for the next turn."""
+        history: list[ChatMessage] = []
+        try:
+            self._make_ready()
+            for prompt in self._prompts():
+                self._make_ready()
+                result = self._ask(prompt, history)
+                self._end_of(result)
+                history = run_report.history_with(history, prompt, result)
+                if self._interrupts.ended_by is not None:
+                    break
+                self._interrupts.forgive()
+        except Stopped:
+            return self._stopped_before("ended")
+        return exits.DONE if self._interrupts.ended_by is None else self._interrupts.exit_code
+
+    def _stopped_before(self, how: str) -> int:
+        self._screen.complain(how)
+        if self._talk.as_json:
+            print(json.dumps(run_report.json_without_answer("canceled", "canceled", how)), flush=True)
+        return self._interrupts.exit_code
+
+    def _make_ready(self) -> None:
+        """Start the server unless it is there, and pass on its warnings once. Raises WorkerStartError, Stopped."""
+        make_ready(self._worker, self._screen, self._interrupts)
+        for line in self._worker.get_worker_status().get()["warnings"]:
+            if line not in self._warned:
+                self._warned.add(line)
+                self._screen.say(f"note: {harmless(line)}")
+
+    def _ask(self, prompt: str, history: list[ChatMessage] | tuple[()]) -> RequestResult:
+        """The answer, shown as it comes; Ctrl-C cancels it."""
+        talk = self._talk
+        admitted = self._worker.submit(_JOB, talk.system, prompt, params=talk.params, messages=history).get()
+        if not admitted["ok"]:
+            todo = advice.for_refusal(admitted["error"])
+            raise Problem(admitted["error"], f"the request was refused: {admitted['error']}", todo)
+        request_id = admitted["request_id"]
+        result = self._worker.result(request_id)
+        flow, offsets, cancelled = Flow(), {"text_offset": 0, "reasoning_offset": 0}, False
+        while True:
+            over = result.done()  # asked before the output: then this is all of it
+            chunk = self._worker.read_output(request_id, **offsets).get()
+            assert chunk["ok"], chunk
+            offsets = {"text_offset": chunk["text_offset"], "reasoning_offset": chunk["reasoning_offset"]}
+            self._screen.show(flow.feed(chunk["reasoning"], chunk["text"]))
+            if over:
+                break
+            if self._interrupts.asked and not cancelled:
+                self._worker.cancel(request_id)
+                cancelled = True
+            if flow.is_empty or talk.as_json:
+                self._show_work(request_id)
+            time.sleep(_TICK_S)
+        self._screen.show(flow.end())
+        self._screen.activity_over()
+        ended = result.get()
+        assert ended["ok"], ended
+        return ended
+
+    def _show_work(self, request_id: int) -> None:
+        status = self._worker.get_status(request_id).get()
+        if status["ok"]:
+            self._screen.activity(run_report.working(status))
+
+    def _end_of(self, result: RequestResult) -> None:
+        tell = self._screen.say if run_report.exit_code(result) == exits.DONE else self._screen.complain
+        for line in run_report.ending(result, log_tail(self._worker, _LOG_LINES)):
+            tell(line)
+
+    def _prompts(self) -> Iterator[str]:
+        """What the person says: lines of stdin that are not empty. Raises Stopped."""
+        if sys.stdin.isatty():
+            self._screen.say("Ctrl-D ends the conversation; Ctrl-C cancels an answer.")
+        if self._talk.prompt:
+            yield self._talk.prompt
+        while True:
+            try:
+                with self._interrupts.raising():
+                    line = _read_line()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                raise Stopped from None
+            if line.strip():
+                yield line.strip()
+
+
+def _read_line() -> str:
+    """A line of stdin, which a person at the terminal can edit. Raises EOFError at the end."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        importlib.import_module("readline")  # input() uses it once it is there
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            raise
+    if line := sys.stdin.readline():
+        return line
+    raise EOFError

@@ -1,0 +1,142 @@
+"""Where `llama-worker run` writes: an answer's text on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from llama_worker.cli.flow import Piece
+from llama_worker.cli.run_report import Activity
+
+_SAID_EVERY_S = 10.0  # where no bar can be drawn
+
+
+class Screen:
+    """For one thread. `quiet` leaves problems and, if `shows_text`, the text. Writes raise BrokenPipeError."""
+
+    def __init__(self, *, quiet: bool = False, shows_text: bool = True) -> None:
+        self._console = console_for(sys.stderr)
+        self._quiet = quiet
+        self._shows_text = shows_text
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._styled = is_styled(self._console)
+        self._bar: _Bar | None = None
+        self._began_at = 0.0
+        self._label: str | None = None
+        self._said_at = 0.0
+        self._in_reasoning = False
+
+    def activity(self, activity: Activity) -> None:
+        """What is being waited for, until something else is written."""
+        if self._quiet:
+            return
+        if self._is_live:
+            self._bar = self._bar or _Bar(self._console)
+            self._bar.show(activity)
+            return
+        now = time.monotonic()
+        kind = activity.label.partition(":")[0]
+        if self._label is None:
+            self._began_at = now
+        elif kind == self._label and now - self._said_at < _SAID_EVERY_S:
+            return
+        self._label, self._said_at = kind, now
+        self._write_err(activity.line(now - self._began_at) + "\n")
+
+    def activity_over(self) -> None:
+        """Nothing is waited for any more."""
+        self._label = None
+        if self._bar is not None:
+            self._bar.end()
+            self._bar = None
+
+    def show(self, pieces: Iterable[Piece]) -> None:
+        """A part of an answer."""
+        for piece in pieces if self._shows_text else ():
+            self.activity_over()
+            if piece.channel == "text":
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+            elif not self._quiet:
+                self._aside(piece)
+
+    def say(self, line: str) -> None:
+        """A line beside the answer."""
+        if not self._quiet:
+            self._line(line, style="dim")
+
+    def complain(self, line: str) -> None:
+        """A line that a person must see."""
+        self._line(line, style="yellow")
+
+    def _line(self, line: str, style: str) -> None:
+        self.activity_over()
+        self._write_err(line + "\n", style)
+
+    def _aside(self, piece: Piece) -> None:
+        if piece.channel == "reasoning" and not self._in_reasoning and not self._styled:
+            self._write_err("[reasoning]\n")
+        self._in_reasoning = piece.channel == "reasoning"
+        self._write_err(piece.text, style="dim")
+
+    def _write_err(self, text: str, style: str = "") -> None:
+        if self._styled:
+            self._console.print(Text(text, style=style), end="", soft_wrap=True)
+        else:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+class _Bar:
+    """A line that shows what goes on, and vanishes."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[counts]}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task: TaskID = self._progress.add_task("", total=None, counts="")
+        self._progress.start()
+
+    def show(self, activity: Activity) -> None:
+        counts = f"{activity.done}/{activity.total}" if activity.total is not None else ""
+        self._progress.update(
+            self._task, description=activity.label, completed=activity.done, total=activity.total, counts=counts
+        )
+        self._progress.refresh()
+
+    def end(self) -> None:
+        self._progress.stop()
+
+
+def console_for(stream: TextIO) -> Console:
+    """Draws on a stream only if that is a terminal, whatever the environment says; model text is never markup."""
+    return Console(file=stream, force_terminal=stream.isatty(), markup=False, emoji=False, highlight=False)
+
+
+def is_styled(console: Console) -> bool:
+    """Whether bold, dim and colours may be used there."""
+    return console.is_terminal and not console.no_color and not console.is_dumb_terminal
+
+
+def give_up_output() -> None:
+    """Whoever read stdout or stderr went away: what is still buffered goes nowhere, and nobody hears of it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -1,0 +1,48 @@
+"""Text as it may stand on a terminal. Pure."""
+
+from __future__ import annotations
+
+_PICTURES = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}  # ESC becomes a visible sign
+_KEPT = {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
+_LOST = dict.fromkeys(
+    (
+        *range(0x80, 0xA0),  # C1: an 8-bit ESC [ among them
+        *range(0x202A, 0x202F),  # what turns the reading direction of all that follows
+        *range(0x2066, 0x206A),
+        *range(0xD800, 0xE000),  # halves of surrogate pairs: no encoding takes them
+    ),
+    0xFFFD,
+)
+_HARMLESS: dict[int, int | str] = {**_PICTURES, **_LOST, **_KEPT}
+
+
+def harmless(text: str) -> str:
+    """The text without anything that a terminal obeys: only newlines and tabs are left, carriage returns are dropped.
+
+    Character by character: text may be cut anywhere and shown piece by piece.
+    """
+    return text.translate(_HARMLESS)
+
+
+def one_line(text: str, width: int) -> str:
+    """Harmless, on one line of at most `width` characters."""
+    line = " ".join(harmless(text).split())
+    return line if len(line) <= width else line[: max(0, width - 3)] + "..."
+
+
+def size(count_bytes: float) -> str:
+    """`98.1 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count_bytes < 1024:
+            return f"{count_bytes:.0f} B" if unit == "B" else f"{count_bytes:.1f} {unit}"
+        count_bytes /= 1024
+    return f"{count_bytes:.1f} GiB"
+
+
+def seconds(duration_s: float) -> str:
+    """`0.4 s`, `12 s`, `3 min 20 s`."""
+    if duration_s < 10:
+        return f"{duration_s:.1f} s"
+    if duration_s < 120:
+        return f"{duration_s:.0f} s"
+    return f"{int(duration_s) // 60} min {int(duration_s) % 60} s"

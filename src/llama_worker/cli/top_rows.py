@@ -1,0 +1,241 @@
+"""The rows of `llama-worker top`, from what a metrics endpoint or servers answered. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama_worker.cli.text import harmless, one_line
+
+HEADINGS = ("worker", "state", "slots", "tok/s", "done", "failed", "cancel", "restart", "last reason")
+_RATE_WINDOW_S = 60.0  # a worker counts a request's tokens when it ends: a shorter window would flicker
+UNKNOWN = "-"
+_SERVER_METRIC = re.compile(r"^llamacpp:(requests_processing|tokens_predicted_total) ([\d.e+]+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One worker; None where the source does not tell."""
+
+    worker: str
+    state: str
+    slots_used: int | None = None
+    slots_total: int | None = None
+    tokens_per_s: float | None = None
+    completed: int | None = None
+    failed: int | None = None
+    canceled: int | None = None
+    restarts: int | None = None
+    last_reason: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """Under HEADINGS."""
+        speed = UNKNOWN if self.tokens_per_s is None else f"{self.tokens_per_s:.1f}"
+        counts = (self.completed, self.failed, self.canceled, self.restarts)
+        return (
+            one_line(self.worker, 60) or UNKNOWN,
+            harmless(self.state),
+            f"{_shown(self.slots_used)}/{_shown(self.slots_total)}",
+            speed,
+            *map(_shown, counts),
+            one_line(self.last_reason, 60) or UNKNOWN,
+        )
+
+
+def plain_table(rows: Sequence[Row]) -> str:
+    """Columns of text, for pipes."""
+    table = [HEADINGS, *(row.cells() for row in rows)]
+    widths = [max(len(cells[column]) for cells in table) for column in range(len(HEADINGS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table
+    )
+
+
+# ---------------------------------------------------------------- a host's metrics endpoint
+
+
+@dataclass(slots=True)
+class _Counted:
+    """One worker's samples of one scrape."""
+
+    state: str = UNKNOWN
+    slots: int | None = None
+    slots_used: int | None = None
+    tokens: float = 0.0
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # (outcome, reason)
+    restarts: Counter[str] = field(default_factory=Counter)
+
+
+Sample = tuple[str, Mapping[str, str], float]
+"""A sample of the Prometheus text format: name, labels, value."""
+
+
+class MetricsHistory:
+    """Scrapes of one endpoint, in their order."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, _Counted] = {}
+        self._last_reason: dict[str, str] = {}
+        self._rates: dict[str, _Rate] = {}
+
+    def rows(self, samples: Iterable[Sample], at: float) -> list[Row]:
+        """The workers after this scrape; `at` is monotonic seconds."""
+        counted = _counted(samples)
+        rows = []
+        for name, now in sorted(counted.items()):
+            reason = _grown(now, self._before.get(name))
+            if reason:
+                self._last_reason[name] = reason
+            outcomes = Counter[str]()
+            for (outcome, _), count in now.requests.items():
+                outcomes[outcome] += count
+            rows.append(
+                Row(
+                    worker=name,
+                    state=now.state,
+                    slots_used=now.slots_used,
+                    slots_total=now.slots,
+                    tokens_per_s=self._rates.setdefault(name, _Rate()).add(now.tokens, at),
+                    completed=outcomes["completed"],
+                    failed=outcomes["failed"],
+                    canceled=outcomes["canceled"],
+                    restarts=now.restarts.total(),
+                    last_reason=self._last_reason.get(name, ""),
+                )
+            )
+        self._before = counted
+        return rows
+
+
+class _Rate:
+    """Of a counter, over the last minute."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, float]] = deque()
+
+    def add(self, value: float, at: float) -> float | None:
+        if self._points and value < self._points[-1][1]:
+            self._points.clear()  # another program: it counts from zero
+        self._points.append((at, value))
+        while at - self._points[0][0] > _RATE_WINDOW_S:
+            self._points.popleft()
+        began_at, first = self._points[0]
+        return (value - first) / (at - began_at) if at > began_at else None
+
+
+def _counted(samples: Iterable[Sample]) -> dict[str, _Counted]:
+    found: dict[str, _Counted] = {}
+    for name, labels, value in samples:
+        if not name.startswith("llama_worker_") or "worker" not in labels:
+            continue
+        worker = found.setdefault(labels["worker"], _Counted())
+        match name.removeprefix("llama_worker_"):
+            case "state" if value:
+                worker.state = labels.get("state", UNKNOWN)
+            case "slots":
+                worker.slots = int(value)
+            case "slots_used":
+                worker.slots_used = int(value)
+            case "generated_tokens_total":
+                worker.tokens = value
+            case "requests_total":
+                worker.requests[labels.get("outcome", ""), labels.get("reason", "")] = int(value)
+            case "restarts_total":
+                worker.restarts[labels.get("cause", "")] = int(value)
+    return found
+
+
+def _grown(now: _Counted, before: _Counted | None) -> str:
+    """Why something failed or restarted since the look before; at the first look, what can only be it."""
+    reasons = Counter({f"restart: {cause}": count for cause, count in now.restarts.items()})
+    reasons += Counter({reason: count for (outcome, reason), count in now.requests.items() if outcome == "failed"})
+    if before is None:
+        return next(iter(reasons)) if len(reasons) == 1 else ""
+    reasons -= Counter({f"restart: {cause}": count for cause, count in before.restarts.items()})
+    reasons -= Counter({reason: count for (outcome, reason), count in before.requests.items() if outcome == "failed"})
+    return max(reasons, key=lambda reason: reasons[reason], default="")
+
+
+# ---------------------------------------------------------------- servers themselves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What a server said. `health`: the status of /health, or a word for why there was none."""
+
+    worker: str
+    slots_configured: int
+    health: int | str
+    slots: list[Any] | None = None
+    metrics: str | None = None
+
+
+class ServersHistory:
+    """Answers of the same servers, in their order."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[float, dict[tuple[object, object], float]]] = {}
+
+    def rows(self, answers: Iterable[Answers], at: float) -> list[Row]:
+        """The workers after this round; `at` is monotonic seconds."""
+        return [self._row(answer, at) for answer in answers]
+
+    def _row(self, answer: Answers, at: float) -> Row:
+        state, reason = _health(answer.health)
+        used, total = None, answer.slots_configured
+        tokens: dict[tuple[object, object], float] = {}
+        if answer.slots is not None:
+            slots = [slot for slot in answer.slots if isinstance(slot, dict)]
+            used, total = sum(bool(slot.get("is_processing")) for slot in slots), len(slots)
+            tokens = {(slot.get("id"), slot.get("id_task")): _decoded(slot) for slot in slots}
+            if total != answer.slots_configured:
+                reason = f"the file says {answer.slots_configured} slots"
+        elif answer.metrics is not None:
+            told = {name: float(value) for name, value in _SERVER_METRIC.findall(answer.metrics)}
+            used = int(told.get("requests_processing", 0))
+            tokens = {("all", None): told.get("tokens_predicted_total", 0.0)}
+        return Row(
+            worker=answer.worker,
+            state=state,
+            slots_used=used,
+            slots_total=total,
+            tokens_per_s=self._rate(answer.worker, tokens, at),
+            last_reason=reason,
+        )
+
+    def _rate(self, worker: str, tokens: dict[tuple[object, object], float], at: float) -> float | None:
+        before = self._before.get(worker)
+        self._before[worker] = (at, tokens)
+        if before is None or not tokens or at <= before[0]:
+            return None
+        grown = sum(max(0.0, count - before[1].get(key, 0.0)) for key, count in tokens.items())
+        return grown / (at - before[0])
+
+
+def _health(health: int | str) -> tuple[str, str]:
+    """(state, what there is to say about it)."""
+    match health:
+        case 200:
+            return "ready", ""
+        case 503:
+            return "loading", ""
+        case int():
+            return "ill", f"/health: {health}"
+        case _:
+            return "down", health
+
+
+def _decoded(slot: Mapping[str, Any]) -> float:
+    """Tokens that the slot's task has generated; `next_token` is a list in b11434, an object in older builds."""
+    token = slot.get("next_token")
+    if isinstance(token, list):
+        token = token[0] if token else None
+    count = token.get("n_decoded") if isinstance(token, dict) else None
+    return float(count) if isinstance(count, int) else 0.0
+
+
+def _shown(count: int | None) -> str:
+    return UNKNOWN if count is None else str(count)

@@ -1,0 +1,189 @@
+"""`llama-worker doctor` and `llama-worker top`, as a person starts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, start_http_server
+
+from llama_worker import LlamaWorker, WorkerConfig
+from llama_worker.adapters.metrics import WorkerCollector
+from tests.cli.conftest import COLUMNS, WAIT_S, MakeProgram, Run, Terminal
+from tests.fake_script import Answer, Exit, Finish, HttpError, Reply, Script, Text, WaitClose, fake_server_cmd
+from tests.responses.conftest import MakeClient
+
+OpenTerminal = Callable[..., Terminal]
+HOST = "127.0.0.1"
+
+
+def told(run: Run, *args: str, **env: str) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
+    """(exit code, the object, its findings by subject)."""
+    done = run("doctor", *args, "--json", **env)
+    report = json.loads(done.stdout)
+    return done.returncode, report, {finding["subject"]: finding for finding in report["findings"]}
+
+
+def test_the_doctor_finds_nothing_wrong(run: Run, program: MakeProgram, model: str) -> None:
+    server = program()
+    code, report, findings = told(run, model, LLAMA_SERVER=server.path)
+    problems = [finding for finding in report["findings"] if finding["level"] == "problem"]
+    assert (code, report["ok"]) == (int(bool(problems)), not problems)
+    assert (report["server"]["how"], report["server"]["version"]) == ("LLAMA_SERVER", "7 (fake)")
+    assert "4096 tokens of context" in findings["start"]["text"]
+    assert findings["tools"]["text"].startswith("native")
+    assert findings["/proc"]["level"] == "ok"
+    assert server.is_gone()
+
+
+def test_the_doctor_says_that_tools_will_be_prompted(run: Run, program: MakeProgram, model: str) -> None:
+    caps = {"supports_tools": False, "supports_tool_calls": False, "supports_system_role": False}
+    server = program(Script(props=[Answer(body={"total_slots": 4, "chat_template_caps": caps})]))
+    code, _, findings = told(run, model, "--server", server.path)
+    assert findings["tools"]["text"].startswith("prompted")
+    assert findings["template"]["level"] == "note"
+    assert (code, findings["slots"]["level"]) == (1, "problem")  # asked for one
+
+
+@pytest.mark.parametrize(
+    ("args", "subject", "said"),
+    [
+        (["--server", "/no/such/server"], "llama-server", "does not exist"),
+        (["/no/such.gguf"], "model", "there is no file"),
+    ],
+)
+def test_the_doctor_names_a_problem_and_goes_on(run: Run, args: list[str], subject: str, said: str) -> None:
+    code, report, findings = told(run, *args)
+    assert (code, report["ok"], findings[subject]["level"]) == (1, False, "problem")
+    assert said in findings[subject]["text"]
+    assert findings[subject]["todo"]
+    assert "pidfd" in findings
+
+
+def test_the_doctor_tells_why_a_server_does_not_start(run: Run, program: MakeProgram, model: str) -> None:
+    log = "llama_model_load: error loading model: unknown model architecture: 'new'"
+    done = run("doctor", model, "--server", program(Script(exits=[Exit(1, "before_bind", log=[log])])).path)
+    assert done.returncode == 1
+    assert "problem  start" in done.stdout
+    assert log in done.stdout
+    assert "what to do: this llama-server is too old for the model" in done.stdout
+
+
+def test_the_doctor_takes_no_other_program_for_a_server(run: Run) -> None:
+    code, _, findings = told(run, "--server", "/bin/true")
+    assert (code, findings["llama-server"]["level"]) == (1, "problem")
+
+
+# ---------------------------------------------------------------- top
+
+
+@pytest.fixture
+def fleet(make_client: MakeClient, tmp_path: Path, free_port: Callable[[], int]) -> Path:
+    """A fleet of two: one scripted server with two slots, one that is not there."""
+    up = make_client(slots=2)
+    port = int(up.proxy.config.upstream.rpartition(":")[2])
+    path = tmp_path / "fleet.toml"
+    path.write_text(
+        f'[defaults]\nhost = "{HOST}"\nmodel = "m.gguf"\nslots = 2\n'
+        f"[workers.planner]\nport = {port}\n[workers.coder]\nport = {free_port()}\n"
+    )
+    return path
+
+
+def test_top_asks_the_servers_of_a_fleet(run: Run, fleet: Path) -> None:
+    done = run("top", str(fleet), "--once")
+    assert (done.returncode, done.stderr) == (0, "")
+    heading, planner, coder = (line.split() for line in done.stdout.splitlines())
+    assert heading[:3] == ["worker", "state", "slots"]
+    assert planner == ["planner", "ready", "0/2", "-", "-", "-", "-", "-", "-"]
+    assert coder == ["coder", "down", "-/2", "-", "-", "-", "-", "-", "connection", "refused"]
+
+
+def test_top_is_live_until_q(terminal: OpenTerminal, fleet: Path) -> None:
+    screen = terminal("top", str(fleet), "--interval", "2")
+    screen.expect("planner", count=2)
+    screen.send("q")
+    assert screen.wait() == 0
+    assert "connection" in screen.shown
+    assert max(map(len, screen.shown.splitlines())) <= COLUMNS
+
+
+def test_ctrl_c_ends_top(terminal: OpenTerminal, fleet: Path) -> None:
+    screen = terminal("top", str(fleet))
+    screen.expect("q or Ctrl-C ends")
+    screen.send("\x03")
+    assert screen.wait() == 0
+
+
+@pytest.fixture
+def metrics_url(free_port: Callable[[], int]) -> Iterator[str]:
+    """The endpoint of a host with one worker: one request completed, one failed, one runs."""
+    port, metrics_port = free_port(), free_port()
+    script = Script(
+        replies=[
+            Reply([Text("ok"), Finish()], marker="good"),
+            Reply([HttpError(400, "no")], marker="bad"),
+            Reply([Text("..."), WaitClose()], marker="long"),
+        ]
+    )
+    command = fake_server_cmd(script, host=HOST, port=port, slots=2)
+    registry = CollectorRegistry()
+    server, thread = start_http_server(metrics_port, addr=HOST, registry=registry)
+    with LlamaWorker(WorkerConfig("planner", HOST, port, command, slots=2)) as worker:
+        registry.register(WorkerCollector([worker]))
+        for prompt in ("good", "bad"):
+            job = worker.submit(prompt, "", prompt).get(timeout=WAIT_S)
+            assert job["ok"]
+            worker.result(job["request_id"]).get(timeout=WAIT_S)
+        worker.submit("long", "", "long").get(timeout=WAIT_S)
+        yield f"http://{HOST}:{metrics_port}/metrics"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_top_reads_a_hosts_metrics(run: Run, metrics_url: str) -> None:
+    done = run("top", "--metrics", metrics_url)
+    assert (done.returncode, done.stderr) == (0, "")
+    row = done.stdout.splitlines()[1].split()
+    assert row == ["planner", "ready", "1/2", "-", "1", "1", "0", "0", "http_error"]
+
+
+def test_all_that_metrics_tell_fits_in_80_columns(terminal: OpenTerminal, metrics_url: str) -> None:
+    screen = terminal("top", "--metrics", metrics_url)
+    screen.expect("q or Ctrl-C ends")
+    screen.send("q")
+    assert screen.wait() == 0
+    heading, row = screen.shown.splitlines()[:2]
+    assert heading.split() == [
+        "worker",
+        "state",
+        "slots",
+        "tok/s",
+        "done",
+        "failed",
+        "cancel",
+        "restart",
+        "last",
+        "reason",
+    ]
+    assert row.split() == ["planner", "ready", "1/2", "-", "1", "1", "0", "0", "http_error"]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        ([], 2, "give either a fleet file or --metrics URL"),
+        (["/no/such.toml"], 1, "No such file"),
+        (["--metrics", f"http://{HOST}:9/metrics"], 1, "connection refused"),
+        (["--metrics", "nonsense"], 1, "what to do"),
+    ],
+)
+def test_top_says_what_to_do(run: Run, args: list[str], code: int, said: str) -> None:
+    done = run("top", *args)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,207 @@
+"""What is told of a request and its end, what to do about failures, and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from llama_worker import (
+    RequestFailReason,
+    RequestFinishReason,
+    RequestPhase,
+    RequestResult,
+    RequestState,
+    RequestStatus,
+    StartFailReason,
+    WorkerStartError,
+)
+from llama_worker.cli import advice, exits, run_report
+from llama_worker.cli.run_report import Activity
+from tests.cli.conftest import WAIT_S
+
+# ---------------------------------------------------------------- what is shown
+
+
+def status(phase: RequestPhase, **more: Any) -> RequestStatus:
+    whole: dict[str, Any] = {
+        "ok": True, "request_id": 1, "job_name": "run", "state": RequestState.RUNNING, "phase": phase,
+        "created_at": 0.0, "output_chars": 0, "reasoning_chars": 0, "tool_iters_remaining": 8,
+        "tool_calls_count": 0, "signals": [], **more,
+    }  # fmt: skip
+    return whole  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("shown", "activity"),
+    [
+        (status(RequestPhase.WAITING), Activity("waiting for the server")),
+        (status(RequestPhase.PREFILL), Activity("reading the prompt")),
+        (
+            status(RequestPhase.PREFILL, prompt_progress={"processed": 5, "total": 9, "cached": 0}),
+            Activity("reading the prompt", 5, 9),
+        ),
+        (status(RequestPhase.GENERATING, tokens_received=7), Activity("generating: 7 tokens")),
+    ],
+)
+def test_what_a_request_is_doing(shown: RequestStatus, activity: Activity) -> None:
+    assert run_report.working(shown) == activity
+
+
+@pytest.mark.parametrize(
+    ("log", "label"),
+    [
+        ([], "starting"),
+        (["0.00.003.896 I srv    load_model: loading model 'x'"], "starting: loading model 'x'"),
+        (["llama_model_load: \x1b[31m" + "x" * 80], "starting: llama_model_load: ␛[31mxxxxxxxx..."),
+    ],
+)
+def test_what_a_server_is_doing(log: list[str], label: str) -> None:
+    assert run_report.starting(log).label == label
+
+
+def test_an_activity_as_a_line() -> None:
+    assert Activity("reading the prompt", 5, 9).line(12.0) == "reading the prompt: 5 of 9 tokens (12 s)"
+
+
+def result(state: RequestState = RequestState.COMPLETED, **more: Any) -> RequestResult:
+    finish = {
+        RequestState.COMPLETED: RequestFinishReason.STOP,
+        RequestState.CANCELED: RequestFinishReason.CANCELED,
+        RequestState.FAILED: RequestFinishReason.FAILED,
+    }[state]
+    whole: dict[str, Any] = {
+        "ok": True, "request_id": 1, "job_name": "run", "state": state, "finish_reason": finish,
+        "text": "Hi", "reasoning": "", "signals": [], "tool_trace": [], **more,
+    }  # fmt: skip
+    return whole  # type: ignore[return-value]
+
+
+def failed(reason: RequestFailReason, detail: str = "why") -> RequestResult:
+    return result(RequestState.FAILED, fail_reason=reason, fail_detail=detail)
+
+
+USAGE = {"prompt_tokens": 31, "completion_tokens": 12, "cached_tokens": 8}
+TIMINGS = {"ttft_s": 0.41, "total_s": 0.7, "tokens_per_second": 45.24}
+
+
+@pytest.mark.parametrize(
+    ("ended", "lines"),
+    [
+        (
+            result(usage=USAGE, timings=TIMINGS),
+            ["12 tokens, 45.2 tokens/s; prompt: 31 tokens, 8 of them cached", "first token after 0.4 s, 0.7 s in all"],
+        ),
+        (result(timings={"total_s": 3.0, "tokens_per_second": 2.0}), ["2.0 tokens/s", "3.0 s in all"]),
+        (result(), []),
+    ],
+)
+def test_the_numbers_at_the_end(ended: RequestResult, lines: list[str]) -> None:
+    assert run_report.summary(ended) == lines
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "said"),
+    [
+        (result(), exits.DONE, ""),
+        (result(finish_reason=RequestFinishReason.MAX_TOKENS), exits.DONE, "--max-tokens"),
+        (result(RequestState.CANCELED), exits.CANCELED, "what had come is above"),
+        (result(RequestState.CANCELED, text=""), exits.CANCELED, "nothing had come"),
+        (failed(RequestFailReason.STALL_TIMEOUT), exits.FAILED, "--timeouts slow_prefill"),
+        (failed(RequestFailReason.HTTP_ERROR, "exceeds the available context size"), exits.FAILED, "--ctx-size"),
+        (failed(RequestFailReason.SERVER_DIED), exits.FAILED, "  \u241b[31mlast line"),
+    ],
+)
+def test_how_an_answer_ends(ended: RequestResult, code: int, said: str) -> None:
+    assert run_report.exit_code(ended) == code
+    assert said in "\n".join(run_report.ending(ended, ["\x1b[31mlast line"]))
+
+
+@pytest.mark.parametrize("reason", [reason for reason in RequestFailReason if reason != "canceled"])
+def test_every_failure_says_what_to_do(reason: RequestFailReason) -> None:
+    assert "what to do: " in "\n".join(run_report.ending(failed(reason), []))
+
+
+def test_a_signal_that_did_not_parse_is_shown_as_it_came() -> None:
+    signalled = {"tool_name": "t", "arguments": {}, "emitted_at": 0.0, "malformed": "{\x1b"}
+    assert run_report.signal_line(signalled) == "signal t (malformed): {␛"  # type: ignore[arg-type]
+
+
+def test_json_tells_the_same_keys_whatever_happened() -> None:
+    answered = run_report.json_report(failed(RequestFailReason.SERVER_DIED), ["w"])
+    assert (answered["outcome"], answered["reason"], answered["warnings"]) == ("failed", "server_died", ["w"])
+    assert set(run_report.json_without_answer("not_started", "exited", "d")) == set(answered)
+
+
+def test_a_turn_without_an_answer_leaves_no_trace() -> None:
+    before = run_report.history_with([], "Hi", result())
+    assert [message["role"] for message in before] == ["user", "assistant"]
+    assert run_report.history_with(before, "more", result(text="")) == before
+
+
+# ---------------------------------------------------------------- what to do
+
+
+@pytest.mark.parametrize(
+    ("returncode", "log", "todo"),
+    [
+        (1, "E ggml_aligned_malloc: insufficient memory (attempted to allocate 2197265.62 MB)", "memory"),
+        (1, "CUDA error: out of memory", "memory"),
+        (-9, "load_tensors", "memory"),
+        (1, "error: invalid argument: --frob", "--server-arg"),
+        (1, "data is not within the file bounds, model is corrupted or incomplete", "download it again"),
+        (1, "error loading model: unknown model architecture: 'new'", "newer build"),
+        (127, "error while loading shared libraries: libggml.so: cannot open shared object file", "libraries"),
+        (1, "ggml_cuda_init: CUDA driver version is insufficient", "driver"),
+        (-signal.SIGILL, "", "another CPU"),
+        (-signal.SIGSEGV, "", "crashed"),
+        (3, "something new", "its last lines say why"),
+        (-signal.SIGRTMIN, "", "its last lines say why"),
+        (None, "", "its last lines say why"),
+    ],
+)
+def test_what_to_do_about_a_server_that_ended(returncode: int | None, log: str, todo: str) -> None:
+    assert todo in advice.for_exit(returncode, ["before", log, "after"])
+
+
+@pytest.mark.parametrize("reason", StartFailReason)
+def test_every_failed_start_says_what_to_do(reason: StartFailReason) -> None:
+    problem = run_report.start_problem(WorkerStartError(reason, "detail", 1, ["\x1b[2Jline"]))
+    assert problem.reason == reason
+    assert problem.todo
+    assert "␛[2Jline" in str(problem)
+
+
+@pytest.mark.parametrize("code", ["NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_FAILED"])
+def test_every_refusal_says_what_to_do(code: str) -> None:
+    assert advice.for_refusal(code)
+
+
+# ---------------------------------------------------------------- signals
+
+HOLDS = """
+import time
+from llama_worker.cli.interrupts import Interrupts
+with Interrupts() as interrupts:
+    print("holding", flush=True)
+    seen = 0
+    while True:
+        if interrupts.presses > seen:
+            seen = interrupts.presses
+            print("asked", flush=True)
+        time.sleep(0.01)
+"""
+
+
+def test_a_second_ctrl_c_ends_the_process_whatever_it_does() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        for line in ("holding\n", "asked\n"):
+            assert process.stdout.readline() == line
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, errors) == (130, "\nstopped at once\n")

@@ -1,0 +1,59 @@
+"""`llama-worker` with the real llama-server and the small model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, Terminal
+
+pytestmark = pytest.mark.server
+
+
+def test_a_prompt_in_a_pipe(run: Run, real_program: str, smollm2: str) -> None:
+    options = ("--ctx-size", "512", "--max-tokens", "8", "--temperature", "0", "--seed", "1")
+    done = run("run", smollm2, "What is 2 + 2?", "--server", real_program, *options, "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["outcome"]) == (0, "completed")
+    assert told["text"]
+    assert told["usage"]["completion_tokens"] <= 8
+
+
+def test_a_prompt_in_a_terminal_and_ctrl_c(terminal: Callable[..., Terminal], real_program: str, smollm2: str) -> None:
+    endless = ("--server-arg", "--grammar", "--server-arg", 'root ::= "tick " root')
+    screen = terminal("run", smollm2, "word " * 200, "--server", real_program, "--ctx-size", "2048", *endless)
+    screen.expect("reading the prompt")
+    screen.expect("tick tick")
+    screen.send("\x03")
+    assert screen.wait() == 130
+    assert "cancelled; what had come is above" in screen.shown
+
+
+def test_a_model_that_was_cut_off(run: Run, real_program: str, smollm2: str, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    with open(smollm2, "rb") as whole:
+        cut.write_bytes(whole.read(4_000_000))
+    done = run("run", str(cut), "Hi", "--server", real_program)
+    assert done.returncode == 1
+    assert "exited: the server ended before it was ready (return code 1)" in done.stderr
+    assert "what to do: the model file is incomplete" in done.stderr
+
+
+def test_too_little_memory(run: Run, real_program: str, smollm2: str, tmp_path: Path) -> None:
+    narrow = tmp_path / "narrow"
+    narrow.write_text(f'#!/bin/sh\nulimit -v 400000\nexec {real_program} "$@"\n')
+    narrow.chmod(0o755)
+    done = run("run", smollm2, "Hi", "--server", str(narrow), "--ctx-size", "8192")
+    assert done.returncode == 1
+    assert "what to do: it does not fit into the memory" in done.stderr
+
+
+def test_the_doctor(run: Run, real_program: str, smollm2: str) -> None:
+    done = run("doctor", smollm2, "--server", real_program, "--json")
+    report = json.loads(done.stdout)
+    assert report["trial"]["tools"] is False  # of the model's own template
+    assert report["trial"]["slots"] == 1
+    assert report["trial"]["n_ctx"] > 0

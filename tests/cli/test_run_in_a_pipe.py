@@ -1,0 +1,292 @@
+"""`llama-worker run` where nobody looks: text on stdout, everything else on stderr, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import COMMAND, WAIT_S, MakeProgram, Run, environment
+from tests.fake_script import (
+    DoneMarker,
+    Exit,
+    Finish,
+    Headers,
+    HttpError,
+    KillSelf,
+    Prefill,
+    Reasoning,
+    Reply,
+    Script,
+    Startup,
+    Text,
+    Tokens,
+    ToolCall,
+    Usage,
+    WaitClose,
+)
+
+HARMFUL = "a\x1b[31mred\x1b]0;title\x07 [bold]b[/bold]\r\n\x9b2Jc\x7f :smile:"
+TOO_LONG = HttpError(400, "request (99 tokens) exceeds the available context size (64 tokens)")
+HARMLESS = "a␛[31mred␛]0;title␇ [bold]b[/bold]\n\ufffd2Jc␡ :smile:"
+
+
+def saying(*steps: object) -> Script:
+    return Script(replies=[Reply([Headers(), *steps])])  # type: ignore[list-item]
+
+
+def test_the_text_is_all_that_stdout_gets(run: Run, program: MakeProgram, model: str) -> None:
+    server = program(saying(Reasoning("let me see"), Text("4 [b]\x1b[1m"), Finish(), Usage(10, 2), DoneMarker()))
+    done = run("run", model, "2 + 2?", "--server", server.path, FORCE_COLOR="1")
+    assert (done.returncode, done.stdout) == (0, "4 [b]␛[1m\n")
+    assert "[reasoning]\nlet me see\n" in done.stderr
+    assert "2 tokens" in done.stderr
+    assert "\x1b" not in done.stderr
+    assert server.is_gone()
+
+
+def test_control_characters_and_markup_are_shown_and_not_obeyed(run: Run, program: MakeProgram, model: str) -> None:
+    server = program(saying(Text(HARMFUL), Finish(), DoneMarker()))
+    assert run("run", model, "Hi", "--server", server.path).stdout == HARMLESS + "\n"
+
+
+def test_quiet_leaves_the_text_alone(run: Run, program: MakeProgram, model: str) -> None:
+    server = program(saying(Reasoning("hm"), Text("4"), Finish(), DoneMarker()))
+    done = run("run", model, "2 + 2?", "--server", server.path, "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
+
+
+def test_what_was_given_reaches_the_server(run: Run, program: MakeProgram, model: str) -> None:
+    server = program()
+    options = ("--system", "Be terse.", "--max-tokens", "7", "--temperature", "0", "--seed", "3", "--ctx-size", "512")
+    more = ("--gpu-layers", "all", "--slots", "2", "--server-arg", "--threads", "--server-arg", "1")
+    done = run("run", model, "--server", server.path, *options, *more, stdin="from\nstdin\n")
+    assert done.returncode == 0, done.stderr
+    (request,) = server.journal.facts("request", n=1)
+    body = request["body"]
+    assert body["messages"] == [
+        {"role": "system", "content": "Be terse."},
+        {"role": "user", "content": "from\nstdin\n"},
+    ]
+    assert (body["max_tokens"], body["temperature"], body["seed"]) == (7, 0, 3)
+
+
+def test_json_is_the_only_thing_on_stdout(run: Run, program: MakeProgram, model: str) -> None:
+    call = ToolCall("declare_outcome", {"outcome": "success", "summary": "done"})
+    server = program(saying(Reasoning("r"), Text(HARMFUL), call, Finish("tool_calls"), Usage(10, 5, 4), DoneMarker()))
+    done = run("run", model, "Hi", "--server", server.path, "--json", "--exit-tools")
+    told = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert "\x9b" not in done.stdout
+    assert (told["outcome"], told["reason"], told["detail"]) == ("completed", "stop", None)
+    assert (told["text"], told["reasoning"]) == (HARMFUL, "r")
+    assert told["usage"] == {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 4}
+    assert told["timings"]["total_s"] > 0
+    assert [signal["tool_name"] for signal in told["signals"]] == ["declare_outcome"]
+    assert 'signal declare_outcome: {"outcome": "success", "summary": "done"}' in done.stderr
+
+
+def test_progress_is_said_in_lines(run: Run, program: MakeProgram, model: str) -> None:
+    server = program(saying(Prefill(100, 50, 0.3), Text("x"), Finish(), DoneMarker()))
+    done = run("run", model, "Hi", "--server", server.path)
+    assert "reading the prompt: " in done.stderr
+    assert " of 100 tokens (" in done.stderr
+
+
+def test_a_conversation_of_lines_keeps_its_history(run: Run, program: MakeProgram, model: str) -> None:
+    server = program()
+    done = run("run", model, "One", "--chat", "--server", server.path, stdin="Two\n\nThree\n")
+    assert (done.returncode, done.stdout) == (0, "Hello\n" * 3)
+    last = server.journal.facts("request", n=3)[0]["body"]["messages"]
+    assert [(message["role"], message["content"]) for message in last] == [
+        ("user", "One"),
+        ("assistant", "Hello"),
+        ("user", "Two"),
+        ("assistant", "Hello"),
+        ("user", "Three"),
+    ]
+
+
+def test_a_server_that_dies_in_a_conversation_is_started_again(
+    run: Run, program: MakeProgram, model: str, tmp_path: Path
+) -> None:
+    dies = saying(Text("half"), KillSelf())
+    server = program(Script(launches=[dies, Script()], state_file=tmp_path / "launches"))
+    done = run("run", model, "One", "--chat", "--server", server.path, stdin="Two\n")
+    assert (done.returncode, done.stdout) == (0, "half\nHello\n")
+    assert "failed: server_died" in done.stderr
+    assert server.is_gone()
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("script", "said", "todo"),
+    [
+        (Script(replies=[Reply([TOO_LONG])]), "http_error", "--ctx-size"),
+        (saying(Text("half"), KillSelf()), "server_died", "doctor"),
+    ],
+)
+def test_a_request_that_fails(run: Run, program: MakeProgram, model: str, script: Script, said: str, todo: str) -> None:
+    server = program(script)
+    done = run("run", model, "Hi", "--server", server.path, "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["outcome"], told["reason"]) == (1, "failed", said)
+    assert told["detail"]
+    assert f"failed: {said}" in done.stderr
+    assert todo in done.stderr.partition("what to do: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("log", "todo"),
+    [
+        ("ggml_aligned_malloc: insufficient memory (attempted to allocate 99 MB)", "it does not fit into the memory"),
+        ("error: invalid argument: --frobnicate", "--server-arg"),
+    ],
+)
+def test_a_server_that_does_not_start(run: Run, program: MakeProgram, model: str, log: str, todo: str) -> None:
+    server = program(Script(exits=[Exit(1, "before_bind", log=[log])]))
+    done = run("run", model, "Hi", "--server", server.path, "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["outcome"], told["reason"], told["text"]) == (1, "not_started", "exited", "")
+    assert log in done.stderr
+    assert todo in done.stderr.partition("what to do: ")[2]
+
+
+def test_a_port_that_is_taken(run: Run, program: MakeProgram, model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run("run", model, "Hi", "--server", program().path, "--port", str(port))
+    assert done.returncode == 1
+    assert f"port_in_use: 127.0.0.1:{port} is taken by another process" in done.stderr
+    assert "leave --port out" in done.stderr
+
+
+def test_a_server_with_fewer_slots_is_told(run: Run, program: MakeProgram, model: str) -> None:
+    done = run("run", model, "Hi", "--server", program(extra="--parallel 1").path, "--slots", "2")
+    assert done.returncode == 0
+    assert "the server has 1 slots, fewer than the worker's 2" in done.stderr
+    assert "start it with --parallel 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said", "todo"),
+    [
+        (["/no/such.gguf", "Hi"], 1, "there is no file /no/such.gguf", "GGUF"),
+        (["PAGE", "Hi"], 1, "it is a web page", "download"),
+        (["MODEL", "Hi", "--server", "/no/such/server"], 1, "--server: /no/such/server does not exist", "LLAMA_SERVER"),
+        (["MODEL"], 2, "the prompt is empty", ""),
+        (["MODEL", "Hi", "--chat", "--json"], 2, "--chat and --json exclude each other", ""),
+        (["MODEL", "Hi", "--server-arg=-np", "--server-arg=3"], 2, "-np 3, but slots is 1", "no --server-arg"),
+        (["MODEL", "Hi", "--slots", "0"], 2, "--slots", ""),
+        ([], 2, "Missing", "MODEL"),
+    ],
+)
+def test_what_cannot_work_is_said_with_what_to_do(
+    run: Run, model: str, tmp_path: Path, args: list[str], code: int, said: str, todo: str
+) -> None:
+    page = tmp_path / "page.gguf"
+    page.write_text("<!DOCTYPE html>")
+    files = {"MODEL": model, "PAGE": str(page)}
+    done = run("run", *(files.get(arg, arg) for arg in args), LLAMA_SERVER=sys.executable)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert todo in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_json_tells_too_that_nothing_could_be_started(run: Run) -> None:
+    told = json.loads(run("run", "/no/such.gguf", "Hi", "--json").stdout)
+    assert (told["outcome"], told["reason"]) == ("not_started", "no_model")
+
+
+# ---------------------------------------------------------------- ends from outside
+
+
+def started(*args: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        (*COMMAND, "run", *args),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tester may run under nohup
+    )
+
+
+def test_a_reader_that_leaves_ends_it_quietly(program: MakeProgram, model: str) -> None:
+    server = program(saying(Text("one\n"), Tokens(10_000, 0.01), Finish(), DoneMarker()))
+    process = started(model, "Hi", "--server", server.path, "--quiet")
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"one\n"
+    process.stdout.close()
+    assert process.wait(timeout=WAIT_S) == 141
+    assert process.stderr is not None
+    with process.stderr:
+        assert process.stderr.read() == b""
+    assert server.is_gone()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_its_server_and_keeps_what_came(
+    program: MakeProgram, model: str, number: int, code: int
+) -> None:
+    server = program(saying(Text("half"), WaitClose()))
+    process = started(model, "Hi", "--server", server.path)
+    assert process.stdout is not None
+    assert os.read(process.stdout.fileno(), 100) == b"half"
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, rest) == (code, b"\n")
+    assert b"cancelled; what had come is above" in errors
+    assert server.is_gone()
+
+
+def test_a_signal_while_the_server_starts(program: MakeProgram, model: str) -> None:
+    server = program(Script(startup=Startup(load_s=None)))
+    process = started(model, "Hi", "--server", server.path, "--json")
+    server.journal.wait("bound", timeout=WAIT_S)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 143
+    assert json.loads(output)["outcome"] == "canceled"
+    assert b"cancelled while the server was starting" in errors
+    assert server.is_gone()
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_harm_nothing(program: MakeProgram, model: str, closed: str) -> None:
+    server = program()
+    command = shlex.join((*COMMAND, "run", model, "Hi", "--server", server.path))
+    done = subprocess.run(f"{command} {closed}", shell=True, timeout=WAIT_S, env=environment(), capture_output=True)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert server.journal.facts("reply_ended", how="complete")
+    assert server.is_gone()
+
+
+# ---------------------------------------------------------------- without the extra
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_it_says_how_to_install_it(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; from llama_worker.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1
+    assert done.stderr == f"llama-worker: {missing} is missing: pip install 'llama-worker[cli]'\n"
+
+
+@pytest.mark.parametrize("command", [(), ("run",), ("doctor",), ("top",), ("responses-proxy",)])
+def test_the_exit_codes_are_in_the_help(run: Run, command: tuple[str, ...]) -> None:
+    done = run(*command, "--help", COLUMNS="80")
+    assert done.returncode == 0
+    assert "130 cancelled by Ctrl-C" in " ".join(done.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 80

