@@ -189,24 +189,21 @@ class _Response(http.client.HTTPResponse):
 
 
 class _WatchedReader(io.RawIOBase):
-    """Reads a socket; calls `before_waiting` only where nothing lies ready."""
+    """Reads a socket; calls `before_waiting` where nothing lies ready (of TLS: nothing that is still encrypted)."""
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket, before_waiting: Callable[[], None]) -> None:
         self._raw = raw
         self._sock = sock
         self._before_waiting = before_waiting
-        self._can_peek = type(sock) is socket.socket  # TLS sockets take no flags
+        self._arrived = select.poll()
+        self._arrived.register(sock, select.POLLIN)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if self._can_peek:
-            try:
-                return self._sock.recv_into(buffer, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                pass
-        self._before_waiting()
+        if not self._arrived.poll(0):
+            self._before_waiting()
         return self._sock.recv_into(buffer)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from llama_worker.sse import SseDecoder, SseProtocolError, SseRecord
 
+_raw_decode = json.JSONDecoder().raw_decode
 _SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an error
 
 
@@ -166,7 +167,7 @@ def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple
     if record.data.strip() == "[DONE]":
         return (Done(),)
     try:
-        chunk = json.loads(record.data)
+        chunk = _parsed(record.data)
     except (ValueError, RecursionError):
         raise ProtocolError(f"a record of the stream is not JSON: {_shown(record.data)}") from None
     delta = _common_delta(chunk)
@@ -175,6 +176,15 @@ def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple
     if not isinstance(chunk, dict):
         raise ProtocolError(f"a record of the stream is not a JSON object: {_shown(record.data)}")
     return tuple(_events(chunk, delta_kinds)) or _role_only(chunk)
+
+
+def _parsed(text: str) -> Any:
+    """`json.loads`, by a shorter way where there is no whitespace around the value."""
+    try:
+        value, end = _raw_decode(text)
+    except ValueError:
+        return json.loads(text)
+    return value if end == len(text) else json.loads(text)
 
 
 _COMMON_DELTAS: dict[str, type[TextDelta] | type[ReasoningDelta]] = {
