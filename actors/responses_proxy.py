@@ -46,6 +46,7 @@ class ResponsesProxyActor(HouseActor[ProxyMessage]):
         self._make_listener = make_listener
         self._store = ResponseStore(max_count=config.max_responses, max_bytes=config.max_stored_bytes)
         self._exchanges: dict[int, Enter] = {}
+        self._recalls: list[Recall] = []
         self._listener: Listener | None = None
         self._starting: Reply[int] | None = None
         self._stopping: list[Reply[None]] = []
@@ -68,8 +69,10 @@ class ResponsesProxyActor(HouseActor[ProxyMessage]):
                 reply.answer(self._enter(message))
             case Leave(exchange_id=exchange_id):
                 self._exchanges.pop(exchange_id, None)
-            case Recall(wanted=wanted, reply=recalled):
-                recalled.answer(self._store.recall(wanted))
+                self._recall_what_waits()
+            case Recall():
+                self._recalls.append(message)
+                self._recall_what_waits()
             case Remember(stored=stored):
                 self._store.put(stored)
             case Fetch(response_id=response_id, reply=fetched):
@@ -116,11 +119,24 @@ class ResponsesProxyActor(HouseActor[ProxyMessage]):
 
     def _enter(self, entering: Enter) -> bool:
         limit = self._config.max_concurrent
-        running = sum(exchange.counted for exchange in self._exchanges.values())
-        if self._stopped or (entering.counted and limit is not None and running >= limit):
+        full = limit is not None and len(self._running()) >= limit
+        if self._stopped or (full and entering.response_id is not None):
             return False
         self._exchanges[entering.exchange_id] = entering
         return True
+
+    def _running(self) -> set[str]:
+        """The responses that are being made."""
+        return {exchange.response_id for exchange in self._exchanges.values() if exchange.response_id is not None}
+
+    def _recall_what_waits(self) -> None:
+        running = self._running()
+        waiting, self._recalls = self._recalls, []
+        for recall in waiting:
+            if recall.wanted.response_ids() & running:
+                self._recalls.append(recall)
+            else:
+                recall.reply.answer(self._store.recall(recall.wanted))
 
     def _end_all(self) -> None:
         if not self._stopped:

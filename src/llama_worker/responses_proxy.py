@@ -11,7 +11,7 @@ import pykka
 from llama_worker.actors.futures import WorkerFuture
 from llama_worker.actors.refs import Household, Ref
 from llama_worker.actors.responses_proxy import ResponsesProxyActor
-from llama_worker.adapters.responses_wsgi import CherootListener
+from llama_worker.adapters.responses_listener import CherootListener
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
 

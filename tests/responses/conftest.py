@@ -20,7 +20,9 @@ from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses_proxy import ResponsesProxy
 from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
 from tests.responses.oracle import Event, check_events, read_sse
-from tests.server.conftest import Serve, lasting_port, serve
+from tests.responses.relay import Relay
+from tests.responses.scenarios import PARROT_ARGS
+from tests.server.conftest import SERVER_ARGS, Serve, lasting_port, serve
 
 __all__ = ["lasting_port", "serve"]  # fixtures
 
@@ -205,6 +207,20 @@ def make_upstream() -> Iterator[Callable[[Callable[[bytes], bytes]], Upstream]]:
         upstream.close()
 
 
+def request_bytes(target: str, body: dict[str, Any] | None = None, *, port: int) -> bytes:
+    """A request as it goes over the wire; a POST where there is a body."""
+    data = json.dumps(body).encode() if body is not None else b""
+    head = (
+        f"{'POST' if data else 'GET'} {target} HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+def dial(client: Client) -> socket.socket:
+    """A connection to the proxy, to be closed."""
+    return socket.create_connection((HOST, client.proxy.port), timeout=WAIT_S)
+
+
 def eventually(check: Callable[[], Any], what: str) -> Any:
     """The first true value."""
     end_at = time.monotonic() + WAIT_S
@@ -216,10 +232,10 @@ def eventually(check: Callable[[], Any], what: str) -> Any:
 
 @pytest.fixture(scope="session")
 def real_url(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[str]:
-    """The real llama-server with a template that has tools."""
-    config = serve(port=lasting_port(), slots=2, template="tools.jinja")
-    with LlamaWorker(config):
-        yield f"http://{config.host}:{config.port}"
+    """The real llama-server as the scenarios need it, behind a relay."""
+    config = serve(port=lasting_port(), slots=2, args=(*SERVER_ARGS, *PARROT_ARGS))
+    with LlamaWorker(config), Relay((config.host, config.port)) as relay:
+        yield relay.url
 
 
 @pytest.fixture

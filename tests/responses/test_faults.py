@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from llama_worker.adapters import responses_wsgi
 from tests.fake_script import (
     DoneMarker,
     ErrorData,
@@ -153,10 +154,35 @@ def test_the_official_client_raises_what_went_wrong(fake: Client) -> None:
         assert raised.value.code == "server_error"
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"input"', b"\xff\xfe", b"[" * 100_000, b'{"input": 1e999}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"input"', b"\xff\xfe", b"[" * 100_000, b'{"input": 1e999}', b'{"a": [NaN]}']
+)
 def test_a_body_that_is_none_is_a_400(fake: Client, body: bytes) -> None:
     reply = fake.send("POST", "/v1/responses", body)
     assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("depth", [195, 300, 960, 980])
+def test_a_deep_body_is_taken_or_refused(fake: Client, depth: int) -> None:
+    item = b'{"type": "function_call_output", "call_id": "c", "output": %b}' % (b"[" * depth + b"]" * depth)
+    reply = fake.send("POST", "/v1/responses", b'{"input": [%b]}' % item)
+    assert reply.status == (200 if depth < 200 else 400)
+    if reply.status == 200:
+        assert fake.send("GET", f"/v1/responses/{reply.json['id']}/input_items").status == 200
+    assert fake.create().status == 200
+
+
+def test_a_fault_of_the_proxy_is_a_500_that_tells_nothing(
+    fake: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise LookupError("hush")
+
+    monkeypatch.setattr(responses_wsgi, "normalise", broken)
+    reply = fake.create()
+    assert (reply.status, reply.json["error"]["type"]) == (500, "server_error")
+    assert "LookupError" in caplog.text
+    assert "hush" not in caplog.text + reply.data.decode()
 
 
 def test_one_failing_request_takes_nothing_down(fake: Client) -> None:

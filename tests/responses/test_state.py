@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import re
+import threading
+from pathlib import Path
+
 import openai
 import pytest
 
-from tests.fake_script import Headers, Reasoning, Reset, Role, Text, ToolCall, plain_reply
-from tests.responses.conftest import Client, MakeClient
+from tests.fake_script import (
+    DoneMarker,
+    Finish,
+    Gate,
+    Headers,
+    Reasoning,
+    Reset,
+    Role,
+    Text,
+    ToolCall,
+    Usage,
+    WaitClose,
+    plain_reply,
+    steps_json,
+)
+from tests.responses.conftest import Client, MakeClient, Reply
 from tests.responses.oracle import check_response
 
 ANSWER = plain_reply(Reasoning("hm"), Text("Yes?"))
@@ -84,3 +103,48 @@ def test_a_response_that_failed_can_be_fetched_with_what_it_had(fake: Client) ->
     found = fake.send("GET", f"/v1/responses/{failed['id']}").json
     check_response(found)
     assert (found["status"], found["output"][0]["content"][0]["text"]) == ("failed", "Once")
+
+
+def test_a_client_goes_on_from_what_it_broke_off(fake: Client) -> None:
+    """However soon: the proxy may not have noticed yet."""
+    said = [Headers(), Role(), Text("Once "), Text("upon "), WaitClose()]
+    for _ in range(20):
+        connection = fake.connection()
+        body = {"input": "Hi", "stream": True, "fake_script": steps_json(*said)}
+        connection.request("POST", "/v1/responses", json.dumps(body).encode())
+        response = connection.getresponse()
+        data = b""
+        while b"upon" not in data:
+            data += response.read1()
+        found = re.search(rb'"id":"(msg_[^"]+)"', data)
+        assert found is not None
+        response.close()
+        connection.close()
+        reference = {"type": "item_reference", "id": found[1].decode()}
+        reply = fake.create(input=[reference, {"role": "user", "content": "Go on."}])
+        assert reply.status == 200, reply.data
+        assert fake.last_chat()["messages"][0] == {"role": "assistant", "content": "Once upon "}
+
+
+def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    said = [Headers(), Role(), Text("Once"), Gate(gate), Finish(), Usage(), DoneMarker()]
+    connection = fake.connection()
+    try:
+        body = {"input": "Hi", "stream": True, "fake_script": steps_json(*said)}
+        connection.request("POST", "/v1/responses", json.dumps(body).encode())
+        response = connection.getresponse()
+        data = b""
+        while b"Once" not in data:
+            data += response.read1()
+        found = re.search(rb'"id":"(resp_[^"]+)"', data)
+        assert found is not None
+        replies: list[Reply] = []
+        thread = threading.Thread(target=lambda: replies.append(fake.create(previous_response_id=found[1].decode())))
+        thread.start()
+        gate.touch()
+        thread.join()
+        assert replies[0].status == 200, replies[0].data
+        assert b"response.completed" in response.read()
+    finally:
+        connection.close()

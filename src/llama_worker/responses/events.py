@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, assert_never
 
 from llama_worker.reasoning import Piece, ReasoningSplitter
-from llama_worker.responses.conversation import seal_reasoning
+from llama_worker.responses.items import Call, Delta, ItemStatus, Message, Reasoning
 from llama_worker.responses.refusal import error_code
 from llama_worker.stream_events import (
     Done,
@@ -28,10 +27,9 @@ from llama_worker.stream_events import (
     ToolCallDelta,
     Usage,
 )
-from llama_worker.tooling import ToolCallAssembler, parse_arguments
+from llama_worker.tooling import ToolCallAssembler
 
 Event = dict[str, Any]
-ItemStatus = Literal["completed", "incomplete"]
 
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}  # by finish reason
 
@@ -79,8 +77,8 @@ class ResponseEvents:
         self._out: list[Event] = []
         self._sequence_number = 0
         self._splitter: ReasoningSplitter | None = ReasoningSplitter()  # None once a call has begun
-        self._open: _Reasoning | _Message | _Call | None = None
-        self._waiting: deque[_Delta] = deque()
+        self._open: Reasoning | Message | Call | None = None
+        self._waiting: deque[Delta] = deque()
         self._call_ids: set[str] = set()
         self._closed_calls: set[int] = set()
         self._finish_reason: str | None = None
@@ -109,7 +107,7 @@ class ResponseEvents:
                 self._piece(self._splitter.feed_reasoning(text) if self._splitter else Piece(text, ""))
             case ToolCallDelta():
                 self._finish_splitter()  # no text that came before may come after the call
-                self._take_delta(_Delta("call", call=event))
+                self._take_delta(Delta("call", call=event))
             case Finish(reason=reason):
                 self._finish_reason = reason
             case Usage():
@@ -138,7 +136,7 @@ class ResponseEvents:
             self.response["incomplete_details"] = {"reason": incomplete}
             return self._conclude("incomplete")
         if all(item["type"] == "reasoning" for item in self.response["output"]):
-            self._begin_item(_Message(self._new_id("msg")))  # clients expect an answer, be it empty
+            self._begin_item(Message(self._new_id("msg")))  # clients expect an answer, be it empty
             self._close("completed")
         return self._conclude("completed")
 
@@ -158,16 +156,16 @@ class ResponseEvents:
 
     def _piece(self, piece: Piece) -> None:
         if piece.reasoning:
-            self._take_delta(_Delta("reasoning", text=piece.reasoning))
+            self._take_delta(Delta("reasoning", text=piece.reasoning))
         if piece.text:
-            self._take_delta(_Delta("text", text=piece.text))
+            self._take_delta(Delta("text", text=piece.text))
 
     def _finish_splitter(self) -> None:
         splitter, self._splitter = self._splitter, None
         if splitter is not None:
             self._piece(splitter.finish())
 
-    def _take_delta(self, delta: _Delta) -> None:
+    def _take_delta(self, delta: Delta) -> None:
         if delta.call is not None and delta.index in self._closed_calls:
             if not (delta.call.name and delta.call.call_id):
                 return  # nothing can follow a whole object of arguments
@@ -180,32 +178,32 @@ class ResponseEvents:
         """Pass on what waits, as far as it may be."""
         while self._waiting:
             mine = [delta for delta in self._waiting if self._for_open_item(delta)]
-            if isinstance(self._open, _Call) and mine:
+            if isinstance(self._open, Call) and mine:
                 self._waiting = deque(delta for delta in self._waiting if not self._for_open_item(delta))
                 for delta in mine:
                     self._append(delta)
                 continue
             delta = self._waiting[0]
             if not self._for_open_item(delta):
-                if isinstance(self._open, _Call) and not self._open.is_whole():
+                if isinstance(self._open, Call) and not self._open.is_whole():
                     return
                 self._close("completed")
                 if not self._begin_item_for(delta):
                     return
             self._append(self._waiting.popleft())
 
-    def _for_open_item(self, delta: _Delta) -> bool:
+    def _for_open_item(self, delta: Delta) -> bool:
         item = self._open
-        if isinstance(item, _Call):
+        if isinstance(item, Call):
             return delta.kind == "call" and delta.index == item.index
         return item is not None and delta.kind == item.kind
 
-    def _begin_item_for(self, delta: _Delta) -> bool:
+    def _begin_item_for(self, delta: Delta) -> bool:
         """Open the item that the delta begins; False where it cannot be opened yet."""
         if delta.kind == "reasoning":
-            self._begin_item(_Reasoning(self._new_id("rs"), seal=self._seal))
+            self._begin_item(Reasoning(self._new_id("rs"), seal=self._seal))
         elif delta.kind == "text":
-            self._begin_item(_Message(self._new_id("msg")))
+            self._begin_item(Message(self._new_id("msg")))
         else:
             name, call_id = self._name_and_id(delta.index)
             if not name:
@@ -213,7 +211,7 @@ class ResponseEvents:
             if not call_id or call_id in self._call_ids:
                 call_id = self._new_id("call")
             self._call_ids.add(call_id)
-            self._begin_item(_Call(self._new_id("fc"), index=delta.index, call_id=call_id, name=name))
+            self._begin_item(Call(self._new_id("fc"), index=delta.index, call_id=call_id, name=name))
         return True
 
     def _name_and_id(self, index: int) -> tuple[str, str | None]:
@@ -224,13 +222,13 @@ class ResponseEvents:
         (call,) = assembler.calls()
         return call.name, call.call_id
 
-    def _begin_item(self, item: _Reasoning | _Message | _Call) -> None:
+    def _begin_item(self, item: Reasoning | Message | Call) -> None:
         self._open = item
         self._emit("response.output_item.added", output_index=self._index, item=item.begun())
         for kind, fields in item.opening():
             self._emit(kind, output_index=self._index, item_id=item.id, **fields)
 
-    def _append(self, delta: _Delta) -> None:
+    def _append(self, delta: Delta) -> None:
         item = self._open
         assert item is not None
         for kind, fields in item.append(delta):
@@ -240,7 +238,7 @@ class ResponseEvents:
         item, self._open = self._open, None
         if item is None:
             return
-        if isinstance(item, _Call):
+        if isinstance(item, Call):
             self._closed_calls.add(item.index)
         for kind, fields in item.closing(status):
             self._emit(kind, output_index=self._index, item_id=item.id, **fields)
@@ -299,147 +297,3 @@ class ResponseEvents:
     def _take(self) -> list[Event]:
         out, self._out = self._out, []
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Delta:
-    """A piece of an item."""
-
-    kind: Literal["reasoning", "text", "call"]
-    text: str = ""
-    call: ToolCallDelta | None = None
-
-    @property
-    def index(self) -> int:
-        """Of the call; -1 for what is none."""
-        return self.call.index if self.call is not None else -1
-
-
-Emitted = list[tuple[str, dict[str, Any]]]
-
-
-@dataclass(slots=True)
-class _Message:
-    id: str
-    kind: Literal["text"] = "text"
-    _pieces: list[str] = field(default_factory=list)
-
-    def begun(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
-
-    def opening(self) -> Emitted:
-        return [("response.content_part.added", {"content_index": 0, "part": self._part("")})]
-
-    def append(self, delta: _Delta) -> Emitted:
-        self._pieces.append(delta.text)
-        return [("response.output_text.delta", {"content_index": 0, "delta": delta.text, "logprobs": []})]
-
-    def closing(self, status: ItemStatus) -> Emitted:
-        text = "".join(self._pieces)
-        return [
-            ("response.output_text.done", {"content_index": 0, "text": text, "logprobs": []}),
-            ("response.content_part.done", {"content_index": 0, "part": self._part(text)}),
-        ]
-
-    def done(self, status: ItemStatus) -> dict[str, Any]:
-        return {**self.begun(), "status": status, "content": [self._part("".join(self._pieces))]}
-
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-@dataclass(slots=True)
-class _Reasoning:
-    """The same text twice, as content and as summary: some clients show the one, some the other."""
-
-    id: str
-    seal: bool
-    kind: Literal["reasoning"] = "reasoning"
-    _pieces: list[str] = field(default_factory=list)
-
-    def begun(self) -> dict[str, Any]:
-        item = {"id": self.id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
-        return {**item, "encrypted_content": None}
-
-    def opening(self) -> Emitted:
-        return [
-            ("response.reasoning_summary_part.added", {"summary_index": 0, "part": self._summary("")}),
-            ("response.content_part.added", {"content_index": 0, "part": self._content("")}),
-        ]
-
-    def append(self, delta: _Delta) -> Emitted:
-        self._pieces.append(delta.text)
-        return [
-            ("response.reasoning_summary_text.delta", {"summary_index": 0, "delta": delta.text}),
-            ("response.reasoning_text.delta", {"content_index": 0, "delta": delta.text}),
-        ]
-
-    def closing(self, status: ItemStatus) -> Emitted:
-        text = "".join(self._pieces)
-        return [
-            ("response.reasoning_summary_text.done", {"summary_index": 0, "text": text}),
-            ("response.reasoning_summary_part.done", {"summary_index": 0, "part": self._summary(text)}),
-            ("response.reasoning_text.done", {"content_index": 0, "text": text}),
-            ("response.content_part.done", {"content_index": 0, "part": self._content(text)}),
-        ]
-
-    def done(self, status: ItemStatus) -> dict[str, Any]:
-        text = "".join(self._pieces)
-        return {
-            **self.begun(),
-            "status": status,
-            "summary": [self._summary(text)],
-            "content": [self._content(text)],
-            "encrypted_content": seal_reasoning(text) if self.seal else None,
-        }
-
-    def _summary(self, text: str) -> dict[str, Any]:
-        return {"type": "summary_text", "text": text}
-
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": text}
-
-
-@dataclass(slots=True)
-class _Call:
-    id: str
-    index: int
-    call_id: str
-    name: str
-    kind: Literal["call"] = "call"
-    _assembler: ToolCallAssembler = field(default_factory=ToolCallAssembler)
-
-    def begun(self) -> dict[str, Any]:
-        item = {"id": self.id, "type": "function_call", "status": "in_progress"}
-        return {**item, "call_id": self.call_id, "name": self.name, "arguments": ""}
-
-    def opening(self) -> Emitted:
-        return []
-
-    def append(self, delta: _Delta) -> Emitted:
-        assert delta.call is not None
-        self._assembler.feed(delta.call)
-        if not delta.call.arguments:
-            return []
-        return [("response.function_call_arguments.delta", {"delta": delta.call.arguments})]
-
-    def is_whole(self) -> bool:
-        """Whether nothing can follow."""
-        try:
-            return bool(self._arguments().strip()) and parse_arguments(self._arguments()) is not None
-        except ValueError:
-            return False
-
-    def closing(self, status: ItemStatus) -> Emitted:
-        emitted: Emitted = []
-        if status == "completed" and not self._arguments().strip():  # so do some servers write a call without any
-            emitted = self.append(_Delta("call", call=ToolCallDelta(self.index, None, None, "{}")))
-        arguments = {"name": self.name, "arguments": self._arguments()}
-        return [*emitted, ("response.function_call_arguments.done", arguments)]
-
-    def done(self, status: ItemStatus) -> dict[str, Any]:
-        return {**self.begun(), "status": status, "arguments": self._arguments()}
-
-    def _arguments(self) -> str:
-        calls = self._assembler.calls()
-        return calls[0].arguments if calls else ""

@@ -66,24 +66,30 @@ class ListenerEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enter:
-    """An exchange begins; `cut` ends it at once, from any thread. Answered with False where it is one too many."""
+    """An exchange begins; `cut` ends it at once, from any thread. Answered with False where it is one too many.
+
+    `response_id`: of the response that it makes; None: it makes none, and is never one too many.
+    """
 
     exchange_id: int
     cut: Callable[[], object]
-    counted: bool
+    response_id: str | None
     reply: Reply[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """It is over."""
+    """It is over; what is to be remembered of it has been told."""
 
     exchange_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall:
-    """Answered with what the store has."""
+    """Answered with what the store has, as soon as no response that is wanted still runs.
+
+    A client that breaks off a stream may go on from it before the proxy has noticed.
+    """
 
     wanted: References
     reply: Reply[Recalled]

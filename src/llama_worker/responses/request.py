@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_worker.responses.conversation import Item, chat_messages, item_type, plain_text
+from llama_worker.responses.echo import echo_of
+from llama_worker.responses.ids import owner_of
 from llama_worker.responses.refusal import RequestRefused
+from llama_worker.responses.tools import Choice, chat_tool, function_tools, tool_choice
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
@@ -24,7 +27,6 @@ _OWN_KEYS = frozenset({
     "truncation", "user",
 })  # fmt: skip
 _IGNORED_WITH_A_WARNING = ("background", "conversation", "max_tool_calls", "prompt", "context_management")
-_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,11 @@ class References:
 
     def __bool__(self) -> bool:
         return self.previous_response_id is not None or bool(self.item_ids)
+
+    def response_ids(self) -> set[str]:
+        """The responses that they belong to."""
+        owners = {self.previous_response_id, *map(owner_of, self.item_ids)}
+        return {owner for owner in owners if owner is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,27 +70,16 @@ class ChatRequest:
     warnings: tuple[str, ...]
 
 
-def parse_body(data: bytes) -> dict[str, Any]:
-    """The JSON object of a request. Raises RequestRefused."""
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        raise RequestRefused(400, "the request's body is not JSON") from None
-    if not isinstance(body, dict):
-        raise RequestRefused(400, "the request's body is not a JSON object")
-    return body
-
-
 def references(body: Mapping[str, Any]) -> References:
     """What to look up before `normalise`."""
     previous = body.get("previous_response_id")
     if previous is not None and not isinstance(previous, str):
         raise RequestRefused(400, "previous_response_id must be a string", param="previous_response_id")
-    ids = [item.get("id") for item in _input_items(body) if item_type(item) == "item_reference"]
-    return References(
-        previous_response_id=previous or None,
-        item_ids=tuple(found if isinstance(found, str) else "" for found in ids),
-    )
+    found = [item.get("id") for item in _input_items(body) if item_type(item) == "item_reference"]
+    ids = [item_id if isinstance(item_id, str) else "" for item_id in found]
+    if len(set(ids)) < len(ids):  # OpenAI refuses it too; a short request could grow beyond all bounds by it
+        raise RequestRefused(400, "an item of the input is referred to twice", param="input")
+    return References(previous_response_id=previous or None, item_ids=tuple(ids))
 
 
 def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) -> ChatRequest:
@@ -98,8 +94,8 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
     if body.get("input") is None and not history:
         raise RequestRefused(400, "Missing required parameter: 'input'.", param="input")
     instructions, instruction_items = _instructions(body)
-    tools, tool_warnings = _tools(body.get("tools"))
-    choice = _tool_choice(body.get("tool_choice"), tools)
+    tools, tool_warnings = function_tools(body.get("tools"))
+    choice = tool_choice(body.get("tool_choice"), tools)
     text_format = _text_format(body.get("text"))
     conflict = _settle_conflict(choice, text_format)
     instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
@@ -114,7 +110,7 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
     chat["stream_options"] = {"include_usage": True}
     chat.setdefault("reasoning_format", "deepseek")
     if choice.offered and conflict.with_tools:
-        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in choice.offered]
+        chat["tools"] = [{"type": "function", "function": chat_tool(tool)} for tool in choice.offered]
         chat["tool_choice"] = choice.mode
         if isinstance(parallel, bool):
             chat["parallel_tool_calls"] = parallel
@@ -127,7 +123,7 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
     include = include if isinstance(include, list) else []
     return ChatRequest(
         body=chat,
-        echo=_echo(body, tools, choice, text_format),
+        echo=echo_of(body, tools, choice, text_format),
         input_items=own_items,
         previous_response_id=wanted.previous_response_id,
         stream=body.get("stream") is True,
@@ -197,90 +193,6 @@ def _instructions(body: Mapping[str, Any]) -> tuple[str, Sequence[Item]]:
     raise RequestRefused(400, "instructions must be a string", param="instructions")
 
 
-# --- tools ----------------------------------------------------------------------------------------------
-
-
-def _tools(given: object) -> tuple[list[dict[str, Any]], list[str]]:
-    """The function tools, in the form of the Responses API, and warnings about the others."""
-    if given is None:
-        return [], []
-    if not isinstance(given, list):
-        raise RequestRefused(400, "tools must be a list", param="tools")
-    tools: list[dict[str, Any]] = []
-    warnings: list[str] = []
-    for tool in given:
-        if not isinstance(tool, Mapping):
-            raise RequestRefused(400, "every tool must be an object", param="tools")
-        if tool.get("type") != "function":
-            warnings.append(f"tools of type {tool.get('type')!r} are ignored")
-            continue
-        function = tool.get("function")
-        function = function if isinstance(function, Mapping) else tool  # as in chat completions, or flat
-        name, parameters = function.get("name"), function.get("parameters")
-        if not isinstance(name, str) or not name:
-            raise RequestRefused(400, "a function tool needs a name", param="tools")
-        description, strict = function.get("description"), function.get("strict")
-        tools.append({
-            "type": "function",
-            "name": name,
-            "description": description if isinstance(description, str) else None,
-            "parameters": dict(parameters) if isinstance(parameters, Mapping) else None,
-            "strict": strict if isinstance(strict, bool) else None,
-        })  # fmt: skip
-    return tools, list(dict.fromkeys(warnings))
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": tool["name"], "parameters": tool["parameters"] or {"type": "object", "properties": {}}}
-    if tool["description"] is not None:
-        function["description"] = tool["description"]
-    return function
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    mode: str
-    offered: Sequence[Mapping[str, Any]]
-    echo: Any
-    warnings: tuple[str, ...] = ()
-
-
-def _tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> _Choice:
-    """llama-server takes an object for "auto": a choice is forced by offering only what is chosen."""
-    if given is None:
-        return _Choice(mode="auto", offered=tools, echo="auto")
-    if given in ("auto", "none", "required"):
-        if given == "required" and not tools:
-            warning = "tool_choice 'required' is ignored: there is no function tool"
-            return _Choice(mode="auto", offered=(), echo="auto", warnings=(warning,))
-        return _Choice(mode=str(given), offered=tools, echo=given)
-    if not isinstance(given, Mapping):
-        raise RequestRefused(400, f"unknown tool_choice {given!r}", param="tool_choice")
-    kind = given.get("type")
-    if kind == "function":
-        function = given.get("function")
-        name = given.get("name") or (function.get("name") if isinstance(function, Mapping) else None)
-        return _Choice(mode="required", offered=_chosen([name], tools), echo={"type": "function", "name": name})
-    if kind == "allowed_tools":
-        allowed, mode = given.get("tools"), given.get("mode", "auto")
-        allowed = [tool for tool in allowed if isinstance(tool, Mapping)] if isinstance(allowed, list) else []
-        names = [tool.get("name") for tool in allowed if tool.get("type", "function") == "function"]
-        if mode not in ("auto", "required"):
-            raise RequestRefused(400, f"unknown mode {mode!r} of allowed_tools", param="tool_choice")
-        echo = {"type": "allowed_tools", "mode": mode, "tools": [dict(tool) for tool in allowed]}
-        offered = _chosen(names, tools)
-        return _Choice(mode=mode if offered else "auto", offered=offered, echo=echo)
-    return _Choice(mode="auto", offered=tools, echo="auto", warnings=(f"tool_choice of type {kind!r} is ignored",))
-
-
-def _chosen(names: Sequence[object], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    known = {tool["name"]: tool for tool in tools}
-    for name in names:
-        if name not in known:
-            raise RequestRefused(400, f"Tool choice {name!r} not found in 'tools' parameter.", param="tool_choice")
-    return [known[name] for name in dict.fromkeys(names)]
-
-
 # --- output ---------------------------------------------------------------------------------------------
 
 
@@ -319,7 +231,7 @@ class _Conflict:
     warnings: tuple[str, ...] = ()
 
 
-def _settle_conflict(choice: _Choice, text_format: Mapping[str, Any] | None) -> _Conflict:
+def _settle_conflict(choice: Choice, text_format: Mapping[str, Any] | None) -> _Conflict:
     """llama-server drops the tools, silently, from a request that has a format as well (b11434)."""
     if text_format is None or not choice.offered:
         return _Conflict()
@@ -351,54 +263,3 @@ def _set_effort(chat: dict[str, Any], reasoning: object) -> None:
     given = chat.get("chat_template_kwargs")
     wanted: dict[str, Any] = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     chat["chat_template_kwargs"] = {**wanted, **(given if isinstance(given, Mapping) else {})}
-
-
-def _echo(
-    body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], choice: _Choice, text_format: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """The request as its response repeats it; what is not of the API's form is left out."""
-    reasoning = body.get("reasoning")
-    reasoning = reasoning if isinstance(reasoning, Mapping) else {}
-    effort, summary = reasoning.get("effort"), reasoning.get("summary")
-    text: dict[str, Any] = {"format": dict(text_format) if text_format else {"type": "text"}}
-    if text["format"].get("description", "") is None:
-        del text["format"]["description"]
-    verbosity = body["text"].get("verbosity") if isinstance(body.get("text"), Mapping) else None
-    if verbosity in ("low", "medium", "high"):
-        text["verbosity"] = verbosity
-    metadata = body.get("metadata")
-    instructions = body.get("instructions")
-    parallel = body.get("parallel_tool_calls")
-    return {
-        "instructions": instructions if isinstance(instructions, str) else None,
-        "max_output_tokens": _typed(body.get("max_output_tokens"), int),
-        "max_tool_calls": None,
-        "metadata": (
-            {key: value for key, value in metadata.items() if isinstance(value, str)}
-            if isinstance(metadata, Mapping)
-            else {}
-        ),
-        "model": body["model"] if isinstance(body.get("model"), str) else "default",
-        "parallel_tool_calls": parallel if isinstance(parallel, bool) else True,
-        "previous_response_id": body.get("previous_response_id") or None,
-        "prompt_cache_key": _typed(body.get("prompt_cache_key"), str),
-        "reasoning": {
-            "effort": effort if effort in _EFFORTS else None,
-            "summary": summary if summary in ("auto", "concise", "detailed") else None,
-        },
-        "safety_identifier": _typed(body.get("safety_identifier"), str),
-        "service_tier": "default",
-        "store": body.get("store") is not False,
-        "temperature": _typed(body.get("temperature"), int, float),
-        "text": text,
-        "tool_choice": choice.echo,
-        "tools": [dict(tool) for tool in tools],
-        "top_logprobs": 0,
-        "top_p": _typed(body.get("top_p"), int, float),
-        "truncation": "disabled",
-        "user": _typed(body.get("user"), str),
-    }
-
-
-def _typed(value: Any, *types: type) -> Any:
-    return value if isinstance(value, types) and not isinstance(value, bool) else None

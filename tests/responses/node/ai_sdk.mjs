@@ -1,82 +1,110 @@
 // Runs jobs with lines of @ai-sdk/openai. Reads {baseURL, jobs: [{line, turns: [...]}]} from standard input, writes
-// [{turns: [...]}]: what each turn gave. A turn after the first goes on from what the one before said.
+// [[...]]: what each turn of each job gave. A turn goes on from what the ones before said, and `results` answers their
+// calls; with `byId` it refers to the one before by its id alone.
 
 import { readFileSync } from "node:fs";
 
+const WAIT_MS = 20_000;
 const { baseURL, jobs } = JSON.parse(readFileSync(0, "utf8"));
-const results = [];
-for (const job of jobs) results.push(await run(job));
-console.log(JSON.stringify(results));
+const done = [];
+for (const job of jobs) done.push(await run(job));
+console.log(JSON.stringify(done));
 
 async function run({ line, turns }) {
   const { createOpenAI } = await import(line);
-  const done = [];
+  const provider = createOpenAI({ baseURL, apiKey: "sk-test" });
+  const results = [];
   let prompt = [];
+  let last = empty();
   for (const turn of turns) {
-    const provider = createOpenAI({ baseURL, apiKey: "sk-test", fetch: scripted(turn.steps) });
-    prompt = [...prompt, ...(turn.prompt ?? [])];
-    const given = { prompt, ...turn.settings };
-    const result = await (turn.stream ? streamed : generated)(provider.responses("m"), given).catch(failed);
-    done.push(result);
-    prompt = [...prompt, { role: "assistant", content: result.said }];
-    for (const call of result.calls) prompt.push(toolResult(call));
+    const answers = last.calls.map((call, number) => toolResult(call, turn.results?.[number] ?? "none"));
+    prompt = [...(turn.byId ? [] : prompt), ...answers, ...(turn.prompt ?? [])];
+    const settings = structuredClone(turn.settings);
+    if (turn.byId) settings.providerOptions = { openai: { previousResponseId: last.responseId } };
+    const model = provider.responses(turn.model);
+    last = await (turn.stream ? streamed : generated)(model, { prompt, ...settings }, turn.abortAfter);
+    results.push(last);
+    prompt = [...prompt, { role: "assistant", content: last.said }];
   }
-  return { turns: done };
-}
-
-// The scripted server does what the request says; a client cannot know of it.
-function scripted(steps) {
-  return (url, init) => {
-    if (!steps || !init.body) return fetch(url, init);
-    return fetch(url, { ...init, body: JSON.stringify({ ...JSON.parse(init.body), fake_script: steps }) });
-  };
-}
-
-function failed(error) {
-  return { ...empty(), thrown: `${error.name}: ${error.message}`, status: error.statusCode ?? null };
+  return results;
 }
 
 function empty() {
-  return { text: "", reasoning: "", calls: [], said: [], errors: [], finish: null, usage: null, thrown: null };
+  const nothing = { finish: null, usage: null, responseId: null, thrown: null, status: null };
+  return { text: "", deltas: 0, reasoning: "", calls: [], said: [], errors: [], unbegun: 0, unclosed: 0, ...nothing };
 }
 
 async function generated(model, given) {
-  const answer = await model.doGenerate(given);
   const result = empty();
-  for (const part of answer.content) {
-    if (part.type === "text") result.text += part.text;
-    if (part.type === "reasoning") result.reasoning += part.text;
-    if (part.type === "tool-call") result.calls.push(part);
-    result.said.push(asPrompt(part, part.text));
+  try {
+    const answer = await model.doGenerate({ ...given, abortSignal: AbortSignal.timeout(WAIT_MS) });
+    for (const part of answer.content) {
+      if (part.type === "text") result.text += part.text;
+      if (part.type === "reasoning") result.reasoning += part.text;
+      if (part.type === "tool-call") result.calls.push(part);
+      result.said.push(asPrompt(part, part.text));
+    }
+    finish(result, answer);
+  } catch (error) {
+    fail(result, error);
   }
-  return { ...result, finish: unified(answer.finishReason), usage: total(answer.usage) };
+  return result;
 }
 
-async function streamed(model, given) {
-  const { stream } = await model.doStream(given);
+async function streamed(model, given, abortAfter) {
   const result = empty();
-  const open = new Map();
-  for await (const part of stream) {
-    const [kind, phase] = part.type.split("-");
-    if (part.type === "error") result.errors.push(String(part.error?.message ?? JSON.stringify(part.error)));
-    if (part.type === "finish") Object.assign(result, { finish: unified(part.finishReason), usage: total(part.usage) });
-    if (part.type === "tool-call") {
-      result.calls.push(part);
-      result.said.push(asPrompt(part));
+  const abort = new AbortController();
+  try {
+    const signal = AbortSignal.any([abort.signal, AbortSignal.timeout(WAIT_MS)]);
+    const { stream } = await model.doStream({ ...given, abortSignal: signal });
+    const open = new Map();
+    for await (const part of stream) {
+      take(part, result, open);
+      if (abortAfter && result.deltas >= abortAfter) abort.abort();
     }
-    if (kind !== "text" && kind !== "reasoning") continue;
-    if (phase === "start") {
-      open.set(part.id, asPrompt({ ...part, type: kind }, ""));
-      result.said.push(open.get(part.id));
-    }
-    if (phase === "delta") {
-      open.get(part.id).text += part.delta;
-      result[kind] += part.delta;
-    }
-    if (part.providerMetadata) open.get(part.id).providerOptions = part.providerMetadata;
-    if (phase === "end") open.delete(part.id);
+    result.unclosed = open.size;
+  } catch (error) {
+    fail(result, error);
   }
-  return { ...result, unclosed: open.size };
+  return result;
+}
+
+function take(part, result, open) {
+  const [kind, phase] = part.type.split("-");
+  if (part.type === "error") result.errors.push(String(part.error?.message ?? JSON.stringify(part.error)));
+  if (part.type === "finish") finish(result, part);
+  if (part.type === "tool-call") {
+    result.calls.push(part);
+    result.said.push(asPrompt(part));
+  }
+  if (kind !== "text" && kind !== "reasoning") return;
+  if (phase === "start") {
+    open.set(part.id, asPrompt({ ...part, type: kind }, ""));
+    result.said.push(open.get(part.id));
+  }
+  if (!open.has(part.id)) result.unbegun += 1; // the SDK's own users throw here
+  if (phase === "delta") {
+    if (open.has(part.id)) open.get(part.id).text += part.delta;
+    result[kind] += part.delta;
+    result.deltas += kind === "text" ? 1 : 0;
+  }
+  if (part.providerMetadata && open.has(part.id)) open.get(part.id).providerOptions = part.providerMetadata;
+  if (phase === "end") open.delete(part.id);
+}
+
+// Old lines give the finish reason and the token counts flat, new ones nested.
+function finish(result, { finishReason, usage, providerMetadata }) {
+  result.finish = finishReason?.unified ?? finishReason;
+  result.usage = {
+    input: usage.inputTokens?.total ?? usage.inputTokens,
+    output: usage.outputTokens?.total ?? usage.outputTokens,
+  };
+  result.responseId = providerMetadata?.openai?.responseId ?? null;
+}
+
+function fail(result, error) {
+  result.thrown = `${error.name}: ${error.message}`;
+  result.status = error.statusCode ?? null;
 }
 
 function asPrompt(part, text) {
@@ -89,15 +117,7 @@ function asPrompt(part, text) {
   return { type: part.type, toolCallId: part.toolCallId, toolName: part.toolName, input, providerOptions };
 }
 
-function toolResult({ toolCallId, toolName }) {
-  const result = { type: "tool-result", toolCallId, toolName, output: { type: "text", value: "5" } };
+function toolResult({ toolCallId, toolName }, value) {
+  const result = { type: "tool-result", toolCallId, toolName, output: { type: "text", value } };
   return { role: "tool", content: [result] };
-}
-
-function unified(reason) {
-  return reason?.unified ?? reason;
-}
-
-function total(usage) {
-  return usage.outputTokens?.total ?? usage.outputTokens;
 }

@@ -1,0 +1,61 @@
+"""The request as its response repeats it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama_worker.responses.tools import Choice
+
+_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
+
+
+def echo_of(
+    body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], choice: Choice, text_format: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What is not of the API's form is left out."""
+    reasoning = body.get("reasoning")
+    reasoning = reasoning if isinstance(reasoning, Mapping) else {}
+    effort, summary = reasoning.get("effort"), reasoning.get("summary")
+    text: dict[str, Any] = {"format": dict(text_format) if text_format else {"type": "text"}}
+    if text["format"].get("description", "") is None:
+        del text["format"]["description"]
+    verbosity = body["text"].get("verbosity") if isinstance(body.get("text"), Mapping) else None
+    if verbosity in ("low", "medium", "high"):
+        text["verbosity"] = verbosity
+    metadata = body.get("metadata")
+    instructions = body.get("instructions")
+    parallel = body.get("parallel_tool_calls")
+    return {
+        "instructions": instructions if isinstance(instructions, str) else None,
+        "max_output_tokens": _typed(body.get("max_output_tokens"), int),
+        "max_tool_calls": None,
+        "metadata": (
+            {key: value for key, value in metadata.items() if isinstance(value, str)}
+            if isinstance(metadata, Mapping)
+            else {}
+        ),
+        "model": body["model"] if isinstance(body.get("model"), str) else "default",
+        "parallel_tool_calls": parallel if isinstance(parallel, bool) else True,
+        "previous_response_id": body.get("previous_response_id") or None,
+        "prompt_cache_key": _typed(body.get("prompt_cache_key"), str),
+        "reasoning": {
+            "effort": effort if isinstance(effort, str) and effort in _EFFORTS else None,
+            "summary": summary if summary in ("auto", "concise", "detailed") else None,
+        },
+        "safety_identifier": _typed(body.get("safety_identifier"), str),
+        "service_tier": "default",
+        "store": body.get("store") is not False,
+        "temperature": _typed(body.get("temperature"), int, float),
+        "text": text,
+        "tool_choice": choice.echo,
+        "tools": [dict(tool) for tool in tools],
+        "top_logprobs": 0,
+        "top_p": _typed(body.get("top_p"), int, float),
+        "truncation": "disabled",
+        "user": _typed(body.get("user"), str),
+    }
+
+
+def _typed(value: Any, *types: type) -> Any:
+    return value if isinstance(value, types) and not isinstance(value, bool) else None

@@ -1,0 +1,255 @@
+"""@ai-sdk/openai: 18 scenarios for each of its lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.responses.relay import DIES, FAILS
+from tests.responses.scenarios.node import Json, run_node
+from tests.responses.scenarios.sayings import (
+    ADD_PARAMETERS,
+    GREETING,
+    PERSON_SCHEMA,
+    STORY,
+    TALE,
+    TOO_LONG,
+    calls,
+    thinks,
+)
+
+LINES = ("ai-sdk-openai-2.0", "ai-sdk-openai-3.0", "ai-sdk-openai-3.1", "ai-sdk-openai-4.0")  # of node/package.json
+ADD: Json = {"type": "function", "name": "add", "description": "add", "inputSchema": ADD_PARAMETERS}
+SUB: Json = {**ADD, "name": "sub"}
+STATELESS: Json = {"openai": {"store": False, "include": ["reasoning.encrypted_content"]}}
+LOOP = thinks("Add them.", calls({"a": 2, "b": 3}))
+
+Turns = list[Json]
+Check = Callable[[Turns], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`check` raises AssertionError where what the turns gave is not as a user of the SDK expects."""
+
+    name: str
+    turns: Sequence[Json]
+    check: Check
+
+
+SCENARIOS: list[Scenario] = []
+
+
+def scenario(*turns: Json) -> Callable[[Check], Check]:
+    """Adds a scenario of these turns."""
+
+    def add(check: Check) -> Check:
+        SCENARIOS.append(Scenario(check.__name__, turns, check))
+        return check
+
+    return add
+
+
+def turn(
+    *said: str,
+    system: str = "",
+    results: Sequence[str] = (),
+    stream: bool = True,
+    model: str = "m",
+    by_id: bool = False,
+    abort_after: int = 0,
+    **settings: Any,
+) -> Json:
+    """A request: what the user says, in parts; `results` answer the calls of the turn before."""
+    prompt: list[Json] = [{"role": "system", "content": system}] if system else []
+    if said:
+        prompt.append({"role": "user", "content": [{"type": "text", "text": part} for part in said]})
+    given = {"prompt": prompt, "results": results, "stream": stream, "model": model, "settings": settings}
+    return {**given, "byId": by_id, "abortAfter": abort_after}
+
+
+def run_line(line: str, base_url: str) -> dict[str, Turns]:
+    """What every scenario gave with one line of the SDK, by the scenario's name."""
+    jobs = [{"line": line, "turns": scenario.turns} for scenario in SCENARIOS]
+    done = run_node("ai_sdk.mjs", base_url, jobs)
+    return {scenario.name: turns for scenario, turns in zip(SCENARIOS, done, strict=True)}
+
+
+def went_well(*turns: Json) -> None:
+    for result in turns:
+        assert (result["thrown"], result["errors"]) == (None, [])
+        assert (result["unbegun"], result["unclosed"]) == (0, 0)
+
+
+def arguments(result: Json) -> list[Any]:
+    return [json.loads(call["input"]) for call in result["calls"]]
+
+
+# ---------------------------------------------------------------- text and reasoning
+
+
+@scenario(turn(GREETING))
+def text_is_streamed(turns: Turns) -> None:
+    (result,) = turns
+    went_well(result)
+    assert (result["text"], result["finish"]) == (GREETING, "stop")
+    assert result["deltas"] > 1
+    assert result["usage"]["input"] > 0
+    assert result["usage"]["output"] > 1
+
+
+@scenario(turn(GREETING, stream=False))
+def text_comes_in_one_piece(turns: Turns) -> None:
+    (result,) = turns
+    went_well(result)
+    assert (result["text"], result["finish"]) == (GREETING, "stop")
+
+
+@scenario(turn(thinks("Greet back.", GREETING)))
+def reasoning_is_shown(turns: Turns) -> None:
+    (result,) = turns
+    went_well(result)
+    assert (result["reasoning"].strip(), result["text"]) == ("Greet back.", GREETING)
+
+
+@scenario(turn(thinks("Greet.", GREETING), system="Be terse."), turn("Go on, and", "on and on and on."))
+def a_conversation_goes_on(turns: Turns) -> None:
+    went_well(*turns)
+    assert [result["text"] for result in turns] == [GREETING, "Go on, and\non and on and on."]
+
+
+@scenario(turn(GREETING), turn(GREETING, by_id=True))
+def a_conversation_goes_on_by_id(turns: Turns) -> None:
+    went_well(*turns)
+    first, second = turns
+    assert second["text"] == GREETING
+    assert second["usage"]["input"] > first["usage"]["input"]  # the same was said: the rest is what came before
+
+
+# ---------------------------------------------------------------- tools
+
+
+@scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD]))
+def a_call_is_streamed(turns: Turns) -> None:
+    (result,) = turns
+    went_well(result)
+    assert (arguments(result), result["finish"]) == ([{"a": 2, "b": 3}], "tool-calls")
+
+
+@scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD], stream=False))
+def a_call_comes_in_one_piece(turns: Turns) -> None:
+    (result,) = turns
+    went_well(result)
+    assert (arguments(result), result["finish"]) == ([{"a": 2, "b": 3}], "tool-calls")
+
+
+@scenario(
+    turn(calls({"a": 2, "b": 3}, {"a": 4, "b": 5}), tools=[ADD]),
+    turn(results=["It is 5.", "It is 9."], tools=[ADD]),
+)
+def two_calls_in_one_turn_are_answered(turns: Turns) -> None:
+    went_well(*turns)
+    first, second = turns
+    assert arguments(first) == [{"a": 2, "b": 3}, {"a": 4, "b": 5}]
+    assert len({call["toolCallId"] for call in first["calls"]}) == 2
+    assert (second["text"], second["finish"]) == ("It is 9.", "stop")
+
+
+def check_loop(turns: Turns) -> None:
+    went_well(*turns)
+    assert [arguments(result) for result in turns] == [[{"a": 2, "b": 3}], [{"a": 5, "b": 1}], []]
+    assert [result["finish"] for result in turns] == ["tool-calls", "tool-calls", "stop"]
+    assert [result["reasoning"].strip() for result in turns] == ["Add them.", "And one.", ""]
+    assert turns[-1]["text"] == "It is 6."
+
+
+@scenario(
+    turn(LOOP, tools=[ADD]),
+    turn(results=[thinks("And one.", calls({"a": 5, "b": 1}))], tools=[ADD]),
+    turn(results=["It is 6."], tools=[ADD]),
+)
+def a_tool_loop_refers_to_stored_items(turns: Turns) -> None:
+    check_loop(turns)
+
+
+@scenario(
+    turn(LOOP, tools=[ADD], providerOptions=STATELESS),
+    turn(results=[thinks("And one.", calls({"a": 5, "b": 1}))], tools=[ADD], providerOptions=STATELESS),
+    turn(results=["It is 6."], tools=[ADD], providerOptions=STATELESS),
+)
+def a_tool_loop_needs_no_state(turns: Turns) -> None:
+    check_loop(turns)
+
+
+@scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD, SUB], toolChoice={"type": "tool", "toolName": "sub"}))
+def a_chosen_tool_is_called(turns: Turns) -> None:
+    (result,) = turns
+    went_well(result)
+    assert {call["toolName"] for call in result["calls"]} == {"sub"}
+
+
+# ---------------------------------------------------------------- limits and forms
+
+
+@scenario(turn(GREETING, maxOutputTokens=2))
+def the_token_limit_is_told(turns: Turns) -> None:
+    (result,) = turns
+    went_well(result)
+    assert (result["finish"], result["usage"]["output"]) == ("length", 2)
+    assert GREETING.startswith(result["text"])
+
+
+@scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD], maxOutputTokens=20))
+def a_call_that_the_limit_cut_is_not_finished(turns: Turns) -> None:
+    (result,) = turns
+    assert (result["thrown"], result["errors"], result["finish"]) == (None, [], "length")
+
+
+@scenario(turn("John is five.", responseFormat={"type": "json", "schema": PERSON_SCHEMA, "name": "person"}))
+def a_schema_is_kept(turns: Turns) -> None:
+    (result,) = turns
+    went_well(result)
+    said = json.loads(result["text"])
+    assert (said["name"], said["age"] in (5, 7)) == ("John", True)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@scenario(turn(TOO_LONG))
+def a_prompt_that_is_too_long_is_refused(turns: Turns) -> None:
+    (result,) = turns
+    assert result["status"] == 400
+    assert "context size" in result["thrown"]
+
+
+def check_broken(turns: Turns) -> None:
+    """What was said until then is there, and the user sees that it is not all."""
+    (result,) = turns
+    assert (result["text"], result["unbegun"]) == ("Once", 0)
+    assert result["errors"] or result["thrown"]
+    assert result["finish"] != "stop"
+
+
+@scenario(turn(STORY, model=FAILS))
+def an_error_in_mid_stream_is_seen(turns: Turns) -> None:
+    check_broken(turns)
+    (result,) = turns
+    assert "out of memory" in str(result["errors"] or result["thrown"])
+
+
+@scenario(turn(STORY, model=DIES))
+def a_server_that_dies_is_seen_to(turns: Turns) -> None:
+    check_broken(turns)
+
+
+@scenario(turn(TALE, abort_after=2), turn(GREETING))
+def a_user_who_aborts_can_go_on(turns: Turns) -> None:
+    first, second = turns
+    assert TALE.startswith(first["text"])
+    assert (0 < len(first["text"]) < len(TALE), first["unbegun"]) == (True, 0)
+    assert "Abort" in first["thrown"]
+    went_well(second)
+    assert second["text"] == GREETING

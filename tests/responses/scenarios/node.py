@@ -1,0 +1,34 @@
+"""Runs the scripts of `tests/responses/node` with the npm packages that `make test-responses` installs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+NODE = Path(__file__).parents[1] / "node"
+WAIT_S = 300.0  # for all jobs; the scripts give up on each of them much sooner
+
+
+def is_installed() -> bool:
+    """Whether there is a Node with the packages."""
+    return shutil.which("node") is not None and (NODE / "node_modules").is_dir()
+
+
+def run_node(script: str, base_url: str, jobs: Sequence[Any]) -> list[Any]:
+    """What each job gave, in order."""
+    done = subprocess.run(
+        ["node", str(NODE / script)],
+        input=json.dumps({"baseURL": base_url, "jobs": jobs}),
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results: list[Any] = json.loads(done.stdout)
+    return results

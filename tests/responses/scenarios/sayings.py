@@ -1,0 +1,34 @@
+"""What the last message says, and so the model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+GREETING = "Hello there, my friend."
+STORY = "Once upon a time there was a small model that said the same."  # begins with the relay's cue
+TALE = " ".join(["tick tock"] * 30)  # 60 tokens: long enough to be cut short
+TOO_LONG = "word " * 5000
+
+ADD_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+PERSON_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "enum": ["John"]}, "age": {"type": "integer", "enum": [5, 7]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def thinks(thought: str, then: str) -> str:
+    """Reasoning, and what follows it."""
+    return f"<think>\n{thought}\n</think>\n\n{then}"
+
+
+def calls(*arguments: dict[str, int], name: str = "add") -> str:
+    """Tool calls in one turn."""
+    told = (json.dumps({"name": name, "arguments": given}) for given in arguments)
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in told)

@@ -1,0 +1,282 @@
+"""What is no request for a response passes through as it is, to the configured upstream and no other."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import http.server
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fake_script import (
+    DoneMarker,
+    Finish,
+    Gate,
+    Headers,
+    Reply,
+    Role,
+    Script,
+    Text,
+    Usage,
+    plain_reply,
+)
+from tests.responses.conftest import HOST, Client, MakeClient, Upstream, dial, request_bytes
+from tests.responses.oracle import check_events, read_sse
+
+MakeUpstream = Callable[[Callable[[bytes], bytes]], Upstream]
+
+
+# ---------------------------------------------------------------- what passes through
+
+ODD_JSON = b'{ "n" : 12345678901234567890123, "f":1.10, "s":"\\u00e9\xc3\xa9"}\n'
+PLAIN = b"HTTP/1.1 %b\r\nContent-Length: %d\r\n%b\r\n"
+
+
+def answer(body: bytes, status: bytes = b"200 OK", headers: bytes = b"") -> bytes:
+    return PLAIN % (status, len(body), headers) + body
+
+
+@pytest.fixture
+def through(make_client: MakeClient, make_upstream: MakeUpstream) -> Callable[..., tuple[Client, Upstream]]:
+    def make(reply: bytes, base_path: str = "") -> tuple[Client, Upstream]:
+        upstream = make_upstream(lambda _: reply)
+        return make_client(upstream=f"http://{HOST}:{upstream.port}{base_path}"), upstream
+
+    return make
+
+
+Through = Callable[..., tuple[Client, Upstream]]
+
+
+def test_bodies_pass_through_byte_for_byte(through: Through) -> None:
+    client, upstream = through(answer(ODD_JSON, headers=b"Content-Type: application/json\r\nX-Own: a\r\n"))
+    reply = client.send("POST", "/v1/chat/completions?x=%2F", ODD_JSON, {"X-Mine": "b", "Authorization": "Bearer k"})
+    assert (reply.status, reply.data) == (200, ODD_JSON)
+    assert (reply.headers["x-own"], reply.headers["content-type"]) == ("a", "application/json")
+    head, _, body = upstream.requests[0].partition(b"\r\n\r\n")
+    assert body == ODD_JSON
+    assert head.startswith(b"POST /v1/chat/completions?x=%2F HTTP/1.1\r\n")
+    assert {b"X-Mine: b", b"Authorization: Bearer k"} <= set(head.split(b"\r\n"))
+
+
+@pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified", "404 File Not Found", "500 Oh"])
+def test_statuses_pass_through(through: Through, status: str) -> None:
+    empty = status[:1] in "23"
+    client, _ = through(answer(b"" if empty else b"no", status.encode()))
+    reply = client.send("GET", "/any")
+    assert (reply.status, reply.data) == (int(status[:3]), b"" if empty else b"no")
+
+
+def test_compressed_bodies_stay_compressed(through: Through) -> None:
+    packed = gzip.compress(b"text" * 100)
+    client, _ = through(answer(packed, headers=b"Content-Encoding: gzip\r\n"))
+    reply = client.send("GET", "/any", headers={"Accept-Encoding": "gzip"})
+    assert (reply.data, reply.headers["content-encoding"]) == (packed, "gzip")
+
+
+def test_redirects_are_the_clients_business(through: Through) -> None:
+    client, upstream = through(answer(b"", b"302 Found", b"Location: http://127.0.0.1:1/\r\n"))
+    reply = client.send("GET", "/any")
+    assert (reply.status, reply.headers["location"]) == (302, "http://127.0.0.1:1/")
+    assert len(upstream.requests) == 1
+
+
+def test_hop_by_hop_headers_stay_on_their_hop(through: Through) -> None:
+    said = b"Connection: X-Hop\r\nX-Hop: a\r\nKeep-Alive: timeout=5\r\nX-End: b\r\n"
+    client, upstream = through(answer(b"a", headers=said))
+    sent = {"Connection": "X-Secret", "X-Secret": "a", "Te": "trailers", "Upgrade": "websocket", "X-End": "c"}
+    reply = client.send("GET", "/any", headers=sent)
+    assert reply.headers.get("x-end") == "b"
+    assert not {"x-hop", "keep-alive"} & reply.headers.keys()
+    head = upstream.requests[0].lower()
+    assert b"x-end: c" in head
+    assert not any(name in head for name in (b"x-secret", b"\r\nte:", b"upgrade"))
+
+
+def test_a_chunked_request_body_is_accepted(fake: Client) -> None:
+    connection = fake.connection()
+    try:
+        pieces = iter([b'{"input": ', b'"Hi"}'])
+        connection.request("POST", "/v1/responses/", pieces, {"Transfer-Encoding": "chunked"}, encode_chunked=True)
+        assert connection.getresponse().read()
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+    finally:
+        connection.close()
+    assert fake.last_chat()["messages"] == [{"role": "user", "content": "Hi"}]
+
+
+def test_a_chunked_request_body_passes_through(through: Through) -> None:
+    client, upstream = through(answer(b"a"))
+    connection = client.connection()
+    try:
+        connection.request("POST", "/any", iter([b"abc", b"def"]), encode_chunked=True)
+        assert connection.getresponse().read() == b"a"
+    finally:
+        connection.close()
+    body = upstream.requests[0].partition(b"\r\n\r\n")[2]
+    assert b"".join(body.split(b"\r\n")[1::2]) == b"abcdef"
+
+
+def test_a_length_beside_chunks_counts_for_nothing(through: Through) -> None:
+    client, upstream = through(answer(b"a"))
+    with dial(client) as connection:
+        head = b"POST /any HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"6\r\nabcdef\r\n0\r\n\r\n")
+        assert b"200 OK" in connection.recv(65536)
+    head, _, body = upstream.requests[0].lower().partition(b"\r\n\r\n")
+    assert b"content-length" not in head
+    assert body == b"6\r\nabcdef\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(b"POST /any HTTP/1.1\r\nContent-Length: -5\r\n", id="negative length"),
+        pytest.param(b"POST /any HTTP/1.1\r\nContent-Length: +5\r\n", id="signed length"),
+        pytest.param(b"GET /any HTTP/1.1\r\nX-A: a\rX-B: sk-hush\r\n", id="line break in a value"),
+        pytest.param(b"GET /any HTTP/1.1\r\nX-A: a\0b\r\n", id="NUL in a value"),
+        pytest.param(b"GET /any HTTP/1.1\r\nX A: b\r\n", id="space in a name"),
+        pytest.param(b"G@T /any HTTP/1.1\r\n", id="method"),
+    ],
+)
+def test_a_malformed_head_is_a_400_and_goes_no_further(
+    through: Through, caplog: pytest.LogCaptureFixture, head: bytes
+) -> None:
+    client, upstream = through(answer(b"a"))
+    with dial(client) as connection:
+        connection.sendall(head + b"Host: a\r\nConnection: close\r\n\r\n")
+        said = connection.recv(65536)
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert upstream.requests == []
+    assert "hush" not in caplog.text
+    assert client.send("GET", "/any").data == b"a"
+
+
+def test_requests_in_one_packet_are_answered_in_turn(fake: Client) -> None:
+    request = request_bytes("/v1/responses", {"input": "Hi", "stream": True}, port=fake.proxy.port)
+    last = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    said = b""
+    with dial(fake) as connection:
+        connection.sendall(request + request + last)
+        while piece := connection.recv(65536):
+            said += piece
+    assert said.count(b"event: response.completed\n") == 2
+    assert said.endswith(b'{"status": "ok"}')
+
+
+def test_a_reply_that_breaks_off_is_seen_to(through: Through) -> None:
+    client, _ = through(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+    with pytest.raises(http.client.IncompleteRead):
+        client.send("GET", "/any")
+
+
+def test_a_stream_passes_through_as_it_comes(make_client: MakeClient, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    steps = [Headers(), Role(), Text("first"), Gate(gate), Text("second"), Finish(), Usage(), DoneMarker()]
+    fake = make_client(Script(replies=[Reply(steps)]))
+    connection = fake.connection()
+    try:
+        connection.request("POST", "/v1/chat/completions", b'{"messages": [], "stream": true}')
+        response = connection.getresponse()
+        data = b""
+        while b"first" not in data:
+            data += response.read1()
+        gate.touch()
+        data += response.read()
+    finally:
+        connection.close()
+    assert b"second" in data
+    assert data.endswith(b"data: [DONE]\n\n")
+
+
+def test_deltas_reach_the_client_as_they_come(make_client: MakeClient, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    fake = make_client(Script(replies=[Reply(plain_reply(Text("first"), Gate(gate), Text("second")))]))
+    connection = fake.connection()
+    try:
+        connection.request("POST", "/v1/responses", b'{"input": "Hi", "stream": true}')
+        response = connection.getresponse()
+        data = b""
+        while b'"delta":"first"' not in data:
+            data += response.read1()
+        gate.touch()
+        check_events(read_sse(data + response.read()))
+    finally:
+        connection.close()
+
+
+# ---------------------------------------------------------------- whom it talks to
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["//127.0.0.1:1/health", "http://127.0.0.1:1/health", "@127.0.0.1:1/", "/\\127.0.0.1:1/", "/@127.0.0.1:1/", "*"],
+)
+def test_no_target_chooses_the_upstream(through: Through, target: str) -> None:
+    client, upstream = through(answer(b"the configured one"))
+    with dial(client) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1:1\r\nConnection: close\r\n\r\n".encode())
+        said = b""
+        while piece := connection.recv(65536):
+            said += piece
+    status = int(said.split()[1])
+    assert (status == 400) == (not upstream.requests), said
+    assert all(f"host: {HOST}:{upstream.port}".encode() in request.lower() for request in upstream.requests)
+    assert status == 400 or said.endswith(b"the configured one")
+
+
+def test_a_base_path_comes_first(through: Through) -> None:
+    client, upstream = through(answer(b"{}"), base_path="/llm/")
+    client.send("GET", "/v1/models")
+    client.create()
+    assert [request.split()[1] for request in upstream.requests] == [b"/llm/v1/models", b"/llm/v1/chat/completions"]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
+def test_an_https_upstream_is_verified(make_client: MakeClient, tmp_path: Path) -> None:
+    cert, key = str(tmp_path / "cert"), str(tmp_path / "key")
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    subprocess.run([*make.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    server = http.server.HTTPServer((HOST, 0), Hello)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        upstream = f"https://localhost:{server.server_port}"
+        trusting = make_client(upstream=upstream, ca_file=cert)
+        assert trusting.send("GET", "/any").data == b"hello"
+        assert make_client(upstream=upstream).send("GET", "/any").status == 502
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Hello(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_the_configured_key_replaces_the_clients(make_client: MakeClient, make_upstream: MakeUpstream) -> None:
+    upstream = make_upstream(lambda _: answer(b"{}"))
+    client = make_client(upstream=f"http://{HOST}:{upstream.port}", api_key="secret")
+    client.send("GET", "/v1/models", headers={"Authorization": "Bearer other"})
+    client.create()
+    assert all(b"Authorization: Bearer secret" in request for request in upstream.requests)
+    assert not any(b"other" in request for request in upstream.requests)
+    assert "secret" not in repr(client.proxy.config)
