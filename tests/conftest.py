@@ -28,7 +28,7 @@ _SETTLE_S = 3.0
 hypothesis.settings.register_profile("busy machine", deadline=None)  # an example that takes long shows nothing there
 hypothesis.settings.load_profile("busy machine")
 
-_LONGEST_FIRST = ("test_supervision.py", "test_scenarios.py", "test_chaos.py", "server", "responses")
+_LONGEST_FIRST = ("ray", "test_supervision.py", "test_scenarios.py", "test_chaos.py", "server", "responses")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

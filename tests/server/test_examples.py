@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ import psutil
 import pytest
 import requests
 
+from tests.ray.cluster import cluster_environment, cluster_processes
 from tests.server.conftest import ENDLESS, SERVER_ARGS, WAIT_S, is_ticking
 
 pytestmark = pytest.mark.server
@@ -219,3 +222,33 @@ def test_sigterm_ends_the_web_server_its_streams_and_its_llama_server(web: Web) 
     output, errors = web.process.communicate(timeout=WAIT_S)
     assert (web.process.returncode, output, errors) == (0, "stopped.\n", "")
     assert not server.is_running()
+
+
+# ---------------------------------------------------------------- ray_fleet.py
+
+
+def test_ray_fleet_streams_from_two_replicas_and_leaves_nothing(llama_server: str, smollm2: str) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+    try:
+        run = subprocess.run(
+            [sys.executable, str(EXAMPLES / "ray_fleet.py"), "--server", llama_server, "--model", smollm2],
+            env={**os.environ, **cluster_environment(folder)},
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        assert re.findall(r"^replica (\d): ready on 127\.0\.0\.1, 2 slots$", run.stdout, re.M) == ["0", "1"]
+        for name in ("haiku", "sum", "rivers"):
+            assert re.search(rf"^ *{name} \| '", run.stdout, re.M)
+            assert re.search(rf"^{name}: completed, (stop|max_tokens)$", run.stdout, re.M)
+        assert run.stdout.endswith("stopped.\n")
+        deadline = time.monotonic() + WAIT_S
+        while left := cluster_processes(folder):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+    finally:
+        for process in cluster_processes(folder):
+            process.kill()
+        shutil.rmtree(folder)

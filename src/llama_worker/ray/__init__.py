@@ -1,0 +1,20 @@
+"""Workers on more than one machine, placed by Ray. Needs the extra `ray`; docs/ray.md shows how to use it."""
+
+from llama_worker.ray.errors import FleetClosed, NoLiveReplica, ReplicaLost
+from llama_worker.ray.fleet import Fleet
+from llama_worker.ray.types import ConfigFor, FleetStatus, Place, Progress, ReplicaState, ReplicaStatus
+from llama_worker.ray.worker import RayWorker
+
+__all__ = [
+    "ConfigFor",
+    "Fleet",
+    "FleetClosed",
+    "FleetStatus",
+    "NoLiveReplica",
+    "Place",
+    "Progress",
+    "RayWorker",
+    "ReplicaLost",
+    "ReplicaState",
+    "ReplicaStatus",
+]

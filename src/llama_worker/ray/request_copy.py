@@ -1,0 +1,83 @@
+"""What a fleet holds of one request: everything that came, so that nothing dies with a node. Pure; not thread-safe."""
+
+from __future__ import annotations
+
+import copy
+
+from llama_worker.output import Output, read_output
+from llama_worker.ray.types import Progress
+from llama_worker.types import (
+    OutputChunk,
+    RequestFailReason,
+    RequestFinishReason,
+    RequestPhase,
+    RequestResult,
+    RequestState,
+    RequestStatus,
+)
+
+
+class RequestCopy:
+    """A request as its replica told it, under the fleet's own id. It only grows, until there is a result."""
+
+    def __init__(self, request_id: int, first: Progress) -> None:
+        self.request_id = request_id
+        self._output = Output(None)
+        self._status = first["status"]
+        self._result: RequestResult | None = None
+        self.update(first)
+
+    @property
+    def is_over(self) -> bool:
+        """There is a result."""
+        return self._result is not None
+
+    def update(self, progress: Progress) -> None:
+        """Take over what is new."""
+        output = progress["output"]
+        self._output.add(output["reasoning"], output["text"])
+        self._status = {**progress["status"], "request_id": self.request_id}
+        if "result" in progress:
+            self._result = {**progress["result"], "request_id": self.request_id}
+
+    def lose(self, detail: str, now: float) -> None:
+        """The replica is gone: the request fails with what was received. No effect on one that is over.
+
+        `now` is Unix seconds. Without a usage and a trace of tool calls: the replica tells those at the end.
+        """
+        if self.is_over:
+            return
+        self._status = {
+            **self._status,
+            "state": RequestState.FAILED,
+            "phase": RequestPhase.DONE,
+            "completed_at": max(now, self._status["created_at"]),
+            "fail_reason": RequestFailReason.SERVER_DIED,
+            "fail_detail": detail,
+        }
+        self._result = {
+            "ok": True,
+            "request_id": self.request_id,
+            "job_name": self._status["job_name"],
+            "state": RequestState.FAILED,
+            "finish_reason": RequestFinishReason.FAILED,
+            "text": self._output.text,
+            "reasoning": self._output.reasoning,
+            "signals": self._status["signals"],
+            "tool_trace": [],
+            "fail_reason": RequestFailReason.SERVER_DIED,
+            "fail_detail": detail,
+        }
+
+    def status(self) -> RequestStatus:
+        """For one host to keep: no two get the same dicts."""
+        return copy.deepcopy(self._status)
+
+    def result(self) -> RequestResult | None:
+        """Likewise; None while the request runs."""
+        return copy.deepcopy(self._result)
+
+    def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
+        """What lies behind the offsets."""
+        text, reasoning = self._output.text, self._output.reasoning
+        return read_output(text, reasoning, text_offset, reasoning_offset, done=self.is_over)

@@ -1,0 +1,66 @@
+"""What a Ray actor tells a fleet, and a fleet its host. Pure; plain data that serialises as it is."""
+
+# No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`.
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NotRequired, TypeAlias, TypedDict
+
+from llama_worker.config import WorkerConfig
+from llama_worker.types import OutputChunk, RequestResult, RequestStatus
+
+ConfigFor: TypeAlias = Callable[[int], WorkerConfig]
+"""Makes the config of a worker whose server gets this port. Called where the server will run."""
+
+
+class Place(TypedDict):
+    """Where an actor lives."""
+
+    node_id: str
+    node_ip: str
+    pid: int
+    """Of the actor's process, the host of its worker."""
+
+
+class Progress(TypedDict):
+    """What became of a request since the `Progress` before it."""
+
+    status: RequestStatus
+    output: OutputChunk
+    result: NotRequired[RequestResult]
+    """In the last one, and in no other."""
+
+
+class ReplicaState(StrEnum):
+    """Where a replica is."""
+
+    STARTING = "starting"
+    """Ray looks for a place, or the server starts there."""
+    READY = "ready"
+    LOST = "lost"
+    """It died, or did not start; another is about to take its place."""
+
+
+class ReplicaStatus(TypedDict):
+    """How one replica of a fleet is. The number stays with the replica when it moves to another node."""
+
+    replica: int
+    state: ReplicaState
+    launches: int
+    """Actors that were created for it, the first one included."""
+    slots_total: int
+    """0 until it was READY for the first time."""
+    active_request_ids: list[int]
+    place: NotRequired[Place]
+    """Absent until Ray has found one."""
+    last_error: NotRequired[str]
+    """Why it was lost the last time."""
+
+
+class FleetStatus(TypedDict):
+    """How a fleet is; slots are those of READY replicas."""
+
+    name: str
+    slots_total: int
+    slots_used: int
+    replicas: list[ReplicaStatus]

@@ -1,0 +1,113 @@
+"""What is to be true of a worker that is a Ray actor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import ActorDiedError
+
+from llama_worker import StartFailReason, WorkerClosed, WorkerConfig, WorkerStartError, WorkerState
+from tests.actors.conftest import HOST, eventually, running
+from tests.fake_script import Exit, Reasoning, Script, Tokens, plain_reply, steps_json
+from tests.ray.stage import TALKING, WAIT_S, Stage, actor, assert_gone, get, tree_of
+
+
+def an_actor_has_the_methods_of_the_handle_and_none_waits_for_another(stage: Stage) -> None:
+    worker = actor(stage.config_for(slots=2), num_gpus=1)
+    refused = get(worker.submit.remote("job", "", "Hello?"))
+    assert refused == {"ok": False, "error": "WORKER_NOT_READY"}
+    status = get(worker.start.remote())
+    assert (status["state"], status["slots_total"]) == (WorkerState.READY, 2)
+
+    (port,) = {word for word in psutil.Process(status["pid"]).cmdline() if word.isdecimal() and int(word) > 1024}
+    assert int(port) < 32768
+    environment = psutil.Process(status["pid"]).environ()
+    assert environment["CUDA_VISIBLE_DEVICES"] in ("0", "1"), "the GPU that Ray chose"
+
+    talking = get(worker.submit.remote("talk", "", "Hello?", params={"fake_script": steps_json(*TALKING)}))
+    waiting = worker.result.remote(talking["request_id"])
+    eventually(lambda: get(worker.read_output.remote(talking["request_id"]))["text"], "output", WAIT_S)
+    assert get(worker.get_status.remote(talking["request_id"]))["phase"] == "generating"
+    assert get(worker.get_result.remote(talking["request_id"])) == {"ok": False, "error": "NOT_READY"}
+    assert get(worker.get_worker_status.remote())["active_jobs"] == {talking["request_id"]: "talk"}
+    assert ray.wait([waiting], timeout=0)[0] == []  # it waits, and held up nothing
+    assert get(worker.cancel.remote(talking["request_id"])) is True
+    result = get(waiting)
+    assert (result["state"], result["reasoning"], result["text"][:6]) == ("canceled", "hm", "token ")
+    assert get(worker.get_status.remote(talking["request_id"])) == {"ok": False, "error": "NOT_FOUND"}
+    assert get(worker.get_debug_info.remote())["recent_logs"]
+
+    seen = tree_of(status["pid"])
+    get(worker.stop.remote())
+    assert not running(seen)
+    assert get(worker.start.remote())["state"] is WorkerState.READY
+    get(worker.close.remote())
+    with pytest.raises(WorkerClosed):
+        get(worker.start.remote())
+    ray.kill(worker)
+
+
+def a_request_can_be_followed_to_its_result(stage: Stage) -> None:
+    worker = actor(stage.config_for())
+    get(worker.start.remote())
+    script = steps_json(*plain_reply(Reasoning("hm"), Tokens(20, interval_s=0.02)))
+    request_id = get(worker.submit.remote("job", "", "Hello?", params={"fake_script": script}))["request_id"]
+    pieces = [get(ref) for ref in worker.follow.remote(request_id)]
+    assert ["result" in piece for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert len(pieces) > 2
+    result = pieces[-1]["result"]
+    assert "".join(piece["output"]["text"] for piece in pieces) == result["text"]
+    assert result["text"] == "".join(f"tok{i} " for i in range(20))
+    with pytest.raises(LookupError):
+        next(get(ref) for ref in worker.follow.remote(request_id))
+    ray.kill(worker)
+
+
+def an_error_of_the_worker_reaches_the_caller_with_its_fields(stage: Stage) -> None:
+    script = Script(exits=[Exit(3, "before_bind", log=["no such model"])])
+    worker = actor(stage.config_for(script))
+    with pytest.raises(WorkerStartError) as caught:
+        get(worker.start.remote())
+    assert (caught.value.reason, caught.value.returncode) == (StartFailReason.EXITED, 3)
+    assert "no such model" in caught.value.log_tail
+    with pytest.raises(TypeError, match="request_id must be an int"):
+        get(worker.get_status.remote("one"))
+    ray.kill(worker)
+    without_config = actor(lambda port: WorkerConfig("w", HOST, port, ["x"], max_tokens=0))
+    with pytest.raises(ActorDiedError, match="ConfigError: max_tokens must be 1 or more"):
+        get(without_config.start.remote())
+
+
+class TakenFirst:
+    """A config_for whose first port is taken by somebody, just after it was chosen."""
+
+    def __init__(self, config_for: Callable[[int], WorkerConfig]) -> None:
+        self._config_for = config_for
+
+    def __call__(self, port: int) -> WorkerConfig:
+        if not hasattr(self, "taken"):
+            self.taken = socket.create_server((HOST, port))
+        return self._config_for(port)
+
+
+def a_port_that_somebody_takes_is_given_up_for_another(stage: Stage) -> None:
+    worker = actor(TakenFirst(stage.config_for()))
+    statuses = get([worker.start.remote(), worker.start.remote()])
+    assert [status["state"] for status in statuses] == [WorkerState.READY] * 2
+    assert statuses[0]["pid"] == statuses[1]["pid"]
+    ray.kill(worker)
+
+
+def a_killed_actor_takes_its_server_along(stage: Stage) -> None:
+    worker = actor(stage.config_for())
+    seen = tree_of(get(worker.start.remote())["pid"])
+    place = get(worker.get_place.remote())
+    os.kill(place["pid"], signal.SIGKILL)
+    assert_gone(seen, time.monotonic())

@@ -1,0 +1,99 @@
+"""A Ray cluster of two nodes on this machine, one of which can be killed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llama_worker.ray.worker import free_ports
+
+LOOPBACK = "127.0.0.1"
+WORKER_PORTS = 12  # of the actors' processes, per node
+
+
+def cluster_environment(folder: Path) -> dict[str, str]:
+    """For the process that starts the cluster, and so for every process of it."""
+    (folder / "ray").mkdir(exist_ok=True)
+    return {
+        "RAY_TMPDIR": str(folder),  # short: it holds Unix sockets
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",  # else Ray writes a token into the home directory
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray takes an address that other machines can reach
+    }
+
+
+class TwoNodes:
+    """Ray's nodes are groups of processes. Both are on this machine, and differ by their GPUs: two and one."""
+
+    def __init__(self, cluster: Any) -> None:
+        ports = free_ports()
+        self._cluster = cluster
+        self.first = _add_node(cluster, ports, num_gpus=2, gcs_server_port=next(ports))
+        self.second = _add_node(cluster, ports, num_gpus=1)
+        self.address: str = cluster.address
+
+    def kill_second(self) -> None:
+        """SIGKILL to the second node's raylet and to all that it has started, actors among them, but no further.
+
+        What an actor has started itself (guard and server) is left alone: the guard has to see to it.
+        """
+        (raylet,) = (info.process for info in self.second.all_processes["raylet"])
+        doomed = [psutil.Process(raylet.pid), *psutil.Process(raylet.pid).children()]
+        for process in doomed:
+            process.send_signal(signal.SIGSTOP)  # nobody is to notice before all are gone
+        for process in doomed:
+            process.kill()
+        raylet.wait()
+
+
+@contextmanager
+def two_nodes() -> Iterator[TwoNodes]:
+    """Started and, at the end, shut down; the driver is connected to the first node."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster: Any = Cluster()
+    try:
+        nodes = TwoNodes(cluster)
+        ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield nodes
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def _add_node(cluster: Any, ports: Iterator[int], **more: Any) -> Any:
+    return cluster.add_node(
+        node_ip_address=LOOPBACK,
+        num_cpus=4,
+        object_store_memory=80 << 20,
+        include_dashboard=False,
+        node_manager_port=next(ports),
+        object_manager_port=next(ports),
+        metrics_export_port=next(ports),
+        runtime_env_agent_port=next(ports),
+        dashboard_agent_listen_port=next(ports),
+        worker_port_list=",".join(str(next(ports)) for _ in range(WORKER_PORTS)),
+        **more,
+    )
+
+
+def cluster_processes(folder: Path) -> list[psutil.Process]:
+    """Those that run in `cluster_environment(folder)`, servers too; zombies do not run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get("RAY_TMPDIR") == str(folder):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,190 @@
+"""What is to be true of a fleet, told in the order of its life; each goes on where the one before has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from llama_worker import RestartPolicy, WorkerClosed
+from llama_worker.ray import Fleet, FleetClosed
+from tests.actors.conftest import HOST, eventually, running
+from tests.fake_script import Reasoning, Text, Tokens, plain_reply, steps_json
+from tests.ray.stage import (
+    TALKING,
+    WAIT_S,
+    Stage,
+    assert_gone,
+    back,
+    ended,
+    ready_replicas,
+    replica_of,
+    server_pid,
+    submitted,
+    text_of,
+    tree_of,
+)
+
+
+def a_fleet_starts_one_replica_on_each_node(stage: Stage) -> None:
+    stage.fleet = Fleet(
+        stage.config_for(restart=RestartPolicy.never()),
+        replicas=2,
+        name="shared",
+        options={"num_gpus": 1, "scheduling_strategy": "SPREAD"},
+        retry_s=0.5,
+    )
+    status = stage.fleet.start().get(timeout=WAIT_S)
+    assert (status["name"], status["slots_total"], status["slots_used"]) == ("shared", 2, 0)
+    nodes = {each["place"]["node_id"] for each in status["replicas"]}
+    assert nodes == {stage.nodes.first.node_id, stage.nodes.second.node_id}
+
+
+def requests_go_to_free_slots_and_are_refused_when_there_is_none(stage: Stage) -> None:
+    fleet, count = stage.fleet, 8
+    barrier = threading.Barrier(count)
+    script = {"fake_script": steps_json(*TALKING)}
+
+    def race(number: int) -> Any:
+        barrier.wait()
+        return fleet.submit(f"job-{number}", "", "Hello?", params=script).get(timeout=WAIT_S)
+
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(race, range(count)))
+    admitted = [answer["request_id"] for answer in answers if answer["ok"]]
+    refused = [answer for answer in answers if not answer["ok"]]
+    assert len(admitted) == len(set(admitted)) == 2
+    assert refused == [{"ok": False, "error": "NO_SLOT_AVAILABLE"}] * (count - 2)
+    assert {replica_of(fleet, each)["replica"] for each in admitted} == {0, 1}
+    assert fleet.get_fleet_status().get(timeout=WAIT_S)["slots_used"] == 2
+    for each in admitted:
+        assert fleet.cancel(each).get(timeout=WAIT_S) is True
+        assert fleet.cancel(each).get(timeout=WAIT_S) is False
+        assert ended(fleet, each)["state"] == "canceled"
+    assert fleet.get_fleet_status().get(timeout=WAIT_S)["slots_used"] == 0
+
+
+def a_fleet_answers_as_a_worker_does(stage: Stage) -> None:
+    fleet = stage.fleet
+    request_id = submitted(fleet, *plain_reply(Reasoning("hm"), Tokens(30, interval_s=0.02)), job_name="count")
+    assert fleet.get_result(request_id).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_READY"}
+    eventually(lambda: text_of(fleet, request_id), "output while the request runs", WAIT_S)
+    status = fleet.get_status(request_id).get(timeout=WAIT_S)
+    assert status["ok"]
+    assert (status["request_id"], status["job_name"]) == (request_id, "count")
+    waiters = [fleet.result(request_id) for _ in range(3)]
+    results = [waiter.get(timeout=WAIT_S) for waiter in waiters]
+    assert results[0]["ok"]
+    assert results[0] == results[1] == results[2]
+    assert results[0]["text"] == "".join(f"tok{i} " for i in range(30))
+    assert (results[0]["request_id"], results[0]["reasoning"]) == (request_id, "hm")
+    assert results[0]["usage"]["completion_tokens"] == 31
+    for late in (fleet.result(request_id), fleet.get_status(request_id), fleet.read_output(request_id)):
+        assert late.get(timeout=WAIT_S) == {"ok": False, "error": "NOT_FOUND"}
+    with pytest.raises(TypeError, match="job_name"):
+        fleet.submit(7, "", "").get(timeout=WAIT_S)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="request_id"):
+        fleet.get_status("one").get(timeout=WAIT_S)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="replica"):
+        fleet.get_worker_status(2).get(timeout=WAIT_S)
+
+
+def a_worker_that_failed_for_good_is_replaced_and_its_request_keeps_the_workers_own_reason(stage: Stage) -> None:
+    fleet = stage.fleet
+    request_id = submitted(fleet, *TALKING)
+    eventually(lambda: text_of(fleet, request_id), "output", WAIT_S)
+    replica = replica_of(fleet, request_id)
+    os.kill(server_pid(fleet, replica["replica"]), signal.SIGKILL)
+    result = ended(fleet, request_id)
+    assert (result["fail_reason"], result["text"][:6]) == ("server_died", "token ")
+    assert "replica" not in result["fail_detail"]
+    again = back(fleet, replica["replica"], replica["launches"] + 1)
+    assert "its worker failed" in again["last_error"]
+
+
+def a_replica_whose_actor_is_killed_comes_back(stage: Stage) -> None:
+    fleet = stage.fleet
+    request_id = submitted(fleet, *TALKING)
+    eventually(lambda: text_of(fleet, request_id), "output", WAIT_S)
+    replica = replica_of(fleet, request_id)
+    seen = tree_of(server_pid(fleet, replica["replica"]))
+    os.kill(replica["place"]["pid"], signal.SIGKILL)
+    assert_gone(seen, time.monotonic())
+    result = ended(fleet, request_id)
+    assert (result["state"], result["fail_reason"], result["text"][:6]) == ("failed", "server_died", "token ")
+    assert result["fail_detail"].startswith(
+        f"request {request_id} was lost with replica {replica['replica']} on node {replica['place']['node_id']}"
+    )
+    back(fleet, replica["replica"], replica["launches"] + 1)
+
+
+def a_killed_node_takes_nothing_along_that_was_received(stage: Stage) -> None:
+    fleet, second = stage.fleet, stage.nodes.second.node_id
+    first_id = submitted(fleet, *TALKING, job_name="one")
+    second_id = submitted(fleet, *TALKING, job_name="two")
+    replicas = {each: replica_of(fleet, each) for each in (first_id, second_id)}
+    (lost_id,) = [each for each, replica in replicas.items() if replica["place"]["node_id"] == second]
+    (kept_id,) = {first_id, second_id} - {lost_id}
+    lost_replica = replicas[lost_id]["replica"]
+    eventually(lambda: len(text_of(fleet, lost_id)) > 100, "output", WAIT_S)
+    seen = tree_of(server_pid(fleet, lost_replica))
+    waiting = fleet.result(lost_id)
+    before = fleet.read_output(lost_id).get(timeout=WAIT_S)
+    assert before["ok"]
+
+    stage.nodes.kill_second()
+    assert_gone(seen, time.monotonic())
+
+    eventually(waiting.done, "the end of the lost request", WAIT_S)
+    status = fleet.get_status(lost_id).get(timeout=WAIT_S)
+    output = fleet.read_output(lost_id).get(timeout=WAIT_S)
+    result = waiting.get(timeout=WAIT_S)
+    assert status["ok"]
+    assert output["ok"]
+    assert result["ok"]
+    assert (result["state"], result["finish_reason"], result["fail_reason"]) == ("failed", "failed", "server_died")
+    assert result["fail_detail"].startswith(
+        f"request {lost_id} was lost with replica {lost_replica} on node {second} ({HOST}): "
+    )
+    assert (status["state"], status["phase"], status["fail_detail"]) == ("failed", "done", result["fail_detail"])
+    assert result["text"].startswith(before["text"])
+    assert (result["text"], result["reasoning"]) == (output["text"], "hm")
+    assert output["done"]
+
+    came_back = back(fleet, lost_replica, replicas[lost_id]["launches"] + 1)
+    assert came_back["place"]["node_id"] == stage.nodes.first.node_id
+    assert ended(fleet, submitted(fleet, *plain_reply(Text("again"))))["text"] == "again"
+    assert fleet.get_status(kept_id).get(timeout=WAIT_S)["state"] == "running"  # type: ignore[typeddict-item]
+    gpus = {psutil.Process(server_pid(fleet, n)).environ()["CUDA_VISIBLE_DEVICES"] for n in (0, 1)}
+    assert gpus == {"0", "1"}, "two replicas on one node have a GPU each"
+
+
+def close_ends_requests_servers_and_actors(stage: Stage) -> None:
+    fleet = stage.fleet
+    (running_id,) = [each for replica in ready_replicas(fleet).values() for each in replica["active_request_ids"]]
+    waiting = fleet.result(running_id)
+    places = [replica["place"]["pid"] for replica in ready_replicas(fleet).values()]
+    fleet.close()
+    result = waiting.get(timeout=WAIT_S)
+    assert result["ok"]
+    assert (result["fail_reason"], result["text"][:6]) == ("worker_stopped", "token ")
+    assert not running(stage.processes())
+    eventually(lambda: not any(map(_runs, places)), "end of the actors' processes", WAIT_S)
+    fleet.close()
+    with pytest.raises(FleetClosed, match="'shared' is closed"):
+        fleet.submit("job", "", "")
+    with pytest.raises(WorkerClosed):
+        fleet.result(running_id)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

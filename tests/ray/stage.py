@@ -1,0 +1,128 @@
+"""What the scenarios stand on: scripted servers, and questions to actors and fleets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from llama_worker import RequestResult, WorkerConfig
+from llama_worker.ray import Fleet, RayWorker, ReplicaState
+from tests.actors.conftest import HOST, Tree, eventually, fast_timeouts, running, tree
+from tests.fake_script import (
+    Headers,
+    Journal,
+    Reasoning,
+    Repeat,
+    Script,
+    Sleep,
+    Step,
+    Text,
+    fake_server_cmd,
+    steps_json,
+)
+from tests.ray.cluster import TwoNodes
+
+WAIT_S = 60.0
+GONE_WITHIN_S = 5.0  # guard and server, once the actor's process is dead
+TALKING: tuple[Step, ...] = (Headers(), Reasoning("hm"), Repeat(None, [Text("token "), Sleep(0.02)]))
+
+
+@dataclass
+class Stage:
+    """What the scenarios share: the cluster, and folders."""
+
+    nodes: TwoNodes
+    folder: Path
+    server: str
+    model: str
+    fleet: Fleet = field(init=False)
+
+    def config_for(self, script: Script = Script(), **settings: Any) -> Callable[[int], WorkerConfig]:  # noqa: B008
+        """A function that makes configs of scripted servers; each writes a journal."""
+        return partial(scripted_config, str(self.folder), script, settings)
+
+    def journals(self) -> list[Journal]:
+        """Of every server that was launched so far."""
+        return [Journal(path) for path in sorted(self.folder.glob("*.journal"))]
+
+    def processes(self) -> Tree:
+        """All their guards and servers."""
+        found: Tree = {}
+        for journal in self.journals():
+            found |= tree(journal)
+        return found
+
+
+def scripted_config(folder: str, script: Script, settings: dict[str, Any], port: int) -> WorkerConfig:
+    slots = settings.get("slots", 1)
+    command = fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=f"{folder}/{port}.journal")
+    return WorkerConfig("scripted", HOST, port, command, **{"timeouts": fast_timeouts(), **settings})
+
+
+def actor(config_for: Callable[[int], WorkerConfig], **options: Any) -> Any:
+    return ray.remote(RayWorker).options(**options).remote(config_for)
+
+
+def get(ref: Any) -> Any:
+    return ray.get(ref, timeout=WAIT_S)
+
+
+def submitted(fleet: Fleet, *steps: Step, job_name: str = "job") -> int:
+    answer = fleet.submit(job_name, "", "Hello?", params={"fake_script": steps_json(*steps)}).get(timeout=WAIT_S)
+    assert answer["ok"], answer
+    return answer["request_id"]
+
+
+def text_of(fleet: Fleet, request_id: int) -> str:
+    output = fleet.read_output(request_id).get(timeout=WAIT_S)
+    assert output["ok"]
+    return output["text"]
+
+
+def ended(fleet: Fleet, request_id: int) -> RequestResult:
+    result = fleet.result(request_id).get(timeout=WAIT_S)
+    assert result["ok"], result
+    return result
+
+
+def ready_replicas(fleet: Fleet) -> dict[int, Any]:
+    replicas = fleet.get_fleet_status().get(timeout=WAIT_S)["replicas"]
+    return {each["replica"]: each for each in replicas if each["state"] is ReplicaState.READY}
+
+
+def replica_of(fleet: Fleet, request_id: int) -> dict[str, Any]:
+    (found,) = [each for each in ready_replicas(fleet).values() if request_id in each["active_request_ids"]]
+    return dict(found)
+
+
+def server_pid(fleet: Fleet, replica: int) -> int:
+    return fleet.get_worker_status(replica).get(timeout=WAIT_S)["pid"]
+
+
+def back(fleet: Fleet, replica: int, launches: int) -> dict[str, Any]:
+    """The replica, once it is READY again."""
+
+    def look() -> Any:
+        found = ready_replicas(fleet).get(replica)
+        return found if found and found["launches"] >= launches else None
+
+    return dict(eventually(look, f"replica {replica} READY, launched {launches} times", WAIT_S))
+
+
+def assert_gone(seen: Tree, since: float) -> None:
+    """Guard and server, within the time that the contract gives them after their host's death."""
+    assert seen
+    eventually(lambda: not running(seen), f"end of {seen}", GONE_WITHIN_S - (time.monotonic() - since))
+
+
+def tree_of(server: int) -> Tree:
+    """A server and its guard, as `running` takes them."""
+    process = psutil.Process(server)
+    return {server: process.create_time(), process.ppid(): psutil.Process(process.ppid()).create_time()}

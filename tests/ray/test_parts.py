@@ -1,0 +1,194 @@
+"""What needs no cluster: the copy of a request, the errors, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError
+
+from llama_worker import ConfigError, LlamaWorkerError, RequestState, WorkerClosed, WorkerConfig
+from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, Progress, ReplicaLost
+from llama_worker.ray.replica import told
+from llama_worker.ray.request_copy import RequestCopy
+from llama_worker.ray.worker import free_ports
+from llama_worker.types import RequestFinishReason, RequestPhase, RequestResult, RequestStatus
+
+# ---------------------------------------------------------------- the copy
+
+
+def status(**more: Any) -> RequestStatus:
+    told: dict[str, Any] = {"ok": True, "request_id": 3, "job_name": "job", "state": RequestState.RUNNING}
+    told |= {"phase": RequestPhase.GENERATING, "created_at": 100.0, "signals": [], "output_chars": 0}
+    return {**told, **more}  # type: ignore[typeddict-item]
+
+
+def progress(text: str, reasoning: str = "", **more: Any) -> Progress:
+    output: Any = {"ok": True, "text": text, "reasoning": reasoning, "done": False}
+    return {"status": status(**more), "output": output}
+
+
+def finished(text: str) -> Progress:
+    result: RequestResult = {
+        "ok": True,
+        "request_id": 3,
+        "job_name": "job",
+        "state": RequestState.COMPLETED,
+        "finish_reason": RequestFinishReason.STOP,
+        "text": text,
+        "reasoning": "",
+        "signals": [],
+        "tool_trace": [],
+    }
+    return {**progress(text, state=RequestState.COMPLETED, phase=RequestPhase.DONE), "result": result}
+
+
+def test_a_copy_grows_piece_by_piece_under_the_fleets_id() -> None:
+    request = RequestCopy(7, progress("one ", "hm"))
+    request.update(progress("two ", output_chars=8))
+    assert request.read_output(0, 0) == {
+        "ok": True,
+        "text": "one two ",
+        "reasoning": "hm",
+        "text_offset": 8,
+        "reasoning_offset": 2,
+        "done": False,
+    }
+    assert request.read_output(4, 2)["text"] == "two "
+    assert (request.status()["request_id"], request.status()["output_chars"]) == (7, 8)
+    assert (request.is_over, request.result()) == (False, None)
+
+
+def test_a_copy_ends_with_its_replicas_result_and_cannot_be_lost_any_more() -> None:
+    request = RequestCopy(7, finished("all"))
+    request.lose("too late", 200.0)
+    result = request.result()
+    assert result is not None
+    assert (result["request_id"], result["state"], result["text"]) == (7, "completed", "all")
+    assert request.read_output(0, 0)["done"]
+    assert request.status()["state"] == "completed"
+
+
+def test_a_lost_copy_keeps_everything_that_came() -> None:
+    signal = {"tool_name": "declare_outcome", "arguments": {"outcome": "success"}, "emitted_at": 101.0}
+    request = RequestCopy(7, progress("one ", "hm"))
+    request.update(progress("two", signals=[signal]))
+    request.lose("its node burned down", 200.0)
+    result, after = request.result(), request.status()
+    assert result is not None
+    assert (result["text"], result["reasoning"], result["signals"]) == ("one two", "hm", [signal])
+    assert (result["state"], result["finish_reason"]) == ("failed", "failed")
+    assert (result["fail_reason"], result["fail_detail"]) == ("server_died", "its node burned down")
+    assert (after["state"], after["phase"], after["completed_at"]) == ("failed", "done", 200.0)
+    assert (after["fail_reason"], after["fail_detail"]) == ("server_died", "its node burned down")
+
+
+def test_a_request_does_not_end_before_it_began_though_the_clocks_of_two_machines_differ() -> None:
+    request = RequestCopy(7, progress(""))
+    request.lose("gone", 99.0)
+    assert request.status()["completed_at"] == 100.0
+
+
+def test_every_host_gets_dicts_of_its_own() -> None:
+    request = RequestCopy(7, finished("all"))
+    first = request.result()
+    assert first is not None
+    first["signals"].append({"tool_name": "x", "arguments": {}, "emitted_at": 1.0})
+    request.status()["signals"].append(first["signals"][0])
+    second = request.result()
+    assert second is not None
+    assert (second["signals"], request.status()["signals"]) == ([], [])
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ReplicaLost(1, "n1 (10.0.0.2)", "gone"), "replica 1 on node n1 (10.0.0.2): gone"),
+        (ReplicaLost(1, "n1", "gone", 7), "request 7 was lost with replica 1 on node n1: gone"),
+        (ReplicaLost(1, "", "no place"), "replica 1: no place"),
+        (
+            NoLiveReplica("small", ["replica 0: starting", "replica 1: lost"]),
+            "fleet 'small' has no live replica; submit again later\n  replica 0: starting\n  replica 1: lost",
+        ),
+        (FleetClosed("small"), "fleet 'small' is closed; create another Fleet"),
+    ],
+)
+def test_an_error_says_what_is_lost_and_survives_pickling(error: LlamaWorkerError, text: str) -> None:
+    assert str(error) == text
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(other) is type(error)
+        assert (str(other), other.__dict__) == (text, error.__dict__)
+
+
+def test_a_closed_fleet_can_be_handled_as_a_closed_worker() -> None:
+    assert issubclass(FleetClosed, WorkerClosed)
+
+
+def test_rays_words_stand_on_one_line() -> None:
+    assert "is unavailable: no answer. The task" in told(ActorUnavailableError("no\n  answer", b"\1" * 16))
+
+
+# ---------------------------------------------------------------- refused at once
+
+
+def config_for(port: int) -> WorkerConfig:
+    return WorkerConfig("w", "127.0.0.1", port, ["llama-server"])
+
+
+class Locked:
+    """A tool runner as there are many: it cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def run_tool(self, **call: Any) -> Any:
+        return None
+
+
+def test_a_tool_runner_that_cannot_travel_is_named_with_the_way_out() -> None:
+    runner = Locked()
+    with pytest.raises(ConfigError, match=r"cannot be sent to another machine: .*lock.*made inside the function"):
+        Fleet(lambda port: WorkerConfig("w", "127.0.0.1", port, ["x"], tool_runner=runner), replicas=1)
+
+
+def test_a_config_in_the_place_of_a_function_is_a_mistake() -> None:
+    with pytest.raises(TypeError, match="config_for must be a function that makes a WorkerConfig for a port"):
+        Fleet(config_for(8080), replicas=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replicas": 0}, "replicas must be 1 or more"),
+        ({"replicas": 1, "name": ""}, "name must not be empty"),
+        ({"replicas": 1, "retry_s": 0}, "retry_s must be"),
+        ({"replicas": 1, "options": {"max_restarts": -1}}, "options must not have 'max_restarts'"),
+        ({"replicas": 1, "options": {"num_gpu": 1}}, "num_gpu"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Fleet(config_for, **settings)
+
+
+def test_without_ray_nothing_is_started_behind_the_hosts_back() -> None:
+    with pytest.raises(LlamaWorkerError, match=r"call ray\.init"):
+        Fleet(config_for, replicas=1)
+    assert not ray.is_initialized()
+
+
+def test_a_config_travels() -> None:
+    config = WorkerConfig("w", "127.0.0.1", 8080, ["llama-server"], env={"A": "b"}, api_key="secret")
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_chosen_ports_are_below_those_that_the_kernel_hands_out() -> None:
+    ports = free_ports()
+    assert all(20000 <= next(ports) < 32768 for _ in range(20))

@@ -1,0 +1,55 @@
+"""Workers on a real Ray cluster of two nodes, in a program of its own (`python -m tests.ray`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.actors.conftest import eventually
+from tests.ray.cluster import cluster_environment, cluster_processes
+from tests.ray.scenarios import SCENARIOS
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]  # the first test waits for all scenarios
+PROGRAM_S = 360.0  # it takes 30 on a machine that does nothing else
+LEFT_WITHIN_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def outcomes(llama_server: str, smollm2: str) -> Iterator[dict[str, Any]]:
+    """What the program told of every scenario. When it has ended, nothing that it started runs any more."""
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+    servers = folder / "servers"
+    servers.mkdir()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.ray", str(servers), llama_server, smollm2],
+            cwd=ROOT,
+            env={**os.environ, **cluster_environment(folder), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=PROGRAM_S,
+        )
+        assert done.returncode == 0, done.stderr
+        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        eventually(lambda: not cluster_processes(folder), "end of every process of the cluster", LEFT_WITHIN_S)
+        yield {each["scenario"]: each for each in told}
+    finally:
+        for process in cluster_processes(folder):
+            process.kill()
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_on_a_cluster(outcomes: dict[str, Any], scenario: str) -> None:
+    error = outcomes[scenario]["error"]
+    assert error is None, error
