@@ -1,4 +1,4 @@
-"""The host's questions about requests: answered from the records, or passed on to whom can answer."""
+"""Requests at the worker: begun, asked about, given up, ended. A question is answered, or passed on to who can."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import assert_never
 from llama_worker.actors.crew import Crew
 from llama_worker.actors.futures import WeakList
 from llama_worker.messages import (
+    Abandon,
     Ask,
     AwaitResult,
+    Begin,
     Cancel,
     CancelRequest,
     GetResult,
@@ -17,10 +19,13 @@ from llama_worker.messages import (
     ReadOutput,
     Reply,
     RequestRecord,
+    Submission,
+    Unwatch,
+    Watch,
 )
-from llama_worker.request_state import read_output
-from llama_worker.request_table import RequestTable
-from llama_worker.types import NotFound, NotReady, RequestResult, RequestState
+from llama_worker.output import read_output
+from llama_worker.request_table import Admitted, RequestTable
+from llama_worker.types import NotFound, NotReady, RequestFailReason, RequestResult, RequestState
 
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
@@ -36,7 +41,7 @@ class FrontDesk:
         # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the other.
         self._result_waiters: dict[int, WeakList[Reply[RequestResult | NotFound]]] = {}
         self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
-        self._asked: list[list[Question]] = [[] for _ in range(slots)]
+        self._asked: list[list[Question]] = [[] for _ in range(slots)]  # by slot: passed on, some answered since
 
     def question(self, question: Question) -> None:
         """Pass it on to the request that can answer it, or answer it from the record."""
@@ -92,12 +97,29 @@ class FrontDesk:
         self._cancel_waiters.setdefault(order.request_id, []).append(order.reply)
         self._crew.requests[admitted.slot].tell(Cancel(request_id=order.request_id))
 
-    def began(self, slot: int) -> None:
-        """A new request holds the slot: forget what was asked there before and answered."""
-        self._asked[slot] = _unanswered(self._asked[slot])
+    def begin(self, admitted: Admitted, submission: Submission, *, prompted: bool, opens_thinking: bool) -> None:
+        """Let the slot's actor run the request, under the watchdog's eye."""
+        slot, request = admitted.slot, self._crew.requests[admitted.slot]
+        self._asked[slot] = _unanswered(self._asked[slot])  # of the request before
+        request.tell(
+            Begin(
+                request_id=admitted.request_id,
+                submission=submission,
+                transport=self._crew.transport,
+                tools=self._crew.tools,
+                prompted=prompted,
+                opens_thinking=opens_thinking,
+            )
+        )
+        self._crew.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
+
+    def abandon(self, admitted: Admitted, reason: RequestFailReason, detail: str) -> None:
+        """Give the request up; its record follows."""
+        self._crew.requests[admitted.slot].tell(Abandon(request_id=admitted.request_id, reason=reason, detail=detail))
 
     def ended(self, record: RequestRecord) -> None:
-        """A request is terminal: answer those who wait for that."""
+        """A request is terminal: watch it no more, answer those who wait for that."""
+        self._crew.watchdog.tell(Unwatch(request_id=record.request_id, data_at=record.last_data_at))
         for reply in self._cancel_waiters.pop(record.request_id, []):
             reply.answer(record.result["state"] is RequestState.CANCELED)
         waiters = self._result_waiters.pop(record.request_id, None)

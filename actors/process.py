@@ -12,7 +12,7 @@ from typing import assert_never
 from llama_worker import process_state
 from llama_worker.actors.refs import HouseActor, Household
 from llama_worker.actors.server_process import LogRing, ServerProcess, server_environment
-from llama_worker.actors.timers import Timer, call_at
+from llama_worker.actors.timers import Alarm, call_at
 from llama_worker.adapters.probes import process_evidence
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
@@ -49,7 +49,8 @@ class ProcessActor(HouseActor[ProcessMessage]):
         self._state: ProcessState = Absent()
         self._server: ServerProcess | None = None
         self._pid: int | None = None
-        self._timer: Timer | None = None
+        me = self.me()
+        self._alarm = Alarm(lambda: me.tell(Tick()))
 
     def handle(self, message: ProcessMessage) -> None:
         """See the messages' own docstrings."""
@@ -76,8 +77,7 @@ class ProcessActor(HouseActor[ProcessMessage]):
 
     def release(self, failure: str | None) -> None:
         """Kill what is left."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.set(None)
         server = self._server
         if server is not None:
             server.send(Signal.KILL)
@@ -121,13 +121,7 @@ class ProcessActor(HouseActor[ProcessMessage]):
         self._state, signal = step
         if signal is not None and self._server is not None:
             self._server.send(signal)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        due_at = process_state.deadline(self._state)
-        if due_at is not None:
-            me = self.me()
-            self._timer = call_at(due_at, lambda: me.tell(Tick()))
+        self._alarm.set(process_state.deadline(self._state))
 
 
 def _ended(news: ServerNotStarted | ServerGone) -> LaunchFailed | Exited:

@@ -11,7 +11,7 @@ import time
 from typing import assert_never
 
 from llama_worker.actors.refs import HouseActor, Household
-from llama_worker.actors.timers import Timer, call_at
+from llama_worker.actors.timers import Alarm
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     Abandon,
@@ -41,17 +41,17 @@ from llama_worker.messages import (
     TransportMessage,
     WorkerMessage,
 )
-from llama_worker.request_state import (
+from llama_worker.request_effects import (
     CloseTurn,
     Effects,
     Finished,
     ForgetTools,
     OpenTurn,
     ReportToolsRefused,
-    Request,
     StartTools,
     WakeAt,
 )
+from llama_worker.request_state import Request
 from llama_worker.types import RequestFailReason
 
 
@@ -77,7 +77,8 @@ class RequestActor(HouseActor[RequestMessage]):
         self._request: Request | None = None
         self._transport: Mailbox[TransportMessage] | None = None
         self._tools: Mailbox[ToolMessage] | None = None
-        self._timer: Timer | None = None
+        me = self.me()
+        self._alarm = Alarm(lambda: me.tell(Tick()))
 
     def handle(self, message: RequestMessage) -> None:
         """See the messages' own docstrings. What belongs to a request that has ended is dropped."""
@@ -183,20 +184,12 @@ class RequestActor(HouseActor[RequestMessage]):
                 case ForgetTools(batch_id=batch_id):
                     self._tools.tell(DropTools(batch_id=batch_id))
                 case WakeAt(at=at):
-                    self._set_alarm(at)
+                    self._alarm.set(at)
                 case ReportToolsRefused(detail=detail):
                     self._worker.tell(ToolsRefused(detail=detail))
                 case Finished(record=record):
                     self._request = None
-                    self._set_alarm(None)
+                    self._alarm.set(None)
                     self._worker.tell(RequestEnded(slot=self._index, record=record))
                 case _:
                     assert_never(effect)
-
-    def _set_alarm(self, at: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if at is not None:
-            me = self.me()
-            self._timer = call_at(at, lambda: me.tell(Tick()))

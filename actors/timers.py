@@ -87,6 +87,20 @@ class TimerThread:
 _timers = TimerThread()
 
 
+class Alarm:
+    """The one instant that its owner waits for. Not thread-safe, but `ring` is called on the timer thread."""
+
+    def __init__(self, ring: Callable[[], object]) -> None:
+        self._ring = ring
+        self._timer: Timer | None = None
+
+    def set(self, at: float | None) -> None:
+        """Ring at this instant (monotonic seconds) and no more at the one set before; None: not at all."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if at is None else call_at(at, self._ring)
+
+
 def call_at(at: float, call: Callable[[], object]) -> Timer:
     """See `TimerThread.call_at`; on the timer thread that all workers of this process share."""
     return _timers.call_at(at, call)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from llama_worker.actors.refs import HouseActor, Household
-from llama_worker.actors.timers import Timer, call_at
+from llama_worker.actors.timers import Alarm
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     BatchId,
@@ -32,7 +32,7 @@ from llama_worker.messages import (
     WorkerMessage,
 )
 from llama_worker.tool_batch import ToolBatch
-from llama_worker.tooling import ToolResultError, encode_result
+from llama_worker.tool_results import ToolResultError, encode_result
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Running:
     batch: ToolBatch
     reply_to: Mailbox[RequestMessage]
     dropped: threading.Event  # tells the thread not to begin another call
-    timer: Timer | None = None
+    alarm: Alarm  # at the deadline of the call under way
 
 
 class ToolLoopActor(HouseActor[ToolMessage]):
@@ -99,13 +99,14 @@ class ToolLoopActor(HouseActor[ToolMessage]):
             unix_offset=self._unix_offset,
             started_at=now,
         )
-        running = _Running(batch, order.reply_to, threading.Event())
+        me = self.me()
+        running = _Running(batch, order.reply_to, threading.Event(), Alarm(lambda: me.tell(Tick())))
         self._running[order.batch_id] = running
         self._threads.add(order.batch_id)
-        self._set_alarm(running)
+        running.alarm.set(batch.deadline)
         threading.Thread(
             target=_run_calls,
-            args=(order, self._config, running.dropped, self.me()),
+            args=(order, self._config, running.dropped, me),
             name=f"llama_worker-{self._config.name}-tool-{order.batch_id[0]}.{order.batch_id[1]}",
             daemon=True,
         ).start()
@@ -123,7 +124,7 @@ class ToolLoopActor(HouseActor[ToolMessage]):
             done = ToolsDone(batch_id=call.batch_id, results=running.batch.results, trace=running.batch.trace)
             running.reply_to.tell(done)
         else:
-            self._set_alarm(running)
+            running.alarm.set(running.batch.deadline)
 
     def _fail(self, batch_id: BatchId, detail: str, at: float) -> None:
         running = self._running[batch_id]
@@ -135,14 +136,7 @@ class ToolLoopActor(HouseActor[ToolMessage]):
         running = self._running.pop(batch_id, None)
         if running is not None:
             running.dropped.set()
-            if running.timer is not None:
-                running.timer.cancel()
-
-    def _set_alarm(self, running: _Running) -> None:
-        if running.timer is not None:
-            running.timer.cancel()
-        me = self.me()
-        running.timer = call_at(running.batch.deadline, lambda: me.tell(Tick()))
+            running.alarm.set(None)
 
     def _report_stuck(self) -> None:
         count = len(self._threads - self._running.keys())

@@ -1,15 +1,14 @@
-"""WorkerActor: the front desk. Admission, the request table, the server's life, supervision of the other actors.
+"""WorkerActor: the supervisor. Admission, the server's life, replacement of an actor that dies.
 
-Receives the host's questions from the handle, and what its own actors tell. Starts the others and replaces one
-that dies. Every decision about the server is `lifecycle`'s; this file carries its effects out.
+Receives the host's orders and questions from the handle, and what its own actors tell. Owns the request table, the
+journal and the other actors. Every decision about the server is `lifecycle`'s; this file carries its effects out.
+Dealings with single requests are the `FrontDesk`'s.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
-from collections import deque
 from typing import Any, assert_never
 
 from llama_worker import lifecycle
@@ -19,10 +18,11 @@ from llama_worker.actors.futures import OpenFutures
 from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.refs import HouseActor, Household
 from llama_worker.actors.server_process import LogRing
-from llama_worker.actors.timers import Timer, call_at, start_timers
+from llama_worker.actors.timers import Alarm, start_timers
+from llama_worker.chat_request import OWNED_PARAMS
 from llama_worker.config import WorkerConfig, masked_server_cmd
 from llama_worker.errors import WorkerClosed
-from llama_worker.event_log import EventLog
+from llama_worker.journal import Journal
 from llama_worker.lifecycle import (
     CloseConnections,
     EndProcess,
@@ -34,11 +34,9 @@ from llama_worker.lifecycle import (
     StopsResolved,
 )
 from llama_worker.messages import (
-    Abandon,
     ActorDied,
     AwaitResult,
     BecameReady,
-    Begin,
     CancelRequest,
     CloseAllStreams,
     EvidenceKept,
@@ -69,28 +67,17 @@ from llama_worker.messages import (
     Tick,
     ToolsRefused,
     ToolThreadsStuck,
-    Unwatch,
-    Watch,
     WatchLaunch,
     WatchStartup,
     WorkerMessage,
 )
-from llama_worker.request_state import OWNED_PARAMS
-from llama_worker.request_table import Admitted, RequestTable, lost_record
-from llama_worker.server_traits import ServerTraits
+from llama_worker.request_table import RequestTable, lost_record
+from llama_worker.server_traits import ServerTraits, shortcomings
 from llama_worker.suspicion import Doubt, Suspicion, Trouble
-from llama_worker.timeouts import ages
-from llama_worker.totals import Totals
-from llama_worker.types import (
-    RequestFailReason,
-    RequestState,
-    RestartRecord,
-    WorkerState,
-    WorkerStatus,
-)
+from llama_worker.types import RequestState, WorkerState, WorkerStatus
 
-_KEPT_RESTARTS = 50
-_KEPT_WARNINGS = 50
+_EVIDENCE_LINES = 50  # of the server's output, kept with the evidence of a kill
+_EXIT_LINES = 40  # of the server's output, told with an end that nobody saw
 
 
 class WorkerActor(HouseActor[WorkerMessage]):
@@ -107,25 +94,20 @@ class WorkerActor(HouseActor[WorkerMessage]):
         self._unix_offset = time.time() - time.monotonic()  # fixed: Unix instants never run backwards
         self._life = Lifecycle(policy=config.restart)
         self._table = RequestTable(config.slots)
-        self._events = EventLog(config.name)
-        self._totals = Totals()
+        self._journal = Journal(config.name, self._unix_offset)
         self._log = LogRing(config.log_lines, api_key=config.api_key)
         self._pid: int | None = None
         self._last_ready_at: float | None = None
         self._traits = ServerTraits()
         self._tools_refused = False
-        self._warnings: list[str] = []
-        self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
-        self._evidence: dict[str, Any] = {}
-        self._observed: Observed | None = None
-        self._stuck_tool_threads = 0
         self._suspicion = Suspicion()
         self._starts: list[Reply[WorkerStatus]] = []
         self._stops: list[Reply[None]] = []
         self._due_stops: list[Reply[None]] = []  # the server is gone, a record is still to come
-        self._timer: Timer | None = None
-        self._expiry: Timer | None = None
-        self._crew = Crew(self.me(), household, config, self._log, self._unix_offset)
+        me = self.me()
+        self._lifecycle_alarm = Alarm(lambda: me.tell(Tick()))
+        self._expiry_alarm = Alarm(lambda: me.tell(Tick()))
+        self._crew = Crew(me, household, config, self._log, self._unix_offset)
         self._desk = FrontDesk(self._table, self._crew, config.slots)
 
     def handle(self, message: WorkerMessage) -> None:
@@ -147,33 +129,24 @@ class WorkerActor(HouseActor[WorkerMessage]):
             case GetWorkerStatus(reply=reply):
                 reply.answer(self._status())
             case GetDebugInfo(reply=reply):
-                reply.answer(
-                    {
-                        "recent_logs": list(self._log.tail()),
-                        "recent_restarts": [record.copy() for record in self._restarts],
-                        "recent_events": self._events.recent(),
-                        "server_cmd": list(masked_server_cmd(self._config.server_cmd, self._config.api_key)),
-                        "evidence": copy.deepcopy(self._evidence),
-                        "stuck_tool_threads_count": self._stuck_tool_threads,
-                        "totals": self._totals.snapshot(),
-                    }
-                )
+                shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
+                reply.answer(self._journal.debug_info(logs=self._log.tail(), server_cmd=shown))
             case RequestEnded(record=record):
                 self._request_ended(record, now)
             case Stalled():
                 self._stalled(message, now)
             case Observed():
-                self._observed = message
+                self._journal.observed = message
             case ToolsRefused(detail=detail):
                 self._tools_refused = True
-                self._warn(f"the server refuses tools ({detail}); they are offered in prompted mode")
+                self._journal.warn(f"the server refuses tools ({detail}); they are offered in prompted mode", now)
             case ToolThreadsStuck(count=count):
-                self._stuck_tool_threads = count
+                self._journal.stuck_tool_threads_count = count
             case ActorDied():
                 self._actor_died(message, now)
             case EvidenceKept(epoch=epoch, processes=processes):
                 if epoch == self._life.epoch:
-                    self._evidence = {**self._evidence, "processes": dict(processes)}
+                    self._journal.add_processes(processes)
             case Tick():
                 self._expire(now)
                 self._apply(lifecycle.tick(self._life, now))
@@ -186,9 +159,8 @@ class WorkerActor(HouseActor[WorkerMessage]):
         if failure is not None:
             closed.add_note(f"the worker's actor failed: {failure}")
         self._crew.stop()
-        for timer in (self._timer, self._expiry):
-            if timer is not None:
-                timer.cancel()
+        self._lifecycle_alarm.set(None)
+        self._expiry_alarm.set(None)
         self._open_futures.close(closed)
 
     # ------------------------------------------------------------ the server's life
@@ -214,7 +186,9 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 self._apply(lifecycle.launch_failed(life, now, epoch=epoch, reason=reason, detail=detail))
             case BecameReady(epoch=epoch, traits=traits):
                 if epoch == life.epoch:
-                    self._meet(traits)
+                    self._traits = traits
+                    for line in shortcomings(traits, self._config):
+                        self._journal.warn(line, now)
                 self._apply(lifecycle.became_ready(life, now, epoch=epoch))
             case StartupFailed(epoch=epoch, reason=reason, detail=detail):
                 self._apply(lifecycle.startup_failed(life, now, epoch=epoch, reason=reason, detail=detail))
@@ -259,7 +233,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 self._crew.watchdog.tell(StandDown())  # a launch calls it up again
         for effect in effects:
             self._carry_out(effect)
-        self._set_timer()
+        self._lifecycle_alarm.set(self._life.deadline)
 
     def _carry_out(self, effect: lifecycle.Effect) -> None:
         match effect:
@@ -268,21 +242,23 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 self._crew.process.tell(Launch(epoch=epoch))
             case FailRequests(reason=reason, detail=detail):
                 for admitted in self._table.active:
-                    self._abandon(admitted, reason, detail)
+                    self._desk.abandon(admitted, reason, detail)
             case CloseConnections(epoch=epoch):
                 self._crew.watchdog.tell(StandDown())
                 self._crew.transport.tell(CloseAllStreams(epoch=epoch))
             case EndProcess(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence):
                 if keep_evidence:
-                    self._evidence = self._gather_evidence(epoch)
+                    self._journal.keep_evidence(
+                        time.monotonic(),
+                        epoch=epoch,
+                        pid=self._pid,
+                        last_error=self._life.last_error,
+                        active=self._table.active,
+                        log_tail=self._log.tail(_EVIDENCE_LINES),
+                    )
                 self._crew.process.tell(Terminate(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence))
             case RestartDecided(reason=reason, detail=detail, delay_s=delay_s):
-                record: RestartRecord = {"at": self._unix(), "reason": reason, "detail": detail}
-                self._restarts.append(record)
-                if delay_s is not None:
-                    self._totals.restarted(reason)
-                event = "restart" if delay_s is not None else "locked_out"
-                self._note(event, level=logging.WARNING, reason=reason, detail=detail, delay_s=delay_s)
+                self._journal.restart_decided(reason, detail, delay_s, time.monotonic())
             case StartsResolved(error=error):
                 waiting, self._starts = self._starts, []
                 for reply in waiting:
@@ -304,51 +280,6 @@ class WorkerActor(HouseActor[WorkerMessage]):
             for reply in waiting:
                 reply.answer(None)
 
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        due_at = self._life.deadline
-        if due_at is not None:
-            me = self.me()
-            self._timer = call_at(due_at, lambda: me.tell(Tick()))
-
-    def _meet(self, traits: ServerTraits) -> None:
-        """A server that became ready says what it can do."""
-        self._traits = traits
-        if traits.slots is not None and traits.slots < self._config.slots:
-            self._warn(
-                f"the server has {traits.slots} slots, fewer than the worker's {self._config.slots}: requests"
-                f" beyond them wait in the server without a sign of life; start it with --parallel {self._config.slots}"
-            )
-        if traits.tools is False and (self._config.normal_tools or self._config.exit_tools):
-            native = self._config.tool_call_mode == "native"
-            how = "ignored by native mode; 'auto' would explain them" if native else "offered in prompted mode"
-            self._warn(f"the model's chat template does not support tools: they are {how}")
-
-    def _gather_evidence(self, epoch: int) -> dict[str, Any]:
-        """What is known just before a kill; the process's part follows by EvidenceKept."""
-        seen = self._observed if self._observed is not None and self._observed.epoch == epoch else None
-        now = time.monotonic()
-        times = {p.request_id: ages(p, liveness_at=seen.liveness_at, now=now) for p in seen.requests} if seen else {}
-        return {
-            "at": now + self._unix_offset,
-            "pid": self._pid,
-            "last_error": self._life.last_error,
-            "activity": seen.activity if seen else "",
-            "observed_ago_s": round(now - seen.at, 3) if seen else None,
-            "requests": [
-                {
-                    "request_id": admitted.request_id,
-                    "job_name": admitted.job_name,
-                    "slot": admitted.slot,
-                    **times.get(admitted.request_id, {}),
-                }
-                for admitted in self._table.active
-            ],
-            "log_tail": list(self._log.tail(50)),
-        }
-
     # ------------------------------------------------------------ requests
 
     def _submit(self, order: Submit, now: float) -> None:
@@ -365,33 +296,22 @@ class WorkerActor(HouseActor[WorkerMessage]):
             return
         for owned in OWNED_PARAMS:
             if owned in order.submission.params or owned in self._config.default_params:
-                self._warn(f"params: {owned!r} belongs to the worker; the given value was replaced")
-        request = self._crew.requests[admitted.slot]
-        self._desk.began(admitted.slot)
+                self._journal.warn(f"params: {owned!r} belongs to the worker; the given value was replaced", now)
         mode = self._config.tool_call_mode
         no_tools = self._traits.tools is False or self._tools_refused
-        request.tell(
-            Begin(
-                request_id=admitted.request_id,
-                submission=order.submission,
-                transport=self._crew.transport,
-                tools=self._crew.tools,
-                prompted=mode == "prompted" or (mode == "auto" and no_tools),
-                opens_thinking=self._traits.opens_thinking,
-            )
+        self._desk.begin(
+            admitted,
+            order.submission,
+            prompted=mode == "prompted" or (mode == "auto" and no_tools),
+            opens_thinking=self._traits.opens_thinking,
         )
-        self._crew.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
         self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
         order.reply.answer({"ok": True, "request_id": admitted.request_id})
-
-    def _abandon(self, admitted: Admitted, reason: RequestFailReason, detail: str) -> None:
-        self._crew.requests[admitted.slot].tell(Abandon(request_id=admitted.request_id, reason=reason, detail=detail))
 
     def _request_ended(self, record: RequestRecord, now: float) -> None:
         if not self._table.end(record):
             return
-        self._crew.watchdog.tell(Unwatch(request_id=record.request_id, data_at=record.last_data_at))
-        self._totals.request_ended(record)
+        self._journal.totals.request_ended(record)
         result = record.result
         self._note(
             "ended",
@@ -429,7 +349,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
             newest_request_id=self._table.newest_id,
             policy=self._config.restart,
         )
-        self._abandon(admitted, stalled.verdict.reason, stalled.verdict.detail)
+        self._desk.abandon(admitted, stalled.verdict.reason, stalled.verdict.detail)
         if trouble is not None:
             self._trouble(trouble.reason, trouble.detail, now)
 
@@ -442,12 +362,10 @@ class WorkerActor(HouseActor[WorkerMessage]):
 
     def _set_expiry(self) -> None:
         ttl_s, oldest = self._config.result_ttl_s, self._table.oldest_end()
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
+        due_at = None
         if ttl_s is not None and oldest is not None:
-            me = self.me()
-            self._expiry = call_at(oldest + ttl_s + 0.001, lambda: me.tell(Tick()))
+            due_at = oldest + ttl_s + 0.001  # a record of just that age is kept
+        self._expiry_alarm.set(due_at)
 
     # ------------------------------------------------------------ supervision
 
@@ -466,7 +384,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
         if death.role == ProcessActor.role and not death.will_report:
             self._pid = None
             gone = lifecycle.exited(
-                self._life, now, epoch=epoch, returncode=None, log_tail=self._log.tail(40), port_taken=False
+                self._life, now, epoch=epoch, returncode=None, log_tail=self._log.tail(_EXIT_LINES), port_taken=False
             )
             self._apply(gone)
 
@@ -483,7 +401,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
             "active_jobs": {admitted.request_id: admitted.job_name for admitted in active},
             "restart_count": self._life.budget.restart_count,
             "config_hash": self._config_hash,
-            "warnings": list(self._warnings),
+            "warnings": self._journal.warnings,
         }
         if self._pid is not None:
             status["pid"] = self._pid
@@ -496,13 +414,5 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 status["next_restart_at"] = at + self._unix_offset
         return status
 
-    def _warn(self, line: str) -> None:
-        if line not in self._warnings and len(self._warnings) < _KEPT_WARNINGS:
-            self._warnings.append(line)
-            self._note("warning", level=logging.WARNING, line=line)
-
     def _note(self, event: str, *, level: int = logging.INFO, **facts: Any) -> None:
-        self._events.add(event, at=self._unix(), level=level, **facts)
-
-    def _unix(self) -> float:
-        return time.monotonic() + self._unix_offset
+        self._journal.note(event, time.monotonic(), level=level, **facts)

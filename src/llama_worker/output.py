@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llama_worker.config import LoopDetector
 from llama_worker.loopdetect import LoopFound, LoopWatch
+from llama_worker.types import OutputChunk
 
 
 class _Text:
@@ -60,3 +61,15 @@ class Output:
             self.loop = self._reasoning.add(reasoning)
         if self.loop is None and text:
             self.loop = self._text.add(text)
+
+
+def read_output(text: str, reasoning: str, text_offset: int, reasoning_offset: int, *, done: bool) -> OutputChunk:
+    """What lies behind the offsets: a host's answer. Offsets are in characters."""
+    return {
+        "ok": True,
+        "text": text[text_offset:],
+        "reasoning": reasoning[reasoning_offset:],
+        "text_offset": max(text_offset, len(text)),
+        "reasoning_offset": max(reasoning_offset, len(reasoning)),
+        "done": done,
+    }

@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from llama_worker.tooling import ParsedCall, tagged_call
+from llama_worker.tagged_calls import tagged_call
+from llama_worker.tooling import ParsedCall
 from llama_worker.types import BiosContext, BiosProvider, BiosText, ChatMessage, SystemPromptMode, ToolDef
 
 STATUS_OPEN = "<worker_status>"

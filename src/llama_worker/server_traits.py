@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llama_worker.config import WorkerConfig
+
 _THINK_OPENINGS = ("<think>", "[THINK]", "<seed:think>")
 
 
@@ -31,3 +33,18 @@ def server_traits(props: Mapping[str, Any], applied_template: Mapping[str, Any])
         tools=tools,
         opens_thinking=isinstance(prompt, str) and prompt.rstrip().endswith(_THINK_OPENINGS),
     )
+
+
+def shortcomings(traits: ServerTraits, config: WorkerConfig) -> list[str]:
+    """What the worker was configured for and the server lacks: lines for a person."""
+    lines = []
+    if traits.slots is not None and traits.slots < config.slots:
+        lines.append(
+            f"the server has {traits.slots} slots, fewer than the worker's {config.slots}: requests"
+            f" beyond them wait in the server without a sign of life; start it with --parallel {config.slots}"
+        )
+    if traits.tools is False and (config.normal_tools or config.exit_tools):
+        native = config.tool_call_mode == "native"
+        how = "ignored by native mode; 'auto' would explain them" if native else "offered in prompted mode"
+        lines.append(f"the model's chat template does not support tools: they are {how}")
+    return lines

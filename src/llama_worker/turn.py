@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from llama_worker.reasoning import ReasoningSplitter
 from llama_worker.stream_events import PromptProgress, Timings, ToolCallDelta, Usage
-from llama_worker.tooling import MalformedCall, PromptedToolFilter, RawCall, ToolCallAssembler
+from llama_worker.tagged_calls import TaggedCallFilter
+from llama_worker.tooling import MalformedCall, RawCall, ToolCallAssembler
 
 
 class Turn:
@@ -22,10 +23,11 @@ class Turn:
         self.usage: Usage | None = None
         self.timings: Timings | None = None
         self.finish_reason: str | None = None
+        self.calls_taken = False  # told apart, exit calls recorded
         self.is_over = False  # its connection is closed, its tokens are counted
         self._deltas = 0
         self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
-        self._filter = PromptedToolFilter(strict=prompted) if with_tools else None
+        self._filter = TaggedCallFilter(strict=prompted) if with_tools else None
         self._assembler = ToolCallAssembler()
         self._said: tuple[list[str], list[str]] = ([], [])
         self._finished = False

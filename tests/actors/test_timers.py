@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import pytest
 
 from llama_worker.actors import timers
-from llama_worker.actors.timers import call_at
+from llama_worker.actors.timers import Alarm, call_at
 
 TIMEOUT_S = 30.0
 
@@ -48,6 +48,21 @@ def test_a_past_deadline_is_due_at_once_also_behind_a_far_one() -> None:
     call_at(time.monotonic() - 1, called.set)
     assert called.wait(TIMEOUT_S)
     far.cancel()
+
+
+def test_an_alarm_rings_at_the_instant_set_last_and_not_once_it_is_off() -> None:
+    rung: SimpleQueue[float] = SimpleQueue()
+    now = time.monotonic()
+    alarm, off = (Alarm(lambda: rung.put(time.monotonic())) for _ in range(2))
+    off.set(now + 0.02)
+    off.set(None)
+    alarm.set(now + 0.03)
+    alarm.set(now + 0.06)
+    assert rung.get(timeout=TIMEOUT_S) >= now + 0.06
+    last = threading.Event()
+    call_at(now + 0.07, last.set)
+    assert last.wait(TIMEOUT_S)
+    assert rung.empty()
 
 
 def test_a_cancelled_call_is_not_made() -> None:

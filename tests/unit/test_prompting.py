@@ -19,7 +19,8 @@ from llama_worker.prompting import (
     prompted_tools_text,
     run_bios,
 )
-from llama_worker.tooling import ParsedCall, PromptedToolFilter, RawCall, tagged_call
+from llama_worker.tagged_calls import TaggedCallFilter, tagged_call
+from llama_worker.tooling import ParsedCall, RawCall
 from llama_worker.types import BiosContext, BiosText, ChatMessage, SystemPromptMode, ToolCallMode, ToolDef
 
 ADD: ToolDef = {
@@ -129,7 +130,7 @@ def test_only_in_prompted_mode_the_bios_lists_the_tools_and_the_convention() -> 
 
 
 def test_the_convention_shown_is_one_that_the_parser_reads() -> None:
-    tool_filter = PromptedToolFilter(strict=True)
+    tool_filter = TaggedCallFilter(strict=True)
     text = tool_filter.feed(prompted_tools_text((ADD,), ())) + tool_filter.finish()
     (call,) = tool_filter.calls
     assert isinstance(call, RawCall)

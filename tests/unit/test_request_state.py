@@ -12,22 +12,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from llama_worker.chat_request import request_body
 from llama_worker.config import LoopDetector, WorkerConfig
 from llama_worker.messages import RequestRecord, StreamFailure, Submission
+from llama_worker.output import read_output
 from llama_worker.prompting import STATUS_OPEN
-from llama_worker.request_state import (
+from llama_worker.request_effects import (
     CloseTurn,
     Effects,
     Finished,
     ForgetTools,
     OpenTurn,
     ReportToolsRefused,
-    Request,
     StartTools,
     WakeAt,
-    read_output,
-    request_body,
 )
+from llama_worker.request_state import Request
 from llama_worker.stream_events import (
     Done,
     Finish,

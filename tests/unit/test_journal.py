@@ -1,0 +1,112 @@
+"""What a worker keeps for a person, with literal times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama_worker.journal import Journal
+from llama_worker.messages import Observed
+from llama_worker.request_table import Admitted
+from llama_worker.timeouts import Progress
+from llama_worker.types import RequestPhase
+
+UNIX = 1000.0  # what makes Unix seconds of the clock here
+
+
+def told(journal: Journal) -> Any:
+    return journal.debug_info(logs=["ready"], server_cmd=("llama-server",))
+
+
+def events(journal: Journal) -> list[Any]:
+    found: list[Any] = told(journal)["recent_events"]
+    return found
+
+
+def killed(journal: Journal, *, epoch: int = 1) -> Any:
+    journal.keep_evidence(
+        110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)], log_tail=("last",)
+    )
+    return told(journal)["evidence"]
+
+
+def observed() -> Observed:
+    progress = Progress(request_id=7, phase=RequestPhase.PREFILL, dispatched_at=100.0, turn_started_at=101.0)
+    return Observed(epoch=1, at=109.0, activity="no CPU", liveness_at=105.0, requests=(progress,))
+
+
+def test_an_event_is_told_in_unix_seconds() -> None:
+    journal = Journal("w", UNIX)
+    journal.note("launched", 100.0, pid=5)
+    assert events(journal) == [{"at": 1100.0, "event": "launched", "worker": "w", "pid": 5}]
+
+
+def test_a_warning_is_kept_once_and_is_an_event() -> None:
+    journal = Journal("w", UNIX)
+    journal.warn("fewer slots", 100.0)
+    journal.warn("fewer slots", 101.0)
+    journal.warnings.append("a host's own")
+    assert journal.warnings == ["fewer slots"]
+    assert [event["event"] for event in events(journal)] == ["warning"]
+
+
+def test_only_so_many_warnings_are_kept() -> None:
+    journal = Journal("w", UNIX)
+    for number in range(60):
+        journal.warn(f"line {number}", 100.0)
+    assert journal.warnings == [f"line {number}" for number in range(50)]
+
+
+def test_a_lockout_is_recorded_and_is_no_restart() -> None:
+    journal = Journal("w", UNIX)
+    journal.restart_decided("exited", "code 1", 5.0, 100.0)
+    journal.restart_decided("exited", "too often", None, 101.0)
+    assert told(journal)["recent_restarts"] == [
+        {"at": 1100.0, "reason": "exited", "detail": "code 1"},
+        {"at": 1101.0, "reason": "exited", "detail": "too often"},
+    ]
+    assert [event["event"] for event in events(journal)] == ["restart", "locked_out"]
+    assert journal.totals.snapshot()["restarts"] == {"exited": 1}
+
+
+def test_the_evidence_of_a_kill() -> None:
+    journal = Journal("w", UNIX)
+    journal.observed = observed()
+    evidence = killed(journal)
+    (request,) = evidence.pop("requests")
+    assert (request["request_id"], request["job_name"], request["slot"]) == (7, "j", 0)
+    assert (request["phase"], request["turn_began_ago_s"]) == ("prefill", 9.0)
+    assert evidence == {
+        "at": 1110.0,
+        "pid": 5,
+        "last_error": "it hangs",
+        "activity": "no CPU",
+        "observed_ago_s": 1.0,
+        "log_tail": ["last"],
+    }
+
+
+def test_what_was_observed_of_another_launch_is_no_evidence() -> None:
+    journal = Journal("w", UNIX)
+    journal.observed = observed()
+    evidence = killed(journal, epoch=2)
+    assert (evidence["activity"], evidence["observed_ago_s"]) == ("", None)
+    assert evidence["requests"] == [{"request_id": 7, "job_name": "j", "slot": 0}]
+
+
+def test_the_processes_join_the_evidence_of_the_last_kill_only() -> None:
+    journal = Journal("w", UNIX)
+    killed(journal)
+    journal.add_processes({"root_pid": 5})
+    assert told(journal)["evidence"]["processes"] == {"root_pid": 5}
+    assert "processes" not in killed(journal)
+
+
+def test_what_a_host_is_told_is_its_own() -> None:
+    journal = Journal("w", UNIX)
+    journal.restart_decided("exited", "code 1", 5.0, 100.0)
+    killed(journal)
+    before = told(journal)
+    given = told(journal)
+    given["evidence"]["requests"].clear()
+    given["recent_restarts"][0]["reason"] = "other"
+    assert told(journal) == before

@@ -1,0 +1,262 @@
+"""Calls in the text: taken out of it whatever its split, or left as they were."""
+
+import itertools
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_worker.tagged_calls import MAX_TAGGED_CALL_CHARS, TaggedCallFilter, tagged_call
+from llama_worker.tooling import MalformedCall, RawCall, parse_arguments
+
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+ISSUE = '<tool_call>{"name": "signal_issue", "arguments": {"code": "x"}}</tool_call>'
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def filtered(
+    pieces: list[str], *, strict: bool = True, structured: bool = False
+) -> tuple[str, list[RawCall | MalformedCall]]:
+    tool_filter = TaggedCallFilter(strict=strict)
+    shown = [tool_filter.feed(piece) for piece in pieces]
+    shown.append(tool_filter.finish(structured_calls=structured))
+    return "".join(shown), tool_filter.calls
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = sorted({place % (len(text) + 1) for place in places} | {0, len(text)})
+    return [text[a:b] for a, b in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize(
+    ("text", "visible", "names"),
+    [
+        (ADD, "", ["add"]),
+        (f"Let me see.\n{ADD}", "Let me see.\n", ["add"]),
+        (f"a{ADD}b{ISSUE}c", "abc", ["add", "signal_issue"]),
+        (f"{ADD}\n{ADD}\n", "\n\n", ["add", "add"]),
+        ('<tool_call>\n{"name": "add",\n "arguments": {}}\n</tool_call>', "", ["add"]),
+        ('<tool_call>{"arguments": {}, "name": "mul"}</tool_call>', "", ["mul"]),
+        ("no call", "no call", []),
+        ("", "", []),
+    ],
+)
+def test_well_formed_calls_never_appear_in_the_text(text: str, visible: str, names: list[str]) -> None:
+    shown, calls = filtered([text])
+    assert shown == visible
+    assert [call.name for call in calls if isinstance(call, RawCall)] == names
+    assert len(calls) == len(names)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"a": "</tool_call>"},
+        {"a": "<tool_call>{}</tool_call>"},
+        {"a": '"}}</tool_call>\\'},
+        {"</tool_call>": {"b": [{"c": "}"}, [], '\\"']}},
+        {"a": 'line\nline\t"é"\u2028'},
+        {"a": [True, False, None, -1.5e-7, 12]},
+    ],
+)
+def test_arguments_may_hold_tags_braces_and_quotes(arguments: dict[str, object]) -> None:
+    written = tagged_call("add", json.dumps(arguments))
+    shown, calls = filtered([f"x{written}y"])
+    assert shown == "xy"
+    (call,) = calls
+    assert isinstance(call, RawCall)
+    assert parse_arguments(call.arguments) == arguments
+    assert call.tagged == written
+
+
+MALFORMED = [
+    "<tool_call>{}</tool_call>",
+    "<tool_call></tool_call>",
+    "<tool_call>add</tool_call>",
+    '<tool_call>{"name": "add"}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": []}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": null}</tool_call>',
+    '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {}, "id": 1}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+    "<tool_call>{'name': 'add', 'arguments': {}}</tool_call>",
+    '<tool_call>{"name": "add", "arguments": {"a": "it said "hi""}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": "two\nlines"}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {}}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {]}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {}} and</tool_call>',
+    '<tool_call>[{"name": "add", "arguments": {}}]</tool_call>',
+    '<tool_call>{"name": "add", "arguments": ' + '{"a": ' * 500 + "{}" + "}" * 501 + "</tool_call>",
+    '<tool_call>{"name": "add", "arguments": {}}</tool_cal>',
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=itertools.count())
+def test_a_malformed_call_is_told_and_the_text_left_as_it_was(text: str) -> None:
+    assert filtered([text]) == (text, [MalformedCall(text)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "<tool_call>{",
+        '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>',
+        '<tool_call>{"name": "add", "arguments": {}}',
+        '<tool_call>{"name": "add", "arguments": {}}</tool_call',
+        "<tool_call>and then I stopped",
+    ],
+)
+def test_an_unclosed_call_at_the_end_is_malformed(text: str) -> None:
+    shown, calls = filtered([f"before {text}"])
+    assert shown == f"before {text}"
+    assert calls
+    assert all(isinstance(call, MalformedCall) for call in calls)
+
+
+def test_a_malformed_call_ends_at_its_closing_tag_or_where_the_next_begins() -> None:
+    first, second = "<tool_call>one</tool_call>", "<tool_call>two"
+    assert filtered([f"a{first}b{second}{ADD}c"]) == (
+        f"a{first}b{second}c",
+        [MalformedCall(first), MalformedCall(second), *filtered([ADD])[1]],
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a < b",
+        "<tool_cal",
+        "<tool_calls>",
+        "<Tool_call>",
+        "</tool_call>",
+        "<",
+        "x<tool_<tool_",
+        "< tool_call>",
+    ],
+)
+def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
+    assert filtered([text]) == (text, [])
+    assert filtered(list(text)) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("piece", "shown"),
+    [
+        ("Hello", "Hello"),
+        ("a < b", "a < b"),
+        ("a <", "a "),
+        ("a <tool", "a "),
+        ("a <tool_call>", "a "),
+        ('a <tool_call>{"na', "a "),
+        ("a <tool_call>x", "a <tool_call>x"),
+        ('a <tool_call>{"name": <', 'a <tool_call>{"name": '),
+    ],
+)
+def test_only_what_may_be_a_call_is_held_back(piece: str, shown: str) -> None:
+    assert TaggedCallFilter(strict=True).feed(piece) == shown
+
+
+def test_a_call_of_the_longest_length_is_taken_and_a_longer_one_is_text() -> None:
+    frame = len(tagged_call("add", '{"a": ""}'))
+    for extra in (0, 1):
+        text = tagged_call("add", json.dumps({"a": "x" * (MAX_TAGGED_CALL_CHARS - frame + extra)}))
+        for pieces in ([text], cut(text, list(range(0, len(text), 100_003)))):
+            shown, calls = filtered(pieces)
+            assert shown == (text if extra else "")
+            assert isinstance(calls[0], MalformedCall if extra else RawCall)
+
+
+def test_hold_back_is_bounded() -> None:
+    tool_filter = TaggedCallFilter(strict=True)
+    text = '<tool_call>{"name": "' + "x" * MAX_TAGGED_CALL_CHARS
+    assert tool_filter.feed(text) == text
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{"a":', '<tool_call>{"":"', "<", '"{', ADD],
+)
+@pytest.mark.parametrize("piece_chars", [3, 10**9])
+def test_time_is_linear_in_the_text(unit: str, piece_chars: int) -> None:
+    text = '<tool_call>{"a": "' + unit * (200_000 // len(unit))
+    pieces = [text[at : at + piece_chars] for at in range(0, len(text), piece_chars)]
+    began = time.process_time()
+    filtered(pieces)
+    assert time.process_time() - began < 5.0  # quadratic: minutes
+
+
+FRAGMENTS = st.sampled_from(
+    [ADD, ISSUE, *MALFORMED[:8], "<tool_call>", "</tool_call>", "<", "{", "}", '"', "\\", "text ", "\n",
+     '{"a": ', '<tool_call>{"name": "add", "arguments": {"x": "', "<tool_"]
+)  # fmt: skip
+
+
+@given(st.lists(FRAGMENTS, max_size=8).map("".join), st.lists(st.integers(0, 400)), st.booleans(), st.booleans())
+def test_any_split_of_the_text_gives_the_same(text: str, places: list[int], strict: bool, structured: bool) -> None:
+    whole = filtered([text], strict=strict, structured=structured)
+    assert filtered(cut(text, places), strict=strict, structured=structured) == whole
+    assert filtered(list(text), strict=strict, structured=structured) == whole
+
+
+@given(st.lists(FRAGMENTS, max_size=8).map("".join))
+def test_nothing_but_the_calls_is_lost(text: str) -> None:
+    shown, calls = filtered([text])
+    rest = text
+    for call in calls:
+        if isinstance(call, RawCall):
+            assert call.tagged is not None
+            before, found, rest_after = rest.partition(call.tagged)
+            assert found
+            rest = before + rest_after
+    assert len(shown) == len(text) - sum(len(c.tagged or "") for c in calls if isinstance(c, RawCall))
+    assert sorted(shown) == sorted(rest)
+
+
+@given(st.text(), st.text(), st.dictionaries(st.text(), JSON_VALUES, max_size=3))
+def test_every_call_written_in_the_convention_is_found(before: str, after: str, arguments: dict[str, object]) -> None:
+    shown, calls = filtered([before, tagged_call("add", json.dumps(arguments)), after])
+    assert shown == before + after
+    assert [parse_arguments(c.arguments) for c in calls if isinstance(c, RawCall)] == [arguments]
+
+
+# --- tagged calls in native mode ------------------------------------------------------------------------
+
+
+def test_in_native_mode_a_well_formed_tagged_call_is_taken_the_same_way() -> None:
+    shown, calls = filtered([f"a {ADD} b"], strict=False)
+    assert shown == "a  b"
+    assert calls == [RawCall(None, "add", '{"a": 1}', ADD)]
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=itertools.count())
+def test_in_native_mode_a_malformed_one_is_just_text(text: str) -> None:
+    assert filtered([text], strict=False) == (text, [])
+
+
+def test_in_native_mode_a_malformed_one_stays_text_behind_a_call_that_is_taken() -> None:
+    assert filtered([f"a{ADD}b<tool_call>c"], strict=False) == (
+        "ab<tool_call>c",
+        [RawCall(None, "add", '{"a": 1}', ADD)],
+    )
+
+
+def test_beside_structured_calls_tagged_ones_stay_text_in_their_place() -> None:
+    text = f"a {ADD} b {ISSUE} c <tool_call>"
+    assert filtered([text], strict=False, structured=True) == (text, [])
+    assert filtered(list(text), strict=False, structured=True) == (text, [])
+
+
+def test_in_native_mode_text_up_to_the_first_call_is_shown_at_once() -> None:
+    tool_filter = TaggedCallFilter(strict=False)
+    assert tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
+    assert tool_filter.feed("d") == ""
+    assert tool_filter.finish() == " cd"

@@ -1,0 +1,88 @@
+"""What a tool returned, encoded for the model."""
+
+import copy
+import itertools
+import json
+from enum import Enum, IntEnum
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_worker.tool_results import ToolResultError, encode_result
+
+
+class Colour(str, Enum):  # noqa: UP042 - this kind's str() is not its value
+    RED = "red"
+
+
+class Number(IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        ([], "[]"),
+        ({}, "{}"),
+        ("", ""),
+        (False, "false"),
+        (0, "0"),
+        ("nothing found", "nothing found"),
+        ('{"a": 1}', '{"a": 1}'),
+        ({"a": [1, 2.5, None, "é"]}, '{"a": [1, 2.5, null, "é"]}'),
+        ((1, 2), "[1, 2]"),
+        (Colour.RED, "red"),
+        (Number.ONE, "1"),
+    ],
+)
+def test_any_json_value_is_passed_back_also_nothing_found(value: object, text: str) -> None:
+    encoded = encode_result(value)
+    assert encoded == text
+    assert type(encoded) is str
+
+
+def endless() -> list[object]:
+    value: list[object] = []
+    value.append(value)
+    return value
+
+
+def deep() -> list[object]:
+    value: list[object] = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+class Broken(dict[str, int]):
+    def items(self) -> object:  # type: ignore[override]
+        raise KeyError("broken")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"), float("inf"), {1, 2}, b"x", object(), {1: "a"}, {None: 1}, [{"a": {2.5: 1}}], "\ud800",
+        {"a": ["\udfff"]}, {"\ud800": 1}, endless(), deep(), 10**5000, Broken(a=1),
+    ],
+    ids=itertools.count(),
+)  # fmt: skip
+def test_what_json_cannot_hold_is_refused(value: object) -> None:
+    with pytest.raises(ToolResultError, match=f"a {type(value).__name__} that JSON cannot hold: ."):
+        encode_result(value)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(JSON_VALUES.filter(lambda value: not isinstance(value, str)))
+def test_an_encoded_result_reads_back_as_it_was_and_is_not_mutated(value: object) -> None:
+    before = copy.deepcopy(value)
+    assert json.loads(encode_result(value)) == before
+    assert value == before
