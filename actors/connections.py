@@ -35,13 +35,16 @@ class Aborted(urllib3.exceptions.HTTPError):
 
 
 class Abort:
-    """The handle of one connection. Thread-safe; `abort` is idempotent and takes no time in any phase."""
+    """The handle of one connection. Thread-safe; `abort` is idempotent and takes no time in any phase.
+
+    Name resolution and a TLS handshake are not cut short, only what would follow them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
-        self.connected = False  # a connection was made; read by the thread that makes it
+        self.connected = False  # a connection was made, with TLS if there is to be; read by the thread that makes it
         # The reply without the layers of requests and urllib3, which cost as much per read as decoding it does.
         self.reply: http.client.HTTPResponse | None = None
 
@@ -85,6 +88,13 @@ def session(abort: Abort, *, before_waiting: Callable[[], None] | None = None) -
     return made
 
 
+def plain_connection(abort: Abort, base_url: str, connect_timeout_s: float) -> urllib3.connection.HTTPConnection:
+    """A connection to an http server that `abort` can end, for a request without what a session offers."""
+    url = urllib3.util.parse_url(base_url)
+    host = (url.host or "").strip("[]")
+    return _Connection(host, url.port, timeout=connect_timeout_s, watch=_Watch(abort, None))
+
+
 class _Adapter(requests.adapters.HTTPAdapter):
     def __init__(self, abort: Abort, before_waiting: Callable[[], None] | None) -> None:
         self._watch = _Watch(abort, before_waiting)
@@ -111,6 +121,15 @@ class _Connection(urllib3.connection.HTTPConnection):
         super().__init__(*args, **kwargs)
         self._watch = watch
         self.response_class = cast("type[_Response]", partial(_Response, watch=watch))
+
+    def connect(self) -> None:
+        """Connect, and shake hands where it is TLS, within the connect timeout each; sending may then take any time."""
+        super().connect()
+        abort = self._watch.abort
+        abort.attach(self.sock)  # of TLS it is another object: the first one has let go of the descriptor
+        abort.connected = True
+        self.timeout = None  # from now on: a busy server may leave a long request unread for minutes
+        self.sock.settimeout(None)
 
     def _new_conn(self) -> socket.socket:
         return _connect(self, self._watch.abort)
@@ -147,7 +166,7 @@ def _connect(connection: urllib3.connection.HTTPConnection, abort: Abort) -> soc
         except TimeoutError as late:
             abort.detach()
             made.close()
-            raise urllib3.exceptions.ConnectTimeoutError(connection, f"no connection within {timeout} s") from late
+            raise urllib3.exceptions.ConnectTimeoutError(f"no connection within {timeout} s") from late
         except OSError as refused:
             abort.detach()
             made.close()
@@ -156,7 +175,6 @@ def _connect(connection: urllib3.connection.HTTPConnection, abort: Abort) -> soc
             made.close()
             raise
         else:
-            abort.connected = True
             return made
     raise urllib3.exceptions.NewConnectionError(connection, f"cannot connect: {error}") from error
 

@@ -72,7 +72,6 @@ class RequestActor(HouseActor[RequestMessage]):
         super().__init__(parent, household, slot=slot)
         self._worker = parent
         self._config = config
-        self._index = slot
         self._unix_offset = unix_offset
         self._request: Request | None = None
         self._transport: Mailbox[TransportMessage] | None = None
@@ -190,6 +189,6 @@ class RequestActor(HouseActor[RequestMessage]):
                 case Finished(record=record):
                     self._request = None
                     self._alarm.set(None)
-                    self._worker.tell(RequestEnded(slot=self._index, record=record))
+                    self._worker.tell(RequestEnded(record=record))
                 case _:
                     assert_never(effect)

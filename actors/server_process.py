@@ -26,6 +26,7 @@ from llama_worker import adapters
 from llama_worker.config import masked
 from llama_worker.messages import ServerGone, ServerNotStarted, ServerStarted
 from llama_worker.process_state import Signal
+from llama_worker.start_advice import not_executed
 from llama_worker.types import StartFailReason
 
 _GUARD = Path(adapters.__file__).with_name("guard.py")
@@ -236,9 +237,8 @@ class ServerProcess:
             case "exited":
                 self._reaped, self._returncode = True, int(rest)
             case "failed":
-                why = rest.partition(" ")[2]
-                todo = "server_cmd must begin with a program on the PATH, or with the path of one"
-                self._failure = f"cannot execute {self._command[0]!r}: {why}; {todo}"
+                number, _, why = rest.partition(" ")
+                self._failure = not_executed(self._command[0], int(number), why)
 
     def _last_word(self) -> ServerNotStarted | ServerGone:
         if self._server is None:
@@ -316,11 +316,14 @@ def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:
     """
     low = os.pipe()
     try:
-        read, write = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in low)
+        read, write = (
+            cleanup.enter_context(io.FileIO(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3), mode))
+            for end, mode in zip(low, ("rb", "wb"), strict=True)
+        )
     finally:
         for end in low:
             os.close(end)
-    return cleanup.enter_context(io.FileIO(read, "rb")), cleanup.enter_context(io.FileIO(write, "wb"))
+    return read, write
 
 
 def _read_available(fd: int) -> bytes:

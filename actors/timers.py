@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
+_SWEEP_MIN = 64
 _logger = logging.getLogger("llama_worker.timers")
 
 
@@ -39,6 +40,7 @@ class TimerThread:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
+        self._sweep_at = _SWEEP_MIN
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -56,6 +58,7 @@ class TimerThread:
         timer = Timer(call)
         self.start()
         with self._changed:
+            self._sweep()
             heapq.heappush(self._heap, (at, next(self._numbers), timer))
             if self._heap[0][2] is timer:
                 self._changed.notify()
@@ -77,6 +80,13 @@ class TimerThread:
                 if wait_s is not None and wait_s <= 0:
                     return heapq.heappop(self._heap)[2]
                 self._changed.wait(None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
+
+    def _sweep(self) -> None:
+        """Now and then forget all that were cancelled: far deadlines that change often would pile up."""
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if entry[2]._call is not None]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(_SWEEP_MIN, 2 * len(self._heap))
 
     def _drop_cancelled(self) -> None:
         """Take cancelled timers off the top, so that none of them wakes the thread."""

@@ -16,7 +16,7 @@ def describe_http_error(status: int, body: bytes) -> StreamFailure:
     text = body.decode(errors="replace").strip()
     try:
         told = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         told = None
     error = told.get("error") if isinstance(told, Mapping) else None
     if isinstance(error, Mapping):

@@ -237,7 +237,6 @@ class Observed:
 class RequestEnded:
     """A request reached its terminal state; its record is handed over, whole."""
 
-    slot: int
     record: RequestRecord
 
 

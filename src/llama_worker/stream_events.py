@@ -13,6 +13,7 @@ from typing import Any
 from llama_worker.sse import SseDecoder, SseProtocolError, SseRecord
 
 _raw_decode = json.JSONDecoder().raw_decode
+_TOO_MANY = 1 << 63  # of anything: not a count, and too much for who adds counts up
 _SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an error
 
 
@@ -151,6 +152,8 @@ class StreamDecoder:
                 decoded = decode_record(record, self._delta_kinds)
             except ProtocolError as error:
                 raise ProtocolError(str(error), events) from None
+            except RecursionError:  # parsed at the very limit, and a part of it is written as JSON again
+                raise ProtocolError("a record of the stream is nested too deeply", events) from None
             for event in decoded:
                 self._delta_kinds.add(type(event))
             events += decoded
@@ -336,7 +339,7 @@ def _text(value: Any) -> str | None:
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_MANY else None
 
 
 def _rate(value: Any) -> float | None:

@@ -6,14 +6,12 @@ import json
 import re
 from enum import Enum, auto
 
-from llama_worker.tooling import MalformedCall, RawCall, parse_arguments
+from llama_worker.tooling import MAX_JSON_DEPTH, MalformedCall, RawCall, parse_arguments
 
 CALL_OPEN = "<tool_call>"
 CALL_CLOSE = "</tool_call>"
 MAX_TAGGED_CALL_CHARS = 1 << 20
 """The longest tagged call, tags included; a longer one is malformed. Bounds what the filter holds back."""
-
-_MAX_DEPTH = 128  # of nested JSON in a tagged call: far below where Python's parser gives up
 
 
 def tagged_call(name: str, arguments_json: str) -> str:
@@ -229,7 +227,7 @@ class _CallScanner:
             self._part = _Part.STRING
         elif char in "{[":
             self._depth += 1
-            self._expect(self._depth <= _MAX_DEPTH)
+            self._expect(self._depth <= MAX_JSON_DEPTH)
         elif char in "}]":
             self._depth -= 1
             if self._depth == 0:

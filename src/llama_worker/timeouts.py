@@ -22,7 +22,6 @@ class Progress:
     phase: RequestPhase
     dispatched_at: float  # of the request: the first turn's start
     turn_started_at: float
-    connecting: bool = False  # True only while it is known that the socket is not connected yet
     headers_at: float | None = None
     first_token_at: float | None = None  # told, and decides nothing: the phase does
     prompt_progress_at: float | None = None  # the latest report of prompt progress
@@ -102,16 +101,7 @@ def _limits(
     prefill = progress.phase is RequestPhase.PREFILL
     generating = progress.phase is RequestPhase.GENERATING
 
-    if waiting and progress.connecting:
-        yield _Limit(
-            reason=RequestFailReason.CONNECT_FAILED,
-            what="not connected",
-            setting="connect_timeout_s",
-            timeout_s=profile.connect_timeout_s,
-            since=progress.turn_started_at,
-            restart=False,  # a transport failure: counted, and the server is probed
-        )
-    if waiting and not progress.connecting:
+    if waiting:  # connecting has a limit of its own, the connection's
         # Builds of October 2025 to May 2026 hold the headers back for the whole prefill, and every build does
         # while all slots are taken: only the lack of any sign of work tells.
         yield _Limit(

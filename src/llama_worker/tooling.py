@@ -16,6 +16,8 @@ from typing import Any
 from llama_worker.stream_events import ToolCallDelta
 from llama_worker.types import ExitSignal
 
+MAX_JSON_DEPTH = 128  # of a call's arguments: far below where Python's parser, or a copy of them, gives up
+
 _EXCERPT_CHARS = 200
 
 
@@ -147,7 +149,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """The JSON object in `text`, `{}` for nothing or whitespace; raises ValueError, whatever the text.
 
     Stricter than `json.loads`: what llama-server would refuse when it is sent back (numbers beyond a double,
-    NaN, lone surrogates) is refused here.
+    NaN, lone surrogates) is refused here, and what is nested deeper than `MAX_JSON_DEPTH`.
     """
     if not text.strip():
         return {}
@@ -160,7 +162,20 @@ def parse_arguments(text: str) -> dict[str, Any]:
         raise ValueError("half a surrogate pair") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}")
+    if _is_deeper(value, MAX_JSON_DEPTH):
+        raise ValueError("nested too deeply")
     return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether more than `depth` containers of JSON are nested in each other."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [container for container in level if isinstance(container, (dict, list))]
+        if not level:
+            return False
+        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+    return True
 
 
 def _refuse_constant(text: str) -> float:

@@ -122,7 +122,7 @@ def test_signals_of_every_turn_are_kept_in_order(rig: Rig) -> None:
     assert [name for name, _, _ in signals(result)] == ["signal_issue", "declare_outcome"]
 
 
-@pytest.mark.parametrize("raw", ["[1]", '{"code": ', "nope"])
+@pytest.mark.parametrize("raw", ["[1]", '{"code": ', "nope", '{"code": ' + "[" * 600 + "]" * 600 + "}"], ids=range(4))
 def test_malformed_ones_are_recorded_with_their_text_and_fail_nothing(rig: Rig, raw: str) -> None:
     result = rig.run(*calling(Text("t"), ToolCall("signal_issue", raw)))
     assert (result["state"], result["text"]) == ("completed", "t")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -15,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
+from llama_worker.actors import server_process
 from llama_worker.messages import HealthLost
 from llama_worker.types import StartFailReason, WorkerState
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts, living
@@ -205,6 +209,25 @@ def test_a_flood_of_output_does_not_hang_the_server(make_worker: MakeWorker, new
     for _ in range(5):
         assert rig.run(*plain_reply(Tokens(20)))["state"] == "completed"
     assert len(rig.worker.get_debug_info().get()["recent_logs"]) <= 51
+
+
+def test_a_host_without_descriptors_loses_none_over_a_pipe_that_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, leftovers: Leftovers
+) -> None:
+    moved: list[int] = []
+    move = fcntl.fcntl
+
+    def fcntl_once(fd: int, order: int, least: int) -> int:
+        if moved:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        moved.append(move(fd, order, least))
+        return moved[-1]
+
+    monkeypatch.setattr(fcntl, "fcntl", fcntl_once)
+    with pytest.raises(OSError, match="Too many open files"), contextlib.ExitStack() as cleanup:
+        server_process._pipe(cleanup)
+    assert moved
+    assert not leftovers.now()
 
 
 def test_output_per_request_beyond_the_pipes_size_does_not_hang_the_server(make_worker: MakeWorker) -> None:

@@ -123,6 +123,24 @@ def test_a_thread_of_its_own_holds_no_cancelled_timers() -> None:
     own._thread.name = "llama_worker-timers"  # it never ends, as the shared one
 
 
+def test_far_deadlines_that_change_often_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = timers.TimerThread()
+    monkeypatch.setattr(timers, "_timers", own)
+    rung = threading.Event()
+    alarm, kept = Alarm(lambda: None), Alarm(rung.set)
+    near = call_at(time.monotonic() + 3599, lambda: None)  # on top, so that none of the others comes there
+    kept.set(time.monotonic() + 0.5)
+    for step in range(10_000):
+        alarm.set(time.monotonic() + 3600 + step)
+    assert len(own._heap) < 200
+    assert rung.wait(TIMEOUT_S)
+    for alive in (alarm, kept):
+        alive.set(None)
+    near.cancel()
+    assert own._thread is not None
+    own._thread.name = "llama_worker-timers"  # it never ends, as the shared one
+
+
 def test_a_forked_child_has_timers_of_its_own() -> None:
     call_at(time.monotonic(), lambda: None)  # the parent's thread exists
     read, write = os.pipe()

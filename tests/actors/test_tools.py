@@ -369,8 +369,9 @@ def test_with_no_budget_at_all_the_first_call_is_beyond_it(make_rig: Callable[..
         (ToolCall("nope", "{}", index=1), "nope"),
         (ToolCall("add", "[1, 2]", index=1), "add"),
         (ToolCall("add", '{"a": ', index=1), "add"),
+        (ToolCall("add", '{"a": ' + "[" * 600 + "]" * 600 + "}", index=1), "add"),
     ],
-    ids=["unknown name", "a list", "half an object"],
+    ids=["unknown name", "a list", "half an object", "nested too deeply"],
 )
 def test_an_unknown_name_or_bad_arguments_are_tool_parse_error_and_nothing_of_the_turn_runs(
     make_rig: Callable[..., Rig], tools: Tools, bad: ToolCall, named: str

@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from llama_worker import TimeoutProfile, liveness
+from llama_worker import RequestFailReason, TimeoutProfile, liveness
 from tests.docs.pages import DOCS, names_in, table
 from tests.docs.verdicts import LIMITS, STATES, judge
 
 PAGE = (DOCS / "hung-or-slow.md").read_text()
-ROWS = table(PAGE, "the request is")
+# Connecting has a limit of its own, the connection's: no verdict.
+CONNECTING, *ROWS = table(PAGE, "the request is")
 # What the first column of the table means.
 WHEN = {
-    "connecting": {"connecting"},
     "waiting for response headers": {"waiting"},
     "in prefill, nothing heard but headers or a role chunk": {"silent prefill"},
     "in prefill with progress reported, or generating": {"reporting prefill", "generating"},
-    "before its first token": {"connecting", "waiting", "silent prefill", "reporting prefill"},
+    "before its first token": {"waiting", "silent prefill", "reporting prefill"},
     "anywhere but in a tool": set(STATES) - {"in a tool"},
     "anywhere": set(STATES),
 }
@@ -47,6 +47,12 @@ def test_the_table_of_verdicts_gives_each_limit_in_the_phases_in_which_it_counts
         if (found := judge(state, limit))
     }
     assert in_table == in_code
+
+
+def test_the_first_row_of_the_table_says_the_limit_of_connecting() -> None:
+    when, reason, after = CONNECTING
+    assert (when, names_in(reason)) == ("connecting", [str(RequestFailReason.CONNECT_FAILED)])
+    assert f"`connect_timeout_s` ({TimeoutProfile().connect_timeout_s:g})" in after
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])

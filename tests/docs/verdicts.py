@@ -8,9 +8,6 @@ from llama_worker import RequestPhase, TimeoutProfile
 from llama_worker.timeouts import Progress, Verdict, verdict
 
 STATES = {
-    "connecting": Progress(
-        request_id=1, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0, connecting=True
-    ),
     "waiting": Progress(request_id=1, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0),
     "silent prefill": Progress(
         request_id=1, phase=RequestPhase.PREFILL, dispatched_at=0.0, turn_started_at=0.0, headers_at=0.0
@@ -35,7 +32,6 @@ STATES = {
     "in a tool": Progress(request_id=1, phase=RequestPhase.TOOL, dispatched_at=0.0, turn_started_at=0.0),
 }
 LIMITS = (
-    "connect_timeout_s",
     "headers_timeout_s",
     "prefill_liveness_timeout_s",
     "idle_stream_timeout_s",
@@ -49,7 +45,6 @@ def judge(
     state: Progress, limit: str, *, liveness_at: float | None = None, neighbour_data_at: float | None = None
 ) -> Verdict | None:
     """The verdict after 10 s, with that limit at 5 s and every other off, or far away."""
-    far = dict.fromkeys(("connect_timeout_s", "headers_timeout_s"), 1e6)
-    off = dict.fromkeys(set(LIMITS) - set(far))
-    profile = replace(TimeoutProfile(), **{**far, **off, limit: 5.0})  # type: ignore[arg-type]
+    off = dict.fromkeys(LIMITS)
+    profile = replace(TimeoutProfile(), **{**off, "headers_timeout_s": 1e6, limit: 5.0})  # type: ignore[arg-type]
     return verdict(state, liveness_at=liveness_at, neighbour_data_at=neighbour_data_at, profile=profile, now=10.0)

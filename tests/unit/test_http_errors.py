@@ -27,6 +27,7 @@ from llama_worker.types import RequestFailReason
         (500, b"null", "HTTP 500: null"),
         (500, b"[1]", "HTTP 500: [1]"),
         (500, b'{"error":7}', 'HTTP 500: {"error":7}'),
+        (500, b"[" * 3000, "HTTP 500: " + "[" * 2000),
         (500, b'{"detail":"x"}', 'HTTP 500: {"detail":"x"}'),
         (500, b"caf\xe9", "HTTP 500: caf\ufffd"),
         (307, b"", "HTTP 307: no message"),

@@ -1,6 +1,7 @@
 """Chunks of a chat completion, of new and old builds and odd ones, to events."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -159,6 +160,7 @@ def test_tool_calls(value: Any, events: list[StreamEvent]) -> None:
             [Usage(4, 0, 3)],
         ),
         ({"usage": {"prompt_tokens_details": None, "completion_tokens": True}}, [Usage(0, 0, None)]),
+        ({"usage": {"prompt_tokens": 1 << 63, "completion_tokens": (1 << 63) - 1}}, [Usage(0, (1 << 63) - 1, None)]),
         ({"usage": None, "timings": None}, []),
         ({"timings": {}}, [NO_TIMINGS]),
         ({"timings": TIMINGS}, [Timings(3, 1, 220.5, 8, 40.0)]),
@@ -311,6 +313,22 @@ def test_what_came_before_a_protocol_error_is_not_lost(bad: bytes) -> None:
     with pytest.raises(ProtocolError) as raised:
         StreamDecoder().feed(good + bad + good)
     assert raised.value.events == (TextDelta("x"),)
+
+
+@pytest.mark.parametrize(
+    "form",
+    ['{"error":[%s]}', '{"error":{"x":%s}}', '{"choices":[{"delta":{"tool_calls":[{"function":{"arguments":%s}}]}}]}'],
+    ids=["an error", "an error object", "a call"],
+)
+def test_nesting_of_any_depth_ends_in_events_or_a_protocol_error_that_keeps_what_came_before(form: str) -> None:
+    good = f"data: {json.dumps(chunk({'content': 'x'}))}\n\n".encode()
+    for depth in range(700, 1100):  # of Python's limit, 1000, the test's own frames are a part
+        record = f"data: {form % ('[' * depth + ']' * depth)}\n\n".encode()
+        try:
+            events: Sequence[StreamEvent] = StreamDecoder().feed(good + record)
+        except ProtocolError as error:
+            events = error.events
+        assert events[0] == TextDelta("x")
 
 
 @given(st.lists(st.binary(min_size=1, max_size=12)))

@@ -67,14 +67,6 @@ def reason_at(
 @pytest.mark.parametrize(
     ("now", "at", "heard", "reason"),
     [
-        pytest.param(1002.9, progress(WAITING, connecting=True), {}, None, id="connecting"),
-        pytest.param(
-            1003.0,
-            progress(WAITING, connecting=True),
-            {"liveness_at": 1002.0},
-            RequestFailReason.CONNECT_FAILED,
-            id="not connected, whatever the server does",
-        ),
         pytest.param(1029.9, progress(WAITING), {}, None, id="headers not due yet"),
         pytest.param(1030.0, progress(WAITING), {}, HEADERS, id="no headers and no work"),
         pytest.param(1050.0, progress(WAITING), {"liveness_at": 1020.1}, None, id="no headers but work"),
@@ -222,7 +214,6 @@ def test_ttft_timeout_runs_anew_in_each_turn_and_ends_with_the_first_token() -> 
 def test_only_headers_ttft_and_stall_ask_for_a_restart() -> None:
     profile = replace(PROFILE, ttft_timeout_s=10.0)
     cases = [
-        (progress(WAITING, connecting=True), PROFILE, RequestFailReason.CONNECT_FAILED, False),
         (progress(WAITING), PROFILE, HEADERS, True),
         (progress(WAITING), profile, RequestFailReason.TTFT_TIMEOUT, True),
         (progress(GENERATING), PROFILE, STALL, True),
@@ -333,7 +324,6 @@ def progresses(draw: st.DrawFn, phases: tuple[RequestPhase, ...] = tuple(Request
         phase=draw(st.sampled_from(phases)),
         dispatched_at=1000.0,
         turn_started_at=turn_started_at,
-        connecting=draw(st.booleans()),
         headers_at=draw(later),
         first_token_at=draw(later),
         prompt_progress_at=draw(later),
@@ -344,7 +334,6 @@ def progresses(draw: st.DrawFn, phases: tuple[RequestPhase, ...] = tuple(Request
 
 profiles = st.builds(
     TimeoutProfile,
-    connect_timeout_s=st.floats(min_value=0.1, max_value=100.0),
     headers_timeout_s=st.floats(min_value=0.1, max_value=4000.0),
     ttft_timeout_s=limits,
     prefill_liveness_timeout_s=limits,
@@ -388,7 +377,6 @@ def test_a_verdict_once_due_stays_the_same_while_nothing_new_is_heard(
 def test_evidence_newer_than_every_limit_saves_until_silent_work_is_over(
     at: Progress, evidence_age: float, age: float
 ) -> None:
-    at = replace(at, connecting=False)
     now = at.turn_started_at + age
     reason = reason_at(now, at, liveness_at=now - evidence_age)
     silent_s = now - max(at.data_at or 0.0, at.turn_started_at)

@@ -1,5 +1,6 @@
 """Calls: put together, parsed, told apart."""
 
+import copy
 import itertools
 import re
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from llama_worker.stream_events import ToolCallDelta
 from llama_worker.tooling import (
+    MAX_JSON_DEPTH,
     MalformedCall,
     ParsedCall,
     Partition,
@@ -146,6 +148,16 @@ def test_arguments_are_a_json_object_or_nothing(text: str, value: dict[str, obje
 def test_anything_else_is_refused_with_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_arguments(text)
+
+
+def test_arguments_are_nested_as_deep_as_can_be_copied_and_no_deeper() -> None:
+    def nested(containers: int) -> str:
+        return '{"a": ' + "[" * (containers - 1) + "1" + "]" * (containers - 1) + "}"
+
+    deepest = parse_arguments(nested(MAX_JSON_DEPTH))
+    assert copy.deepcopy(deepest) == deepest
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_arguments(nested(MAX_JSON_DEPTH + 1))
 
 
 # --- telling apart --------------------------------------------------------------------------------------
