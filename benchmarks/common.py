@@ -38,14 +38,16 @@ def script(*steps: Any) -> Script:
     return Script(replies=[Reply(list(steps))], limit_slots=False)
 
 
-def config(served: Script, *, slots: int, port: int | None = None, name: str = "bench") -> WorkerConfig:
+def config(
+    served: Script, *, slots: int, port: int | None = None, name: str = "bench", journal: Path | None = None
+) -> WorkerConfig:
     """A worker's configuration for the scripted server."""
     port = free_port() if port is None else port
     return WorkerConfig(
         name,
         HOST,
         port,
-        fake_server_cmd(served, host=HOST, port=port, slots=slots),
+        fake_server_cmd(served, host=HOST, port=port, slots=slots, journal=journal),
         slots=slots,
         timeouts=TimeoutProfile.normal(),
     )

@@ -1,58 +1,94 @@
-"""What the worker adds to the time to the first token, and how quickly it answers under load.
+"""What the worker adds on the way to the server and back, and how quickly it answers under load.
 
-python -m benchmarks.latency [--json FILE]
+    python -m benchmarks.latency [--json FILE]
+
+The server writes down when a request reached it and when it was about to send the first token.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import requests
 
 from benchmarks.common import HOST, complete, config, free_port, interleave, quantile, report, script, table
 from llama_worker import LlamaWorker
-from tests.fake_script import Sleep, Text, Tokens, plain_reply
+from tests.fake_script import Journal, Note, Sleep, Text, Tokens, plain_reply
 
-ROUNDS, STREAMS, QUESTIONS = 100, 64, 1000
+ROUNDS, STREAMS, QUESTIONS = 200, 64, 1000
+READ_EVERY_S = 0.0002
+PARTS = ("to the server", "token to the reader", "in all")
 
 
-def first_token_direct(port: int) -> float:
-    """Seconds to the first token by a plain `requests` call."""
-    began = time.perf_counter()
+def direct(port: int) -> tuple[float, float]:
+    """By a plain `requests` call: when it began, and when the first token was there."""
+    began = time.time()
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
     with requests.post(f"http://{HOST}:{port}/v1/chat/completions", json=body, stream=True, timeout=30) as response:
         for line in response.iter_lines(chunk_size=1):
-            if b'"content"' in line and b"first" in line:
-                return time.perf_counter() - began
+            if b"first" in line:
+                return began, time.time()
     raise AssertionError("no token came")
 
 
-def first_token_worker(worker: LlamaWorker) -> float:
-    """Seconds from submit to the token being there to read."""
-    began = time.perf_counter()
+def through(worker: LlamaWorker) -> tuple[float, float]:
+    """From submit to the token being there to read."""
+    began = time.time()
     admitted = worker.submit("bench", "", "x").get()
     assert admitted["ok"], admitted
-    request_id = admitted["request_id"]
     while True:
-        chunk = worker.read_output(request_id).get()
+        chunk = worker.read_output(admitted["request_id"]).get()
         assert chunk["ok"], chunk
         if chunk["text"]:
-            seconds = time.perf_counter() - began
-            worker.result(request_id).get()
-            return seconds
+            there = time.time()
+            worker.result(admitted["request_id"]).get()
+            return began, there
+        time.sleep(READ_EVERY_S)
 
 
-def main() -> None:
-    """Measure and print."""
+def first_token() -> dict[str, dict[str, float]]:
+    """The median milliseconds of each part, by each way."""
     port = free_port()
-    served = script(*plain_reply(Text("first"), Sleep(0.02)))
-    with LlamaWorker(config(served, slots=1, port=port)) as worker:
-        complete(worker, 1)
-        seen = interleave(
-            ROUNDS, {"direct": lambda: first_token_direct(port), "worker": lambda: first_token_worker(worker)}
-        )
-    medians = {name: statistics.median(values) * 1000 for name, values in seen.items()}
+    served = script(*plain_reply(Sleep(0.01), Note("token"), Text("first"), Sleep(0.02)))
+    with tempfile.TemporaryDirectory() as directory:
+        journal = Journal(Path(directory) / "journal")
+        with LlamaWorker(config(served, slots=1, port=port, journal=journal.path)) as worker:
+            complete(worker, 1)
+            spans: dict[str, list[tuple[float, float]]] = {"direct": [], "worker": []}
+
+            def measure(name: str, call: Callable[[], tuple[float, float]]) -> Callable[[], float]:
+                def once() -> float:
+                    spans[name].append(call())
+                    return 0.0
+
+                return once
+
+            interleave(
+                ROUNDS,
+                {
+                    "direct": measure("direct", lambda: direct(port)),
+                    "worker": measure("worker", lambda: through(worker)),
+                },
+            )
+        reached = [_at(fact) for fact in journal.facts("request", path="/v1/chat/completions")][1:]
+        sent = [_at(fact) for fact in journal.facts("note", name="token")][1:]
+    medians = {}
+    for offset, name in enumerate(spans):
+        rounds = list(zip(spans[name], reached[offset::2], sent[offset::2], strict=True))
+        parts = [(at - began, there - token, at - began + there - token) for (began, there), at, token in rounds]
+        medians[name] = {
+            part: statistics.median(values) * 1000 for part, values in zip(PARTS, zip(*parts, strict=True), strict=True)
+        }
+    return medians
+
+
+def status_under_load() -> dict[str, float]:
+    """Milliseconds of `get_status` while many streams run."""
     with LlamaWorker(config(script(*plain_reply(Tokens(100_000, 0.01))), slots=STREAMS)) as worker:
         ids = []
         for _ in range(STREAMS):
@@ -63,18 +99,27 @@ def main() -> None:
         waits = []
         for number in range(QUESTIONS):
             began = time.perf_counter()
-            worker.get_status(ids[number % STREAMS]).get()
+            status = worker.get_status(ids[number % STREAMS]).get()
             waits.append((time.perf_counter() - began) * 1000)
+            assert status["ok"], status
+            assert status["state"] == "running", status
             time.sleep(0.002)
-    status = {"p50": quantile(waits, 0.5), "p99": quantile(waits, 0.99)}
-    rows: list[list[object]] = [
-        ["time to first token, direct", medians["direct"]],
-        ["time to first token, worker", medians["worker"]],
-        ["added", medians["worker"] - medians["direct"]],
-        [f"get_status while {STREAMS} streams run, p50", status["p50"]],
-        [f"get_status while {STREAMS} streams run, p99", status["p99"]],
-    ]
-    report("latency", table(["what", "ms"], rows), {"first_token_ms": medians, "status_ms": status})
+    return {"p50": quantile(waits, 0.5), "p99": quantile(waits, 0.99)}
+
+
+def _at(fact: dict[str, Any]) -> float:
+    return float(fact["at"])
+
+
+def main() -> None:
+    """Measure and print."""
+    medians, status = first_token(), status_under_load()
+    added = {part: medians["worker"][part] - medians["direct"][part] for part in PARTS}
+    rows: list[list[object]] = [[part, medians["direct"][part], medians["worker"][part], added[part]] for part in PARTS]
+    text = table(["first token, median ms", "requests", "worker", "added"], rows)
+    rows = [["p50", status["p50"]], ["p99", status["p99"]]]
+    text += "\n\n" + table([f"get_status while {STREAMS} streams run", "ms"], rows)
+    report("latency", text, {"first_token_ms": medians, "added_ms": added, "status_ms": status})
 
 
 if __name__ == "__main__":

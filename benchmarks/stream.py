@@ -101,8 +101,8 @@ def side_by_side(counts: Sequence[int], events: int, rounds: int) -> dict[int, f
 
 def main() -> None:
     """Measure and print."""
-    bulk = compare(BULK, 0.0, 5, peers=True)
-    paced = compare(PACED, 1 / RATE_HZ, 3, peers=True)
+    bulk = compare(BULK, 0.0, 8, peers=True)
+    paced = compare(PACED, 1 / RATE_HZ, 8, peers=True)
     many = side_by_side((1, 8, 64), EACH, 4)
     rows: list[list[object]] = []
     for name in bulk:

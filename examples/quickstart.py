@@ -12,10 +12,12 @@ import time
 from llama_worker import LlamaWorker, WorkerConfig, llama_server_cmd
 
 HOST = "127.0.0.1"
+WIDTH = 72
 PROMPTS = {
-    "haiku": "Write a haiku about the sea.",
-    "sum": "What is 2 + 2? Answer in one short sentence.",
+    "sky": "Why is the sky blue?",
+    "story": "Tell me a short story about a lighthouse.",
 }
+PARAMS = {"max_tokens": 96, "temperature": 0}
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def main() -> None:
 
         jobs = {}
         for name, prompt in PROMPTS.items():
-            admitted = worker.submit(name, "You are terse.", prompt, params={"max_tokens": 96}).get()
+            admitted = worker.submit(name, "You are a helpful assistant.", prompt, params=PARAMS).get()
             assert admitted["ok"], admitted
             jobs[name] = admitted["request_id"]
         print("a third request:", worker.submit("third", "", "Hello?").get())
@@ -60,7 +62,7 @@ def main() -> None:
             assert result["ok"], result
             tokens = result.get("usage", {}).get("completion_tokens")
             speed = result["timings"].get("tokens_per_second", 0.0)
-            print(f"{name}: {result['finish_reason']}, {tokens} tokens, {speed:.0f} tokens/s")
+            print(f"{name}: {tokens} tokens, {speed:.0f} tokens/s, ended by {result['finish_reason']}")
     print("stopped.")
 
 
@@ -74,7 +76,7 @@ def show_live(worker: LlamaWorker, jobs: dict[str, int]) -> None:
             chunk = worker.read_output(jobs[name], text_offset=offsets[name]).get()
             assert chunk["ok"], chunk
             offsets[name] = chunk["text_offset"]
-            *whole, lines[name] = (lines[name] + chunk["text"]).split("\n")
+            *whole, lines[name] = broken(lines[name] + chunk["text"])
             if chunk["done"]:
                 whole.append(lines[name])
                 running.discard(name)
@@ -82,6 +84,16 @@ def show_live(worker: LlamaWorker, jobs: dict[str, int]) -> None:
                 print(f"{name:>6} | {line}", flush=True)
         time.sleep(0.05)
     print()
+
+
+def broken(text: str) -> list[str]:
+    """The lines of the text; the last one, which still grows, is broken at spaces where it is too long."""
+    *whole, last = text.split("\n")
+    while len(last) > WIDTH and " " in last[:WIDTH]:
+        line, _, _ = last[:WIDTH].rpartition(" ")
+        whole.append(line)
+        last = last[len(line) + 1 :]
+    return [*whole, last]
 
 
 def free_port() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llama_worker import start_advice
 from llama_worker.types import StartFailReason
 
 _SHOWN_LOG_LINES = 20
@@ -33,10 +34,19 @@ class WorkerStartError(LlamaWorkerError):
         self.log_tail = tuple(log_tail)
         super().__init__(self.reason, detail, returncode, self.log_tail)  # as given: so that it can be pickled
 
+    @property
+    def advice(self) -> str | None:
+        """The cause and what to do, in one line; None where the server's last lines do not tell."""
+        return start_advice.advice(self.reason, self.detail, self.returncode, self.log_tail)
+
+    @property
+    def summary(self) -> str:
+        """The text without advice and without the server's last lines."""
+        ended = f" ({start_advice.described(self.returncode)})" if self.returncode is not None else ""
+        return f"{self.reason}: {self.detail}{ended}"
+
     def __str__(self) -> str:
-        head = f"{self.reason}: {self.detail}"
-        if self.returncode is not None:
-            head += f" (return code {self.returncode})"
+        head = f"{self.summary}; {self.advice}" if self.advice else self.summary
         shown = self.log_tail[-_SHOWN_LOG_LINES:]
         return "\n  ".join((f"{head}; the server's last lines:", *shown)) if shown else head
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from llama_worker.config import RestartPolicy
 from llama_worker.errors import WorkerStartError
 from llama_worker.restart_policy import Lockout, RestartBudget
+from llama_worker.start_advice import described
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 CLOSING_S = 1.0  # how long SIGTERM waits for our own connections to be closed; the server waits for open ones
@@ -273,7 +274,7 @@ def exited(
     """Nothing of the launch's tree is left."""
     if epoch != life.epoch:
         return life, ()
-    detail = f"the server ended with {_describe(returncode)}"
+    detail = f"the server ended with {described(returncode)}"
     match life.state:
         case Launching(first=True):
             reason = StartFailReason.PORT_IN_USE if port_taken else StartFailReason.EXITED
@@ -391,9 +392,3 @@ def _gone(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
             if now >= at:
                 return _launch(life, first=False)
             return replace(life, state=BackingOff(resume_at=at)), ()
-
-
-def _describe(returncode: int | None) -> str:
-    if returncode is None:
-        return "an unknown return code"
-    return f"return code {returncode}" if returncode >= 0 else f"signal {-returncode}"

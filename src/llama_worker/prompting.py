@@ -95,8 +95,7 @@ def run_bios(provider: BiosProvider, ctx: BiosContext) -> BiosText | str:
     for text in (bios.stable, bios.volatile) if isinstance(bios, BiosText) else (bios,):
         if not isinstance(text, str):
             raise PromptError(
-                f"the BIOS provider must return a str or a BiosText of two, not {type(bios).__name__}"
-                f" with {type(text).__name__}"
+                f"the BIOS provider must return a str, or a BiosText of two strs; there was {type(text).__name__}"
             )
         try:
             text.encode()

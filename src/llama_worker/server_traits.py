@@ -45,6 +45,7 @@ def shortcomings(traits: ServerTraits, config: WorkerConfig) -> list[str]:
         )
     if traits.tools is False and (config.normal_tools or config.exit_tools):
         native = config.tool_call_mode == "native"
-        how = "ignored by native mode; 'auto' would explain them" if native else "offered in prompted mode"
-        lines.append(f"the model's chat template does not support tools: they are {how}")
+        how = "lost in native mode; tool_call_mode 'auto' would explain them" if native else "explained"
+        mode = "in the system prompt instead (prompted mode)"
+        lines.append(f"the model's chat template does not support tools: they are {how} {mode}")
     return lines

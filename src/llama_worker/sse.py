@@ -17,7 +17,7 @@ MAX_RECORD_BYTES = 16 * 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would double what one costs, and one is made for each event
 class SseRecord:
     """What one record held in its `data:` fields, or (`is_error`) in its `error:` fields; never empty."""
 

@@ -154,8 +154,7 @@ class StreamDecoder:
                 raise ProtocolError(str(error), events) from None
             except RecursionError:  # parsed at the very limit, and a part of it is written as JSON again
                 raise ProtocolError("a record of the stream is nested too deeply", events) from None
-            for event in decoded:
-                self._delta_kinds.add(type(event))
+            self._delta_kinds.update(map(type, decoded))
             events += decoded
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
 from llama_worker import LlamaWorker, WorkerConfig
 from llama_worker.adapters.metrics import WorkerCollector
+from tests.actors.conftest import eventually
 from tests.cli.conftest import COLUMNS, WAIT_S, MakeProgram, Run, Terminal
 from tests.fake_script import Answer, Exit, Finish, HttpError, Reply, Script, Text, WaitClose, fake_server_cmd
 from tests.responses.conftest import MakeClient
@@ -70,6 +73,18 @@ def test_the_doctor_tells_why_a_server_does_not_start(run: Run, program: MakePro
     assert "problem  start" in done.stdout
     assert log in done.stdout
     assert "what to do: this llama-server is too old for the model" in done.stdout
+
+
+def test_the_doctor_leaves_no_program_that_does_not_tell_its_version(terminal: OpenTerminal, tmp_path: Path) -> None:
+    pid_file, server = tmp_path / "pid", tmp_path / "llama-server"
+    server.write_text(f"#!/bin/sh\necho $$ > {pid_file}.new && mv {pid_file}.new {pid_file}\nexec sleep 1000\n")
+    server.chmod(0o755)
+    screen = terminal("doctor", "--server", str(server))
+    eventually(pid_file.exists, "the program was started")
+    screen.process.terminate()
+    assert screen.wait() == 143
+    with contextlib.suppress(psutil.NoSuchProcess):  # or killed, and waiting for init to reap it
+        assert psutil.Process(int(pid_file.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_the_doctor_takes_no_other_program_for_a_server(run: Run) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -105,12 +106,19 @@ def test_with_a_server_of_its_own_that_ends_with_it(start: Start, tmp_path: Path
         (["--upstream", "http://a", "--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
         (["--upstream", "http://a", "--max-concurrent", "0"], "max_concurrent must be 1 or more"),
         (["--upstream", "http://a", "--host", "192.0.2.1"], "192.0.2.1"),
-        (["--model", "/no/such/file", "--server", "/no/such/server"], "spawn_failed"),
+        (["--model", "/no/such/file"], "there is no file /no/such/file"),
+        (["--model", "MODEL", "--server", "/no/such/server"], "--server: /no/such/server does not exist"),
+        (["--server-cmd", "no-such-server --port {port}"], "there is no program 'no-such-server' on the PATH"),
+        (["--upstream", "http://a", "--port", "TAKEN"], "what to do: give another --port"),
     ],
 )
-def test_what_cannot_work_is_said_and_ends_it(start: Start, args: list[str], said: str) -> None:
-    process = start("responses-proxy", *args)
-    _, errors = process.communicate(timeout=WAIT_S)
+def test_what_cannot_work_is_said_and_ends_it(start: Start, tmp_path: Path, args: list[str], said: str) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF1234")
+    with socket.create_server((HOST, 0)) as taken:
+        known = {"MODEL": str(model), "TAKEN": str(taken.getsockname()[1])}
+        process = start("responses-proxy", *(known.get(arg, arg) for arg in args))
+        _, errors = process.communicate(timeout=WAIT_S)
     assert process.returncode == 1
     assert said in errors
     assert "hush" not in errors

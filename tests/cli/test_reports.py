@@ -145,34 +145,22 @@ def test_a_turn_without_an_answer_leaves_no_trace() -> None:
 # ---------------------------------------------------------------- what to do
 
 
-@pytest.mark.parametrize(
-    ("returncode", "log", "todo"),
-    [
-        (1, "E ggml_aligned_malloc: insufficient memory (attempted to allocate 2197265.62 MB)", "memory"),
-        (1, "CUDA error: out of memory", "memory"),
-        (-9, "load_tensors", "memory"),
-        (1, "error: invalid argument: --frob", "--server-arg"),
-        (1, "data is not within the file bounds, model is corrupted or incomplete", "download it again"),
-        (1, "error loading model: unknown model architecture: 'new'", "newer build"),
-        (127, "error while loading shared libraries: libggml.so: cannot open shared object file", "libraries"),
-        (1, "ggml_cuda_init: CUDA driver version is insufficient", "driver"),
-        (-signal.SIGILL, "", "another CPU"),
-        (-signal.SIGSEGV, "", "crashed"),
-        (3, "something new", "its last lines say why"),
-        (-signal.SIGRTMIN, "", "its last lines say why"),
-        (None, "", "its last lines say why"),
-    ],
-)
-def test_what_to_do_about_a_server_that_ended(returncode: int | None, log: str, todo: str) -> None:
-    assert todo in advice.for_exit(returncode, ["before", log, "after"])
-
-
 @pytest.mark.parametrize("reason", StartFailReason)
 def test_every_failed_start_says_what_to_do(reason: StartFailReason) -> None:
     problem = run_report.start_problem(WorkerStartError(reason, "detail", 1, ["\x1b[2Jline"]))
     assert problem.reason == reason
-    assert problem.todo
-    assert "␛[2Jline" in str(problem)
+    first, second, *others = str(problem).splitlines()
+    assert first == f"the server did not start: {reason}: detail (return code 1)"
+    assert second == f"  what to do: {problem.todo}"
+    assert "␛[2Jline" in others[-1]
+
+
+def test_what_the_log_tells_comes_before_the_log() -> None:
+    log = [*(f"line {number}" for number in range(40)), "model is corrupted or incomplete"]
+    problem = run_report.start_problem(WorkerStartError("exited", "it ended", 1, log))
+    assert problem.todo.startswith("the model file is incomplete: download it again")
+    assert len(str(problem).splitlines()) < 20  # the first line stays in sight
+    assert problem.more[-1].endswith(log[-1])
 
 
 @pytest.mark.parametrize("code", ["NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_FAILED"])

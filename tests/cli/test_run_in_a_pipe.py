@@ -150,7 +150,7 @@ def test_a_request_that_fails(run: Run, program: MakeProgram, model: str, script
     ("log", "todo"),
     [
         ("ggml_aligned_malloc: insufficient memory (attempted to allocate 99 MB)", "it does not fit into the memory"),
-        ("error: invalid argument: --frobnicate", "--server-arg"),
+        ("error: invalid argument: --frobnicate", "`llama-server --help`"),
     ],
 )
 def test_a_server_that_does_not_start(run: Run, program: MakeProgram, model: str, log: str, todo: str) -> None:

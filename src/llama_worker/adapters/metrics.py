@@ -13,10 +13,15 @@ import weakref
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
+try:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
+    from prometheus_client.utils import floatToGoString
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error.name} is missing: pip install 'llama-worker[metrics]'", name=error.name
+    ) from error
 
 from llama_worker.errors import ConfigError, WorkerClosed
 from llama_worker.types import Durations, WorkerState, WorkerStatus, WorkerTotals

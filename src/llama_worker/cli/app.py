@@ -108,7 +108,7 @@ def run_command(
     as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, reasoning or numbers.")] = False,
 ) -> int:
-    """Start a server, ask the model, end the server.
+    """Ask a model; starts and ends a server for it.
 
     The answer's text goes to stdout, everything else to stderr. Ctrl-C cancels the answer and keeps what came;
     pressed twice it ends everything at once.
@@ -158,8 +158,9 @@ def doctor_command(
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Look for what would keep a server from running well here, and say what to do about it.
+    """Check server, model and machine.
 
+    Looks for what would keep a server from running well here, and says what to do about it.
     Exit code 0: no problem; 1: a problem.
     """
     from llama_worker.cli.doctor import examine
@@ -206,17 +207,17 @@ def responses_proxy_command(
         int | None, typer.Option(metavar="N", help="Refuse (429) more than N responses at once.")
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="FILE", help="Start a llama-server with this GGUF file.")] = None,
-    server: Annotated[str, typer.Option(metavar="EXE", help="For --model.")] = "llama-server",
+    server: ServerOption = None,
     slots: Annotated[int, typer.Option(help="Of the server that is started.")] = 1,
     server_cmd: Annotated[
         str | None,
         typer.Option(metavar="CMD", help="Start this llama-server; {host}, {port} and {slots} are filled in."),
     ] = None,
 ) -> int:
-    """Make a llama-server usable by clients that speak only OpenAI's Responses API.
+    """Serve OpenAI's Responses API.
 
-    In front of a server that runs (--upstream), or of one that this command starts and watches over (--model,
-    --server-cmd).
+    It makes a llama-server usable by clients that speak nothing else, in front of a server that runs (--upstream), or
+    of one that this command starts and watches over (--model, --server-cmd).
     """
     from llama_worker.cli.proxy import ProxyOptions, serve
 
@@ -243,5 +244,5 @@ def _prompt(given: str | None) -> str:
             raise UsageProblem('what is the model to be asked? Give a prompt ("..."), pipe one in, or add --chat')
         given = sys.stdin.buffer.read().decode(errors="replace")
     if not given or not given.strip():
-        raise UsageProblem("the prompt is empty")
+        raise UsageProblem('the prompt is empty: give one behind the model ("..."), or pipe one in')
     return given

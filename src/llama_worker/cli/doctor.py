@@ -26,8 +26,17 @@ _STYLES = {"problem": "bold red", "note": "yellow", "ok": "green"}
 
 def examine(model_named: str | None, server_named: str | None, *, as_json: bool) -> int:
     """Look, judge, tell; the exit code. For the main thread."""
+    with Interrupts() as interrupts:
+        try:
+            return _examine(model_named, server_named, interrupts, as_json=as_json)
+        except (KeyboardInterrupt, Stopped):
+            return interrupts.exit_code
+
+
+def _examine(model_named: str | None, server_named: str | None, interrupts: Interrupts, *, as_json: bool) -> int:
     findings: list[Finding] = []
-    server = _server(server_named, findings)
+    with interrupts.raising():  # a program that does not end is ended, too
+        server = _server(server_named, findings)
     machine = doctor_facts.look_at_machine()
     findings += doctor_findings.of_gpus(machine, server)
     model, trial = None, None
@@ -38,11 +47,7 @@ def examine(model_named: str | None, server_named: str | None, *, as_json: bool)
     if model is not None:
         findings += doctor_findings.of_model(model, machine, server)
         if server is not None and server.version is not None:
-            with Interrupts() as interrupts:
-                try:
-                    trial = _trial(model, server, interrupts, findings)
-                except Stopped:
-                    return interrupts.exit_code
+            trial = _trial(model, server, interrupts, findings)
     findings += doctor_findings.of_machine(machine, trial)
     is_well = all(finding.level != "problem" for finding in findings)
     if as_json:

@@ -17,23 +17,25 @@ Level = Literal["ok", "note", "problem"]
 MIN_OPEN_FILES = 256  # a worker needs some 30, each request a few, and the host its own
 MIN_THREADS = 128  # a server starts one per core several times over, a worker ten
 _CONTEXT_SHARE = 0.15  # what context and buffers take beside the model, at the least
+_THREADS_BYTES = 2 << 30  # of addresses, not of memory: what the stacks and heaps of threads reserve
 _FREE_MIB = re.compile(r"(\d+) MiB free")
 _SAID_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the answer. Every problem has something `todo`; notes may."""
+    """One line of the answer. Every problem has something `todo`; notes may. `more`: lines that may help."""
 
     level: Level
     subject: str
     text: str
     todo: str | None = None
+    more: tuple[str, ...] = ()
 
 
 def of_problem(subject: str, problem: Problem) -> Finding:
     """What another part of the command would stop at."""
-    return Finding("problem", subject, harmless(problem.what), problem.todo)
+    return Finding("problem", subject, harmless(problem.what), problem.todo, problem.more)
 
 
 def of_server(server: ServerFacts) -> Iterator[Finding]:
@@ -44,7 +46,8 @@ def of_server(server: ServerFacts) -> Iterator[Finding]:
             "problem",
             "llama-server",
             f"{server.path} ({server.how}) does not tell its version; it says: {said}",
-            "take a build of llama-server for this system (--server), or install the libraries that it misses",
+            "take a build of llama-server for this system (--server), or install the libraries that it misses;"
+            ' a script must pass on its arguments ("$@")',
         )
         return
     yield Finding("ok", "llama-server", f"{server.path} ({server.how}), {harmless(server.version)}")
@@ -83,7 +86,7 @@ def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) ->
     available = machine.available_bytes + on_devices
     compared = f"{size(available)} available, the model's file has {size(model.size_bytes)}"
     smaller = "a smaller quantisation or a smaller model; or end other programs"
-    if machine.address_space_bytes is not None and machine.address_space_bytes < 2 * model.size_bytes:
+    if machine.address_space_bytes is not None and machine.address_space_bytes < 2 * model.size_bytes + _THREADS_BYTES:
         yield Finding(
             "problem", "memory", f"a process may have {size(machine.address_space_bytes)} only", "raise `ulimit -v`"
         )
@@ -166,4 +169,5 @@ def lines(findings: Sequence[Finding]) -> list[str]:
         shown.append(f"{finding.level:<8} {finding.subject:<{width}}  {finding.text}")
         if finding.todo:
             shown.append(f"{'':<8} {'':<{width}}  what to do: {finding.todo}")
+        shown += [f"{'':<8} {'':<{width}}  {line}" for line in finding.more]
     return shown

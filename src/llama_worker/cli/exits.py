@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 DONE = 0
 FAILED = 1
 USAGE = 2
@@ -15,13 +17,14 @@ HELP = (
 
 
 class Problem(Exception):
-    """The command cannot go on. `reason` is a word for programs; `todo` tells a person what to do."""
+    """The command cannot go on. `reason` is a word for programs; `todo` tells a person what to do, `more` all else."""
 
-    def __init__(self, reason: str, what: str, todo: str) -> None:
-        super().__init__(f"{what}\n  what to do: {todo}")
+    def __init__(self, reason: str, what: str, todo: str, more: Sequence[str] = ()) -> None:
+        super().__init__("\n  ".join((what, f"what to do: {todo}", *more)))
         self.reason = reason
         self.what = what
         self.todo = todo
+        self.more = tuple(more)
 
 
 class UsageProblem(Exception):

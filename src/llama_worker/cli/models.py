@@ -42,7 +42,9 @@ def find_model(named: str) -> Model:
     except FileNotFoundError:
         raise Problem("no_model", f"there is no file {named}", _name_one(path.parent)) from None
     except OSError as error:
-        raise Problem("no_model", f"{named} cannot be read: {error.strerror}", "make it readable for you") from None
+        raise Problem(
+            "no_model", f"{named} cannot be read: {error.strerror}", f"chmod u+r {path}, or run as its owner"
+        ) from None
     if misfit := not_a_gguf(head):
         raise Problem("not_a_gguf", f"{named} is no GGUF model: {misfit[0]}", misfit[1])
     names = part_names(path.name)

@@ -11,11 +11,17 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from llama_worker import LlamaWorker, WorkerConfig, llama_server_cmd
-from llama_worker.cli import exits
+from llama_worker import LlamaWorker, WorkerConfig, WorkerStartError, llama_server_cmd
+from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem
+from llama_worker.cli.models import find_model
 from llama_worker.cli.ports import free_port
+from llama_worker.cli.servers import find_server
+
+if TYPE_CHECKING:  # it needs the extra `responses`
+    from llama_worker.responses_proxy import ResponsesProxy
 
 _LOCALHOST = "127.0.0.1"
 
@@ -31,7 +37,7 @@ class ProxyOptions:
     ca_file: str | None
     max_concurrent: int | None
     model: str | None
-    server: str
+    server: str | None
     slots: int
     server_cmd: str | None
 
@@ -56,12 +62,20 @@ def serve(options: ProxyOptions) -> int:
         )
         proxy = ResponsesProxy(config)
         try:
-            proxy.start().get()
+            _listen(proxy, f"{config.host}:{config.port}")
             print(f"{proxy.base_url} for {config.base_url}", flush=True)
             ended.wait()
         finally:
             proxy.close()
     return exits.DONE
+
+
+def _listen(proxy: ResponsesProxy, where: str) -> None:
+    try:
+        proxy.start().get()
+    except OSError as error:
+        todo = "give another --port, a --host of this machine, or end the program that listens there (ss -ltnp)"
+        raise Problem("no_port", f"the proxy cannot listen on {where}: {error}", todo) from error
 
 
 @contextlib.contextmanager
@@ -77,14 +91,19 @@ def _upstream(options: ProxyOptions, api_key: str | None) -> Iterator[str]:
         yield url
         return
     config = _worker_config(options, api_key)
-    with LlamaWorker(config):
+    with contextlib.closing(LlamaWorker(config)) as worker:
+        try:
+            worker.start().get()
+        except WorkerStartError as error:
+            raise run_report.start_problem(error) from error
         yield f"http://{config.host}:{config.port}"
 
 
 def _worker_config(options: ProxyOptions, api_key: str | None) -> WorkerConfig:
     port, slots = free_port(), options.slots
     if options.model:
-        command = llama_server_cmd(options.model, host=_LOCALHOST, port=port, slots=slots, executable=options.server)
+        model, server = find_model(options.model), find_server(options.server)
+        command = llama_server_cmd(model.path, host=_LOCALHOST, port=port, slots=slots, executable=server.path)
     else:
         fill = {"{host}": _LOCALHOST, "{port}": str(port), "{slots}": str(slots)}
         words = shlex.split(options.server_cmd or "")

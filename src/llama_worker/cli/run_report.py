@@ -23,6 +23,7 @@ from llama_worker.cli.exits import Problem
 from llama_worker.cli.text import harmless, one_line, seconds
 
 _LOG_PREFIX = re.compile(r"[\d.]+ [A-Z] \S+ +(\S+: )?")  # `0.00.003.896 I srv    load_model: ` (b11434)
+_LOG_LINES = 12  # of a server that did not start: a model that cannot be loaded takes ten to say so
 _LABEL_CHARS = 44  # with a bar of 20 and two counts, a line of 80 holds it
 
 
@@ -133,7 +134,11 @@ def json_without_answer(outcome: str, reason: str, detail: str) -> dict[str, Any
 
 def start_problem(error: WorkerStartError) -> Problem:
     """A `start()` that failed, with what to do."""
-    return Problem(str(error.reason), harmless(f"the server did not start: {error}"), advice.for_start(error))
+    shown = [f"  {harmless(line)}" for line in error.log_tail[-_LOG_LINES:]]
+    more = ["the server's last lines:", *shown] if shown else []
+    return Problem(
+        str(error.reason), harmless(f"the server did not start: {error.summary}"), advice.for_start(error), more
+    )
 
 
 def history_with(history: Sequence[ChatMessage], prompt: str, result: RequestResult) -> list[ChatMessage]:

@@ -1,0 +1,122 @@
+"""Why a server did not start, and what a person can do about it. Pure."""
+
+from __future__ import annotations
+
+import errno
+import re
+import signal
+from collections.abc import Sequence
+
+from llama_worker.types import StartFailReason
+
+LESS_MEMORY = (
+    "a smaller context (--ctx-size 4096), a smaller quantisation of the model, or other --gpu-layers;"
+    " `llama-worker doctor MODEL` compares the sizes"
+)
+OUT_OF_MEMORY = re.compile(
+    r"insufficient memory|failed to allocate|unable to allocate|out of memory|alloc.* failed|bad_alloc"
+    r"|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit",
+    re.IGNORECASE,
+)
+# What the server's log says (b11434 and older builds), most telling first.
+_BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"invalid argument|unknown argument|error while handling argument", re.IGNORECASE),
+        "the server does not take an option as it was given: compare it with what `llama-server --help` lists",
+    ),
+    (OUT_OF_MEMORY, f"it does not fit into the memory: {LESS_MEMORY}"),
+    (
+        re.compile("failed to open GGUF file.*No such file"),
+        "there is no such model file: check the path; a relative one counts from the folder where the program started",
+    ),
+    (
+        re.compile("failed to read magic"),
+        "the model is a folder or an empty file: name the .gguf file itself, or download it again",
+    ),
+    (
+        re.compile(
+            "corrupted or incomplete|not within the file bounds|unexpected end|exceeds remaining file size"
+            "|failed to read (key-value|tensor|header)",
+            re.IGNORECASE,
+        ),
+        "the model file is incomplete: download it again and compare its size with that of the source",
+    ),
+    (
+        re.compile("unknown model architecture|unknown pre-tokenizer|unknown .*architecture", re.IGNORECASE),
+        "this llama-server is too old for the model: take a newer build",
+    ),
+    (re.compile("invalid magic"), "the file is no GGUF model: download it again, in the GGUF format"),
+    (
+        re.compile("error while loading shared libraries|cannot open shared object|GLIBC(XX)?_", re.IGNORECASE),
+        "the program lacks libraries: take a llama-server that was built for this system, or set LD_LIBRARY_PATH",
+    ),
+    (
+        re.compile("CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error", re.IGNORECASE),
+        "the GPU or its driver fails: look at nvidia-smi, or run without it (--gpu-layers 0)",
+    ),
+    (
+        re.compile("can't start new thread|resource temporarily unavailable", re.IGNORECASE),
+        "no more threads can be started: raise `ulimit -u`, `ulimit -v` or the container's limit of pids",
+    ),
+    (re.compile("permission denied", re.IGNORECASE), "the server may not read a file: make it readable (chmod u+r)"),
+    (
+        re.compile("couldn't bind|address already in use", re.IGNORECASE),
+        "the server cannot listen there: the host must be an address of this machine (such as 127.0.0.1),"
+        " and the port a free one above 1023",
+    ),
+)
+_LISTENS = re.compile(r"listening on (\S+)")
+_BY_SIGNAL: dict[int, str] = {
+    signal.SIGKILL: f"it was killed, mostly by the kernel when memory ran out (see dmesg); then: {LESS_MEMORY}",
+    signal.SIGILL: "the program was built for another CPU: build llama.cpp on this machine, or take another build",
+    signal.SIGABRT: "the server gave up by itself: its last lines say why; a newer build may help",
+    signal.SIGSEGV: "the server crashed: a newer build, or --gpu-layers 0, may help",
+}
+_PROGRAM = "begin server_cmd with the path of a llama-server"
+_BY_ERRNO = {
+    errno.EACCES: "make it executable (chmod +x); a folder cannot be executed",
+    errno.ENOEXEC: "it is no program for this system; a script needs a first line such as #!/bin/sh",
+}
+
+
+def advice(reason: StartFailReason, detail: str, returncode: int | None, log_tail: Sequence[str]) -> str | None:
+    """The cause and what to do, in one line; None where the log tells nothing, or the error's detail tells all."""
+    match reason:
+        case StartFailReason.EXITED:
+            return _why_it_ended(detail, returncode, log_tail)
+        case StartFailReason.STARTUP_TIMEOUT:
+            listens = _LISTENS.findall("\n".join(log_tail))
+            if not listens:
+                return None
+            return (
+                f"the server says that it listens on {listens[-1]}: pass it the worker's host and port;"
+                ' a script must pass on its arguments ("$@")'
+            )
+        case _:
+            return None
+
+
+def described(returncode: int | None) -> str:
+    """`return code 1`, `signal 9`."""
+    if returncode is None:
+        return "an unknown return code"
+    return f"return code {returncode}" if returncode >= 0 else f"signal {-returncode}"
+
+
+def not_executed(program: str, number: int, why: str) -> str:
+    """What to tell of a program that the system would not execute, for the error `number` with the text `why`."""
+    if number == errno.ENOENT and "/" not in program:
+        return f"there is no program {program!r} on the PATH: install llama.cpp's llama-server, or {_PROGRAM}"
+    todo = _BY_ERRNO.get(number, f"{_PROGRAM}; if it is a script, check the interpreter in its first line")
+    return f"cannot execute {program!r}: {why}; {todo}"
+
+
+def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) -> str | None:
+    """`returncode` is negative for a signal, None where it is not known."""
+    log = "\n".join((*log_tail, detail))
+    for pattern, todo in _BY_LOG:
+        if pattern.search(log):
+            return todo
+    if returncode is not None and -returncode in _BY_SIGNAL:
+        return _BY_SIGNAL[-returncode]
+    return None if log_tail else "it wrote nothing: check that server_cmd starts a llama-server, and run it by hand"

@@ -1,0 +1,86 @@
+"""Why a server did not start: the cause and what to do stand in the first line of the error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+import pytest
+
+from llama_worker import StartFailReason, WorkerStartError
+from llama_worker.start_advice import described, not_executed
+
+
+@pytest.mark.parametrize(
+    ("returncode", "log", "told"),
+    [
+        (1, "E ggml_aligned_malloc: insufficient memory (attempted to allocate 2197265.62 MB)", "--ctx-size"),
+        (1, "CUDA error: out of memory", "memory"),
+        (-signal.SIGKILL, "load_tensors", "memory"),
+        (1, "error: invalid argument: --frob", "`llama-server --help`"),
+        (1, "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (No such file or directory)", "check the path"),
+        (1, "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (Permission denied)", "chmod u+r"),
+        (1, "E gguf_init_from_reader: failed to read magic", "name the .gguf file itself"),
+        (1, "E gguf_init_from_reader: invalid magic characters: 'hell', expected 'GGUF'", "no GGUF model"),
+        (1, "E read: string length 20 exceeds remaining file size 8 bytes", "the model file is incomplete"),
+        (1, "data is not within the file bounds, model is corrupted or incomplete", "download it again"),
+        (1, "error loading model: unknown model architecture: 'new'", "newer build"),
+        (127, "error while loading shared libraries: libggml.so: cannot open shared object file", "libraries"),
+        (1, "ggml_cuda_init: CUDA driver version is insufficient", "driver"),
+        (1, "E srv start: couldn't bind HTTP server socket, hostname: 10.9.9.9, port: 80", "address of this machine"),
+        (1, "E srv start: couldn't bind HTTP server socket, hostname: 10.9.9.9, port: 80", "above 1023"),
+        (-signal.SIGILL, "", "another CPU"),
+        (-signal.SIGSEGV, "", "crashed"),
+        (0, "", "check that server_cmd starts a llama-server"),
+    ],
+)
+def test_a_server_that_ended(returncode: int, log: str, told: str) -> None:
+    lines = ["before", log, "after"] if log else []
+    error = WorkerStartError("exited", "the server ended before it was ready", returncode, lines)
+    assert told in str(error).splitlines()[0]
+
+
+@pytest.mark.parametrize(("returncode", "log"), [(3, "something"), (-signal.SIGRTMIN, "x"), (-40, "x"), (None, "x")])
+def test_what_is_not_known_is_left_to_the_servers_last_lines(returncode: int | None, log: str) -> None:
+    error = WorkerStartError("exited", "it ended", returncode, [log])
+    assert error.advice is None
+    assert str(error) == f"{error.summary}; the server's last lines:\n  {log}"
+
+
+def test_a_host_that_ran_out_of_threads() -> None:
+    error = WorkerStartError("exited", "actor_died: transport: RuntimeError: can't start new thread", None, ["loading"])
+    assert "`ulimit -u`" in str(error).splitlines()[0]
+
+
+def test_a_server_that_listens_elsewhere() -> None:
+    error = WorkerStartError("startup_timeout", "not ready", None, ["I srv main: listening on http://127.0.0.1:8081"])
+    assert "it listens on http://127.0.0.1:8081: pass it the worker's host and port" in str(error).splitlines()[0]
+
+
+@pytest.mark.parametrize("reason", [reason for reason in StartFailReason if reason != "exited"])
+def test_the_other_reasons_are_told_by_their_detail(reason: StartFailReason) -> None:
+    assert str(WorkerStartError(reason, "detail")) == f"{reason}: detail"
+
+
+@pytest.mark.parametrize(
+    ("program", "number", "told"),
+    [
+        ("llama-server", errno.ENOENT, "no program 'llama-server' on the PATH: install"),
+        ("./llama-server", errno.ENOENT, "No such file or directory; begin server_cmd with the path"),
+        ("./llama-server", errno.EACCES, "chmod +x"),
+        ("./llama-server", errno.ENOEXEC, "no program for this system"),
+        ("./llama-server", errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_a_program_that_cannot_be_executed(program: str, number: int, told: str) -> None:
+    text = not_executed(program, number, os.strerror(number))
+    assert told in text
+    assert repr(program) in text
+
+
+@pytest.mark.parametrize(
+    ("returncode", "told"), [(1, "return code 1"), (-9, "signal 9"), (None, "an unknown return code")]
+)
+def test_a_return_code_in_words(returncode: int | None, told: str) -> None:
+    assert described(returncode) == told
