@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 from collections.abc import Iterator
 from types import FrameType
@@ -25,8 +26,12 @@ class Interrupts:
         self.ended_by: int | None = None  # SIGTERM or SIGHUP
         self._raises = False
         self._before: dict[int, Any] = {}
+        self._signalled, self._signal_write = -1, -1  # a pipe: readable once a signal came
 
     def __enter__(self) -> Self:
+        self._signalled, self._signal_write = os.pipe()
+        os.set_blocking(self._signal_write, False)
+        signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # nohup
@@ -36,6 +41,9 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        os.close(self._signalled)
+        os.close(self._signal_write)
 
     @property
     def asked(self) -> bool:
@@ -61,6 +69,11 @@ class Interrupts:
             yield
         finally:
             self._raises = False
+
+    def wait_readable(self, fd: int) -> None:
+        """Block until there is something to read; a signal is heard also in the instant before it blocks."""
+        while fd not in select.select([fd, self._signalled], [], [])[0]:
+            os.read(self._signalled, 4096)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self.ended_by is not None or (number == signal.SIGINT and self.presses):

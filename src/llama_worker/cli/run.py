@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import sys
@@ -162,7 +161,7 @@ class _Session:
         while True:
             try:
                 with self._interrupts.raising():
-                    line = _read_line()
+                    line = _read_line(self._interrupts)
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -171,15 +170,17 @@ class _Session:
                 yield line.strip()
 
 
-def _read_line() -> str:
-    """A line of stdin, which a person at the terminal can edit. Raises EOFError at the end."""
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        importlib.import_module("readline")  # input() uses it once it is there
-        try:
-            return input("> ")
-        except EOFError:
-            print()
-            raise
+def _read_line(interrupts: Interrupts) -> str:
+    """A line of stdin, edited as the terminal does it. Raises EOFError at the end.
+
+    Not by `input()` with readline, which misses a Ctrl-C in the instant in which it shows its prompt.
+    """
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if at_terminal:
+        print("> ", end="", flush=True)
+        interrupts.wait_readable(sys.stdin.fileno())
     if line := sys.stdin.readline():
         return line
+    if at_terminal:
+        print()
     raise EOFError
