@@ -63,7 +63,7 @@ from llama_worker.types import (
 )
 
 SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error may still follow
-DEATH_NEWS_S = 0.25  # after a disconnect: news of the process's death may follow; with the rest, 0.3 s
+DEATH_NEWS_S = 0.29  # after a disconnect: news of the process's death may follow; with the rest, 0.3 s
 
 # ---------------------------------------------------------------- what a request waits for
 

@@ -277,9 +277,9 @@ def test_done_without_a_finish_reason_is_an_end_too() -> None:
 def test_a_stream_that_just_ends_is_disconnected_after_a_while() -> None:
     request = begun()
     hear(request, TextDelta("a"))
-    assert request.stream_closed(FIRST, None, 105.0) == [WakeAt(at=105.25)]
+    assert request.stream_closed(FIRST, None, 105.0) == [WakeAt(at=105.29)]
     assert request.tick(105.2) == []
-    record = failed(request.tick(105.25), "stream_disconnected", CLOSE)
+    record = failed(request.tick(105.29), "stream_disconnected", CLOSE)
     assert record.result["text"] == "a"
     assert "without a finish reason" in record.result["fail_detail"]
 
