@@ -138,6 +138,18 @@ def test_what_a_wheel_holds_can_be_imported(wheel: Path, tmp_path: Path) -> None
     ]
 
 
+def test_a_wheel_installs_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path)], check=True)
+    pip = (str(tmp_path / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    subprocess.run([*pip, str(wheel)], check=True)
+    program = "import llama_worker; print(llama_worker.__version__)"
+    told = subprocess.run([pip[0], "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert told.stdout.strip() == llama_worker.__version__
+    command = subprocess.run([str(tmp_path / "bin" / "llama-worker")], capture_output=True, text=True)
+    assert command.returncode == 1
+    assert "llama-worker[cli]" in command.stderr, "without the extra it says how to get it"
+
+
 def test_a_checkout_without_the_actors_builds_no_wheel(tmp_path: Path) -> None:
     source = checkout(tmp_path / "checkout")
     shutil.rmtree(source / "actors")
