@@ -1,6 +1,6 @@
 """ProcessActor: the server's process tree and its output.
 
-Receives Launch, Terminate. Sends the WorkerActor Launched, LaunchFailed, Exited. Owns at most one ServerProcess.
+Receives Launch, Terminate. Sends the WorkerActor Launched, LaunchFailed, Died, Exited. Owns at most one ServerProcess.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import assert_never
 
 from llama_worker import process_state
 from llama_worker.actors.refs import HouseActor, Household
-from llama_worker.actors.server_process import LogRing, ServerProcess, server_environment
+from llama_worker.actors.server_process import LogRing, ServerNews, ServerProcess, server_environment
 from llama_worker.actors.timers import Alarm, call_at
 from llama_worker.adapters.probes import process_evidence
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
+    Died,
     EvidenceKept,
     Exited,
     Launch,
@@ -23,6 +24,7 @@ from llama_worker.messages import (
     LaunchFailed,
     Mailbox,
     ProcessMessage,
+    ServerDied,
     ServerGone,
     ServerNotStarted,
     ServerStarted,
@@ -69,6 +71,8 @@ class ProcessActor(HouseActor[ProcessMessage]):
             case ServerStarted(epoch=epoch, pid=pid):
                 self._pid = pid
                 self._worker.tell(Launched(epoch=epoch, pid=pid))
+            case ServerDied(epoch=epoch, returncode=returncode):
+                self._worker.tell(Died(epoch=epoch, returncode=returncode))
             case ServerNotStarted() | ServerGone():
                 self._state, self._server, self._pid = Absent(), None, None
                 self._worker.tell(_ended(message))
@@ -93,9 +97,9 @@ class ProcessActor(HouseActor[ProcessMessage]):
     def _launch(self, epoch: int) -> ServerProcess | None:
         me, worker, household = self.me(), self._worker, self._household
 
-        def tell(news: ServerStarted | ServerNotStarted | ServerGone) -> None:
+        def tell(news: ServerNews) -> None:
             heard = me.tell(news)
-            if isinstance(news, ServerStarted):
+            if isinstance(news, ServerStarted | ServerDied):
                 return
             if not heard:  # the end must reach the worker also when this actor did not live to hear of it
                 worker.tell(_ended(news))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from llama_worker import adapters
 from llama_worker.config import masked
-from llama_worker.messages import ServerGone, ServerNotStarted, ServerStarted
+from llama_worker.messages import ServerDied, ServerGone, ServerNotStarted, ServerStarted
 from llama_worker.process_state import Signal
 from llama_worker.start_advice import not_executed
 from llama_worker.types import StartFailReason
@@ -80,10 +80,14 @@ class _Server:
     pidfd: int | None  # None where it was gone before it could be looked at
 
 
+ServerNews = ServerStarted | ServerNotStarted | ServerDied | ServerGone
+
+
 class ServerProcess:
     """One launch. The constructor starts a daemon thread, which tells; every method may be called by any thread.
 
-    `tell` gets ServerStarted or ServerNotStarted, and after ServerStarted one ServerGone.
+    `tell` gets ServerStarted or ServerNotStarted; after ServerStarted, ServerDied and then one ServerGone, its last
+    word. No ServerDied comes where the guard was killed.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class ServerProcess:
         environment: Mapping[str, str],
         address: tuple[str, int],
         log: LogRing,
-        tell: Callable[[ServerStarted | ServerNotStarted | ServerGone], object],
+        tell: Callable[[ServerNews], object],
         name: str,
     ) -> None:
         self._epoch = epoch
@@ -109,7 +113,7 @@ class ServerProcess:
         self._orders = b""  # given before the guard was there to take them
         self._server: _Server | None = None  # once it was started
         self._reaped = False  # the guard said that nothing of the tree is left
-        self._returncode: int | None = -signal.SIGKILL  # what a killed guard could not report: the kernel killed it
+        self._returncode: int = -signal.SIGKILL  # what a killed guard could not report: the kernel killed it
         self._failure: str | None = None
         self.ended = False  # nothing of it is left; set before the last word is told
         threading.Thread(target=self._run, name=f"{name}-server", daemon=True).start()
@@ -234,8 +238,11 @@ class ServerProcess:
                 with self._lock:
                     self._server = _Server(pid, _pidfd(pid))
                 self._tell(ServerStarted(epoch=self._epoch, pid=pid))
-            case "exited":
-                self._reaped, self._returncode = True, int(rest)
+            case "died":
+                self._returncode = int(rest)
+                self._tell(ServerDied(epoch=self._epoch, returncode=self._returncode))
+            case "gone":
+                self._reaped = True
             case "failed":
                 number, _, why = rest.partition(" ")
                 self._failure = not_executed(self._command[0], int(number), why)

@@ -39,6 +39,7 @@ from llama_worker.messages import (
     BecameReady,
     CancelRequest,
     CloseAllStreams,
+    Died,
     EvidenceKept,
     Exited,
     GetDebugInfo,
@@ -195,6 +196,8 @@ class WorkerActor(HouseActor[WorkerMessage]):
             case HealthLost(epoch=epoch, detail=detail):
                 if epoch == life.epoch:
                     self._trouble("health_lost", detail, now)
+            case Died(epoch=epoch, returncode=returncode):
+                self._apply(lifecycle.died(life, now, epoch=epoch, returncode=returncode))
             case Exited(epoch=epoch, returncode=returncode, log_tail=log_tail, port_taken=port_taken):
                 if epoch == life.epoch:
                     self._pid = None

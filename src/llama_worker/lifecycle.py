@@ -262,6 +262,15 @@ def startup_failed(
             return life, ()
 
 
+def died(life: Lifecycle, now: float, *, epoch: int, returncode: int) -> tuple[Lifecycle, Effects]:
+    """The server's first process has ended, and its guard kills the rest; `exited` follows."""
+    match life.state:
+        case Ready(epoch=current) if current == epoch:
+            return _server_died(life, now, returncode, (EndProcess(epoch=epoch, grace_s=0.0),))
+        case _:
+            return life, ()
+
+
 def exited(
     life: Lifecycle,
     now: float,
@@ -284,8 +293,7 @@ def exited(
         case Launching():
             return _restart(life, now, "exited", f"{detail} before it was ready", ())
         case Ready():
-            failed = FailRequests(reason=RequestFailReason.SERVER_DIED, detail=detail)
-            return _restart(life, now, "server_died", detail, (failed,))
+            return _server_died(life, now, returncode, ())
         case Ending(start_error=WorkerStartError() as error):
             told = WorkerStartError(error.reason, error.detail, returncode=error.returncode, log_tail=log_tail)
             return _gone(replace(life, state=replace(life.state, start_error=told)), now)
@@ -349,6 +357,13 @@ def _start_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tuple
     leaves_nothing = error.reason is StartFailReason.PORT_IN_USE
     state: State = Stopped() if leaves_nothing else Failed()
     return replace(life, state=state, last_error=str(error)), (StartsResolved(error),)
+
+
+def _server_died(life: Lifecycle, now: float, returncode: int | None, ending: Effects) -> tuple[Lifecycle, Effects]:
+    """It was READY: what it was working on is lost."""
+    detail = f"the server ended with {described(returncode)}"
+    failed = FailRequests(reason=RequestFailReason.SERVER_DIED, detail=detail)
+    return _restart(life, now, "server_died", detail, (failed, *ending))
 
 
 def _restart(life: Lifecycle, now: float, reason: str, detail: str, ending: Effects) -> tuple[Lifecycle, Effects]:

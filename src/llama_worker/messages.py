@@ -170,6 +170,14 @@ class LaunchFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """The server's first process has ended; `Exited` follows once the rest of its tree is gone, too."""
+
+    epoch: int
+    returncode: int  # negative: the signal's number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
     """No process of the server's tree is left; sent once per `Launched`, by the thread that watched it."""
 
@@ -293,6 +301,7 @@ WorkerMessage = (
     HostMessage
     | Launched
     | LaunchFailed
+    | Died
     | Exited
     | EvidenceKept
     | BecameReady
@@ -367,6 +376,14 @@ class ServerNotStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerDied:
+    """From the watching thread: its first process has ended; the rest of the tree is being killed."""
+
+    epoch: int
+    returncode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerGone:
     """From the watching thread, its last word: the tree is gone and reaped."""
 
@@ -376,7 +393,7 @@ class ServerGone:
     port_taken: bool
 
 
-ProcessMessage = Launch | Terminate | ServerStarted | ServerNotStarted | ServerGone | Tick
+ProcessMessage = Launch | Terminate | ServerStarted | ServerNotStarted | ServerDied | ServerGone | Tick
 
 # ---------------------------------------------------------------- to the TransportActor
 

@@ -64,6 +64,7 @@ from llama_worker.types import (
 
 SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error may still follow
 DEATH_NEWS_S = 0.29  # after a disconnect: news of the process's death may follow; with the rest, 0.3 s
+LAST_WORDS_S = 2.0  # after news of the process's death: what it sent may still be on its way through the reader
 
 # ---------------------------------------------------------------- what a request waits for
 
@@ -85,6 +86,14 @@ class _Broken:
     """For news that would explain a broken connection better."""
 
     failure: StreamFailure
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _HearingOut:
+    """For the end of what a dead server had sent."""
+
+    ending: Ending
     until: float
 
 
@@ -125,7 +134,7 @@ class Request:
         self._offers_tools = bool(config.normal_tools or config.exit_tools)
         self._prompted = prompted
         self._opens_thinking = opens_thinking and keeps_prompt_end(config, submission.params)
-        self._waiting: _Streaming | _Settling | _Broken | _InTools | _Ended = _Streaming()
+        self._waiting: _Streaming | _Settling | _Broken | _HearingOut | _InTools | _Ended = _Streaming()
         self._exchanges_count = 0
         self._turn = self._new_turn(now)
         self._conversation: Conversation | None = None
@@ -201,7 +210,7 @@ class Request:
                 self._turn.timings = event
             case Finish(reason=reason):
                 self._turn.finish_reason = reason
-                if not isinstance(self._waiting, _Settling):  # said again, it gives no more time
+                if isinstance(self._waiting, _Streaming):  # said again, it gives no more time
                     self._waiting = _Settling(at + SETTLE_S)
             case ServerError():
                 return self._end(after_server_error(event, offers_tools=self._offers_tools), at)
@@ -219,6 +228,8 @@ class Request:
             return []
         if isinstance(self._waiting, _Settling):
             return self._conclude_turn(at)
+        if isinstance(self._waiting, _HearingOut):
+            return self._give_up(self._waiting.ending, at)
         if failure is None:
             detail = "the stream ended without a finish reason"
             failure = StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
@@ -272,15 +283,17 @@ class Request:
         return self._end(CANCELED, now)
 
     def abandon(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
-        """Give up: the worker says why. A turn that had already come to its regular end still counts."""
-        if isinstance(self._waiting, _Ended):
-            return []
-        ending = failed(reason, detail)
-        if isinstance(self._waiting, _Settling):
-            judged = self._judge_turn(now)
-            if isinstance(judged, Ending):  # else there are calls: they are not begun any more
-                ending = judged
-        return self._end(ending, now)
+        """Give up: the worker says why. What a server that died had sent is heard out first."""
+        match self._waiting:
+            case _Ended():
+                return []
+            case _Streaming() | _Settling() if reason is RequestFailReason.SERVER_DIED:
+                self._waiting = _HearingOut(failed(reason, detail), now + LAST_WORDS_S)
+                return [WakeAt(at=now + LAST_WORDS_S)]
+            case _HearingOut(ending=ending):
+                return self._give_up(ending, now)
+            case _:
+                return self._give_up(failed(reason, detail), now)
 
     def tick(self, now: float) -> Effects:
         """The alarm: carry out what has come due."""
@@ -289,6 +302,8 @@ class Request:
                 return self._conclude_turn(now)
             case _Broken(until=at, failure=failure) if now >= at:
                 return self._end(failed(failure.reason, failure.detail), now)
+            case _HearingOut(until=at, ending=ending) if now >= at:
+                return self._give_up(ending, now)
             case _:
                 return []
 
@@ -313,7 +328,7 @@ class Request:
 
     def progress(self) -> Progress:
         """For the watchdog's verdict."""
-        concluding = isinstance(self._waiting, _Settling | _Broken)
+        concluding = isinstance(self._waiting, _Settling | _Broken | _HearingOut)
         return build_progress(self._tally, self._turn, self.phase, concluding=concluding)
 
     def status(self) -> RequestStatus:
@@ -328,7 +343,7 @@ class Request:
     # ------------------------------------------------------------ turns
 
     def _is_current(self, stream_id: StreamId) -> bool:
-        listening = isinstance(self._waiting, (_Streaming, _Settling))
+        listening = isinstance(self._waiting, (_Streaming, _Settling, _HearingOut))
         return listening and stream_id == (self.request_id, self._exchanges_count)
 
     def _new_turn(self, now: float) -> Turn:
@@ -366,7 +381,19 @@ class Request:
     def _conclude_turn(self, now: float) -> Effects:
         """The turn came to a regular end: to the tools, or to the end of the request."""
         judged = self._judge_turn(now)
-        return self._end(judged, now) if isinstance(judged, Ending) else self._start_tools(judged)
+        if isinstance(judged, Ending):
+            return self._end(judged, now)
+        if isinstance(self._waiting, _HearingOut):
+            return self._end(self._waiting.ending, now)  # its calls are not begun any more
+        return self._start_tools(judged)
+
+    def _give_up(self, ending: Ending, now: float) -> Effects:
+        """End so, unless a turn without calls had come to its regular end before."""
+        if not isinstance(self._waiting, _InTools) and self._turn.finish_reason is not None:
+            judged = self._judge_turn(now)
+            if isinstance(judged, Ending):
+                ending = judged
+        return self._end(ending, now)
 
     def _judge_turn(self, now: float) -> Ending | tuple[ParsedCall, ...]:
         """What becomes of a turn that came to its regular end: the end of the request, or else calls to run."""

@@ -26,6 +26,7 @@ from llama_worker.messages import (
     Begin,
     Cancel,
     CloseAllStreams,
+    Died,
     EvidenceSeen,
     Exited,
     GetStatus,
@@ -240,7 +241,7 @@ def test_actors_that_die_again_and_again_lock_the_worker_out(
 DEATHS_OF_THE_DESK = [Start, Launched, BecameReady, Submit, GetStatus, AwaitResult, RequestEnded, Stop, StreamsClosed]
 
 
-@pytest.mark.parametrize("kind", [*DEATHS_OF_THE_DESK, Exited])
+@pytest.mark.parametrize("kind", [*DEATHS_OF_THE_DESK, Died, Exited])
 def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing(
     make_worker: MakeWorker, accident: Accident, leftovers: Leftovers, kind: Any
 ) -> None:

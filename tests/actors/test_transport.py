@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from llama_worker import WorkerStartError
+from llama_worker.actors.chat_exchange import ChatExchange
+from llama_worker.stream_events import StreamEvent
 from llama_worker.types import RequestPhase, WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually, fast_timeouts
 from tests.fake_script import (
@@ -218,6 +220,18 @@ def test_a_server_that_dies_in_mid_stream_is_server_died(rig: Rig, name: str) ->
     assert (result["fail_reason"], result["text"]) == ("server_died", "part")
     rig.wait_restarted()
     assert rig.run()["state"] == "completed"
+
+
+def test_what_a_server_had_sent_before_it_died_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ChatExchange.read
+
+    def read_late(chat: ChatExchange) -> list[StreamEvent] | None:
+        eventually(lambda: rig.status()["state"] is not WorkerState.READY, "news of the death")
+        return read(chat)
+
+    monkeypatch.setattr(ChatExchange, "read", read_late)
+    result = rig.run(Headers(), Tokens(1000), Text("last"), KillSelf())
+    assert (result["fail_reason"], result["text"][:5], result["text"][-4:]) == ("server_died", "tok0 ", "last")
 
 
 # ------------------------------------------------------------ errors

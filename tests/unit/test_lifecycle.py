@@ -166,6 +166,41 @@ def test_death_while_ready_fails_requests_and_restarts_after_the_backoff() -> No
     assert life.state == Launching(epoch=2, first=False)
 
 
+def test_requests_hear_of_the_death_before_the_rest_of_the_tree_is_gone() -> None:
+    life, effects = lifecycle.died(ready(), 10.0, epoch=1, returncode=-9)
+    assert effects[1:] == (
+        FailRequests(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9"),
+        EndProcess(epoch=1, grace_s=0.0),
+    )
+    assert life.state == Ending(epoch=1, goal=ToRestart(15.0))
+    assert lifecycle.died(life, 10.1, epoch=1, returncode=-9) == (life, ())
+    life, effects = exited(life, 10.2, returncode=-9)
+    assert (life.state, effects) == (BackingOff(resume_at=15.0), ())
+    assert life.budget.restart_count == 1
+
+
+def test_the_last_death_is_failed_once_the_tree_is_gone() -> None:
+    life = Lifecycle(policy=RestartPolicy.never())
+    life, _ = lifecycle.start(life, 0.0)
+    life, _ = lifecycle.became_ready(life, 1.0, epoch=1)
+    life, effects = lifecycle.died(life, 10.0, epoch=1, returncode=1)
+    assert not any(isinstance(e, StartsResolved) for e in effects)
+    assert life.public_state is WorkerState.RUNNING
+    life, effects = exited(life, 10.1)
+    assert life.public_state is WorkerState.FAILED
+    assert "code 1" in error_of(effects).detail
+
+
+@pytest.mark.parametrize("how", ["launching", "stopping", "stopped"])
+def test_elsewhere_a_death_waits_for_the_end_of_the_tree(how: str) -> None:
+    life = launching() if how == "launching" else ready()
+    if how != "launching":
+        life, _ = lifecycle.stop(life, 5.0, grace_s=10.0)
+    if how == "stopped":
+        life, _ = exited(life, 6.0)
+    assert lifecycle.died(life, 10.0, epoch=1, returncode=-9) == (life, ())
+
+
 def test_backoff_runs_while_the_old_tree_is_ended() -> None:
     life, effects = lifecycle.trouble(ready(), 10.0, reason="stall_timeout", detail="d")
     assert life.state == Ending(epoch=1, goal=ToRestart(15.0))
@@ -241,6 +276,7 @@ def test_news_of_an_older_launch_changes_nothing() -> None:
     life, _ = lifecycle.tick(life, 15.0)
     assert lifecycle.became_ready(life, 16.0, epoch=1) == (life, ())
     assert exited(life, 16.0, epoch=1) == (life, ())
+    assert lifecycle.died(life, 16.0, epoch=1, returncode=1) == (life, ())
     assert lifecycle.connections_closed(life, 16.0, epoch=1) == (life, ())
     stale = lifecycle.startup_failed(life, 16.0, epoch=1, reason=StartFailReason.STARTUP_TIMEOUT, detail="")
     assert stale == (life, ())

@@ -64,6 +64,7 @@ class Process:
 
     epoch: int
     told_to_end: bool = False
+    dead: bool = False  # the first process, and we were told
 
 
 class WorkerLife(RuleBasedStateMachine):
@@ -136,8 +137,14 @@ class WorkerLife(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ whole stories
 
-    @rule(serves_s=SECONDS, completes=st.booleans(), killed=st.booleans(), recovers=st.booleans())
-    def serve_and_fall(self, serves_s: float, completes: bool, killed: bool, recovers: bool) -> None:
+    @rule(
+        serves_s=SECONDS,
+        completes=st.booleans(),
+        killed=st.booleans(),
+        announced=st.booleans(),
+        recovers=st.booleans(),
+    )
+    def serve_and_fall(self, serves_s: float, completes: bool, killed: bool, announced: bool, recovers: bool) -> None:
         """A server that becomes ready, works for a while, and dies or is given up."""
         if isinstance(self.life.state, (Stopped, Failed)):
             self.start()
@@ -149,6 +156,9 @@ class WorkerLife(RuleBasedStateMachine):
         self.pass_time(serves_s)
         if killed:
             self.get_into_trouble()
+            self.check()
+        if announced and self.process is not None and not self.process.dead:
+            self.die(1)
             self.check()
         if self.process is not None:
             self.exit(False, 1)
@@ -166,6 +176,15 @@ class WorkerLife(RuleBasedStateMachine):
         self.restarts_are_counted_for_ever()
 
     # ------------------------------------------------------------ the server and its watchers
+
+    @precondition(lambda self: self.process is not None and not self.process.dead)
+    @rule(returncode=st.sampled_from([0, 1, -9]))
+    def die(self, returncode: int) -> None:
+        assert self.process is not None
+        self.process.dead = True
+        self.take(lifecycle.died(self.life, self.now, epoch=self.process.epoch, returncode=returncode))
+        assert not self.requests
+        assert self.life.public_state is not WorkerState.READY
 
     @precondition(lambda self: self.process is not None)
     @rule(port_taken=st.booleans(), returncode=st.sampled_from([0, 1, -9, None]))
@@ -224,7 +243,7 @@ class WorkerLife(RuleBasedStateMachine):
         self.take(lifecycle.connections_closed(self.life, self.now, epoch=self.life.epoch))
 
     @precondition(lambda self: self.life.epoch > 1)
-    @rule(back=st.integers(1, 3), which=st.integers(0, 4))
+    @rule(back=st.integers(1, 3), which=st.integers(0, 5))
     def hear_old_news(self, back: int, which: int) -> None:
         """Of a launch that is over."""
         life, now, epoch = self.life, self.now, self.life.epoch - back
@@ -232,6 +251,7 @@ class WorkerLife(RuleBasedStateMachine):
         news: list[Callable[[], tuple[Lifecycle, Effects]]] = [
             lambda: lifecycle.became_ready(life, now, epoch=epoch),
             lambda: lifecycle.exited(life, now, epoch=epoch, returncode=0, log_tail=(), port_taken=True),
+            lambda: lifecycle.died(life, now, epoch=epoch, returncode=0),
             lambda: lifecycle.startup_failed(life, now, epoch=epoch, reason=timeout, detail=""),
             lambda: lifecycle.launch_failed(life, now, epoch=epoch, reason=StartFailReason.SPAWN_FAILED, detail=""),
             lambda: lifecycle.connections_closed(life, now, epoch=epoch),

@@ -652,15 +652,80 @@ def test_who_is_abandoned_in_the_tools_forgets_them() -> None:
 
 
 def test_a_turn_that_had_said_its_finish_reason_still_counts() -> None:
-    effects = settling(begun()).abandon(RequestFailReason.SERVER_DIED, "exited", 104.0)
+    effects = settling(begun()).abandon(RequestFailReason.WORKER_STOPPED, "stop", 104.0)
     assert ended(effects, CLOSE).result["state"] == "completed"
 
 
 def test_its_calls_are_not_begun_any_more() -> None:
     request = begun(with_tools())
     hear(request, TextDelta("a"), call("add"), Finish("tool_calls"))
-    record = failed(request.abandon(RequestFailReason.SERVER_DIED, "exited", 104.0), "server_died", CLOSE)
+    record = failed(request.abandon(RequestFailReason.WORKER_STOPPED, "stop", 104.0), "worker_stopped", CLOSE)
     assert record.result["text"] == "a"
+
+
+# ---------------------------------------------------------------- the server's death
+
+
+def dead(request: Request, *, at: float = 104.0) -> Request:
+    """Told of its server's death."""
+    assert request.abandon(RequestFailReason.SERVER_DIED, "signal 9", at) == [WakeAt(at=at + 2.0)]
+    assert request.progress().concluding
+    return request
+
+
+@pytest.mark.parametrize("phase", [IN_STREAM[name] for name in ("waiting", "prefill", "generating")])
+@pytest.mark.parametrize("failure", [None, StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail="reset")])
+def test_what_a_dead_server_had_sent_is_heard_out(
+    phase: Callable[[Request], Request], failure: StreamFailure | None
+) -> None:
+    request = dead(phase(begun()))
+    said = request.status()["output_chars"]
+    assert hear(request, TextDelta("bc"), at=104.1) == []
+    assert hear(request, TextDelta("d"), at=104.2) == []
+    record = failed(request.stream_closed(FIRST, failure, 104.3), "server_died", CLOSE)
+    assert record.result["text"] == "a" * said + "bcd"
+    assert record.result["fail_detail"] == "signal 9"
+
+
+def test_a_dead_servers_connection_that_does_not_end_is_not_waited_for() -> None:
+    request = dead(generating(begun()))
+    hear(request, TextDelta("b"), at=105.9)
+    assert request.tick(105.99) == []
+    assert failed(request.tick(106.0), "server_died", CLOSE).result["text"] == "ab"
+
+
+@pytest.mark.parametrize("last", [(Finish("stop"),), (Finish("stop"), Done())], ids=["closed", "done"])
+def test_a_dead_server_that_had_said_its_finish_reason_had_answered(last: tuple[StreamEvent, ...]) -> None:
+    request = dead(generating(begun()))
+    effects = hear(request, TextDelta("b"), *last) or request.stream_closed(FIRST, None, 104.3)
+    assert ended(effects, CLOSE).result["state"] == "completed"
+
+
+def test_usage_that_was_on_its_way_when_the_server_died_counts() -> None:
+    request = dead(settling(begun()))
+    assert hear(request, Usage(3, 4, None)) == []
+    record = ended(request.stream_closed(FIRST, None, 104.3), CLOSE)
+    assert (record.result["state"], record.result["usage"]["completion_tokens"]) == ("completed", 4)
+
+
+@pytest.mark.parametrize("said", [(), (Done(),)], ids=["closed", "done"])
+def test_a_dead_servers_calls_are_not_begun(said: tuple[StreamEvent, ...]) -> None:
+    request = dead(begun(with_tools()))
+    effects = hear(request, TextDelta("a"), call("add"), Finish("tool_calls"), *said)
+    failed(effects or request.stream_closed(FIRST, None, 104.3), "server_died", CLOSE)
+
+
+def test_a_death_in_the_tools_has_nothing_to_be_heard() -> None:
+    failed(in_tools().abandon(RequestFailReason.SERVER_DIED, "x", 104.0), "server_died", ForgetTools(batch_id=FIRST))
+
+
+def test_who_is_given_up_while_it_hears_a_dead_server_out_ends_at_once_by_its_death() -> None:
+    request = dead(generating(begun()))
+    failed(request.abandon(RequestFailReason.WORKER_STOPPED, "stop", 104.1), "server_died", CLOSE)
+
+
+def test_a_cancel_while_a_dead_server_is_heard_out_is_a_cancel() -> None:
+    assert ended(dead(generating(begun())).cancel(104.1), CLOSE).result["fail_reason"] == "canceled"
 
 
 # ---------------------------------------------------------------- loops

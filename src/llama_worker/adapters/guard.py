@@ -11,8 +11,8 @@ It ends the tree when
   forked): SIGTERM, and SIGKILL after `ORPHAN_GRACE_S`.
 Should the guard itself be killed, the kernel kills the server (its parent-death signal).
 
-REPORT_FD gets lines: `started PID` or `failed ERRNO TEXT`, later `exited RETURNCODE`. The end of the guard
-means that nothing of the tree is left.
+REPORT_FD gets lines: `started PID` or `failed ERRNO TEXT`; `died RETURNCODE` as soon as the server's first process
+has ended; `gone` when nothing of the tree is left. Then the guard ends.
 """
 
 import ctypes
@@ -41,14 +41,11 @@ def main(argv: list[str]) -> None:
     server_pid = start_server(argv[4:], report_fd, (host, control_fd, report_fd), prctl)
     if server_pid is None:
         return
-    os.write(report_fd, b"started %d\n" % server_pid)
+    report(report_fd, b"started %d\n" % server_pid)
     let_go_of_output()
     watch(server_pid, host, control_fd)
-    returncode = end_tree(server_pid)
-    try:
-        os.write(report_fd, b"exited %d\n" % returncode)
-    except OSError:
-        return  # the host is gone
+    end_tree(server_pid, report_fd)
+    report(report_fd, b"gone\n")
 
 
 def start_server(command: list[str], report_fd: int, private: tuple[int, ...], prctl: object) -> "int | None":
@@ -78,7 +75,7 @@ def start_server(command: list[str], report_fd: int, private: tuple[int, ...], p
     if not failure:
         return pid
     os.waitpid(pid, 0)
-    os.write(report_fd, failure)
+    report(report_fd, failure)
     return None
 
 
@@ -125,22 +122,30 @@ def terminate(server_pid: int) -> None:
             return
 
 
-def end_tree(server_pid: int) -> int:
-    """Kill and reap every process that is left; the server's return code (negative: the signal's number).
+def end_tree(server_pid: int, report_fd: int) -> None:
+    """Kill and reap every process that is left; report the server's end when it is seen, first if it has ended.
 
     A killed process leaves its children to the guard, so the loop meets all of them, and every pid that it
     signals is an unreaped child of its own.
     """
-    returncode = 0
+    pid, status = os.waitpid(server_pid, os.WNOHANG)
     while True:
-        for pid in children():
-            os.kill(pid, signal.SIGKILL)
+        if pid == server_pid:
+            report(report_fd, b"died %d\n" % os.waitstatus_to_exitcode(status))
+        for child in children():
+            os.kill(child, signal.SIGKILL)
         try:
             pid, status = os.waitpid(-1, 0)
         except ChildProcessError:
-            return returncode
-        if pid == server_pid:
-            returncode = os.waitstatus_to_exitcode(status)
+            return
+
+
+def report(report_fd: int, line: bytes) -> None:
+    """Tell the host, if it still lives."""
+    try:
+        os.write(report_fd, line)
+    except OSError:
+        return
 
 
 def children() -> list[int]:
