@@ -19,12 +19,12 @@ from llama_worker.messages import (
     ReadOutput,
     Reply,
     RequestRecord,
-    Submission,
     Unwatch,
     Watch,
 )
 from llama_worker.output import read_output
 from llama_worker.request_table import Admitted, RequestTable
+from llama_worker.submission import Submission
 from llama_worker.types import NotFound, NotReady, RequestFailReason, RequestResult, RequestState
 
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}

@@ -7,35 +7,37 @@ host die.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import io
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from llama_worker import adapters
-from llama_worker.config import masked
+from llama_worker.actors.log_ring import LogRing
+from llama_worker.adapters.ports import can_listen
 from llama_worker.messages import ServerDied, ServerGone, ServerNotStarted, ServerStarted
 from llama_worker.process_state import Signal
 from llama_worker.start_advice import not_executed
 from llama_worker.types import StartFailReason
 
 _GUARD = Path(adapters.__file__).with_name("guard.py")
-_MAX_LINE_BYTES = 8192  # a line without an end is cut into pieces of this
 _READ_BYTES = 65536
 
 # What would reconfigure a llama-server, or let it start a debugger on an abort and wait for it.
 _SCRUBBED_PREFIXES = ("LLAMA_ARG_",)
 _SCRUBBED = frozenset({"LLAMA_API_KEY", "LLAMA_SERVER_ROUTER_PORT", "AIP_MODE"})
+
+
+def host_environment() -> dict[str, str]:
+    """This process's; another thread may be changing it, and `os.environ.items()` would raise then."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
 
 
 def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, str]:
@@ -44,34 +46,6 @@ def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -
         name: value for name, value in host.items() if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
     }
     return {**kept, "GGML_NO_BACKTRACE": "1", **configured}
-
-
-class LogRing:
-    """The last lines of a server's output, newest last, with the API key masked. Thread-safe."""
-
-    def __init__(self, lines: int, *, api_key: str | None = None) -> None:
-        self._api_key = api_key
-        self._lock = threading.Lock()
-        self._lines: deque[str] = deque(maxlen=lines)
-        self._partial = b""
-
-    def feed(self, data: bytes) -> None:
-        """Add output; bytes that are not UTF-8 are replaced."""
-        *whole, partial = (self._partial + data).split(b"\n")
-        while len(partial) > _MAX_LINE_BYTES:
-            whole.append(partial[:_MAX_LINE_BYTES])
-            partial = partial[_MAX_LINE_BYTES:]
-        keep = self._lines.maxlen or 0
-        lines = [line.rstrip(b"\r").decode(errors="replace") for line in whole[-keep:]] if keep else []
-        with self._lock:
-            self._partial = partial
-            self._lines.extend(lines)
-
-    def tail(self, count: int | None = None) -> tuple[str, ...]:
-        """The newest `count` lines (None: all), an unfinished one among them."""
-        with self._lock:
-            lines = [*self._lines, self._partial.decode(errors="replace")] if self._partial else list(self._lines)
-        return tuple(masked(line, self._api_key) for line in (lines if count is None else lines[-count:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +90,7 @@ class ServerProcess:
         self._returncode: int = -signal.SIGKILL  # what a killed guard could not report: the kernel killed it
         self._failure: str | None = None
         self.ended = False  # nothing of it is left; set before the last word is told
+        log.begin_launch()
         threading.Thread(target=self._run, name=f"{name}-server", daemon=True).start()
 
     def send(self, what: Signal) -> None:
@@ -296,24 +271,6 @@ def _kill(server: _Server) -> None:
         os.killpg(server.pid, signal.SIGKILL)
     except OSError:
         return
-
-
-def can_listen(address: tuple[str, int]) -> bool:
-    """Whether a server could listen there now; True where that cannot be told (it will say so itself)."""
-    try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError):  # the latter from a name that IDNA does not allow
-        return True
-    for family, kind, protocol, _, sockaddr in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the past's TIME_WAITs do not count
-                probe.bind(sockaddr)
-                probe.listen(1)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
-    return True
 
 
 def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:

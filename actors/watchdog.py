@@ -15,7 +15,7 @@ from typing import assert_never
 from llama_worker.actors.lookout import Lookout
 from llama_worker.actors.refs import HouseActor, Household
 from llama_worker.actors.timers import Timer, call_at
-from llama_worker.config import TimeoutProfile, WorkerConfig
+from llama_worker.config import WorkerConfig
 from llama_worker.health import HealthCounter, probe_timeout_s
 from llama_worker.messages import (
     BecameReady,
@@ -43,6 +43,7 @@ from llama_worker.messages import (
     WatchStartup,
     WorkerMessage,
 )
+from llama_worker.profiles import TimeoutProfile
 from llama_worker.startup import StartupWatch
 from llama_worker.timeouts import DataLedger, Progress, busy_neighbour, verdict
 from llama_worker.types import LivenessProbe, StartFailReason

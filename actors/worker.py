@@ -15,12 +15,12 @@ from llama_worker import lifecycle
 from llama_worker.actors.crew import Crew
 from llama_worker.actors.front_desk import FrontDesk
 from llama_worker.actors.futures import OpenFutures
+from llama_worker.actors.log_ring import LogRing
 from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.refs import HouseActor, Household
-from llama_worker.actors.server_process import LogRing
 from llama_worker.actors.timers import Alarm, start_timers
 from llama_worker.chat_request import OWNED_PARAMS
-from llama_worker.config import WorkerConfig, masked_server_cmd
+from llama_worker.config import WorkerConfig
 from llama_worker.errors import WorkerClosed
 from llama_worker.journal import Journal
 from llama_worker.lifecycle import (
@@ -73,6 +73,7 @@ from llama_worker.messages import (
     WorkerMessage,
 )
 from llama_worker.request_table import RequestTable, lost_record
+from llama_worker.server_command import masked_server_cmd
 from llama_worker.server_traits import ServerTraits, shortcomings
 from llama_worker.suspicion import Doubt, Suspicion, Trouble
 from llama_worker.types import RequestState, WorkerState, WorkerStatus
@@ -131,7 +132,7 @@ class WorkerActor(HouseActor[WorkerMessage]):
                 reply.answer(self._status())
             case GetDebugInfo(reply=reply):
                 shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
-                reply.answer(self._journal.debug_info(logs=self._log.tail(), server_cmd=shown))
+                reply.answer(self._journal.debug_info(logs=self._log.lines(), server_cmd=shown))
             case RequestEnded(record=record):
                 self._request_ended(record, now)
             case Stalled():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -15,22 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig
+from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, free_port
 from tests.fake_script import Reply, Script, fake_server_cmd
 
 HOST = "127.0.0.1"
-
-
-def free_port() -> int:
-    """A port that nothing listens on, below those that the system hands out by itself."""
-    for port in range(26000, 32000):
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    raise SystemExit("no free port")
 
 
 def script(*steps: Any) -> Script:
@@ -38,11 +25,9 @@ def script(*steps: Any) -> Script:
     return Script(replies=[Reply(list(steps))], limit_slots=False)
 
 
-def config(
-    served: Script, *, slots: int, port: int | None = None, name: str = "bench", journal: Path | None = None
-) -> WorkerConfig:
+def config(served: Script, *, slots: int, name: str = "bench", journal: Path | None = None) -> WorkerConfig:
     """A worker's configuration for the scripted server."""
-    port = free_port() if port is None else port
+    port = free_port()
     return WorkerConfig(
         name,
         HOST,

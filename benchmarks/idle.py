@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.common import config, free_port, report, script, table
+from benchmarks.common import config, report, script, table
 from llama_worker import LlamaWorker, TimeoutProfile
 from tests.fake_script import Text, plain_reply
 
@@ -55,7 +55,7 @@ def measure(workers: int, *, probed: bool) -> Idle:
     with contextlib.ExitStack() as stack:
         for number in range(workers):
             served = script(*plain_reply(Text("x")))
-            idle = config(served, slots=SLOTS, port=free_port(), name=f"idle-{number}")
+            idle = config(served, slots=SLOTS, name=f"idle-{number}")
             if not probed:
                 idle = replace(idle, timeouts=replace(idle.timeouts, health_probe_interval_s=None))
             stack.enter_context(LlamaWorker(idle))

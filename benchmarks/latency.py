@@ -16,7 +16,7 @@ from typing import Any
 
 import requests
 
-from benchmarks.common import HOST, complete, config, free_port, interleave, quantile, report, script, table
+from benchmarks.common import HOST, complete, config, interleave, quantile, report, script, table
 from llama_worker import LlamaWorker
 from tests.fake_script import Journal, Note, Sleep, Text, Tokens, plain_reply
 
@@ -53,11 +53,11 @@ def through(worker: LlamaWorker) -> tuple[float, float]:
 
 def first_token() -> dict[str, dict[str, float]]:
     """The median milliseconds of each part, by each way."""
-    port = free_port()
     served = script(*plain_reply(Sleep(0.01), Note("token"), Text("first"), Sleep(0.02)))
     with tempfile.TemporaryDirectory() as directory:
         journal = Journal(Path(directory) / "journal")
-        with LlamaWorker(config(served, slots=1, port=port, journal=journal.path)) as worker:
+        settings = config(served, slots=1, journal=journal.path)
+        with LlamaWorker(settings) as worker:
             complete(worker, 1)
             spans: dict[str, list[tuple[float, float]]] = {"direct": [], "worker": []}
 
@@ -71,7 +71,7 @@ def first_token() -> dict[str, dict[str, float]]:
             interleave(
                 ROUNDS,
                 {
-                    "direct": measure("direct", lambda: direct(port)),
+                    "direct": measure("direct", lambda: direct(settings.port)),
                     "worker": measure("worker", lambda: through(worker)),
                 },
             )

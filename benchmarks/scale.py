@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from benchmarks.common import complete, config, free_port, report, script, table
+from benchmarks.common import complete, config, report, script, table
 from benchmarks.stream import cpu_us
 from llama_worker import LlamaWorker
 from tests.fake_script import Tokens, plain_reply
@@ -21,7 +21,7 @@ def measure(workers: int, slots: int) -> float:
     served = script(*plain_reply(Tokens(EACH)))
     with contextlib.ExitStack() as stack:
         fleet = [
-            stack.enter_context(LlamaWorker(config(served, slots=slots, port=free_port(), name=f"w{number}")))
+            stack.enter_context(LlamaWorker(config(served, slots=slots, name=f"w{number}")))
             for number in range(workers)
         ]
 

@@ -17,7 +17,7 @@ import httpx
 import httpx_sse
 import openai
 
-from benchmarks.common import HOST, complete, config, free_port, interleave, report, script, table
+from benchmarks.common import HOST, complete, config, interleave, report, script, table
 from llama_worker import LlamaWorker
 from tests.fake_script import Tokens, plain_reply
 
@@ -73,16 +73,15 @@ def cpu_us(events: int, run: Callable[[], object]) -> float:
 
 def compare(events: int, interval_s: float, rounds: int, *, peers: bool) -> dict[str, float]:
     """The least CPU per event of each client, for one stream."""
-    port = free_port()
-    served = script(*plain_reply(Tokens(events, interval_s)))
-    with LlamaWorker(config(served, slots=1, port=port)) as worker:
+    settings = config(script(*plain_reply(Tokens(events, interval_s))), slots=1)
+    with LlamaWorker(settings) as worker:
         measures: dict[str, Callable[[], float]] = {
-            "bare loop": lambda: cpu_us(events, lambda: bare_loop(port)),
+            "bare loop": lambda: cpu_us(events, lambda: bare_loop(settings.port)),
             "worker": lambda: cpu_us(events, lambda: complete(worker, 1)),
         }
         if peers:
-            measures["openai"] = lambda: cpu_us(events, lambda: openai_client(port))
-            measures["httpx-sse"] = lambda: cpu_us(events, lambda: httpx_client(port))
+            measures["openai"] = lambda: cpu_us(events, lambda: openai_client(settings.port))
+            measures["httpx-sse"] = lambda: cpu_us(events, lambda: httpx_client(settings.port))
         complete(worker, 1)
         return {name: min(values) for name, values in interleave(rounds, measures).items()}
 

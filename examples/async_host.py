@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 
-from llama_worker import LlamaWorker, WorkerConfig, llama_server_cmd, stream
+from llama_worker import LlamaWorker, WorkerConfig, free_port, llama_server_cmd, stream
 
 HOST = "127.0.0.1"
 PROMPTS = {
@@ -75,18 +74,6 @@ async def heartbeat() -> None:
     while True:
         print("      . | the event loop goes on", flush=True)
         await asyncio.sleep(0.5)
-
-
-def free_port() -> int:
-    """A port that nothing listens on, below those that the system hands out by itself."""
-    for port in range(20000, 32000):
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    raise SystemExit("no free port")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
-from collections.abc import Iterator
 from typing import Any
 
-from llama_worker import ExitSignal, LlamaWorker, RequestResult, WorkerConfig, llama_server_cmd
+from llama_worker import ExitSignal, LlamaWorker, RequestResult, WorkerConfig, free_port, llama_server_cmd
 from llama_worker.exit_tools import REQUEST_DECISION
 
 HOST = "127.0.0.1"
@@ -41,10 +39,9 @@ def main() -> None:
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file; both workers run it")
     options = parser.parse_args()
-    ports = free_ports()
 
     def config(name: str, **more: Any) -> WorkerConfig:
-        port = next(ports)
+        port = free_port()
         command = llama_server_cmd(
             options.model,
             host=HOST,
@@ -94,17 +91,6 @@ def ask(worker: LlamaWorker, job_name: str, prompt: str, **params: Any) -> Reque
     result = worker.result(admitted["request_id"]).get(timeout=300)
     assert result["ok"], result
     return result
-
-
-def free_ports() -> Iterator[int]:
-    """Ports that nothing listens on, below those that the system hands out by itself."""
-    for port in range(20000, 32000):
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-        yield port
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ python examples/quickstart.py --server llama-server --model model.gguf
 from __future__ import annotations
 
 import argparse
-import socket
 import time
 
-from llama_worker import LlamaWorker, WorkerConfig, llama_server_cmd
+from llama_worker import LlamaWorker, WorkerConfig, free_port, llama_server_cmd
 
 HOST = "127.0.0.1"
 WIDTH = 72
@@ -94,18 +93,6 @@ def broken(text: str) -> list[str]:
         whole.append(line)
         last = last[len(line) + 1 :]
     return [*whole, last]
-
-
-def free_port() -> int:
-    """A port that nothing listens on, below those that the system hands out by itself."""
-    for port in range(20000, 32000):
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    raise SystemExit("no free port")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from types import FrameType
 import waitress
 from flask import Flask, Response, request
 
-from llama_worker import LlamaWorker, RestartPolicy, SubmitErr, WorkerConfig, llama_server_cmd
+from llama_worker import LlamaWorker, RestartPolicy, SubmitErr, WorkerConfig, free_port, llama_server_cmd
 
 HOST = "127.0.0.1"
 SLOTS = 2
@@ -106,12 +106,13 @@ def main() -> None:
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--port", type=int, default=8000, help="of this web server [%(default)s]")
-    parser.add_argument("--server-port", type=int, default=8001, help="of the llama-server [%(default)s]")
+    parser.add_argument("--server-port", type=int, default=0, help="of the llama-server (default: one is chosen)")
     options = parser.parse_args()
+    server_port = options.server_port or free_port()
     command = llama_server_cmd(
         options.model,
         host=HOST,
-        port=options.server_port,
+        port=server_port,
         slots=SLOTS,
         executable=options.server,
         extra_args=("--ctx-size", "4096"),
@@ -119,7 +120,7 @@ def main() -> None:
     config = WorkerConfig(
         name="web",
         host=HOST,
-        port=options.server_port,
+        port=server_port,
         server_cmd=command,
         slots=SLOTS,
         result_ttl_s=600.0,  # what nobody polls for is forgotten

@@ -9,7 +9,6 @@ it is done. The grammar writes tool calls the way of prompted mode, so that mode
 from __future__ import annotations
 
 import argparse
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from llama_worker import (
     ToolDef,
     WorkerConfig,
     default_bios,
+    free_port,
     llama_server_cmd,
 )
 from llama_worker.exit_tools import DECLARE_OUTCOME
@@ -130,18 +130,6 @@ def main() -> None:
     for signal in result["signals"]:
         print(f"signal: {signal['tool_name']} {signal['arguments']}")
     print(f"{result['state']}, {result.get('fail_detail', result['finish_reason'])}")
-
-
-def free_port() -> int:
-    """A port that nothing listens on, below those that the system hands out by itself."""
-    for port in range(20000, 32000):
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    raise SystemExit("no free port")
 
 
 if __name__ == "__main__":

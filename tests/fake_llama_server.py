@@ -153,6 +153,13 @@ def work(
             disk.close()
 
 
+def hung_up(sock: socket.socket) -> bool:
+    """Whether the client has closed its end."""
+    poller = select.poll()
+    poller.register(sock, select.POLLRDHUP)
+    return bool(poller.poll(0))
+
+
 class Slots:
     """First come, first served; who waits blocks in a poll on its client's socket and an eventfd."""
 
@@ -242,6 +249,8 @@ class Stream:
 
     def wire(self, data: bytes) -> None:
         """Bytes straight to the socket."""
+        if self.server.journal_tokens and not select.select([], [self.sock], [], 0)[1]:
+            self.server.journal.note("send_waits", n=self.number)  # for the client to read
         try:
             self.sock.sendall(data)
         except OSError as error:
@@ -697,7 +706,7 @@ class Server:
         self.stopping = False
         self.first_chat = threading.Event()
         self.ready = threading.Event()
-        self.open_chats = 0
+        self.open_chats: dict[int, socket.socket] = {}
         self.chats_seen = 0
         self.chats_done = 0
         self._picks: dict[str, int] = {}
@@ -789,7 +798,8 @@ class Server:
         self.end(leave["code"], leave.get("log", []))
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        self.journal.note("signal", signal=signal.Signals(number).name)
+        connected = sum(not hung_up(sock) for sock in list(self.open_chats.values()))
+        self.journal.note("signal", signal=signal.Signals(number).name, connected=connected)
         if self.script.get("ignore_term"):
             return
         if self.loading:
@@ -802,7 +812,7 @@ class Server:
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
-        if self.stopping and (self.open_chats == 0 or not self.script.get("term_waits", True)):
+        if self.stopping and (not self.open_chats or not self.script.get("term_waits", True)):
             time.sleep(self.script.get("term_delay_s", 0.0))
             self.end(0)
 
@@ -959,7 +969,7 @@ class Server:
         if route == "health":
             return {"status": "ok"}
         if route == "slots":
-            busy = min(self.open_chats, self.parallel)
+            busy = min(len(self.open_chats), self.parallel)
             return [{"id": i, "n_ctx": 4096, "is_processing": i < busy} for i in range(self.parallel)]
         if route == "apply_template":
             messages = body.get("messages", []) if isinstance(body, dict) else []
@@ -983,7 +993,7 @@ class Server:
 
     def _chat(self, sock: socket.socket, number: int, body: Json) -> None:
         with self._lock:
-            self.open_chats += 1
+            self.open_chats[number] = sock
         self.first_chat.set()
         self._leave_if("request", number)
         stream = Stream(self, sock, number, body)
@@ -1003,7 +1013,7 @@ class Server:
                 self._reset(sock)
             self.journal.note("reply_ended", n=number, how=how, deltas=stream.deltas)
             with self._lock:
-                self.open_chats -= 1
+                del self.open_chats[number]
                 self.chats_done += 1
                 done = self.chats_done
             self._leave_if("answered", done)

@@ -491,7 +491,7 @@ class Script:
     term_waits: bool = True
     term_delay_s: float = 0.0
     log_bytes_per_request: int = 0
-    journal_tokens: bool = False
+    journal_tokens: bool = False  # and every send that has to wait
     lifetime_s: float = 3600.0
     launches: Sequence[Script] = ()
     state_file: Path | str | None = None

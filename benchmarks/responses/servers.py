@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import HOST, free_port
-from llama_worker import llama_server_cmd
+from benchmarks.common import HOST
+from llama_worker import free_port, llama_server_cmd
 from tests.responses.scenarios import PARROT_ARGS
 from tools.found import find_model, find_server
 

@@ -2,9 +2,12 @@
 
 from llama_worker.adapters.async_output import stream
 from llama_worker.adapters.fleet import load_config
-from llama_worker.config import LoopDetector, RestartPolicy, TimeoutProfile, WorkerConfig, llama_server_cmd
+from llama_worker.adapters.ports import free_port
+from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError, LlamaWorkerError, WorkerClosed, WorkerStartError
+from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
 from llama_worker.prompting import default_bios, prompted_tools_text
+from llama_worker.server_command import llama_server_cmd
 from llama_worker.types import (
     BiosContext,
     BiosProvider,
@@ -82,6 +85,7 @@ __all__ = [
     "WorkerStatus",
     "WorkerTotals",
     "default_bios",
+    "free_port",
     "llama_server_cmd",
     "load_config",
     "prompted_tools_text",

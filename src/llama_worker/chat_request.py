@@ -7,8 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from llama_worker.config import WorkerConfig
-from llama_worker.messages import Submission
 from llama_worker.prompting import Conversation, run_bios
+from llama_worker.submission import Submission
 from llama_worker.types import BiosContext, BiosText, ChatMessage, ToolDef
 
 OWNED_PARAMS = ("messages", "tools", "stream")  # the worker's: a caller's are dropped

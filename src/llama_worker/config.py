@@ -7,30 +7,28 @@ value and what would be right. What was given is copied: changing it afterwards 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import UTC, tzinfo
-from typing import Any, Self, get_args
+from typing import Any, get_args
 from zoneinfo import ZoneInfo
 
 from llama_worker.checks import (
-    checked_bool,
     checked_int,
     checked_json_object,
-    checked_number,
     checked_seconds,
     checked_str,
     optional,
     shown,
 )
 from llama_worker.errors import ConfigError
+from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
 from llama_worker.prompting import default_bios
+from llama_worker.server_command import MASK, check_command, checked_words, ip_address_of, masked_server_cmd
 from llama_worker.types import (
     BiosProvider,
-    ChatMessage,
     LivenessProbe,
     SystemPromptMode,
     ToolCallMode,
@@ -38,138 +36,8 @@ from llama_worker.types import (
     ToolRunner,
 )
 
-MASK = "***"
-
 _HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too
-_HOST_FLAGS = ("--host",)
-_PORT_FLAGS = ("--port",)
-_SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
-_SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
 _SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeoutProfile:
-    """How long to wait for what, in seconds; None turns off what may be turned off. Defaults: slow hardware."""
-
-    connect_timeout_s: float = 3.0
-    headers_timeout_s: float = 30.0
-    ttft_timeout_s: float | None = None
-    prefill_liveness_timeout_s: float | None = 3600.0
-    idle_stream_timeout_s: float | None = 300.0
-    absolute_timeout_s: float | None = None
-    silent_work_timeout_s: float | None = 3600.0
-    liveness_probe_interval_s: float = 5.0
-    startup_timeout_s: float = 120.0
-    load_timeout_s: float | None = None
-    stop_grace_s: float = 10.0
-    health_probe_interval_s: float | None = 30.0
-    health_failures_before_restart: int = 3
-
-    def __post_init__(self) -> None:
-        for name in (
-            "connect_timeout_s",
-            "headers_timeout_s",
-            "liveness_probe_interval_s",
-            "startup_timeout_s",
-        ):
-            checked_seconds(name, getattr(self, name), above=0)
-        checked_seconds("stop_grace_s", self.stop_grace_s, at_least=0)
-        for name in (
-            "ttft_timeout_s",
-            "prefill_liveness_timeout_s",
-            "idle_stream_timeout_s",
-            "absolute_timeout_s",
-            "silent_work_timeout_s",
-            "load_timeout_s",
-            "health_probe_interval_s",
-        ):
-            optional(checked_seconds, name, getattr(self, name), above=0)
-        checked_int("health_failures_before_restart", self.health_failures_before_restart, at_least=1)
-
-    @classmethod
-    def slow_prefill(cls) -> Self:
-        """The defaults: prefill may take tens of minutes."""
-        return cls()
-
-    @classmethod
-    def normal(cls) -> Self:
-        """A GPU that reads a prompt within minutes."""
-        return cls(prefill_liveness_timeout_s=600.0, idle_stream_timeout_s=120.0, silent_work_timeout_s=1200.0)
-
-    @classmethod
-    def fast(cls) -> Self:
-        """A GPU that answers within seconds."""
-        return cls(
-            headers_timeout_s=10.0,
-            prefill_liveness_timeout_s=60.0,
-            idle_stream_timeout_s=30.0,
-            silent_work_timeout_s=300.0,
-            startup_timeout_s=60.0,
-        )
-
-    @classmethod
-    def debug(cls) -> Self:
-        """Nothing is given up that need not be: for a server under a debugger."""
-        return cls(
-            prefill_liveness_timeout_s=None,
-            idle_stream_timeout_s=None,
-            silent_work_timeout_s=None,
-            health_probe_interval_s=None,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """When a server is started again, how soon, and how often before the worker gives up."""
-
-    restart_backoff_s: float = 5.0
-    backoff_factor: float = 2.0
-    backoff_max_s: float = 60.0
-    restart_window_s: float = 120.0
-    max_restarts_per_window: int = 5
-    stable_after_s: float = 600.0
-    restart_on_stall: bool = True
-    transport_failures_before_restart: int = 2
-    server_errors_before_restart: int = 5
-
-    def __post_init__(self) -> None:
-        for name in ("restart_backoff_s", "backoff_max_s", "stable_after_s"):
-            checked_seconds(name, getattr(self, name), at_least=0)
-        checked_number("backoff_factor", self.backoff_factor, at_least=1)
-        checked_seconds("restart_window_s", self.restart_window_s, above=0)
-        checked_int("max_restarts_per_window", self.max_restarts_per_window, at_least=0)
-        checked_bool("restart_on_stall", self.restart_on_stall)
-        for name in ("transport_failures_before_restart", "server_errors_before_restart"):
-            checked_int(name, getattr(self, name), at_least=1)
-
-    @classmethod
-    def never(cls) -> Self:
-        """No restart: whatever would ask for one leaves the worker FAILED."""
-        return cls(max_restarts_per_window=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopDetector:
-    """When repeated lines are a loop; counts of characters and of consecutive repeats."""
-
-    min_line_chars: int = 32
-    long_line_chars: int = 64
-    short_line_repeats: int = 12
-    long_line_repeats: int = 8
-    min_output_chars: int = 256
-    max_period: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("min_line_chars", "long_line_chars", "max_period"):
-            checked_int(name, getattr(self, name), at_least=1)
-        for name in ("short_line_repeats", "long_line_repeats"):
-            checked_int(name, getattr(self, name), at_least=2)
-        checked_int("min_output_chars", self.min_output_chars, at_least=0)
-        if self.long_line_chars < self.min_line_chars:
-            raise ConfigError(
-                f"long_line_chars {self.long_line_chars} must be at least min_line_chars {self.min_line_chars}"
-            )
 
 
 @dataclass(frozen=True)
@@ -208,8 +76,8 @@ class WorkerConfig:
             raise ConfigError(f"name must be printable, since it stands in log lines and prompts; not {self.name!r}")
         _checked_host(self.host)
         checked_int("port", self.port, at_least=1, at_most=65535)
-        checked_int("slots", self.slots, at_least=1)
-        self._set("server_cmd", _checked_strings("server_cmd", self.server_cmd))
+        checked_int("slots", self.slots, at_least=1, at_most=1024)
+        self._set("server_cmd", checked_words("server_cmd", self.server_cmd))
         self._set("env", _checked_env(self.env))
         _checked_type("timeouts", self.timeouts, TimeoutProfile)
         _checked_type("restart", self.restart, RestartPolicy)
@@ -233,10 +101,10 @@ class WorkerConfig:
             checked_str("api_key", self.api_key, empty=False, secret=True)
             if not self.api_key.isascii() or not self.api_key.isprintable():
                 raise ConfigError("api_key must be printable ASCII: it travels in an HTTP header")
-        checked_int("log_lines", self.log_lines, at_least=1)
+        checked_int("log_lines", self.log_lines, at_least=1, at_most=1_000_000)
         optional(checked_seconds, "result_ttl_s", self.result_ttl_s, above=0)
         self._check_tools_together()
-        _check_command(self.server_cmd, host=self.host, port=self.port, slots=self.slots)
+        check_command(self.server_cmd, host=self.host, port=self.port, slots=self.slots)
 
     @property
     def connect_host(self) -> str:
@@ -280,110 +148,6 @@ class WorkerConfig:
             raise ConfigError(f"normal_tools and exit_tools must have no name in common; both have {names}")
 
 
-def llama_server_cmd(
-    model: str,
-    *,
-    host: str,
-    port: int,
-    slots: int,
-    executable: str = "llama-server",
-    extra_args: Iterable[str] = (),
-) -> tuple[str, ...]:
-    """A command for `WorkerConfig.server_cmd` that agrees with its host, port and slots.
-
-    It passes `--parallel`: without it a server opens four slots that share one context (b11434).
-    """
-    checked_str("model", str(model), empty=False)
-    if isinstance(extra_args, Iterable) and not isinstance(extra_args, (str, bytes)):
-        extra_args = tuple(extra_args)
-    return (
-        str(executable),
-        *("--model", str(model)),
-        *("--host", host),
-        *("--port", str(port)),
-        *("--parallel", str(slots)),
-        *_checked_strings("extra_args", extra_args, may_be_empty=True),
-    )
-
-
-def masked_server_cmd(server_cmd: Sequence[str], api_key: str | None) -> tuple[str, ...]:
-    """The command as it may be shown: keys are masked. Pure."""
-    shown: list[str] = []
-    for word in server_cmd:
-        flag, equals, _ = word.partition("=")
-        if shown and shown[-1] in _SECRET_FLAGS:
-            shown.append(MASK)
-        elif equals and flag in _SECRET_FLAGS:
-            shown.append(f"{flag}={MASK}")
-        else:
-            shown.append(masked(word, api_key))
-    return tuple(shown)
-
-
-def masked(text: str, api_key: str | None) -> str:
-    """The text as it may be shown, the server's own words among them: the key is masked. Pure."""
-    return text.replace(api_key, MASK) if api_key else text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidSubmission:
-    """What a host submitted, checked and copied."""
-
-    job_name: str
-    system_prompt: str
-    user_prompt: str
-    params: dict[str, Any]
-    messages: tuple[ChatMessage, ...]
-
-
-def validate_submit(
-    job_name: str,
-    system_prompt: str,
-    user_prompt: str,
-    params: Mapping[str, Any] | None,
-    messages: Iterable[ChatMessage] | None,
-) -> ValidSubmission:
-    """Raises TypeError or ConfigError for what could not be sent to a server."""
-    for name, text in (
-        ("job_name", job_name),
-        ("system_prompt", system_prompt),
-        ("user_prompt", user_prompt),
-    ):
-        checked_str(name, text)
-    if messages is None:
-        messages = ()
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
-        raise TypeError(f"messages must be a sequence of messages, not {type(messages).__name__}: {shown(messages)}")
-    checked: list[ChatMessage] = []
-    for index, message in enumerate(messages):
-        name = f"messages[{index}]"
-        plain = checked_json_object(name, message)
-        if not isinstance(plain.get("role"), str) or not plain["role"]:
-            raise ConfigError(f"{name} needs a 'role' that is a non-empty str, not {shown(plain.get('role'))}")
-        checked.append(plain)  # type: ignore[arg-type]
-    return ValidSubmission(
-        job_name=job_name,
-        system_prompt=system_prompt,
-        user_prompt=user_prompt,
-        params=checked_json_object("params", params if params is not None else {}),
-        messages=tuple(checked),
-    )
-
-
-def _checked_strings(name: str, value: object, *, may_be_empty: bool = False) -> tuple[str, ...]:
-    if isinstance(value, str):
-        told = " ".join(masked_server_cmd(value.split(), None))
-        raise TypeError(f"{name} must be a sequence of words, not one str: {told!r}")
-    if isinstance(value, bytes) or not isinstance(value, Sequence):
-        raise TypeError(f"{name} must be a sequence of str, not {type(value).__name__}")
-    if not may_be_empty and (not value or value[0] == ""):
-        raise ConfigError(f"{name} must begin with the executable, not be {shown(value[:1])}")
-    for index, word in enumerate(value):
-        secret = index > 0 and value[index - 1] in _SECRET_FLAGS
-        checked_str(f"{name}[{index}]", word, nul=False, secret=secret)
-    return tuple(value)
-
-
 def _checked_env(value: object) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise TypeError(f"env must be a mapping of str to str, not {type(value).__name__}")
@@ -409,15 +173,8 @@ def _checked_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def _checked_host(host: object) -> None:
     checked_str("host", host)
-    if not _HOST_NAME.fullmatch(str(host)) and _address(str(host)) is None:
+    if not _HOST_NAME.fullmatch(str(host)) and ip_address_of(str(host)) is None:
         raise ConfigError(f"host must be an address or a name, without port or path, not {shown(host)}")
-
-
-def _address(host: str) -> str | None:
-    try:
-        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
-    except ValueError:
-        return None
 
 
 def _checked_zone(name: object) -> None:
@@ -467,38 +224,6 @@ def _checked_tools(name: str, value: object) -> tuple[ToolDef, ...]:
     return tuple(tools)
 
 
-def _check_command(command: Sequence[str], *, host: str, port: int, slots: int) -> None:
-    """The command and the config must mean the same server."""
-    checks: tuple[tuple[str, tuple[str, ...], object, Callable[[str], bool]], ...] = (
-        ("host", _HOST_FLAGS, host, lambda told: _same_host(told, host)),
-        ("port", _PORT_FLAGS, port, lambda told: told.strip() == str(port)),
-        ("slots", _SLOT_FLAGS, slots, lambda told: told.strip() == str(slots)),
-    )
-    for name, flags, value, agrees in checks:
-        for flag, told in _flag_values(command, flags):
-            if not agrees(told):
-                raise ConfigError(f"server_cmd says {flag} {told}, but {name} is {value!r}: make them agree")
-
-
-def _flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
-    found = []
-    for index, word in enumerate(command):
-        flag, equals, told = word.partition("=")
-        if flag in flags and equals:
-            found.append((flag, told))
-        elif word in flags:
-            found.append((word, command[index + 1] if index + 1 < len(command) else ""))
-    return found
-
-
-def _same_host(told: str, host: str) -> bool:
-    def canonical(name: str) -> str:
-        name = name.strip().lower()
-        return _address(name) or ("127.0.0.1" if name == "localhost" else name)
-
-    return canonical(told) == canonical(host)
-
-
 def _canonical(value: object) -> object:
     """As JSON knows it, one form for equal values: 10 and 10.0 are the same timeout."""
     match value:
@@ -512,15 +237,3 @@ def _canonical(value: object) -> object:
             return {f.name: _canonical(getattr(value, f.name)) for f in fields(value)}
         case _:
             return value
-
-
-__all__ = [
-    "LoopDetector",
-    "RestartPolicy",
-    "TimeoutProfile",
-    "ValidSubmission",
-    "WorkerConfig",
-    "llama_server_cmd",
-    "masked_server_cmd",
-    "validate_submit",
-]

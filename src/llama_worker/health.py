@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llama_worker.config import TimeoutProfile
+from llama_worker.profiles import TimeoutProfile
 
 _PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
 _PROBE_TIMEOUT_MIN_S = 1.0

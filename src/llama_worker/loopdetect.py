@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from llama_worker.config import LoopDetector
+from llama_worker.profiles import LoopDetector
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,17 @@ stream its `stream_id`, so that news from a life that is over can be told and dr
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from llama_worker.server_traits import ServerTraits
 from llama_worker.stream_events import StreamEvent
+from llama_worker.submission import Submission
 from llama_worker.timeouts import Progress, Verdict
 from llama_worker.tooling import ParsedCall
 from llama_worker.types import (
-    ChatMessage,
     NotFound,
     NotReady,
     OutputChunk,
@@ -71,17 +71,6 @@ class Stop:
 
     reply: Reply[None]
     grace_s: float | None = None  # None: as configured; the exit hook allows less
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """What a host asks of the model; validated and copied by the handle."""
-
-    job_name: str
-    system_prompt: str
-    user_prompt: str
-    params: Mapping[str, Any]
-    messages: Sequence[ChatMessage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

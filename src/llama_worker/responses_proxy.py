@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pykka
 
@@ -12,6 +11,7 @@ from llama_worker.actors.futures import WorkerFuture
 from llama_worker.actors.refs import Household, Ref
 from llama_worker.actors.responses_proxy import ResponsesProxyActor
 from llama_worker.adapters.responses_listener import CherootListener
+from llama_worker.context import Startable
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
 
@@ -21,7 +21,7 @@ _STOP_S = 15.0
 _LEAVE_S = 5.0
 
 
-class ResponsesProxy:
+class ResponsesProxy(Startable):
     """Makes a llama-server usable by clients that speak only OpenAI's Responses API. Any thread; a context manager.
 
     Needs the extra `responses`.
@@ -34,20 +34,6 @@ class ResponsesProxy:
         self._port: WorkerFuture[int] = WorkerFuture()
         self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(self._household, config, CherootListener)
         self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
-
-    def __enter__(self) -> Self:
-        """`start().get()`."""
-        try:
-            self.start().get()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def port(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llama_worker.config import RestartPolicy
+from llama_worker.profiles import RestartPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

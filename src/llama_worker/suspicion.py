@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from llama_worker.config import RestartPolicy
 from llama_worker.messages import RequestRecord
+from llama_worker.profiles import RestartPolicy
 from llama_worker.restart_policy import ServerErrors, TransportFailures
 from llama_worker.timeouts import Triage, Verdict
 from llama_worker.types import RequestFailReason, RequestState
@@ -64,11 +64,9 @@ class Suspicion:
         policy: RestartPolicy,
     ) -> tuple[Suspicion, Trouble | None]:
         """A verdict fell on a request: does it cost the whole server?"""
+        if not (verdict.restart and policy.restart_on_stall):
+            return self, None
         triage, restart = self.triage.judge(
-            request_id,
-            verdict,
-            busy_neighbour=busy_neighbour,
-            newest_request_id=newest_request_id,
-            policy=policy,
+            request_id, busy_neighbour=busy_neighbour, newest_request_id=newest_request_id
         )
         return replace(self, triage=triage), Trouble(str(verdict.reason), verdict.detail) if restart else None

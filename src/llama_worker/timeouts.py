@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llama_worker.config import RestartPolicy, TimeoutProfile
+from llama_worker.profiles import TimeoutProfile
 from llama_worker.types import RequestFailReason, RequestPhase
 
 BUSY_WINDOW_MIN_S = 1.0  # a neighbour that received data within this much proves that the server works
@@ -229,31 +229,21 @@ class _Spared:
 
 @dataclass(frozen=True, slots=True)
 class Triage:
-    """Whether a verdict costs the server or only its request. A launch begins with `Triage()`."""
+    """Whether a verdict that accuses the server costs it, or only its request. A launch begins with `Triage()`."""
 
     spared: _Spared | None = None  # the verdict that ended its culprit alone, until a new request completed
 
-    def judge(
-        self,
-        request_id: int,
-        verdict: Verdict,
-        *,
-        busy_neighbour: bool,
-        newest_request_id: int,
-        policy: RestartPolicy,
-    ) -> tuple[Triage, bool]:
+    def judge(self, culprit_id: int, *, busy_neighbour: bool, newest_request_id: int) -> tuple[Triage, bool]:
         """What is known afterwards, and whether to restart; if not, the culprit ends alone.
 
         `newest_request_id` is the id admitted last. A verdict told twice about one request counts once.
         """
-        if not (verdict.restart and policy.restart_on_stall):
-            return self, False
         if self.spared is not None:
-            again = request_id == self.spared.culprit_id
+            again = culprit_id == self.spared.culprit_id
             return (self, False) if again else (Triage(), True)
         if not busy_neighbour:
             return Triage(), True
-        return Triage(_Spared(culprit_id=request_id, newest_request_id=newest_request_id)), False
+        return Triage(_Spared(culprit_id=culprit_id, newest_request_id=newest_request_id)), False
 
     def request_completed(self, request_id: int) -> Triage:
         """A request reached `completed`; only one admitted since shows that the server takes new work."""

@@ -8,15 +8,15 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import pykka
 
 from llama_worker.actors.futures import OpenFutures, ResultFuture, WorkerFuture
 from llama_worker.actors.refs import Household, Ref
 from llama_worker.actors.worker import WorkerActor
-from llama_worker.config import WorkerConfig, validate_submit
+from llama_worker.config import WorkerConfig
+from llama_worker.context import Startable
 from llama_worker.errors import WorkerClosed
 from llama_worker.messages import (
     AwaitResult,
@@ -30,9 +30,9 @@ from llama_worker.messages import (
     ReleaseResult,
     Start,
     Stop,
-    Submission,
     Submit,
 )
+from llama_worker.submission import validate_submit
 from llama_worker.types import (
     ChatMessage,
     NotFound,
@@ -51,7 +51,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=WorkerFuture[Any])
 
 
-class LlamaWorker:
+class LlamaWorker(Startable):
     """One llama-server under supervision, with a number of slots for chat requests.
 
     Every method may be called from any thread. All but `close` return at once, with a future that any thread may
@@ -66,20 +66,6 @@ class LlamaWorker:
         self._desk = _Desk(config)
         self.actor_ref: pykka.ActorRef[Any] = self._desk.actor_ref
         weakref.finalize(self, self._desk.abandon).atexit = False  # a handle that was lost takes its server along
-
-    def __enter__(self) -> Self:
-        """`start().get()`; a worker that does not start is closed."""
-        try:
-            self.start().get()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<LlamaWorker {self._desk.config.name!r}>"
@@ -115,17 +101,10 @@ class LlamaWorker:
         self._desk.check_open()
         future: WorkerFuture[SubmitResult] = WorkerFuture()
         try:
-            valid = validate_submit(job_name, system_prompt, user_prompt, params, messages)
+            submission = validate_submit(job_name, system_prompt, user_prompt, params, messages)
         except (TypeError, ValueError) as error:
             future.fail(error)
             return future
-        submission = Submission(
-            job_name=valid.job_name,
-            system_prompt=valid.system_prompt,
-            user_prompt=valid.user_prompt,
-            params=valid.params,
-            messages=valid.messages,
-        )
         return self._desk.ask(Submit(submission=submission, reply=future), future)
 
     def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:

@@ -84,11 +84,12 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_it(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not hear a FIN while our receive window is full; it hears a reset."""
-    slow, go_on = threading.Event(), threading.Event()
+    slow, stands_still, go_on = threading.Event(), threading.Event(), threading.Event()
     flush = StreamReader._flush
 
     def slow_flush(reader: StreamReader) -> None:
         if slow.is_set():
+            stands_still.set()
             go_on.wait(WAIT_S)
         flush(reader)
 
@@ -97,9 +98,8 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_it(
     request = rig.submit(Headers(), Repeat(None, [Text("token " * 1000)]))
     rig.wait_text(request, "token ")
     slow.set()
-    sent = 0
-    while sent != (sent := len(rig.journal.facts("token"))):
-        time.sleep(0.3)  # until it does not get any further
+    assert stands_still.wait(WAIT_S)
+    eventually(lambda: rig.journal.facts(n=1)[-1]["fact"] == "send_waits", "a send that does not end")
     called_at = _cancel(rig, request)
     go_on.set()
     closed = rig.journal.wait("client_closed", n=1, timeout=WAIT_S)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llama_worker.config import RestartPolicy
+from llama_worker.profiles import RestartPolicy
 from llama_worker.types import BiosContext, BiosText, RequestResult, ToolDef
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually
 from tests.fake_script import (

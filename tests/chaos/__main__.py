@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 
+from llama_worker import free_port
 from tests.chaos.campaign import Campaign, Violation
-from tests.conftest import FIRST_PORT, LAST_PORT, _is_free
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}", flush=True)
     faulthandler.enable()
-    campaign = Campaign(seed=seed, steps=options.steps, take_port=_take_port, say=lambda line: print(line, flush=True))
+    campaign = Campaign(seed=seed, steps=options.steps, take_port=free_port, say=lambda line: print(line, flush=True))
     began_at = time.monotonic()
     with contextlib.ExitStack() as burners:
         for _ in range(options.burners):
@@ -38,15 +38,6 @@ def main() -> int:
             return 1
     print(f"{campaign.report()}\nheld, in {time.monotonic() - began_at:.0f} s", flush=True)
     return 0
-
-
-def _take_port() -> int:
-    start = random.SystemRandom().randrange(LAST_PORT - FIRST_PORT)
-    for step in range(LAST_PORT - FIRST_PORT):
-        port = FIRST_PORT + (start + step) % (LAST_PORT - FIRST_PORT)
-        if _is_free(port):
-            return port
-    raise RuntimeError("no free port")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ def test_the_reference_has_what_the_docstrings_say(site: Path) -> None:
     reference = (site / "reference" / "index.html").read_text()
     assert 'id="llama_worker.LlamaWorker.submit"' in reference
     assert "Admit a request to a free slot, or refuse it, at once." in reference
+    assert 'id="llama_worker.LlamaWorker.__enter__"' in reference  # which is inherited
     assert 'id="llama_worker.RequestStatus.prompt_progress"' in reference
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from llama_worker.ray.worker import free_ports
+from llama_worker import free_port
 
 LOOPBACK = "127.0.0.1"
 WORKER_PORTS = 12  # of the actors' processes, per node
@@ -35,10 +35,9 @@ class TwoNodes:
     """Ray's nodes are groups of processes. Both are on this machine, and differ by their GPUs: two and one."""
 
     def __init__(self, cluster: Any) -> None:
-        ports = free_ports()
         self._cluster = cluster
-        self.first = _add_node(cluster, ports, num_gpus=2, gcs_server_port=next(ports))
-        self.second = _add_node(cluster, ports, num_gpus=1)
+        self.first = _add_node(cluster, num_gpus=2, gcs_server_port=free_port())
+        self.second = _add_node(cluster, num_gpus=1)
         self.address: str = cluster.address
 
     def kill_second(self) -> None:
@@ -71,18 +70,18 @@ def two_nodes() -> Iterator[TwoNodes]:
         cluster.shutdown()
 
 
-def _add_node(cluster: Any, ports: Iterator[int], **more: Any) -> Any:
+def _add_node(cluster: Any, **more: Any) -> Any:
     return cluster.add_node(
         node_ip_address=LOOPBACK,
         num_cpus=4,
         object_store_memory=80 << 20,
         include_dashboard=False,
-        node_manager_port=next(ports),
-        object_manager_port=next(ports),
-        metrics_export_port=next(ports),
-        runtime_env_agent_port=next(ports),
-        dashboard_agent_listen_port=next(ports),
-        worker_port_list=",".join(str(next(ports)) for _ in range(WORKER_PORTS)),
+        node_manager_port=free_port(),
+        object_manager_port=free_port(),
+        metrics_export_port=free_port(),
+        runtime_env_agent_port=free_port(),
+        dashboard_agent_listen_port=free_port(),
+        worker_port_list=",".join(str(free_port()) for _ in range(WORKER_PORTS)),
         **more,
     )
 

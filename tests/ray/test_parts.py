@@ -15,7 +15,6 @@ from llama_worker import ConfigError, LlamaWorkerError, RequestState, WorkerClos
 from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, Progress, ReplicaLost
 from llama_worker.ray.replica import told
 from llama_worker.ray.request_copy import RequestCopy
-from llama_worker.ray.worker import free_ports
 from llama_worker.types import RequestFinishReason, RequestPhase, RequestResult, RequestStatus
 
 # ---------------------------------------------------------------- the copy
@@ -187,8 +186,3 @@ def test_without_ray_nothing_is_started_behind_the_hosts_back() -> None:
 def test_a_config_travels() -> None:
     config = WorkerConfig("w", "127.0.0.1", 8080, ["llama-server"], env={"A": "b"}, api_key="secret")
     assert pickle.loads(pickle.dumps(config)) == config
-
-
-def test_chosen_ports_are_below_those_that_the_kernel_hands_out() -> None:
-    ports = free_ports()
-    assert all(20000 <= next(ports) < 32768 for _ in range(20))

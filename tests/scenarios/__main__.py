@@ -10,8 +10,8 @@ import logging
 import time
 from collections import Counter
 
+from tests.ports import held_ports
 from tests.scenarios.cases import GROUPS
-from tests.scenarios.ports import held_ports
 from tests.scenarios.runner import Report, run_all
 from tests.scenarios.scenario import Found, Truth
 
@@ -30,8 +30,8 @@ def main() -> int:
         if not options.words or any(word in f"{group} {scenario.name}" for word in options.words)
     ]
     began_at = time.monotonic()
-    with held_ports(options.jobs) as ports:
-        reports = run_all(chosen, ports, show)
+    with held_ports() as take_port:
+        reports = run_all(chosen, [take_port() for _ in range(options.jobs)], show)
     show_sum(reports, time.monotonic() - began_at)
     return 0 if reports and all(report.ok for report in reports) else 1
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +21,7 @@ from llama_worker import (
     WorkerStatus,
     llama_server_cmd,
 )
+from tests.ports import LASTING_PORTS, held_ports
 
 HOST = "127.0.0.1"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -152,29 +149,8 @@ EAGER = RestartPolicy(restart_backoff_s=0.01, max_restarts_per_window=50)
 @pytest.fixture(scope="session")
 def lasting_port() -> Iterator[Callable[[], int]]:
     """Like `free_port`, for servers that outlive a test: of a range that `free_port` leaves alone."""
-    folder = Path(tempfile.gettempdir()) / "llama_worker-test-ports"
-    folder.mkdir(exist_ok=True)
-    held: list[int] = []
-    candidates = iter(range(32000, 32768))
-
-    def take() -> int:
-        for port in candidates:
-            lock = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with socket.socket() as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind((HOST, port))
-            except OSError:
-                os.close(lock)
-                continue
-            held.append(lock)
-            return port
-        raise RuntimeError("no free port")
-
-    yield take
-    for lock in held:
-        os.close(lock)
+    with held_ports(LASTING_PORTS) as take:
+        yield take
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 
 from tests import fake_llama_server
 from tests import fake_script as fs
+from tests.actors.conftest import eventually
 from tests.fake_script import (
     Answer,
     Burn,
@@ -67,12 +68,6 @@ from tests.fake_script import (
 
 HOST = "127.0.0.1"
 Json = Any
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as sock:
-        sock.bind((HOST, 0))
-        return int(sock.getsockname()[1])
 
 
 @dataclass
@@ -165,7 +160,7 @@ Launch = Callable[..., Fake]
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
+def launch(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Launch]:
     """Starts fake servers, and kills their groups and children at the end."""
     fakes: list[Fake] = []
 
@@ -467,8 +462,7 @@ def test_a_stopped_server_goes_on_after_sigcont(launch: Launch) -> None:
     fake = launch()
     with fake.chat_open(Text("a"), StopSelf(), Text("b")) as sock:
         fake.journal.wait("stopping_self")
-        while psutil.Process(fake.process.pid).status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)
+        eventually(lambda: psutil.Process(fake.process.pid).status() == psutil.STATUS_STOPPED, "its halt")
         fake.process.send_signal(signal.SIGCONT)
         assert contents(read_all(sock)) == "ab"
 
@@ -483,20 +477,25 @@ def test_children_in_every_relation_outlive_the_server(launch: Launch) -> None:
     assert children["daemon"]["sid"] not in (fake.process.pid, children["daemon"]["pid"])
     for child in children.values():
         os.kill(child["pid"], signal.SIGTERM)
-    time.sleep(0.1)
+    time.sleep(0.1)  # that they do not die of it is the claim
     alive = [psutil.Process(child["pid"]).status() for child in children.values()]
     assert psutil.STATUS_ZOMBIE not in alive
+
+
+def test_a_send_that_waits_for_the_client_to_read_is_noted(launch: Launch) -> None:
+    fake = launch(Script(journal_tokens=True))
+    with fake.chat_open(Headers(), Repeat(None, [Text("x" * 65536)])):
+        fake.journal.wait("send_waits")
 
 
 def test_floods_of_bytes_and_an_endless_line(launch: Launch, tmp_path: Path) -> None:
     floods = [Flood(b"\xff\xfe", newline=False, for_s=0.2), Flood(b"slow", lines_per_s=100, stream=2)]
     begun_at = time.monotonic()
     fake = launch(Script(floods=floods))
-    time.sleep(0.7)
-    output = (tmp_path / "output-0").read_bytes()
-    elapsed_s = time.monotonic() - begun_at
-    assert output.count(b"\xff\xfe") > 100_000
-    assert 20 <= output.count(b"slow\n") <= 100 * elapsed_s + 1
+    output = tmp_path / "output-0"
+    eventually(lambda: output.read_bytes().count(b"slow\n") >= 20, "20 lines")
+    assert output.read_bytes().count(b"slow\n") <= 100 * (time.monotonic() - begun_at) + 1
+    eventually(lambda: output.read_bytes().count(b"\xff\xfe") > 100_000, "a flood")
     assert fake.get("/health")[0] == 200
 
 

@@ -11,7 +11,6 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llama_worker import lifecycle
-from llama_worker.config import RestartPolicy
 from llama_worker.lifecycle import (
     CLOSING_S,
     BackingOff,
@@ -31,6 +30,7 @@ from llama_worker.lifecycle import (
     StopsResolved,
     ToStopped,
 )
+from llama_worker.profiles import RestartPolicy
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 LEAVES_STOPPED = (StartFailReason.PORT_IN_USE, StartFailReason.STOPPED)

@@ -115,7 +115,7 @@ def test_a_wheel_holds_every_module_the_actors_too(wheel: Path) -> None:
     on_disk = modules(PACKAGE, "llama_worker")
     for name in SUBPACKAGES:
         on_disk |= modules(PACKAGE / name, f"llama_worker/{name}")
-    assert held == on_disk | {"llama_worker/py.typed"}
+    assert held == on_disk | {"llama_worker/py.typed", "llama_worker_command.py"}
     assert "llama_worker/actors/worker.py" in held
     assert wheel.name.startswith(f"llama_worker-{llama_worker.__version__}-py3-none-any")
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llama_worker.chat_request import request_body
-from llama_worker.config import LoopDetector, WorkerConfig
-from llama_worker.messages import RequestRecord, StreamFailure, Submission
+from llama_worker.config import WorkerConfig
+from llama_worker.messages import RequestRecord, StreamFailure
 from llama_worker.output import read_output
+from llama_worker.profiles import LoopDetector
 from llama_worker.prompting import STATUS_OPEN
 from llama_worker.request_effects import (
     CloseTurn,
@@ -41,6 +42,7 @@ from llama_worker.stream_events import (
     ToolCallDelta,
     Usage,
 )
+from llama_worker.submission import Submission
 from llama_worker.types import BiosContext, BiosText, RequestFailReason, RequestFinishReason, RequestState, ToolDef
 
 E = TypeVar("E")

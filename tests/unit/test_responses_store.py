@@ -79,6 +79,19 @@ def test_items_are_found_by_id_as_long_as_their_response_is() -> None:
     assert store.recall(wanted).items == {}
 
 
+def test_an_item_that_was_sent_again_outlives_either_response() -> None:
+    (said,) = stored(1).response["output"]
+    again = StoredResponse(response={"id": "resp_2", "output": []}, input_items=(said,))
+    for gone, left in (("resp_1", "resp_2"), ("resp_2", "resp_1")):
+        store = store_of()
+        store.put(stored(1))
+        store.put(again)
+        assert store.delete(gone)
+        assert store.recall(References(item_ids=("msg_1",))).items == {"msg_1": said}
+        assert store.delete(left)
+        assert store.recall(References(item_ids=("msg_1",))).items == {}
+
+
 def test_one_that_is_too_large_is_not_kept_and_costs_no_other() -> None:
     store = store_of(max_bytes=1000)
     store.put(stored(1))

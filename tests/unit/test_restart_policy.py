@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.config import RestartPolicy
+from llama_worker.profiles import RestartPolicy
 from llama_worker.restart_policy import (
     Lockout,
     RestartAfter,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama_worker.config import TimeoutProfile
+from llama_worker.profiles import TimeoutProfile
 from llama_worker.startup import StartupWatch
 
 PROFILE = TimeoutProfile(startup_timeout_s=120.0)

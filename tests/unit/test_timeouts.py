@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.config import RestartPolicy, TimeoutProfile
+from llama_worker.profiles import TimeoutProfile
 from llama_worker.timeouts import (
     DataLedger,
     Progress,
     Triage,
-    Verdict,
     ages,
     busy_neighbour,
     describe,
@@ -39,7 +38,6 @@ PROFILE = TimeoutProfile(
     absolute_timeout_s=None,
     silent_work_timeout_s=1200.0,
 )
-RESTART = RestartPolicy()
 STALL = RequestFailReason.STALL_TIMEOUT
 HEADERS = RequestFailReason.HEADERS_TIMEOUT
 
@@ -416,9 +414,6 @@ def test_the_data_ledger_answers_as_if_it_kept_everything(news: list[tuple[int, 
 
 # ------------------------------------------------------------------------------------------------- triage
 
-STALLED = Verdict(reason=STALL, detail="", restart=True)
-OVERDUE = Verdict(reason=RequestFailReason.ABSOLUTE_TIMEOUT, detail="", restart=False)
-
 
 @pytest.mark.parametrize(
     ("interval_s", "age_s", "busy"),
@@ -432,10 +427,8 @@ def test_a_neighbour_is_busy_within_twice_the_probe_interval_or_a_second(
     assert not busy_neighbour(None, profile=profile, now=1000.0)
 
 
-def judge(
-    triage: Triage, request_id: int, *, busy: bool, newest: int = 9, given: Verdict = STALLED
-) -> tuple[Triage, bool]:
-    return triage.judge(request_id, given, busy_neighbour=busy, newest_request_id=newest, policy=RESTART)
+def judge(triage: Triage, request_id: int, *, busy: bool, newest: int = 9) -> tuple[Triage, bool]:
+    return triage.judge(request_id, busy_neighbour=busy, newest_request_id=newest)
 
 
 def test_a_stall_with_no_busy_neighbour_restarts_at_once() -> None:
@@ -460,17 +453,3 @@ def test_only_a_new_request_that_completes_clears_the_first_verdict() -> None:
     assert not restart
     assert judge(after, 3, busy=True)[1]
     assert Triage().request_completed(1) == Triage()
-
-
-def test_verdicts_that_do_not_accuse_the_server_never_restart_and_leave_no_trace() -> None:
-    assert judge(Triage(), 1, busy=False, given=OVERDUE) == (Triage(), False)
-    triage, _ = judge(Triage(), 1, busy=True)
-    assert judge(triage, 2, busy=False, given=OVERDUE) == (triage, False)
-
-
-def test_without_restart_on_stall_every_culprit_ends_alone() -> None:
-    policy = replace(RESTART, restart_on_stall=False)
-    triage = Triage()
-    for request_id in (1, 2, 3):
-        triage, restart = triage.judge(request_id, STALLED, busy_neighbour=False, newest_request_id=9, policy=policy)
-        assert not restart

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from llama_worker import lifecycle
-from llama_worker.config import RestartPolicy, TimeoutProfile
 from llama_worker.health import HealthCounter
 from llama_worker.lifecycle import BackingOff, Failed, Lifecycle
 from llama_worker.liveness import WINDOW_S, Counters, ProcessActivity, ProcessSample
+from llama_worker.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.startup import StartupWatch
 from llama_worker.timeouts import DataLedger, Progress, Verdict, verdict
 from llama_worker.types import RequestFailReason, RequestPhase, WorkerState

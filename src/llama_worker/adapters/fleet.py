@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llama_worker.config import LoopDetector, RestartPolicy, TimeoutProfile, WorkerConfig, llama_server_cmd
+from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError
+from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
+from llama_worker.server_command import llama_server_cmd
 
 KeyPath = tuple[str, ...]
 Table = Mapping[str, Any]

@@ -12,11 +12,11 @@ from ray.actor import ActorHandle
 
 from llama_worker.actors.futures import ResultFuture, WeakList
 from llama_worker.checks import checked_int
-from llama_worker.config import ValidSubmission
 from llama_worker.ray.errors import NoLiveReplica, ReplicaLost
 from llama_worker.ray.replica import Replica
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import FleetStatus, ReplicaState
+from llama_worker.submission import Submission
 from llama_worker.types import (
     NotFound,
     NotReady,
@@ -91,7 +91,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------ requests
 
-    async def submit(self, submission: ValidSubmission) -> SubmitResult:
+    async def submit(self, submission: Submission) -> SubmitResult:
         """Ask the emptiest replica, and the others where it refuses or dies. Raises NoLiveReplica if none answers."""
         refusals: list[SubmitErr] = []
         lost: ReplicaLost | None = None

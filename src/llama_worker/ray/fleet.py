@@ -6,20 +6,20 @@ import asyncio
 import atexit
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray import cloudpickle
 
 from llama_worker.actors.futures import OpenFutures, ResultFuture, WorkerFuture
 from llama_worker.checks import checked_int, checked_seconds, checked_str
-from llama_worker.config import validate_submit
+from llama_worker.context import Startable
 from llama_worker.errors import ConfigError, LlamaWorkerError
 from llama_worker.ray.dispatcher import Dispatcher
 from llama_worker.ray.errors import FleetClosed
 from llama_worker.ray.types import ConfigFor, FleetStatus
 from llama_worker.ray.worker import RayWorker
+from llama_worker.submission import validate_submit
 from llama_worker.types import (
     ChatMessage,
     NotFound,
@@ -36,7 +36,7 @@ _OURS = ("max_restarts", "max_task_retries")
 T = TypeVar("T")
 
 
-class Fleet:
+class Fleet(Startable):
     """`replicas` equal workers, each a Ray actor with a llama-server, kept alive wherever the cluster has room.
 
     The methods are those of LlamaWorker, and so are their futures; ids are the fleet's own. What comes from the
@@ -85,20 +85,6 @@ class Fleet:
 
         self._dispatcher = asyncio.run_coroutine_threadsafe(dispatcher(), self._loop).result()
         atexit.register(self.close)  # before Ray's own, which would leave the replicas without a fleet
-
-    def __enter__(self) -> Self:
-        """`start().get()`; a fleet that does not start is closed."""
-        try:
-            self.start().get()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Fleet {self._name!r}>"

@@ -15,11 +15,11 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from llama_worker.config import ValidSubmission
 from llama_worker.errors import WorkerStartError
 from llama_worker.ray.errors import ReplicaLost
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import Place, Progress, ReplicaState, ReplicaStatus
+from llama_worker.submission import Submission
 from llama_worker.types import SubmitErr, SubmitResult, WorkerStatus
 
 _SETTLE_S = 5.0  # for what an actor sent before its end to be taken over
@@ -151,7 +151,7 @@ class Replica:
     # ------------------------------------------------------------ requests
 
     async def admit(
-        self, submission: ValidSubmission, ids: Iterator[int], on_end: Callable[[RequestCopy], object]
+        self, submission: Submission, ids: Iterator[int], on_end: Callable[[RequestCopy], object]
     ) -> RequestCopy | SubmitErr:
         """Give it a request; the copy grows from now on, and `on_end` is called once it is over.
 

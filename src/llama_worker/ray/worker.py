@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
 import ray
 
-from llama_worker.actors.server_process import can_listen
+from llama_worker.adapters.ports import free_port
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError, WorkerStartError
 from llama_worker.ray.types import ConfigFor, Place, Progress
@@ -29,7 +28,6 @@ from llama_worker.types import (
 )
 from llama_worker.worker import LlamaWorker
 
-_FIRST_PORT, _LAST_PORT = 20000, 31999  # below those that the kernel hands out by itself
 _PORTS_TRIED = 10
 _FOLLOW_INTERVAL_S = 0.05  # between two looks at a request that runs; nothing is looked at otherwise
 _FAILED_INTERVAL_S = 1.0
@@ -52,7 +50,6 @@ class RayWorker:
         Raises what `config_for` raises, and ConfigError where its config has another port.
         """
         self._config_for = config_for
-        self._ports = free_ports()
         self._was_ready = False
         self._worker = self._new_worker()
 
@@ -169,18 +166,10 @@ class RayWorker:
         return status
 
     def _new_worker(self) -> LlamaWorker:
-        port = next(self._ports)
+        port = free_port("0.0.0.0")  # whatever address the config names
         config = self._config_for(port)
         if not isinstance(config, WorkerConfig):
             raise TypeError(f"config_for({port}) must return a WorkerConfig, not {type(config).__name__}")
         if config.port != port:
             raise ConfigError(f"config_for({port}) returned a config with port {config.port}: it must use its argument")
         return LlamaWorker(config)
-
-
-def free_ports() -> Iterator[int]:
-    """Ports where nothing listens on any address of this machine, in random order."""
-    for port in random.sample(range(_FIRST_PORT, _LAST_PORT + 1), _LAST_PORT + 1 - _FIRST_PORT):
-        if can_listen(("0.0.0.0", port)):
-            yield port
-    raise OSError(f"no port from {_FIRST_PORT} to {_LAST_PORT} is free")

@@ -1,0 +1,134 @@
+"""What a worker's config is made of: how long to wait, when to restart, what counts as a loop. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from llama_worker.checks import checked_bool, checked_int, checked_number, checked_seconds, optional
+from llama_worker.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeoutProfile:
+    """How long to wait for what, in seconds; None turns off what may be turned off. Defaults: slow hardware."""
+
+    connect_timeout_s: float = 3.0
+    headers_timeout_s: float = 30.0
+    ttft_timeout_s: float | None = None
+    prefill_liveness_timeout_s: float | None = 3600.0
+    idle_stream_timeout_s: float | None = 300.0
+    absolute_timeout_s: float | None = None
+    silent_work_timeout_s: float | None = 3600.0
+    liveness_probe_interval_s: float = 5.0
+    startup_timeout_s: float = 120.0
+    load_timeout_s: float | None = None
+    stop_grace_s: float = 10.0
+    health_probe_interval_s: float | None = 30.0
+    health_failures_before_restart: int = 3
+
+    def __post_init__(self) -> None:
+        for name in (
+            "connect_timeout_s",
+            "headers_timeout_s",
+            "liveness_probe_interval_s",
+            "startup_timeout_s",
+        ):
+            checked_seconds(name, getattr(self, name), above=0)
+        checked_seconds("stop_grace_s", self.stop_grace_s, at_least=0)
+        for name in (
+            "ttft_timeout_s",
+            "prefill_liveness_timeout_s",
+            "idle_stream_timeout_s",
+            "absolute_timeout_s",
+            "silent_work_timeout_s",
+            "load_timeout_s",
+            "health_probe_interval_s",
+        ):
+            optional(checked_seconds, name, getattr(self, name), above=0)
+        checked_int("health_failures_before_restart", self.health_failures_before_restart, at_least=1)
+
+    @classmethod
+    def slow_prefill(cls) -> Self:
+        """The defaults: prefill may take tens of minutes."""
+        return cls()
+
+    @classmethod
+    def normal(cls) -> Self:
+        """A GPU that reads a prompt within minutes."""
+        return cls(prefill_liveness_timeout_s=600.0, idle_stream_timeout_s=120.0, silent_work_timeout_s=1200.0)
+
+    @classmethod
+    def fast(cls) -> Self:
+        """A GPU that answers within seconds."""
+        return cls(
+            headers_timeout_s=10.0,
+            prefill_liveness_timeout_s=60.0,
+            idle_stream_timeout_s=30.0,
+            silent_work_timeout_s=300.0,
+            startup_timeout_s=60.0,
+        )
+
+    @classmethod
+    def debug(cls) -> Self:
+        """Nothing is given up that need not be: for a server under a debugger."""
+        return cls(
+            prefill_liveness_timeout_s=None,
+            idle_stream_timeout_s=None,
+            silent_work_timeout_s=None,
+            health_probe_interval_s=None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """When a server is started again, how soon, and how often before the worker gives up."""
+
+    restart_backoff_s: float = 5.0
+    backoff_factor: float = 2.0
+    backoff_max_s: float = 60.0
+    restart_window_s: float = 120.0
+    max_restarts_per_window: int = 5
+    stable_after_s: float = 600.0
+    restart_on_stall: bool = True
+    transport_failures_before_restart: int = 2
+    server_errors_before_restart: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("restart_backoff_s", "backoff_max_s", "stable_after_s"):
+            checked_seconds(name, getattr(self, name), at_least=0)
+        checked_number("backoff_factor", self.backoff_factor, at_least=1)
+        checked_seconds("restart_window_s", self.restart_window_s, above=0)
+        checked_int("max_restarts_per_window", self.max_restarts_per_window, at_least=0)
+        checked_bool("restart_on_stall", self.restart_on_stall)
+        for name in ("transport_failures_before_restart", "server_errors_before_restart"):
+            checked_int(name, getattr(self, name), at_least=1)
+
+    @classmethod
+    def never(cls) -> Self:
+        """No restart: whatever would ask for one leaves the worker FAILED."""
+        return cls(max_restarts_per_window=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopDetector:
+    """When repeated lines are a loop; counts of characters and of consecutive repeats."""
+
+    min_line_chars: int = 32
+    long_line_chars: int = 64
+    short_line_repeats: int = 12
+    long_line_repeats: int = 8
+    min_output_chars: int = 256
+    max_period: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("min_line_chars", "long_line_chars"):
+            checked_int(name, getattr(self, name), at_least=1)
+        checked_int("max_period", self.max_period, at_least=1, at_most=1000)
+        for name in ("short_line_repeats", "long_line_repeats"):
+            checked_int(name, getattr(self, name), at_least=2)
+        checked_int("min_output_chars", self.min_output_chars, at_least=0)
+        if self.long_line_chars < self.min_line_chars:
+            raise ConfigError(
+                f"long_line_chars {self.long_line_chars} must be at least min_line_chars {self.min_line_chars}"
+            )

@@ -1,0 +1,54 @@
+"""Ports for tests, locked against all other tests on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Below those that the kernel hands out by itself. The servers that outlive a test have a range of their own.
+PORTS, LASTING_PORTS = range(20000, 32000), range(32000, 32768)
+_LOCKS = Path(tempfile.gettempdir()) / "llama_worker-test-ports"
+
+
+@contextlib.contextmanager
+def held_ports(ports: range = PORTS) -> Iterator[Callable[[], int]]:
+    """A factory of ports that no other test on this machine uses meanwhile. Not thread-safe."""
+    _LOCKS.mkdir(exist_ok=True)
+    first = os.getpid() * 97 + int(time.monotonic() * 1000)  # somewhere else in every process: they seldom meet
+    candidates = (ports[(first + step) % len(ports)] for step in range(len(ports)))
+    with contextlib.ExitStack() as held:
+
+        def take() -> int:
+            for port in candidates:
+                lock = os.open(_LOCKS / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+                if _try_lock(lock) and _is_free(port):
+                    held.callback(os.close, lock)
+                    return port
+                os.close(lock)
+            raise RuntimeError("no free port")
+
+        yield take
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
