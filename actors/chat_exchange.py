@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import BadStatusLine, HTTPException, RemoteDisconnected
 from typing import Any
 
 import requests
 import urllib3.exceptions
 
 from llama_worker.actors.connections import Abort
+from llama_worker.actors.timers import call_at
 from llama_worker.http_errors import describe_http_error
 from llama_worker.messages import StreamFailure
 from llama_worker.stream_events import ProtocolError, StreamDecoder, StreamEvent
@@ -19,6 +22,8 @@ from llama_worker.types import RequestFailReason
 
 _READ_BYTES = 65536
 _MAX_ERROR_BODY_BYTES = 65536
+_ERROR_BODY_S = 2.0
+_SHOWN_CHARS = 40  # of what is no HTTP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +45,11 @@ def send(
     """The response once its headers are here, however long that takes, or why there is none."""
     timeout = (endpoint.connect_timeout_s, None)
     try:
-        return http.send(request, timeout=timeout, stream=True, allow_redirects=False)
-    except (requests.RequestException, urllib3.exceptions.HTTPError) as error:  # the latter: Aborted
+        # Not by `http.send`, which reads the body of a redirect and parses where it leads, if it is followed or not.
+        url = request.url or ""
+        settings: Any = http.merge_environment_settings(url, {}, stream=True, verify=None, cert=None)
+        return http.get_adapter(url).send(request, timeout=timeout, **settings)
+    except (OSError, urllib3.exceptions.HTTPError) as error:  # what requests raises is an OSError; Aborted is not
         if abort.connected:
             return disconnected("before the response headers", error)
         return StreamFailure(reason=RequestFailReason.CONNECT_FAILED, detail=_cause(error))
@@ -71,7 +79,7 @@ class ChatExchange:
         if isinstance(answer, StreamFailure):
             self.failure = answer
         elif answer.status_code != 200:
-            self.failure = _refusal(answer)
+            self.failure = self._refusal(answer)
         else:
             self._response = answer
         return self._response is not None
@@ -102,6 +110,19 @@ class ChatExchange:
             self._response.close()
         self._response = None
 
+    def _refusal(self, response: requests.Response) -> StreamFailure:
+        """What an error status says: with as much of its body as comes in good time."""
+        limit = call_at(time.monotonic() + _ERROR_BODY_S, self._abort.abort)
+        body = b""
+        try:
+            with response, contextlib.suppress(HTTPException, OSError):
+                reply = self._abort.reply
+                while reply is not None and len(body) < _MAX_ERROR_BODY_BYTES and (more := reply.read1(_READ_BYTES)):
+                    body += more
+        finally:
+            limit.cancel()
+        return describe_http_error(response.status_code, body)
+
     def _judge_end(self, response: requests.Response) -> StreamFailure | None:
         if self.decoder.partial:
             return disconnected("in the middle of a record")
@@ -112,15 +133,6 @@ class ChatExchange:
         return None
 
 
-def _refusal(response: requests.Response) -> StreamFailure:
-    with response:
-        try:
-            body = response.raw.read(_MAX_ERROR_BODY_BYTES, decode_content=True)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            return disconnected("in mid-stream", error)
-        return describe_http_error(response.status_code, body)
-
-
 def disconnected(where: str, error: Exception | None = None) -> StreamFailure:
     """The connection ended."""
     cause = f": {_cause(error)}" if error is not None else ""
@@ -128,11 +140,19 @@ def disconnected(where: str, error: Exception | None = None) -> StreamFailure:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost error's own words: the layers above only repeat addresses."""
-    reason: Any = error
-    while True:
-        inner = getattr(reason, "reason", None) or (reason.args[0] if reason.args else None)
-        if not isinstance(inner, BaseException):
-            break
-        reason = inner
-    return str(reason) or type(reason).__name__
+    """The innermost error in words: the layers above it only repeat addresses, and show their classes."""
+    while (inner := _within(error)) is not None:
+        error = inner
+    match error:
+        case urllib3.exceptions.NewConnectionError(conn=connection):
+            return str(error).removeprefix(f"{connection}: ")
+        case BadStatusLine() if not isinstance(error, RemoteDisconnected):
+            return f"the reply is not HTTP: it begins with {str(error)[:_SHOWN_CHARS]!r}"
+        case _:
+            return str(error) or type(error).__name__
+
+
+def _within(error: BaseException) -> BaseException | None:
+    """The error that this one wraps, as requests and urllib3 do it."""
+    wrapped = (getattr(error, "reason", None), *error.args)
+    return next((each for each in wrapped if isinstance(each, BaseException)), None)

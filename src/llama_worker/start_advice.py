@@ -18,6 +18,14 @@ OUT_OF_MEMORY = re.compile(
     r"|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit",
     re.IGNORECASE,
 )
+# What the system refuses, to the server or to us.
+_LACKS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile("can't start new thread|resource temporarily unavailable", re.IGNORECASE),
+        "no more threads can be started: raise `ulimit -u`, `ulimit -v` or the container's limit of pids",
+    ),
+    (re.compile("too many open files", re.IGNORECASE), "no more files can be opened: raise `ulimit -n`"),
+)
 # What the server's log says (b11434 and older builds), most telling first.
 _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
     (
@@ -54,10 +62,7 @@ _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile("CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error", re.IGNORECASE),
         "the GPU or its driver fails: look at nvidia-smi, or run without it (--gpu-layers 0)",
     ),
-    (
-        re.compile("can't start new thread|resource temporarily unavailable", re.IGNORECASE),
-        "no more threads can be started: raise `ulimit -u`, `ulimit -v` or the container's limit of pids",
-    ),
+    *_LACKS,
     (re.compile("permission denied", re.IGNORECASE), "the server may not read a file: make it readable (chmod u+r)"),
     (
         re.compile("couldn't bind|address already in use", re.IGNORECASE),
@@ -84,6 +89,8 @@ def advice(reason: StartFailReason, detail: str, returncode: int | None, log_tai
     match reason:
         case StartFailReason.EXITED:
             return _why_it_ended(detail, returncode, log_tail)
+        case StartFailReason.SPAWN_FAILED:
+            return _told_by(detail, _LACKS)
         case StartFailReason.STARTUP_TIMEOUT:
             listens = _LISTENS.findall("\n".join(log_tail))
             if not listens:
@@ -114,9 +121,13 @@ def not_executed(program: str, number: int, why: str) -> str:
 def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) -> str | None:
     """`returncode` is negative for a signal, None where it is not known."""
     log = "\n".join((*log_tail, detail))
-    for pattern, todo in _BY_LOG:
-        if pattern.search(log):
-            return todo
+    if todo := _told_by(log, _BY_LOG):
+        return todo
     if returncode is not None and -returncode in _BY_SIGNAL:
         return _BY_SIGNAL[-returncode]
     return None if log_tail else "it wrote nothing: check that server_cmd starts a llama-server, and run it by hand"
+
+
+def _told_by(text: str, table: Sequence[tuple[re.Pattern[str], str]]) -> str | None:
+    """What to do, by the first pattern that is found."""
+    return next((todo for pattern, todo in table if pattern.search(text)), None)

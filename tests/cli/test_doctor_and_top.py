@@ -126,6 +126,17 @@ def test_top_is_live_until_q(terminal: OpenTerminal, fleet: Path) -> None:
     assert max(map(len, screen.shown.splitlines())) <= COLUMNS
 
 
+def test_top_cuts_names_rather_than_reasons(
+    terminal: OpenTerminal, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(f'[workers.{"planner" * 5}]\nhost = "{HOST}"\nport = {free_port()}\nmodel = "m.gguf"\n')
+    screen = terminal("top", str(path), "--once", COLUMNS="40")
+    assert screen.wait() == 0
+    assert "refused" in screen.shown
+    assert max(map(len, screen.shown.splitlines())) <= 40
+
+
 def test_ctrl_c_ends_top(terminal: OpenTerminal, fleet: Path) -> None:
     screen = terminal("top", str(fleet))
     screen.expect("q or Ctrl-C ends")

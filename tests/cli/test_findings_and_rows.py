@@ -98,7 +98,7 @@ def test_gpus_must_be_used_and_seen(
         (15 * GIB, SERVER, None, [("memory", "note")]),
         (17 * GIB, SERVER, None, [("memory", "problem")]),
         (17 * GIB, ON_GPU, None, []),
-        (4 * GIB, SERVER, 5 * GIB, [("memory", "problem")]),
+        (4 * GIB, SERVER, 5 * GIB, [("address space", "problem")]),
     ],
 )
 def test_the_model_against_the_memory(

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.fake_script import Journal, Script, fake_server_cmd
+from tests.fake_script import Journal, Script, Startup, fake_server_cmd
 from tests.responses.conftest import HOST, WAIT_S, MakeClient
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -96,30 +96,50 @@ def test_with_a_server_of_its_own_that_ends_with_it(start: Start, tmp_path: Path
     assert not psutil.pid_exists(server)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_while_its_server_starts(start: Start, tmp_path: Path, number: int) -> None:
+    journal = Journal(tmp_path / "journal")
+    never = Script(startup=Startup(load_s=None))
+    words = fake_server_cmd(never, host=HOST, port=11111, slots=22222, journal=journal.path)
+    command = shlex.join(words).replace("11111", "{port}").replace("22222", "{slots}")
+    process = start("responses-proxy", "--server-cmd", command, "--port", "0")
+    server = journal.wait("launched")["pid"]
+    journal.wait("bound", timeout=WAIT_S)
+    assert end(process, number)[0] == 0
+    assert not psutil.pid_exists(server)
+
+
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "code", "said"),
     [
-        ([], "give --upstream (or LLAMA_CPP_URL), --model or --server-cmd"),
-        (["--upstream", "http://a", "--model", "b"], "give one of"),
-        (["--upstream", "ftp://a"], "upstream must be a URL"),
-        (["--upstream", "http://user:hush@a"], "must hold no user or password"),
-        (["--upstream", "http://a", "--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
-        (["--upstream", "http://a", "--max-concurrent", "0"], "max_concurrent must be 1 or more"),
-        (["--upstream", "http://a", "--host", "192.0.2.1"], "192.0.2.1"),
-        (["--model", "/no/such/file"], "there is no file /no/such/file"),
-        (["--model", "MODEL", "--server", "/no/such/server"], "--server: /no/such/server does not exist"),
-        (["--server-cmd", "no-such-server --port {port}"], "there is no program 'no-such-server' on the PATH"),
-        (["--upstream", "http://a", "--port", "TAKEN"], "what to do: give another --port"),
+        ([], 2, "give --upstream (or LLAMA_CPP_URL), --model or --server-cmd"),
+        (["--upstream", "http://a", "--model", "b"], 2, "give one of"),
+        (["--upstream", "ftp://a"], 2, "upstream must be a URL"),
+        (["--upstream", "http://user:hush@a"], 2, "must hold no user or password"),
+        (["--upstream", "http://a", "--api-key-env", "NO_SUCH_VARIABLE"], 2, "NO_SUCH_VARIABLE is not set"),
+        (["--upstream", "http://a", "--max-concurrent", "0"], 2, "--max-concurrent"),
+        (["--upstream", "http://a", "--port", "99999"], 2, "--port"),
+        (["--upstream", "https://a", "--ca-file", "/no/such/file"], 2, "--ca-file: /no/such/file holds no"),
+        (["--upstream", "https://a", "--ca-file", "MODEL"], 2, "holds no certificates"),
+        (["--server-cmd", "llama-server 'x"], 2, "--server-cmd: No closing quotation"),
+        (["--server-cmd", "llama-server --port 1"], 2, "make them agree"),
+        (["--upstream", "http://a", "--host", "192.0.2.1"], 1, "192.0.2.1"),
+        (["--model", "/no/such/file"], 1, "there is no file /no/such/file"),
+        (["--model", "MODEL", "--server", "/no/such/server"], 1, "--server: /no/such/server does not exist"),
+        (["--server-cmd", "no-such-server --port {port}"], 1, "there is no program 'no-such-server' on the PATH"),
+        (["--upstream", "http://a", "--port", "TAKEN"], 1, "what to do: give another --port"),
     ],
 )
-def test_what_cannot_work_is_said_and_ends_it(start: Start, tmp_path: Path, args: list[str], said: str) -> None:
+def test_what_cannot_work_is_said_and_ends_it(
+    start: Start, tmp_path: Path, args: list[str], code: int, said: str
+) -> None:
     model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF1234")
     with socket.create_server((HOST, 0)) as taken:
         known = {"MODEL": str(model), "TAKEN": str(taken.getsockname()[1])}
         process = start("responses-proxy", *(known.get(arg, arg) for arg in args))
         _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 1
+    assert process.returncode == code
     assert said in errors
     assert "hush" not in errors
     assert "Traceback" not in errors

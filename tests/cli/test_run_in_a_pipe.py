@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llama_worker.cli.app import run_app
 from tests.cli.conftest import COMMAND, WAIT_S, MakeProgram, Run, environment
 from tests.fake_script import (
     DoneMarker,
@@ -169,6 +170,18 @@ def test_a_port_that_is_taken(run: Run, program: MakeProgram, model: str) -> Non
     assert done.returncode == 1
     assert f"port_in_use: 127.0.0.1:{port} is taken by another process" in done.stderr
     assert "leave --port out" in done.stderr
+
+
+def test_a_machine_without_a_free_port(
+    program: MakeProgram, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("llama_worker.adapters.ports.can_listen", lambda address: False)
+    code = run_app(["run", model, "Hi", "--server", program().path, "--json"])
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert (code, told["outcome"], told["reason"]) == (1, "not_started", "no_port")
+    assert "no port from 20000 to 31999 is free on 127.0.0.1" in said.err
+    assert "what to do: give one with --port" in said.err
 
 
 def test_a_server_with_fewer_slots_is_told(run: Run, program: MakeProgram, model: str) -> None:

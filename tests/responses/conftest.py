@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,10 +78,7 @@ class Client:
 
     def create(self, *steps: Step, target: str = "/v1/responses", **body: Any) -> Reply:
         """A request for a response; `steps` are what the scripted server does for it."""
-        if steps:
-            body["fake_script"] = steps_json(*steps)
-        sent = json.dumps({"model": "m", "input": "Hi", **body}).encode()
-        return self.send("POST", target, sent, {"Content-Type": "application/json"})
+        return self.send("POST", target, _body(steps, body), {"Content-Type": "application/json"})
 
     def stream(self, *steps: Step, **body: Any) -> list[Event]:
         """The events of a stream, which are checked."""
@@ -91,11 +88,31 @@ class Client:
         check_events(events)
         return events
 
+    @contextlib.contextmanager
+    def begun(
+        self, *steps: Step, until: bytes, target: str = "/v1/responses", **body: Any
+    ) -> Iterator[tuple[bytes, http.client.HTTPResponse]]:
+        """A stream that has come as far as `until`: what came so far, and the reply that goes on; closed at the end."""
+        with contextlib.closing(self.connection()) as connection:
+            connection.request("POST", target, _body(steps, {"stream": True, **body}))
+            with connection.getresponse() as response:
+                data = b""
+                while until not in data:
+                    piece = response.read1()
+                    assert piece, data
+                    data += piece
+                yield data, response
+
     def last_chat(self) -> Json:
         """The body of the last chat completion that the server got."""
         chats = [fact for fact in self.journal.facts("request") if fact["path"] == "/v1/chat/completions"]
         body: Json = chats[-1]["body"]
         return body
+
+
+def _body(steps: Sequence[Step], body: Json) -> bytes:
+    script = {"fake_script": steps_json(*steps)} if steps else {}
+    return json.dumps({"model": "m", "input": "Hi", **body, **script}).encode()
 
 
 class MakeClient(Protocol):
@@ -219,15 +236,6 @@ def request_bytes(target: str, body: dict[str, Any] | None = None, *, port: int)
 def dial(client: Client) -> socket.socket:
     """A connection to the proxy, to be closed."""
     return socket.create_connection((HOST, client.proxy.port), timeout=WAIT_S)
-
-
-def eventually(check: Callable[[], Any], what: str) -> Any:
-    """The first true value."""
-    end_at = time.monotonic() + WAIT_S
-    while not (value := check()):
-        assert time.monotonic() < end_at, what
-        time.sleep(0.01)
-    return value
 
 
 @pytest.fixture(scope="session")

@@ -5,23 +5,20 @@ from __future__ import annotations
 import gzip
 import http.client
 import http.server
-import shutil
 import ssl
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import CERTIFICATE
 from tests.fake_script import (
     DoneMarker,
     Finish,
     Gate,
     Headers,
-    Reply,
     Role,
-    Script,
     Text,
     Usage,
     plain_reply,
@@ -177,39 +174,22 @@ def test_a_reply_that_breaks_off_is_seen_to(through: Through) -> None:
         client.send("GET", "/any")
 
 
-def test_a_stream_passes_through_as_it_comes(make_client: MakeClient, tmp_path: Path) -> None:
+def test_a_stream_passes_through_as_it_comes(fake: Client, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     steps = [Headers(), Role(), Text("first"), Gate(gate), Text("second"), Finish(), Usage(), DoneMarker()]
-    fake = make_client(Script(replies=[Reply(steps)]))
-    connection = fake.connection()
-    try:
-        connection.request("POST", "/v1/chat/completions", b'{"messages": [], "stream": true}')
-        response = connection.getresponse()
-        data = b""
-        while b"first" not in data:
-            data += response.read1()
+    with fake.begun(*steps, until=b"first", target="/v1/chat/completions", messages=[]) as (data, response):
         gate.touch()
         data += response.read()
-    finally:
-        connection.close()
     assert b"second" in data
     assert data.endswith(b"data: [DONE]\n\n")
 
 
-def test_deltas_reach_the_client_as_they_come(make_client: MakeClient, tmp_path: Path) -> None:
+def test_deltas_reach_the_client_as_they_come(fake: Client, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    fake = make_client(Script(replies=[Reply(plain_reply(Text("first"), Gate(gate), Text("second")))]))
-    connection = fake.connection()
-    try:
-        connection.request("POST", "/v1/responses", b'{"input": "Hi", "stream": true}')
-        response = connection.getresponse()
-        data = b""
-        while b'"delta":"first"' not in data:
-            data += response.read1()
+    steps = plain_reply(Text("first"), Gate(gate), Text("second"))
+    with fake.begun(*steps, until=b'"delta":"first"') as (data, response):
         gate.touch()
         check_events(read_sse(data + response.read()))
-    finally:
-        connection.close()
 
 
 # ---------------------------------------------------------------- whom it talks to
@@ -239,20 +219,16 @@ def test_a_base_path_comes_first(through: Through) -> None:
     assert [request.split()[1] for request in upstream.requests] == [b"/llm/v1/models", b"/llm/v1/chat/completions"]
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
-def test_an_https_upstream_is_verified(make_client: MakeClient, tmp_path: Path) -> None:
-    cert, key = str(tmp_path / "cert"), str(tmp_path / "key")
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    subprocess.run([*make.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
+def test_an_https_upstream_is_verified(make_client: MakeClient) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
+    context.load_cert_chain(CERTIFICATE)
     server = http.server.HTTPServer((HOST, 0), Hello)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         upstream = f"https://localhost:{server.server_port}"
-        trusting = make_client(upstream=upstream, ca_file=cert)
+        trusting = make_client(upstream=upstream, ca_file=str(CERTIFICATE))
         assert trusting.send("GET", "/any").data == b"hello"
         assert make_client(upstream=upstream).send("GET", "/any").status == 502
     finally:

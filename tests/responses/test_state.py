@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from pathlib import Path
@@ -23,7 +22,6 @@ from tests.fake_script import (
     Usage,
     WaitClose,
     plain_reply,
-    steps_json,
 )
 from tests.responses.conftest import Client, MakeClient, Reply
 from tests.responses.oracle import check_response
@@ -109,17 +107,9 @@ def test_a_client_goes_on_from_what_it_broke_off(fake: Client) -> None:
     """However soon: the proxy may not have noticed yet."""
     said = [Headers(), Role(), Text("Once "), Text("upon "), WaitClose()]
     for _ in range(20):
-        connection = fake.connection()
-        body = {"input": "Hi", "stream": True, "fake_script": steps_json(*said)}
-        connection.request("POST", "/v1/responses", json.dumps(body).encode())
-        response = connection.getresponse()
-        data = b""
-        while b"upon" not in data:
-            data += response.read1()
-        found = re.search(rb'"id":"(msg_[^"]+)"', data)
+        with fake.begun(*said, until=b"upon") as (data, _response):
+            found = re.search(rb'"id":"(msg_[^"]+)"', data)
         assert found is not None
-        response.close()
-        connection.close()
         reference = {"type": "item_reference", "id": found[1].decode()}
         reply = fake.create(input=[reference, {"role": "user", "content": "Go on."}])
         assert reply.status == 200, reply.data
@@ -129,14 +119,7 @@ def test_a_client_goes_on_from_what_it_broke_off(fake: Client) -> None:
 def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     said = [Headers(), Role(), Text("Once"), Gate(gate), Finish(), Usage(), DoneMarker()]
-    connection = fake.connection()
-    try:
-        body = {"input": "Hi", "stream": True, "fake_script": steps_json(*said)}
-        connection.request("POST", "/v1/responses", json.dumps(body).encode())
-        response = connection.getresponse()
-        data = b""
-        while b"Once" not in data:
-            data += response.read1()
+    with fake.begun(*said, until=b"Once") as (data, response):
         found = re.search(rb'"id":"(resp_[^"]+)"', data)
         assert found is not None
         replies: list[Reply] = []
@@ -146,5 +129,3 @@ def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) 
         thread.join()
         assert replies[0].status == 200, replies[0].data
         assert b"response.completed" in response.read()
-    finally:
-        connection.close()

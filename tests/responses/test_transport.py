@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from llama_worker.responses_proxy import ResponsesProxy, ResponsesProxyConfig
+from tests.actors.conftest import eventually
 from tests.conftest import Leftovers
 from tests.fake_script import (
     Gate,
@@ -26,7 +27,7 @@ from tests.fake_script import (
     plain_reply,
     steps_json,
 )
-from tests.responses.conftest import WAIT_S, Client, MakeClient, dial, eventually, request_bytes
+from tests.responses.conftest import WAIT_S, Client, MakeClient, dial, request_bytes
 from tests.responses.oracle import check_events, read_sse
 
 MIB = 1024 * 1024

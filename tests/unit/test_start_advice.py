@@ -53,6 +53,13 @@ def test_a_host_that_ran_out_of_threads() -> None:
     assert "`ulimit -u`" in str(error).splitlines()[0]
 
 
+@pytest.mark.parametrize(
+    ("why", "told"), [("[Errno 24] Too many open files", "`ulimit -n`"), ("can't start new thread", "`ulimit -u`")]
+)
+def test_a_host_that_could_not_even_begin(why: str, told: str) -> None:
+    assert told in str(WorkerStartError("spawn_failed", f"no process could be started: {why}"))
+
+
 def test_a_server_that_listens_elsewhere() -> None:
     error = WorkerStartError("startup_timeout", "not ready", None, ["I srv main: listening on http://127.0.0.1:8081"])
     assert "it listens on http://127.0.0.1:8081: pass it the worker's host and port" in str(error).splitlines()[0]

@@ -35,7 +35,7 @@ def for_start(error: WorkerStartError) -> str:
         case StartFailReason.PORT_IN_USE:
             return "leave --port out, and a free one is found; or end the program that listens there (ss -ltnp)"
         case StartFailReason.SPAWN_FAILED:
-            return "give --server the path of a llama-server that can be executed here"
+            return "give --server (or --server-cmd) the path of a llama-server that can be executed here"
         case StartFailReason.STARTUP_TIMEOUT:
             return f"it hangs, or the disk is slower than the limit allows; {_SLOWER}"
         case StartFailReason.STOPPED:

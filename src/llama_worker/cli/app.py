@@ -12,11 +12,10 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from llama_worker import ConfigError, LlamaWorkerError
+from llama_worker import ConfigError, LlamaWorkerError, free_port
 from llama_worker.cli import exits, run_options, run_report, screen
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.models import find_model
-from llama_worker.cli.ports import free_port
 from llama_worker.cli.run_options import ServerOptions, Timeouts
 from llama_worker.cli.servers import find_server
 
@@ -40,7 +39,11 @@ def run_app(arguments: Sequence[str]) -> int:
     try:
         app(list(arguments), prog_name="llama-worker")
     except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer and rich end so where they write
+            return _ended_by(ended.__context__)
         return ended.code if isinstance(ended.code, int) else exits.FAILED
+    except OSError as error:  # of the help
+        return _ended_by(error)
     return exits.DONE
 
 
@@ -65,13 +68,19 @@ def _exit_code(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return exits.CANCELED
     except OSError as error:
-        if error.errno in (errno.EPIPE, errno.EIO):  # closed; the terminal hung up
-            screen.give_up_output()
-            return exits.OUTPUT_CLOSED
-        print(f"llama-worker: {error}", file=sys.stderr)
+        return _ended_by(error)
     except (Problem, LlamaWorkerError, TypeError, ValueError) as problem:
         print(f"llama-worker: {problem}", file=sys.stderr)
     return exits.FAILED
+
+
+def _ended_by(error: OSError) -> int:
+    """The exit code, and a line for a person, unless it is only that nobody reads any more."""
+    closed = error.errno in (errno.EPIPE, errno.EIO)  # EIO: the terminal hung up
+    if not closed:
+        print(f"llama-worker: {error}", file=sys.stderr)
+    screen.give_up_output()
+    return exits.OUTPUT_CLOSED if closed else exits.FAILED
 
 
 ServerOption = Annotated[
@@ -129,7 +138,7 @@ def run_command(
         options = ServerOptions(
             model=find_model(model).path,
             executable=find_server(server).path,
-            port=port or free_port(),
+            port=port or _free_port(),
             slots=slots,
             ctx_size=ctx_size,
             gpu_layers=gpu_layers,
@@ -196,7 +205,7 @@ def top_command(
 def responses_proxy_command(
     upstream: Annotated[str | None, typer.Option(metavar="URL", help="The llama-server; also LLAMA_CPP_URL.")] = None,
     host: Annotated[str, typer.Option(envvar="PROXY_HOST")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(envvar="PROXY_PORT")] = 9998,
+    port: Annotated[int, typer.Option(envvar="PROXY_PORT", min=0, max=65535, help="0: one that is free.")] = 9998,
     api_key_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="The variable that holds the upstream's API key.")
     ] = None,
@@ -204,11 +213,11 @@ def responses_proxy_command(
         str | None, typer.Option(metavar="FILE", help="Whom to trust for an https upstream [public authorities].")
     ] = None,
     max_concurrent: Annotated[
-        int | None, typer.Option(metavar="N", help="Refuse (429) more than N responses at once.")
+        int | None, typer.Option(min=1, metavar="N", help="Refuse (429) more than N responses at once.")
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="FILE", help="Start a llama-server with this GGUF file.")] = None,
     server: ServerOption = None,
-    slots: Annotated[int, typer.Option(help="Of the server that is started.")] = 1,
+    slots: Annotated[int, typer.Option(min=1, metavar="N", help="Of the server that is started.")] = 1,
     server_cmd: Annotated[
         str | None,
         typer.Option(metavar="CMD", help="Start this llama-server; {host}, {port} and {slots} are filled in."),
@@ -235,6 +244,13 @@ def responses_proxy_command(
             server_cmd=server_cmd,
         )
     )
+
+
+def _free_port() -> int:
+    try:
+        return free_port()
+    except OSError as error:
+        raise Problem("no_port", str(error), "give one with --port") from error
 
 
 def _prompt(given: str | None) -> str:

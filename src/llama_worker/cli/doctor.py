@@ -15,7 +15,6 @@ from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.models import Model, find_model
-from llama_worker.cli.ports import free_port
 from llama_worker.cli.run_options import ServerOptions, worker_config
 from llama_worker.cli.screen import Screen, console_for, is_styled
 from llama_worker.cli.servers import find_server
@@ -46,8 +45,8 @@ def _examine(model_named: str | None, server_named: str | None, interrupts: Inte
         model = _model(model_named, findings)
     if model is not None:
         findings += doctor_findings.of_model(model, machine, server)
-        if server is not None and server.version is not None:
-            trial = _trial(model, server, interrupts, findings)
+        if server is not None and server.version is not None and machine.free_port is not None:
+            trial = _trial(model, server, machine.free_port, interrupts, findings)
     findings += doctor_findings.of_machine(machine, trial)
     is_well = all(finding.level != "problem" for finding in findings)
     if as_json:
@@ -77,16 +76,15 @@ def _model(named: str, findings: list[Finding]) -> Model | None:
         return None
 
 
-def _trial(model: Model, server: ServerFacts, interrupts: Interrupts, findings: list[Finding]) -> Trial | None:
+def _trial(
+    model: Model, server: ServerFacts, port: int, interrupts: Interrupts, findings: list[Finding]
+) -> Trial | None:
     screen = Screen()
     try:
-        config = worker_config(ServerOptions(model=model.path, executable=server.path, port=free_port()))
+        config = worker_config(ServerOptions(model=model.path, executable=server.path, port=port))
         trial = doctor_facts.try_out(config, screen, interrupts)
     except WorkerStartError as error:
         findings.append(doctor_findings.of_problem("start", run_report.start_problem(error)))
-        return None
-    except Problem as problem:
-        findings.append(doctor_findings.of_problem("start", problem))
         return None
     finally:
         screen.activity_over()

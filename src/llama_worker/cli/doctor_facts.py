@@ -17,11 +17,9 @@ from typing import Any
 import psutil
 import requests
 
-from llama_worker import LlamaWorker, WorkerConfig
+from llama_worker import LlamaWorker, WorkerConfig, free_port
 from llama_worker.adapters.probes import NvidiaProbe
-from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.ports import free_port
 from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import FoundServer
 from llama_worker.cli.starting import make_ready
@@ -92,7 +90,7 @@ def look_at_machine() -> MachineFacts:
     """Reads limits and /proc, and runs nvidia-smi."""
     try:
         port = free_port()
-    except Problem:
+    except OSError:
         port = None
     me = os.getpid()
     return MachineFacts(
@@ -203,7 +201,13 @@ def _available_bytes() -> int:
     """Of the machine, and of the container where that has less."""
     machine = psutil.virtual_memory().available
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    return machine if limit is None or used is None else max(0, min(machine, limit - used))
+    return machine if limit is None or used is None else max(0, min(machine, limit - used + _page_cache_bytes()))
+
+
+def _page_cache_bytes() -> int:
+    """What the container's use holds of files, a model that was read before among them: the kernel gives it up."""
+    told = (line.split() for line in (_read(_CGROUP / "memory.stat") or "").splitlines())
+    return sum(int(words[1]) for words in told if words[0] in ("active_file", "inactive_file"))
 
 
 def _threads_left() -> int | None:

@@ -87,9 +87,8 @@ def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) ->
     compared = f"{size(available)} available, the model's file has {size(model.size_bytes)}"
     smaller = "a smaller quantisation or a smaller model; or end other programs"
     if machine.address_space_bytes is not None and machine.address_space_bytes < 2 * model.size_bytes + _THREADS_BYTES:
-        yield Finding(
-            "problem", "memory", f"a process may have {size(machine.address_space_bytes)} only", "raise `ulimit -v`"
-        )
+        text = f"a process may use {size(machine.address_space_bytes)} only"
+        yield Finding("problem", "address space", text, "raise `ulimit -v`")
     if model.size_bytes > available:
         yield Finding("problem", "memory", compared, smaller)
     elif model.size_bytes * (1 + _CONTEXT_SHARE) > available:

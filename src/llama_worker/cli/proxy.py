@@ -7,23 +7,25 @@ import logging
 import os
 import shlex
 import signal
+import ssl
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from llama_worker import LlamaWorker, WorkerConfig, WorkerStartError, llama_server_cmd
+from llama_worker import ConfigError, LlamaWorker, WorkerConfig, WorkerStartError, free_port, llama_server_cmd
 from llama_worker.cli import exits, run_report
-from llama_worker.cli.exits import Problem
+from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.models import find_model
-from llama_worker.cli.ports import free_port
 from llama_worker.cli.servers import find_server
+from llama_worker.cli.starting import Stopped
 
 if TYPE_CHECKING:  # it needs the extra `responses`
     from llama_worker.responses_proxy import ResponsesProxy
 
 _LOCALHOST = "127.0.0.1"
+_TICK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +47,23 @@ class ProxyOptions:
 def serve(options: ProxyOptions) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. For the main thread."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    ended = _ended_by_signal()
+    try:
+        _serve(options, _ended_by_signal())
+    except Stopped:
+        pass
+    except ConfigError as error:  # every value is an option's
+        raise UsageProblem(str(error)) from error
+    return exits.DONE
+
+
+def _serve(options: ProxyOptions, ended: threading.Event) -> None:
     try:
         from llama_worker.responses_proxy import ResponsesProxy, ResponsesProxyConfig
     except ModuleNotFoundError as error:
         raise Problem("no_extra", f"{error.name} is missing", "pip install 'llama-worker[responses]'") from error
     api_key = _api_key(options.api_key_env)
-    with _upstream(options, api_key) as upstream:
+    _check_ca_file(options.ca_file)
+    with _upstream(options, api_key, ended) as upstream:
         config = ResponsesProxyConfig(
             upstream=upstream,
             host=options.host,
@@ -67,7 +79,6 @@ def serve(options: ProxyOptions) -> int:
             ended.wait()
         finally:
             proxy.close()
-    return exits.DONE
 
 
 def _listen(proxy: ResponsesProxy, where: str) -> None:
@@ -79,21 +90,28 @@ def _listen(proxy: ResponsesProxy, where: str) -> None:
 
 
 @contextlib.contextmanager
-def _upstream(options: ProxyOptions, api_key: str | None) -> Iterator[str]:
-    """The URL of the server that is there, or of one that is started and, at the end, stopped."""
+def _upstream(options: ProxyOptions, api_key: str | None, ended: threading.Event) -> Iterator[str]:
+    """The URL of the server that is there, or of one that is started and, at the end, stopped.
+
+    Raises Stopped where a signal comes before it is ready.
+    """
     starts = [given for given in (options.model, options.server_cmd) if given]
     if len(starts) + bool(options.upstream) > 1:
-        raise ValueError("give one of --upstream, --model and --server-cmd")
+        raise UsageProblem("give one of --upstream, --model and --server-cmd")
     if not starts:
         url = options.upstream or os.environ.get("LLAMA_CPP_URL")
         if not url:
-            raise ValueError("give --upstream (or LLAMA_CPP_URL), --model or --server-cmd")
+            raise UsageProblem("give --upstream (or LLAMA_CPP_URL), --model or --server-cmd")
         yield url
         return
     config = _worker_config(options, api_key)
     with contextlib.closing(LlamaWorker(config)) as worker:
+        starting = worker.start()
+        while not starting.done():
+            if ended.wait(_TICK_S):
+                raise Stopped
         try:
-            worker.start().get()
+            starting.get()
         except WorkerStartError as error:
             raise run_report.start_problem(error) from error
         yield f"http://{config.host}:{config.port}"
@@ -106,7 +124,10 @@ def _worker_config(options: ProxyOptions, api_key: str | None) -> WorkerConfig:
         command = llama_server_cmd(model.path, host=_LOCALHOST, port=port, slots=slots, executable=server.path)
     else:
         fill = {"{host}": _LOCALHOST, "{port}": str(port), "{slots}": str(slots)}
-        words = shlex.split(options.server_cmd or "")
+        try:
+            words = shlex.split(options.server_cmd or "")
+        except ValueError as error:
+            raise UsageProblem(f"--server-cmd: {error}") from error
         for name, value in fill.items():
             words = [word.replace(name, value) for word in words]
         command = tuple(words)
@@ -119,8 +140,18 @@ def _api_key(variable: str | None) -> str | None:
         return None
     key = os.environ.get(variable)
     if not key:
-        raise ValueError(f"--api-key-env: the variable {variable} is not set")
+        raise UsageProblem(f"--api-key-env: the variable {variable} is not set")
     return key
+
+
+def _check_ca_file(path: str | None) -> None:
+    """Else clients would be told, one by one."""
+    if path is None:
+        return
+    try:
+        ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise UsageProblem(f"--ca-file: {path} holds no certificates (PEM): {error.strerror or error}") from error
 
 
 def _ended_by_signal() -> threading.Event:

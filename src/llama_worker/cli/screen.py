@@ -29,7 +29,7 @@ class Screen:
         self._styled = is_styled(self._console)
         self._bar: _Bar | None = None
         self._began_at = 0.0
-        self._label: str | None = None
+        self._said: tuple[str, bool] | None = None  # the activity's kind, and whether its tokens were counted
         self._said_at = 0.0
         self._in_reasoning = False
 
@@ -42,17 +42,17 @@ class Screen:
             self._bar.show(activity)
             return
         now = time.monotonic()
-        kind = activity.label.partition(":")[0]
-        if self._label is None:
+        told = activity.label.partition(":")[0], activity.total is not None
+        if self._said is None:
             self._began_at = now
-        elif kind == self._label and now - self._said_at < _SAID_EVERY_S:
+        elif told == self._said and now - self._said_at < _SAID_EVERY_S:
             return
-        self._label, self._said_at = kind, now
+        self._said, self._said_at = told, now
         self._write_err(activity.line(now - self._began_at) + "\n")
 
     def activity_over(self) -> None:
         """Nothing is waited for any more."""
-        self._label = None
+        self._said = None
         if self._bar is not None:
             self._bar.end()
             self._bar = None

@@ -38,7 +38,7 @@ def watch(source: Source, *, once: bool, interval_s: float) -> int:
         if not console.is_terminal or console.is_dumb_terminal:
             print(plain_table(rows))
         elif once:
-            console.print(_table(rows))
+            console.print(_table(rows, console.width))
         else:
             _live(source, rows, console, interval_s)
     return exits.DONE if interrupts.ended_by is None else interrupts.exit_code
@@ -48,7 +48,7 @@ def _live(source: Source, rows: Sequence[Row], console: Console, interval_s: flo
     problem: Problem | None = None
     with _single_keys(), Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
         while True:
-            live.update(_table(rows, problem), refresh=True)
+            live.update(_table(rows, console.width, problem), refresh=True)
             if _quits(interval_s):
                 return
             try:
@@ -84,7 +84,7 @@ def _single_keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _table(rows: Sequence[Row], problem: Problem | None = None) -> Table:
+def _table(rows: Sequence[Row], width: int, problem: Problem | None = None) -> Table:
     caption = f"{harmless(problem.what)} (old numbers)" if problem is not None else "q or Ctrl-C ends"
     table = Table(box=None, padding=(0, 1, 0, 0), caption=Text(caption), caption_justify="left")
     cells = [row.cells() for row in rows]
@@ -95,7 +95,7 @@ def _table(rows: Sequence[Row], problem: Problem | None = None) -> Table:
             heading,
             justify="left" if is_text else "right",
             no_wrap=heading != "last reason",
-            max_width=20 if heading == "worker" else None,  # a long name is cut, so that all columns fit in 80
+            max_width=width // 4 if heading == "worker" else None,  # a long name is cut, so that all columns fit
             overflow="fold" if heading == "last reason" else "ellipsis",
         )
     for row, texts in zip(rows, cells, strict=True):

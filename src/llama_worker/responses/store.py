@@ -32,7 +32,7 @@ class ResponseStore:
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()  # the least recently used first
-        self._items: dict[str, tuple[str, Item]] = {}  # by item id: whose it is, and the item
+        self._items: dict[str, dict[str, Item]] = {}  # by item id, and by the response that has it: it may come again
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class ResponseStore:
         self._bytes += size
         for item in _items(stored):
             if isinstance(item.get("id"), str):
-                self._items[item["id"]] = (stored.id, item)
+                self._items.setdefault(item["id"], {})[stored.id] = item
         while len(self._stored) > self._max_count or self._bytes > self._max_bytes:
             self.delete(next(iter(self._stored)))
 
@@ -74,9 +74,11 @@ class ResponseStore:
         stored, size = found
         self._bytes -= size
         for item in _items(stored):
-            owner = self._items.get(str(item.get("id")))
-            if owner is not None and owner[0] == response_id:
-                del self._items[str(item["id"])]
+            item_id = str(item.get("id"))
+            owners = self._items.get(item_id, {})
+            owners.pop(response_id, None)
+            if not owners:
+                self._items.pop(item_id, None)
         return True
 
     def recall(self, wanted: References) -> Recalled:
@@ -88,7 +90,7 @@ class ResponseStore:
         items = {}
         for item_id in wanted.item_ids:
             if item_id in self._items:
-                owner, items[item_id] = self._items[item_id]
+                owner, items[item_id] = next(reversed(self._items[item_id].items()))
                 self.get(owner)
         return Recalled(history=history, items=items)
 
