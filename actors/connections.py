@@ -27,6 +27,7 @@ import urllib3.connectionpool
 import urllib3.exceptions
 
 _BUFFER_BYTES = 65536
+_MAX_WAIT_S = 2e6  # 23 days: poll counts milliseconds in a C int
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 s
 
 
@@ -149,7 +150,7 @@ class _TlsPool(urllib3.connectionpool.HTTPSConnectionPool):
 
 def _connect(connection: urllib3.connection.HTTPConnection, abort: Abort) -> socket.socket:
     """A connected socket, which `abort` knows from the moment at which it begins to connect."""
-    timeout = connection.timeout
+    timeout = min(connection.timeout, _MAX_WAIT_S) if isinstance(connection.timeout, (int, float)) else None
     error: OSError | None = None
     try:
         addresses = socket.getaddrinfo(connection.host, connection.port, type=socket.SOCK_STREAM)
@@ -162,7 +163,7 @@ def _connect(connection: urllib3.connection.HTTPConnection, abort: Abort) -> soc
             made.setblocking(False)
             begun = made.connect_ex(address)
             abort.attach(made)  # not earlier: to shut down a socket that does not connect yet is without effect
-            _wait_connected(made, begun, timeout if isinstance(timeout, (int, float)) else None)
+            _wait_connected(made, begun, timeout)
         except TimeoutError as late:
             abort.detach()
             made.close()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
 
+from llama_worker.actors.log_ring import LogRing
 from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.refs import Household, Ref
 from llama_worker.actors.request import RequestActor
-from llama_worker.actors.server_process import LogRing
 from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
@@ -34,11 +34,20 @@ class Crew:
         self._config = config
         self._log = log
         self._unix_offset = unix_offset
-        self.process: Ref[ProcessMessage] = self._start_process()
-        self.transport: Ref[TransportMessage] = self._start_transport()
-        self.tools: Ref[ToolMessage] = self._start_tools()
-        self.watchdog: Ref[WatchdogMessage] = self._start_watchdog()
-        self.requests: list[Ref[RequestMessage]] = [self._start_request(slot) for slot in range(config.slots)]
+        self.requests: list[Ref[RequestMessage]] = []
+        with contextlib.ExitStack() as undo:  # the system may have no thread left for the next one
+            undo.callback(self._stop_requests)
+            self.process: Ref[ProcessMessage] = self._start_process()
+            undo.callback(self.process.stop)
+            self.transport: Ref[TransportMessage] = self._start_transport()
+            undo.callback(self.transport.stop)
+            self.tools: Ref[ToolMessage] = self._start_tools()
+            undo.callback(self.tools.stop)
+            self.watchdog: Ref[WatchdogMessage] = self._start_watchdog()
+            undo.callback(self.watchdog.stop)
+            for slot in range(config.slots):
+                self.requests.append(self._start_request(slot))
+            undo.pop_all()
 
     def replace(self, role: str, slot: int | None) -> None:
         """Start a new actor in the place of one that died."""
@@ -58,9 +67,13 @@ class Crew:
 
     def stop(self) -> None:
         """Let every actor end; each releases what it owns."""
-        refs: list[Ref[Any]] = [*self.requests, self.watchdog, self.tools, self.transport, self.process]
-        for ref in refs:
+        self._stop_requests()
+        for ref in (self.watchdog, self.tools, self.transport, self.process):
             ref.stop()
+
+    def _stop_requests(self) -> None:
+        for request in self.requests:
+            request.stop()
 
     def _start_process(self) -> Ref[ProcessMessage]:
         return Ref(ProcessActor.start(self._parent, self._household, self._config, self._log))

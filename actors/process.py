@@ -5,13 +5,13 @@ Receives Launch, Terminate. Sends the WorkerActor Launched, LaunchFailed, Died, 
 
 from __future__ import annotations
 
-import os
 import time
 from typing import assert_never
 
 from llama_worker import process_state
+from llama_worker.actors.log_ring import LogRing
 from llama_worker.actors.refs import HouseActor, Household
-from llama_worker.actors.server_process import LogRing, ServerNews, ServerProcess, server_environment
+from llama_worker.actors.server_process import ServerNews, ServerProcess, host_environment, server_environment
 from llama_worker.actors.timers import Alarm, call_at
 from llama_worker.adapters.probes import process_evidence
 from llama_worker.config import WorkerConfig
@@ -105,12 +105,13 @@ class ProcessActor(HouseActor[ProcessMessage]):
                 worker.tell(_ended(news))
             household.leave()
 
+        environment = server_environment(host_environment(), self._config.env)
         household.enter()  # until its last word: nobody is gone while a process is left
         try:
             return ServerProcess(
                 epoch=epoch,
                 command=tuple(self._config.server_cmd),
-                environment=server_environment(os.environ, self._config.env),
+                environment=environment,
                 address=(self._config.host, self._config.port),
                 log=self._log,
                 tell=tell,

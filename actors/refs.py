@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import pykka
 
+from llama_worker.errors import described_error
 from llama_worker.messages import ActorDied, Mailbox, WorkerMessage
 
 M = TypeVar("M")
@@ -122,7 +123,7 @@ class HouseActor(pykka.ThreadingActor, Generic[M]):
 
     def on_failure(self, exception_type: Any, exception_value: BaseException | None, traceback: Any) -> None:
         """Pykka's hook for an exception in `handle`."""
-        detail = f"{type(exception_value).__name__}: {exception_value}"
+        detail = described_error(exception_value)
         try:
             self._release_once(detail)
         finally:

@@ -63,8 +63,8 @@ class ToolLoopActor(HouseActor[ToolMessage]):
         self._config = config
         self._unix_offset = unix_offset
         self._running: dict[BatchId, _Running] = {}
-        self._threads: set[BatchId] = set()
-        self._stuck_count = 0
+        self._stuck: set[BatchId] = set()  # batches whose thread runs on although nobody waits for it
+        self._told_stuck_count = 0
 
     def handle(self, message: ToolMessage) -> None:
         """See the messages' own docstrings."""
@@ -73,14 +73,15 @@ class ToolLoopActor(HouseActor[ToolMessage]):
             case RunTools():
                 self._run(message, now)
             case DropTools(batch_id=batch_id):
-                self._forget(batch_id)
+                self._abandon(batch_id)
             case CallReturned(batch_id=batch_id):
                 self._returned(message)
             case ToolThreadEnded(batch_id=batch_id):
-                self._threads.discard(batch_id)
+                self._stuck.discard(batch_id)
             case Tick():
                 for batch_id, running in list(self._running.items()):
                     if now >= running.batch.deadline:
+                        self._stuck.add(batch_id)
                         self._fail(batch_id, running.batch.timeout_text(), now)
             case _:
                 assert_never(message)
@@ -102,7 +103,6 @@ class ToolLoopActor(HouseActor[ToolMessage]):
         me = self.me()
         running = _Running(batch, order.reply_to, threading.Event(), Alarm(lambda: me.tell(Tick())))
         self._running[order.batch_id] = running
-        self._threads.add(order.batch_id)
         running.alarm.set(batch.deadline)
         threading.Thread(
             target=_run_calls,
@@ -132,6 +132,11 @@ class ToolLoopActor(HouseActor[ToolMessage]):
         self._forget(batch_id)
         running.reply_to.tell(ToolsFailed(batch_id=batch_id, detail=detail, trace=trace))
 
+    def _abandon(self, batch_id: BatchId) -> None:
+        if batch_id in self._running:
+            self._stuck.add(batch_id)
+            self._forget(batch_id)
+
     def _forget(self, batch_id: BatchId) -> None:
         running = self._running.pop(batch_id, None)
         if running is not None:
@@ -139,9 +144,9 @@ class ToolLoopActor(HouseActor[ToolMessage]):
             running.alarm.set(None)
 
     def _report_stuck(self) -> None:
-        count = len(self._threads - self._running.keys())
-        if count != self._stuck_count:
-            self._stuck_count = count
+        count = len(self._stuck)
+        if count != self._told_stuck_count:
+            self._told_stuck_count = count
             self._worker.tell(ToolThreadsStuck(count=count))
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import os
-import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +15,12 @@ import psutil
 import pykka
 import pytest
 
+from tests.ports import held_ports
 from tools.found import find_model, find_server
 
 # One per host process, for as long as it lives.
 PROCESS_WIDE_THREADS = {"llama_worker-timers", "llama_worker-callbacks"}
-FIRST_PORT, LAST_PORT = 20000, 31999  # below those that the kernel hands out by itself
+CERTIFICATE = Path(__file__).with_name("certificate.pem")  # for localhost, with its key; it says how it was made
 _SETTLE_S = 3.0
 
 hypothesis.settings.register_profile("busy machine", deadline=None)  # an example that takes long shows nothing there
@@ -83,6 +81,13 @@ def _descriptors() -> set[tuple[str, str]]:
     return found
 
 
+class Speechless(Exception):
+    """Cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     before = Leftovers()
@@ -100,42 +105,8 @@ def leftovers() -> Leftovers:
 @pytest.fixture
 def free_port() -> Iterator[Callable[[], int]]:
     """A factory of ports that no other test on this machine uses while this one runs."""
-    held: list[int] = []
-    folder = Path(tempfile.gettempdir()) / "llama_worker-test-ports"
-    folder.mkdir(exist_ok=True)
-    # Every process starts somewhere else, so that parallel runs seldom meet.
-    following = iter(
-        FIRST_PORT + (os.getpid() * 97 + int(time.monotonic() * 1000) + step) % (LAST_PORT - FIRST_PORT)
-        for step in range(LAST_PORT - FIRST_PORT)
-    )
-
-    def take() -> int:
-        for port in following:
-            lock = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(lock)
-                continue
-            if _is_free(port):
-                held.append(lock)
-                return port
-            os.close(lock)
-        raise RuntimeError("no free port")
-
-    yield take
-    for lock in held:
-        os.close(lock)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+    with held_ports() as take:
+        yield take
 
 
 @pytest.fixture(scope="session")

@@ -70,8 +70,10 @@ def checked_str(name: str, value: object, *, empty: bool = True, nul: bool = Tru
         raise ConfigError(f"{name} must not be empty")
     if not nul and "\0" in value:
         raise ConfigError(f"{name} must not contain a NUL character: {told}")
-    if any("\ud800" <= char <= "\udfff" for char in value):
-        raise ConfigError(f"{name} must be valid Unicode, without lone surrogates: {told}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} must be valid Unicode, without lone surrogates: {told}") from None
 
 
 def checked_json_object(name: str, value: object) -> dict[str, Any]:

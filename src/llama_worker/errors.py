@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from traceback import format_exception_only
 
 from llama_worker import start_advice
 from llama_worker.types import StartFailReason
 
 _SHOWN_LOG_LINES = 20
+
+
+def described_error(error: BaseException | None) -> str:
+    """An exception's type and text in a line, also of one whose `str()` fails."""
+    return "".join(format_exception_only(error)).strip()
 
 
 class LlamaWorkerError(Exception):

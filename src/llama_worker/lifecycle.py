@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from llama_worker.config import RestartPolicy
 from llama_worker.errors import WorkerStartError
+from llama_worker.profiles import RestartPolicy
 from llama_worker.restart_policy import Lockout, RestartBudget
 from llama_worker.start_advice import described
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
@@ -198,7 +198,6 @@ def stop(life: Lifecycle, now: float, *, grace_s: float) -> tuple[Lifecycle, Eff
                 goal=ToStopped(),
                 grace_s=grace_s,
                 closing_until=now + CLOSING_S,
-                start_error=None,
             )
             left = replace(life, state=ending, budget=life.budget.left_ready(now))
             effects: Effects = (
@@ -235,7 +234,9 @@ def launch_failed(
     match life.state:
         case Launching(epoch=current, first=first) if current == epoch:
             error = WorkerStartError(reason, detail)
-            return _start_failed(life, now, error) if first else _restart(life, now, str(reason), detail, ())
+            if first:
+                return _start_failed(life, now, error)
+            return _restart(life, now, str(reason), detail, lives=False, failure=error)
         case Ending(epoch=current) if current == epoch:
             return _gone(life, now)
         case _:
@@ -252,9 +253,9 @@ def startup_failed(
                 CloseConnections(epoch=epoch),
                 EndProcess(epoch=epoch, grace_s=0.0, keep_evidence=True),
             )
-            if not first:
-                return _restart(life, now, str(reason), detail, kill)
             error = WorkerStartError(reason, detail)
+            if not first:
+                return _restart(life, now, str(reason), detail, kill, lives=True, failure=error)
             goal = ToStopped() if reason is StartFailReason.PORT_IN_USE else ToFailed()
             ending = Ending(epoch=epoch, goal=goal, start_error=error)
             return replace(life, state=ending, last_error=str(error)), kill
@@ -266,7 +267,7 @@ def died(life: Lifecycle, now: float, *, epoch: int, returncode: int) -> tuple[L
     """The server's first process has ended, and its guard kills the rest; `exited` follows."""
     match life.state:
         case Ready(epoch=current) if current == epoch:
-            return _server_died(life, now, returncode, (EndProcess(epoch=epoch, grace_s=0.0),))
+            return _server_died(life, now, returncode, EndProcess(epoch=epoch, grace_s=0.0))
         case _:
             return life, ()
 
@@ -291,9 +292,11 @@ def exited(
             error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
             return _start_failed(life, now, error)
         case Launching():
-            return _restart(life, now, "exited", f"{detail} before it was ready", ())
+            reason = StartFailReason.PORT_IN_USE if port_taken else StartFailReason.EXITED
+            error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
+            return _restart(life, now, "exited", f"{detail} before it was ready", lives=False, failure=error)
         case Ready():
-            return _server_died(life, now, returncode, ())
+            return _server_died(life, now, returncode)
         case Ending(start_error=WorkerStartError() as error):
             told = WorkerStartError(error.reason, error.detail, returncode=error.returncode, log_tail=log_tail)
             return _gone(replace(life, state=replace(life.state, start_error=told)), now)
@@ -312,7 +315,7 @@ def trouble(life: Lifecycle, now: float, *, reason: str, detail: str) -> tuple[L
                 CloseConnections(epoch=epoch),
                 EndProcess(epoch=epoch, grace_s=0.0, keep_evidence=True),
             )
-            return _restart(life, now, reason, detail, effects)
+            return _restart(life, now, reason, detail, effects, lives=True)
         case _:
             return life, ()
 
@@ -359,32 +362,48 @@ def _start_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tuple
     return replace(life, state=state, last_error=str(error)), (StartsResolved(error),)
 
 
-def _server_died(life: Lifecycle, now: float, returncode: int | None, ending: Effects) -> tuple[Lifecycle, Effects]:
-    """It was READY: what it was working on is lost."""
+def _server_died(life: Lifecycle, now: float, returncode: int | None, *ending: EndProcess) -> tuple[Lifecycle, Effects]:
+    """It was READY: what it was working on is lost. `ending`: what is left of its tree still goes."""
     detail = f"the server ended with {described(returncode)}"
     failed = FailRequests(reason=RequestFailReason.SERVER_DIED, detail=detail)
-    return _restart(life, now, "server_died", detail, (failed, *ending))
+    return _restart(life, now, "server_died", detail, (failed, *ending), lives=bool(ending))
 
 
-def _restart(life: Lifecycle, now: float, reason: str, detail: str, ending: Effects) -> tuple[Lifecycle, Effects]:
-    """Decide whether there is another launch; `ending` says how the present one is ended, if it still lives."""
+def _restart(
+    life: Lifecycle,
+    now: float,
+    reason: str,
+    detail: str,
+    effects: Effects = (),
+    *,
+    lives: bool,
+    failure: WorkerStartError | None = None,
+) -> tuple[Lifecycle, Effects]:
+    """Decide whether there is another launch; where a process still `lives`, only once that is gone.
+
+    `failure`: what a launch that did not become ready came to, for a `start()` that shares it.
+    """
     budget, decision = life.budget.next(now, life.policy)
     told = replace(life, budget=budget, last_error=f"{reason}: {detail}")
-    process_lives = any(isinstance(effect, EndProcess) for effect in ending)
     if isinstance(decision, Lockout):
-        error = WorkerStartError(StartFailReason.EXITED, f"{reason}: {detail}; {decision.detail}")
+        error = _locked_out(failure, f"{reason}: {detail}; {decision.detail}")
         told = replace(told, last_error=f"{reason}: {detail}; {decision.detail}")
         note = RestartDecided(reason=reason, detail=f"{detail}; {decision.detail}", delay_s=None)
-        if process_lives:
-            failing = Ending(epoch=life.epoch, goal=ToFailed(), start_error=error)
-            return replace(told, state=failing), (note, *ending)
-        return replace(told, state=Failed()), (note, *ending, StartsResolved(error))
+        if lives:
+            return replace(told, state=Ending(epoch=life.epoch, goal=ToFailed(), start_error=error)), (note, *effects)
+        return replace(told, state=Failed()), (note, *effects, StartsResolved(error))
     resume_at = now + decision.delay_s
     note = RestartDecided(reason=reason, detail=detail, delay_s=decision.delay_s)
-    state: State = BackingOff(resume_at=resume_at)
-    if process_lives:
-        state = Ending(epoch=life.epoch, goal=ToRestart(resume_at))
-    return replace(told, state=state), (note, *ending)
+    state: State = Ending(epoch=life.epoch, goal=ToRestart(resume_at)) if lives else BackingOff(resume_at=resume_at)
+    return replace(told, state=state), (note, *effects)
+
+
+def _locked_out(failure: WorkerStartError | None, detail: str) -> WorkerStartError:
+    """What a `start()` that shared the restarts is told. The worker is FAILED, which `port_in_use` would deny."""
+    if failure is None:
+        return WorkerStartError(StartFailReason.EXITED, detail)
+    reason = StartFailReason.EXITED if failure.reason is StartFailReason.PORT_IN_USE else failure.reason
+    return WorkerStartError(reason, detail, returncode=failure.returncode, log_tail=failure.log_tail)
 
 
 def _gone(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:

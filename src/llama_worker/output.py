@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llama_worker.config import LoopDetector
 from llama_worker.loopdetect import LoopFound, LoopWatch
+from llama_worker.profiles import LoopDetector
 from llama_worker.types import OutputChunk
 
 
@@ -20,9 +20,13 @@ class _Text:
         found = self._watch.feed(piece) if self._watch is not None else None
         if found is not None:
             piece = piece[: found.end - self.chars]
+        self.append(piece)
+        return found
+
+    def append(self, piece: str) -> None:
+        """Append, whatever it is."""
         self._parts.append(piece)
         self.chars += len(piece)
-        return found
 
     def read(self) -> str:
         """All of it; joined once per growth."""
@@ -54,6 +58,12 @@ class Output:
     @property
     def reasoning_chars(self) -> int:
         return self._reasoning.chars
+
+    def add_rest(self, reasoning: str, text: str) -> None:
+        """Append what was held back when the request ends for another reason: no loop is looked for any more."""
+        if self.loop is None:
+            self._reasoning.append(reasoning)
+            self._text.append(text)
 
     def add(self, reasoning: str, text: str) -> None:
         """Append reasoning, then text; without effect once a loop was found."""

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from llama_worker.errors import described_error
 from llama_worker.tagged_calls import tagged_call
 from llama_worker.tooling import ParsedCall
 from llama_worker.types import BiosContext, BiosProvider, BiosText, ChatMessage, SystemPromptMode, ToolDef
@@ -90,8 +91,8 @@ def run_bios(provider: BiosProvider, ctx: BiosContext) -> BiosText | str:
     """What the provider returns, checked; raises PromptError for anything but proper text."""
     try:
         bios = provider(ctx)
-    except (Exception, SystemExit) as exc:  # SystemExit in an actor would stop every actor of the host
-        raise PromptError(f"the BIOS provider raised {type(exc).__name__}: {exc}") from exc
+    except BaseException as exc:  # CancelledError and SystemExit in a provider are its failures, no more
+        raise PromptError(f"the BIOS provider raised {described_error(exc)}") from exc
     for text in (bios.stable, bios.volatile) if isinstance(bios, BiosText) else (bios,):
         if not isinstance(text, str):
             raise PromptError(

@@ -12,9 +12,9 @@ from itertools import groupby
 from typing import assert_never, cast
 
 from llama_worker.chat_request import begin_conversation, keeps_prompt_end, request_body, write_bios
-from llama_worker.config import WorkerConfig, masked
+from llama_worker.config import WorkerConfig
 from llama_worker.http_errors import refuses_tools
-from llama_worker.messages import BatchId, StreamFailure, StreamId, Submission
+from llama_worker.messages import BatchId, StreamFailure, StreamId
 from llama_worker.output import Output, read_output
 from llama_worker.prompting import Conversation, PromptError
 from llama_worker.request_effects import (
@@ -37,6 +37,7 @@ from llama_worker.request_ending import (
     failed,
 )
 from llama_worker.request_report import Tally, build_progress, build_record, build_status
+from llama_worker.server_command import masked
 from llama_worker.stream_events import (
     Done,
     Finish,
@@ -50,6 +51,7 @@ from llama_worker.stream_events import (
     ToolCallDelta,
     Usage,
 )
+from llama_worker.submission import Submission
 from llama_worker.timeouts import Progress, last_progress_at
 from llama_worker.tooling import ParsedCall, Partition, partition
 from llama_worker.turn import Turn
@@ -439,7 +441,7 @@ class Request:
             case _InTools(batch_id=batch_id):
                 effects.append(ForgetTools(batch_id=batch_id))
             case _:
-                self._tally.output.add(*self._turn.finish())  # what was held back is output, too
+                self._tally.output.add_rest(*self._turn.finish())  # what was held back is output, too
                 if not self._turn.calls_taken:
                     self._take_calls(now)
                 if self._exchanges_count and not self._turn.is_over:

@@ -53,7 +53,7 @@ from llama_worker.messages import (
 )
 from llama_worker.types import WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually
-from tests.conftest import Leftovers
+from tests.conftest import Leftovers, Speechless
 from tests.fake_script import Gate, Headers, Script, Text, ToolCall, Turns, WaitClose, plain_reply, steps_json
 
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -115,7 +115,11 @@ DEATHS_IN_A_REQUEST = [
 
 @pytest.mark.parametrize(
     ("actor", "kind", "error"),
-    [*((*death, RuntimeError) for death in DEATHS_IN_A_REQUEST), (RequestActor, StreamEvents, SystemExit)],
+    [
+        *((*death, RuntimeError) for death in DEATHS_IN_A_REQUEST),
+        (RequestActor, StreamEvents, SystemExit),
+        (RequestActor, StreamEvents, Speechless),
+    ],
 )
 def test_a_death_around_a_request_is_survived(
     make_worker: MakeWorker, accident: Accident, actor: Any, kind: Any, error: Any

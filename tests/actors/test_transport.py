@@ -271,6 +271,14 @@ def test_any_error_body_can_be_shown(rig: Rig, body: str) -> None:
     assert result["fail_detail"].startswith("HTTP 502: ")
 
 
+def test_an_error_status_without_its_body_is_http_error_too(make_worker: MakeWorker) -> None:
+    rig = make_worker(timeouts=fast_timeouts(headers_timeout_s=10.0))
+    result = rig.run(Headers(status=500, framing="length", length=100), WaitClose())
+    assert (result["fail_reason"], result["fail_detail"]) == ("http_error", "HTTP 500: no message")
+    assert rig.run()["state"] == "completed"
+    assert rig.status()["restart_count"] == 0
+
+
 def test_an_error_body_without_an_end_is_cut(rig: Rig) -> None:
     result = rig.run(HttpError(500, body="x" * 100_000))
     assert result["fail_reason"] == "http_error"
@@ -287,6 +295,11 @@ def test_a_redirect_is_not_followed(rig: Rig, free_port: Callable[[], int], stat
         assert str(status) in result["fail_detail"]
         with pytest.raises(BlockingIOError):
             elsewhere.accept()
+
+
+def test_a_redirect_to_nowhere_is_not_even_read(rig: Rig) -> None:
+    result = rig.run(Redirect("http://[::1", status=307))
+    assert (result["fail_reason"], result["fail_detail"][:8]) == ("http_error", "HTTP 307")
 
 
 @pytest.mark.parametrize(
@@ -348,7 +361,7 @@ def test_a_server_that_refuses_connections_is_connect_failed(make_worker: MakeWo
     rig.wait_text(rig.submit(Headers(), Text("a"), WaitClose()), "a")
     rig.journal.wait("started")
     os.kill(rig.status()["pid"], signal.SIGTERM)
-    rig.journal.wait("signal")
+    assert rig.journal.wait("signal")["connected"] == 1
     eventually(lambda: not _accepts(rig.config.port), "a closed listener")
     request = rig.submit()
     assert rig.ended(request)["fail_reason"] in ("connect_failed", "server_died")

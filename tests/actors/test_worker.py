@@ -14,7 +14,8 @@ from typing import Any
 import pykka
 import pytest
 
-from llama_worker import LlamaWorker, RestartPolicy, WorkerClosed, WorkerStartError
+from llama_worker import LlamaWorker, RestartPolicy, WorkerClosed, WorkerConfig, WorkerStartError
+from llama_worker.actors.request import RequestActor
 from llama_worker.types import RequestState, StartFailReason, WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, eventually, fast_restart, fast_timeouts
 from tests.conftest import Leftovers
@@ -192,6 +193,24 @@ def test_stop_during_a_restarts_launch(make_worker: MakeWorker, tmp_path: Any) -
     rig.stop()
     assert rig.status()["state"] is WorkerState.STOPPED
     rig.wait_gone(0.0)
+
+
+def test_a_worker_that_cannot_be_made_leaves_nothing(
+    free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, leftovers: Leftovers
+) -> None:
+    made: list[RequestActor] = []
+    construct = RequestActor.__init__
+
+    def without_threads(this: RequestActor, *args: Any, **options: Any) -> None:
+        if len(made) == 2:
+            raise RuntimeError("can't start new thread")
+        construct(this, *args, **options)
+        made.append(this)
+
+    monkeypatch.setattr(RequestActor, "__init__", without_threads)
+    with pytest.raises(RuntimeError, match="new thread"):
+        LlamaWorker(WorkerConfig("w", "127.0.0.1", free_port(), ("true",), slots=4))
+    assert leftovers.wait_none() == []
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.06, 0.1])

@@ -16,8 +16,9 @@ import pytest
 
 from llama_worker import ConfigError, LoopDetector, RestartPolicy, TimeoutProfile, WorkerConfig
 from llama_worker.checks import shown
-from llama_worker.config import MASK, llama_server_cmd, masked_server_cmd, validate_submit
 from llama_worker.prompting import default_bios
+from llama_worker.server_command import MASK, llama_server_cmd, masked_server_cmd
+from llama_worker.submission import validate_submit
 from llama_worker.types import BiosContext, LivenessEvidence, ToolDef
 
 CMD = ("llama-server", "--model", "m.gguf", "--host", "127.0.0.1", "--port", "9001", "--parallel", "1")
@@ -244,8 +245,9 @@ def test_a_restart_policy_refuses(field: str, value: Any, error: type[Exception]
         bad("short_line_repeats", 1, ConfigError, "2 or more", "1"),
         bad("long_line_repeats", "8", TypeError, "int", "'8'"),
         bad("min_output_chars", -1, ConfigError, "0 or more"),
-        bad("max_period", 0, ConfigError, "1 or more"),
+        bad("max_period", 0, ConfigError, "from 1 to 1000"),
         bad("max_period", NAN, TypeError, "int", "nan"),
+        bad("max_period", 1001, ConfigError, "from 1 to 1000", "1001"),
     ],
 )
 def test_a_loop_detector_refuses(field: str, value: Any, error: type[Exception], says: tuple[str, ...]) -> None:
@@ -281,9 +283,10 @@ BAD_CONFIGS = [
     bad("env", {"": "a"}, ConfigError, "env key", "empty"),
     bad("env", {"A=B": "a"}, ConfigError, "'A=B'", "'='"),
     bad("env", {"A": "a\0b"}, ConfigError, "env['A']", "NUL"),
-    bad("slots", 0, ConfigError, "1 or more", "0"),
+    bad("slots", 0, ConfigError, "from 1 to 1024", "0"),
     bad("slots", "2", TypeError, "int", "'2'"),
     bad("slots", None, TypeError, "int", "None"),
+    bad("slots", 1025, ConfigError, "from 1 to 1024", "1025"),
     bad("timeouts", {"connect_timeout_s": 3}, TypeError, "TimeoutProfile", "dict"),
     bad("timeouts", None, TypeError, "TimeoutProfile", "None"),
     bad("restart", False, TypeError, "RestartPolicy", "bool"),
@@ -322,8 +325,9 @@ BAD_CONFIGS = [
     bad("api_key", 5, TypeError, "str", "int"),
     bad("api_key", "k\u00e9y", ConfigError, "printable ASCII"),
     bad("api_key", "k\r\ny", ConfigError, "printable ASCII"),
-    bad("log_lines", 0, ConfigError, "1 or more"),
+    bad("log_lines", 0, ConfigError, "from 1 to 1000000"),
     bad("log_lines", 1e3, TypeError, "int", "1000.0"),
+    bad("log_lines", 1 << 70, ConfigError, "from 1 to 1000000"),
     bad("result_ttl_s", 0, ConfigError, "above 0", "None"),
     bad("result_ttl_s", "day", TypeError, "number", "'day'"),
     bad("tool_runner", object(), TypeError, "run_tool", "object"),

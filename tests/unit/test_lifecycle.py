@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llama_worker import lifecycle
-from llama_worker.config import RestartPolicy
 from llama_worker.errors import WorkerStartError
 from llama_worker.lifecycle import (
     BackingOff,
@@ -24,6 +25,7 @@ from llama_worker.lifecycle import (
     StopsResolved,
     ToRestart,
 )
+from llama_worker.profiles import RestartPolicy
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 POLICY = RestartPolicy(restart_backoff_s=5.0, max_restarts_per_window=2, restart_window_s=120.0)
@@ -242,6 +244,29 @@ def test_locked_out_after_too_many_restarts_and_started_again_by_hand() -> None:
     assert effects == (LaunchServer(epoch=life.epoch),)
     assert life.budget.restart_count == 2
     assert life.budget.recent == ()
+
+
+@pytest.mark.parametrize("port_taken", [True, False])
+def test_who_joins_the_last_restart_is_told_what_the_server_said(port_taken: bool) -> None:
+    life, _ = exited(replace(ready(), policy=replace(POLICY, max_restarts_per_window=1)), 10.0)
+    life, _ = lifecycle.tick(life, 15.0)
+    assert lifecycle.start(life, 16.0) == (life, ())
+    life, effects = exited(life, 17.0, returncode=3, log_tail=("out of memory",), port_taken=port_taken)
+    error = error_of(effects)
+    assert (error.reason, error.returncode, error.log_tail) == (StartFailReason.EXITED, 3, ("out of memory",))
+
+
+@pytest.mark.parametrize("reason", [StartFailReason.STARTUP_TIMEOUT, StartFailReason.SPAWN_FAILED])
+def test_the_last_restart_fails_a_start_with_its_own_reason(reason: StartFailReason) -> None:
+    life, _ = exited(replace(ready(), policy=replace(POLICY, max_restarts_per_window=1)), 10.0)
+    life, _ = lifecycle.tick(life, 15.0)
+    if reason is StartFailReason.SPAWN_FAILED:
+        life, effects = lifecycle.launch_failed(life, 16.0, epoch=2, reason=reason, detail="x")
+    else:
+        life, _ = lifecycle.startup_failed(life, 16.0, epoch=2, reason=reason, detail="x")
+        life, effects = exited(life, 16.1, returncode=-9)
+    assert error_of(effects).reason is reason
+    assert life.public_state is WorkerState.FAILED
 
 
 def test_a_server_that_crashes_a_minute_after_every_start_ends_in_failed() -> None:

@@ -1,5 +1,6 @@
 """The BIOS text and the conversation."""
 
+import asyncio
 import copy
 import json
 from datetime import UTC, datetime, timedelta, timezone
@@ -22,6 +23,7 @@ from llama_worker.prompting import (
 from llama_worker.tagged_calls import TaggedCallFilter, tagged_call
 from llama_worker.tooling import ParsedCall, RawCall
 from llama_worker.types import BiosContext, BiosText, ChatMessage, SystemPromptMode, ToolCallMode, ToolDef
+from tests.conftest import Speechless
 
 ADD: ToolDef = {
     "type": "function",
@@ -159,12 +161,19 @@ def test_text_of_a_provider_is_taken_as_it_is(bios: BiosText | str) -> None:
     assert run_bios(lambda ctx: bios, context()) == bios
 
 
-@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit("boom"), RecursionError("boom")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(RuntimeError("boom"), RecursionError("boom"), SystemExit("boom"), KeyboardInterrupt("boom")),
+        *(GeneratorExit("boom"), asyncio.CancelledError("boom"), Speechless("boom")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_provider_that_raises_is_a_prompt_error(error: BaseException) -> None:
     def provider(ctx: BiosContext) -> str:
         raise error
 
-    with pytest.raises(PromptError, match=f"raised {type(error).__name__}: boom") as caught:
+    with pytest.raises(PromptError, match=rf"raised .*\b{type(error).__name__}: ") as caught:
         run_bios(provider, context())
     assert caught.value.__cause__ is error
 
