@@ -14,13 +14,13 @@ import hypothesis
 import psutil
 import pykka
 import pytest
+import trustme
 
 from tests.ports import held_ports
 from tools.found import find_model, find_server
 
 # One per host process, for as long as it lives.
 PROCESS_WIDE_THREADS = {"llama_worker-timers", "llama_worker-callbacks"}
-CERTIFICATE = Path(__file__).with_name("certificate.pem")  # for localhost, with its key; it says how it was made
 _SETTLE_S = 3.0
 
 hypothesis.settings.register_profile("busy machine", deadline=None)  # an example that takes long shows nothing there
@@ -79,6 +79,15 @@ def _descriptors() -> set[tuple[str, str]]:
             if target.startswith(("socket:", "pipe:", "anon_inode:[pidfd]")):
                 found.add((name, target))
     return found
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a key, its certificate for localhost, and the authority's that vouches for it."""
+    authority, path = trustme.CA(), tmp_path_factory.mktemp("tls") / "localhost.pem"
+    authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(path))
+    authority.cert_pem.write_to_path(str(path), append=True)
+    return path
 
 
 class Speechless(Exception):

@@ -16,12 +16,11 @@ from llama_worker.actors.connections import Abort, session
 from llama_worker.messages import StreamFailure
 from llama_worker.types import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually
-from tests.conftest import CERTIFICATE
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 RECORD = b'data: {"choices":[]}\n\n'
 Serve = Callable[[socket.socket], None]
-both = pytest.mark.parametrize("certificate", [None, CERTIFICATE], ids=["plain", "tls"])
+both = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 
 
 class Server:
@@ -124,7 +123,7 @@ def make_client() -> Iterator[MakeClient]:
 
 @both
 def test_an_abort_before_the_headers_ends_the_exchange(
-    make_server: MakeServer, make_client: MakeClient, certificate: Path | None
+    make_server: MakeServer, make_client: MakeClient, certificate: Path, tls: bool
 ) -> None:
     asked = threading.Event()
 
@@ -132,7 +131,7 @@ def test_an_abort_before_the_headers_ends_the_exchange(
         connection.recv(1)
         asked.set()
 
-    server = make_server(serve, certificate)
+    server = make_server(serve, certificate if tls else None)
     client = make_client(server.url, ca_file=certificate)
     assert asked.wait(WAIT_S)
     client.abort.abort()
@@ -144,9 +143,9 @@ def test_an_abort_before_the_headers_ends_the_exchange(
 
 @both
 def test_an_abort_in_mid_stream_ends_the_exchange(
-    make_server: MakeServer, make_client: MakeClient, certificate: Path | None
+    make_server: MakeServer, make_client: MakeClient, certificate: Path, tls: bool
 ) -> None:
-    server = make_server(lambda connection: connection.sendall(HEAD + RECORD), certificate)
+    server = make_server(lambda connection: connection.sendall(HEAD + RECORD), certificate if tls else None)
     client = make_client(server.url, ca_file=certificate)
     assert client.opened.wait(WAIT_S)
     eventually(lambda: client.chat and client.chat.decoder.data_records, "the record")
@@ -155,8 +154,10 @@ def test_an_abort_in_mid_stream_ends_the_exchange(
     assert server.closed.wait(WAIT_S)
 
 
-def test_a_tls_server_that_is_not_trusted_is_connect_failed(make_server: MakeServer, make_client: MakeClient) -> None:
-    server = make_server(lambda connection: None, CERTIFICATE)
+def test_a_tls_server_that_is_not_trusted_is_connect_failed(
+    make_server: MakeServer, make_client: MakeClient, certificate: Path
+) -> None:
+    server = make_server(lambda connection: None, certificate)
     failure = make_client(server.url).ended()
     assert failure is not None
     assert failure.reason is RequestFailReason.CONNECT_FAILED
@@ -164,7 +165,7 @@ def test_a_tls_server_that_is_not_trusted_is_connect_failed(make_server: MakeSer
 
 @both
 def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(
-    make_server: MakeServer, make_client: MakeClient, certificate: Path | None
+    make_server: MakeServer, make_client: MakeClient, certificate: Path, tls: bool
 ) -> None:
     timeout_s = 1.0
 
@@ -176,7 +177,7 @@ def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(
         connection.sendall(HEAD + b"data: [DONE]\n\n")
         connection.shutdown(socket.SHUT_WR)
 
-    server = make_server(serve, certificate)
+    server = make_server(serve, certificate if tls else None)
     client = make_client(server.url, ca_file=certificate, prompt="x" * (32 << 20), connect_timeout_s=timeout_s)
     assert client.ended() is None
     assert client.opened.is_set()

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import CERTIFICATE
 from tests.fake_script import (
     DoneMarker,
     Finish,
@@ -219,16 +218,16 @@ def test_a_base_path_comes_first(through: Through) -> None:
     assert [request.split()[1] for request in upstream.requests] == [b"/llm/v1/models", b"/llm/v1/chat/completions"]
 
 
-def test_an_https_upstream_is_verified(make_client: MakeClient) -> None:
+def test_an_https_upstream_is_verified(make_client: MakeClient, certificate: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(CERTIFICATE)
+    context.load_cert_chain(certificate)
     server = http.server.HTTPServer((HOST, 0), Hello)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         upstream = f"https://localhost:{server.server_port}"
-        trusting = make_client(upstream=upstream, ca_file=str(CERTIFICATE))
+        trusting = make_client(upstream=upstream, ca_file=str(certificate))
         assert trusting.send("GET", "/any").data == b"hello"
         assert make_client(upstream=upstream).send("GET", "/any").status == 502
     finally:
