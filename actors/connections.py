@@ -89,11 +89,32 @@ def session(abort: Abort, *, before_waiting: Callable[[], None] | None = None) -
     return made
 
 
-def plain_connection(abort: Abort, base_url: str, connect_timeout_s: float) -> urllib3.connection.HTTPConnection:
-    """A connection to an http server that `abort` can end, for a request without what a session offers."""
-    url = urllib3.util.parse_url(base_url)
-    host = (url.host or "").strip("[]")
-    return _Connection(host, url.port, timeout=connect_timeout_s, watch=_Watch(abort, None))
+def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> socket.socket:
+    """A connected socket, which `abort` knows from the moment at which it begins to connect.
+
+    It blocks, for `timeout_s` each time. Raises Aborted, or OSError; TimeoutError after `timeout_s`.
+    """
+    refused: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.setblocking(False)
+            begun = made.connect_ex(address)
+            abort.attach(made)  # not earlier: to shut down a socket that does not connect yet is without effect
+            _wait_connected(made, begun, timeout_s)
+        except OSError as error:
+            abort.detach()
+            made.close()
+            if isinstance(error, TimeoutError):
+                raise
+            refused = error
+        except BaseException:
+            made.close()
+            raise
+        else:
+            return made
+    raise refused or OSError(f"{host} has no address")
 
 
 class _Adapter(requests.adapters.HTTPAdapter):
@@ -133,7 +154,15 @@ class _Connection(urllib3.connection.HTTPConnection):
         self.sock.settimeout(None)
 
     def _new_conn(self) -> socket.socket:
-        return _connect(self, self._watch.abort)
+        timeout_s = min(self.timeout, _MAX_WAIT_S) if isinstance(self.timeout, (int, float)) else None
+        try:
+            return connect(self._watch.abort, self.host, self.port, timeout_s)
+        except TimeoutError as late:
+            raise urllib3.exceptions.ConnectTimeoutError(f"no connection within {timeout_s} s") from late
+        except socket.gaierror as unknown:
+            raise urllib3.exceptions.NewConnectionError(self, f"cannot resolve the host: {unknown}") from unknown
+        except OSError as error:
+            raise urllib3.exceptions.NewConnectionError(self, f"cannot connect: {error}") from error
 
 
 class _TlsConnection(_Connection, urllib3.connection.HTTPSConnection):
@@ -146,38 +175,6 @@ class _Pool(urllib3.connectionpool.HTTPConnectionPool):  # what it does not know
 
 class _TlsPool(urllib3.connectionpool.HTTPSConnectionPool):
     ConnectionCls = _TlsConnection
-
-
-def _connect(connection: urllib3.connection.HTTPConnection, abort: Abort) -> socket.socket:
-    """A connected socket, which `abort` knows from the moment at which it begins to connect."""
-    timeout = min(connection.timeout, _MAX_WAIT_S) if isinstance(connection.timeout, (int, float)) else None
-    error: OSError | None = None
-    try:
-        addresses = socket.getaddrinfo(connection.host, connection.port, type=socket.SOCK_STREAM)
-    except OSError as unknown:
-        raise urllib3.exceptions.NewConnectionError(connection, f"cannot resolve the host: {unknown}") from unknown
-    for family, kind, protocol, _, address in addresses:
-        made = socket.socket(family, kind, protocol)
-        try:
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            made.setblocking(False)
-            begun = made.connect_ex(address)
-            abort.attach(made)  # not earlier: to shut down a socket that does not connect yet is without effect
-            _wait_connected(made, begun, timeout)
-        except TimeoutError as late:
-            abort.detach()
-            made.close()
-            raise urllib3.exceptions.ConnectTimeoutError(f"no connection within {timeout} s") from late
-        except OSError as refused:
-            abort.detach()
-            made.close()
-            error = refused
-        except BaseException:
-            made.close()
-            raise
-        else:
-            return made
-    raise urllib3.exceptions.NewConnectionError(connection, f"cannot connect: {error}") from error
 
 
 def _wait_connected(connecting: socket.socket, begun: int, timeout_s: float | None) -> None:

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
-from http.client import HTTPException
 from typing import Any
 
 import psutil
-import urllib3.exceptions
 
-from llama_worker.actors.chat_exchange import Endpoint
-from llama_worker.actors.connections import Abort, plain_connection
-from llama_worker.actors.timers import call_at
-from llama_worker.messages import Probed, ProbeOutcome, ProbeServer
+from llama_worker.actors.connections import Abort, Aborted
+from llama_worker.actors.plain_http import exchange
+from llama_worker.actors.transport import endpoint
+from llama_worker.config import WorkerConfig
+from llama_worker.health import probe_timeout_s
+from llama_worker.messages import Mailbox, Probed, ProbeOutcome, WatchdogMessage
 from llama_worker.server_traits import ServerTraits, server_traits
 
 _TRAITS_TIMEOUT_S = 2.0
-_NO_ANSWER = (urllib3.exceptions.HTTPError, HTTPException, OSError)
-_MAX_BODY_BYTES = 4 * 1024 * 1024  # /props holds the chat template
+_NO_ANSWER = (Aborted, OSError, ValueError)
 
 
 class ServerProbe:
-    """One probe. The constructor starts a daemon thread; `abort` may be called from any thread.
+    """One probe. The constructor starts a daemon thread, which tells one Probed; any thread may call `abort`.
 
-    The asker gets one Probed; then `on_end` is called.
+    The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings the traits.
     """
 
     def __init__(
-        self, order: ProbeServer, *, endpoint: Endpoint, port: int, on_end: Callable[[], object], name: str
+        self, config: WorkerConfig, *, epoch: int, root_pid: int, first: bool, tell_to: Mailbox[WatchdogMessage]
     ) -> None:
-        self._order = order
-        self._endpoint = endpoint
-        self._port = port
-        self._on_end = on_end
+        self._config = config
+        self._epoch = epoch
+        self._root_pid = root_pid
+        self._first = first
+        self._tell_to = tell_to
         self._abort = Abort()
-        threading.Thread(target=self._run, name=f"{name}-probe", daemon=True).start()
+        threading.Thread(target=self._run, name=f"llama_worker-{config.name}-probe", daemon=True).start()
 
     def abort(self) -> None:
         """Close the connection now; the outcome is then FAILED."""
@@ -46,27 +44,20 @@ class ServerProbe:
 
     def _run(self) -> None:
         traits = ServerTraits()
-        # requests bounds each read, not the whole: a server that drips would be asked for ever.
-        limit = call_at(time.monotonic() + self._order.timeout_s + 2 * _TRAITS_TIMEOUT_S, self.abort)
         try:
             outcome, detail = self._probe()
-            if outcome is ProbeOutcome.READY and self._order.first:
-                if not owns_port(self._order.root_pid, self._port):
-                    outcome, detail = ProbeOutcome.STRANGER, f"another process answers on port {self._port}"
+            if outcome is ProbeOutcome.READY and self._first:
+                if not owns_port(self._root_pid, self._config.port):
+                    outcome, detail = ProbeOutcome.STRANGER, f"another process answers on port {self._config.port}"
                 else:
                     traits = self._ask_traits()
         except Exception as error:
             outcome, detail = ProbeOutcome.FAILED, f"{type(error).__name__}: {error}"
-        finally:
-            limit.cancel()
-            self._abort.detach()
-        self._order.reply_to.tell(Probed(epoch=self._order.epoch, outcome=outcome, detail=detail, traits=traits))
-        self._on_end()
+        self._tell_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
 
     def _probe(self) -> tuple[ProbeOutcome, str]:
-        timeout_s = self._order.timeout_s
         try:
-            status, told = self._ask("GET", "/v1/models", timeout_s)
+            status, told = self._ask("GET", "/v1/models", probe_timeout_s(self._config.timeouts))
         except _NO_ANSWER as error:
             return ProbeOutcome.FAILED, f"GET /v1/models: {type(error).__name__}"
         if status == 503:
@@ -90,19 +81,25 @@ class ServerProbe:
 
     def _ask(self, method: str, path: str, timeout_s: float, body: object = None) -> tuple[int, Any]:
         """(status, the JSON of the body or None)."""
-        headers = {"Connection": "close", "Content-Type": "application/json", **self._endpoint.headers()}
-        data = json.dumps(body).encode() if body is not None else None
-        connect_timeout_s = min(timeout_s, self._endpoint.connect_timeout_s)
-        # Without requests around it: probes are all that an idle worker costs, and it would more than double that.
-        with contextlib.closing(plain_connection(self._abort, self._endpoint.base_url, connect_timeout_s)) as http:
-            http.connect()
-            http.timeout = timeout_s
-            http.request(method, path, body=data, headers=headers, preload_content=False)
-            response = http.getresponse()
-            try:
-                return response.status, json.loads(response.read(_MAX_BODY_BYTES))
-            except (ValueError, RecursionError):
-                return response.status, None
+        server = endpoint(self._config)
+        status, told = exchange(
+            self._abort,
+            (self._config.connect_host, self._config.port),
+            method,
+            path,
+            headers={
+                "Host": server.base_url.removeprefix("http://"),
+                "Content-Type": "application/json",
+                **server.headers(),
+            },
+            body=json.dumps(body).encode() if body is not None else b"",
+            connect_timeout_s=server.connect_timeout_s,
+            deadline=time.monotonic() + timeout_s,
+        )
+        try:
+            return status, json.loads(told)
+        except (ValueError, RecursionError):
+            return status, None
 
 
 def owns_port(root_pid: int, port: int) -> bool:

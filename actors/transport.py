@@ -1,7 +1,7 @@
 """TransportActor: the connections to the server.
 
-Receives OpenStream, CloseStream, CloseAllStreams, ProbeServer. Its reader threads answer the askers directly;
-itself it sends the WorkerActor StreamsClosed. Owns every open connection, one thread each.
+Receives OpenStream, CloseStream, CloseAllStreams. Its reader threads answer the askers directly; itself it sends the
+WorkerActor StreamsClosed. Owns every open stream, one thread and one connection each.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import assert_never
 
 from llama_worker.actors.chat_exchange import Endpoint
-from llama_worker.actors.refs import HouseActor, Household
-from llama_worker.actors.server_probe import ServerProbe
+from llama_worker.actors.refs import LiveCount, SupervisedActor
 from llama_worker.actors.stream_reader import StreamReader
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
@@ -19,7 +18,6 @@ from llama_worker.messages import (
     CloseStream,
     Mailbox,
     OpenStream,
-    ProbeServer,
     ReaderEnded,
     StreamId,
     StreamsClosed,
@@ -28,19 +26,17 @@ from llama_worker.messages import (
 )
 
 
-class TransportActor(HouseActor[TransportMessage]):
+class TransportActor(SupervisedActor[TransportMessage]):
     """Opens and closes streams. A crash of this actor closes every connection."""
 
     role = "transport"
 
-    def __init__(self, parent: Mailbox[WorkerMessage], household: Household, config: WorkerConfig) -> None:
-        super().__init__(parent, household)
+    def __init__(self, parent: Mailbox[WorkerMessage], live_count: LiveCount, config: WorkerConfig) -> None:
+        super().__init__(parent, live_count)
         self._worker = parent
         self._name = f"llama_worker-{config.name}"
-        self._port = config.port
         self._endpoint = endpoint(config)
-        self._streams: dict[StreamId, StreamReader | ServerProbe] = {}
-        self._probes = 0
+        self._streams: dict[StreamId, StreamReader] = {}
         self._closing: int | None = None  # the epoch whose StreamsClosed is owed
 
     def handle(self, message: TransportMessage) -> None:
@@ -53,16 +49,6 @@ class TransportActor(HouseActor[TransportMessage]):
                     body=message.body,
                     reply_to=message.reply_to,
                     on_end=self._tell_end(stream_id),
-                    name=self._name,
-                )
-            case ProbeServer():
-                self._probes += 1
-                probe_id = (0, self._probes)
-                self._streams[probe_id] = ServerProbe(
-                    message,
-                    endpoint=self._endpoint,
-                    port=self._port,
-                    on_end=self._tell_end(probe_id),
                     name=self._name,
                 )
             case CloseStream(stream_id=stream_id):

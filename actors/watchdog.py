@@ -1,8 +1,8 @@
 """WatchdogActor: looks at the server, and judges.
 
-Receives WatchStartup, Watch, Unwatch, ProbeNow, StandDown. Sends the TransportActor ProbeServer, each RequestActor
-ReportProgress, the WorkerActor BecameReady, StartupFailed, HealthLost, Stalled and, for the evidence of a kill,
-Observed. Owns the liveness probes.
+Receives WatchLaunch, WatchStartup, Watch, Unwatch, ProbeNow, StandDown. Sends each RequestActor ReportProgress, the
+WorkerActor BecameReady, StartupFailed, HealthLost, Stalled and, for the evidence of a kill, Observed. Owns the liveness
+probes and the readiness probe that is out.
 While READY it wakes for the health probe, and for verdicts only while a request is in flight.
 """
 
@@ -12,11 +12,12 @@ import time
 from collections.abc import Sequence
 from typing import assert_never
 
-from llama_worker.actors.lookout import Lookout
-from llama_worker.actors.refs import HouseActor, Household
+from llama_worker.actors.probe_rounds import ProbeRounds
+from llama_worker.actors.refs import LiveCount, SupervisedActor
+from llama_worker.actors.server_probe import ServerProbe
 from llama_worker.actors.timers import Timer, call_at
 from llama_worker.config import WorkerConfig
-from llama_worker.health import HealthCounter, probe_timeout_s
+from llama_worker.health import HealthCounter
 from llama_worker.messages import (
     BecameReady,
     EvidenceSeen,
@@ -28,14 +29,12 @@ from llama_worker.messages import (
     ProbeDue,
     ProbeNow,
     ProbeOutcome,
-    ProbeServer,
     ProgressReported,
     ReportProgress,
     RequestMessage,
     Stalled,
     StandDown,
     StartupFailed,
-    TransportMessage,
     Unwatch,
     Watch,
     WatchdogMessage,
@@ -45,11 +44,11 @@ from llama_worker.messages import (
 )
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.startup import StartupWatch
-from llama_worker.timeouts import DataLedger, Progress, busy_neighbour, verdict
+from llama_worker.timeouts import DataLedger, Inquiry, Progress, busy_neighbour, verdict
 from llama_worker.types import LivenessProbe, StartFailReason
 
 
-class WatchdogActor(HouseActor[WatchdogMessage]):
+class WatchdogActor(SupervisedActor[WatchdogMessage]):
     """Watches one launch at a time."""
 
     role = "watchdog"
@@ -57,28 +56,29 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
     def __init__(
         self,
         parent: Mailbox[WorkerMessage],
-        household: Household,
+        live_count: LiveCount,
         config: WorkerConfig,
-        transport: Mailbox[TransportMessage],
         probes: Sequence[LivenessProbe],
     ) -> None:
-        super().__init__(parent, household)
+        super().__init__(parent, live_count)
         self._worker = parent
-        self._transport = transport
+        self._config = config
         self._profile: TimeoutProfile = config.timeouts
-        self._lookout = Lookout(probes, config.name, self.me())
+        self._probe_rounds = ProbeRounds(probes, config.name, self.me())
         self._requests: dict[int, Mailbox[RequestMessage]] = {}
         self._timers: dict[type[LookDue | ProbeDue], Timer] = {}
         self._epoch = 0  # of the watched launch; 0: none
         self._pid = 0
         self._startup: StartupWatch | None = None
         self._health: HealthCounter | None = None
-        self._suspicion: str | None = None  # why a probe was asked for out of turn
+        self._doubt: str | None = None  # why a probe is wanted out of turn
+        self._suspicion: str | None = None  # why the one under way was wanted
         self._ledger = DataLedger()
         self._liveness_at: float | None = None
         self._activity: dict[int, str] = {}  # what each liveness probe said last
         self._progress: dict[int, Progress] = {}  # what each request said last
-        self._probing = False
+        self._inquiry = Inquiry()
+        self._server_probe: ServerProbe | None = None  # the readiness probe that has not answered yet
 
     def handle(self, message: WatchdogMessage) -> None:
         """See the messages' own docstrings. News of another launch than the watched one is dropped."""
@@ -106,11 +106,13 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
                 self._progress.pop(request_id, None)
                 if self._requests.pop(request_id, None) is not None:
                     self._ledger = self._ledger.heard(request_id, data_at)
+                    self._inquiry = self._inquiry.without(request_id)
+                    self._judge_when_all_are_heard(now)
                 if not self._requests:
                     self._cancel_timer(LookDue)
             case ProbeNow(epoch=epoch, cause=cause):
                 if epoch == self._epoch and self._startup is None:
-                    self._suspicion = self._suspicion or cause
+                    self._doubt = self._doubt or cause
                     self._probe()
             case LookDue(epoch=epoch):
                 if epoch == self._epoch and self._requests:
@@ -119,18 +121,19 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
                 if epoch == self._epoch:
                     self._probe_due(now)
             case EvidenceSeen(epoch=epoch):
-                if self._lookout.returned(message) and epoch == self._epoch:
+                if self._probe_rounds.returned(message) and epoch == self._epoch:
                     self._evidence(message)
             case Probed(epoch=epoch):
                 if epoch == self._epoch:
-                    self._probing = False
+                    self._server_probe = None
                     self._probed(message, now)
             case ProgressReported(progress=progress, for_verdict=for_verdict):
                 if progress is not None and progress.request_id in self._requests:
                     self._ledger = self._ledger.heard(progress.request_id, progress.data_at)
                     self._progress[progress.request_id] = progress
                     if for_verdict:
-                        self._judge(progress, now)
+                        self._inquiry = self._inquiry.answered(progress)
+                        self._judge_when_all_are_heard(now)
             case _:
                 assert_never(message)
 
@@ -142,12 +145,15 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
         for kind in (LookDue, ProbeDue):
             self._cancel_timer(kind)
         self._epoch, self._pid = 0, 0
-        self._startup = self._health = self._suspicion = self._liveness_at = None
+        self._startup = self._health = self._suspicion = self._doubt = self._liveness_at = None
         self._requests.clear()
         self._progress.clear()
         self._activity.clear()
         self._ledger = DataLedger()
-        self._probing = False
+        self._inquiry = Inquiry()
+        if self._server_probe is not None:
+            self._server_probe.abort()
+            self._server_probe = None
 
     # ------------------------------------------------------------ startup and health
 
@@ -166,18 +172,12 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
         self._probe()
 
     def _probe(self) -> None:
-        if self._probing:
-            return
-        self._probing = True
+        if self._server_probe is not None:
+            return  # where there is a doubt, another one follows it
+        self._suspicion, self._doubt = self._doubt, None
         self._ask_for_progress(for_verdict=False)  # data that came by now outdoes a failure
-        self._transport.tell(
-            ProbeServer(
-                epoch=self._epoch,
-                root_pid=self._pid,
-                timeout_s=probe_timeout_s(self._profile),
-                first=self._startup is not None,
-                reply_to=self.me(),
-            )
+        self._server_probe = ServerProbe(
+            self._config, epoch=self._epoch, root_pid=self._pid, first=self._startup is not None, tell_to=self.me()
         )
 
     def _probed(self, probed: Probed, now: float) -> None:
@@ -201,12 +201,13 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
             profile=self._profile,
             now=now,
         )
-        suspicion, self._suspicion = self._suspicion, None
-        if suspicion is not None and not ok:
-            lost = f"{suspicion}, and then the probe failed: {probed.detail}"
+        if self._suspicion is not None and not ok:
+            lost = f"{self._suspicion}, and then the probe failed: {probed.detail}"
         if lost is not None:
             self._tell_observed(now)
             self._worker.tell(HealthLost(epoch=self._epoch, detail=lost))
+        elif self._doubt is not None:
+            self._probe()  # the one that is done had begun before the doubt
 
     def _fail_startup(self, reason: StartFailReason, detail: str) -> None:
         self._tell_observed(time.monotonic())
@@ -225,12 +226,12 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
     def _look_due(self, now: float) -> None:
         """First the evidence, then the question, then the verdict: none is given on old evidence."""
         self._set_timer(LookDue, now + self._profile.liveness_probe_interval_s)
-        a_probe_hangs = not self._lookout.complete
+        a_probe_hangs = not self._probe_rounds.complete
         if not self._look(fresh=False) or a_probe_hangs:
             self._ask_for_progress(for_verdict=True)  # judge by what the others saw
 
     def _look(self, *, fresh: bool) -> bool:
-        return self._lookout.look(self._pid, self._epoch, fresh=fresh)
+        return self._probe_rounds.look(self._pid, self._epoch, fresh=fresh)
 
     def _evidence(self, seen: EvidenceSeen) -> None:
         self._activity[seen.probe] = seen.detail
@@ -240,13 +241,25 @@ class WatchdogActor(HouseActor[WatchdogMessage]):
             if seen.alive:
                 self._liveness_at = seen.at
             self._tell_observed(seen.at)
-            if self._lookout.complete and not seen.fresh:
+            if self._probe_rounds.complete and not seen.fresh:
                 self._ask_for_progress(for_verdict=True)
 
     def _ask_for_progress(self, *, for_verdict: bool) -> None:
+        if for_verdict:
+            self._judge_heard(time.monotonic())  # of an inquiry that somebody has not answered all this time
+            self._inquiry = Inquiry(owing=frozenset(self._requests))
         order = ReportProgress(liveness_at=self._liveness_at, for_verdict=for_verdict, reply_to=self.me())
         for request in self._requests.values():
             request.tell(order)
+
+    def _judge_when_all_are_heard(self, now: float) -> None:
+        if not self._inquiry.owing:
+            self._judge_heard(now)
+
+    def _judge_heard(self, now: float) -> None:
+        inquiry, self._inquiry = self._inquiry, Inquiry()
+        for progress in inquiry.heard:
+            self._judge(progress, now)
 
     def _judge(self, progress: Progress, now: float) -> None:
         neighbour_data_at = self._ledger.of_others(progress.request_id)

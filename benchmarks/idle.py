@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
@@ -35,8 +36,13 @@ class Idle:
     polling: int  # threads that woke more than once a second
 
 
-def wakeups() -> dict[str, int]:
-    """Voluntary context switches of each thread of this process, so far."""
+def wakeups() -> int:
+    """Voluntary context switches of all threads of this process so far, those that have ended included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+
+
+def wakeups_by_thread() -> dict[str, int]:
+    """The same of each thread that lives."""
     counts = {}
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
@@ -64,13 +70,14 @@ def measure(workers: int, *, probed: bool) -> Idle:
         guards = [child for child in psutil.Process().children() if "guard.py" in " ".join(child.cmdline())]
         guard_mb = sum(guard.memory_full_info().uss for guard in guards) / len(guards) / 1e6
         alive = threading.active_count() - threads
+        by_thread = wakeups_by_thread()  # first: reading all that takes as long as several probes
         cpu, woken, began = time.process_time(), wakeups(), time.monotonic()
         time.sleep(WATCHED_S)
-        cpu, elapsed = time.process_time() - cpu, time.monotonic() - began
-        rises = [count - woken.get(task, 0) for task, count in wakeups().items()]
+        cpu, woken, elapsed = time.process_time() - cpu, wakeups() - woken, time.monotonic() - began
+        rises = [count - by_thread.get(task, 0) for task, count in wakeups_by_thread().items()]
         return Idle(
             cpu_percent=cpu / elapsed / workers * 100,
-            wakeups_per_s=sum(rises) / elapsed / workers,
+            wakeups_per_s=woken / elapsed / workers,
             threads=alive / workers,
             memory_mb=used / workers / 1e6,
             guard_mb=guard_mb,

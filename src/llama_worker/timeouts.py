@@ -214,6 +214,25 @@ class DataLedger:
         return next((at for other, at in self.latest if other != request_id), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """Before verdicts every request is asked how far it is; what one has heard lately may spare another's server."""
+
+    owing: frozenset[int] = frozenset()  # ids that have not answered
+    heard: tuple[Progress, ...] = ()
+
+    def answered(self, progress: Progress) -> Inquiry:
+        """After an answer; one that was not owed changes nothing."""
+        if progress.request_id not in self.owing:
+            return self
+        return Inquiry(self.owing - {progress.request_id}, (*self.heard, progress))
+
+    def without(self, request_id: int) -> Inquiry:
+        """After the end of a request."""
+        heard = tuple(progress for progress in self.heard if progress.request_id != request_id)
+        return Inquiry(self.owing - {request_id}, heard)
+
+
 def busy_neighbour(neighbour_data_at: float | None, *, profile: TimeoutProfile, now: float) -> bool:
     """Whether another request received data so lately that the server as a whole must be working."""
     if neighbour_data_at is None:

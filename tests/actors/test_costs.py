@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import resource
 import threading
 import time
 from collections import Counter
@@ -13,12 +15,15 @@ from typing import Any
 
 import pytest
 
+from llama_worker.actors.refs import SupervisedActor
 from llama_worker.actors.request import RequestActor
-from llama_worker.messages import StreamEvents
-from tests.actors.conftest import HOST, MakeWorker
+from llama_worker.actors.timers import Timer, TimerThread
+from llama_worker.messages import Probed, ProbeDue, StreamEvents
+from tests.actors.conftest import HOST, MakeWorker, eventually, fast_timeouts
 from tests.fake_script import Reply, Script, Sleep, Tokens, plain_reply, steps_json
 
 EVENTS = 8000
+PROBES = 10
 
 
 @pytest.fixture
@@ -69,6 +74,34 @@ def test_an_idle_worker_wakes_nobody(make_worker: MakeWorker) -> None:
     assert sum(woken.values()) <= 2, woken
 
 
+def test_a_health_probe_costs_two_messages_one_timer_and_few_wakeups(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: Counter[Any] = Counter()
+    receive, call_at = SupervisedActor.on_receive, TimerThread.call_at
+
+    def receiving(self: SupervisedActor[Any], message: Any) -> None:
+        counts[type(message)] += 1
+        receive(self, message)
+
+    def calling_at(self: TimerThread, at: float, call: Any) -> Timer:
+        counts["timers"] += 1
+        return call_at(self, at, call)
+
+    monkeypatch.setattr(SupervisedActor, "on_receive", receiving)
+    monkeypatch.setattr(TimerThread, "call_at", calling_at)
+    make_worker(timeouts=fast_timeouts(health_probe_interval_s=0.2))
+    counts.clear()
+    eventually(lambda: counts[Probed] >= 2, "health probes, and the end of the start")
+    told, woken = Counter(counts), _wakeups()
+    eventually(lambda: counts[Probed] - told[Probed] >= PROBES, "health probes")
+    told, woken = counts - told, _wakeups() - woken
+    probes, timers = told[Probed], told.pop("timers")
+    assert set(told) == {ProbeDue, Probed}
+    assert max(timers, told[ProbeDue]) <= probes + 1  # one may be under way
+    assert woken / probes <= 20
+
+
 def test_threads_are_bounded_by_slots_and_open_streams(make_worker: MakeWorker) -> None:
     before = threading.active_count()
     rig = make_worker(slots=4)
@@ -103,10 +136,16 @@ def _switches() -> dict[str, int]:
     found: Counter[str] = Counter()
     names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
     for task in os.listdir("/proc/self/task"):
-        for line in Path(f"/proc/self/task/{task}/status").read_text().splitlines():
-            if line.startswith("voluntary_ctxt_switches"):
-                found[names.get(task, task)] += int(line.split()[1])
+        with contextlib.suppress(OSError):  # one that has just ended
+            for line in Path(f"/proc/self/task/{task}/status").read_text().splitlines():
+                if line.startswith("voluntary_ctxt_switches"):
+                    found[names.get(task, task)] += int(line.split()[1])
     return found
+
+
+def _wakeups() -> int:
+    """Voluntary context switches of all threads but this one, those that have ended included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def _wait_quiet() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.timeouts import (
     DataLedger,
+    Inquiry,
     Progress,
     Triage,
     ages,
@@ -410,6 +411,23 @@ def test_the_data_ledger_answers_as_if_it_kept_everything(news: list[tuple[int, 
         ledger = ledger.heard(request_id, at).heard(request_id, None)
     assert ledger.of_others(asked) == max((at for other, at in news if other != asked), default=None)
     assert len(ledger.latest) <= 2
+
+
+# ------------------------------------------------------------------------------------------------- inquiry
+
+
+def test_an_inquiry_is_over_when_all_have_answered_or_ended() -> None:
+    one, two = (progress(PREFILL, request_id=number) for number in (1, 2))
+    asked = Inquiry(owing=frozenset({1, 2, 3}))
+    heard = asked.answered(two).without(3).answered(one)
+    assert heard == Inquiry(frozenset(), (two, one))
+    assert heard.without(2) == Inquiry(frozenset(), (one,))
+
+
+def test_an_answer_that_is_not_owed_changes_no_inquiry() -> None:
+    asked = Inquiry(owing=frozenset({1})).answered(progress(PREFILL, request_id=1))
+    assert asked.answered(progress(PREFILL, request_id=1, last_data_at=5.0)) == asked
+    assert asked.answered(progress(PREFILL, request_id=2)) == asked
 
 
 # ------------------------------------------------------------------------------------------------- triage
