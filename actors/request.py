@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from typing import assert_never
 
-from llama_worker.actors.refs import HouseActor, Household
+from llama_worker.actors.refs import LiveCount, SupervisedActor
 from llama_worker.actors.timers import Alarm
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     Abandon,
     Ask,
     Begin,
+    CallEnded,
     Cancel,
     CloseStream,
     DropTools,
@@ -35,8 +36,6 @@ from llama_worker.messages import (
     StreamOpened,
     Tick,
     ToolMessage,
-    ToolsDone,
-    ToolsFailed,
     ToolsRefused,
     TransportMessage,
     WorkerMessage,
@@ -55,7 +54,7 @@ from llama_worker.request_state import Request
 from llama_worker.types import RequestFailReason
 
 
-class RequestActor(HouseActor[RequestMessage]):
+class RequestActor(SupervisedActor[RequestMessage]):
     """Carries out one request after the other. A crash of this actor fails its request, which keeps its output."""
 
     role = "request"
@@ -63,13 +62,13 @@ class RequestActor(HouseActor[RequestMessage]):
     def __init__(
         self,
         parent: Mailbox[WorkerMessage],
-        household: Household,
+        live_count: LiveCount,
         config: WorkerConfig,
         *,
         slot: int,
         unix_offset: float,
     ) -> None:
-        super().__init__(parent, household, slot=slot)
+        super().__init__(parent, live_count, slot=slot)
         self._worker = parent
         self._config = config
         self._unix_offset = unix_offset
@@ -110,10 +109,8 @@ class RequestActor(HouseActor[RequestMessage]):
                 self._carry_out(request.stream_opened(stream_id, at))
             case StreamClosed(stream_id=stream_id, failure=failure, at=at):
                 self._carry_out(request.stream_closed(stream_id, failure, at))
-            case ToolsDone(batch_id=batch_id, results=results, trace=trace):
-                self._carry_out(request.tools_done(batch_id, results, trace, now))
-            case ToolsFailed(batch_id=batch_id, detail=detail, trace=trace):
-                self._carry_out(request.tools_failed(batch_id, detail, trace, now))
+            case CallEnded(batch_id=batch_id, ok=ok, text=text, at=at):
+                self._carry_out(request.call_ended(batch_id, ok=ok, text=text, at=at))
             case Cancel(request_id=request_id):
                 if request_id == request.request_id:
                     self._carry_out(request.cancel(now))
@@ -127,10 +124,16 @@ class RequestActor(HouseActor[RequestMessage]):
 
     def release(self, failure: str | None) -> None:
         """End the request that is under way."""
-        if self._request is not None:
-            reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
-            detail = failure or "the worker was closed"
-            self._carry_out(self._request.abandon(reason, detail, time.monotonic()))
+        request, now = self._request, time.monotonic()
+        if request is None:
+            return
+        reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
+        detail = failure or "the worker was closed"
+        try:
+            effects = request.abandon(reason, detail, now)
+        except Exception:  # it runs the code that has just raised
+            effects = request.break_off(reason, detail, now)
+        self._carry_out(effects)
 
     def _begin(self, order: Begin, now: float) -> None:
         self._transport, self._tools = order.transport, order.tools
@@ -170,16 +173,8 @@ class RequestActor(HouseActor[RequestMessage]):
                     self._transport.tell(OpenStream(stream_id=stream_id, body=body, reply_to=self.me()))
                 case CloseTurn(stream_id=stream_id):
                     self._transport.tell(CloseStream(stream_id=stream_id))
-                case StartTools(batch_id=batch_id, iteration=iteration, calls=calls):
-                    self._tools.tell(
-                        RunTools(
-                            batch_id=batch_id,
-                            job_name=job_name,
-                            iteration=iteration,
-                            calls=calls,
-                            reply_to=self.me(),
-                        )
-                    )
+                case StartTools(batch_id=batch_id, calls=calls):
+                    self._tools.tell(RunTools(batch_id=batch_id, job_name=job_name, calls=calls, reply_to=self.me()))
                 case ForgetTools(batch_id=batch_id):
                     self._tools.tell(DropTools(batch_id=batch_id))
                 case WakeAt(at=at):

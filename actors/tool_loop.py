@@ -1,7 +1,8 @@
-"""ToolLoopActor: batches of tool calls, each batch on a thread of its own, each call with a deadline.
+"""ToolLoopActor: batches of tool calls, each batch on a thread of its own.
 
-Receives RunTools, DropTools. Sends the asking RequestActor ToolsDone or ToolsFailed, the WorkerActor
-ToolThreadsStuck. A thread whose call never returns is left alone: it is a daemon, and counted.
+Receives RunTools, DropTools. Its threads tell the asking RequestActor CallEnded, call by call; that one decides
+when a call has taken too long. Sends the WorkerActor ToolThreadStuck. A thread whose call never returns is left
+alone: it is a daemon, and counted.
 """
 
 from __future__ import annotations
@@ -13,150 +14,83 @@ import traceback
 from dataclasses import dataclass
 from typing import assert_never
 
-from llama_worker.actors.refs import HouseActor, Household
-from llama_worker.actors.timers import Alarm
+from llama_worker.actors.refs import LiveCount, SupervisedActor
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     BatchId,
-    CallReturned,
+    CallEnded,
     DropTools,
     Mailbox,
-    RequestMessage,
     RunTools,
-    Tick,
     ToolMessage,
-    ToolsDone,
-    ToolsFailed,
-    ToolThreadEnded,
-    ToolThreadsStuck,
+    ToolThreadStuck,
     WorkerMessage,
 )
-from llama_worker.tool_batch import ToolBatch
 from llama_worker.tool_results import ToolResultError, encode_result
 
 
-@dataclass(slots=True)
-class _Running:
-    """A batch that somebody waits for."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A batch that somebody waits for, or whose thread has ended."""
 
-    batch: ToolBatch
-    reply_to: Mailbox[RequestMessage]
+    thread: threading.Thread
     dropped: threading.Event  # tells the thread not to begin another call
-    alarm: Alarm  # at the deadline of the call under way
 
 
-class ToolLoopActor(HouseActor[ToolMessage]):
+class ToolLoopActor(SupervisedActor[ToolMessage]):
     """Runs tools. A crash of this actor leaves no call begun behind it."""
 
     role = "tool_loop"
 
-    def __init__(
-        self,
-        parent: Mailbox[WorkerMessage],
-        household: Household,
-        config: WorkerConfig,
-        *,
-        unix_offset: float,
-    ) -> None:
-        super().__init__(parent, household)
+    def __init__(self, parent: Mailbox[WorkerMessage], live_count: LiveCount, config: WorkerConfig) -> None:
+        super().__init__(parent, live_count)
         self._worker = parent
         self._config = config
-        self._unix_offset = unix_offset
-        self._running: dict[BatchId, _Running] = {}
-        self._stuck: set[BatchId] = set()  # batches whose thread runs on although nobody waits for it
-        self._told_stuck_count = 0
+        self._batches: dict[BatchId, _Batch] = {}
 
     def handle(self, message: ToolMessage) -> None:
         """See the messages' own docstrings."""
-        now = time.monotonic()
         match message:
             case RunTools():
-                self._run(message, now)
+                self._run(message)
             case DropTools(batch_id=batch_id):
-                self._abandon(batch_id)
-            case CallReturned(batch_id=batch_id):
-                self._returned(message)
-            case ToolThreadEnded(batch_id=batch_id):
-                self._stuck.discard(batch_id)
-            case Tick():
-                for batch_id, running in list(self._running.items()):
-                    if now >= running.batch.deadline:
-                        self._stuck.add(batch_id)
-                        self._fail(batch_id, running.batch.timeout_text(), now)
+                self._drop(batch_id)
             case _:
                 assert_never(message)
-        self._report_stuck()
 
     def release(self, failure: str | None) -> None:
         """Begin no further call."""
-        for batch_id in list(self._running):
-            self._forget(batch_id)
+        for batch_id in list(self._batches):
+            self._drop(batch_id)
 
-    def _run(self, order: RunTools, now: float) -> None:
-        batch = ToolBatch(
-            calls=order.calls,
-            iteration=order.iteration,
-            timeout_s=self._config.tool_timeout_s,
-            unix_offset=self._unix_offset,
-            started_at=now,
-        )
-        me = self.me()
-        running = _Running(batch, order.reply_to, threading.Event(), Alarm(lambda: me.tell(Tick())))
-        self._running[order.batch_id] = running
-        running.alarm.set(batch.deadline)
-        threading.Thread(
+    def _run(self, order: RunTools) -> None:
+        self._batches = {number: batch for number, batch in self._batches.items() if batch.thread.is_alive()}
+        dropped = threading.Event()
+        thread = threading.Thread(
             target=_run_calls,
-            args=(order, self._config, running.dropped, me),
+            args=(order, self._config, dropped),
             name=f"llama_worker-{self._config.name}-tool-{order.batch_id[0]}.{order.batch_id[1]}",
             daemon=True,
-        ).start()
+        )
+        self._batches[order.batch_id] = _Batch(thread, dropped)
+        thread.start()
 
-    def _returned(self, call: CallReturned) -> None:
-        running = self._running.get(call.batch_id)
-        if running is None:
-            return  # it came too late, or nobody waits for it any more
-        if call.result is None:
-            self._fail(call.batch_id, call.error or "the tool failed", call.at)
+    def _drop(self, batch_id: BatchId) -> None:
+        batch = self._batches.pop(batch_id, None)
+        if batch is None:
             return
-        running.batch = running.batch.returned(call.index, call.result, call.at)
-        if running.batch.done:
-            self._forget(call.batch_id)
-            done = ToolsDone(batch_id=call.batch_id, results=running.batch.results, trace=running.batch.trace)
-            running.reply_to.tell(done)
-        else:
-            running.alarm.set(running.batch.deadline)
-
-    def _fail(self, batch_id: BatchId, detail: str, at: float) -> None:
-        running = self._running[batch_id]
-        trace = running.batch.failed(detail, at).trace
-        self._forget(batch_id)
-        running.reply_to.tell(ToolsFailed(batch_id=batch_id, detail=detail, trace=trace))
-
-    def _abandon(self, batch_id: BatchId) -> None:
-        if batch_id in self._running:
-            self._stuck.add(batch_id)
-            self._forget(batch_id)
-
-    def _forget(self, batch_id: BatchId) -> None:
-        running = self._running.pop(batch_id, None)
-        if running is not None:
-            running.dropped.set()
-            running.alarm.set(None)
-
-    def _report_stuck(self) -> None:
-        count = len(self._stuck)
-        if count != self._told_stuck_count:
-            self._told_stuck_count = count
-            self._worker.tell(ToolThreadsStuck(count=count))
+        batch.dropped.set()
+        if batch.thread.is_alive():
+            self._worker.tell(ToolThreadStuck(is_alive=batch.thread.is_alive))
 
 
-def _run_calls(order: RunTools, config: WorkerConfig, dropped: threading.Event, tell_to: Mailbox[ToolMessage]) -> None:
+def _run_calls(order: RunTools, config: WorkerConfig, dropped: threading.Event) -> None:
     """The thread of one batch: the calls in order, up to the first that fails."""
     assert config.tool_runner is not None
-    for index, call in enumerate(order.calls):
+    for call in order.calls:
         if dropped.is_set():
             break
-        result, error = None, None
+        ok = False
         try:
             value = config.tool_runner.run_tool(
                 name=call.name,
@@ -164,15 +98,12 @@ def _run_calls(order: RunTools, config: WorkerConfig, dropped: threading.Event, 
                 request_id=order.batch_id[0],
                 job_name=order.job_name,
             )
-            result = encode_result(value)
+            text, ok = encode_result(value), True
         except ToolResultError as unfit:
-            error = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
+            text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
         except BaseException as raised:  # SystemExit and KeyboardInterrupt in a tool are its failures, no more
             said = "".join(traceback.format_exception_only(raised)).strip()  # also where its str() fails
-            error = f"tool {call.name!r} raised {said}"
-        tell_to.tell(
-            CallReturned(batch_id=order.batch_id, index=index, at=time.monotonic(), result=result, error=error)
-        )
-        if error is not None:
+            text = f"tool {call.name!r} raised {said}"
+        order.reply_to.tell(CallEnded(batch_id=order.batch_id, ok=ok, text=text, at=time.monotonic()))
+        if not ok:
             break
-    tell_to.tell(ToolThreadEnded(batch_id=order.batch_id))

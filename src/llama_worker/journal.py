@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llama_worker.event_log import EventLog
@@ -28,12 +28,12 @@ class Journal:
     def __init__(self, worker: str, unix_offset: float) -> None:
         self.totals = Totals()
         self.observed: Observed | None = None  # what the watchdog told last
-        self.stuck_tool_threads_count = 0
         self._unix_offset = unix_offset
         self._events = EventLog(worker)
         self._warnings: list[str] = []
         self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
         self._evidence: dict[str, Any] = {}
+        self._stuck_tool_threads: list[Callable[[], bool]] = []  # each tells whether its thread still runs
 
     @property
     def warnings(self) -> list[str]:
@@ -93,6 +93,10 @@ class Journal:
         """The evidence's other part: what was seen of the server's processes."""
         self._evidence = {**self._evidence, "processes": dict(processes)}
 
+    def tool_thread_stuck(self, is_alive: Callable[[], bool]) -> None:
+        """Count a thread that nobody waits for, for as long as it runs."""
+        self._stuck_tool_threads = [*_still_true(self._stuck_tool_threads), is_alive]
+
     def debug_info(self, *, logs: Iterable[str], server_cmd: Sequence[str]) -> WorkerDebugInfo:
         """All of it, for a host to keep."""
         return {
@@ -101,6 +105,10 @@ class Journal:
             "recent_events": self._events.recent(),
             "server_cmd": list(server_cmd),
             "evidence": copy.deepcopy(self._evidence),
-            "stuck_tool_threads_count": self.stuck_tool_threads_count,
+            "stuck_tool_threads_count": len(_still_true(self._stuck_tool_threads)),
             "totals": self.totals.snapshot(),
         }
+
+
+def _still_true(checks: Iterable[Callable[[], bool]]) -> list[Callable[[], bool]]:
+    return [check for check in checks if check()]

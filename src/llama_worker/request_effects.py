@@ -29,7 +29,6 @@ class StartTools:
     """Run these calls, in order."""
 
     batch_id: BatchId
-    iteration: int
     calls: tuple[ParsedCall, ...]
 
 

@@ -40,17 +40,19 @@ class Tally:
     calls_count: int = 0
     signals: list[ExitSignal] = field(default_factory=list)
     trace: list[ToolTraceEntry] = field(default_factory=list)
-    first_token_at: float | None = None
     liveness_at: float | None = None
     # Of turns that are over, the one under way not counted:
     tokens: int = 0
     usage: Usage | None = None
+    first_token_at: float | None = None
     progress_at: float | None = None
     stream_byte_at: float | None = None
 
     def add_turn(self, turn: Turn, progress_at: float | None) -> None:
         """A turn is over; `progress_at` is its latest data."""
         turn.is_over = True
+        if self.first_token_at is None:
+            self.first_token_at = turn.first_token_at
         self.progress_at = _later(self.progress_at, progress_at)
         self.stream_byte_at = _later(self.stream_byte_at, turn.last_stream_byte_at)
         self.tokens += turn.tokens
@@ -101,7 +103,7 @@ def build_status(tally: Tally, turn: Turn, progress: Progress) -> RequestStatus:
         "tokens_received": tally.tokens + (0 if turn.is_over else turn.tokens),
     }
     instants = {
-        "first_token_at": tally.first_token_at,
+        "first_token_at": turn.first_token_at if tally.first_token_at is None else tally.first_token_at,
         "last_progress_at": _later(last_progress_at(progress, tally.liveness_at), tally.progress_at),
         "last_stream_byte_at": _later(turn.last_stream_byte_at, tally.stream_byte_at),
         "last_liveness_at": tally.liveness_at,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import assert_never, cast
+from typing import Any, assert_never, cast
 
 from llama_worker.chat_request import begin_conversation, keeps_prompt_end, request_body, write_bios
 from llama_worker.config import WorkerConfig
@@ -38,31 +38,13 @@ from llama_worker.request_ending import (
 )
 from llama_worker.request_report import Tally, build_progress, build_record, build_status
 from llama_worker.server_command import masked
-from llama_worker.stream_events import (
-    Done,
-    Finish,
-    PromptProgress,
-    ReasoningDelta,
-    RoleOnly,
-    ServerError,
-    StreamEvent,
-    TextDelta,
-    Timings,
-    ToolCallDelta,
-    Usage,
-)
+from llama_worker.stream_events import Done, Finish, ServerError, StreamEvent
 from llama_worker.submission import Submission
 from llama_worker.timeouts import Progress, last_progress_at
+from llama_worker.tool_batch import ToolBatch
 from llama_worker.tooling import ParsedCall, Partition, partition
 from llama_worker.turn import Turn
-from llama_worker.types import (
-    BiosText,
-    OutputChunk,
-    RequestFailReason,
-    RequestPhase,
-    RequestStatus,
-    ToolTraceEntry,
-)
+from llama_worker.types import BiosText, OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
 SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error may still follow
 DEATH_NEWS_S = 0.29  # after a disconnect: news of the process's death may follow; with the rest, 0.3 s
@@ -104,7 +86,7 @@ class _InTools:
     """For the results of a turn's calls."""
 
     batch_id: BatchId
-    calls: tuple[ParsedCall, ...]
+    batch: ToolBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +94,8 @@ class _Ended:
     """For nothing."""
 
 
-_OtherEvent = ToolCallDelta | PromptProgress | Usage | Timings | Finish | ServerError | Done | RoleOnly
+_LastWord = Finish | ServerError | Done
+_LAST_WORDS = frozenset({Finish, ServerError, Done})
 
 
 class Request:
@@ -176,40 +159,24 @@ class Request:
         if carried_data:
             self._turn.last_data_at = at
         output = self._tally.output
-        for kind, run in groupby(events, type):  # a batch is mostly one run of text: taken apart once, not each
-            if kind is TextDelta:
-                texts = [event.text for event in cast("Iterator[TextDelta]", run)]
-                self._tokens_came(len(texts), at)
-                output.add(*self._turn.text("".join(texts)))
-            elif kind is ReasoningDelta:
-                texts = [event.text for event in cast("Iterator[ReasoningDelta]", run)]
-                self._tokens_came(len(texts), at)
-                output.add(*self._turn.reasoning("".join(texts)))
-                self._opens_thinking = False  # this server takes reasoning out of the content itself
-            else:
-                for event in cast("Iterator[_OtherEvent]", run):
-                    effects = self._event(event, at)
-                    if effects is not None:
-                        return effects
-            if output.loop is not None:
-                return self._end(after_loop(output.loop), at)
+        runs = cast("Iterator[tuple[type[Any], Iterator[Any]]]", groupby(events, type))
+        for kind, run in runs:
+            if kind not in _LAST_WORDS:
+                output.add(*self._turn.take(kind, run, at))
+                if output.loop is not None:
+                    return self._end(after_loop(output.loop), at)
+                continue
+            for event in run:
+                effects = self._last_word(event, at)
+                if effects is not None:
+                    return effects
         if isinstance(self._waiting, _Settling):
             return [WakeAt(at=self._waiting.until)]
         return []
 
-    def _event(self, event: _OtherEvent, at: float) -> Effects | None:
-        """One event that is no text; what follows where it ends the turn, else None."""
+    def _last_word(self, event: _LastWord, at: float) -> Effects | None:
+        """What may end the turn; what follows where it does, else None."""
         match event:
-            case ToolCallDelta():
-                self._tokens_came(1, at)
-                self._turn.tool_call(event)
-            case PromptProgress():
-                self._turn.prompt_progress = event
-                self._turn.prompt_progress_at = at
-            case Usage():
-                self._turn.usage = event
-            case Timings():
-                self._turn.timings = event
             case Finish(reason=reason):
                 self._turn.finish_reason = reason
                 if isinstance(self._waiting, _Streaming):  # said again, it gives no more time
@@ -218,8 +185,6 @@ class Request:
                 return self._end(after_server_error(event, offers_tools=self._offers_tools), at)
             case Done():
                 return self._conclude_turn(at)
-            case RoleOnly():
-                pass  # the model has not said anything yet
             case _:
                 assert_never(event)
         return None
@@ -246,37 +211,19 @@ class Request:
             case _:
                 return self._end(after_failure(failure, offers_tools=self._offers_tools), at)
 
-    def tools_done(
-        self, batch_id: BatchId, results: tuple[str, ...], trace: tuple[ToolTraceEntry, ...], now: float
-    ) -> Effects:
-        """Every call of the turn returned: go on with the next turn."""
+    def call_ended(self, batch_id: BatchId, *, ok: bool, text: str, at: float) -> Effects:
+        """The next call of the batch returned a JSON text, or failed; after the last one the next turn begins."""
         waiting = self._waiting
         if not isinstance(waiting, _InTools) or waiting.batch_id != batch_id:
             return []
-        self._tally.trace += trace
-        try:
-            bios = self._write_bios(now)
-        except PromptError as error:
-            return self._end(failed(RequestFailReason.PROMPT_ERROR, str(error)), now)
-        assert self._conversation is not None
-        self._conversation = self._conversation.after_tools(
-            bios,
-            text=self._turn.said_text,
-            reasoning=self._turn.said_reasoning,
-            calls=waiting.calls,
-            results=results,
-        )
-        self._waiting = _Streaming()
-        return self._open_turn(self._conversation, now)
-
-    def tools_failed(self, batch_id: BatchId, detail: str, trace: tuple[ToolTraceEntry, ...], now: float) -> Effects:
-        """A call failed."""
-        waiting = self._waiting
-        if not isinstance(waiting, _InTools) or waiting.batch_id != batch_id:
-            return []
-        self._tally.trace += trace
-        self._waiting = _Streaming()  # there is no batch left to forget
-        return self._end(failed(RequestFailReason.TOOL_EXECUTION_ERROR, detail), now)
+        if not ok:
+            return self._call_failed(waiting.batch, text, at)
+        batch = waiting.batch.returned(text, at)
+        if not batch.done:
+            self._waiting = _InTools(batch_id, batch)
+            return [WakeAt(at=batch.deadline)]
+        self._leave_tools(batch)
+        return self._continue(batch, at)
 
     def cancel(self, now: float) -> Effects:
         """The host wants no more of it."""
@@ -297,6 +244,12 @@ class Request:
             case _:
                 return self._give_up(failed(reason, detail), now)
 
+    def break_off(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
+        """End where `abandon` itself raised: what was shown is kept, what was held back is lost with its turn."""
+        if isinstance(self._waiting, _Ended):
+            return []
+        return self._finish(failed(reason, detail), now)
+
     def tick(self, now: float) -> Effects:
         """The alarm: carry out what has come due."""
         match self._waiting:
@@ -306,6 +259,8 @@ class Request:
                 return self._end(failed(failure.reason, failure.detail), now)
             case _HearingOut(until=at, ending=ending) if now >= at:
                 return self._give_up(ending, now)
+            case _InTools(batch_id=batch_id, batch=batch) if now >= batch.deadline:
+                return [ForgetTools(batch_id=batch_id), *self._call_failed(batch, batch.timeout_text(), now)]
             case _:
                 return []
 
@@ -354,6 +309,7 @@ class Request:
             prompted=self._prompted,
             with_tools=self._offers_tools,
             opens_thinking=self._opens_thinking,
+            loop_detector=self._config.loop_detector,
         )
 
     def _write_bios(self, now: float) -> BiosText | str:
@@ -366,6 +322,7 @@ class Request:
 
     def _open_turn(self, conversation: Conversation, now: float) -> Effects:
         self._exchanges_count += 1
+        self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
         self._turn = self._new_turn(now)
         tools = [] if self._prompted else [*self._config.normal_tools, *self._config.exit_tools]
         body = request_body(self._config, self._submission.params, conversation.messages(), tools)
@@ -375,11 +332,6 @@ class Request:
         may = self._config.tool_call_mode == "auto" and not self._prompted and self._exchanges_count == 1
         return may and self._offers_tools and refuses_tools(failure)
 
-    def _tokens_came(self, count: int, at: float) -> None:
-        self._turn.tokens_came(count, at)
-        if self._tally.first_token_at is None:
-            self._tally.first_token_at = at
-
     def _conclude_turn(self, now: float) -> Effects:
         """The turn came to a regular end: to the tools, or to the end of the request."""
         judged = self._judge_turn(now)
@@ -387,7 +339,7 @@ class Request:
             return self._end(judged, now)
         if isinstance(self._waiting, _HearingOut):
             return self._end(self._waiting.ending, now)  # its calls are not begun any more
-        return self._start_tools(judged)
+        return self._start_tools(judged, now)
 
     def _give_up(self, ending: Ending, now: float) -> Effects:
         """End so, unless a turn without calls had come to its regular end before."""
@@ -419,14 +371,45 @@ class Request:
         self._tally.signals += found.exits
         return found
 
-    def _start_tools(self, calls: tuple[ParsedCall, ...]) -> Effects:
+    def _start_tools(self, calls: tuple[ParsedCall, ...], now: float) -> Effects:
         closing = self._close_turn()
         self._tally.iterations_left -= 1
         self._tally.calls_count += len(calls)
         batch_id = (self.request_id, self._exchanges_count)
-        self._waiting = _InTools(batch_id, calls)
-        iteration = self._config.max_tool_iterations - self._tally.iterations_left
-        return [closing, StartTools(batch_id=batch_id, iteration=iteration, calls=calls)]
+        batch = ToolBatch(
+            calls=calls,
+            iteration=self._config.max_tool_iterations - self._tally.iterations_left,
+            timeout_s=self._config.tool_timeout_s,
+            unix_offset=self._tally.unix_offset,
+            started_at=now,
+        )
+        self._waiting = _InTools(batch_id, batch)
+        return [closing, StartTools(batch_id=batch_id, calls=calls), WakeAt(at=batch.deadline)]
+
+    def _leave_tools(self, batch: ToolBatch) -> None:
+        """The batch is over, whatever follows."""
+        self._tally.trace += batch.trace
+        self._waiting = _Streaming()
+
+    def _call_failed(self, batch: ToolBatch, text: str, at: float) -> Effects:
+        self._leave_tools(batch.failed(text, at))
+        return self._end(failed(RequestFailReason.TOOL_EXECUTION_ERROR, text), at)
+
+    def _continue(self, batch: ToolBatch, now: float) -> Effects:
+        """The next turn, with what the calls returned."""
+        try:
+            bios = self._write_bios(now)
+        except PromptError as error:
+            return self._end(failed(RequestFailReason.PROMPT_ERROR, str(error)), now)
+        assert self._conversation is not None
+        self._conversation = self._conversation.after_tools(
+            bios,
+            text=self._turn.said_text,
+            reasoning=self._turn.said_reasoning,
+            calls=batch.calls,
+            results=batch.results,
+        )
+        return self._open_turn(self._conversation, now)
 
     def _close_turn(self) -> CloseTurn:
         """The exchange is over: add up what is kept of it."""
@@ -436,16 +419,20 @@ class Request:
     # ------------------------------------------------------------ the end
 
     def _end(self, ending: Ending, now: float) -> Effects:
+        """End, with all that the turn under way has brought."""
+        self._tally.output.add_rest(*self._turn.finish())  # what was held back is output, too
+        if not self._turn.calls_taken:
+            self._take_calls(now)
+        return self._finish(ending, now)
+
+    def _finish(self, ending: Ending, now: float) -> Effects:
+        """The record, as things are; what the request holds is let go."""
         effects: Effects = []
-        match self._waiting:
-            case _InTools(batch_id=batch_id):
-                effects.append(ForgetTools(batch_id=batch_id))
-            case _:
-                self._tally.output.add_rest(*self._turn.finish())  # what was held back is output, too
-                if not self._turn.calls_taken:
-                    self._take_calls(now)
-                if self._exchanges_count and not self._turn.is_over:
-                    effects.append(self._close_turn())
+        if isinstance(self._waiting, _InTools):
+            effects.append(ForgetTools(batch_id=self._waiting.batch_id))
+            self._leave_tools(self._waiting.batch.failed(f"given up while it ran: {ending.fail_reason}", now))
+        elif self._exchanges_count and not self._turn.is_over:
+            effects.append(self._close_turn())
         if ending.fail_detail is not None:
             ending = replace(ending, fail_detail=masked(ending.fail_detail, self._config.api_key))
         record = build_record(self._tally, self._turn, self.progress(), ending, now)

@@ -6,6 +6,8 @@ import json
 import re
 from enum import Enum, auto
 
+from llama_worker.loopdetect import LoopWatch
+from llama_worker.profiles import LoopDetector
 from llama_worker.tooling import MAX_JSON_DEPTH, MalformedCall, RawCall, parse_arguments
 
 CALL_OPEN = "<tool_call>"
@@ -26,19 +28,20 @@ class TaggedCallFilter:
     call is held back until that is decided, at most `MAX_TAGGED_CALL_CHARS`. Time is linear in the text.
 
     strict (prompted mode): a malformed call is in `calls` as well as in the text.
-    Not strict (native mode): it is just text; and since tagged calls count only in a turn without structured
-    ones, all that follows the first is held back to the end, where `finish` is told which it was.
+    Not strict (native mode): it is just text; and tagged calls count only in a turn without structured ones. So all
+    that follows the first is held back, to the end (`finish`) or a structured call (`put_back`). What nobody sees is
+    watched for loops here: it is let go once whoever sees it will find one, with the calls in it or without.
     """
 
-    def __init__(self, *, strict: bool) -> None:
+    def __init__(self, *, strict: bool, loop_detector: LoopDetector | None = None) -> None:
         self.calls: list[RawCall | MalformedCall] = []
         self._strict = strict
+        self._loop_detector = loop_detector
         self._scanner: _CallScanner | None = None  # None: not inside a call
         self._held: list[str] = []  # undecided text, from the start of a tag
         self._visible: list[str] = []  # decided, not returned yet
         self._malformed: list[str] | None = None  # the malformed call that the text is in
-        self._after_call: list[str] = []  # not strict: the visible text after the first call
-        self._literal_after: list[str] = []  # the same with the calls, the first too
+        self._undecided: _Undecided | None = None  # not strict: all from the first call on
 
     def feed(self, text: str) -> str:
         """More of the text; returns what may be shown."""
@@ -46,17 +49,18 @@ class TaggedCallFilter:
             self._run(text, final=False)
         return self._take_visible()
 
-    def finish(self, *, structured_calls: bool = False) -> str:
-        """The end of the turn, however it came; returns the rest of the text. Once only.
+    def put_back(self) -> str:
+        """The turn has a structured call, so tagged ones are text; returns all that was held back. The last call."""
+        self.calls.clear()
+        literal = self._undecided.with_calls.read() if self._undecided is not None else ""
+        return literal + "".join(self._held)
 
-        structured_calls: the turn had such calls, so (if not strict) tagged ones are put back.
-        """
+    def finish(self) -> str:
+        """The end of the turn, however it came; returns the rest of the text. The last call."""
         self._run("", final=True)
         self._end_malformed()
-        if structured_calls and self._literal_after:
-            self.calls.clear()
-            return self._take_visible() + "".join(self._literal_after)
-        return self._take_visible() + "".join(self._after_call)
+        self._let_go()
+        return self._take_visible()
 
     def _run(self, text: str, *, final: bool) -> None:
         start = 0  # of the undecided part
@@ -108,21 +112,71 @@ class TaggedCallFilter:
     def _show(self, text: str) -> None:
         if self._malformed is not None:
             self._malformed.append(text)
-        if self._literal_after:
-            self._literal_after.append(text)
-            self._after_call.append(text)
-        else:
+        if self._undecided is None:
             self._visible.append(text)
+            return
+        self._undecided.add(text)
+        if self._undecided.loops:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._undecided is not None:
+            self._visible.append(self._undecided.without_calls.read())
+            self._undecided = None
 
     def _take_call(self, call: RawCall, whole: str) -> None:
         self.calls.append(call)
         if not self._strict:
-            self._literal_after.append(whole)
+            if self._undecided is None:
+                self._undecided = _Undecided(self._loop_detector)
+            self._undecided.with_calls.add(whole)
 
     def _end_malformed(self) -> None:
         if self._malformed is not None:
             self.calls.append(MalformedCall("".join(self._malformed)))
             self._malformed = None
+
+
+class _Undecided:
+    """Text that will be seen in one of two readings."""
+
+    def __init__(self, detector: LoopDetector | None) -> None:
+        self.with_calls = _UnseenText(detector)
+        self.without_calls = _UnseenText(detector)
+
+    def add(self, text: str) -> None:
+        """More of what both have."""
+        self.with_calls.add(text)
+        self.without_calls.add(text)
+
+    @property
+    def loops(self) -> bool:
+        """Whichever will be seen."""
+        return self.with_calls.loops and self.without_calls.loops
+
+
+class _UnseenText:
+    """A text that grows unseen, behind one that was seen. `loops`: a watch over both would have found a loop."""
+
+    def __init__(self, detector: LoopDetector | None) -> None:
+        self.loops = False
+        self._parts: list[str] = []
+        self._watch = LoopWatch(detector) if detector is not None else None
+        self._watching = False  # not in the first line: it began before
+
+    def add(self, piece: str) -> None:
+        """More of it."""
+        self._parts.append(piece)
+        if self._watch is None or self.loops:
+            return
+        if not self._watching:
+            _, newline, piece = piece.partition("\n")
+            self._watching = bool(newline)
+        self.loops = self._watching and self._watch.feed(piece) is not None
+
+    def read(self) -> str:
+        """All of it."""
+        return "".join(self._parts)
 
 
 _TAG = re.compile(r"</?tool_call>")

@@ -1,4 +1,4 @@
-"""The calls of one turn, run in order, each with a deadline. Pure."""
+"""The calls of one turn, run in order, each with a deadline: what they returned, how each of them went. Pure."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ class ToolBatch:
         """Every call returned."""
         return len(self.results) == len(self.calls)
 
-    def returned(self, index: int, result: str, at: float) -> ToolBatch:
-        """Call `index` returned a JSON text; the next one begins at once."""
-        if index != len(self.results):
-            return self
+    def returned(self, result: str, at: float) -> ToolBatch:
+        """The call under way returned a JSON text; the next one begins at once."""
         entry = self._entry(at, None)
         return replace(self, results=(*self.results, result), trace=(*self.trace, entry), started_at=at)
 
     def failed(self, error: str, at: float) -> ToolBatch:
-        """The call under way failed; the ones behind it are not run."""
+        """The call under way failed, or was given up; the ones behind it are not run."""
         return replace(self, trace=(*self.trace, self._entry(at, error)))
 
     def timeout_text(self) -> str:

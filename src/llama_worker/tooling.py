@@ -25,7 +25,7 @@ _EXCERPT_CHARS = 200
 class RawCall:
     """One call as the model made it, not judged yet."""
 
-    call_id: str | None  # the server's id: for a person; the worker sends ids of its own
+    call_id: str | None  # the server's; a worker sends ids of its own, the Responses proxy passes it on
     name: str
     arguments: str  # JSON text, if the model did well
     tagged: str | None = None  # the whole `<tool_call>...</tool_call>`, where it was found in the text

@@ -14,7 +14,7 @@ import pytest
 
 from llama_worker import LlamaWorkerError, WorkerClosed
 from llama_worker.actors.process import ProcessActor
-from llama_worker.actors.refs import HouseActor
+from llama_worker.actors.refs import SupervisedActor
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
@@ -34,7 +34,7 @@ from llama_worker.messages import (
     Launched,
     OpenStream,
     Probed,
-    ProbeServer,
+    ProbeDue,
     ReaderEnded,
     RequestEnded,
     RunTools,
@@ -51,10 +51,22 @@ from llama_worker.messages import (
     Watch,
     WatchStartup,
 )
+from llama_worker.turn import Turn
 from llama_worker.types import WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually
 from tests.conftest import Leftovers, Speechless
-from tests.fake_script import Gate, Headers, Script, Text, ToolCall, Turns, WaitClose, plain_reply, steps_json
+from tests.fake_script import (
+    Gate,
+    Headers,
+    Reasoning,
+    Script,
+    Text,
+    ToolCall,
+    Turns,
+    WaitClose,
+    plain_reply,
+    steps_json,
+)
 
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
@@ -73,10 +85,12 @@ class Accident:
         self._monkeypatch = monkeypatch
         self.happened = threading.Event()
 
-    def arm(self, actor: type[HouseActor[Any]], kind: type[Any], error: type[BaseException] = RuntimeError) -> None:
+    def arm(
+        self, actor: type[SupervisedActor[Any]], kind: type[Any], error: type[BaseException] = RuntimeError
+    ) -> None:
         whole = actor.handle
 
-        def handle(this: HouseActor[Any], message: Any) -> None:
+        def handle(this: SupervisedActor[Any], message: Any) -> None:
             if isinstance(message, kind) and not self.happened.is_set():
                 self.happened.set()
                 raise error(f"accident at {kind.__name__}")
@@ -161,13 +175,67 @@ def test_what_was_received_before_a_death_is_kept(
     _assert_recovers(rig)
 
 
+def test_output_survives_a_crash_that_repeats_itself_at_the_end(
+    make_worker: MakeWorker, make_gate: Callable[[], GatePath], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(self: Turn, *_: Any, **__: Any) -> Any:
+        raise IndexError("a bug")
+
+    rig = _worker(make_worker)
+    gate = make_gate()
+    request = rig.submit(Headers(), Reasoning("why"), Text("kept"), Gate(gate.path), Text(" more"), WaitClose())
+    rig.wait_text(request, "kept")
+    monkeypatch.setattr(Turn, "take", crash)
+    monkeypatch.setattr(Turn, "finish", crash)
+    gate.open()
+    result = rig.ended(request)
+    assert (result["fail_reason"], result["fail_detail"]) == ("unknown_error", "IndexError: a bug")
+    assert (result["text"], result["reasoning"]) == ("kept", "why")
+    monkeypatch.undo()
+    rig.wait_restarted()
+    _assert_recovers(rig)
+
+
+def test_a_death_beside_a_running_tool_keeps_the_trace_and_counts_the_thread_until_it_ends(
+    make_worker: MakeWorker, accident: Accident
+) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.entered, self.released = threading.Event(), threading.Event()
+
+        def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+            if arguments:
+                self.entered.set()
+                assert self.released.wait(WAIT_S)
+
+    def stuck() -> int:
+        return rig.worker.get_debug_info().get(timeout=WAIT_S)["stuck_tool_threads_count"]
+
+    slow = Slow()
+    rig = make_worker(Script(), normal_tools=[TOOL], tool_runner=slow, tool_timeout_s=60.0, slots=2)
+    try:
+        calls = [ToolCall("look", index=0), ToolCall("look", {"wait": 1}, index=1), ToolCall("look", index=2)]
+        request = rig.submit(*plain_reply(*calls, reason="tool_calls"))
+        assert slow.entered.wait(WAIT_S)
+        accident.arm(ToolLoopActor, RunTools)
+        rig.submit(*plain_reply(ToolCall("look"), reason="tool_calls"))
+        result = rig.ended(request)
+        assert [entry["ok"] for entry in result["tool_trace"]] == [True, False]
+        assert result["fail_reason"] == "worker_restarted"
+        eventually(lambda: stuck() == 1, "one stuck thread")
+    finally:
+        slow.released.set()
+    eventually(lambda: stuck() == 0, "no stuck thread")
+    rig.wait_restarted()
+    _assert_recovers(rig)
+
+
 DEATHS_IN_A_START = [
     (ProcessActor, Launch),
     (ProcessActor, ServerStarted),
     (WatchdogActor, WatchStartup),
+    (WatchdogActor, ProbeDue),
     (WatchdogActor, Probed),
-    (TransportActor, ProbeServer),
-    (TransportActor, ReaderEnded),
 ]
 
 

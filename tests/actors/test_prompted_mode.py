@@ -21,6 +21,7 @@ from tests.fake_script import (
     Gate,
     Headers,
     HttpError,
+    Lines,
     Note,
     Reasoning,
     Reply,
@@ -307,6 +308,29 @@ def test_in_native_mode_beside_structured_calls_a_tagged_one_is_text(
         Turns([plain_reply(Text("a"), Text(CALL), Text("b"), structured, reason="tool_calls"), plain_reply(Text("!"))])
     )
     assert (result["text"], adding.calls) == (f"a{CALL}b!", [{"a": 5, "b": 6}])
+
+
+def test_in_native_mode_text_behind_a_tagged_call_is_shown_once_a_structured_call_has_begun(
+    make_rig: Callable[..., Rig], make_gate: Callable[[], GatePath]
+) -> None:
+    gate = make_gate()
+    rig = make_rig(tool_call_mode="native")
+    first = [Headers(), Role(), Text("a"), Text(f"{ISSUE}b"), ToolCall("add", {"a": 5, "b": 6}), Text(f"c{ISSUE}")]
+    request_id = rig.submit(
+        Turns([[*first, Gate(gate.path), Finish("tool_calls"), DoneMarker()], plain_reply(Text("!"))])
+    )
+    rig.wait_text(request_id, f"a{ISSUE}bc{ISSUE}")
+    gate.open()
+    result = rig.ended(request_id)
+    assert (result["text"], names(result)) == (f"a{ISSUE}bc{ISSUE}!", [])
+
+
+def test_in_native_mode_a_loop_behind_a_tagged_call_is_found(make_rig: Callable[..., Rig]) -> None:
+    line = "The same sentence of more than sixty-four characters comes over and over again."
+    rig = make_rig(tool_call_mode="native", max_tokens=None)
+    result = rig.run(Headers(), Role(), Text(f"a{ISSUE}\n"), Lines([line], n=40), WaitClose())
+    assert (result["state"], result["fail_reason"]) == ("failed", "repeated_line_loop")
+    assert (result["text"], names(result)) == ("a\n" + f"{line}\n" * 8, ["signal_issue"])
 
 
 def test_without_tools_a_tagged_call_is_text(make_worker: MakeWorker) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from llama_worker.actors import tool_loop
+from llama_worker.messages import ToolThreadStuck
 from llama_worker.profiles import RestartPolicy
 from llama_worker.types import BiosContext, BiosText, RequestResult, ToolDef
-from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually
+from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually, fast_timeouts
 from tests.fake_script import (
     Delta,
     DoneMarker,
@@ -506,6 +508,22 @@ def test_a_tool_that_exceeds_its_time_fails_the_request_on_time_and_its_thread_i
     eventually(lambda: stuck(rig) == 0, "no stuck thread")
 
 
+def test_a_batch_that_ends_in_time_leaves_no_stuck_thread_not_even_for_a_moment(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def stuck_thread(**fields: Any) -> ToolThreadStuck:
+        told.append(fields)
+        return ToolThreadStuck(**fields)
+
+    monkeypatch.setattr(tool_loop, "ToolThreadStuck", stuck_thread)
+    rig = make_rig(tool_timeout_s=60.0)
+    for last in (call("add", 1, a=1, b=2), call("add", 1)):  # well, and with a failure
+        rig.run(Turns([calling(call("echo"), last), plain_reply(Text("done"))]))
+    assert (told, stuck(rig)) == ([], 0)
+
+
 def test_each_call_has_the_whole_time_to_itself(make_worker: MakeWorker) -> None:
     slow = Tools(slow=lambda _: time.sleep(0.3))
     rig = make_worker(normal_tools=slow.definitions, tool_runner=slow, tool_timeout_s=1.0)
@@ -546,7 +564,9 @@ def test_a_cancel_during_a_tool_ends_the_request_at_once_and_keeps_its_output(
     assert rig.status()["slots_used"] == 0
     result = rig.ended(request_id)
     assert (outcome(result), result["text"], result["reasoning"]) == (("canceled", "canceled"), "kept", "why")
+    eventually(lambda: stuck(rig) == 1, "one stuck thread")
     tools.released.set()
+    eventually(lambda: stuck(rig) == 0, "no stuck thread")
     assert rig.run()["text"] == "Hello"
     assert len(bodies(rig)) == 2, "the cancelled request went no further"
 
@@ -561,6 +581,35 @@ def test_the_servers_death_during_a_tool_fails_the_request_and_keeps_its_output(
     assert (outcome(result), result["text"]) == (("failed", "server_died"), "kept")
     rig.wait_restarted()
     assert rig.run()["text"] == "Hello"
+
+
+@pytest.mark.parametrize(
+    "how", ["canceled", "worker_stopped", "absolute_timeout", "server_died", "tool_execution_error"]
+)
+def test_calls_that_had_begun_are_in_the_trace_whatever_ends_the_request(
+    make_rig: Callable[..., Rig], tools: Tools, how: str
+) -> None:
+    limit_s = 1.0 if how == "absolute_timeout" else None
+    rig = make_rig(
+        slots=2,
+        tool_timeout_s=0.5 if how == "tool_execution_error" else 60.0,
+        timeouts=fast_timeouts(absolute_timeout_s=limit_s, liveness_probe_interval_s=0.2),
+    )
+    request_id = rig.submit(*calling(call("add", 0, a=1, b=2), call("hold", 1), call("echo", 2)))
+    tools.wait_entered()
+    if how == "canceled":
+        rig.worker.cancel(request_id).get(timeout=WAIT_S)
+    elif how == "worker_stopped":
+        rig.stop()
+    elif how == "server_died":
+        rig.submit(Headers(), KillSelf())
+    result = rig.ended(request_id)
+    assert result["fail_reason"] == how
+    returned, under_way = result["tool_trace"]
+    assert (returned["tool_name"], returned["ok"], "error" in returned) == ("add", True, False)
+    assert (under_way["tool_name"], under_way["ok"]) == ("hold", False)
+    assert (how if how != "tool_execution_error" else "tool_timeout_s") in under_way["error"]
+    assert under_way["started_at"] >= returned["started_at"] + returned["duration_s"] - 0.001
 
 
 def test_a_tool_that_blocks_for_ever_changes_the_latency_of_another_slots_requests_by_less_than_20_ms(

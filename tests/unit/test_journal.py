@@ -101,6 +101,20 @@ def test_the_processes_join_the_evidence_of_the_last_kill_only() -> None:
     assert "processes" not in killed(journal)
 
 
+def test_a_stuck_tool_thread_counts_for_as_long_as_it_runs() -> None:
+    journal = Journal("w", UNIX)
+    running = {"first": True, "second": True}
+    assert told(journal)["stuck_tool_threads_count"] == 0
+    journal.tool_thread_stuck(lambda: running["first"])
+    journal.tool_thread_stuck(lambda: running["second"])
+    assert told(journal)["stuck_tool_threads_count"] == 2
+    running["first"] = False
+    assert told(journal)["stuck_tool_threads_count"] == 1
+    journal.tool_thread_stuck(lambda: False)
+    running["second"] = False
+    assert told(journal)["stuck_tool_threads_count"] == 0
+
+
 def test_what_a_host_is_told_is_its_own() -> None:
     journal = Journal("w", UNIX)
     journal.restart_decided("exited", "code 1", 5.0, 100.0)

@@ -43,6 +43,7 @@ from llama_worker.stream_events import (
     Usage,
 )
 from llama_worker.submission import Submission
+from llama_worker.turn import Turn
 from llama_worker.types import BiosContext, BiosText, RequestFailReason, RequestFinishReason, RequestState, ToolDef
 
 E = TypeVar("E")
@@ -117,8 +118,13 @@ def in_tools(of: WorkerConfig | None = None) -> Request:
     request = begun(of or with_tools())
     hear(request, TextDelta("Let me add."), call("add", '{"a": 1}'), Usage(10, 5, 2), Finish("tool_calls"))
     effects = hear(request, Done(), at=102.0)
-    assert [type(effect) for effect in effects] == [CloseTurn, StartTools]
+    assert [type(effect) for effect in effects] == [CloseTurn, StartTools, WakeAt]
     return request
+
+
+def returned(request: Request, result: str, at: float = 103.0) -> Effects:
+    """The call under way of the first turn's batch has returned."""
+    return request.call_ended(FIRST, ok=True, text=result, at=at)
 
 
 CLOSE = CloseTurn(stream_id=FIRST)
@@ -205,7 +211,7 @@ def test_the_terminal_status_says_how_it_ended() -> None:
 
 def test_the_servers_own_count_and_speed_win() -> None:
     request = begun()
-    timings = Timings(cache_n=1, prompt_n=2, prompt_per_second=3.0, predicted_n=9, predicted_per_second=40.0)
+    timings = Timings(cache_n=1, prompt_n=2, predicted_n=9, predicted_per_second=40.0)
     hear(request, TextDelta("a"), Finish("stop"), timings)
     assert request.status()["tokens_received"] == 9
     record = ended(hear(request, Done()), CLOSE)
@@ -343,7 +349,7 @@ def test_a_provider_that_raises_at_a_continuation_keeps_what_came() -> None:
         return raising(ctx) if ctx.tool_iters_remaining < 8 else "bios"
 
     request = in_tools(with_tools(bios_provider=once))
-    record = failed(request.tools_done(FIRST, ("1",), (), 103.0), "prompt_error", ForgetTools(batch_id=FIRST))
+    record = failed(returned(request, "1"), "prompt_error")
     assert record.result["text"] == "Let me add."
 
 
@@ -355,7 +361,7 @@ def test_the_provider_is_told_the_time_and_the_budget_of_the_turn() -> None:
         return BiosText("stable", f"left: {ctx.tool_iters_remaining}")
 
     request = in_tools(with_tools(bios_provider=remembering, timezone_name="Europe/Vienna"))
-    request.tools_done(FIRST, ("1",), (), 160.0)
+    returned(request, "1", at=160.0)
     assert [context.tool_iters_remaining for context in seen] == [8, 7]
     assert [context.now.timestamp() for context in seen] == [1100.0, 1160.0]
     assert (seen[0].worker_name, seen[0].timezone_name, seen[0].tool_call_mode) == ("w", "Europe/Vienna", "native")
@@ -370,10 +376,10 @@ def test_a_turn_with_calls_goes_to_the_tools() -> None:
     request = begun(with_tools())
     hear(request, ReasoningDelta("hm"), TextDelta("Let me add."), call("add", '{"a": 1}'), call("add", "", 1))
     hear(request, call("signal", '{"s": 1}', 2), Finish("tool_calls"))
-    closing, start = hear(request, Done(), at=102.0)
-    assert closing == CLOSE
+    closing, start, wake = hear(request, Done(), at=102.0)
+    assert (closing, wake) == (CLOSE, WakeAt(at=112.0))
     assert isinstance(start, StartTools)
-    assert (start.batch_id, start.iteration) == (FIRST, 1)
+    assert start.batch_id == FIRST
     assert [(each.id, each.name, each.arguments) for each in start.calls] == [
         ("c00000001", "add", {"a": 1}),
         ("c00000002", "add", {}),
@@ -389,8 +395,7 @@ def test_a_continuation_repeats_the_first_turn_to_the_letter_and_holds_only_norm
     before = only(OpenTurn, request.begin(100.0)).body
     hear(request, ReasoningDelta("hm"), TextDelta("Adding."), call("signal", "{}"), call("add", '{"a": 1}', 1))
     hear(request, Finish("tool_calls"), Done(), at=102.0)
-    entry: Any = {"tool_call_id": "c00000001", "ok": True}
-    opened = only(OpenTurn, request.tools_done(FIRST, ("3",), (entry,), 103.0))
+    opened = only(OpenTurn, returned(request, "3"))
     assert opened.stream_id == SECOND
     sent = opened.body["messages"]
     assert sent[:2] == before["messages"]
@@ -410,7 +415,7 @@ def test_a_continuation_repeats_the_first_turn_to_the_letter_and_holds_only_norm
 
 def test_text_and_reasoning_are_those_of_every_turn_with_nothing_inserted() -> None:
     request = in_tools()
-    request.tools_done(FIRST, ("3",), (), 103.0)
+    returned(request, "3")
     hear(request, ReasoningDelta("ok"), TextDelta("It is 3."), Usage(20, 6, None), Finish("stop"), stream=SECOND)
     record = ended(hear(request, Done(), stream=SECOND, at=104.0), CloseTurn(stream_id=SECOND))
     assert (record.result["text"], record.result["reasoning"]) == ("Let me add.It is 3.", "ok")
@@ -421,18 +426,82 @@ def test_text_and_reasoning_are_those_of_every_turn_with_nothing_inserted() -> N
 
 def test_a_failed_tool_fails_the_request_which_keeps_output_and_trace() -> None:
     request = in_tools()
-    entry: Any = {"tool_call_id": "c00000001", "ok": False, "error": "no"}
-    record = failed(request.tools_failed(FIRST, "tool 'add' raised: no", (entry,), 103.0), "tool_execution_error")
-    assert (record.result["text"], record.result["tool_trace"]) == ("Let me add.", [entry])
+    record = failed(request.call_ended(FIRST, ok=False, text="tool 'add' raised: no", at=103.0), "tool_execution_error")
+    assert (record.result["text"], record.result["fail_detail"]) == ("Let me add.", "tool 'add' raised: no")
+    assert record.result["tool_trace"] == [
+        {
+            "tool_call_id": "c00000001",
+            "tool_name": "add",
+            "arguments": {"a": 1},
+            "iteration": 1,
+            "started_at": 1102.0,
+            "duration_s": 1.0,
+            "ok": False,
+            "error": "tool 'add' raised: no",
+        }
+    ]
     assert record.result["usage"] == {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 2}
     assert record.status["tokens_received"] == 5
 
 
 def test_results_of_another_batch_change_nothing() -> None:
     request = in_tools()
-    assert request.tools_done(SECOND, ("1",), (), 103.0) == []
-    assert request.tools_failed(SECOND, "no", (), 103.0) == []
+    for ok in (True, False):
+        assert request.call_ended(SECOND, ok=ok, text="1", at=103.0) == []
     assert request.phase == "tool"
+
+
+def test_the_next_turn_begins_once_every_call_has_returned() -> None:
+    request = begun(with_tools())
+    hear(request, call("add"), call("add", "{}", 1), Finish("tool_calls"), Done(), at=102.0)
+    assert returned(request, "one", at=103.0) == [WakeAt(at=113.0)]
+    assert request.phase == "tool"
+    sent = only(OpenTurn, returned(request, "two", at=105.0)).body["messages"]
+    assert [message["content"].partition("\n")[0] for message in sent[-2:]] == ["one", "two"]
+    record = ended(request.cancel(106.0), CloseTurn(stream_id=SECOND))
+    assert [(entry["started_at"], entry["duration_s"]) for entry in record.result["tool_trace"]] == [
+        (1102.0, 1.0),
+        (1103.0, 2.0),
+    ]
+
+
+def test_a_call_that_takes_too_long_fails_the_request_and_its_batch_is_forgotten() -> None:
+    request = begun(with_tools())
+    hear(request, call("add"), call("add", "{}", 1), call("add", "{}", 2), Finish("tool_calls"), Done(), at=102.0)
+    returned(request, "one", at=111.9)
+    assert request.tick(112.0) == []
+    assert request.tick(121.8) == []
+    record = failed(request.tick(121.9), "tool_execution_error", ForgetTools(batch_id=FIRST))
+    text = "tool 'add' did not return within tool_timeout_s 10 s"
+    assert record.result["fail_detail"] == text
+    assert [(entry["ok"], entry.get("error")) for entry in record.result["tool_trace"]] == [(True, None), (False, text)]
+    assert returned(request, "too late", at=122.0) == []
+
+
+CUT_SHORT: dict[str, Callable[[Request], Effects]] = {
+    "canceled": lambda r: r.cancel(105.0),
+    "worker_stopped": lambda r: r.abandon(RequestFailReason.WORKER_STOPPED, "stop", 105.0),
+    "absolute_timeout": lambda r: r.abandon(RequestFailReason.ABSOLUTE_TIMEOUT, "too long", 105.0),
+    "worker_restarted": lambda r: r.abandon(RequestFailReason.WORKER_RESTARTED, "restart", 105.0),
+    "server_died": lambda r: r.abandon(RequestFailReason.SERVER_DIED, "died", 105.0),
+    "unknown_error": lambda r: r.break_off(RequestFailReason.UNKNOWN_ERROR, "a bug", 105.0),
+}
+
+
+@pytest.mark.parametrize(("reason", "ending"), CUT_SHORT.items(), ids=CUT_SHORT)
+def test_calls_that_had_begun_are_in_the_trace_whatever_ends_the_request(
+    reason: str, ending: Callable[[Request], Effects]
+) -> None:
+    request = begun(with_tools())
+    calls = [call("add", f'{{"n": {n}}}', n) for n in range(3)]
+    hear(request, *calls, Finish("tool_calls"), Done(), at=102.0)
+    returned(request, "one", at=103.0)
+    trace = ended(ending(request), ForgetTools(batch_id=FIRST)).result["tool_trace"]
+    assert [(entry["arguments"], entry["ok"], entry.get("error")) for entry in trace] == [
+        ({"n": 0}, True, None),
+        ({"n": 1}, False, f"given up while it ran: {reason}"),
+    ]
+    assert [(entry["started_at"], entry["duration_s"]) for entry in trace] == [(1102.0, 1.0), (1103.0, 2.0)]
 
 
 def test_without_iterations_left_a_call_fails_the_request() -> None:
@@ -447,7 +516,8 @@ def test_without_iterations_left_a_call_fails_the_request() -> None:
 def test_the_budget_is_one_a_turn_not_one_a_call() -> None:
     request = begun(with_tools(max_tool_iterations=1))
     hear(request, call("add"), call("add", "{}", 1), call("add", "{}", 2), Finish("tool_calls"), Done())
-    request.tools_done(FIRST, ("1", "2", "3"), (), 103.0)
+    for result in ("1", "2", "3"):
+        returned(request, result)
     assert request.status()["tool_iters_remaining"] == 0
     effects = hear(request, call("add"), Finish("tool_calls"), Done(), stream=SECOND)
     failed(effects, "tool_execution_error", CloseTurn(stream_id=SECOND))
@@ -573,9 +643,9 @@ def test_in_prompted_mode_calls_and_results_travel_as_text() -> None:
     request = begun(with_tools(), prompted=True)
     tagged = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     hear(request, TextDelta("Adding. "), TextDelta(tagged[:15]), TextDelta(tagged[15:]), Finish("stop"))
-    _, start = hear(request, Done())
+    _, start, _ = hear(request, Done())
     assert isinstance(start, StartTools)
-    sent = only(OpenTurn, request.tools_done(FIRST, ("3",), (), 103.0)).body
+    sent = only(OpenTurn, returned(request, "3")).body
     assert sent["messages"][2] == {"role": "assistant", "content": f"Adding. {tagged}"}
     assert sent["messages"][3]["role"] == "user"
     assert "\n3\n</tool_response>" in sent["messages"][3]["content"]
@@ -637,7 +707,7 @@ def test_a_cancel_in_the_tools_forgets_them() -> None:
 
 def test_a_cancel_in_a_later_turn_closes_that_one() -> None:
     request = in_tools()
-    request.tools_done(FIRST, ("3",), (), 103.0)
+    returned(request, "3")
     ended(request.cancel(104.0), CloseTurn(stream_id=SECOND))
 
 
@@ -730,6 +800,23 @@ def test_a_cancel_while_a_dead_server_is_heard_out_is_a_cancel() -> None:
     assert ended(dead(generating(begun())).cancel(104.1), CLOSE).result["fail_reason"] == "canceled"
 
 
+@pytest.mark.parametrize("phase", IN_STREAM.values(), ids=IN_STREAM)
+def test_a_request_that_is_broken_off_keeps_what_was_shown_and_leaves_its_turn_alone(
+    phase: Callable[[Request], Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(*_: Any, **__: Any) -> Any:
+        raise IndexError("a bug")
+
+    request = phase(begun())
+    monkeypatch.setattr(Turn, "finish", raising)
+    monkeypatch.setattr(Turn, "calls", raising)
+    with pytest.raises(IndexError):
+        request.abandon(RequestFailReason.UNKNOWN_ERROR, "IndexError: a bug", 104.0)
+    record = failed(request.break_off(RequestFailReason.UNKNOWN_ERROR, "a bug", 104.0), "unknown_error", CLOSE)
+    assert record.result["text"] == ("a" if phase in (generating, settling, broken) else "")
+    assert request.break_off(RequestFailReason.UNKNOWN_ERROR, "a bug", 104.0) == []
+
+
 # ---------------------------------------------------------------- loops
 
 
@@ -740,6 +827,50 @@ def test_a_loop_fails_the_request_and_the_output_ends_with_the_line_that_decided
     assert record.result["text"] == "Start of it.\n" + LINE * 12
     assert LINE.strip() in record.result["fail_detail"]
     assert "12" in record.result["fail_detail"]
+
+
+TAGGED = '<tool_call>{"name": "signal", "arguments": {"s": 1}}</tool_call>\n'
+
+
+def test_a_loop_behind_a_tagged_call_is_found_although_nobody_sees_it_yet() -> None:
+    request = begun(with_tools())
+    assert hear(request, TextDelta("a " + TAGGED), TextDelta(LINE * 11)) == []
+    assert request.read_output(0, 0)["text"] == "a "
+    record = failed(hear(request, TextDelta(LINE * 11)), "repeated_line_loop", CLOSE)
+    assert record.result["text"] == "a \n" + LINE * 12
+    assert [signal["arguments"] for signal in record.result["signals"]] == [{"s": 1}]
+
+
+def test_text_behind_a_tagged_call_is_shown_once_there_is_a_structured_call() -> None:
+    request = begun(with_tools())
+    hear(request, TextDelta("a " + TAGGED), TextDelta("b"))
+    assert request.read_output(0, 0)["text"] == "a "
+    hear(request, call("add"))
+    assert request.read_output(0, 0)["text"] == f"a {TAGGED}b"
+    hear(request, TextDelta(" c"))
+    assert request.read_output(0, 0)["text"] == f"a {TAGGED}b c"
+
+
+def test_a_loop_in_what_a_structured_call_puts_back_counts_too() -> None:
+    request = begun(with_tools())
+    lines = [LINE + TAGGED.replace("1", str(number)) for number in range(20)]
+    assert hear(request, TextDelta(TAGGED + "".join(lines) + LINE * 11)) == []
+    text = failed(hear(request, call("add"), TextDelta(LINE)), "repeated_line_loop", CLOSE).result["text"]
+    assert text == TAGGED + "".join(lines) + LINE * 12
+
+
+@pytest.mark.parametrize("ending", [ENDINGS[name] for name in ("cancelled", "abandoned", "error record")])
+@pytest.mark.parametrize("prompted", [False, True])
+def test_what_was_held_back_is_no_loop_and_not_cut_when_the_request_ends_for_another_reason(
+    ending: Callable[[Request], Effects], prompted: bool
+) -> None:
+    request = begun(with_tools(), prompted=prompted)
+    half_a_call = '<tool_call>{"name": "add", "arguments": {"a": [\n' + f'"{"y" * 40}",\n' * 20 + '"and th'
+    hear(request, TextDelta("a " + half_a_call))
+    assert request.read_output(0, 0)["text"] == "a "
+    result = ended(ending(request), CLOSE).result
+    assert result["text"] == "a " + half_a_call
+    assert result["fail_reason"] != "repeated_line_loop"
 
 
 def test_a_loop_in_the_reasoning_counts_too() -> None:
@@ -840,6 +971,8 @@ class RandomRequest(RuleBasedStateMachine):
         self.snapshot: Any = None
         self.stream: tuple[int, int] | None = None  # open
         self.batch: tuple[int, int] | None = None  # running
+        self.left = 0  # calls of the batch that have not ended
+        self.calls_ended = 0  # of all batches
         self.calls = 0  # of this turn
         self.heard = False  # anything of this turn
         self.alarm: float | None = None
@@ -863,10 +996,11 @@ class RandomRequest(RuleBasedStateMachine):
                 case StartTools(batch_id=batch_id, calls=calls):
                     assert self.stream is self.batch is None
                     assert calls
-                    self.batch = batch_id
+                    self.batch, self.left = batch_id, len(calls)
                 case ForgetTools(batch_id=batch_id):
                     assert batch_id == self.batch
                     self.batch = None
+                    self.calls_ended += 1  # it was given up
                 case WakeAt(at=at):
                     assert at > self.now
                     self.alarm = at
@@ -953,22 +1087,17 @@ class RandomRequest(RuleBasedStateMachine):
         self.closed_with(REFUSED)
 
     @precondition(lambda self: self.batch is not None)
-    @rule(fails=st.booleans())
-    def tools_end(self, fails: bool) -> None:
-        batch, self.batch = self.batch, None
+    @rule(ok=st.sampled_from([True, True, False]))
+    def call_ends(self, ok: bool) -> None:
+        batch = self.batch
         assert batch is not None
-        count = self.count_of(batch)
-        if fails:
-            self.take(self.request.tools_failed(batch, "no", (), self.now))
-        else:
-            self.take(self.request.tools_done(batch, ("1",) * count, (), self.now))
+        self.left -= 1
+        self.calls_ended += 1
+        if not ok or not self.left:
+            self.batch = None
+        self.take(self.request.call_ended(batch, ok=ok, text="1" if ok else "no", at=self.now))
 
-    def count_of(self, batch: tuple[int, int]) -> int:
-        waiting: Any = self.request._waiting
-        assert waiting.batch_id == batch
-        return len(waiting.calls)
-
-    @rule(after_s=st.sampled_from([0.01, 0.3, 2.0]))
+    @rule(after_s=st.sampled_from([0.01, 0.3, 2.0, 10.0]))
     def time_passes(self, after_s: float) -> None:
         self.now += after_s
         if self.alarm is not None and self.now >= self.alarm:
@@ -984,8 +1113,8 @@ class RandomRequest(RuleBasedStateMachine):
         for stale in ((7, 0), (8, 1)):
             assert self.request.stream_events(stale, [TextDelta("stale")], carried_data=True, at=self.now) == []
             assert self.request.stream_closed(stale, None, self.now) == []
-            assert self.request.tools_done(stale, ("1",), (), self.now) == []
-            assert self.request.tools_failed(stale, "stale", (), self.now) == []
+            assert self.request.call_ended(stale, ok=True, text="1", at=self.now) == []
+            assert self.request.call_ended(stale, ok=False, text="stale", at=self.now) == []
 
     @precondition(lambda self: len(self.words) > 3)
     @rule(cancelled=st.booleans())
@@ -1023,6 +1152,7 @@ class RandomRequest(RuleBasedStateMachine):
         assert [word for word in self.words if word not in everything] == []
         assert "stale" not in everything
         assert len(result["signals"]) >= self.signals
+        assert len(result["tool_trace"]) == self.calls_ended
         assert result["state"].is_terminal
         assert ("fail_reason" in result) is (result["state"] != "completed")
 
@@ -1047,5 +1177,5 @@ def test_a_finish_reason_said_again_gives_no_more_time() -> None:
 def test_the_times_of_a_turn_are_not_those_of_the_turn_before() -> None:
     request = begun(with_tools())
     hear(request, call("add"), Finish("tool_calls"), Done())
-    only(OpenTurn, request.tools_done(FIRST, ("3",), (), 103.0))
+    only(OpenTurn, returned(request, "3"))
     assert (request.progress().first_token_at, request.progress().turn_started_at) == (None, 103.0)

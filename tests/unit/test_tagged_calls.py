@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama_worker.output import Output
+from llama_worker.profiles import LoopDetector
 from llama_worker.tagged_calls import MAX_TAGGED_CALL_CHARS, TaggedCallFilter, tagged_call
 from llama_worker.tooling import MalformedCall, RawCall, parse_arguments
 
@@ -25,7 +27,7 @@ def filtered(
 ) -> tuple[str, list[RawCall | MalformedCall]]:
     tool_filter = TaggedCallFilter(strict=strict)
     shown = [tool_filter.feed(piece) for piece in pieces]
-    shown.append(tool_filter.finish(structured_calls=structured))
+    shown.append(tool_filter.put_back() if structured else tool_filter.finish())
     return "".join(shown), tool_filter.calls
 
 
@@ -200,11 +202,11 @@ FRAGMENTS = st.sampled_from(
 )  # fmt: skip
 
 
-@given(st.lists(FRAGMENTS, max_size=8).map("".join), st.lists(st.integers(0, 400)), st.booleans(), st.booleans())
-def test_any_split_of_the_text_gives_the_same(text: str, places: list[int], strict: bool, structured: bool) -> None:
-    whole = filtered([text], strict=strict, structured=structured)
-    assert filtered(cut(text, places), strict=strict, structured=structured) == whole
-    assert filtered(list(text), strict=strict, structured=structured) == whole
+@given(st.lists(FRAGMENTS, max_size=8).map("".join), st.lists(st.integers(0, 400)), st.booleans())
+def test_any_split_of_the_text_gives_the_same(text: str, places: list[int], strict: bool) -> None:
+    whole = filtered([text], strict=strict)
+    assert filtered(cut(text, places), strict=strict) == whole
+    assert filtered(list(text), strict=strict) == whole
 
 
 @given(st.lists(FRAGMENTS, max_size=8).map("".join))
@@ -255,8 +257,78 @@ def test_beside_structured_calls_tagged_ones_stay_text_in_their_place() -> None:
     assert filtered(list(text), strict=False, structured=True) == (text, [])
 
 
+@given(st.lists(FRAGMENTS, max_size=8).map("".join), st.lists(st.integers(0, 400)))
+def test_wherever_a_structured_call_comes_all_that_was_held_back_is_put_back(text: str, places: list[int]) -> None:
+    assert filtered(cut(text, places), strict=False, structured=True) == (text, [])
+
+
 def test_in_native_mode_text_up_to_the_first_call_is_shown_at_once() -> None:
     tool_filter = TaggedCallFilter(strict=False)
     assert tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
     assert tool_filter.feed("d") == ""
     assert tool_filter.finish() == " cd"
+
+
+LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times
+OTHER = [tagged_call("add", f'{{"a": {number}}}') for number in range(20)]
+
+
+def shown_at_once(text: str, detector: LoopDetector | None = LoopDetector()) -> str:  # noqa: B008 (frozen)
+    return TaggedCallFilter(strict=False, loop_detector=detector).feed(text)
+
+
+def test_what_is_held_back_is_let_go_once_it_loops() -> None:
+    tool_filter = TaggedCallFilter(strict=False, loop_detector=LoopDetector())
+    assert tool_filter.feed(f"a {ADD} b\n" + LINE * 11) == "a "
+    assert tool_filter.feed(LINE) == f" b\n{LINE * 12}"
+    assert [call.name for call in tool_filter.calls if isinstance(call, RawCall)] == ["add"]
+
+
+def test_without_a_detector_it_is_held_back_to_the_end() -> None:
+    assert shown_at_once(ADD + LINE * 100, None) == ""
+
+
+def test_the_rest_of_the_line_that_the_call_stands_in_is_no_line_of_a_loop() -> None:
+    unit = ADD + LINE
+    assert shown_at_once("x" + unit * 12) == "x"
+    assert shown_at_once("x" + unit * 13) == "x" + LINE * 13
+
+
+@pytest.mark.parametrize(
+    ("unit", "loops"),
+    [
+        ([LINE + call for call in OTHER], False),  # with the calls in it, no line comes twice
+        ([ADD + "\n"] * 20, False),  # without them, nothing is left
+        ([f"{LINE}{ADD}\n"] * 20, True),
+    ],
+    ids=["same lines, other calls", "the same call alone", "same lines, same call"],
+)
+def test_it_is_a_loop_only_with_the_calls_in_it_and_without(unit: list[str], loops: bool) -> None:
+    assert bool(shown_at_once("".join([ADD, "\n", *unit]))) is loops
+
+
+KEEN = LoopDetector(
+    min_line_chars=4, long_line_chars=6, short_line_repeats=3, long_line_repeats=2, min_output_chars=1, max_period=3
+)
+SCRAPS = ["once\n", "again\n", "and again\n", "x", "\n", ADD, ADD, ISSUE, f"{ADD}\n", "<tool_call>", "once ", "</tool_"]
+
+
+@given(st.lists(st.sampled_from(SCRAPS), max_size=30))
+def test_holding_back_changes_neither_the_text_nor_its_loop(scraps: list[str]) -> None:
+    text, at_once, bit_by_bit = "".join(scraps), Output(KEEN), Output(KEEN)
+    at_once.add("", filtered([text], strict=False)[0])
+    tool_filter = TaggedCallFilter(strict=False, loop_detector=KEEN)
+    for scrap in scraps:
+        bit_by_bit.add("", tool_filter.feed(scrap))
+    bit_by_bit.add("", tool_filter.finish())
+    assert (bit_by_bit.text, bit_by_bit.loop) == (at_once.text, at_once.loop)
+
+
+@given(st.lists(st.sampled_from(SCRAPS), max_size=30))
+def test_who_lets_go_before_the_end_ends_by_a_loop_even_if_a_structured_call_had_come(scraps: list[str]) -> None:
+    text, seen, literal = "".join(scraps), Output(KEEN), Output(KEEN)
+    seen.add("", shown_at_once(text, KEEN))
+    literal.add("", text)
+    if len(shown_at_once(text, KEEN)) > len(shown_at_once(text, None)):
+        assert seen.loop is not None
+        assert literal.loop is not None

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from llama_worker.stream_events import Timings, ToolCallDelta, Usage
+from llama_worker.profiles import LoopDetector
+from llama_worker.stream_events import ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
 from llama_worker.tooling import MalformedCall, RawCall
 from llama_worker.turn import Turn
 
@@ -15,25 +16,46 @@ CALL = RawCall(None, "add", '{"a": 1}', TAGGED)
 
 
 def turn(*, prompted: bool = False, with_tools: bool = True, opens_thinking: bool = False) -> Turn:
-    return Turn(started_at=0.0, prompted=prompted, with_tools=with_tools, opens_thinking=opens_thinking)
+    return Turn(
+        started_at=0.0,
+        prompted=prompted,
+        with_tools=with_tools,
+        opens_thinking=opens_thinking,
+        loop_detector=LoopDetector(),
+    )
+
+
+def text(it: Turn, *pieces: str, at: float = 1.0) -> tuple[str, str]:
+    return it.take(TextDelta, [TextDelta(piece) for piece in pieces], at)
+
+
+def reasoning(it: Turn, *pieces: str) -> tuple[str, str]:
+    return it.take(ReasoningDelta, [ReasoningDelta(piece) for piece in pieces], 1.0)
+
+
+def tool_call(it: Turn, *pieces: str) -> tuple[str, str]:
+    """A call of `add` whose arguments come in these pieces."""
+    first, *others = pieces
+    deltas = [ToolCallDelta(0, "x", "add", first), *(ToolCallDelta(0, None, None, piece) for piece in others)]
+    return it.take(ToolCallDelta, deltas, 1.0)
 
 
 def timings(**told: Any) -> Timings:
-    keys = ("cache_n", "prompt_n", "prompt_per_second", "predicted_n", "predicted_per_second")
+    keys = ("cache_n", "prompt_n", "predicted_n", "predicted_per_second")
     return Timings(**(dict.fromkeys(keys) | told))
 
 
 def say(it: Turn, *pieces: str) -> tuple[str, str]:
     """(reasoning, text) of the whole turn."""
-    shown = [*(it.text(piece) for piece in pieces), it.finish()]
-    return "".join(reasoning for reasoning, _ in shown), "".join(text for _, text in shown)
+    shown = [*(text(it, piece) for piece in pieces), it.finish()]
+    return "".join(reasoning for reasoning, _ in shown), "".join(said for _, said in shown)
 
 
 def test_text_and_reasoning_are_told_apart_and_remembered() -> None:
     it = turn()
-    assert it.reasoning("hm") == ("hm", "")
-    assert it.text("Hello") == ("", "Hello")
-    assert it.text(" you") == ("", " you")
+    assert reasoning(it, "hm") == ("hm", "")
+    assert text(it, "Hello") == ("", "Hello")
+    assert text(it, " you") == ("", " you")
     assert it.finish() == ("", "")
     assert (it.said_reasoning, it.said_text) == ("hm", "Hello you")
 
@@ -41,10 +63,10 @@ def test_text_and_reasoning_are_told_apart_and_remembered() -> None:
 @pytest.mark.parametrize("with_tools", [True, False])
 def test_whitespace_around_the_reasoning_is_no_part_of_it_nor_of_the_text(with_tools: bool) -> None:
     it = turn(with_tools=with_tools)
-    assert it.reasoning("\nhm ") == ("hm", "")
-    assert it.reasoning("so\n") == (" so", "")
-    assert it.text("\n\n") == ("", "")
-    assert it.text("Hello\n") == ("", "Hello\n")
+    assert reasoning(it, "\nhm ") == ("hm", "")
+    assert reasoning(it, "so\n") == (" so", "")
+    assert text(it, "\n\n") == ("", "")
+    assert text(it, "Hello\n") == ("", "Hello\n")
     assert it.finish() == ("", "")
     assert (it.said_reasoning, it.said_text) == ("hm so", "Hello\n")
 
@@ -52,16 +74,16 @@ def test_whitespace_around_the_reasoning_is_no_part_of_it_nor_of_the_text(with_t
 @pytest.mark.parametrize("cut_off", [True, False])
 def test_whitespace_at_the_end_of_reasoning_is_dropped_however_the_turn_ends(cut_off: bool) -> None:
     unparsed, parsed = turn(), turn()
-    unparsed.text("<think>hm\n")
-    parsed.reasoning("hm\n")
+    text(unparsed, "<think>hm\n")
+    reasoning(parsed, "hm\n")
     assert unparsed.finish(cut_off=cut_off) == parsed.finish(cut_off=cut_off) == ("", "")
     assert unparsed.said_reasoning == parsed.said_reasoning == "hm"
 
 
 def test_reasoning_before_a_structured_call_ends_without_whitespace() -> None:
     it = turn()
-    it.reasoning("hm\n")
-    it.tool_call(ToolCallDelta(0, "x", "add", "{}"))
+    reasoning(it, "hm\n")
+    tool_call(it, "{}")
     assert it.finish(cut_off=False) == ("", "")
     assert it.said_reasoning == "hm"
     assert it.calls() == [RawCall("x", "add", "{}")]
@@ -70,7 +92,7 @@ def test_reasoning_before_a_structured_call_ends_without_whitespace() -> None:
 @pytest.mark.parametrize("prompted", [True, False])
 def test_a_tagged_call_after_reasoning_leaves_no_whitespace_before_it(prompted: bool) -> None:
     it = turn(prompted=prompted)
-    it.reasoning("hm\n")
+    reasoning(it, "hm\n")
     assert say(it, "\n\n", TAGGED[:20], TAGGED[20:]) == ("", "")
     assert it.said_reasoning == "hm"
     assert it.calls() == [CALL]
@@ -87,14 +109,14 @@ def test_reasoning_that_the_template_opened_is_reasoning() -> None:
 @pytest.mark.parametrize("with_tools", [True, False])
 def test_what_was_held_back_comes_at_the_end(with_tools: bool) -> None:
     it = turn(with_tools=with_tools)
-    assert it.text("<thi") == ("", "")
+    assert text(it, "<thi") == ("", "")
     assert it.finish() == ("", "<thi")
     assert it.said_text == "<thi"
 
 
 def test_a_second_finish_returns_nothing() -> None:
     it = turn()
-    it.text("a <tool_c")
+    text(it, "a <tool_c")
     assert it.finish() == ("", "<tool_c")
     assert it.finish() == ("", "")
     assert it.said_text == "a <tool_c"
@@ -124,16 +146,41 @@ def test_a_malformed_tagged_call_is_text_and_in_prompted_mode_a_malformed_call_t
 
 def test_beside_structured_calls_a_tagged_one_is_text() -> None:
     it = turn()
-    it.tool_call(ToolCallDelta(0, "x", "add", "{"))
-    it.tool_call(ToolCallDelta(0, None, None, "}"))
+    tool_call(it, "{", "}")
     assert say(it, "a", TAGGED, "b") == ("", f"a{TAGGED}b")
     assert it.calls() == [RawCall("x", "add", "{}")]
 
 
+def test_once_there_is_a_structured_call_nothing_is_held_back_any_more() -> None:
+    it = turn()
+    assert text(it, "a", TAGGED, "b <tool_c") == ("", "a")
+    assert tool_call(it, "{", "}") == ("", f"{TAGGED}b <tool_c")
+    assert text(it, f"all>{TAGGED} <tool_call>") == ("", f"all>{TAGGED} <tool_call>")
+    assert it.finish() == ("", "")
+    assert it.calls() == [RawCall("x", "add", "{}")]
+    assert it.said_text == f"a{TAGGED}b <tool_call>{TAGGED} <tool_call>"
+
+
+def test_in_prompted_mode_tagged_calls_count_beside_a_structured_one() -> None:
+    it = turn(prompted=True)
+    assert text(it, "a", TAGGED, "b") == ("", "ab")
+    assert tool_call(it, "{}") == ("", "")
+    assert say(it, TAGGED) == ("", "")
+    assert it.calls() == [RawCall("x", "add", "{}"), CALL, CALL]
+
+
+def test_in_native_mode_text_behind_a_tagged_call_is_held_back_until_it_loops() -> None:
+    it = turn()
+    line = f"{'y' * 40}\n"
+    assert text(it, TAGGED, "\n", line * 11) == ("", "")
+    assert text(it, line) == ("", "\n" + line * 12)
+    assert it.calls() == [CALL]
+
+
 def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
     it = turn()
-    for at in (1.0, 2.0, 3.0):
-        it.tokens_came(1, at)
+    text(it, "a", "b")
+    tool_call(it, "{}")
     assert it.tokens == 3
     it.timings = timings(predicted_n=7)
     assert it.tokens == 7
@@ -146,9 +193,9 @@ def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
 def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
     it = turn()
     assert it.tokens_per_second() is None
-    it.tokens_came(1, 1.0)
+    text(it, "a", at=1.0)
     assert it.tokens_per_second() is None
-    it.tokens_came(2, 2.0)
+    text(it, "b", "c", at=2.0)
     assert it.tokens_per_second() == pytest.approx(2.0)
     assert (it.first_token_at, it.last_token_at) == (1.0, 2.0)
     it.timings = timings(predicted_per_second=40.0)

@@ -1,0 +1,52 @@
+"""What a request has put out: it only grows, up to a loop or to the end."""
+
+from __future__ import annotations
+
+from llama_worker.output import Output
+from llama_worker.profiles import LoopDetector
+
+LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times
+
+
+def output() -> Output:
+    return Output(LoopDetector())
+
+
+def test_text_and_reasoning_grow_side_by_side() -> None:
+    it = output()
+    it.add("hm", "Hel")
+    it.add("", "lo")
+    assert (it.reasoning, it.text, it.reasoning_chars, it.text_chars) == ("hm", "Hello", 2, 5)
+
+
+def test_it_ends_with_the_line_that_decided_on_a_loop() -> None:
+    it = output()
+    it.add("", "a\n" + LINE * 11)
+    assert it.loop is None
+    it.add("", LINE * 5 + "b")
+    assert it.loop is not None
+    assert it.text == "a\n" + LINE * 12
+    it.add("c", "d")
+    it.add_rest("e", "f")
+    assert (it.reasoning, it.text) == ("", "a\n" + LINE * 12)
+
+
+def test_a_loop_in_the_reasoning_ends_the_text_too() -> None:
+    it = output()
+    it.add(LINE * 30, "a")
+    assert (it.reasoning, it.text) == (LINE * 12, "")
+
+
+def test_the_rest_is_added_whole_and_is_no_loop() -> None:
+    it = output()
+    it.add("hm", "a\n")
+    it.add_rest("\n" + LINE * 20, LINE * 20 + "b")
+    assert it.loop is None
+    assert (it.reasoning, it.text) == ("hm\n" + LINE * 20, "a\n" + LINE * 20 + "b")
+
+
+def test_without_a_detector_nothing_is_a_loop() -> None:
+    it = Output(None)
+    it.add(LINE * 100, LINE * 100)
+    assert it.loop is None
+    assert it.text == it.reasoning == LINE * 100
