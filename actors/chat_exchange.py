@@ -17,7 +17,8 @@ from llama_worker.actors.connections import Abort
 from llama_worker.actors.timers import call_at
 from llama_worker.http_errors import describe_http_error
 from llama_worker.messages import StreamFailure
-from llama_worker.stream_events import ProtocolError, StreamDecoder, StreamEvent
+from llama_worker.stream_decoder import ProtocolError, StreamDecoder
+from llama_worker.stream_events import StreamEvent
 from llama_worker.types import RequestFailReason
 
 _READ_BYTES = 65536

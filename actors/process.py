@@ -1,6 +1,7 @@
 """ProcessActor: the server's process tree and its output.
 
-Receives Launch, Terminate. Sends the WorkerActor Launched, LaunchFailed, Died, Exited. Owns at most one ServerProcess.
+Receives Launch, Terminate. Sends the WorkerActor Launched, LaunchFailed, Died, Exited and, before a kill that asks for
+it, EvidenceKept. Owns at most one ServerProcess.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import assert_never
 
 from llama_worker import process_state
 from llama_worker.actors.log_ring import LogRing
-from llama_worker.actors.refs import HouseActor, Household
+from llama_worker.actors.refs import LiveCount, SupervisedActor
 from llama_worker.actors.server_process import ServerNews, ServerProcess, host_environment, server_environment
 from llama_worker.actors.timers import Alarm, call_at
 from llama_worker.adapters.probes import process_evidence
@@ -36,15 +37,15 @@ from llama_worker.process_state import FORCE_S, Absent, Present, ProcessState, S
 from llama_worker.types import StartFailReason
 
 
-class ProcessActor(HouseActor[ProcessMessage]):
+class ProcessActor(SupervisedActor[ProcessMessage]):
     """Starts the server and ends it. A crash of this actor kills the server."""
 
     role = "process"
 
     def __init__(
-        self, parent: Mailbox[WorkerMessage], household: Household, config: WorkerConfig, log: LogRing
+        self, parent: Mailbox[WorkerMessage], live_count: LiveCount, config: WorkerConfig, log: LogRing
     ) -> None:
-        super().__init__(parent, household)
+        super().__init__(parent, live_count)
         self._worker = parent
         self._config = config
         self._log = log
@@ -95,7 +96,7 @@ class ProcessActor(HouseActor[ProcessMessage]):
         return self._server is not None and not self._server.ended
 
     def _launch(self, epoch: int) -> ServerProcess | None:
-        me, worker, household = self.me(), self._worker, self._household
+        me, worker, live_count = self.me(), self._worker, self._live_count
 
         def tell(news: ServerNews) -> None:
             heard = me.tell(news)
@@ -103,10 +104,10 @@ class ProcessActor(HouseActor[ProcessMessage]):
                 return
             if not heard:  # the end must reach the worker also when this actor did not live to hear of it
                 worker.tell(_ended(news))
-            household.leave()
+            live_count.leave()
 
         environment = server_environment(host_environment(), self._config.env)
-        household.enter()  # until its last word: nobody is gone while a process is left
+        live_count.enter()  # until its last word: nobody is gone while a process is left
         try:
             return ServerProcess(
                 epoch=epoch,

@@ -38,8 +38,8 @@ class Ref(Generic[M]):
             return
 
 
-class Household:
-    """Counts the actors of one worker that are alive. Thread-safe."""
+class LiveCount:
+    """Counts the actors of one worker that are alive, and its launched servers. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -66,7 +66,7 @@ class _StopRequested:
     """Pykka's own stop message is private to it; this one is ours."""
 
 
-class HouseActor(pykka.ThreadingActor, Generic[M]):
+class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     """An actor of a worker: handles `M`, releases what it owns exactly once, tells its parent of a crash.
 
     A subclass defines `handle` and, where it owns something, `release`. An exception in `handle` ends the
@@ -76,13 +76,15 @@ class HouseActor(pykka.ThreadingActor, Generic[M]):
     use_daemon_thread = True  # a host that forgets close() must still be able to exit
     role = "actor"
 
-    def __init__(self, parent: Mailbox[WorkerMessage] | None, household: Household, *, slot: int | None = None) -> None:
+    def __init__(
+        self, parent: Mailbox[WorkerMessage] | None, live_count: LiveCount, *, slot: int | None = None
+    ) -> None:
         super().__init__()
         self._parent = parent
-        self._household = household
+        self._live_count = live_count
         self._slot = slot
         self._released = False
-        household.enter()
+        live_count.enter()
 
     @staticmethod
     def _create_actor_inbox() -> Any:
@@ -139,4 +141,4 @@ class HouseActor(pykka.ThreadingActor, Generic[M]):
         try:
             self.release(failure)
         finally:
-            self._household.leave()
+            self._live_count.leave()

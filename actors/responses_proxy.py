@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import assert_never
 
-from llama_worker.actors.refs import HouseActor, Household, Ref
+from llama_worker.actors.refs import LiveCount, Ref, SupervisedActor
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import (
     Enter,
@@ -35,13 +35,13 @@ _logger = logging.getLogger("llama_worker.responses")
 MakeListener = Callable[[ResponsesProxyConfig, Ref[ProxyMessage]], Listener]
 
 
-class ResponsesProxyActor(HouseActor[ProxyMessage]):
+class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
     """See the module. `make_listener` binds the port and raises OSError where it cannot; called on a thread."""
 
     role = "responses-proxy"
 
-    def __init__(self, household: Household, config: ResponsesProxyConfig, make_listener: MakeListener) -> None:
-        super().__init__(None, household)
+    def __init__(self, live_count: LiveCount, config: ResponsesProxyConfig, make_listener: MakeListener) -> None:
+        super().__init__(None, live_count)
         self._config = config
         self._make_listener = make_listener
         self._store = ResponseStore(max_count=config.max_responses, max_bytes=config.max_stored_bytes)

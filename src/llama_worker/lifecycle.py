@@ -9,6 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from llama_worker.errors import WorkerStartError
+from llama_worker.lifecycle_states import (
+    BackingOff,
+    CloseConnections,
+    Effects,
+    Ending,
+    EndProcess,
+    Failed,
+    FailRequests,
+    Launching,
+    LaunchServer,
+    Ready,
+    RestartDecided,
+    StartsResolved,
+    State,
+    Stopped,
+    StopsResolved,
+    ToFailed,
+    ToRestart,
+    ToStopped,
+)
 from llama_worker.profiles import RestartPolicy
 from llama_worker.restart_policy import Lockout, RestartBudget
 from llama_worker.start_advice import described
@@ -16,134 +36,13 @@ from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 CLOSING_S = 1.0  # how long SIGTERM waits for our own connections to be closed; the server waits for open ones
 
-# ---------------------------------------------------------------- states
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """No server, and none wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """No server, until an explicit start."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launching:
-    """The process is being started, or loads its model."""
-
-    epoch: int
-    first: bool  # of an explicit start: a failure is not retried
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """Requests are dispatched."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class ToStopped:
-    """Ending because of `stop()`, or of a start that leaves nothing behind."""
-
-    then_start: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ToFailed:
-    """Ending for good."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToRestart:
-    """Ending, to be launched again at `resume_at`, or as soon after as the tree is gone."""
-
-    resume_at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """The tree is being ended. While `closing_until` is set, SIGTERM still waits for our connections."""
-
-    epoch: int
-    goal: ToStopped | ToFailed | ToRestart
-    grace_s: float = 0.0
-    closing_until: float | None = None
-    start_error: WorkerStartError | None = None  # what a `start()` that waits is told
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackingOff:
-    """No server; the next launch is at `resume_at`."""
-
-    resume_at: float
-
-
-State = Stopped | Failed | Launching | Ready | Ending | BackingOff
-
-# ---------------------------------------------------------------- effects
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchServer:
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndProcess:
-    """SIGTERM, then SIGKILL after `grace_s`; 0.0 kills at once, with evidence kept first where asked for."""
-
-    epoch: int
-    grace_s: float
-    keep_evidence: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseConnections:
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailRequests:
-    """Fail every request in flight."""
-
-    reason: RequestFailReason
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class StartsResolved:
-    """Answer everyone who waits on `start()`; None: it is READY."""
-
-    error: WorkerStartError | None
-
-
-@dataclass(frozen=True, slots=True)
-class StopsResolved:
-    """Answer everyone who waits on `stop()`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartDecided:
-    """For the record: an automatic restart was decided upon, or refused."""
-
-    reason: str
-    detail: str
-    delay_s: float | None  # None: locked out
-
-
-Effect = LaunchServer | EndProcess | CloseConnections | FailRequests | StartsResolved | StopsResolved | RestartDecided
-Effects = tuple[Effect, ...]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifecycle:
     """Everything that decides about the server's life."""
 
     policy: RestartPolicy
-    state: State = Stopped()
+    state: State = field(default_factory=Stopped)
     epoch: int = 0  # of the latest launch
     budget: RestartBudget = field(default_factory=RestartBudget)
     last_error: str | None = None

@@ -8,7 +8,7 @@ stream its `stream_id`, so that news from a life that is over can be told and dr
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -27,7 +27,6 @@ from llama_worker.types import (
     RequestStatus,
     StartFailReason,
     SubmitResult,
-    ToolTraceEntry,
     WorkerDebugInfo,
     WorkerStatus,
 )
@@ -53,6 +52,14 @@ class Reply(Protocol[T_contra]):
     def done(self) -> bool: ...
 
     def fail(self, error: BaseException) -> None: ...
+
+
+# ---------------------------------------------------------------- to whoever set a timer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A timer that the receiver set has fired."""
 
 
 # ---------------------------------------------------------------- to the WorkerActor, from the host's handle
@@ -168,7 +175,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
-    """No process of the server's tree is left; sent once per `Launched`, by the thread that watched it."""
+    """No process of the server's tree is left; told once per `Launched`."""
 
     epoch: int
     returncode: int | None  # negative: the signal's number; None: never learnt
@@ -252,10 +259,10 @@ class ToolsRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolThreadsStuck:
-    """So many tool threads run on although nobody waits for them any more."""
+class ToolThreadStuck:
+    """A tool thread runs on although nobody waits for it any more."""
 
-    count: int
+    is_alive: Callable[[], bool]  # whether it still does; for any thread to ask, at any time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,11 +273,6 @@ class ActorDied:
     slot: int | None
     detail: str
     will_report: bool  # what it owned is being ended, and its end will be told
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """A timer that the receiver set has fired."""
 
 
 HostMessage = (
@@ -286,8 +288,9 @@ HostMessage = (
     | GetWorkerStatus
     | GetDebugInfo
 )
-WorkerMessage = (
-    HostMessage
+ServerMessage = (  # what decides about the server's life
+    Start
+    | Stop
     | Launched
     | LaunchFailed
     | Died
@@ -296,14 +299,10 @@ WorkerMessage = (
     | BecameReady
     | StartupFailed
     | HealthLost
-    | Stalled
-    | Observed
-    | RequestEnded
     | StreamsClosed
-    | ToolsRefused
-    | ToolThreadsStuck
-    | ActorDied
-    | Tick
+)
+WorkerMessage = (
+    HostMessage | ServerMessage | Stalled | Observed | RequestEnded | ToolsRefused | ToolThreadStuck | ActorDied | Tick
 )
 
 
@@ -411,27 +410,13 @@ class CloseAllStreams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeServer:
-    """Ask the server whether it is ready, once, within `timeout_s`; answered by `Probed`.
-
-    The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings the traits.
-    """
-
-    epoch: int
-    root_pid: int
-    timeout_s: float
-    first: bool
-    reply_to: Mailbox[WatchdogMessage]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderEnded:
     """From a stream's reader thread, its last word: the connection is closed."""
 
     stream_id: StreamId
 
 
-TransportMessage = OpenStream | CloseStream | CloseAllStreams | ProbeServer | ReaderEnded
+TransportMessage = OpenStream | CloseStream | CloseAllStreams | ReaderEnded
 
 # ---------------------------------------------------------------- to a RequestActor
 
@@ -506,21 +491,13 @@ class StreamFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolsDone:
-    """Every call of the batch returned; `results` are JSON texts in the order of the calls."""
+class CallEnded:
+    """From a tool thread: the batch's next call has ended; where it failed, the ones behind it are not run."""
 
     batch_id: BatchId
-    results: tuple[str, ...]
-    trace: tuple[ToolTraceEntry, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolsFailed:
-    """A call of the batch failed; the ones behind it were not run."""
-
-    batch_id: BatchId
-    detail: str
-    trace: tuple[ToolTraceEntry, ...]
+    ok: bool
+    text: str  # what the runner returned, as JSON text, or what went wrong
+    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -533,17 +510,7 @@ class ReportProgress:
 
 
 RequestMessage = (
-    Begin
-    | Cancel
-    | Abandon
-    | Ask
-    | StreamOpened
-    | StreamEvents
-    | StreamClosed
-    | ToolsDone
-    | ToolsFailed
-    | ReportProgress
-    | Tick
+    Begin | Cancel | Abandon | Ask | StreamOpened | StreamEvents | StreamClosed | CallEnded | ReportProgress | Tick
 )
 
 # ---------------------------------------------------------------- to the ToolLoopActor
@@ -551,11 +518,10 @@ RequestMessage = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTools:
-    """Run the calls of one turn, in order, each within the configured time."""
+    """Run the calls of one turn, in order; `reply_to` gets `CallEnded` for each."""
 
     batch_id: BatchId
     job_name: str
-    iteration: int
     calls: tuple[ParsedCall, ...]
     reply_to: Mailbox[RequestMessage]
 
@@ -567,25 +533,7 @@ class DropTools:
     batch_id: BatchId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallReturned:
-    """From a tool thread: the runner returned `result` (JSON text), or failed with `error`."""
-
-    batch_id: BatchId
-    index: int
-    at: float
-    result: str | None
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolThreadEnded:
-    """From a tool thread, its last word."""
-
-    batch_id: BatchId
-
-
-ToolMessage = RunTools | DropTools | CallReturned | ToolThreadEnded | Tick
+ToolMessage = RunTools | DropTools
 
 # ---------------------------------------------------------------- to the WatchdogActor
 
@@ -643,7 +591,7 @@ class ProbeOutcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """The answer to one `ProbeServer`."""
+    """From the thread of one readiness probe, its last word."""
 
     epoch: int
     outcome: ProbeOutcome

@@ -8,7 +8,7 @@ from typing import Any
 import pykka
 
 from llama_worker.actors.futures import WorkerFuture
-from llama_worker.actors.refs import Household, Ref
+from llama_worker.actors.refs import LiveCount, Ref
 from llama_worker.actors.responses_proxy import ResponsesProxyActor
 from llama_worker.adapters.responses_listener import CherootListener
 from llama_worker.context import Startable
@@ -30,9 +30,9 @@ class ResponsesProxy(Startable):
     def __init__(self, config: ResponsesProxyConfig) -> None:
         """Nothing listens yet."""
         self.config = config
-        self._household = Household()
+        self._live_count = LiveCount()
         self._port: WorkerFuture[int] = WorkerFuture()
-        self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(self._household, config, CherootListener)
+        self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(self._live_count, config, CherootListener)
         self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
 
     @property
@@ -59,4 +59,4 @@ class ResponsesProxy(Startable):
             with contextlib.suppress(pykka.Timeout):  # of an actor that has crashed
                 future.get(timeout=_STOP_S)
             self._ref.stop()
-        self._household.wait_empty(_LEAVE_S)
+        self._live_count.wait_empty(_LEAVE_S)

@@ -12,10 +12,9 @@ from llama_worker.profiles import RestartPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartAfter:
-    """Restart, `delay_s` from now; `number` counts the restarts in a row."""
+    """Restart, `delay_s` from now."""
 
     delay_s: float
-    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class RestartBudget:
             lacking = f"neither a completed request nor stable_after_s {policy.stable_after_s:g} of READY between"
             return left, Lockout(detail=f"{done} with {lacking}")
         made = RestartBudget(restart_count=left.restart_count + 1, recent=(*recent, now), row_count=row_count + 1)
-        return made, RestartAfter(delay_s=backoff_s(row_count + 1, policy), number=row_count + 1)
+        return made, RestartAfter(delay_s=backoff_s(row_count + 1, policy))
 
     def became_ready(self, now: float) -> RestartBudget:
         return replace(self, ready_at=now)
@@ -97,9 +96,6 @@ class TransportFailures:
             cause = f"{count} transport failures in a row (limit: transport_failures_before_restart {limit})"
         return TransportFailures(count), cause
 
-    def succeeded(self) -> TransportFailures:
-        return TransportFailures()
-
 
 @dataclass(frozen=True, slots=True)
 class ServerErrors:
@@ -126,6 +122,3 @@ class ServerErrors:
             told = f"server errors in {count} jobs with no success between"
             cause = f"{told} (limit: server_errors_before_restart {limit})"
         return errors, cause
-
-    def succeeded(self) -> ServerErrors:
-        return ServerErrors()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pykka
 
 from llama_worker.actors.futures import OpenFutures, ResultFuture, WorkerFuture
-from llama_worker.actors.refs import Household, Ref
+from llama_worker.actors.refs import LiveCount, Ref
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.config import WorkerConfig
 from llama_worker.context import Startable
@@ -63,26 +63,26 @@ class LlamaWorker(Startable):
         """Start the worker's actors; no server yet. Raises TypeError for what is no WorkerConfig."""
         if not isinstance(config, WorkerConfig):
             raise TypeError(f"config must be a WorkerConfig, not {type(config).__name__}")
-        self._desk = _Desk(config)
-        self.actor_ref: pykka.ActorRef[Any] = self._desk.actor_ref
-        weakref.finalize(self, self._desk.abandon).atexit = False  # a handle that was lost takes its server along
+        self._backend = _Backend(config)
+        self.actor_ref: pykka.ActorRef[Any] = self._backend.actor_ref
+        weakref.finalize(self, self._backend.abandon).atexit = False  # a handle that was lost takes its server along
 
     def __repr__(self) -> str:
-        return f"<LlamaWorker {self._desk.config.name!r}>"
+        return f"<LlamaWorker {self._backend.config.name!r}>"
 
     def start(self) -> WorkerFuture[WorkerStatus]:
         """Launch the server. Resolves when it is READY; raises WorkerStartError."""
         future: WorkerFuture[WorkerStatus] = WorkerFuture()
-        return self._desk.ask(Start(reply=future), future)
+        return self._backend.ask(Start(reply=future), future)
 
     def stop(self) -> WorkerFuture[None]:
         """End requests and server. Resolves when no process of the server is left; `start` may follow."""
         future: WorkerFuture[None] = WorkerFuture()
-        return self._desk.ask(Stop(reply=future), future)
+        return self._backend.ask(Stop(reply=future), future)
 
     def close(self) -> None:
         """`stop()` and the end of the worker's actors. Blocks; idempotent."""
-        self._desk.close()
+        self._backend.close()
 
     def submit(
         self,
@@ -98,38 +98,38 @@ class LlamaWorker(Startable):
         `params` go into the chat request as they are; `messages` is a prior conversation, which stands between the
         system prompts and `user_prompt`. Bad input resolves as TypeError or ValueError and takes no slot.
         """
-        self._desk.check_open()
+        self._backend.check_open()
         future: WorkerFuture[SubmitResult] = WorkerFuture()
         try:
             submission = validate_submit(job_name, system_prompt, user_prompt, params, messages)
         except (TypeError, ValueError) as error:
             future.fail(error)
             return future
-        return self._desk.ask(Submit(submission=submission, reply=future), future)
+        return self._backend.ask(Submit(submission=submission, reply=future), future)
 
     def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:
         """How far the request is."""
         future: WorkerFuture[RequestStatus | NotFound] = WorkerFuture()
         if self._refuse(future, request_id=request_id):
             return future
-        return self._desk.ask(GetStatus(request_id=request_id, reply=future), future)
+        return self._backend.ask(GetStatus(request_id=request_id, reply=future), future)
 
     def get_result(self, request_id: int) -> WorkerFuture[RequestResult | NotReady | NotFound]:
         """The result of a terminal request, which is then forgotten."""
         future: WorkerFuture[RequestResult | NotReady | NotFound] = WorkerFuture()
         if self._refuse(future, request_id=request_id):
             return future
-        return self._desk.ask(GetResult(request_id=request_id, reply=future), future)
+        return self._backend.ask(GetResult(request_id=request_id, reply=future), future)
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
         """Resolves when the request is terminal; it is forgotten once a `get` has returned the value."""
-        desk = self._desk
+        backend = self._backend
         future: ResultFuture[RequestResult | NotFound] = ResultFuture(
-            lambda value: desk.tell(ReleaseResult(request_id=request_id)) if value["ok"] else None
+            lambda value: backend.tell(ReleaseResult(request_id=request_id)) if value["ok"] else None
         )
         if self._refuse(future, request_id=request_id):
             return future
-        return desk.ask(AwaitResult(request_id=request_id, reply=future), future)
+        return backend.ask(AwaitResult(request_id=request_id, reply=future), future)
 
     def read_output(
         self, request_id: int, *, text_offset: int = 0, reasoning_offset: int = 0
@@ -141,28 +141,28 @@ class LlamaWorker(Startable):
         question = ReadOutput(
             request_id=request_id, text_offset=text_offset, reasoning_offset=reasoning_offset, reply=future
         )
-        return self._desk.ask(question, future)
+        return self._backend.ask(question, future)
 
     def cancel(self, request_id: int) -> WorkerFuture[bool]:
         """Cancel a running request. True once it is cancelled and its slot is free; False where it was not running."""
         future: WorkerFuture[bool] = WorkerFuture()
         if self._refuse(future, request_id=request_id):
             return future
-        return self._desk.ask(CancelRequest(request_id=request_id, reply=future), future)
+        return self._backend.ask(CancelRequest(request_id=request_id, reply=future), future)
 
     def get_worker_status(self) -> WorkerFuture[WorkerStatus]:
         """How the worker is."""
         future: WorkerFuture[WorkerStatus] = WorkerFuture()
-        return self._desk.ask(GetWorkerStatus(reply=future), future)
+        return self._backend.ask(GetWorkerStatus(reply=future), future)
 
     def get_debug_info(self) -> WorkerFuture[WorkerDebugInfo]:
         """What a person needs to see what happened."""
         future: WorkerFuture[WorkerDebugInfo] = WorkerFuture()
-        return self._desk.ask(GetDebugInfo(reply=future), future)
+        return self._backend.ask(GetDebugInfo(reply=future), future)
 
     def _refuse(self, future: WorkerFuture[T], **numbers: object) -> bool:
         """Fail the future where a number is none, or below zero."""
-        self._desk.check_open()
+        self._backend.check_open()
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int):
                 future.fail(TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}"))
@@ -173,19 +173,19 @@ class LlamaWorker(Startable):
         return False
 
 
-class _Desk:
+class _Backend:
     """What outlives the handle: the way to the WorkerActor, and its regular end. Thread-safe."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
         self._pid = os.getpid()
-        self._household = Household()
+        self._live_count = LiveCount()
         self._futures = OpenFutures()
         self._closing = threading.Lock()
         self._is_closing = False  # hosts that go on calling cannot hold it up
-        self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(self._household, config, self._futures)
+        self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(self._live_count, config, self._futures)
         self._worker: Ref[Any] = Ref(self.actor_ref)
-        _open_desks.add(self)
+        _open_backends.add(self)
 
     def check_open(self) -> None:
         """Raises WorkerClosed after the end."""
@@ -214,7 +214,7 @@ class _Desk:
             if self._futures.closed_by is None:
                 self.finish_close(self.begin_close(None), timeout_s=None)
             self.wait_gone(_LEAVE_S)
-        _open_desks.discard(self)
+        _open_backends.discard(self)
 
     def begin_close(self, grace_s: float | None) -> WorkerFuture[None]:
         """Send the order to stop. Never blocks."""
@@ -233,27 +233,27 @@ class _Desk:
 
     def wait_gone(self, timeout_s: float) -> None:
         """Wait for the actors to end."""
-        self._household.wait_empty(timeout_s)
+        self._live_count.wait_empty(timeout_s)
 
     def abandon(self) -> None:
         """The handle was lost: end without waiting."""
         if os.getpid() == self._pid:
             self._worker.stop()
-        _open_desks.discard(self)
+        _open_backends.discard(self)
 
 
-_open_desks: set[_Desk] = set()
+_open_backends: set[_Backend] = set()
 
 
 def _close_all_at_exit() -> None:
     """Ends every worker of a host that exits without `close`, side by side; no thread may be started any more."""
     deadline = time.monotonic() + _EXIT_GRACE_S + 1.5
-    stopping = [(desk, desk.begin_close(_EXIT_GRACE_S)) for desk in tuple(_open_desks)]
-    for desk, stopped in stopping:
-        desk.finish_close(stopped, timeout_s=max(0.0, deadline - time.monotonic()))
-    for desk, _ in stopping:
-        desk.wait_gone(max(0.0, deadline - time.monotonic()))
+    stopping = [(backend, backend.begin_close(_EXIT_GRACE_S)) for backend in tuple(_open_backends)]
+    for backend, stopped in stopping:
+        backend.finish_close(stopped, timeout_s=max(0.0, deadline - time.monotonic()))
+    for backend, _ in stopping:
+        backend.wait_gone(max(0.0, deadline - time.monotonic()))
 
 
 atexit.register(_close_all_at_exit)
-os.register_at_fork(after_in_child=_open_desks.clear)
+os.register_at_fork(after_in_child=_open_backends.clear)

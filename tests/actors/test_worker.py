@@ -20,7 +20,9 @@ from llama_worker.types import RequestState, StartFailReason, WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, eventually, fast_restart, fast_timeouts
 from tests.conftest import Leftovers
 from tests.fake_script import (
+    Answer,
     Exit,
+    Fin,
     Finish,
     Gate,
     Headers,
@@ -211,6 +213,17 @@ def test_a_worker_that_cannot_be_made_leaves_nothing(
     with pytest.raises(RuntimeError, match="new thread"):
         LlamaWorker(WorkerConfig("w", "127.0.0.1", free_port(), ("true",), slots=4))
     assert leftovers.wait_none() == []
+
+
+def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(models=[Answer(times=1), Answer(hang=True)]))
+    probes = len(rig.journal.facts("request", path="/v1/models"))
+    assert rig.run(Headers(), Fin())["fail_reason"] == "stream_disconnected"  # a reason to probe at once
+    rig.journal.wait("request", path="/v1/models", count=probes + 1)
+    rig.stop()
+    names = {"llama_worker-w1-probe"}
+    eventually(lambda: not names & {thread.name for thread in threading.enumerate()}, "its end", timeout_s=5.0)
+    assert rig.status()["restart_count"] == 0
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.06, 0.1])

@@ -33,7 +33,7 @@ import pykka
 from llama_worker import LlamaWorker, RestartPolicy, TimeoutProfile, WorkerClosed, WorkerConfig, WorkerStartError
 from llama_worker.actors.futures import WorkerFuture
 from llama_worker.actors.process import ProcessActor
-from llama_worker.actors.refs import HouseActor
+from llama_worker.actors.refs import SupervisedActor
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
@@ -74,7 +74,7 @@ _WEATHER = frozenset(
     }
 )
 _ENDS = ("drain and close", "drain and close", "stop and close", "close", "close under fire", "crash", "lost handle")
-_INNER_ACTORS: tuple[type[HouseActor[Any]], ...] = (
+_INNER_ACTORS: tuple[type[SupervisedActor[Any]], ...] = (
     ProcessActor,
     TransportActor,
     ToolLoopActor,
@@ -211,7 +211,7 @@ class Campaign:
             alive = Counter(
                 type(thing).__name__
                 for thing in gc.get_objects()
-                if isinstance(thing, (HouseActor, WorkerFuture, Request, RequestRecord))
+                if isinstance(thing, (SupervisedActor, WorkerFuture, Request, RequestRecord))
             )
             if not alive:
                 return

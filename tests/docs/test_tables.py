@@ -23,6 +23,7 @@ from llama_worker import (
     messages,
     suspicion,
 )
+from llama_worker.actors import server_life
 from llama_worker.actors import worker as worker_actor
 from llama_worker.types import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, names_in, table
@@ -106,8 +107,8 @@ def test_every_reason_is_explained_once_and_no_other(section: str) -> None:
 def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
-    said = r'(?:_restart\(life, now,|_trouble\(|Trouble\()\s*"(\w+)"'
-    sources = [Path(str(module.__file__)).read_text() for module in (lifecycle, worker_actor, suspicion)]
+    said = r'(?:_restart\(life, now,|\.trouble\(|Trouble\()\s*"(\w+)"'
+    sources = [Path(str(module.__file__)).read_text() for module in (lifecycle, server_life, worker_actor, suspicion)]
     in_code = {cause for source in sources for cause in re.findall(said, source)}
     launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.EXITED}
     verdicts = [judge(state, limit) for state in STATES.values() for limit in LIMITS]

@@ -252,7 +252,7 @@ def test_a_wrong_default_is_named_where_it_stands(tmp_path: Path) -> None:
     text = f"[defaults]\nslots = 0\n\n[defaults.timeouts]\n# too long\nstop_grace_s = 1e12\n\n{ONE}"
     assert refusal(tmp_path, text).startswith("fleet.toml:6: defaults.timeouts.stop_grace_s: stop_grace_s must be")
     text = text.replace("1e12", "1")
-    assert refusal(tmp_path, text).startswith("fleet.toml:2: defaults.slots: slots must be 1 or more")
+    assert refusal(tmp_path, text).startswith("fleet.toml:2: defaults.slots: slots must be from 1 to 1024")
 
 
 def test_what_is_not_utf8_is_refused(tmp_path: Path) -> None:

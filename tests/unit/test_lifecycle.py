@@ -8,19 +8,21 @@ import pytest
 
 from llama_worker import lifecycle
 from llama_worker.errors import WorkerStartError
-from llama_worker.lifecycle import (
+from llama_worker.lifecycle import Lifecycle
+from llama_worker.lifecycle_states import (
     BackingOff,
     CloseConnections,
+    Effects,
     Ending,
     EndProcess,
     Failed,
     FailRequests,
     Launching,
     LaunchServer,
-    Lifecycle,
     Ready,
     RestartDecided,
     StartsResolved,
+    State,
     Stopped,
     StopsResolved,
     ToRestart,
@@ -44,7 +46,7 @@ def ready() -> Lifecycle:
     return life
 
 
-def exited(life: Lifecycle, now: float, **given: object) -> tuple[Lifecycle, lifecycle.Effects]:
+def exited(life: Lifecycle, now: float, **given: object) -> tuple[Lifecycle, Effects]:
     facts: dict[str, object] = {
         "epoch": life.epoch,
         "returncode": 1,
@@ -54,7 +56,7 @@ def exited(life: Lifecycle, now: float, **given: object) -> tuple[Lifecycle, lif
     return lifecycle.exited(life, now, **(facts | given))  # type: ignore[arg-type]
 
 
-def error_of(effects: lifecycle.Effects) -> WorkerStartError:
+def error_of(effects: Effects) -> WorkerStartError:
     (error,) = [e.error for e in effects if isinstance(e, StartsResolved)]
     assert error is not None
     return error
@@ -139,7 +141,7 @@ def test_the_first_launch_is_not_retried(port_taken: bool, reason: StartFailReas
         (StartFailReason.SPAWN_FAILED, Failed()),
     ],
 )
-def test_a_launch_without_a_process_fails_the_start(reason: StartFailReason, state: lifecycle.State) -> None:
+def test_a_launch_without_a_process_fails_the_start(reason: StartFailReason, state: State) -> None:
     life, effects = lifecycle.launch_failed(launching(), 0.1, epoch=1, reason=reason, detail="x")
     assert life.state == state
     assert error_of(effects).reason is reason

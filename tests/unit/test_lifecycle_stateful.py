@@ -11,10 +11,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llama_worker import lifecycle
-from llama_worker.lifecycle import (
-    CLOSING_S,
+from llama_worker.lifecycle import CLOSING_S, Lifecycle
+from llama_worker.lifecycle_states import (
     BackingOff,
     CloseConnections,
+    Effect,
     Effects,
     Ending,
     EndProcess,
@@ -22,7 +23,6 @@ from llama_worker.lifecycle import (
     FailRequests,
     Launching,
     LaunchServer,
-    Lifecycle,
     Ready,
     RestartDecided,
     StartsResolved,
@@ -340,7 +340,7 @@ class WorkerLife(RuleBasedStateMachine):
         for effect in effects:
             self.carry_out(effect, before)
 
-    def carry_out(self, effect: lifecycle.Effect, before: WorkerState) -> None:
+    def carry_out(self, effect: Effect, before: WorkerState) -> None:
         match effect:
             case LaunchServer(epoch=epoch):
                 self.launches_count += 1

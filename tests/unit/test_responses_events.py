@@ -104,7 +104,7 @@ streams = st.lists(
         calls,
         calls,
         st.builds(Usage, st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(0, 9)),
-        st.just(Timings(1, 2, None, 3, None)),
+        st.just(Timings(1, 2, 3, None)),
         st.sampled_from([RoleOnly(), PromptProgress(1, 2, 0), Finish("stop"), Finish("length"), Finish("tool_calls")]),
     ),
     max_size=30,
@@ -287,7 +287,7 @@ def test_text_after_a_call_is_a_message_of_its_own() -> None:
 
 
 def test_usage_is_taken_from_the_timings_where_there_is_none() -> None:
-    usage = response_of(TextDelta("a"), Timings(3, 4, None, 5, None), ServerError("x", None, None))["usage"]
+    usage = response_of(TextDelta("a"), Timings(3, 4, 5, None), ServerError("x", None, None))["usage"]
     assert (usage["input_tokens"], usage["output_tokens"]) == (7, 5)
     assert usage["input_tokens_details"]["cached_tokens"] == 3
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
+from llama_worker.messages import RequestRecord
 from llama_worker.profiles import RestartPolicy
-from llama_worker.suspicion import Suspicion, Trouble
+from llama_worker.suspicion import Doubt, Suspicion, Trouble
 from llama_worker.timeouts import Verdict
-from llama_worker.types import RequestFailReason
+from llama_worker.types import RequestFailReason, RequestState
 
 STALLED = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="silent for 9 s", restart=True)
 OVERDUE = Verdict(reason=RequestFailReason.ABSOLUTE_TIMEOUT, detail="", restart=False)
@@ -37,3 +40,54 @@ def test_other_verdicts_never_are_and_leave_no_trace(verdict: Verdict, policy: R
     once, _ = stalled(Suspicion(), 1, STALLED, RESTART, busy=True)
     for suspicion in (Suspicion(), once):
         assert stalled(suspicion, 2, verdict, policy, busy=False) == (suspicion, None)
+
+
+# ------------------------------------------------------------ failures of requests
+
+
+def record(reason: RequestFailReason | None, job_name: str = "j") -> RequestRecord:
+    result: Any = {"state": RequestState.FAILED if reason else RequestState.COMPLETED, "fail_reason": reason}
+    return RequestRecord(
+        request_id=1,
+        job_name=job_name,
+        status=cast("Any", {}),
+        result=result,
+        ended_at=1.0,
+        http_status=500 if reason is RequestFailReason.HTTP_ERROR else None,
+    )
+
+
+def found(*records: RequestRecord) -> Doubt | Trouble | None:
+    """What the last of them gives."""
+    suspicion, last = Suspicion(), None
+    for each in records:
+        suspicion, last = suspicion.ended(each, RESTART)
+    return last
+
+
+BROKEN, DONE = record(RequestFailReason.STREAM_DISCONNECTED), record(None)
+
+
+def test_a_broken_connection_is_a_doubt_and_two_in_a_row_are_trouble() -> None:
+    assert found(BROKEN) == Doubt("a request failed with stream_disconnected")
+    trouble = found(BROKEN, BROKEN)
+    assert isinstance(trouble, Trouble)
+    assert trouble.reason == "transport_failures"
+
+
+@pytest.mark.parametrize("between", [DONE, record(RequestFailReason.HTTP_ERROR)])
+def test_a_server_that_speaks_between_breaks_the_row(between: RequestRecord) -> None:
+    assert isinstance(found(BROKEN, between, BROKEN), Doubt)
+
+
+def test_errors_in_five_jobs_are_trouble_unless_one_succeeds_between() -> None:
+    errors = [record(RequestFailReason.HTTP_ERROR, job_name) for job_name in "abcde"]
+    trouble = found(*errors)
+    assert isinstance(trouble, Trouble)
+    assert trouble.reason == "server_errors"
+    assert found(*errors[:2], DONE, *errors[2:]) is None
+    assert found(*errors[:4], record(RequestFailReason.HTTP_ERROR, "a")) is None
+
+
+def test_a_request_that_was_given_up_says_nothing_of_the_server() -> None:
+    assert found(record(RequestFailReason.REPEATED_LINE_LOOP)) is None

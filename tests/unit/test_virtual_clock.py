@@ -9,7 +9,8 @@ import pytest
 
 from llama_worker import lifecycle
 from llama_worker.health import HealthCounter
-from llama_worker.lifecycle import BackingOff, Failed, Lifecycle
+from llama_worker.lifecycle import Lifecycle
+from llama_worker.lifecycle_states import BackingOff, Failed
 from llama_worker.liveness import WINDOW_S, Counters, ProcessActivity, ProcessSample
 from llama_worker.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.startup import StartupWatch

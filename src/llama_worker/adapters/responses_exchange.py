@@ -35,13 +35,13 @@ class Exchange:
     """One request of a client and what it has open. `cut` is for any thread, the rest for the request's own."""
 
     def __init__(
-        self, number: int, environ: Environ, desk: Mailbox[ProxyMessage], watch: ClientWatch, ca_file: str | None
+        self, number: int, environ: Environ, proxy: Mailbox[ProxyMessage], watch: ClientWatch, ca_file: str | None
     ) -> None:
         self.abort = Abort()
         self._ca_file = ca_file
         self._number = number
         self._client: socket.socket | None = environ.get(CLIENT_SOCKET)
-        self._desk = desk
+        self._proxy = proxy
         self._watch = watch
         self._http: requests.Session | None = None
         self._entered = False
@@ -54,7 +54,7 @@ class Exchange:
         self._entered = True
         reply: WorkerFuture[bool] = WorkerFuture()
         entering = Enter(exchange_id=self._number, cut=self.cut, response_id=response_id, reply=reply)
-        if not ask(self._desk, entering, reply):
+        if not ask(self._proxy, entering, reply):
             raise RequestRefused(429, "too many requests run at once", code="rate_limit_exceeded")
         if self._client is not None:
             self._watch.watch(self._client, self.abort.abort)
@@ -85,7 +85,7 @@ class Exchange:
         self.abort.detach()
         if self._http is not None:
             self._http.close()
-        self._desk.tell(Leave(exchange_id=self._number))
+        self._proxy.tell(Leave(exchange_id=self._number))
 
 
 class Run:
@@ -142,10 +142,10 @@ class Run:
         self._exchange.leave()
 
 
-def ask(desk: Mailbox[ProxyMessage], question: ProxyMessage, reply: WorkerFuture[T]) -> T:
+def ask(proxy: Mailbox[ProxyMessage], question: ProxyMessage, reply: WorkerFuture[T]) -> T:
     """The actor's answer; the calling thread may wait, it is no actor's."""
     try:
-        if desk.tell(question):
+        if proxy.tell(question):
             return reply.get(timeout=_ANSWER_S)
     except pykka.Timeout:
         pass

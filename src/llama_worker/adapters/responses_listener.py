@@ -79,9 +79,9 @@ class _Server(wsgi.Server):
 class CherootListener:
     """The server and its threads. The constructor binds the port: OSError where it cannot."""
 
-    def __init__(self, config: ResponsesProxyConfig, desk: Mailbox[ProxyMessage]) -> None:
+    def __init__(self, config: ResponsesProxyConfig, proxy: Mailbox[ProxyMessage]) -> None:
         self._watch = ClientWatch("llama_worker-responses-watch")
-        self._server = _Server(config, ResponsesApp(config, desk, self._watch))
+        self._server = _Server(config, ResponsesApp(config, proxy, self._watch))
         self._served = threading.Event()
         self._stops: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
         try:

@@ -61,11 +61,11 @@ _logger = logging.getLogger("llama_worker.responses")
 
 
 class ResponsesApp:
-    """The WSGI application. Its questions of state go to the actor that `desk` names."""
+    """The WSGI application. Its questions of state go to the actor that `proxy` names."""
 
-    def __init__(self, config: ResponsesProxyConfig, desk: Mailbox[ProxyMessage], watch: ClientWatch) -> None:
+    def __init__(self, config: ResponsesProxyConfig, proxy: Mailbox[ProxyMessage], watch: ClientWatch) -> None:
         self._config = config
-        self._desk = desk
+        self._proxy = proxy
         self._watch = watch
         self._endpoint = Endpoint(
             base_url=config.base_url, connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
@@ -74,7 +74,7 @@ class ResponsesApp:
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """WSGI's entry."""
-        exchange = Exchange(next(self._numbers), environ, self._desk, self._watch, self._config.ca_file)
+        exchange = Exchange(next(self._numbers), environ, self._proxy, self._watch, self._config.ca_file)
         environ[AT_THE_END] = exchange.leave
         try:
             return self._route(exchange, environ, start_response)
@@ -135,7 +135,7 @@ class ResponsesApp:
         if not wanted:
             return NOTHING_RECALLED
         reply: WorkerFuture[Recalled] = WorkerFuture()
-        return ask(self._desk, Recall(wanted=wanted, reply=reply), reply)
+        return ask(self._proxy, Recall(wanted=wanted, reply=reply), reply)
 
     def _remember(self, request: ChatRequest, events: ResponseEvents) -> None:
         if request.store:
@@ -144,16 +144,16 @@ class ResponsesApp:
                 input_items=request.input_items,
                 previous_response_id=request.previous_response_id,
             )
-            self._desk.tell(Remember(stored=stored))
+            self._proxy.tell(Remember(stored=stored))
 
     def _stored(self, method: str, response_id: str, *, input_items: bool) -> Mapping[str, Any]:
         if method == "DELETE" and not input_items:
             forgotten: WorkerFuture[bool] = WorkerFuture()
-            if ask(self._desk, Forget(response_id=response_id, reply=forgotten), forgotten):
+            if ask(self._proxy, Forget(response_id=response_id, reply=forgotten), forgotten):
                 return {"id": response_id, "object": "response", "deleted": True}
         else:
             fetched: WorkerFuture[StoredResponse | None] = WorkerFuture()
-            stored = ask(self._desk, Fetch(response_id=response_id, reply=fetched), fetched)
+            stored = ask(self._proxy, Fetch(response_id=response_id, reply=fetched), fetched)
             if stored is not None:
                 return _input_list(stored) if input_items else stored.response
         raise RequestRefused(404, f"Response with id {response_id!r} not found.", code="response_not_found")

@@ -6,7 +6,7 @@ import contextlib
 
 from llama_worker.actors.log_ring import LogRing
 from llama_worker.actors.process import ProcessActor
-from llama_worker.actors.refs import Household, Ref
+from llama_worker.actors.refs import LiveCount, Ref
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
@@ -23,14 +23,14 @@ from llama_worker.messages import (
 )
 
 
-class Crew:
+class Children:
     """Belongs to one WorkerActor, which alone calls it. Nothing here waits."""
 
     def __init__(
-        self, parent: Ref[WorkerMessage], household: Household, config: WorkerConfig, log: LogRing, unix_offset: float
+        self, parent: Ref[WorkerMessage], live_count: LiveCount, config: WorkerConfig, log: LogRing, unix_offset: float
     ) -> None:
         self._parent = parent
-        self._household = household
+        self._live_count = live_count
         self._config = config
         self._log = log
         self._unix_offset = unix_offset
@@ -56,8 +56,6 @@ class Crew:
                 self.process = self._start_process()
             case TransportActor.role:
                 self.transport = self._start_transport()
-                self.watchdog.stop()  # it holds the old one's address
-                self.watchdog = self._start_watchdog()
             case ToolLoopActor.role:
                 self.tools = self._start_tools()
             case WatchdogActor.role:
@@ -76,20 +74,20 @@ class Crew:
             request.stop()
 
     def _start_process(self) -> Ref[ProcessMessage]:
-        return Ref(ProcessActor.start(self._parent, self._household, self._config, self._log))
+        return Ref(ProcessActor.start(self._parent, self._live_count, self._config, self._log))
 
     def _start_transport(self) -> Ref[TransportMessage]:
-        return Ref(TransportActor.start(self._parent, self._household, self._config))
+        return Ref(TransportActor.start(self._parent, self._live_count, self._config))
 
     def _start_tools(self) -> Ref[ToolMessage]:
-        return Ref(ToolLoopActor.start(self._parent, self._household, self._config, unix_offset=self._unix_offset))
+        return Ref(ToolLoopActor.start(self._parent, self._live_count, self._config))
 
     def _start_watchdog(self) -> Ref[WatchdogMessage]:
         probes = self._config.liveness_probes
         chosen = default_probes() if probes is None else probes
-        return Ref(WatchdogActor.start(self._parent, self._household, self._config, self.transport, chosen))
+        return Ref(WatchdogActor.start(self._parent, self._live_count, self._config, chosen))
 
     def _start_request(self, slot: int) -> Ref[RequestMessage]:
         return Ref(
-            RequestActor.start(self._parent, self._household, self._config, slot=slot, unix_offset=self._unix_offset)
+            RequestActor.start(self._parent, self._live_count, self._config, slot=slot, unix_offset=self._unix_offset)
         )

@@ -17,7 +17,7 @@ from llama_worker.types import LivenessProbe
 _logger = logging.getLogger("llama_worker.watchdog")
 
 
-class Lookout:
+class ProbeRounds:
     """Not thread-safe: one actor calls it."""
 
     def __init__(self, probes: Sequence[LivenessProbe], name: str, tell_to: Mailbox[WatchdogMessage]) -> None:

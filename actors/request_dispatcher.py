@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from llama_worker.actors.crew import Crew
+from llama_worker.actors.children import Children
 from llama_worker.actors.futures import WeakList
 from llama_worker.messages import (
     Abandon,
@@ -32,12 +32,12 @@ _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 _MANY_QUESTIONS = 16
 
 
-class FrontDesk:
+class RequestDispatcher:
     """Belongs to one WorkerActor, which alone calls it. Nothing here waits."""
 
-    def __init__(self, table: RequestTable, crew: Crew, slots: int) -> None:
+    def __init__(self, table: RequestTable, children: Children, slots: int) -> None:
         self._table = table
-        self._crew = crew
+        self._children = children
         # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the other.
         self._result_waiters: dict[int, WeakList[Reply[RequestResult | NotFound]]] = {}
         self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
@@ -52,7 +52,7 @@ class FrontDesk:
             if len(self._asked[admitted.slot]) > _MANY_QUESTIONS:
                 self._asked[admitted.slot] = _unanswered(self._asked[admitted.slot])
             self._asked[admitted.slot].append(question)  # to ask again, should the actor die before it answers
-            self._crew.requests[admitted.slot].tell(Ask(question=question))
+            self._children.requests[admitted.slot].tell(Ask(question=question))
             return
         record = self._table.record(question.request_id)
         if record is None:
@@ -95,31 +95,33 @@ class FrontDesk:
             order.reply.answer(False)
             return
         self._cancel_waiters.setdefault(order.request_id, []).append(order.reply)
-        self._crew.requests[admitted.slot].tell(Cancel(request_id=order.request_id))
+        self._children.requests[admitted.slot].tell(Cancel(request_id=order.request_id))
 
     def begin(self, admitted: Admitted, submission: Submission, *, prompted: bool, opens_thinking: bool) -> None:
         """Let the slot's actor run the request, under the watchdog's eye."""
-        slot, request = admitted.slot, self._crew.requests[admitted.slot]
+        slot, request = admitted.slot, self._children.requests[admitted.slot]
         self._asked[slot] = _unanswered(self._asked[slot])  # of the request before
         request.tell(
             Begin(
                 request_id=admitted.request_id,
                 submission=submission,
-                transport=self._crew.transport,
-                tools=self._crew.tools,
+                transport=self._children.transport,
+                tools=self._children.tools,
                 prompted=prompted,
                 opens_thinking=opens_thinking,
             )
         )
-        self._crew.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
+        self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
 
     def abandon(self, admitted: Admitted, reason: RequestFailReason, detail: str) -> None:
         """Give the request up; its record follows."""
-        self._crew.requests[admitted.slot].tell(Abandon(request_id=admitted.request_id, reason=reason, detail=detail))
+        self._children.requests[admitted.slot].tell(
+            Abandon(request_id=admitted.request_id, reason=reason, detail=detail)
+        )
 
     def ended(self, record: RequestRecord) -> None:
         """A request is terminal: watch it no more, answer those who wait for that."""
-        self._crew.watchdog.tell(Unwatch(request_id=record.request_id, data_at=record.last_data_at))
+        self._children.watchdog.tell(Unwatch(request_id=record.request_id, data_at=record.last_data_at))
         for reply in self._cancel_waiters.pop(record.request_id, []):
             reply.answer(record.result["state"] is RequestState.CANCELED)
         waiters = self._result_waiters.pop(record.request_id, None)
