@@ -57,15 +57,15 @@ def record(reason: RequestFailReason | None, job_name: str = "j") -> RequestReco
     )
 
 
-def found(*records: RequestRecord) -> Doubt | Trouble | None:
-    """What the last of them gives."""
+def found(*endings: RequestFailReason | None, jobs: str = "") -> Doubt | Trouble | None:
+    """What the last of these requests gives; each belongs to a job of its own where `jobs` names them."""
     suspicion, last = Suspicion(), None
-    for each in records:
-        suspicion, last = suspicion.ended(each, RESTART)
+    for index, reason in enumerate(endings):
+        suspicion, last = suspicion.ended(record(reason, jobs[index] if jobs else "j"), RESTART)
     return last
 
 
-BROKEN, DONE = record(RequestFailReason.STREAM_DISCONNECTED), record(None)
+BROKEN, REFUSED, DONE = RequestFailReason.STREAM_DISCONNECTED, RequestFailReason.HTTP_ERROR, None
 
 
 def test_a_broken_connection_is_a_doubt_and_two_in_a_row_are_trouble() -> None:
@@ -75,19 +75,18 @@ def test_a_broken_connection_is_a_doubt_and_two_in_a_row_are_trouble() -> None:
     assert trouble.reason == "transport_failures"
 
 
-@pytest.mark.parametrize("between", [DONE, record(RequestFailReason.HTTP_ERROR)])
-def test_a_server_that_speaks_between_breaks_the_row(between: RequestRecord) -> None:
+@pytest.mark.parametrize("between", [DONE, REFUSED])
+def test_a_server_that_speaks_between_breaks_the_row(between: RequestFailReason | None) -> None:
     assert isinstance(found(BROKEN, between, BROKEN), Doubt)
 
 
 def test_errors_in_five_jobs_are_trouble_unless_one_succeeds_between() -> None:
-    errors = [record(RequestFailReason.HTTP_ERROR, job_name) for job_name in "abcde"]
-    trouble = found(*errors)
+    trouble = found(*[REFUSED] * 5, jobs="abcde")
     assert isinstance(trouble, Trouble)
     assert trouble.reason == "server_errors"
-    assert found(*errors[:2], DONE, *errors[2:]) is None
-    assert found(*errors[:4], record(RequestFailReason.HTTP_ERROR, "a")) is None
+    assert found(REFUSED, REFUSED, DONE, REFUSED, REFUSED, REFUSED, jobs="abxcde") is None
+    assert found(*[REFUSED] * 5, jobs="abcda") is None
 
 
 def test_a_request_that_was_given_up_says_nothing_of_the_server() -> None:
-    assert found(record(RequestFailReason.REPEATED_LINE_LOOP)) is None
+    assert found(RequestFailReason.REPEATED_LINE_LOOP) is None
