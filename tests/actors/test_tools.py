@@ -314,6 +314,7 @@ def test_a_call_is_not_begun_for_a_request_that_is_given_up_meanwhile(
         Headers(), Role(), Text("t"), call("add", a=1, b=2), Finish("tool_calls"), Note("sent"), WaitClose()
     )
     rig.journal.wait("note", name="sent")
+    rig.wait_text(request_id, "t")  # read by the worker, too
     rig.stop()  # what follows the finish reason is still being waited for
     result = rig.ended(request_id)
     assert result["state"] == "failed"
