@@ -22,7 +22,7 @@ from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.relay import Relay
 from tests.responses.scenarios import PARROT_ARGS
-from tests.server.conftest import SERVER_ARGS, Serve, lasting_port, serve
+from tests.server.conftest import NO_PROBES, SERVER_ARGS, Serve, lasting_port, serve
 
 __all__ = ["lasting_port", "serve"]  # fixtures
 
@@ -241,7 +241,7 @@ def dial(client: Client) -> socket.socket:
 @pytest.fixture(scope="session")
 def real_url(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[str]:
     """The real llama-server as the scenarios need it, behind a relay."""
-    config = serve(port=lasting_port(), slots=2, args=(*SERVER_ARGS, *PARROT_ARGS))
+    config = serve(port=lasting_port(), slots=2, timeouts=NO_PROBES, args=(*SERVER_ARGS, *PARROT_ARGS))
     with LlamaWorker(config), Relay((config.host, config.port)) as relay:
         yield relay.url
 

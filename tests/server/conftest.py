@@ -16,6 +16,7 @@ from llama_worker import (
     RequestResult,
     RequestStatus,
     RestartPolicy,
+    TimeoutProfile,
     WorkerConfig,
     WorkerState,
     WorkerStatus,
@@ -143,6 +144,8 @@ def serve(llama_server: str, smollm2: str) -> Serve:
     return config
 
 
+# Of workers that outlive a test: another test may make every watchdog die of its next message.
+NO_PROBES = TimeoutProfile(health_probe_interval_s=None)
 EAGER = RestartPolicy(restart_backoff_s=0.01, max_restarts_per_window=50)
 
 
@@ -162,7 +165,7 @@ def chat_url(lasting_port: Callable[[], int]) -> str:
 @pytest.fixture(scope="session")
 def chat_worker(serve: Serve, chat_url: str) -> Iterator[LlamaWorker]:
     """Two slots on one server for all tests that leave it as they found it."""
-    with LlamaWorker(serve(port=int(chat_url.rpartition(":")[2]), slots=2)) as worker:
+    with LlamaWorker(serve(port=int(chat_url.rpartition(":")[2]), slots=2, timeouts=NO_PROBES)) as worker:
         yield worker
 
 

@@ -137,7 +137,7 @@ IMPATIENT = TimeoutProfile(
     headers_timeout_s=1.0,
     prefill_liveness_timeout_s=1.0,
     idle_stream_timeout_s=1.0,
-    liveness_probe_interval_s=3.0,
+    liveness_probe_interval_s=3.5,  # longer than the window of CPU evidence, so that one look after the halt is enough
 )
 
 
