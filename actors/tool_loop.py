@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import threading
 import time
-import traceback
 from dataclasses import dataclass
 from typing import assert_never
 
 from llama_worker.actors.refs import LiveCount, SupervisedActor
 from llama_worker.config import WorkerConfig
+from llama_worker.errors import described_error
 from llama_worker.messages import (
     BatchId,
     CallEnded,
@@ -102,8 +102,7 @@ def _run_calls(order: RunTools, config: WorkerConfig, dropped: threading.Event) 
         except ToolResultError as unfit:
             text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
         except BaseException as raised:  # SystemExit and KeyboardInterrupt in a tool are its failures, no more
-            said = "".join(traceback.format_exception_only(raised)).strip()  # also where its str() fails
-            text = f"tool {call.name!r} raised {said}"
+            text = f"tool {call.name!r} raised {described_error(raised)}"
         order.reply_to.tell(CallEnded(batch_id=order.batch_id, ok=ok, text=text, at=time.monotonic()))
         if not ok:
             break
