@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
-from llama_worker.actors.log_ring import LogRing
+from llama_worker.actors.base import LiveCount, Ref
 from llama_worker.actors.process import ProcessActor
-from llama_worker.actors.refs import LiveCount, Ref
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
-from llama_worker.adapters.probes import default_probes
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     ProcessMessage,
@@ -21,6 +19,8 @@ from llama_worker.messages import (
     WatchdogMessage,
     WorkerMessage,
 )
+from llama_worker.runtime.liveness_probes import default_probes
+from llama_worker.runtime.log_ring import LogRing
 
 
 class Children:

@@ -9,12 +9,7 @@ from __future__ import annotations
 import time
 from typing import assert_never
 
-from llama_worker import process_state
-from llama_worker.actors.log_ring import LogRing
-from llama_worker.actors.refs import LiveCount, SupervisedActor
-from llama_worker.actors.server_process import ServerNews, ServerProcess, host_environment, server_environment
-from llama_worker.actors.timers import Alarm, call_at
-from llama_worker.adapters.probes import process_evidence
+from llama_worker.actors.base import LiveCount, SupervisedActor
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     Died,
@@ -33,7 +28,12 @@ from llama_worker.messages import (
     Tick,
     WorkerMessage,
 )
-from llama_worker.process_state import FORCE_S, Absent, Present, ProcessState, Signal
+from llama_worker.runtime.liveness_probes import process_evidence
+from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.server_process import ServerNews, ServerProcess, host_environment, server_environment
+from llama_worker.runtime.timers import Alarm, call_at
+from llama_worker.server import termination
+from llama_worker.server.termination import FORCE_S, Absent, Present, ProcessState, Signal
 from llama_worker.types import StartFailReason
 
 
@@ -66,9 +66,9 @@ class ProcessActor(SupervisedActor[ProcessMessage]):
                 if keep_evidence and self._pid is not None:
                     # Plain reads of /proc: they take a millisecond and wait for nothing.
                     self._worker.tell(EvidenceKept(epoch=epoch, processes=process_evidence(self._pid)))
-                self._apply(process_state.terminate(self._state, epoch=epoch, grace_s=grace_s, now=now))
+                self._apply(termination.terminate(self._state, epoch=epoch, grace_s=grace_s, now=now))
             case Tick():
-                self._apply(process_state.tick(self._state, now=now))
+                self._apply(termination.tick(self._state, now=now))
             case ServerStarted(epoch=epoch, pid=pid):
                 self._pid = pid
                 self._worker.tell(Launched(epoch=epoch, pid=pid))
@@ -127,7 +127,7 @@ class ProcessActor(SupervisedActor[ProcessMessage]):
         self._state, signal = step
         if signal is not None and self._server is not None:
             self._server.send(signal)
-        self._alarm.set(process_state.deadline(self._state))
+        self._alarm.set(termination.deadline(self._state))
 
 
 def _ended(news: ServerNotStarted | ServerGone) -> LaunchFailed | Exited:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from typing import assert_never
 
-from llama_worker.actors.refs import LiveCount, SupervisedActor
-from llama_worker.actors.timers import Alarm
+from llama_worker.actors.base import LiveCount, SupervisedActor
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     Abandon,
@@ -40,7 +39,7 @@ from llama_worker.messages import (
     TransportMessage,
     WorkerMessage,
 )
-from llama_worker.request_effects import (
+from llama_worker.request.effects import (
     CloseTurn,
     Effects,
     Finished,
@@ -50,7 +49,8 @@ from llama_worker.request_effects import (
     StartTools,
     WakeAt,
 )
-from llama_worker.request_state import Request
+from llama_worker.request.state import Request
+from llama_worker.runtime.timers import Alarm
 from llama_worker.types import RequestFailReason
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import assert_never
 
 from llama_worker.actors.children import Children
-from llama_worker.actors.futures import WeakList
 from llama_worker.messages import (
     Abandon,
     Ask,
@@ -22,9 +21,10 @@ from llama_worker.messages import (
     Unwatch,
     Watch,
 )
-from llama_worker.output import read_output
-from llama_worker.request_table import Admitted, RequestTable
-from llama_worker.submission import Submission
+from llama_worker.request.output import read_output
+from llama_worker.request.submission import Submission
+from llama_worker.request.table import Admitted, RequestTable
+from llama_worker.runtime.futures import WeakList
 from llama_worker.types import NotFound, NotReady, RequestFailReason, RequestResult, RequestState
 
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}

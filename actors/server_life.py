@@ -6,26 +6,9 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from llama_worker import lifecycle
 from llama_worker.actors.children import Children
-from llama_worker.actors.log_ring import LogRing
 from llama_worker.actors.request_dispatcher import RequestDispatcher
-from llama_worker.actors.timers import Alarm
 from llama_worker.config import WorkerConfig
-from llama_worker.journal import Journal
-from llama_worker.lifecycle import Lifecycle
-from llama_worker.lifecycle_states import (
-    CloseConnections,
-    Effect,
-    Effects,
-    EndProcess,
-    FailRequests,
-    Launching,
-    LaunchServer,
-    RestartDecided,
-    StartsResolved,
-    StopsResolved,
-)
 from llama_worker.messages import (
     BecameReady,
     CloseAllStreams,
@@ -50,9 +33,26 @@ from llama_worker.messages import (
     WatchLaunch,
     WatchStartup,
 )
-from llama_worker.request_table import Admitted, RequestTable
-from llama_worker.server_traits import ServerTraits, shortcomings
-from llama_worker.suspicion import Doubt, Suspicion, Trouble
+from llama_worker.request.table import Admitted, RequestTable
+from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.timers import Alarm
+from llama_worker.server import lifecycle
+from llama_worker.server.journal import Journal
+from llama_worker.server.lifecycle import Lifecycle
+from llama_worker.server.lifecycle_states import (
+    CloseConnections,
+    Effect,
+    Effects,
+    EndProcess,
+    FailRequests,
+    Launching,
+    LaunchServer,
+    RestartDecided,
+    StartsResolved,
+    StopsResolved,
+)
+from llama_worker.server.suspicion import Doubt, Suspicion, Trouble
+from llama_worker.server.traits import ServerTraits, shortcomings
 from llama_worker.types import RequestState, WorkerState, WorkerStatus
 
 _EVIDENCE_LINES = 50  # of the server's output, kept with the evidence of a kill

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import assert_never
 
-from llama_worker.actors.refs import LiveCount, SupervisedActor
+from llama_worker.actors.base import LiveCount, SupervisedActor
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.messages import (
@@ -26,7 +26,7 @@ from llama_worker.messages import (
     ToolThreadStuck,
     WorkerMessage,
 )
-from llama_worker.tool_results import ToolResultError, encode_result
+from llama_worker.request.tool_results import ToolResultError, encode_result
 
 
 @dataclass(frozen=True, slots=True)

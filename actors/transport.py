@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from llama_worker.actors.chat_exchange import Endpoint
-from llama_worker.actors.refs import LiveCount, SupervisedActor
-from llama_worker.actors.stream_reader import StreamReader
+from llama_worker.actors.base import LiveCount, SupervisedActor
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     CloseAllStreams,
@@ -24,6 +22,8 @@ from llama_worker.messages import (
     TransportMessage,
     WorkerMessage,
 )
+from llama_worker.runtime.chat_exchange import Endpoint
+from llama_worker.runtime.stream_reader import StreamReader
 
 
 class TransportActor(SupervisedActor[TransportMessage]):

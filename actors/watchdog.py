@@ -12,12 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import assert_never
 
-from llama_worker.actors.probe_rounds import ProbeRounds
-from llama_worker.actors.refs import LiveCount, SupervisedActor
-from llama_worker.actors.server_probe import ServerProbe
-from llama_worker.actors.timers import Timer, call_at
+from llama_worker.actors.base import LiveCount, SupervisedActor
 from llama_worker.config import WorkerConfig
-from llama_worker.health import HealthCounter
 from llama_worker.messages import (
     BecameReady,
     EvidenceSeen,
@@ -43,8 +39,12 @@ from llama_worker.messages import (
     WorkerMessage,
 )
 from llama_worker.profiles import TimeoutProfile
-from llama_worker.startup import StartupWatch
-from llama_worker.timeouts import DataLedger, Inquiry, Progress, busy_neighbour, verdict
+from llama_worker.runtime.probe_rounds import ProbeRounds
+from llama_worker.runtime.readiness import ServerProbe
+from llama_worker.runtime.timers import Timer, call_at
+from llama_worker.server.health import HealthCounter
+from llama_worker.server.startup import StartupWatch
+from llama_worker.server.timeouts import DataLedger, Inquiry, Progress, busy_neighbour, verdict
 from llama_worker.types import LivenessProbe, StartFailReason
 
 

@@ -11,23 +11,13 @@ import logging
 import time
 from typing import Any
 
+from llama_worker.actors.base import LiveCount, SupervisedActor
 from llama_worker.actors.children import Children
-from llama_worker.actors.futures import OpenFutures
-from llama_worker.actors.log_ring import LogRing
 from llama_worker.actors.process import ProcessActor
-from llama_worker.actors.refs import LiveCount, SupervisedActor
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.actors.server_life import ServerLife
-from llama_worker.actors.timers import Alarm, start_timers
-from llama_worker.chat_request import OWNED_PARAMS
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import WorkerClosed
-from llama_worker.journal import Journal
-from llama_worker.lifecycle_states import (
-    BackingOff,
-    Ending,
-    ToRestart,
-)
 from llama_worker.messages import (
     ActorDied,
     AwaitResult,
@@ -49,8 +39,18 @@ from llama_worker.messages import (
     ToolThreadStuck,
     WorkerMessage,
 )
-from llama_worker.request_table import RequestTable, lost_record
-from llama_worker.server_command import masked_server_cmd
+from llama_worker.request.body import OWNED_PARAMS
+from llama_worker.request.table import RequestTable, lost_record
+from llama_worker.runtime.futures import OpenFutures
+from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.timers import Alarm, start_timers
+from llama_worker.server.command import masked_server_cmd
+from llama_worker.server.journal import Journal
+from llama_worker.server.lifecycle_states import (
+    BackingOff,
+    Ending,
+    ToRestart,
+)
 from llama_worker.types import WorkerState, WorkerStatus
 
 

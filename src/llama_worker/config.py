@@ -15,18 +15,10 @@ from datetime import UTC, tzinfo
 from typing import Any, get_args
 from zoneinfo import ZoneInfo
 
-from llama_worker.checks import (
-    checked_int,
-    checked_json_object,
-    checked_seconds,
-    checked_str,
-    optional,
-    shown,
-)
 from llama_worker.errors import ConfigError
 from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
-from llama_worker.prompting import default_bios
-from llama_worker.server_command import MASK, check_command, checked_words, ip_address_of, masked_server_cmd
+from llama_worker.request.conversation import default_bios
+from llama_worker.server.command import MASK, check_command, checked_words, ip_address_of, masked_server_cmd
 from llama_worker.types import (
     BiosProvider,
     LivenessProbe,
@@ -34,6 +26,14 @@ from llama_worker.types import (
     ToolCallMode,
     ToolDef,
     ToolRunner,
+)
+from llama_worker.validation import (
+    checked_int,
+    checked_json_object,
+    checked_seconds,
+    checked_str,
+    optional,
+    shown,
 )
 
 _HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
-from llama_worker.server_traits import ServerTraits
-from llama_worker.stream_events import StreamEvent
-from llama_worker.submission import Submission
-from llama_worker.timeouts import Progress, Verdict
-from llama_worker.tooling import ParsedCall
+from llama_worker.request.submission import Submission
+from llama_worker.server.timeouts import Progress, Verdict
+from llama_worker.server.traits import ServerTraits
+from llama_worker.stream.calls import ParsedCall
+from llama_worker.stream.events import StreamEvent
 from llama_worker.types import (
     NotFound,
     NotReady,

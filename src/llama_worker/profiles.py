@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from llama_worker.checks import checked_bool, checked_int, checked_number, checked_seconds, optional
 from llama_worker.errors import ConfigError
+from llama_worker.validation import checked_bool, checked_int, checked_number, checked_seconds, optional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

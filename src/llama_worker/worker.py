@@ -12,11 +12,9 @@ from typing import Any, TypeVar
 
 import pykka
 
-from llama_worker.actors.futures import OpenFutures, ResultFuture, WorkerFuture
-from llama_worker.actors.refs import LiveCount, Ref
+from llama_worker.actors.base import LiveCount, Ref
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.config import WorkerConfig
-from llama_worker.context import Startable
 from llama_worker.errors import WorkerClosed
 from llama_worker.messages import (
     AwaitResult,
@@ -32,7 +30,9 @@ from llama_worker.messages import (
     Stop,
     Submit,
 )
-from llama_worker.submission import validate_submit
+from llama_worker.request.submission import validate_submit
+from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.runtime.startable import Startable
 from llama_worker.types import (
     ChatMessage,
     NotFound,

@@ -13,8 +13,8 @@ import pykka
 import pytest
 
 from llama_worker import LlamaWorkerError, WorkerClosed
+from llama_worker.actors.base import SupervisedActor
 from llama_worker.actors.process import ProcessActor
-from llama_worker.actors.refs import SupervisedActor
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
@@ -51,7 +51,7 @@ from llama_worker.messages import (
     Watch,
     WatchStartup,
 )
-from llama_worker.turn import Turn
+from llama_worker.request.turn import Turn
 from llama_worker.types import WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually
 from tests.conftest import Leftovers, Speechless

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llama_worker.actors.stream_reader import StreamReader
+from llama_worker.runtime.stream_reader import StreamReader
 from llama_worker.types import RequestState, WorkerState
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually
 from tests.fake_script import (

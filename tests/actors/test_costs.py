@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from llama_worker.actors.refs import SupervisedActor
+from llama_worker.actors.base import SupervisedActor
 from llama_worker.actors.request import RequestActor
-from llama_worker.actors.timers import Timer, TimerThread
 from llama_worker.messages import Probed, ProbeDue, StreamEvents
+from llama_worker.runtime.timers import Timer, TimerThread
 from tests.actors.conftest import HOST, MakeWorker, eventually, fast_timeouts
 from tests.fake_script import Reply, Script, Sleep, Tokens, plain_reply, steps_json
 

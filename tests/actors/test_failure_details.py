@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from llama_worker.actors.chat_exchange import ChatExchange, Endpoint
-from llama_worker.actors.connections import Abort, session
+from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint
+from llama_worker.runtime.connections import Abort, session
 from llama_worker.types import RequestFailReason
 
 BEFORE = "the connection ended before the response headers: "

@@ -15,8 +15,8 @@ from typing import Any
 import pykka
 import pytest
 
-from llama_worker.actors import futures
-from llama_worker.actors.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.runtime import futures
+from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
 
 TIMEOUT_S = 30.0
 

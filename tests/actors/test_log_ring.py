@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.actors.log_ring import LogRing
+from llama_worker.runtime.log_ring import LogRing
 
 
 def fed(*pieces: bytes, lines: int = 5) -> LogRing:

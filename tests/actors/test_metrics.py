@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.parser import text_string_to_metric_families
 
 from llama_worker import ConfigError, LlamaWorker, RestartPolicy, WorkerState
-from llama_worker.adapters.metrics import WorkerCollector
-from llama_worker.totals import BOUNDS_S
+from llama_worker.metrics import WorkerCollector
+from llama_worker.server.totals import BOUNDS_S
 from tests.actors.conftest import WAIT_S, MakeWorker
 from tests.fake_script import Headers, KillSelf, Text, Tokens, WaitClose, plain_reply
 

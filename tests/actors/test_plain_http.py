@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from llama_worker.actors.connections import Abort, Aborted
-from llama_worker.actors.plain_http import exchange
+from llama_worker.runtime.connections import Abort, Aborted
+from llama_worker.runtime.plain_http import exchange
 from tests.actors.conftest import HOST, WAIT_S
 
 Serve = Callable[[socket.socket], None]

@@ -11,7 +11,7 @@ import pykka
 import pytest
 
 from llama_worker import LivenessEvidence
-from llama_worker.adapters.probes import ProcessProbe
+from llama_worker.runtime.liveness_probes import ProcessProbe
 from tests.actors.conftest import WAIT_S, MakeWorker, fast_timeouts
 from tests.fake_script import Burn, Gate, Text, plain_reply
 

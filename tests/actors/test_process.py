@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
-from llama_worker.actors import server_process
 from llama_worker.messages import HealthLost
+from llama_worker.runtime import server_process
 from llama_worker.types import StartFailReason, WorkerState
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts, living
 from tests.conftest import Leftovers

@@ -10,7 +10,7 @@ import pytest
 
 from llama_worker.exit_tools import SIGNAL_ISSUE
 from llama_worker.profiles import RestartPolicy
-from llama_worker.tagged_calls import tagged_call
+from llama_worker.stream.tagged_calls import tagged_call
 from llama_worker.types import RequestResult, ToolDef
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually
 from tests.fake_script import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llama_worker.tagged_calls import tagged_call
+from llama_worker.stream.tagged_calls import tagged_call
 from llama_worker.types import ToolDef
 from tests.actors.conftest import GatePath, MakeWorker, Rig, eventually
 from tests.fake_script import (

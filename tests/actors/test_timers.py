@@ -11,8 +11,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from llama_worker.actors import timers
-from llama_worker.actors.timers import Alarm, call_at
+from llama_worker.runtime import timers
+from llama_worker.runtime.timers import Alarm, call_at
 
 TIMEOUT_S = 30.0
 

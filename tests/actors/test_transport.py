@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from llama_worker import WorkerStartError
-from llama_worker.actors.chat_exchange import ChatExchange
-from llama_worker.stream_events import StreamEvent
+from llama_worker.runtime.chat_exchange import ChatExchange
+from llama_worker.stream.events import StreamEvent
 from llama_worker.types import RequestPhase, WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually, fast_timeouts
 from tests.fake_script import (

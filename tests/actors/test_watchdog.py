@@ -11,7 +11,7 @@ import pytest
 
 from llama_worker import TimeoutProfile, WorkerConfig
 from llama_worker.actors import watchdog
-from llama_worker.actors.refs import LiveCount, Ref
+from llama_worker.actors.base import LiveCount, Ref
 from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.messages import (
     BecameReady,
@@ -28,8 +28,8 @@ from llama_worker.messages import (
     WatchLaunch,
     WatchStartup,
 )
-from llama_worker.server_traits import ServerTraits
-from llama_worker.timeouts import Progress
+from llama_worker.server.timeouts import Progress
+from llama_worker.server.traits import ServerTraits
 from llama_worker.types import RequestPhase
 from tests.actors.conftest import WAIT_S
 

@@ -31,15 +31,15 @@ import psutil
 import pykka
 
 from llama_worker import LlamaWorker, RestartPolicy, TimeoutProfile, WorkerClosed, WorkerConfig, WorkerStartError
-from llama_worker.actors.futures import WorkerFuture
+from llama_worker.actors.base import SupervisedActor
 from llama_worker.actors.process import ProcessActor
-from llama_worker.actors.refs import SupervisedActor
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.messages import RequestRecord, Submit
-from llama_worker.request_state import Request
+from llama_worker.request.state import Request
+from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestFailReason, RequestResult, RequestState, StartFailReason, WorkerState
 from tests import fake_script as fs
 from tests.chaos.replies import EXIT_TOOL, TOOLS, Plan, random_plan, tool_def

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
 from llama_worker import LlamaWorker, WorkerConfig
-from llama_worker.adapters.metrics import WorkerCollector
+from llama_worker.metrics import WorkerCollector
 from tests.actors.conftest import eventually
 from tests.cli.conftest import COLUMNS, WAIT_S, MakeProgram, Run, Terminal
 from tests.fake_script import Answer, Exit, Finish, HttpError, Reply, Script, Text, WaitClose, fake_server_cmd

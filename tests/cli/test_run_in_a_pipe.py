@@ -175,7 +175,7 @@ def test_a_port_that_is_taken(run: Run, program: MakeProgram, model: str) -> Non
 def test_a_machine_without_a_free_port(
     program: MakeProgram, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("llama_worker.adapters.ports.can_listen", lambda address: False)
+    monkeypatch.setattr("llama_worker.runtime.free_port.can_listen", lambda address: False)
     code = run_app(["run", model, "Hi", "--server", program().path, "--json"])
     said = capsys.readouterr()
     told = json.loads(said.out)

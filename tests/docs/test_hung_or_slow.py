@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from llama_worker import RequestFailReason, TimeoutProfile, liveness
+from llama_worker import RequestFailReason, TimeoutProfile
+from llama_worker.server import liveness
 from tests.docs.pages import DOCS, names_in, table
 from tests.docs.verdicts import LIMITS, STATES, judge
 

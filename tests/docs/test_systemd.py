@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from llama_worker import TimeoutProfile
-from llama_worker.adapters.guard import ORPHAN_GRACE_S
+from llama_worker.runtime.guard import ORPHAN_GRACE_S
 from tests.docs.pages import DOCS, files
 from tests.server.conftest import SERVER_ARGS, WAIT_S
 

@@ -19,12 +19,11 @@ from llama_worker import (
     WorkerConfig,
     default_bios,
     exit_tools,
-    lifecycle,
     messages,
-    suspicion,
 )
 from llama_worker.actors import server_life
 from llama_worker.actors import worker as worker_actor
+from llama_worker.server import lifecycle, suspicion
 from llama_worker.types import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, names_in, table
 from tests.docs.verdicts import LIMITS, STATES, judge

@@ -17,7 +17,7 @@ import pytest
 
 from llama_worker import LlamaWorker
 from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses_proxy import ResponsesProxy
+from llama_worker.responses.proxy import ResponsesProxy
 from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.relay import Relay

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from llama_worker.adapters import responses_wsgi
+from llama_worker.responses import wsgi
 from tests.fake_script import (
     DoneMarker,
     ErrorData,
@@ -178,7 +178,7 @@ def test_a_fault_of_the_proxy_is_a_500_that_tells_nothing(
     def broken(*_: object) -> None:
         raise LookupError("hush")
 
-    monkeypatch.setattr(responses_wsgi, "normalise", broken)
+    monkeypatch.setattr(wsgi, "normalise", broken)
     reply = fake.create()
     assert (reply.status, reply.json["error"]["type"]) == (500, "server_error")
     assert "LookupError" in caplog.text

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llama_worker.responses_proxy import ResponsesProxy, ResponsesProxyConfig
+from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from tests.fake_script import Reasoning, Reply, Script, Text, ToolCall, plain_reply
 from tests.responses.conftest import MakeClient
 from tests.responses.scenarios import ai_sdk, openai_node

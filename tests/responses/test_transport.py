@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llama_worker.responses_proxy import ResponsesProxy, ResponsesProxyConfig
+from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from tests.actors.conftest import eventually
 from tests.conftest import Leftovers
 from tests.fake_script import (

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from llama_worker import ConfigError, LoopDetector, RestartPolicy, TimeoutProfile, WorkerConfig
-from llama_worker.checks import shown
-from llama_worker.prompting import default_bios
-from llama_worker.server_command import MASK, llama_server_cmd, masked_server_cmd
-from llama_worker.submission import validate_submit
+from llama_worker.request.conversation import default_bios
+from llama_worker.request.submission import validate_submit
+from llama_worker.server.command import MASK, llama_server_cmd, masked_server_cmd
 from llama_worker.types import BiosContext, LivenessEvidence, ToolDef
+from llama_worker.validation import shown
 
 CMD = ("llama-server", "--model", "m.gguf", "--host", "127.0.0.1", "--port", "9001", "--parallel", "1")
 

@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from llama_worker import ConfigError, LoopDetector, RestartPolicy, TimeoutProfile, WorkerConfig, load_config
-from llama_worker.adapters import fleet
+from llama_worker import (
+    ConfigError,
+    LoopDetector,
+    RestartPolicy,
+    TimeoutProfile,
+    WorkerConfig,
+    config_file,
+    load_config,
+)
 
 FULL = """\
 # Two models, two GPUs.
@@ -311,7 +318,7 @@ port = 6
 )
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_the_line_of_a_key(path: tuple[str, ...], line: int | None, newline: str) -> None:
-    assert fleet._line_of(AWKWARD.replace("\n", newline), path) == line
+    assert config_file._line_of(AWKWARD.replace("\n", newline), path) == line
 
 
 def test_finding_a_line_asks_the_parser_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,5 +331,5 @@ def test_finding_a_line_asks_the_parser_seldom(monkeypatch: pytest.MonkeyPatch) 
         return loads(prefix)
 
     monkeypatch.setattr(tomllib, "loads", counting)
-    assert fleet._line_of(text, ("workers", "w700", "port")) == 1402
+    assert config_file._line_of(text, ("workers", "w700", "port")) == 1402
     assert parsed < 20

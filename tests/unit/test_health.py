@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from llama_worker.health import HealthCounter, probe_timeout_s
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.server.health import HealthCounter, probe_timeout_s
 
 PROFILE = TimeoutProfile(health_failures_before_restart=3)
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from llama_worker import lifecycle
 from llama_worker.errors import WorkerStartError
-from llama_worker.lifecycle import Lifecycle
-from llama_worker.lifecycle_states import (
+from llama_worker.profiles import RestartPolicy
+from llama_worker.server import lifecycle
+from llama_worker.server.lifecycle import Lifecycle
+from llama_worker.server.lifecycle_states import (
     BackingOff,
     CloseConnections,
     Effects,
@@ -27,7 +28,6 @@ from llama_worker.lifecycle_states import (
     StopsResolved,
     ToRestart,
 )
-from llama_worker.profiles import RestartPolicy
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 POLICY = RestartPolicy(restart_backoff_s=5.0, max_restarts_per_window=2, restart_window_s=120.0)

@@ -10,9 +10,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llama_worker import lifecycle
-from llama_worker.lifecycle import CLOSING_S, Lifecycle
-from llama_worker.lifecycle_states import (
+from llama_worker.profiles import RestartPolicy
+from llama_worker.server import lifecycle
+from llama_worker.server.lifecycle import CLOSING_S, Lifecycle
+from llama_worker.server.lifecycle_states import (
     BackingOff,
     CloseConnections,
     Effect,
@@ -30,7 +31,6 @@ from llama_worker.lifecycle_states import (
     StopsResolved,
     ToStopped,
 )
-from llama_worker.profiles import RestartPolicy
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 LEAVES_STOPPED = (StartFailReason.PORT_IN_USE, StartFailReason.STOPPED)

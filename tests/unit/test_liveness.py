@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
+from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
 from llama_worker.types import LivenessEvidence
 
 ROOT: ProcessKey = (100, 5.0)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.loopdetect import LoopFound, LoopWatch
 from llama_worker.profiles import LoopDetector
+from llama_worker.stream.loops import LoopFound, LoopWatch
 
 SHORT = "x" * 32  # the shortest line that counts
 LONG = "y" * 64  # the shortest that needs fewer repeats

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llama_worker.output import Output
 from llama_worker.profiles import LoopDetector
+from llama_worker.request.output import Output
 
 LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 import llama_worker
-from llama_worker.adapters import ports
+from llama_worker.runtime import free_port as ports
 
 HOST = "127.0.0.1"
 

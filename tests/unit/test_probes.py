@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from llama_worker.adapters import probes
-from llama_worker.adapters.probes import (
+from llama_worker.runtime import liveness_probes as probes
+from llama_worker.runtime.liveness_probes import (
     NvidiaProbe,
     ProcessProbe,
     default_probes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama_worker.process_state import (
+from llama_worker.server.termination import (
     Absent,
     Killing,
     Present,

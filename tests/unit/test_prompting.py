@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.prompting import (
+from llama_worker.request.conversation import (
     STATUS_CLOSE,
     STATUS_OPEN,
     SYSTEM_PROMPT_DELIMITER,
@@ -20,8 +20,8 @@ from llama_worker.prompting import (
     prompted_tools_text,
     run_bios,
 )
-from llama_worker.tagged_calls import TaggedCallFilter, tagged_call
-from llama_worker.tooling import ParsedCall, RawCall
+from llama_worker.stream.calls import ParsedCall, RawCall
+from llama_worker.stream.tagged_calls import TaggedCallFilter, tagged_call
 from llama_worker.types import BiosContext, BiosText, ChatMessage, SystemPromptMode, ToolCallMode, ToolDef
 from tests.conftest import Speechless
 

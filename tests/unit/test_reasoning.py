@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.reasoning import Piece, ReasoningSplitter
+from llama_worker.stream.reasoning import Piece, ReasoningSplitter
 
 TAGS = [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")]
 ALL_TAGS = [tag for pair in TAGS for tag in pair]

@@ -12,13 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llama_worker.chat_request import request_body
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import RequestRecord, StreamFailure
-from llama_worker.output import read_output
 from llama_worker.profiles import LoopDetector
-from llama_worker.prompting import STATUS_OPEN
-from llama_worker.request_effects import (
+from llama_worker.request.body import request_body
+from llama_worker.request.conversation import STATUS_OPEN
+from llama_worker.request.effects import (
     CloseTurn,
     Effects,
     Finished,
@@ -28,8 +27,11 @@ from llama_worker.request_effects import (
     StartTools,
     WakeAt,
 )
-from llama_worker.request_state import Request
-from llama_worker.stream_events import (
+from llama_worker.request.output import read_output
+from llama_worker.request.state import Request
+from llama_worker.request.submission import Submission
+from llama_worker.request.turn import Turn
+from llama_worker.stream.events import (
     Done,
     Finish,
     PromptProgress,
@@ -42,8 +44,6 @@ from llama_worker.stream_events import (
     ToolCallDelta,
     Usage,
 )
-from llama_worker.submission import Submission
-from llama_worker.turn import Turn
 from llama_worker.types import BiosContext, BiosText, RequestFailReason, RequestFinishReason, RequestState, ToolDef
 
 E = TypeVar("E")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.messages import RequestRecord
-from llama_worker.request_table import Admitted, RequestTable
+from llama_worker.request.table import Admitted, RequestTable
 
 
 def record(request_id: int, ended_at: float = 1.0) -> RequestRecord:

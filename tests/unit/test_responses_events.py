@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llama_worker.responses.conversation import unseal_reasoning
 from llama_worker.responses.events import ResponseEvents, sse
 from llama_worker.responses.request import normalise
-from llama_worker.stream_events import (
+from llama_worker.stream.events import (
     Done,
     Finish,
     PromptProgress,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.profiles import RestartPolicy
-from llama_worker.restart_policy import (
+from llama_worker.server.restart_budget import (
     Lockout,
     RestartAfter,
     RestartBudget,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama_worker.config import WorkerConfig
-from llama_worker.server_traits import ServerTraits, server_traits, shortcomings
+from llama_worker.server.traits import ServerTraits, server_traits, shortcomings
 from llama_worker.types import ToolCallMode, ToolDef
 
 

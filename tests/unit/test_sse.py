@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker import sse
-from llama_worker.sse import SseDecoder, SseProtocolError, SseRecord
+from llama_worker.stream import sse
+from llama_worker.stream.sse import SseDecoder, SseProtocolError, SseRecord
 
 
 def data(text: str) -> SseRecord:

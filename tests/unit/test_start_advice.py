@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from llama_worker import StartFailReason, WorkerStartError
-from llama_worker.start_advice import described, not_executed
+from llama_worker.server.start_advice import described, not_executed
 
 
 @pytest.mark.parametrize(

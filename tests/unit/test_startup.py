@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llama_worker.profiles import TimeoutProfile
-from llama_worker.startup import StartupWatch
+from llama_worker.server.startup import StartupWatch
 
 PROFILE = TimeoutProfile(startup_timeout_s=120.0)
 

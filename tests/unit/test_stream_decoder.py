@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.sse import SseRecord
-from llama_worker.stream_decoder import ProtocolError, StreamDecoder, decode_record
-from llama_worker.stream_events import (
+from llama_worker.stream.decoder import ProtocolError, StreamDecoder, decode_record
+from llama_worker.stream.events import (
     Done,
     Finish,
     PromptProgress,
@@ -23,6 +22,7 @@ from llama_worker.stream_events import (
     ToolCallDelta,
     Usage,
 )
+from llama_worker.stream.sse import SseRecord
 
 
 def decode(value: Any, *, is_error: bool = False) -> list[StreamEvent]:

@@ -8,8 +8,8 @@ import pytest
 
 from llama_worker.messages import RequestRecord
 from llama_worker.profiles import RestartPolicy
-from llama_worker.suspicion import Doubt, Suspicion, Trouble
-from llama_worker.timeouts import Verdict
+from llama_worker.server.suspicion import Doubt, Suspicion, Trouble
+from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, RequestState
 
 STALLED = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="silent for 9 s", restart=True)

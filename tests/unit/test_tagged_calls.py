@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.output import Output
 from llama_worker.profiles import LoopDetector
-from llama_worker.tagged_calls import MAX_TAGGED_CALL_CHARS, TaggedCallFilter, tagged_call
-from llama_worker.tooling import MalformedCall, RawCall, parse_arguments
+from llama_worker.request.output import Output
+from llama_worker.stream.calls import MalformedCall, RawCall, parse_arguments
+from llama_worker.stream.tagged_calls import MAX_TAGGED_CALL_CHARS, TaggedCallFilter, tagged_call
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ISSUE = '<tool_call>{"name": "signal_issue", "arguments": {"code": "x"}}</tool_call>'

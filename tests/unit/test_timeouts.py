@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.profiles import TimeoutProfile
-from llama_worker.timeouts import (
+from llama_worker.server.timeouts import (
     DataLedger,
     Inquiry,
     Progress,

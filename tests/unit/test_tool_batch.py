@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from llama_worker.tool_batch import ToolBatch
-from llama_worker.tooling import ParsedCall
+from llama_worker.request.tool_batch import ToolBatch
+from llama_worker.stream.calls import ParsedCall
 
 CALLS = tuple(ParsedCall(f"c0000000{n}", f"tool{n}", {"n": n}, f'{{"n": {n}}}') for n in (1, 2))
 

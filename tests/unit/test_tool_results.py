@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.tool_results import ToolResultError, encode_result
+from llama_worker.request.tool_results import ToolResultError, encode_result
 
 
 class Colour(str, Enum):  # noqa: UP042 - this kind's str() is not its value

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.stream_events import ToolCallDelta
-from llama_worker.tooling import (
+from llama_worker.stream.calls import (
     MAX_JSON_DEPTH,
     MalformedCall,
     ParsedCall,
@@ -20,6 +19,7 @@ from llama_worker.tooling import (
     partition,
     tool_call_id,
 )
+from llama_worker.stream.events import ToolCallDelta
 
 NORMAL = {"add", "find"}
 EXITS = {"signal_issue", "escalate"}

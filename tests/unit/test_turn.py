@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from llama_worker.profiles import LoopDetector
-from llama_worker.stream_events import ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
-from llama_worker.tooling import MalformedCall, RawCall
-from llama_worker.turn import Turn
+from llama_worker.request.turn import Turn
+from llama_worker.stream.calls import MalformedCall, RawCall
+from llama_worker.stream.events import ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
 
 TAGGED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 CALL = RawCall(None, "add", '{"a": 1}', TAGGED)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llama_worker import types
-from llama_worker.adapters.probes import ProcessProbe
+from llama_worker.runtime.liveness_probes import ProcessProbe
 from llama_worker.types import BiosContext, BiosText, LivenessProbe, RequestState, ToolRunner
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from llama_worker import lifecycle
-from llama_worker.health import HealthCounter
-from llama_worker.lifecycle import Lifecycle
-from llama_worker.lifecycle_states import BackingOff, Failed
-from llama_worker.liveness import WINDOW_S, Counters, ProcessActivity, ProcessSample
 from llama_worker.profiles import RestartPolicy, TimeoutProfile
-from llama_worker.startup import StartupWatch
-from llama_worker.timeouts import DataLedger, Progress, Verdict, verdict
+from llama_worker.server import lifecycle
+from llama_worker.server.health import HealthCounter
+from llama_worker.server.lifecycle import Lifecycle
+from llama_worker.server.lifecycle_states import BackingOff, Failed
+from llama_worker.server.liveness import WINDOW_S, Counters, ProcessActivity, ProcessSample
+from llama_worker.server.startup import StartupWatch
+from llama_worker.server.timeouts import DataLedger, Progress, Verdict, verdict
 from llama_worker.types import RequestFailReason, RequestPhase, WorkerState
 
 DEFAULT = TimeoutProfile()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from llama_worker import RequestFailReason, RequestResult, StartFailReason, WorkerStartError
-from llama_worker.start_advice import LESS_MEMORY, OUT_OF_MEMORY
+from llama_worker.server.start_advice import LESS_MEMORY, OUT_OF_MEMORY
 
 _READ_ON = "its last lines say why; run it by hand to see all of them"
 _SLOWER = "for slow hardware: --timeouts slow_prefill"

@@ -18,12 +18,12 @@ import psutil
 import requests
 
 from llama_worker import LlamaWorker, WorkerConfig, free_port
-from llama_worker.adapters.probes import NvidiaProbe
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import FoundServer
 from llama_worker.cli.starting import make_ready
-from llama_worker.server_traits import server_traits
+from llama_worker.runtime.liveness_probes import NvidiaProbe
+from llama_worker.server.traits import server_traits
 
 _ASK_S = 20.0  # a first look at a GPU's driver may take seconds
 _CGROUP = Path("/sys/fs/cgroup")

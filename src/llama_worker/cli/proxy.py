@@ -22,7 +22,7 @@ from llama_worker.cli.servers import find_server
 from llama_worker.cli.starting import Stopped
 
 if TYPE_CHECKING:  # it needs the extra `responses`
-    from llama_worker.responses_proxy import ResponsesProxy
+    from llama_worker.responses.proxy import ResponsesProxy
 
 _LOCALHOST = "127.0.0.1"
 _TICK_S = 0.05
@@ -58,7 +58,7 @@ def serve(options: ProxyOptions) -> int:
 
 def _serve(options: ProxyOptions, ended: threading.Event) -> None:
     try:
-        from llama_worker.responses_proxy import ResponsesProxy, ResponsesProxyConfig
+        from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
     except ModuleNotFoundError as error:
         raise Problem("no_extra", f"{error.name} is missing", "pip install 'llama-worker[responses]'") from error
     api_key = _api_key(options.api_key_env)

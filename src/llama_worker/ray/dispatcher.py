@@ -10,13 +10,12 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from llama_worker.actors.futures import ResultFuture, WeakList
-from llama_worker.checks import checked_int
 from llama_worker.ray.errors import NoLiveReplica, ReplicaLost
 from llama_worker.ray.replica import Replica
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import FleetStatus, ReplicaState
-from llama_worker.submission import Submission
+from llama_worker.request.submission import Submission
+from llama_worker.runtime.futures import ResultFuture, WeakList
 from llama_worker.types import (
     NotFound,
     NotReady,
@@ -27,6 +26,7 @@ from llama_worker.types import (
     SubmitErrorCode,
     SubmitResult,
 )
+from llama_worker.validation import checked_int
 
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}

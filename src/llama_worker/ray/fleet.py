@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 import ray
 from ray import cloudpickle
 
-from llama_worker.actors.futures import OpenFutures, ResultFuture, WorkerFuture
-from llama_worker.checks import checked_int, checked_seconds, checked_str
-from llama_worker.context import Startable
 from llama_worker.errors import ConfigError, LlamaWorkerError
 from llama_worker.ray.dispatcher import Dispatcher
 from llama_worker.ray.errors import FleetClosed
 from llama_worker.ray.types import ConfigFor, FleetStatus
 from llama_worker.ray.worker import RayWorker
-from llama_worker.submission import validate_submit
+from llama_worker.request.submission import validate_submit
+from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.runtime.startable import Startable
 from llama_worker.types import (
     ChatMessage,
     NotFound,
@@ -31,6 +30,7 @@ from llama_worker.types import (
     WorkerDebugInfo,
     WorkerStatus,
 )
+from llama_worker.validation import checked_int, checked_seconds, checked_str
 
 _OURS = ("max_restarts", "max_task_retries")
 T = TypeVar("T")

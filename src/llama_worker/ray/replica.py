@@ -19,7 +19,7 @@ from llama_worker.errors import WorkerStartError
 from llama_worker.ray.errors import ReplicaLost
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import Place, Progress, ReplicaState, ReplicaStatus
-from llama_worker.submission import Submission
+from llama_worker.request.submission import Submission
 from llama_worker.types import SubmitErr, SubmitResult, WorkerStatus
 
 _SETTLE_S = 5.0  # for what an actor sent before its end to be taken over

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 
-from llama_worker.output import Output, read_output
 from llama_worker.ray.types import Progress
+from llama_worker.request.output import Output, read_output
 from llama_worker.types import (
     OutputChunk,
     RequestFailReason,

@@ -9,10 +9,10 @@ from typing import Any
 
 import ray
 
-from llama_worker.adapters.ports import free_port
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError, WorkerStartError
 from llama_worker.ray.types import ConfigFor, Place, Progress
+from llama_worker.runtime.free_port import free_port
 from llama_worker.types import (
     ChatMessage,
     NotFound,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from llama_worker.checks import checked_int, checked_seconds, checked_str, optional
 from llama_worker.errors import ConfigError
+from llama_worker.validation import checked_int, checked_seconds, checked_str, optional
 
 _MIB = 1024 * 1024
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama_worker.responses.refusal import RequestRefused
-from llama_worker.tooling import parse_arguments, tool_call_id
+from llama_worker.stream.calls import parse_arguments, tool_call_id
 
 Item = Mapping[str, Any]
 Message = dict[str, Any]

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, assert_never
 
-from llama_worker.reasoning import Piece, ReasoningSplitter
 from llama_worker.responses.items import Call, Delta, ItemStatus, Message, Reasoning
 from llama_worker.responses.refusal import error_code
-from llama_worker.stream_events import (
+from llama_worker.stream.calls import ToolCallAssembler
+from llama_worker.stream.events import (
     Done,
     Finish,
     PromptProgress,
@@ -27,7 +27,7 @@ from llama_worker.stream_events import (
     ToolCallDelta,
     Usage,
 )
-from llama_worker.tooling import ToolCallAssembler
+from llama_worker.stream.reasoning import Piece, ReasoningSplitter
 
 Event = dict[str, Any]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llama_worker.responses.conversation import seal_reasoning
-from llama_worker.stream_events import ToolCallDelta
-from llama_worker.tooling import ToolCallAssembler, parse_arguments
+from llama_worker.stream.calls import ToolCallAssembler, parse_arguments
+from llama_worker.stream.events import ToolCallDelta
 
 ItemStatus = Literal["completed", "incomplete"]
 Emitted = list[tuple[str, dict[str, Any]]]  # kinds of events, and the fields that are the item's

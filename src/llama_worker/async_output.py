@@ -1,0 +1,50 @@
+"""A running request's output as an asynchronous iterator, for asyncio programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from llama_worker.types import OutputChunk
+from llama_worker.validation import checked_seconds
+from llama_worker.worker import LlamaWorker
+
+
+def stream(
+    worker: LlamaWorker,
+    request_id: int,
+    *,
+    text_offset: int = 0,
+    reasoning_offset: int = 0,
+    poll_interval_s: float = 0.1,
+) -> AsyncGenerator[OutputChunk, None]:
+    """Yield what the request puts out, from the offsets on; the last chunk, and no other, has `done` True.
+
+    Each chunk holds what is new since the one before. The output is asked for every `poll_interval_s`, and at once
+    where the consumer took longer than that. The result is not released, and an iteration that ends early (`break`,
+    a cancelled task) leaves the request running. A request that has ended already gives one chunk.
+
+    Raises LookupError where there is no such request, or no more, because its result was taken in the meantime;
+    WorkerClosed after `close`.
+    """
+    checked_seconds("poll_interval_s", poll_interval_s, above=0)
+    return _chunks(worker, request_id, text_offset, reasoning_offset, poll_interval_s)
+
+
+async def _chunks(
+    worker: LlamaWorker, request_id: int, text_offset: int, reasoning_offset: int, poll_interval_s: float
+) -> AsyncGenerator[OutputChunk, None]:
+    now = asyncio.get_running_loop().time
+    while True:
+        next_at = now() + poll_interval_s
+        chunk = await worker.read_output(request_id, text_offset=text_offset, reasoning_offset=reasoning_offset)
+        if not chunk["ok"]:
+            raise LookupError(
+                f"there is no request {request_id}, or no more: a result that is taken takes the output along"
+            )
+        text_offset, reasoning_offset = chunk["text_offset"], chunk["reasoning_offset"]
+        if chunk["text"] or chunk["reasoning"] or chunk["done"]:
+            yield chunk
+        if chunk["done"]:
+            return
+        await asyncio.sleep(max(0.0, next_at - now()))

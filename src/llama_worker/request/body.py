@@ -1,0 +1,85 @@
+"""What a turn sends the server: the BIOS's context, the conversation's beginning, the body. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from llama_worker.config import WorkerConfig
+from llama_worker.request.conversation import Conversation, run_bios
+from llama_worker.request.submission import Submission
+from llama_worker.types import BiosContext, BiosText, ChatMessage, ToolDef
+
+OWNED_PARAMS = ("messages", "tools", "stream")  # the worker's: a caller's are dropped
+
+# With one of these the prompt may end otherwise than the one that the server was asked about.
+_TEMPLATE_PARAMS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "enable_thinking",
+        "reasoning_budget",
+        "reasoning_budget_tokens",
+        "reasoning_effort",
+        "thinking_budget_tokens",
+    }
+)
+
+
+def request_body(
+    config: WorkerConfig, params: Mapping[str, Any], messages: Sequence[ChatMessage], tools: Sequence[ToolDef]
+) -> dict[str, Any]:
+    """The chat request: the worker's defaults yield to the caller's, but for what the worker owns."""
+    body: dict[str, Any] = {
+        "return_progress": True,
+        "stream_options": {"include_usage": True},
+        "reasoning_format": "deepseek",
+        "sse_ping_interval": 10,
+    }
+    if config.max_tokens is not None:
+        body["max_tokens"] = config.max_tokens
+    body.update(config.default_params)
+    body.update(params)
+    for owned in OWNED_PARAMS:
+        body.pop(owned, None)
+    body["messages"] = list(messages)
+    if tools:
+        body["tools"] = list(tools)
+    body["stream"] = True
+    return body
+
+
+def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:
+    """Whether the prompt ends as `ServerTraits.opens_thinking` says: no parameter touches the template."""
+    return _TEMPLATE_PARAMS.isdisjoint(config.default_params.keys() | params.keys())
+
+
+def write_bios(config: WorkerConfig, *, prompted: bool, iterations_left: int, unix_now: float) -> BiosText | str:
+    """The BIOS for the turn that begins now; raises PromptError."""
+    context = BiosContext(
+        now=datetime.fromtimestamp(unix_now, config.timezone),
+        timezone_name=config.timezone_name,
+        worker_name=config.name,
+        tool_iters_remaining=iterations_left,
+        normal_tools=tuple(config.normal_tools),
+        exit_tools=tuple(config.exit_tools),
+        tool_call_mode="prompted" if prompted else "native",
+    )
+    return run_bios(config.bios_provider, context)
+
+
+def begin_conversation(
+    config: WorkerConfig, submission: Submission, bios: BiosText | str, *, prompted: bool
+) -> Conversation:
+    """The first turn's messages."""
+    return Conversation.begin(
+        bios,
+        system_prompt=submission.system_prompt,
+        messages=submission.messages,
+        user_prompt=submission.user_prompt,
+        system_prompt_mode=config.system_prompt_mode,
+        prompted=prompted,
+    )

@@ -1,0 +1,166 @@
+"""What is known of a request, and what is told of it: progress, status, record. Pure.
+
+Instants (`*_at`, `now`) are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from llama_worker.messages import RequestRecord
+from llama_worker.request.ending import Ending
+from llama_worker.request.output import Output
+from llama_worker.request.turn import Turn
+from llama_worker.server.timeouts import Progress, last_progress_at
+from llama_worker.stream.events import Usage
+from llama_worker.types import (
+    ExitSignal,
+    RequestPhase,
+    RequestResult,
+    RequestState,
+    RequestStatus,
+    ToolTraceEntry,
+)
+
+_TAIL_CHARS = 200
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Who a request is, and what its turns have brought so far. Not thread-safe."""
+
+    request_id: int
+    job_name: str
+    created_at: float
+    unix_offset: float  # what makes Unix seconds of an instant
+    output: Output
+    iterations_left: int
+    calls_count: int = 0
+    signals: list[ExitSignal] = field(default_factory=list)
+    trace: list[ToolTraceEntry] = field(default_factory=list)
+    liveness_at: float | None = None
+    # Of turns that are over, the one under way not counted:
+    tokens: int = 0
+    usage: Usage | None = None
+    first_token_at: float | None = None
+    progress_at: float | None = None
+    stream_byte_at: float | None = None
+
+    def add_turn(self, turn: Turn, progress_at: float | None) -> None:
+        """A turn is over; `progress_at` is its latest data."""
+        turn.is_over = True
+        if self.first_token_at is None:
+            self.first_token_at = turn.first_token_at
+        self.progress_at = _later(self.progress_at, progress_at)
+        self.stream_byte_at = _later(self.stream_byte_at, turn.last_stream_byte_at)
+        self.tokens += turn.tokens
+        if turn.usage is not None:
+            before = self.usage or Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
+            self.usage = Usage(
+                prompt_tokens=before.prompt_tokens + turn.usage.prompt_tokens,
+                completion_tokens=before.completion_tokens + turn.usage.completion_tokens,
+                cached_tokens=(before.cached_tokens or 0) + (turn.usage.cached_tokens or 0),
+            )
+
+    def unix(self, at: float) -> float:
+        """The instant in Unix seconds."""
+        return at + self.unix_offset
+
+
+def build_progress(tally: Tally, turn: Turn, phase: RequestPhase, *, concluding: bool) -> Progress:
+    """For the watchdog's verdict."""
+    return Progress(
+        request_id=tally.request_id,
+        phase=phase,
+        dispatched_at=tally.created_at,
+        turn_started_at=turn.started_at,
+        headers_at=turn.headers_at,
+        first_token_at=turn.first_token_at,
+        prompt_progress_at=turn.prompt_progress_at,
+        last_data_at=turn.last_data_at,
+        last_stream_byte_at=turn.last_stream_byte_at,
+        concluding=concluding,
+    )
+
+
+def build_status(tally: Tally, turn: Turn, progress: Progress) -> RequestStatus:
+    """A snapshot of a request that has not ended; shares nothing with it."""
+    status: RequestStatus = {
+        "ok": True,
+        "request_id": tally.request_id,
+        "job_name": tally.job_name,
+        "state": RequestState.TOOL_RUNNING if progress.phase is RequestPhase.TOOL else RequestState.RUNNING,
+        "phase": progress.phase,
+        "created_at": tally.unix(tally.created_at),
+        "dispatched_at": tally.unix(tally.created_at),
+        "output_chars": tally.output.text_chars,
+        "reasoning_chars": tally.output.reasoning_chars,
+        "tool_iters_remaining": tally.iterations_left,
+        "tool_calls_count": tally.calls_count,
+        "signals": copy.deepcopy(tally.signals),
+        "tokens_received": tally.tokens + (0 if turn.is_over else turn.tokens),
+    }
+    instants = {
+        "first_token_at": turn.first_token_at if tally.first_token_at is None else tally.first_token_at,
+        "last_progress_at": _later(last_progress_at(progress, tally.liveness_at), tally.progress_at),
+        "last_stream_byte_at": _later(turn.last_stream_byte_at, tally.stream_byte_at),
+        "last_liveness_at": tally.liveness_at,
+    }
+    status.update(cast("Any", {key: tally.unix(at) for key, at in instants.items() if at is not None}))
+    if turn.prompt_progress is not None:
+        told = turn.prompt_progress
+        status["prompt_progress"] = {"processed": told.processed, "total": told.total, "cached": told.cached}
+    speed = turn.tokens_per_second()
+    if speed is not None:
+        status["tokens_per_second"] = speed
+    if tally.output.text_chars:
+        status["tail"] = tally.output.text[-_TAIL_CHARS:]
+    return status
+
+
+def build_record(tally: Tally, turn: Turn, progress: Progress, ending: Ending, now: float) -> RequestRecord:
+    """All that stays of a request that ends now; `progress` is its last."""
+    status = build_status(tally, turn, progress)
+    status["state"], status["phase"] = ending.state, RequestPhase.DONE
+    status["completed_at"] = tally.unix(now)
+    result: RequestResult = {
+        "ok": True,
+        "request_id": tally.request_id,
+        "job_name": tally.job_name,
+        "state": ending.state,
+        "finish_reason": ending.finish_reason,
+        "text": tally.output.text,
+        "reasoning": tally.output.reasoning,
+        "signals": status["signals"],
+        "tool_trace": tally.trace,
+        "timings": {"total_s": now - tally.created_at},
+    }
+    if tally.first_token_at is not None:
+        result["timings"]["ttft_s"] = tally.first_token_at - tally.created_at
+    if "tokens_per_second" in status:
+        result["timings"]["tokens_per_second"] = status["tokens_per_second"]
+    if tally.usage is not None:
+        result["usage"] = {
+            "prompt_tokens": tally.usage.prompt_tokens,
+            "completion_tokens": tally.usage.completion_tokens,
+            "cached_tokens": tally.usage.cached_tokens or 0,
+        }
+    if ending.fail_reason is not None:
+        status["fail_reason"] = result["fail_reason"] = ending.fail_reason
+    if ending.fail_detail is not None:
+        status["fail_detail"] = result["fail_detail"] = ending.fail_detail
+    return RequestRecord(
+        request_id=tally.request_id,
+        job_name=tally.job_name,
+        status=status,
+        result=result,
+        ended_at=now,
+        last_data_at=turn.last_data_at,
+        http_status=ending.http_status,
+    )
+
+
+def _later(one: float | None, other: float | None) -> float | None:
+    return max((at for at in (one, other) if at is not None), default=None)

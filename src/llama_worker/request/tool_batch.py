@@ -1,0 +1,60 @@
+"""The calls of one turn, run in order, each with a deadline: what they returned, how each of them went. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llama_worker.stream.calls import ParsedCall
+from llama_worker.types import ToolTraceEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolBatch:
+    """How far a batch is. Instants are monotonic seconds, but those of the trace."""
+
+    calls: tuple[ParsedCall, ...]
+    iteration: int
+    timeout_s: float
+    unix_offset: float
+    started_at: float  # of the call under way
+    results: tuple[str, ...] = ()
+    trace: tuple[ToolTraceEntry, ...] = ()
+
+    @property
+    def deadline(self) -> float:
+        """When the call under way has taken too long."""
+        return self.started_at + self.timeout_s
+
+    @property
+    def done(self) -> bool:
+        """Every call returned."""
+        return len(self.results) == len(self.calls)
+
+    def returned(self, result: str, at: float) -> ToolBatch:
+        """The call under way returned a JSON text; the next one begins at once."""
+        entry = self._entry(at, None)
+        return replace(self, results=(*self.results, result), trace=(*self.trace, entry), started_at=at)
+
+    def failed(self, error: str, at: float) -> ToolBatch:
+        """The call under way failed, or was given up; the ones behind it are not run."""
+        return replace(self, trace=(*self.trace, self._entry(at, error)))
+
+    def timeout_text(self) -> str:
+        """For a person: what took too long."""
+        name = self.calls[len(self.results)].name
+        return f"tool {name!r} did not return within tool_timeout_s {self.timeout_s:g} s"
+
+    def _entry(self, at: float, error: str | None) -> ToolTraceEntry:
+        call = self.calls[len(self.results)]
+        entry: ToolTraceEntry = {
+            "tool_call_id": call.id,
+            "tool_name": call.name,
+            "arguments": call.arguments,
+            "iteration": self.iteration,
+            "started_at": self.started_at + self.unix_offset,
+            "duration_s": at - self.started_at,
+            "ok": error is None,
+        }
+        if error is not None:
+            entry["error"] = error
+        return entry

@@ -1,0 +1,169 @@
+"""One HTTP exchange of a request: what the model says in it, taken apart. Pure; not thread-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, assert_never
+
+from llama_worker.profiles import LoopDetector
+from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
+from llama_worker.stream.events import (
+    PromptProgress,
+    ReasoningDelta,
+    RoleOnly,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    Usage,
+)
+from llama_worker.stream.reasoning import ReasoningSplitter
+from llama_worker.stream.tagged_calls import TaggedCallFilter
+
+_Other = ToolCallDelta | PromptProgress | Usage | Timings | RoleOnly
+Said = TextDelta | ReasoningDelta | _Other
+"""What comes while a turn goes on; its last words are the request's."""
+
+
+class Turn:
+    """Feed it the events; each call returns (reasoning, text) that may be shown, reasoning coming first."""
+
+    def __init__(
+        self,
+        *,
+        started_at: float,
+        prompted: bool,
+        with_tools: bool,
+        opens_thinking: bool,
+        loop_detector: LoopDetector | None,
+    ) -> None:
+        self.started_at = started_at
+        self.headers_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.last_data_at: float | None = None
+        self.last_stream_byte_at: float | None = None
+        self.prompt_progress: PromptProgress | None = None
+        self.prompt_progress_at: float | None = None
+        self.usage: Usage | None = None
+        self.timings: Timings | None = None
+        self.finish_reason: str | None = None
+        self.had_reasoning_deltas = False  # the server takes reasoning out of the content itself
+        self.calls_taken = False  # told apart, exit calls recorded
+        self.is_over = False  # its connection is closed, its tokens are counted
+        self._deltas = 0
+        self._prompted = prompted
+        self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
+        self._filter = TaggedCallFilter(strict=prompted, loop_detector=loop_detector) if with_tools else None
+        self._assembler = ToolCallAssembler()
+        self._said: tuple[list[str], list[str]] = ([], [])
+        self._finished = False
+
+    @property
+    def tokens(self) -> int:
+        """Generated so far: as the server counts, else the deltas received."""
+        if self.usage is not None:
+            return self.usage.completion_tokens
+        if self.timings is not None and self.timings.predicted_n is not None:
+            return self.timings.predicted_n
+        return self._deltas
+
+    @property
+    def said_reasoning(self) -> str:
+        """The turn's reasoning, as the history of the next turn has it."""
+        return "".join(self._said[0])
+
+    @property
+    def said_text(self) -> str:
+        """The turn's text, likewise: without tool calls."""
+        return "".join(self._said[1])
+
+    def tokens_per_second(self) -> float | None:
+        """As the server measured it, else over the deltas; None where neither is known."""
+        if self.timings is not None and self.timings.predicted_per_second is not None:
+            return self.timings.predicted_per_second
+        if self.first_token_at is None or self.last_token_at is None or self.last_token_at <= self.first_token_at:
+            return None
+        return (self._deltas - 1) / (self.last_token_at - self.first_token_at)
+
+    def take(self, kind: type[Said], run: Iterable[Any], at: float) -> tuple[str, str]:
+        """Events of that kind in a row; a batch is mostly one run of text, taken apart once and not event by event."""
+        if kind is TextDelta:
+            texts = [event.text for event in run]
+            self._count(len(texts), at)
+            piece = self._splitter.feed_text("".join(texts))
+            return self._show(piece.reasoning, piece.text)
+        if kind is ReasoningDelta:
+            texts = [event.text for event in run]
+            self._count(len(texts), at)
+            self.had_reasoning_deltas = True
+            piece = self._splitter.feed_reasoning("".join(texts))
+            return self._show(piece.reasoning, piece.text)
+        return "", "".join([self._take_other(event, at) for event in run])
+
+    def finish(self, *, cut_off: bool = True) -> tuple[str, str]:
+        """The turn is over, cut off or not: what was held back. A second call returns nothing."""
+        if self._finished:
+            return "", ""
+        self._finished = True
+        piece = self._splitter.finish()
+        reasoning, text = self._show(piece.reasoning, piece.text)
+        if self._splitter.only_assumed and not cut_off:
+            # A server that parses reasoning itself, and a model that did not think: it was the answer.
+            answer = self.said_reasoning
+            self._said[0].clear()
+            text += self._show("", answer)[1]
+        if self._filter is not None:
+            rest = self._filter.finish()
+            self._said[1].append(rest)
+            text += rest
+        return reasoning, text
+
+    def calls(self) -> list[RawCall | MalformedCall]:
+        """The calls of the turn, structured ones and those found in the text. Call `finish` before."""
+        tagged = self._filter.calls if self._filter is not None else []
+        return [*self._assembler.calls(), *tagged]
+
+    def _take_other(self, event: _Other, at: float) -> str:
+        """What is no text; returns text that was held back and may be shown now."""
+        match event:
+            case ToolCallDelta():
+                self._count(1, at)
+                self._assembler.feed(event)
+                return self._put_back_tagged_calls()
+            case PromptProgress():
+                self.prompt_progress = event
+                self.prompt_progress_at = at
+            case Usage():
+                self.usage = event
+            case Timings():
+                self.timings = event
+            case RoleOnly():
+                pass  # the model has not said anything yet
+            case _:
+                assert_never(event)
+        return ""
+
+    def _put_back_tagged_calls(self) -> str:
+        """In native mode: beside a structured call tagged ones are text, and so is all that comes."""
+        if self._prompted or self._filter is None:
+            return ""
+        text = self._filter.put_back()
+        self._filter = None
+        self._said[1].append(text)
+        return text
+
+    def _count(self, tokens: int, at: float) -> None:
+        """So many deltas with something in them came."""
+        self._deltas += tokens
+        self.last_token_at = at
+        if self.first_token_at is None:
+            self.first_token_at = at
+
+    def _show(self, reasoning: str, text: str) -> tuple[str, str]:
+        if text and self._filter is not None:
+            text = self._filter.feed(text)
+        if reasoning:
+            self._said[0].append(reasoning)
+        if text:
+            self._said[1].append(text)
+        return reasoning, text

@@ -1,0 +1,163 @@
+"""ResponsesProxyActor: a listener for clients of the Responses API, and what outlives their requests.
+
+Receives orders from its handle (StartListening, StopListening), facts from the listener's thread (Listening,
+ListenerEnded), and questions from the threads that serve clients (Enter, Leave, Recall, Remember, Fetch, Forget).
+It sends nothing but answers. Owns the listener, the count of what runs, and the store of responses.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import assert_never
+
+from llama_worker.actors.base import LiveCount, Ref, SupervisedActor
+from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.messages import (
+    Enter,
+    Fetch,
+    Forget,
+    Leave,
+    Listener,
+    ListenerEnded,
+    Listening,
+    ProxyMessage,
+    Recall,
+    Remember,
+    Reply,
+    StartListening,
+    StopListening,
+)
+from llama_worker.responses.store import ResponseStore
+
+_logger = logging.getLogger("llama_worker.responses")
+MakeListener = Callable[[ResponsesProxyConfig, Ref[ProxyMessage]], Listener]
+
+
+class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
+    """See the module. `make_listener` binds the port and raises OSError where it cannot; called on a thread."""
+
+    role = "responses-proxy"
+
+    def __init__(self, live_count: LiveCount, config: ResponsesProxyConfig, make_listener: MakeListener) -> None:
+        super().__init__(None, live_count)
+        self._config = config
+        self._make_listener = make_listener
+        self._store = ResponseStore(max_count=config.max_responses, max_bytes=config.max_stored_bytes)
+        self._exchanges: dict[int, Enter] = {}
+        self._recalls: list[Recall] = []
+        self._listener: Listener | None = None
+        self._starting: Reply[int] | None = None
+        self._stopping: list[Reply[None]] = []
+        self._alive = False  # the listener's thread
+        self._stopped = False
+
+    def handle(self, message: ProxyMessage) -> None:
+        """See the messages' own docstrings."""
+        match message:
+            case StartListening(reply=reply):
+                self._begin(reply)
+            case Listening(listener=listener):
+                self._listening(listener)
+            case StopListening(reply=reply):
+                self._stopping.append(reply)
+                self._end_all()
+            case ListenerEnded(error=error):
+                self._ended(error)
+            case Enter(reply=reply):
+                reply.answer(self._enter(message))
+            case Leave(exchange_id=exchange_id):
+                self._exchanges.pop(exchange_id, None)
+                self._recall_what_waits()
+            case Recall():
+                self._recalls.append(message)
+                self._recall_what_waits()
+            case Remember(stored=stored):
+                self._store.put(stored)
+            case Fetch(response_id=response_id, reply=fetched):
+                fetched.answer(self._store.get(response_id))
+            case Forget(response_id=response_id, reply=forgotten):
+                forgotten.answer(self._store.delete(response_id))
+            case _:
+                assert_never(message)
+
+    def release(self, failure: str | None) -> None:
+        """Cut every exchange, end the listener."""
+        self._end_all()
+
+    def _begin(self, reply: Reply[int]) -> None:
+        if reply is self._starting:
+            return
+        if self._alive or self._stopped:
+            reply.fail(RuntimeError("a Responses proxy is started once"))
+            return
+        self._starting, self._alive = reply, True
+        threading.Thread(target=self._listen, args=(self.me(),), name="llama_worker-responses", daemon=True).start()
+
+    def _listen(self, me: Ref[ProxyMessage]) -> None:
+        """The listener's thread; those that it starts are daemons like itself."""
+        try:
+            listener = self._make_listener(self._config, me)
+            if not me.tell(Listening(listener=listener)):
+                listener.stop()
+            listener.serve()
+        except BaseException as error:
+            me.tell(ListenerEnded(error=error))
+        else:
+            me.tell(ListenerEnded(error=None))
+
+    def _listening(self, listener: Listener) -> None:
+        self._listener = listener
+        if self._stopped:
+            listener.stop()
+            return
+        _logger.info("responses proxy on %s:%d for %s", self._config.host, listener.port, self._config.base_url)
+        if self._starting is not None:
+            self._starting.answer(listener.port)
+        self._starting = None
+
+    def _enter(self, entering: Enter) -> bool:
+        limit = self._config.max_concurrent
+        full = limit is not None and len(self._running()) >= limit
+        if self._stopped or (full and entering.response_id is not None):
+            return False
+        self._exchanges[entering.exchange_id] = entering
+        return True
+
+    def _running(self) -> set[str]:
+        """The responses that are being made."""
+        return {exchange.response_id for exchange in self._exchanges.values() if exchange.response_id is not None}
+
+    def _recall_what_waits(self) -> None:
+        running = self._running()
+        waiting, self._recalls = self._recalls, []
+        for recall in waiting:
+            if recall.wanted.response_ids() & running:
+                self._recalls.append(recall)
+            else:
+                recall.reply.answer(self._store.recall(recall.wanted))
+
+    def _end_all(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            for exchange in self._exchanges.values():
+                exchange.cut()
+            if self._listener is not None:
+                self._listener.stop()
+        if not self._alive:
+            self._answer_stopping()
+
+    def _ended(self, error: BaseException | None) -> None:
+        self._alive = False
+        if self._starting is not None:
+            self._starting.fail(error or RuntimeError("stopped"))
+            self._starting = None
+        elif error is not None:
+            _logger.error("the responses proxy's listener ended: %s", type(error).__name__)
+        self._answer_stopping()
+
+    def _answer_stopping(self) -> None:
+        for reply in self._stopping:
+            reply.answer(None)
+        self._stopping.clear()

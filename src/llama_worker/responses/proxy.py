@@ -1,0 +1,62 @@
+"""The host's handle of a Responses proxy."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pykka
+
+from llama_worker.actors.base import LiveCount, Ref
+from llama_worker.responses.actor import ResponsesProxyActor
+from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.listener import CherootListener
+from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
+from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.startable import Startable
+
+__all__ = ["ResponsesProxy", "ResponsesProxyConfig"]
+
+_STOP_S = 15.0
+_LEAVE_S = 5.0
+
+
+class ResponsesProxy(Startable):
+    """Makes a llama-server usable by clients that speak only OpenAI's Responses API. Any thread; a context manager.
+
+    Needs the extra `responses`.
+    """
+
+    def __init__(self, config: ResponsesProxyConfig) -> None:
+        """Nothing listens yet."""
+        self.config = config
+        self._live_count = LiveCount()
+        self._port: WorkerFuture[int] = WorkerFuture()
+        self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(self._live_count, config, CherootListener)
+        self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once started."""
+        return self._port.get(timeout=0)
+
+    @property
+    def base_url(self) -> str:
+        """What clients are given as their base URL."""
+        host = self.config.host
+        return f"http://[{host}]:{self.port}/v1" if ":" in host else f"http://{host}:{self.port}/v1"
+
+    def start(self) -> WorkerFuture[int]:
+        """Listen. Resolves with the port; raises OSError where it cannot be had. Once; later calls repeat it."""
+        if not self._ref.tell(StartListening(reply=self._port)):
+            self._port.fail(RuntimeError("the proxy is closed"))
+        return self._port
+
+    def close(self) -> None:
+        """Cut what runs and stop listening. Blocks until no thread is left; idempotent."""
+        future: WorkerFuture[None] = WorkerFuture()
+        if self._ref.tell(StopListening(reply=future)):
+            with contextlib.suppress(pykka.Timeout):  # of an actor that has crashed
+                future.get(timeout=_STOP_S)
+            self._ref.stop()
+        self._live_count.wait_empty(_LEAVE_S)

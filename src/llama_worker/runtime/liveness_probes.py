@@ -1,0 +1,249 @@
+"""What the system shows of a server's processes: evidence of work, and a picture taken before a kill.
+
+A probe keeps what it saw before: it belongs to one worker and is called by one thread at a time. Whatever
+cannot be read is no news; nothing here raises because a process ended or may not be looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psutil
+
+from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
+from llama_worker.types import LivenessEvidence, LivenessProbe
+
+CHILDREN_REFRESH_S: Final = 5.0  # a walk over all processes costs about 1 ms, a look at one of them 12 us
+MAX_THREADS: Final = 64
+MAX_PROCESSES: Final = 16
+PROC: Final = "/proc"
+
+
+def default_probes() -> tuple[LivenessProbe, ...]:
+    """New probes for one worker: of its processes, and of NVIDIA GPUs where NVML can be loaded."""
+    probes: list[LivenessProbe] = [ProcessProbe()]
+    with suppress(Exception):  # a missing package or driver, or one that is broken: there is nothing to probe
+        probes.append(NvidiaProbe())
+    return tuple(probes)
+
+
+class ProcessProbe:
+    """Evidence from CPU time, disk reads and major faults of the tree, by rate."""
+
+    def __init__(self, *, proc: str = PROC) -> None:
+        self._proc = proc
+        self._ticks_per_second = os.sysconf("SC_CLK_TCK")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything seen: watching begins anew."""
+        self._tree = _Tree()
+        self._root: ProcessKey | None = None
+        self._activity = ProcessActivity(self._ticks_per_second)
+
+    def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
+        """What the tree did lately; None at the first look, and where the root is gone or cannot be read."""
+        root = _read_stat(f"{self._proc}/{root_pid}/stat")
+        if root is None or root.dead:
+            return None
+        if self._root != root.key(root_pid):  # another process, be it with the same pid
+            self.reset()
+            self._root = root.key(root_pid)
+        processes = {}
+        for pid in self._tree.pids(root_pid, now):
+            stat = root if pid == root_pid else _read_stat(f"{self._proc}/{pid}/stat")
+            if stat is not None:
+                processes[stat.key(pid)] = Counters(
+                    cpu_ticks=stat.cpu_ticks,
+                    read_bytes=_read_storage_bytes(f"{self._proc}/{pid}/io"),
+                    major_faults=stat.major_faults,
+                )
+        self._activity, evidence = self._activity.observe(ProcessSample(at=now, processes=processes))
+        return evidence
+
+
+class NvidiaProbe:
+    """Evidence from the use of NVIDIA GPUs by the tree's processes, over all devices.
+
+    Needs the package nvidia-ml-py (`pynvml`). NVML stays initialised for the life of the host process. In a
+    container with a pid namespace of its own NVML may tell foreign pids: then there is never any news.
+    """
+
+    def __init__(self, nvml: Any = None) -> None:
+        """Load and initialise NVML (`nvml`: a module like pynvml); raises what that raises."""
+        self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
+        self._nvml.nvmlInit()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything seen: watching begins anew."""
+        self._tree = _Tree()
+        self._seen_until: dict[int, int] = {}  # device -> newest sample, in NVML's own microseconds
+
+    def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
+        """What the tree did on the GPUs since the last look; None where nothing was told about it.
+
+        The first look at a device only sets the mark: NVML's buffer holds samples from before watching began.
+        """
+        pids = frozenset(self._tree.pids(root_pid, now))
+        used = [(device, sample) for device, sample in self._new_samples() if sample.pid in pids]
+        if not used:
+            return None
+        device, busiest = max(used, key=lambda entry: max(entry[1].smUtil, entry[1].memUtil))
+        use = f"{busiest.smUtil} % compute, {busiest.memUtil} % memory"
+        return LivenessEvidence(
+            alive=busiest.smUtil > 0 or busiest.memUtil > 0,
+            detail=f"GPU {device}: process {busiest.pid} used {use}",
+        )
+
+    def _new_samples(self) -> Iterator[tuple[int, Any]]:
+        try:
+            devices_count = int(self._nvml.nvmlDeviceGetCount())
+        except self._nvml.NVMLError:
+            return
+        for device in range(devices_count):
+            since = self._seen_until.get(device)
+            try:
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(device)
+                samples = list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since or 0))
+            except self._nvml.NVMLError as error:
+                # Not found: no sample since then, the regular answer of an idle GPU. Anything else (MIG, a
+                # lost device) tells nothing, and what the buffer holds once it works again may be old.
+                if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND:
+                    self._seen_until.setdefault(device, 0)
+                continue
+            self._seen_until[device] = max([since or 0, *(sample.timeStamp for sample in samples)])
+            if since is not None:
+                # Only what is newer counts, whatever the driver was asked: old use would pass for work.
+                yield from ((device, sample) for sample in samples if sample.timeStamp > since)
+
+
+def process_evidence(root_pid: int) -> dict[str, Any]:
+    """What is to be seen of the tree at this instant, fit for JSON, for a person. Never raises.
+
+    At most 16 processes with 64 threads each. Command lines are left out: they may hold secrets, and reading
+    them can hang with the process.
+    """
+    processes = []
+    pids = _tree_pids(root_pid)
+    for pid in pids[:MAX_PROCESSES]:
+        stat = _read_stat(f"{PROC}/{pid}/stat")
+        if stat is not None:
+            processes.append(
+                {
+                    "pid": pid,
+                    "name": stat.name,
+                    "state": stat.state,
+                    "cpu_ticks": stat.cpu_ticks,
+                    "major_faults": stat.major_faults,
+                    "read_bytes": _read_storage_bytes(f"{PROC}/{pid}/io"),
+                    "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
+                    "threads_count": stat.threads_count,
+                    "threads": thread_states(pid),
+                }
+            )
+    return {"root_pid": root_pid, "processes_count": len(pids), "processes": processes}
+
+
+def thread_states(pid: int) -> list[dict[str, Any]]:
+    """`{tid, name, state, cpu_ticks}` of the first 64 threads, with `wchan` where the kernel tells it.
+
+    Empty where the process is gone. Never raises.
+    """
+    try:
+        tids = sorted(int(name) for name in os.listdir(f"{PROC}/{pid}/task"))
+    except (OSError, ValueError):
+        return []
+    threads = []
+    for tid in tids[:MAX_THREADS]:
+        stat = _read_stat(f"{PROC}/{pid}/task/{tid}/stat")
+        if stat is None:
+            continue
+        thread: dict[str, Any] = {"tid": tid, "name": stat.name, "state": stat.state}
+        thread["cpu_ticks"] = stat.cpu_ticks
+        wchan = _read(f"{PROC}/{pid}/task/{tid}/wchan")
+        if wchan not in (None, "", "0"):
+            thread["wchan"] = wchan
+        threads.append(thread)
+    return threads
+
+
+class _Tree:
+    """The pids of a process and its descendants, the latter looked up rarely."""
+
+    def __init__(self) -> None:
+        self._pids: tuple[int, ...] = ()
+        self._refreshed_at: float | None = None
+
+    def pids(self, root_pid: int, now: float) -> tuple[int, ...]:
+        known = self._refreshed_at is not None and self._pids[0] == root_pid
+        if not known or self._refreshed_at is None or now - self._refreshed_at >= CHILDREN_REFRESH_S:
+            self._pids = _tree_pids(root_pid)
+            self._refreshed_at = now
+        return self._pids
+
+
+def _tree_pids(root_pid: int) -> tuple[int, ...]:
+    """The root first, also where nothing can be learnt of it."""
+    try:
+        return (root_pid, *(child.pid for child in psutil.Process(root_pid).children(recursive=True)))
+    except (psutil.Error, OSError, ValueError):
+        return (root_pid,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stat:
+    """A line of /proc/PID/stat: one read for what costs psutil three, and major faults, which it lacks."""
+
+    name: str
+    state: str
+    major_faults: int
+    cpu_ticks: int
+    threads_count: int
+    started_ticks: int  # since boot
+    rss_pages: int
+
+    @property
+    def dead(self) -> bool:
+        return self.state in "ZXx"
+
+    def key(self, pid: int) -> ProcessKey:
+        return pid, float(self.started_ticks)
+
+
+def _read_stat(path: str) -> _Stat | None:
+    try:
+        head, tail = (_read(path) or "").rsplit(")", 1)  # the name may itself hold brackets and blanks
+        fields = tail.split()  # from the third on, in the count of proc(5)
+        return _Stat(
+            name=head.split("(", 1)[1],
+            state=fields[0],
+            major_faults=int(fields[9]),
+            cpu_ticks=int(fields[11]) + int(fields[12]),
+            threads_count=int(fields[17]),
+            started_ticks=int(fields[19]),
+            rss_pages=int(fields[21]),
+        )
+    except (ValueError, IndexError):
+        return None
+
+
+def _read_storage_bytes(path: str) -> int | None:
+    for line in (_read(path) or "").splitlines():
+        key, _, value = line.partition(":")
+        if key == "read_bytes" and value.strip().isdecimal():
+            return int(value)
+    return None
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return None

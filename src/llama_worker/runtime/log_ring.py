@@ -1,0 +1,59 @@
+"""What a server said last."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from llama_worker.server.command import masked
+
+_MAX_LINE_BYTES = 8192  # a line without an end is cut into pieces of this
+
+
+class LogRing:
+    """The last lines of a worker's servers, newest last, with the API key masked. Thread-safe."""
+
+    def __init__(self, lines: int, *, api_key: str | None = None) -> None:
+        self._api_key = api_key
+        self._lock = threading.Lock()
+        self._lines: deque[str] = deque(maxlen=lines)
+        self._partial = b""
+        self._launch_lines = 0  # the present launch's, some of which may be forgotten already
+
+    def begin_launch(self) -> None:
+        """What is fed from now on is another server's."""
+        with self._lock:
+            if self._partial:
+                self._lines.append(self._partial.decode(errors="replace"))
+            self._partial, self._launch_lines = b"", 0
+
+    def feed(self, data: bytes) -> None:
+        """Add output; bytes that are not UTF-8 are replaced."""
+        *whole, partial = (self._partial + data).split(b"\n")
+        while len(partial) > _MAX_LINE_BYTES:
+            whole.append(partial[:_MAX_LINE_BYTES])
+            partial = partial[_MAX_LINE_BYTES:]
+        keep = self._lines.maxlen or 0
+        lines = [line.rstrip(b"\r").decode(errors="replace") for line in whole[-keep:]] if keep else []
+        with self._lock:
+            self._partial = partial
+            self._lines.extend(lines)
+            self._launch_lines += len(lines)
+
+    def lines(self) -> list[str]:
+        """All that are kept, those of earlier launches and an unfinished one among them."""
+        return self._kept()[0]
+
+    def tail(self, count: int) -> tuple[str, ...]:
+        """The newest `count` lines of the present launch."""
+        lines, of_launch = self._kept()
+        return tuple(lines[max(0, len(lines) - min(count, of_launch)) :])
+
+    def _kept(self) -> tuple[list[str], int]:
+        """The lines, and how many of the newest are the present launch's."""
+        with self._lock:
+            lines, of_launch = list(self._lines), self._launch_lines
+            if self._partial:
+                lines.append(self._partial.decode(errors="replace"))
+                of_launch += 1
+        return [masked(line, self._api_key) for line in lines], of_launch

@@ -1,0 +1,119 @@
+"""The thread behind one readiness probe: is the server ready, and is it ours?"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import psutil
+
+from llama_worker.actors.transport import endpoint
+from llama_worker.config import WorkerConfig
+from llama_worker.messages import Mailbox, Probed, ProbeOutcome, WatchdogMessage
+from llama_worker.runtime.connections import Abort, Aborted
+from llama_worker.runtime.plain_http import exchange
+from llama_worker.server.health import probe_timeout_s
+from llama_worker.server.traits import ServerTraits, server_traits
+
+_TRAITS_TIMEOUT_S = 2.0
+_NO_ANSWER = (Aborted, OSError, ValueError)
+
+
+class ServerProbe:
+    """One probe. The constructor starts a daemon thread, which tells one Probed; any thread may call `abort`.
+
+    The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings the traits.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, *, epoch: int, root_pid: int, first: bool, tell_to: Mailbox[WatchdogMessage]
+    ) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._root_pid = root_pid
+        self._first = first
+        self._tell_to = tell_to
+        self._abort = Abort()
+        threading.Thread(target=self._run, name=f"llama_worker-{config.name}-probe", daemon=True).start()
+
+    def abort(self) -> None:
+        """Close the connection now; the outcome is then FAILED."""
+        self._abort.abort()
+
+    def _run(self) -> None:
+        traits = ServerTraits()
+        try:
+            outcome, detail = self._probe()
+            if outcome is ProbeOutcome.READY and self._first:
+                if not owns_port(self._root_pid, self._config.port):
+                    outcome, detail = ProbeOutcome.STRANGER, f"another process answers on port {self._config.port}"
+                else:
+                    traits = self._ask_traits()
+        except Exception as error:
+            outcome, detail = ProbeOutcome.FAILED, f"{type(error).__name__}: {error}"
+        self._tell_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
+
+    def _probe(self) -> tuple[ProbeOutcome, str]:
+        try:
+            status, told = self._ask("GET", "/v1/models", probe_timeout_s(self._config.timeouts))
+        except _NO_ANSWER as error:
+            return ProbeOutcome.FAILED, f"GET /v1/models: {type(error).__name__}"
+        if status == 503:
+            return ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model"
+        if status != 200:
+            return ProbeOutcome.FAILED, f"GET /v1/models: {status}"
+        if told is None:
+            return ProbeOutcome.FAILED, "GET /v1/models: 200, but no JSON"
+        return ProbeOutcome.READY, "GET /v1/models: 200"
+
+    def _ask_traits(self) -> ServerTraits:
+        chat = {"messages": [{"role": "user", "content": "-"}]}
+        told: list[dict[str, Any]] = []
+        for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
+            try:
+                status, answer = self._ask(method, path, _TRAITS_TIMEOUT_S, body)
+            except _NO_ANSWER:
+                status, answer = 0, None
+            told.append(answer if status == 200 and isinstance(answer, dict) else {})
+        return server_traits(*told)
+
+    def _ask(self, method: str, path: str, timeout_s: float, body: object = None) -> tuple[int, Any]:
+        """(status, the JSON of the body or None)."""
+        server = endpoint(self._config)
+        status, told = exchange(
+            self._abort,
+            (self._config.connect_host, self._config.port),
+            method,
+            path,
+            headers={
+                "Host": server.base_url.removeprefix("http://"),
+                "Content-Type": "application/json",
+                **server.headers(),
+            },
+            body=json.dumps(body).encode() if body is not None else b"",
+            connect_timeout_s=server.connect_timeout_s,
+            deadline=time.monotonic() + timeout_s,
+        )
+        try:
+            return status, json.loads(told)
+        except (ValueError, RecursionError):
+            return status, None
+
+
+def owns_port(root_pid: int, port: int) -> bool:
+    """Whether a process of the tree listens on the port."""
+    try:
+        root = psutil.Process(root_pid)
+        tree = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return False
+    for process in tree:
+        try:
+            connections = process.net_connections(kind="tcp")
+        except psutil.Error:
+            continue
+        if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
+            return True
+    return False

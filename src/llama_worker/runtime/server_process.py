@@ -1,0 +1,297 @@
+"""A server's process tree, and the thread that starts it, drains its output and sees it end.
+
+Between the host and the server stands a guard process (`guard.py`), which ends the tree should the
+host die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_worker.messages import ServerDied, ServerGone, ServerNotStarted, ServerStarted
+from llama_worker.runtime import guard
+from llama_worker.runtime.free_port import can_listen
+from llama_worker.runtime.log_ring import LogRing
+from llama_worker.server.start_advice import not_executed
+from llama_worker.server.termination import Signal
+from llama_worker.types import StartFailReason
+
+_GUARD = Path(guard.__file__)
+_READ_BYTES = 65536
+
+# What would reconfigure a llama-server, or let it start a debugger on an abort and wait for it.
+_SCRUBBED_PREFIXES = ("LLAMA_ARG_",)
+_SCRUBBED = frozenset({"LLAMA_API_KEY", "LLAMA_SERVER_ROUTER_PORT", "AIP_MODE"})
+
+
+def host_environment() -> dict[str, str]:
+    """This process's; another thread may be changing it, and `os.environ.items()` would raise then."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
+def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, str]:
+    """The server's environment: the host's without what would reconfigure a llama-server, then the config's. Pure."""
+    kept = {
+        name: value for name, value in host.items() if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
+    }
+    return {**kept, "GGML_NO_BACKTRACE": "1", **configured}
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    pid: int
+    pidfd: int | None  # None where it was gone before it could be looked at
+
+
+ServerNews = ServerStarted | ServerNotStarted | ServerDied | ServerGone
+
+
+class ServerProcess:
+    """One launch. The constructor starts a daemon thread, which tells; every method may be called by any thread.
+
+    `tell` gets ServerStarted or ServerNotStarted; after ServerStarted, ServerDied and then one ServerGone, its last
+    word. No ServerDied comes where the guard was killed.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        command: tuple[str, ...],
+        environment: Mapping[str, str],
+        address: tuple[str, int],
+        log: LogRing,
+        tell: Callable[[ServerNews], object],
+        name: str,
+    ) -> None:
+        self._epoch = epoch
+        self._command = command
+        self._environment = environment
+        self._address = address
+        self._log = log
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._control: io.FileIO | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._orders = b""  # given before the guard was there to take them
+        self._server: _Server | None = None  # once it was started
+        self._reaped = False  # the guard said that nothing of the tree is left
+        self._returncode: int = -signal.SIGKILL  # what a killed guard could not report: the kernel killed it
+        self._failure: str | None = None
+        self.ended = False  # nothing of it is left; set before the last word is told
+        log.begin_launch()
+        threading.Thread(target=self._run, name=f"{name}-server", daemon=True).start()
+
+    def send(self, what: Signal) -> None:
+        """Signal the server; without effect once it is gone. Never blocks."""
+        with self._lock:
+            if what is Signal.FORCE:
+                self._force()
+                return
+            order = b"T" if what is Signal.TERMINATE else b"K"
+            if self._control is None or self._guard is None:
+                self._orders += order
+                return
+            try:
+                self._control.write(order)
+            except OSError:
+                return  # the guard has ended: so has the tree
+            self._guard.send_signal(signal.SIGCONT)  # a stopped one must run to obey
+
+    def _force(self) -> None:
+        """The guard did not obey. A server that was killed may just take its time to give back its memory."""
+        if self._server is not None:
+            _kill(self._server)
+            if self._guard is not None:
+                self._guard.send_signal(signal.SIGCONT)  # one that was stopped after the order must run to reap
+        elif self._guard is not None:
+            self._guard.kill()  # it has not come to start a server
+
+    def _run(self) -> None:
+        try:
+            with contextlib.ExitStack() as cleanup:
+                last_word = self._live(cleanup)
+        except Exception as error:  # out of descriptors, processes or memory; what there was is cleaned up
+            detail = f"no process could be started: {error}"
+            last_word = self._gone() if self._server else self._not_started(StartFailReason.SPAWN_FAILED, detail)
+        with self._lock:  # a closed descriptor may be somebody else's by the next `send`
+            if self._server is not None and self._server.pidfd is not None:
+                os.close(self._server.pidfd)
+                self._server = _Server(self._server.pid, None)
+        self.ended = True
+        self._tell(last_word)
+
+    def _live(self, cleanup: contextlib.ExitStack) -> ServerNotStarted | ServerGone:
+        """Start the guard, watch until it has ended; the thread's last word."""
+        if not can_listen(self._address):
+            taken = f"{self._address[0]}:{self._address[1]} is taken by another process: end it, or take another port"
+            return self._not_started(StartFailReason.PORT_IN_USE, taken)
+        control_read, control_write = _pipe(cleanup)
+        report_read, report_write = _pipe(cleanup)
+        guardian = subprocess.Popen(
+            [
+                sys.executable or "python3",
+                *("-I", "-S", str(_GUARD), str(os.getpid())),
+                *(str(control_read.fileno()), str(report_write.fileno())),
+                *self._command,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(self._environment),
+            pass_fds=(control_read.fileno(), report_write.fileno()),
+            start_new_session=True,
+        )
+        cleanup.callback(self._let_go, guardian)
+        control_read.close()
+        report_write.close()
+        with self._lock:
+            self._guard, self._control = guardian, control_write
+            if self._orders:
+                control_write.write(self._orders)
+        return self._watch(guardian, report_read)
+
+    def _let_go(self, guardian: subprocess.Popen[bytes]) -> None:
+        """Reap the guard. Should it still live, it ends the tree: a forked host may hold the control pipe open."""
+        self.send(Signal.KILL)
+        with self._lock:
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+        guardian.wait()
+        with self._lock:
+            self._guard = None
+        assert guardian.stdout is not None
+        guardian.stdout.close()
+
+    def _watch(self, guardian: subprocess.Popen[bytes], reports_from: io.FileIO) -> ServerNotStarted | ServerGone:
+        """Drain output and reports until the guard has ended."""
+        assert guardian.stdout is not None
+        output, report = guardian.stdout.fileno(), reports_from.fileno()
+        os.set_blocking(output, False)
+        os.set_blocking(report, False)
+        poll = select.poll()
+        ended = os.pidfd_open(guardian.pid)
+        try:
+            for fd in (ended, output, report):
+                poll.register(fd, select.POLLIN)
+            reports = b""
+            while True:
+                ready = {fd for fd, _ in poll.poll()}
+                over = ended in ready
+                if output in ready and not self._drain(output):
+                    poll.unregister(output)
+                if report in ready:
+                    new = _read_available(report)
+                    if not new:
+                        poll.unregister(report)
+                    *lines, reports = (reports + new).split(b"\n")
+                    for line in lines:
+                        self._reported(line.decode(errors="replace"))
+                if over:
+                    return self._last_word()
+        finally:
+            os.close(ended)
+
+    def _reported(self, line: str) -> None:
+        """One line of the guard's."""
+        word, _, rest = line.partition(" ")
+        match word:
+            case "started":
+                pid = int(rest)
+                with self._lock:
+                    self._server = _Server(pid, _pidfd(pid))
+                self._tell(ServerStarted(epoch=self._epoch, pid=pid))
+            case "died":
+                self._returncode = int(rest)
+                self._tell(ServerDied(epoch=self._epoch, returncode=self._returncode))
+            case "gone":
+                self._reaped = True
+            case "failed":
+                number, _, why = rest.partition(" ")
+                self._failure = not_executed(self._command[0], int(number), why)
+
+    def _last_word(self) -> ServerNotStarted | ServerGone:
+        if self._server is None:
+            detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
+            return self._not_started(StartFailReason.SPAWN_FAILED, detail)
+        if not self._reaped:  # somebody killed the guard, and the kernel the server with it: wait for its end
+            _kill(self._server)
+            if self._server.pidfd is not None:
+                gone = select.poll()
+                gone.register(self._server.pidfd, select.POLLIN)
+                gone.poll()
+        return self._gone()
+
+    def _gone(self) -> ServerGone:
+        return ServerGone(
+            epoch=self._epoch,
+            returncode=self._returncode,
+            log_tail=self._log.tail(40),
+            port_taken=not can_listen(self._address),
+        )
+
+    def _not_started(self, reason: StartFailReason, detail: str) -> ServerNotStarted:
+        return ServerNotStarted(epoch=self._epoch, reason=reason, detail=detail)
+
+    def _drain(self, output: int) -> bool:
+        """Put what the pipe holds into the ring, as much as a pipe can hold; False at its end."""
+        try:
+            data = os.read(output, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        self._log.feed(data)
+        return bool(data)
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _kill(server: _Server) -> None:
+    """SIGKILL to a server's group and, through its pidfd, to itself; without effect once it is gone."""
+    if server.pidfd is None:
+        return
+    try:
+        signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
+        os.killpg(server.pid, signal.SIGKILL)
+    except OSError:
+        return
+
+
+def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:
+    """(read end, write end), closed in the end unless that was done before.
+
+    In a host whose standard streams are closed a pipe may get their numbers, which the guard's own are to have.
+    """
+    low = os.pipe()
+    try:
+        read, write = (
+            cleanup.enter_context(io.FileIO(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3), mode))
+            for end, mode in zip(low, ("rb", "wb"), strict=True)
+        )
+    finally:
+        for end in low:
+            os.close(end)
+    return read, write
+
+
+def _read_available(fd: int) -> bytes:
+    try:
+        return os.read(fd, 4096)
+    except BlockingIOError:
+        return b""

@@ -1,0 +1,102 @@
+"""The thread behind one open stream: posts the request, reads the reply, tells what it parsed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import requests
+
+from llama_worker.messages import (
+    Mailbox,
+    RequestMessage,
+    StreamClosed,
+    StreamEvents,
+    StreamFailure,
+    StreamId,
+    StreamOpened,
+)
+from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint
+from llama_worker.runtime.connections import Abort, session
+from llama_worker.stream.events import StreamEvent
+from llama_worker.types import RequestFailReason
+
+_MAX_BATCH = 512  # events; a batch is told when it is full or when reading would wait
+
+
+class StreamReader:
+    """One stream. The constructor starts a daemon thread; `abort` may be called from any thread.
+
+    `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed; then `on_end` is called.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream_id: StreamId,
+        endpoint: Endpoint,
+        body: Mapping[str, Any],
+        reply_to: Mailbox[RequestMessage],
+        on_end: Callable[[], object],
+        name: str,
+    ) -> None:
+        self._stream_id = stream_id
+        self._endpoint = endpoint
+        self._body = body
+        self._reply_to = reply_to
+        self._on_end = on_end
+        self._abort = Abort()
+        self._chat: ChatExchange | None = None
+        self._events: list[StreamEvent] = []
+        self._told_bytes = 0
+        self._told_records = 0
+        threading.Thread(target=self._run, name=f"{name}-stream-{stream_id[0]}.{stream_id[1]}", daemon=True).start()
+
+    def abort(self) -> None:
+        """Close the connection now, in whatever phase it is."""
+        self._abort.abort()
+
+    def _run(self) -> None:
+        failure: StreamFailure | None
+        try:
+            with session(self._abort, before_waiting=self._flush) as http:
+                failure = self._exchange(http)
+        except Exception as error:
+            failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=f"{type(error).__name__}: {error}")
+        finally:
+            self._abort.detach()
+        self._flush()
+        self._reply_to.tell(StreamClosed(stream_id=self._stream_id, failure=failure, at=time.monotonic()))
+        self._on_end()
+
+    def _exchange(self, http: requests.Session) -> StreamFailure | None:
+        chat = self._chat = ChatExchange(http, self._abort, self._endpoint)
+        if not chat.open(self._body):
+            return chat.failure
+        self._reply_to.tell(StreamOpened(stream_id=self._stream_id, at=time.monotonic()))
+        try:
+            while not self._abort.aborted and (events := chat.read()) is not None:
+                self._events += events
+                if len(self._events) >= _MAX_BATCH:
+                    self._flush()
+        finally:
+            chat.close()  # an aborted one, too: what else still refers to the response would keep its descriptor
+        return chat.failure
+
+    def _flush(self) -> None:
+        """Tell what came since the last time; keepalives alone are told too, as bytes without data."""
+        if self._chat is None or self._chat.bytes_read == self._told_bytes:
+            return
+        events, self._events = self._events, []
+        records = self._chat.decoder.data_records
+        self._reply_to.tell(
+            StreamEvents(
+                stream_id=self._stream_id,
+                events=tuple(events),
+                carried_data=records > self._told_records,
+                at=time.monotonic(),
+            )
+        )
+        self._told_bytes, self._told_records = self._chat.bytes_read, records

@@ -1,0 +1,116 @@
+"""The command of a llama-server: how it is built, checked against its config, and shown. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterable, Sequence
+
+from llama_worker.errors import ConfigError
+from llama_worker.validation import checked_str, shown
+
+MASK = "***"
+
+_HOST_FLAGS = ("--host",)
+_PORT_FLAGS = ("--port",)
+_SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
+_SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
+
+
+def llama_server_cmd(
+    model: str,
+    *,
+    host: str,
+    port: int,
+    slots: int,
+    executable: str = "llama-server",
+    extra_args: Iterable[str] = (),
+) -> tuple[str, ...]:
+    """A command for `WorkerConfig.server_cmd` that agrees with its host, port and slots.
+
+    It passes `--parallel`: without it a server opens four slots that share one context (b11434).
+    """
+    checked_str("model", str(model), empty=False)
+    if isinstance(extra_args, Iterable) and not isinstance(extra_args, (str, bytes)):
+        extra_args = tuple(extra_args)
+    return (
+        str(executable),
+        *("--model", str(model)),
+        *("--host", host),
+        *("--port", str(port)),
+        *("--parallel", str(slots)),
+        *checked_words("extra_args", extra_args, may_be_empty=True),
+    )
+
+
+def masked_server_cmd(server_cmd: Sequence[str], api_key: str | None) -> tuple[str, ...]:
+    """The command as it may be shown: keys are masked. Pure."""
+    words: list[str] = []
+    for word in server_cmd:
+        flag, equals, _ = word.partition("=")
+        if words and words[-1] in _SECRET_FLAGS:
+            words.append(MASK)
+        elif equals and flag in _SECRET_FLAGS:
+            words.append(f"{flag}={MASK}")
+        else:
+            words.append(masked(word, api_key))
+    return tuple(words)
+
+
+def masked(text: str, api_key: str | None) -> str:
+    """The text as it may be shown, the server's own words among them: the key is masked. Pure."""
+    return text.replace(api_key, MASK) if api_key else text
+
+
+def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tuple[str, ...]:
+    """A command or a part of one, as a copy."""
+    if isinstance(value, str):
+        told = " ".join(masked_server_cmd(value.split(), None))
+        raise TypeError(f"{name} must be a sequence of words, not one str: {told!r}")
+    if isinstance(value, bytes) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a sequence of str, not {type(value).__name__}")
+    if not may_be_empty and (not value or value[0] == ""):
+        raise ConfigError(f"{name} must begin with the executable, not be {shown(value[:1])}")
+    for index, word in enumerate(value):
+        secret = index > 0 and value[index - 1] in _SECRET_FLAGS
+        checked_str(f"{name}[{index}]", word, nul=False, secret=secret)
+    return tuple(value)
+
+
+def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -> None:
+    """The command and the config must mean the same server."""
+    checks: tuple[tuple[str, tuple[str, ...], object, Callable[[str], bool]], ...] = (
+        ("host", _HOST_FLAGS, host, lambda told: _same_host(told, host)),
+        ("port", _PORT_FLAGS, port, lambda told: told.strip() == str(port)),
+        ("slots", _SLOT_FLAGS, slots, lambda told: told.strip() == str(slots)),
+    )
+    for name, flags, value, agrees in checks:
+        for flag, told in _flag_values(command, flags):
+            if not agrees(told):
+                raise ConfigError(f"server_cmd says {flag} {told}, but {name} is {value!r}: make them agree")
+
+
+def ip_address_of(host: str) -> str | None:
+    """The address in its canonical form; None where it is a name."""
+    try:
+        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        return None
+
+
+def _flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
+    found = []
+    for index, word in enumerate(command):
+        flag, equals, told = word.partition("=")
+        if flag in flags and equals:
+            found.append((flag, told))
+        elif word in flags:
+            found.append((word, command[index + 1] if index + 1 < len(command) else ""))
+    return found
+
+
+def _same_host(told: str, host: str) -> bool:
+    def canonical(name: str) -> str:
+        name = name.strip().lower()
+        return ip_address_of(name) or ("127.0.0.1" if name == "localhost" else name)
+
+    return canonical(told) == canonical(host)

@@ -1,0 +1,114 @@
+"""What a worker keeps for a person to read: events, warnings, restarts, evidence of the last kill. Pure.
+
+Instants (`now`) are monotonic seconds; what is told has Unix seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from llama_worker.messages import Observed
+from llama_worker.request.table import Admitted
+from llama_worker.server.event_log import EventLog
+from llama_worker.server.timeouts import ages
+from llama_worker.server.totals import Totals
+from llama_worker.types import RestartRecord, WorkerDebugInfo
+
+_KEPT_RESTARTS = 50
+_KEPT_WARNINGS = 50
+
+
+class Journal:
+    """Not thread-safe: it belongs to the WorkerActor."""
+
+    def __init__(self, worker: str, unix_offset: float) -> None:
+        self.totals = Totals()
+        self.observed: Observed | None = None  # what the watchdog told last
+        self._unix_offset = unix_offset
+        self._events = EventLog(worker)
+        self._warnings: list[str] = []
+        self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
+        self._evidence: dict[str, Any] = {}
+        self._stuck_tool_threads: list[Callable[[], bool]] = []  # each tells whether its thread still runs
+
+    @property
+    def warnings(self) -> list[str]:
+        """Each line once, oldest first; a copy."""
+        return list(self._warnings)
+
+    def note(self, event: str, now: float, *, level: int = logging.INFO, **facts: Any) -> None:
+        """Record the event, and log it."""
+        self._events.add(event, at=now + self._unix_offset, level=level, **facts)
+
+    def warn(self, line: str, now: float) -> None:
+        """Record what the host should see to; without effect where it was said before."""
+        if line not in self._warnings and len(self._warnings) < _KEPT_WARNINGS:
+            self._warnings.append(line)
+            self.note("warning", now, level=logging.WARNING, line=line)
+
+    def restart_decided(self, reason: str, detail: str, delay_s: float | None, now: float) -> None:
+        """Record an automatic restart, or (`delay_s` None) that the worker is locked out."""
+        self._restarts.append({"at": now + self._unix_offset, "reason": reason, "detail": detail})
+        if delay_s is not None:
+            self.totals.restarted(reason)
+        event = "restart" if delay_s is not None else "locked_out"
+        self.note(event, now, level=logging.WARNING, reason=reason, detail=detail, delay_s=delay_s)
+
+    def keep_evidence(
+        self,
+        now: float,
+        *,
+        epoch: int,
+        pid: int | None,
+        last_error: str | None,
+        active: Iterable[Admitted],
+        log_tail: Iterable[str],
+    ) -> None:
+        """Keep what is known just before the launch `epoch` is killed; the last kill's evidence is dropped."""
+        seen = self.observed if self.observed is not None and self.observed.epoch == epoch else None
+        times = {p.request_id: ages(p, liveness_at=seen.liveness_at, now=now) for p in seen.requests} if seen else {}
+        self._evidence = {
+            "at": now + self._unix_offset,
+            "pid": pid,
+            "last_error": last_error,
+            "activity": seen.activity if seen else "",
+            "observed_ago_s": round(now - seen.at, 3) if seen else None,
+            "requests": [
+                {
+                    "request_id": admitted.request_id,
+                    "job_name": admitted.job_name,
+                    "slot": admitted.slot,
+                    **times.get(admitted.request_id, {}),
+                }
+                for admitted in active
+            ],
+            "log_tail": list(log_tail),
+        }
+
+    def add_processes(self, processes: Mapping[str, Any]) -> None:
+        """The evidence's other part: what was seen of the server's processes."""
+        self._evidence = {**self._evidence, "processes": dict(processes)}
+
+    def tool_thread_stuck(self, is_alive: Callable[[], bool]) -> None:
+        """Count a thread that nobody waits for, for as long as it runs."""
+        self._stuck_tool_threads = [*_still_true(self._stuck_tool_threads), is_alive]
+
+    def debug_info(self, *, logs: Iterable[str], server_cmd: Sequence[str]) -> WorkerDebugInfo:
+        """All of it, for a host to keep."""
+        return {
+            "recent_logs": list(logs),
+            "recent_restarts": [record.copy() for record in self._restarts],
+            "recent_events": self._events.recent(),
+            "server_cmd": list(server_cmd),
+            "evidence": copy.deepcopy(self._evidence),
+            "stuck_tool_threads_count": len(_still_true(self._stuck_tool_threads)),
+            "totals": self.totals.snapshot(),
+        }
+
+
+def _still_true(checks: Iterable[Callable[[], bool]]) -> list[Callable[[], bool]]:
+    return [check for check in checks if check()]

@@ -1,0 +1,214 @@
+"""The tool calls of a model's turn: put together, parsed, told apart. Pure.
+
+A turn's calls arrive as fragments (`ToolCallAssembler`) or inside the text (see `tagged_calls`), become
+`RawCall`s, and `partition` decides what each of them is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from llama_worker.stream.events import ToolCallDelta
+from llama_worker.types import ExitSignal
+
+MAX_JSON_DEPTH = 128  # of a call's arguments: far below where Python's parser, or a copy of them, gives up
+
+_EXCERPT_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class RawCall:
+    """One call as the model made it, not judged yet."""
+
+    call_id: str | None  # the server's; a worker sends ids of its own, the Responses proxy passes it on
+    name: str
+    arguments: str  # JSON text, if the model did well
+    tagged: str | None = None  # the whole `<tool_call>...</tool_call>`, where it was found in the text
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """Text that opens a tagged call and is none. It stays in the visible text too."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A well-formed call of a normal tool."""
+
+    id: str  # the worker's own, see `tool_call_id`
+    name: str
+    arguments: dict[str, Any]
+    arguments_json: str  # as the model wrote it: sent back so, the prompt cache still fits
+    tagged: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The calls of one turn, told apart. `exits` are to be recorded whatever `problem` says."""
+
+    normal: tuple[ParsedCall, ...]
+    exits: tuple[ExitSignal, ...]
+    problem: str | None  # the first one, for a person: why the request fails, with `tool_parse_error`
+
+
+def tool_call_id(number: int) -> str:
+    """The worker's id of a request's `number`-th call: 9 alphanumerics, the one form every template takes."""
+    if not 0 <= number < 10**8:
+        raise ValueError(f"number must be from 0 to {10**8 - 1}, not {number}")
+    return f"c{number:08d}"
+
+
+# --- fragments ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Fragments:
+    call_id: str | None
+    name: str
+    arguments: list[str]
+
+
+class ToolCallAssembler:
+    """Puts one turn's structured calls together. Not thread-safe: it belongs to one stream."""
+
+    def __init__(self) -> None:
+        self._by_index: dict[int, _Fragments] = {}
+
+    def feed(self, delta: ToolCallDelta) -> None:
+        """Adds a fragment: id and name are assigned (they may come again, whole), arguments appended."""
+        call = self._by_index.setdefault(delta.index, _Fragments(None, "", []))
+        call.call_id = delta.call_id or call.call_id
+        call.name = delta.name or call.name
+        if delta.arguments:
+            call.arguments.append(delta.arguments)
+
+    def calls(self) -> tuple[RawCall, ...]:
+        """The calls so far, by index (gaps do not matter); the last may be half a call."""
+        return tuple(
+            RawCall(call.call_id, call.name, "".join(call.arguments)) for _, call in sorted(self._by_index.items())
+        )
+
+
+# --- judging --------------------------------------------------------------------------------------------
+
+
+def partition(
+    calls: Iterable[RawCall | MalformedCall],
+    normal_names: Collection[str],
+    exit_names: Collection[str],
+    *,
+    emitted_at: float,
+    first_number: int,
+) -> Partition:
+    """Tells a turn's calls apart; normal ones get the ids from `first_number` on.
+
+    A normal call needs a known name and a JSON object (nothing at all counts as `{}`: so do servers write a
+    call without arguments); else there is a `problem`. An exit call is recorded however it looks.
+    """
+    normal: list[ParsedCall] = []
+    exits: list[ExitSignal] = []
+    problems: list[str] = []
+    for call in calls:
+        if isinstance(call, MalformedCall):
+            target = _aimed_at(call.text, normal_names, exit_names)
+            if target in exit_names:
+                exits.append(_malformed_exit(target, call.text, emitted_at))
+            else:
+                problems.append(f"a tool call in the text is malformed: {_excerpt(call.text)}")
+            continue
+        try:
+            arguments, error = parse_arguments(call.arguments), ""
+        except ValueError as exc:
+            arguments, error = {}, str(exc)
+        if call.name in exit_names:
+            if error:
+                exits.append(_malformed_exit(call.name, call.arguments, emitted_at))
+            else:
+                exits.append({"tool_name": call.name, "arguments": arguments, "emitted_at": emitted_at})
+        elif call.name not in normal_names:
+            known = ", ".join(sorted([*normal_names, *exit_names])) or "none"
+            problems.append(f"the model called an unknown tool, {_excerpt(call.name)}; known: {known}")
+        elif error:
+            excerpt = _excerpt(call.arguments)
+            problems.append(f"the arguments for {call.name!r} are not a JSON object ({error}): {excerpt}")
+        else:
+            own_id = tool_call_id(first_number + len(normal))
+            text = call.arguments if call.arguments.strip() else "{}"
+            normal.append(ParsedCall(own_id, call.name, arguments, text, call.tagged))
+    return Partition(tuple(normal), tuple(exits), problems[0] if problems else None)
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    """The JSON object in `text`, `{}` for nothing or whitespace; raises ValueError, whatever the text.
+
+    Stricter than `json.loads`: what llama-server would refuse when it is sent back (numbers beyond a double,
+    NaN, lone surrogates) is refused here, and what is nested deeper than `MAX_JSON_DEPTH`.
+    """
+    if not text.strip():
+        return {}
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, parse_int=_finite_int)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("half a surrogate pair") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__}")
+    if _is_deeper(value, MAX_JSON_DEPTH):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether more than `depth` containers of JSON are nested in each other."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [container for container in level if isinstance(container, (dict, list))]
+        if not level:
+            return False
+        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+    return True
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number beyond the range of a double")
+    return number
+
+
+def _finite_int(text: str) -> int:
+    _finite_float(text)
+    return int(text)
+
+
+def _malformed_exit(name: str, raw: str, emitted_at: float) -> ExitSignal:
+    return {"tool_name": name, "arguments": {}, "emitted_at": emitted_at, "malformed": raw}
+
+
+_NAME_KEY = re.compile(r'"name"\s*:\s*"([^"]*)"')
+
+
+def _aimed_at(text: str, normal_names: Collection[str], exit_names: Collection[str]) -> str:
+    """The tool that a malformed call most likely means; "" if it cannot be told."""
+    if named := _NAME_KEY.search(text):
+        return named[1]
+    known = "|".join(re.escape(name) for name in (*normal_names, *exit_names))
+    found = re.search(rf"(?<![\w-])(?:{known})(?![\w-])", text) if known else None
+    return found[0] if found else ""
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "...")

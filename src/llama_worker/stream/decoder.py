@@ -1,0 +1,271 @@
+"""Chat-completion chunks to stream events. Pure; one StreamDecoder per response body, one thread at a time.
+
+Decoding is strict about one thing, that a record is a JSON object, and takes everything inside it as optional:
+llama-server's chunks differ between builds, and a field that is absent, null or of an odd type just gives no event.
+"""
+
+import json
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+from llama_worker.stream.events import (
+    Done,
+    Finish,
+    PromptProgress,
+    ReasoningDelta,
+    RoleOnly,
+    ServerError,
+    StreamEvent,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    Usage,
+)
+from llama_worker.stream.sse import SseDecoder, SseProtocolError, SseRecord
+
+_raw_decode = json.JSONDecoder().raw_decode
+_TOO_MANY = 1 << 63  # of anything: not a count, and too much for who adds counts up
+_SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an error
+
+
+class ProtocolError(Exception):
+    """The stream cannot be read as a chat completion; the text is for a person.
+
+    `events` are those that the same `feed` had decoded before.
+    """
+
+    def __init__(self, detail: str, events: Sequence[StreamEvent] = ()) -> None:
+        super().__init__(detail)
+        self.events = tuple(events)
+
+
+class StreamDecoder:
+    """From a response body's bytes, split anywhere, to its events."""
+
+    def __init__(self) -> None:
+        self.data_records = 0  # records with data so far: each is progress, even where it gave no event
+        self._sse = SseDecoder()
+        self._delta_kinds: set[type[StreamEvent]] = set()
+
+    def feed(self, data: bytes) -> list[StreamEvent]:
+        """The events that these bytes complete, in order.
+
+        Raises ProtocolError where the bytes are no SSE or a record is no JSON object; the decoder is of
+        no use after that.
+        """
+        events: list[StreamEvent] = []
+        try:
+            self._decode(self._sse.feed(data), events)
+        except SseProtocolError as error:
+            self._decode(error.records, events)
+            raise ProtocolError(str(error), events) from None
+        return events
+
+    @property
+    def partial(self) -> bool:
+        """A record has begun and not ended: when the body ends, a truncated one."""
+        return self._sse.has_partial()
+
+    def _decode(self, records: list[SseRecord], events: list[StreamEvent]) -> None:
+        for record in records:
+            self.data_records += 1
+            try:
+                decoded = decode_record(record, self._delta_kinds)
+            except ProtocolError as error:
+                raise ProtocolError(str(error), events) from None
+            except RecursionError:  # parsed at the very limit, and a part of it is written as JSON again
+                raise ProtocolError("a record of the stream is nested too deeply", events) from None
+            self._delta_kinds.update(map(type, decoded))
+            events += decoded
+
+
+def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple[StreamEvent, ...]:
+    """One record: progress, reasoning, text, tool calls, finish, usage, timings, error, in this order.
+
+    `delta_kinds`: the kinds of event that the stream gave so far. A final whole message repeats those, so of
+    it only other kinds count. Raises ProtocolError where a `data:` record is no JSON object.
+    """
+    if record.is_error:
+        return (_error_of_field(record.data),)
+    if record.data.strip() == "[DONE]":
+        return (Done(),)
+    try:
+        chunk = _parsed(record.data)
+    except (ValueError, RecursionError):
+        raise ProtocolError(f"a record of the stream is not JSON: {_shown(record.data)}") from None
+    delta = _common_delta(chunk)
+    if delta is not None:
+        return (delta,)
+    if not isinstance(chunk, dict):
+        raise ProtocolError(f"a record of the stream is not a JSON object: {_shown(record.data)}")
+    return tuple(_events(chunk, delta_kinds)) or _role_only(chunk)
+
+
+def _parsed(text: str) -> Any:
+    """`json.loads`, by a shorter way where there is no whitespace around the value."""
+    try:
+        value, end = _raw_decode(text)
+    except ValueError:
+        return json.loads(text)
+    return value if end == len(text) else json.loads(text)
+
+
+_COMMON_DELTAS: dict[str, type[TextDelta] | type[ReasoningDelta]] = {
+    "content": TextDelta,
+    "reasoning_content": ReasoningDelta,
+}
+_BESIDE_CHOICES = frozenset({"prompt_progress", "usage", "timings", "error"})
+
+
+def _common_delta(chunk: Any) -> TextDelta | ReasoningDelta | None:
+    """The event of a chunk that is just one delta; None for any other. A short way: nearly all chunks are."""
+    try:
+        (choice,) = chunk["choices"]
+        ((field, text),) = choice["delta"].items()
+        delta = _COMMON_DELTAS[field]
+        if choice["finish_reason"] is not None or choice["index"] != 0:
+            return None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return delta(text) if isinstance(text, str) and text and _BESIDE_CHOICES.isdisjoint(chunk) else None
+
+
+def _events(chunk: dict[str, Any], delta_kinds: Container[type]) -> Iterator[StreamEvent]:
+    progress = chunk.get("prompt_progress")
+    if isinstance(progress, dict):
+        processed, total = _count(progress.get("processed")), _count(progress.get("total"))
+        if processed is not None and total is not None:
+            yield PromptProgress(processed, total, _count(progress.get("cache")) or 0)
+    choice = _first_choice(chunk)
+    if choice:
+        yield from _choice_events(choice, delta_kinds)
+    usage = chunk.get("usage")
+    if isinstance(usage, dict):
+        yield _usage(usage)
+    timings = chunk.get("timings")
+    if isinstance(timings, dict):
+        yield _timings(timings)
+    error = chunk.get("error")
+    if error is not None and error is not False:
+        yield _error(error)
+    elif "choices" not in chunk and isinstance(chunk.get("message"), str):
+        yield _error(chunk)  # an error object that is not wrapped
+
+
+def _role_only(chunk: dict[str, Any]) -> tuple[RoleOnly, ...]:
+    delta = (_first_choice(chunk) or {}).get("delta")
+    return (RoleOnly(),) if isinstance(delta, dict) and delta.get("role") else ()
+
+
+def _first_choice(chunk: dict[str, Any]) -> dict[str, Any] | None:
+    choices = chunk.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        if isinstance(choice, dict) and choice.get("index") in (0, None):
+            return choice
+    return None
+
+
+def _choice_events(choice: dict[str, Any], delta_kinds: Container[type]) -> Iterator[StreamEvent]:
+    delta, message = choice.get("delta"), choice.get("message")
+    if isinstance(delta, dict) and delta:
+        yield from _delta_events(delta)
+    elif isinstance(message, dict):
+        yield from (event for event in _delta_events(message) if type(event) not in delta_kinds)
+    elif isinstance(choice.get("text"), str):  # a text completion
+        yield from _delta_events({"content": choice["text"]})
+    reason = choice.get("finish_reason")
+    if isinstance(reason, str) and reason:
+        yield Finish(reason)
+
+
+def _delta_events(delta: dict[str, Any]) -> Iterator[StreamEvent]:
+    reasoning = _text(delta.get("reasoning_content"))
+    if reasoning:
+        yield ReasoningDelta(reasoning)
+    text = _text(delta.get("content"))
+    if text:
+        yield TextDelta(text)
+    calls = delta.get("tool_calls")
+    for position, call in enumerate(calls if isinstance(calls, list) else ()):
+        if isinstance(call, dict):
+            yield _tool_call(call, position)
+
+
+def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        function = {}
+    index = _count(call.get("index"))
+    arguments = function.get("arguments")
+    if arguments is not None and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)  # old builds give a final call's as an object
+    return ToolCallDelta(
+        index=position if index is None else index,
+        call_id=_text(call.get("id")) or _text(function.get("id")),  # in `function`: old builds
+        name=_text(function.get("name")),
+        arguments=arguments,
+    )
+
+
+def _usage(usage: dict[str, Any]) -> Usage:
+    details = usage.get("prompt_tokens_details")
+    return Usage(
+        prompt_tokens=_count(usage.get("prompt_tokens")) or 0,
+        completion_tokens=_count(usage.get("completion_tokens")) or 0,
+        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
+    )
+
+
+def _timings(timings: dict[str, Any]) -> Timings:
+    return Timings(
+        cache_n=_count(timings.get("cache_n")),
+        prompt_n=_count(timings.get("prompt_n")),
+        predicted_n=_count(timings.get("predicted_n")),
+        predicted_per_second=_rate(timings.get("predicted_per_second")),
+    )
+
+
+def _error_of_field(data: str) -> ServerError:
+    """An `error:` field: an error object, wrapped or not, or just a text."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = data
+    if isinstance(value, dict) and value.get("error"):
+        value = value["error"]
+    return _error(value)
+
+
+def _error(error: Any) -> ServerError:
+    if not isinstance(error, dict):
+        return ServerError(error if isinstance(error, str) else json.dumps(error), code=None, type=None)
+    code = error.get("code")
+    if isinstance(code, str) and code.isdecimal() and len(code) < 10:
+        code = int(code)
+    return ServerError(
+        message=_text(error.get("message")) or json.dumps(error, ensure_ascii=False),
+        code=_count(code),
+        type=_text(error.get("type")),
+    )
+
+
+def _text(value: Any) -> str | None:
+    """A string that is not empty; the strings of a list of content parts, joined; None for all else."""
+    if isinstance(value, list):
+        parts = [part.get("text") for part in value if isinstance(part, dict)]
+        value = "".join(part for part in parts if isinstance(part, str))
+    return value if isinstance(value, str) and value else None
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_MANY else None
+
+
+def _rate(value: Any) -> float | None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return float(value) if abs(value) < 1e12 else None  # JSON as read here may hold NaN and Infinity
+
+
+def _shown(data: str) -> str:
+    return repr(data[:_SHOWN_CHARS])

@@ -1,0 +1,299 @@
+"""Tool calls that a model writes into its text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum, auto
+
+from llama_worker.profiles import LoopDetector
+from llama_worker.stream.calls import MAX_JSON_DEPTH, MalformedCall, RawCall, parse_arguments
+from llama_worker.stream.loops import LoopWatch
+
+CALL_OPEN = "<tool_call>"
+CALL_CLOSE = "</tool_call>"
+MAX_TAGGED_CALL_CHARS = 1 << 20
+"""The longest tagged call, tags included; a longer one is malformed. Bounds what the filter holds back."""
+
+
+def tagged_call(name: str, arguments_json: str) -> str:
+    """A call the way prompted mode writes it."""
+    return f'{CALL_OPEN}{{"name": {json.dumps(name)}, "arguments": {arguments_json}}}{CALL_CLOSE}'
+
+
+class TaggedCallFilter:
+    """Takes tagged calls out of one turn's text, whatever its split. Not thread-safe.
+
+    Visible text is the text less the well-formed calls, nothing else changed. What may be (the start of) a
+    call is held back until that is decided, at most `MAX_TAGGED_CALL_CHARS`. Time is linear in the text.
+
+    strict (prompted mode): a malformed call is in `calls` as well as in the text.
+    Not strict (native mode): it is just text; and tagged calls count only in a turn without structured ones. So all
+    that follows the first is held back, to the end (`finish`) or a structured call (`put_back`). What nobody sees is
+    watched for loops here: it is let go once whoever sees it will find one, with the calls in it or without.
+    """
+
+    def __init__(self, *, strict: bool, loop_detector: LoopDetector | None = None) -> None:
+        self.calls: list[RawCall | MalformedCall] = []
+        self._strict = strict
+        self._loop_detector = loop_detector
+        self._scanner: _CallScanner | None = None  # None: not inside a call
+        self._held: list[str] = []  # undecided text, from the start of a tag
+        self._visible: list[str] = []  # decided, not returned yet
+        self._malformed: list[str] | None = None  # the malformed call that the text is in
+        self._undecided: _Undecided | None = None  # not strict: all from the first call on
+
+    def feed(self, text: str) -> str:
+        """More of the text; returns what may be shown."""
+        if text:
+            self._run(text, final=False)
+        return self._take_visible()
+
+    def put_back(self) -> str:
+        """The turn has a structured call, so tagged ones are text; returns all that was held back. The last call."""
+        self.calls.clear()
+        literal = self._undecided.with_calls.read() if self._undecided is not None else ""
+        return literal + "".join(self._held)
+
+    def finish(self) -> str:
+        """The end of the turn, however it came; returns the rest of the text. The last call."""
+        self._run("", final=True)
+        self._end_malformed()
+        self._let_go()
+        return self._take_visible()
+
+    def _run(self, text: str, *, final: bool) -> None:
+        start = 0  # of the undecided part
+        at = 0  # scanned up to here
+        if self._scanner is None:
+            text = self._join_held(text)
+        while True:
+            if self._scanner is None:
+                tag = _TAG.search(text, at)
+                if tag is None:
+                    start = len(text) if final else _unfinished_tag(text, at)
+                    self._show(text[at:start])
+                    break
+                closes = tag[0] == CALL_CLOSE
+                self._show(text[at : tag.end() if closes else tag.start()])
+                self._end_malformed()
+                start, at = tag.span()
+                if not closes:
+                    self._scanner = _CallScanner()
+                continue
+            at = self._scanner.scan(text, at)
+            if self._scanner.verdict is _Verdict.OPEN and not final:
+                break
+            if self._held:  # the call began in an earlier text
+                at += sum(map(len, self._held))
+                text = self._join_held(text)
+            whole = text[start:at] if self._scanner.verdict is _Verdict.COMPLETE else ""
+            self._scanner = None
+            if call := _well_formed(whole):
+                self._take_call(call, whole)
+            else:
+                at = start + len(CALL_OPEN)
+                if self._strict:
+                    self._malformed = []
+                self._show(CALL_OPEN)
+        if start < len(text):
+            self._held.append(text[start:])
+
+    def _join_held(self, text: str) -> str:
+        text = "".join([*self._held, text])
+        self._held.clear()
+        return text
+
+    def _take_visible(self) -> str:
+        text = "".join(self._visible)
+        self._visible.clear()
+        return text
+
+    def _show(self, text: str) -> None:
+        if self._malformed is not None:
+            self._malformed.append(text)
+        if self._undecided is None:
+            self._visible.append(text)
+            return
+        self._undecided.add(text)
+        if self._undecided.loops:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._undecided is not None:
+            self._visible.append(self._undecided.without_calls.read())
+            self._undecided = None
+
+    def _take_call(self, call: RawCall, whole: str) -> None:
+        self.calls.append(call)
+        if not self._strict:
+            if self._undecided is None:
+                self._undecided = _Undecided(self._loop_detector)
+            self._undecided.with_calls.add(whole)
+
+    def _end_malformed(self) -> None:
+        if self._malformed is not None:
+            self.calls.append(MalformedCall("".join(self._malformed)))
+            self._malformed = None
+
+
+class _Undecided:
+    """Text that will be seen in one of two readings."""
+
+    def __init__(self, detector: LoopDetector | None) -> None:
+        self.with_calls = _UnseenText(detector)
+        self.without_calls = _UnseenText(detector)
+
+    def add(self, text: str) -> None:
+        """More of what both have."""
+        self.with_calls.add(text)
+        self.without_calls.add(text)
+
+    @property
+    def loops(self) -> bool:
+        """Whichever will be seen."""
+        return self.with_calls.loops and self.without_calls.loops
+
+
+class _UnseenText:
+    """A text that grows unseen, behind one that was seen. `loops`: a watch over both would have found a loop."""
+
+    def __init__(self, detector: LoopDetector | None) -> None:
+        self.loops = False
+        self._parts: list[str] = []
+        self._watch = LoopWatch(detector) if detector is not None else None
+        self._watching = False  # not in the first line: it began before
+
+    def add(self, piece: str) -> None:
+        """More of it."""
+        self._parts.append(piece)
+        if self._watch is None or self.loops:
+            return
+        if not self._watching:
+            _, newline, piece = piece.partition("\n")
+            self._watching = bool(newline)
+        self.loops = self._watching and self._watch.feed(piece) is not None
+
+    def read(self) -> str:
+        """All of it."""
+        return "".join(self._parts)
+
+
+_TAG = re.compile(r"</?tool_call>")
+
+
+def _unfinished_tag(text: str, at: int) -> int:
+    """Where `text` ends in the beginning of a tag; its length if it does not."""
+    last = text.rfind("<", max(at, len(text) - len(CALL_CLOSE)))
+    if last >= 0 and (CALL_OPEN.startswith(text[last:]) or CALL_CLOSE.startswith(text[last:])):
+        return last
+    return len(text)
+
+
+def _well_formed(whole: str) -> RawCall | None:
+    """The call, if it holds exactly a name and an object of arguments."""
+    try:
+        value = parse_arguments(whole[len(CALL_OPEN) : -len(CALL_CLOSE)])
+    except ValueError:
+        return None
+    name, arguments = value.get("name"), value.get("arguments")
+    if value.keys() != {"name", "arguments"} or not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return RawCall(None, name, json.dumps(arguments, ensure_ascii=False), whole)
+
+
+class _Verdict(Enum):
+    OPEN = auto()
+    COMPLETE = auto()
+    MALFORMED = auto()
+
+
+class _Part(Enum):
+    BEFORE = auto()  # the object
+    OUTSIDE = auto()  # a string
+    STRING = auto()
+    ESCAPE = auto()
+    AFTER = auto()  # the object
+    CLOSING = auto()  # inside the closing tag
+
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_OUTSIDE = re.compile(r"[ \t\n\r0-9:,.+\-Eaeflnrstu]*")  # every character JSON knows there, brackets aside
+_STRING = re.compile(r'[^"\\\x00-\x1f]*')
+
+
+class _CallScanner:
+    """Finds where a tagged call ends, from after its opening tag, in pieces.
+
+    It does not check the JSON, but what no JSON can hold ends it at once: a `<` outside a string above all,
+    so that of many opening tags in a row at most two are ever scanned far.
+    """
+
+    def __init__(self) -> None:
+        self.verdict = _Verdict.OPEN
+        self._part = _Part.BEFORE
+        self._depth = 0
+        self._closing_chars = 0
+        self._room = MAX_TAGGED_CALL_CHARS - len(CALL_OPEN)
+
+    def scan(self, text: str, start: int) -> int:
+        """Reads on at `start`; returns where it stopped: at the end of `text` unless there is a verdict."""
+        at, end = start, min(len(text), start + self._room)
+        while at < end and self.verdict is _Verdict.OPEN:
+            at = self._step(text, at, end)
+        self._room -= at - start
+        if self.verdict is _Verdict.OPEN and self._room == 0:
+            self.verdict = _Verdict.MALFORMED
+        return at
+
+    def _step(self, text: str, at: int, end: int) -> int:
+        match self._part:
+            case _Part.BEFORE | _Part.AFTER:
+                at = _skip(_SPACE, text, at, end)
+                if at < end:
+                    expected = "{" if self._part is _Part.BEFORE else "<"
+                    self._expect(text[at] == expected)
+                    self._part = _Part.OUTSIDE if self._part is _Part.BEFORE else _Part.CLOSING
+            case _Part.OUTSIDE:
+                at = _skip(_OUTSIDE, text, at, end)
+                if at < end:
+                    self._structure(text[at])
+                    at += 1
+            case _Part.STRING:
+                at = _skip(_STRING, text, at, end)
+                if at < end:
+                    self._expect(text[at] in '"\\')
+                    self._part = _Part.OUTSIDE if text[at] == '"' else _Part.ESCAPE
+                    at += 1
+            case _Part.ESCAPE:
+                self._part = _Part.STRING
+                at += 1
+            case _Part.CLOSING:
+                self._expect(text[at] == CALL_CLOSE[self._closing_chars])
+                self._closing_chars += 1
+                at += 1
+                if self._closing_chars == len(CALL_CLOSE) and self.verdict is _Verdict.OPEN:
+                    self.verdict = _Verdict.COMPLETE
+        return at
+
+    def _structure(self, char: str) -> None:
+        if char == '"':
+            self._part = _Part.STRING
+        elif char in "{[":
+            self._depth += 1
+            self._expect(self._depth <= MAX_JSON_DEPTH)
+        elif char in "}]":
+            self._depth -= 1
+            if self._depth == 0:
+                self._part = _Part.AFTER
+        else:
+            self._expect(False)
+
+    def _expect(self, holds: bool) -> None:
+        if not holds:
+            self.verdict = _Verdict.MALFORMED
+
+
+def _skip(pattern: re.Pattern[str], text: str, at: int, end: int) -> int:
+    found = pattern.match(text, at, end)
+    return found.end() if found else at
