@@ -30,8 +30,6 @@ from llama_worker.messages import (
     Stop,
     StreamsClosed,
     Terminate,
-    WatchLaunch,
-    WatchStartup,
 )
 from llama_worker.request.table import Admitted, RequestTable
 from llama_worker.runtime.log_ring import LogRing
@@ -118,7 +116,7 @@ class ServerLife:
                     self.pid = pid
                     self._journal.note("launched", now, pid=pid, epoch=epoch)
                     if isinstance(life.state, Launching):
-                        self._children.watchdog.tell(WatchStartup(epoch=epoch, pid=pid))
+                        self._children.watchdog.tell(message)
             case LaunchFailed(epoch=epoch, reason=reason, detail=detail):
                 self._apply(lifecycle.launch_failed(life, now, epoch=epoch, reason=reason, detail=detail))
             case BecameReady(epoch=epoch, traits=traits):
@@ -222,8 +220,9 @@ class ServerLife:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case LaunchServer(epoch=epoch):
-                self._children.watchdog.tell(WatchLaunch(epoch=epoch))
-                self._children.process.tell(Launch(epoch=epoch))
+                launch = Launch(epoch=epoch)
+                self._children.watchdog.tell(launch)
+                self._children.process.tell(launch)
             case FailRequests(reason=reason, detail=detail):
                 for admitted in self._table.active:
                     self._dispatcher.abandon(admitted, reason, detail)

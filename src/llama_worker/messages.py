@@ -539,21 +539,6 @@ ToolMessage = RunTools | DropTools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchLaunch:
-    """A launch was ordered: its time runs."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchStartup:
-    """Its process is there: probe it until it is ready or its time is up."""
-
-    epoch: int
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """A request is in flight on this mailbox."""
 
@@ -601,7 +586,7 @@ class Probed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceSeen:
-    """From a probe's thread: what it said of one look at the server's processes."""
+    """From the thread of a look: what a liveness probe said of the server's processes."""
 
     epoch: int
     probe: int  # its index
@@ -613,20 +598,6 @@ class EvidenceSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookDue:
-    """The timer of verdicts has fired."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeDue:
-    """The timer of readiness and health has fired."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressReported:
     """A RequestActor's answer to `ReportProgress`; None where it is between two requests."""
 
@@ -635,15 +606,5 @@ class ProgressReported:
 
 
 WatchdogMessage = (
-    WatchLaunch
-    | WatchStartup
-    | Watch
-    | Unwatch
-    | ProbeNow
-    | StandDown
-    | Probed
-    | EvidenceSeen
-    | LookDue
-    | ProbeDue
-    | ProgressReported
+    Launch | Launched | Watch | Unwatch | ProbeNow | StandDown | Probed | EvidenceSeen | ProgressReported | Tick
 )

@@ -34,7 +34,6 @@ from llama_worker.messages import (
     Launched,
     OpenStream,
     Probed,
-    ProbeDue,
     ReaderEnded,
     RequestEnded,
     RunTools,
@@ -47,9 +46,9 @@ from llama_worker.messages import (
     StreamsClosed,
     Submit,
     Terminate,
+    Tick,
     Unwatch,
     Watch,
-    WatchStartup,
 )
 from llama_worker.request.turn import Turn
 from llama_worker.types import WorkerState
@@ -233,8 +232,8 @@ def test_a_death_beside_a_running_tool_keeps_the_trace_and_counts_the_thread_unt
 DEATHS_IN_A_START = [
     (ProcessActor, Launch),
     (ProcessActor, ServerStarted),
-    (WatchdogActor, WatchStartup),
-    (WatchdogActor, ProbeDue),
+    (WatchdogActor, Launched),
+    (WatchdogActor, Tick),
     (WatchdogActor, Probed),
 ]
 

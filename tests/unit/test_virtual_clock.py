@@ -1,4 +1,4 @@
-"""Minutes and hours of a server's life, decided in an instant: the pure decisions, driven as the actors drive them."""
+"""Minutes and hours of a server's life, decided in an instant by the parts that decide them at work."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from llama_worker.messages import BecameReady, HealthLost, ProbeOutcome, Stalled, StartupFailed
 from llama_worker.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.server import lifecycle
-from llama_worker.server.health import HealthCounter
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import BackingOff, Failed
 from llama_worker.server.liveness import WINDOW_S, Counters, ProcessActivity, ProcessSample
-from llama_worker.server.startup import StartupWatch
-from llama_worker.server.timeouts import DataLedger, Progress, Verdict, verdict
+from llama_worker.server.timeouts import Progress, Verdict
 from llama_worker.types import RequestFailReason, RequestPhase, WorkerState
+from tests.virtual_watch import VirtualWatch, always_ready
 
 DEFAULT = TimeoutProfile()
 MINUTE = 60.0
@@ -24,20 +24,25 @@ IDLE, BUSY = 0.6, 95.0  # ticks per second of a server that waits, and of one co
 
 
 class Machine:
-    """The server's processes as /proc would show them: CPU and reads by rate."""
+    """The server's processes as /proc would show them: CPU and reads, at the rates of each instant."""
 
-    def __init__(self) -> None:
+    def __init__(self, works: Callable[[float], bool], *, reads: bool = False) -> None:
+        self._works = works
+        self._reads = reads
         self._activity = ProcessActivity()
         self._at: float | None = None
         self._ticks = 0.0
         self._read_bytes = 0.0
 
-    def look(self, now: float, *, ticks_per_s: float = IDLE, read_bytes_per_s: float = 0.0) -> bool:
-        """One probe; whether it gives evidence of work. The rates are those since the look before."""
+    def __call__(self, now: float, fresh: bool) -> bool:
+        """One look; whether it gives evidence of work."""
         span_s = now - self._at if self._at is not None else 0.0
         self._at = now
-        self._ticks += ticks_per_s * span_s
-        self._read_bytes += read_bytes_per_s * span_s
+        at_work = self._works(now)
+        self._ticks += (BUSY if at_work and not self._reads else IDLE) * span_s
+        self._read_bytes += (8e6 if at_work and self._reads else 0.0) * span_s
+        if fresh:
+            self._activity = ProcessActivity()
         used = Counters(cpu_ticks=int(self._ticks), read_bytes=int(self._read_bytes), major_faults=0)
         self._activity, evidence = self._activity.observe(ProcessSample(at=now, processes={(1, 1.0): used}))
         return evidence is not None and evidence.alive
@@ -85,29 +90,39 @@ class Story:
         )
 
 
+def ready_at_zero(profile: TimeoutProfile, works: Callable[[float], bool]) -> VirtualWatch:
+    """A server that becomes READY at 0.0."""
+    watched = VirtualWatch(profile, evidence=Machine(works), now=-0.1)
+    assert watched.run(1.0, BecameReady) == (0.0, watched.news[-1][1])
+    return watched
+
+
+def neighbour(every_s: float) -> Callable[[float], Progress]:
+    """A request that gets data so often."""
+    return lambda now: Progress(
+        request_id=2,
+        phase=RequestPhase.GENERATING,
+        dispatched_at=0.0,
+        turn_started_at=0.0,
+        headers_at=0.0,
+        first_token_at=0.0,
+        last_data_at=now // every_s * every_s,
+    )
+
+
 def watch(story: Story, until: float, profile: TimeoutProfile = DEFAULT) -> tuple[float, Verdict] | None:
-    """What the watchdog finds, looking every `liveness_probe_interval_s`; None if nothing up to `until`."""
-    machine, ledger, liveness_at = Machine(), DataLedger(), None
-    now = 0.0
-    machine.look(now)
-    while now < until:
-        now += profile.liveness_probe_interval_s
-        if machine.look(now, ticks_per_s=BUSY if story.works(now) else IDLE):
-            liveness_at = now
-        progress = story.progress(now)
-        ledger = ledger.heard(1, progress.data_at)
-        if story.neighbour_data_every_s is not None:
-            ledger = ledger.heard(2, now // story.neighbour_data_every_s * story.neighbour_data_every_s)
-        found = verdict(
-            progress,
-            liveness_at=liveness_at,
-            neighbour_data_at=ledger.of_others(1),
-            profile=profile,
-            now=now,
-        )
-        if found is not None:
-            return now, found
-    return None
+    """When the story's request is given up, and why; None if it is not, up to `until`."""
+    watched = ready_at_zero(profile, story.works)
+    requests: dict[int, Callable[[float], Progress]] = {1: story.progress}
+    if story.neighbour_data_every_s is not None:
+        requests[2] = neighbour(story.neighbour_data_every_s)
+    watched.begin(requests)
+    found = watched.run(until, Stalled)
+    if found is None:
+        return None
+    at, stalled = found
+    assert stalled.request_id == 1
+    return at, stalled.verdict
 
 
 @pytest.mark.parametrize("headers_at", [0.01, 40 * MINUTE], ids=["headers at once", "headers with the first token"])
@@ -177,19 +192,9 @@ def load(
     *, works: Callable[[float], bool], until: float, profile: TimeoutProfile = DEFAULT, reads: bool = False
 ) -> tuple[float, str] | None:
     """When and why the launch at 0.0 is given up, a 503 at every probe; None if it is not, up to `until`."""
-    machine, startup = Machine(), StartupWatch.begin(0.0)
-    machine.look(0.0)
-    now = startup.first_probe_at(0.0)
-    while now < until:
-        overdue = startup.overdue(profile, now)
-        if overdue is not None:
-            return now, overdue
-        at_work = works(now)
-        ticks_per_s = BUSY if at_work and not reads else IDLE
-        if machine.look(now, ticks_per_s=ticks_per_s, read_bytes_per_s=8e6 if at_work and reads else 0.0):
-            startup = startup.saw_work(now)
-        now = startup.next_probe_at(now)
-    return None
+    loading = VirtualWatch(profile, evidence=Machine(works, reads=reads), readiness=lambda now: ProbeOutcome.LOADING)
+    found = loading.run(until, StartupFailed)
+    return None if found is None else (found[0], found[1].detail)
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["CPU", "disk"])
@@ -293,11 +298,12 @@ def test_a_server_that_recovers_after_four_crashes_stays_up() -> None:
 
 
 def test_an_hour_of_failing_health_costs_nothing_while_data_flows_and_90_s_of_silence_cost_the_server() -> None:
-    counter, lost, now = HealthCounter(since=0.0), None, 0.0
-    data_until = 3600.0
-    while lost is None and now < 2 * 3600.0:
-        now += 30.0
-        data_at = min(now - 0.1, data_until)
-        counter, lost = counter.probed(ok=False, detail="503", data_at=data_at, profile=DEFAULT, now=now)
-    assert lost is not None
-    assert now == 3600.0 + 90.0
+    def fails(now: float) -> ProbeOutcome:
+        return always_ready(now) if now <= 0.0 else ProbeOutcome.FAILED
+
+    watched = VirtualWatch(replace(DEFAULT, idle_stream_timeout_s=None), readiness=fails, now=-0.1)
+    assert watched.run(1.0, BecameReady) is not None
+    watched.begin({1: Story(first_token_at=0.0, token_every_s=0.1, last_token_at=3600.0).progress})
+    found = watched.run(2 * 3600.0, HealthLost)
+    assert found is not None
+    assert found[0] == 3600.0 + 90.0

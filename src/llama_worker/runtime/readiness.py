@@ -21,7 +21,7 @@ _TRAITS_TIMEOUT_S = 2.0
 _NO_ANSWER = (Aborted, OSError, ValueError)
 
 
-class ServerProbe:
+class ReadinessProbe:
     """One probe. The constructor starts a daemon thread, which tells one Probed; any thread may call `abort`.
 
     The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings the traits.

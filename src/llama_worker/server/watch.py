@@ -1,0 +1,326 @@
+"""Everything that is decided about a launch while it is watched: its startup, its health, its silent requests.
+
+Sans-IO: `step` takes a message and the time, and returns what is to be told and done, in order; `deadline` is the
+instant of the next `Tick`. A *probe* asks the server whether it is ready; a *look* asks a liveness probe what the
+server's processes did lately. Instants (`*_at`, `now`) are monotonic seconds.
+
+    Launch ──▶ starting ──BecameReady──▶ ready ──HealthLost, Stalled, StandDown──▶ idle
+                  └──────StartupFailed, StandDown──────────────────────────────────▶ idle
+
+While ready it wakes for the health probe, and for verdicts only while a request is in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from llama_worker.messages import (
+    BecameReady,
+    EvidenceSeen,
+    HealthLost,
+    Launch,
+    Launched,
+    Mailbox,
+    Observed,
+    Probed,
+    ProbeNow,
+    ProbeOutcome,
+    ProgressReported,
+    ReportProgress,
+    RequestMessage,
+    Stalled,
+    StandDown,
+    StartupFailed,
+    Tick,
+    Unwatch,
+    Watch,
+    WatchdogMessage,
+)
+from llama_worker.profiles import TimeoutProfile
+from llama_worker.server.health import HealthCounter
+from llama_worker.server.look_rounds import LookRounds
+from llama_worker.server.startup import StartupWatch
+from llama_worker.server.timeouts import DataLedger, Inquiry, Progress, busy_neighbour, verdict
+from llama_worker.types import StartFailReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeReadiness:
+    """Ask the server whether it is ready; `Probed` is to follow. `first`: it was not, so far."""
+
+    epoch: int
+    root_pid: int
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AbortProbe:
+    """Nobody waits for the readiness probe any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Ask the liveness probe `seen.probe`; `seen` is to follow, with what it said."""
+
+    seen: EvidenceSeen
+    root_pid: int
+
+
+Order = ProbeReadiness | AbortProbe | Look | ReportProgress  # `ReportProgress` goes to every request
+News = BecameReady | StartupFailed | HealthLost | Stalled | Observed  # to the WorkerActor
+
+
+class ServerWatch:
+    """One launch at a time. Not thread-safe: one actor at a time. `me` is where requests report to."""
+
+    def __init__(self, profile: TimeoutProfile, *, probes_count: int, me: Mailbox[WatchdogMessage]) -> None:
+        self._profile = profile
+        self._me = me
+        self._rounds = LookRounds(probes_count)
+        self._effects: list[Order | News] = []
+        self._is_probing = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """Of no launch."""
+        self._epoch, self._pid = 0, 0
+        self._stage: StartupWatch | HealthCounter | None = None  # before READY, while READY; None: idle
+        self._look_at: float | None = None
+        self._probe_at: float | None = None
+        self._doubt: str | None = None  # why a probe is wanted out of turn
+        self._cause: str | None = None  # why the one under way was wanted
+        self._requests: dict[int, Mailbox[RequestMessage]] = {}
+        self._progress: dict[int, Progress] = {}  # what each request said last
+        self._ledger = DataLedger()
+        self._inquiry = Inquiry()
+        self._liveness_at: float | None = None
+        self._activity: dict[int, str] = {}  # what each liveness probe said last
+
+    @property
+    def requests(self) -> dict[int, Mailbox[RequestMessage]]:
+        """The requests in flight, by id."""
+        return self._requests
+
+    @property
+    def deadline(self) -> float | None:
+        """When a `Tick` is due; None: never."""
+        return min((at for at in (self._look_at, self._probe_at) if at is not None), default=None)
+
+    def step(self, message: WatchdogMessage, now: float) -> list[Order | News]:
+        """Take note of the message; what is to be done now, in order. News of another launch is dropped."""
+        self._effects = []
+        match message:
+            case Launch(epoch=epoch):
+                self._stand_down()
+                self._epoch = epoch
+                self._stage = StartupWatch.begin(now)
+                self._probe_at = self._stage.first_probe_at(now)
+            case Launched(epoch=epoch, pid=pid):
+                if epoch == self._epoch and isinstance(self._stage, StartupWatch):
+                    self._pid = pid
+                    self._begin_round(fresh=True)
+                    self._probe_at = self._stage.first_probe_at(now)
+            case StandDown():
+                self._stand_down()
+            case Watch(request_id=request_id, request=request):
+                self._watch(request_id, request, now)
+            case Unwatch(request_id=request_id, data_at=data_at):
+                self._unwatch(request_id, data_at, now)
+            case ProbeNow(epoch=epoch, cause=cause):
+                if epoch == self._epoch and isinstance(self._stage, HealthCounter):
+                    self._doubt = self._doubt or cause
+                    self._probe()
+            case Tick():
+                self._tick(now)
+            case EvidenceSeen():
+                self._evidence_seen(message, now)
+            case Probed(epoch=epoch):
+                if epoch == self._epoch and self._is_probing:
+                    self._is_probing = False
+                    self._probed(message, now)
+            case ProgressReported(progress=progress, for_verdict=for_verdict):
+                if progress is not None and progress.request_id in self._requests:
+                    self._progress_reported(progress, now, for_verdict=for_verdict)
+            case _:
+                assert_never(message)
+        return self._effects
+
+    def _stand_down(self) -> None:
+        self._reset()
+        self._rounds.end()
+        if self._is_probing:
+            self._is_probing = False
+            self._effects.append(AbortProbe())
+
+    def _tick(self, now: float) -> None:
+        if self._probe_at is not None and now >= self._probe_at:
+            self._probe_due(now)
+        if self._look_at is not None and now >= self._look_at:
+            self._look_due(now)
+
+    # ------------------------------------------------------------ startup and health
+
+    def _probe_due(self, now: float) -> None:
+        if isinstance(self._stage, StartupWatch):
+            overdue = self._stage.overdue(self._profile, now)
+            if overdue is not None:
+                self._fail_startup(StartFailReason.STARTUP_TIMEOUT, overdue, now)
+                return
+            self._probe_at = self._stage.next_probe_at(now)
+            if not self._pid:
+                return  # no process yet
+            self._begin_round(fresh=False)
+        else:
+            self._set_health_probe(now)
+        self._probe()
+
+    def _set_health_probe(self, now: float) -> None:
+        interval_s = self._profile.health_probe_interval_s
+        self._probe_at = None if interval_s is None else now + interval_s
+
+    def _probe(self) -> None:
+        if self._is_probing:
+            return  # where there is a doubt, another one follows it
+        self._is_probing = True
+        self._cause, self._doubt = self._doubt, None
+        self._ask_for_progress(for_verdict=False)  # data that came by now outdoes a failure
+        first = isinstance(self._stage, StartupWatch)
+        self._effects.append(ProbeReadiness(epoch=self._epoch, root_pid=self._pid, first=first))
+
+    def _probed(self, probed: Probed, now: float) -> None:
+        match self._stage:
+            case StartupWatch():
+                if probed.outcome is ProbeOutcome.READY:
+                    self._stage = HealthCounter(since=now)
+                    self._set_health_probe(now)
+                    self._effects.append(BecameReady(epoch=self._epoch, traits=probed.traits))
+                elif probed.outcome is ProbeOutcome.STRANGER:
+                    self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail, now)
+            case HealthCounter():
+                self._health_probed(self._stage, probed, now)
+
+    def _health_probed(self, health: HealthCounter, probed: Probed, now: float) -> None:
+        heard = self._ledger.latest
+        ok = probed.outcome is ProbeOutcome.READY
+        self._stage, lost = health.probed(
+            ok=ok,
+            detail=probed.detail,
+            data_at=heard[0][1] if heard else None,
+            profile=self._profile,
+            now=now,
+        )
+        if self._cause is not None and not ok:
+            lost = f"{self._cause}, and then the probe failed: {probed.detail}"
+        if lost is not None:
+            self._tell_observed(now)
+            self._effects.append(HealthLost(epoch=self._epoch, detail=lost))
+        elif self._doubt is not None:
+            self._probe()  # the one that is done had begun before the doubt
+
+    def _fail_startup(self, reason: StartFailReason, detail: str, now: float) -> None:
+        self._tell_observed(now)
+        self._effects.append(StartupFailed(epoch=self._epoch, reason=reason, detail=detail))
+        self._stand_down()
+
+    # ------------------------------------------------------------ liveness and verdicts
+
+    def _watch(self, request_id: int, request: Mailbox[RequestMessage], now: float) -> None:
+        self._requests[request_id] = request
+        if len(self._requests) == 1:
+            self._liveness_at = None
+            self._begin_round(fresh=True)
+            self._look_at = now + self._profile.liveness_probe_interval_s
+
+    def _unwatch(self, request_id: int, data_at: float | None, now: float) -> None:
+        self._progress.pop(request_id, None)
+        if self._requests.pop(request_id, None) is not None:
+            self._ledger = self._ledger.heard(request_id, data_at)
+            self._inquiry = self._inquiry.without(request_id)
+            self._judge_when_all_are_heard(now)
+        if not self._requests:
+            self._look_at = None
+
+    def _look_due(self, now: float) -> None:
+        """First the evidence, then the question, then the verdict: none is given on old evidence."""
+        self._look_at = now + self._profile.liveness_probe_interval_s
+        a_probe_hangs = not self._rounds.complete
+        self._begin_round(fresh=False)
+        if self._rounds.complete or a_probe_hangs:
+            self._inquire(now)  # judge by what the others saw
+
+    def _begin_round(self, *, fresh: bool) -> None:
+        for seen in self._rounds.begin(self._epoch, fresh=fresh):
+            self._effects.append(Look(seen=seen, root_pid=self._pid))
+
+    def _evidence_seen(self, seen: EvidenceSeen, now: float) -> None:
+        again = self._rounds.returned(seen)
+        if again is not None:
+            self._effects.append(Look(seen=again, root_pid=self._pid))
+        if not self._rounds.counts(seen) or seen.epoch != self._epoch:
+            return
+        self._activity[seen.probe] = seen.detail
+        if isinstance(self._stage, StartupWatch) and seen.alive:
+            self._stage = self._stage.saw_work(seen.at)
+        if self._requests:
+            if seen.alive:
+                self._liveness_at = seen.at
+            self._tell_observed(seen.at)
+            if self._rounds.complete and not seen.fresh:
+                self._inquire(now)
+
+    def _inquire(self, now: float) -> None:
+        """Before a verdict every request is asked."""
+        self._judge_heard(now)  # of an inquiry that somebody has not answered all this time
+        self._inquiry = Inquiry(owing=frozenset(self._requests))
+        self._ask_for_progress(for_verdict=True)
+
+    def _ask_for_progress(self, *, for_verdict: bool) -> None:
+        if self._requests:
+            self._effects.append(
+                ReportProgress(liveness_at=self._liveness_at, for_verdict=for_verdict, reply_to=self._me)
+            )
+
+    def _progress_reported(self, progress: Progress, now: float, *, for_verdict: bool) -> None:
+        self._ledger = self._ledger.heard(progress.request_id, progress.data_at)
+        self._progress[progress.request_id] = progress
+        if for_verdict:
+            self._inquiry = self._inquiry.answered(progress)
+            self._judge_when_all_are_heard(now)
+
+    def _judge_when_all_are_heard(self, now: float) -> None:
+        if not self._inquiry.owing:
+            self._judge_heard(now)
+
+    def _judge_heard(self, now: float) -> None:
+        inquiry, self._inquiry = self._inquiry, Inquiry()
+        for progress in inquiry.heard:
+            self._judge(progress, now)
+
+    def _judge(self, progress: Progress, now: float) -> None:
+        neighbour_data_at = self._ledger.of_others(progress.request_id)
+        found = verdict(
+            progress,
+            liveness_at=self._liveness_at,
+            neighbour_data_at=neighbour_data_at,
+            profile=self._profile,
+            now=now,
+        )
+        if found is not None:
+            self._tell_observed(now)
+            busy = busy_neighbour(neighbour_data_at, profile=self._profile, now=now)
+            self._effects.append(
+                Stalled(epoch=self._epoch, request_id=progress.request_id, verdict=found, busy_neighbour=busy)
+            )
+
+    def _tell_observed(self, now: float) -> None:
+        """With every look and before every verdict: the worker may also have reasons of its own for a kill."""
+        self._effects.append(
+            Observed(
+                epoch=self._epoch,
+                at=now,
+                activity="; ".join(text for text in self._activity.values() if text),
+                liveness_at=self._liveness_at,
+                requests=tuple(self._progress.values()),
+            )
+        )

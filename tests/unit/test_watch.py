@@ -1,0 +1,201 @@
+"""What is asked about a server, and when it is judged, step by step with a literal clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llama_worker.messages import (
+    BecameReady,
+    EvidenceSeen,
+    HealthLost,
+    Launch,
+    Launched,
+    Observed,
+    Probed,
+    ProbeNow,
+    ProbeOutcome,
+    ProgressReported,
+    ReportProgress,
+    Stalled,
+    StandDown,
+    StartupFailed,
+    Tick,
+    Unwatch,
+    Watch,
+    WatchdogMessage,
+)
+from llama_worker.profiles import TimeoutProfile
+from llama_worker.server.timeouts import Progress
+from llama_worker.server.traits import ServerTraits
+from llama_worker.server.watch import AbortProbe, Look, ProbeReadiness, ServerWatch
+from llama_worker.types import RequestPhase
+from tests.virtual_watch import Nobody
+
+STALLS_AFTER_1_S = TimeoutProfile(
+    idle_stream_timeout_s=1.0, liveness_probe_interval_s=0.1, health_probe_interval_s=None
+)
+
+
+class Watched:
+    """A `ServerWatch` and the conversation with it."""
+
+    def __init__(self, profile: TimeoutProfile, *, probes_count: int = 0) -> None:
+        self.watch = ServerWatch(profile, probes_count=probes_count, me=Nobody())
+
+    def __call__(self, message: WatchdogMessage, now: float) -> list[Any]:
+        """What follows from a message, apart from the notes for the evidence of a kill."""
+        return [effect for effect in self.watch.step(message, now) if not isinstance(effect, Observed)]
+
+    def become_ready(self, now: float) -> None:
+        self(Launch(epoch=1), now)
+        for effect in [*self(Launched(epoch=1, pid=7), now), *self(Tick(), now + 0.1)]:
+            if isinstance(effect, Look):
+                self(effect.seen, now + 0.1)
+        assert self(probed(ProbeOutcome.READY), now + 0.1) == [BecameReady(epoch=1, traits=ServerTraits())]
+
+
+def probed(outcome: ProbeOutcome, epoch: int = 1) -> Probed:
+    return Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits())
+
+
+def generating(request_id: int, data_at: float) -> ProgressReported:
+    progress = Progress(
+        request_id=request_id,
+        phase=RequestPhase.GENERATING,
+        dispatched_at=0.0,
+        turn_started_at=0.0,
+        headers_at=0.0,
+        first_token_at=0.0,
+        last_data_at=data_at,
+    )
+    return ProgressReported(progress=progress, for_verdict=True)
+
+
+def two_requests() -> Watched:
+    """Two requests in flight at 60.0, and every request was just asked how far it is."""
+    step = Watched(STALLS_AFTER_1_S)
+    step.become_ready(0.0)
+    for request_id in (1, 2):
+        assert step(Watch(request_id=request_id, request=Nobody()), 60.0) == []
+    (asked,) = step(Tick(), 60.1)
+    assert isinstance(asked, ReportProgress)
+    assert asked.for_verdict
+    return step
+
+
+@pytest.mark.parametrize(
+    "neighbour", [generating(2, 60.1), Unwatch(request_id=2, data_at=60.1)], ids=["answers late", "ends"]
+)
+def test_no_verdict_falls_before_every_request_was_heard(neighbour: WatchdogMessage) -> None:
+    step = two_requests()
+    assert step(generating(1, 0.0), 60.1) == []
+    (stalled,) = step(neighbour, 60.15)
+    assert (stalled.request_id, stalled.busy_neighbour) == (1, True)
+
+
+def test_a_request_that_never_answers_holds_no_verdict_up_for_ever() -> None:
+    step = two_requests()
+    assert step(generating(1, 0.0), 60.1) == []
+    stalled, asked = step(Tick(), 60.2)
+    assert isinstance(stalled, Stalled)
+    assert (stalled.request_id, stalled.busy_neighbour) == (1, False)
+    assert isinstance(asked, ReportProgress)
+
+
+def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
+    step = Watched(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
+    step.become_ready(0.0)
+    probe = ProbeReadiness(epoch=1, root_pid=7, first=False)
+    assert step(Tick(), 30.1) == [probe]
+    assert step(ProbeNow(epoch=1, cause="a broken connection"), 30.2) == []
+    assert step(probed(ProbeOutcome.READY), 30.3) == [probe]  # the first one had reached the server before that
+    detail = "a broken connection, and then the probe failed: told"
+    assert step(probed(ProbeOutcome.FAILED), 30.4) == [HealthLost(epoch=1, detail=detail)]
+
+
+def test_evidence_comes_before_the_question_and_the_question_before_the_verdict() -> None:
+    step = Watched(STALLS_AFTER_1_S, probes_count=2)
+    step.become_ready(0.0)
+    first, second = (effect.seen for effect in step(Watch(request_id=1, request=Nobody()), 60.0))
+    assert (first.fresh, second.fresh) == (True, True)
+    assert [step(seen, 60.0) for seen in (first, second)] == [[], []]
+    first, second = (effect.seen for effect in step(Tick(), 60.1))
+    assert step(first, 60.11) == []
+    (asked,) = step(replace(second, alive=True, at=60.1), 60.12)
+    assert (asked.for_verdict, asked.liveness_at) == (True, 60.1)
+    assert step(generating(1, 0.0), 60.13) == []  # it works
+
+
+def test_a_probe_that_hangs_is_not_asked_again_and_holds_no_verdict_up() -> None:
+    step = Watched(STALLS_AFTER_1_S, probes_count=2)
+    step.become_ready(0.0)
+    hanging, quick = (effect.seen for effect in step(Watch(request_id=1, request=Nobody()), 60.0))
+    assert step(quick, 60.0) == []
+    look, asked = step(Tick(), 60.1)
+    assert (look.seen.probe, asked.for_verdict) == (quick.probe, True)
+    (again,) = step(generating(1, 0.0), 60.1)
+    assert isinstance(again, Stalled)
+    assert hanging.probe not in [e.seen.probe for e in step(Tick(), 60.2) if isinstance(e, Look)]
+
+
+def test_what_a_probe_saw_before_watching_began_does_not_count() -> None:
+    step = Watched(STALLS_AFTER_1_S, probes_count=1)
+    step.become_ready(0.0)
+    (old,) = step(Watch(request_id=1, request=Nobody()), 60.0)
+    step(Unwatch(request_id=1, data_at=None), 61.0)
+    assert step(Watch(request_id=2, request=Nobody()), 62.0) == []  # the probe is still out
+    (reset,) = step(replace(old.seen, alive=True, at=62.5), 62.5)
+    assert reset.seen.fresh
+    asked = [e for e in step(Tick(), 63.0) if isinstance(e, ReportProgress)]
+    assert [e.liveness_at for e in asked] == [None]
+
+
+@pytest.mark.parametrize("message", [StandDown(), Launch(epoch=2)])
+def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing(message: WatchdogMessage) -> None:
+    step = Watched(TimeoutProfile(), probes_count=1)
+    step(Launch(epoch=1), 0.0)
+    (look,) = step(Launched(epoch=1, pid=7), 0.0)
+    step(Tick(), 0.1)
+    assert AbortProbe() in step(message, 0.2)
+    assert step(probed(ProbeOutcome.READY), 0.3) == []
+    assert step(Launched(epoch=1, pid=7), 0.3) == []
+    assert step(ProbeNow(epoch=1, cause="late"), 0.3) == []
+    assert step(replace(look.seen, alive=True, at=0.3), 0.3) == []
+
+
+def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None:
+    step = Watched(TimeoutProfile(startup_timeout_s=10.0))
+    step(Launch(epoch=1), 0.0)
+    assert step(Tick(), 5.0) == []
+    (failed,) = step(Tick(), 10.0)
+    assert isinstance(failed, StartupFailed)
+    assert step.watch.deadline is None
+
+
+def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
+    for interval_s, due_at in ((None, None), (30.0, 130.1)):
+        step = Watched(TimeoutProfile(health_probe_interval_s=interval_s))
+        step.become_ready(100.0)
+        assert step.watch.deadline == due_at
+        step(Watch(request_id=1, request=Nobody()), 101.0)
+        assert step.watch.deadline == 106.0
+        step(Unwatch(request_id=1, data_at=None), 102.0)
+        assert step.watch.deadline == due_at
+
+
+def test_a_tick_before_its_time_changes_nothing() -> None:
+    step = Watched(TimeoutProfile())
+    step.become_ready(0.0)
+    step(Watch(request_id=1, request=Nobody()), 1.0)
+    assert step(Tick(), 5.9) == []
+    assert step.watch.deadline == 6.0
+
+
+def test_evidence_from_a_launch_that_is_over_is_dropped() -> None:
+    step = Watched(STALLS_AFTER_1_S, probes_count=1)
+    step.become_ready(0.0)
+    stale = EvidenceSeen(epoch=9, probe=0, round=99, alive=True, at=50.0, detail="", fresh=False)
+    assert step(stale, 50.0) == []

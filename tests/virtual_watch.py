@@ -1,0 +1,109 @@
+"""The real `ServerWatch` in virtual time: its orders are carried out at once, its alarm moves the clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from llama_worker.messages import (
+    EvidenceSeen,
+    Launch,
+    Launched,
+    Probed,
+    ProbeOutcome,
+    ProgressReported,
+    ReportProgress,
+    Tick,
+    Watch,
+    WatchdogMessage,
+)
+from llama_worker.profiles import TimeoutProfile
+from llama_worker.server.timeouts import Progress
+from llama_worker.server.traits import ServerTraits
+from llama_worker.server.watch import AbortProbe, Look, News, ProbeReadiness, ServerWatch
+
+Evidence = Callable[[float, bool], bool]  # (now, fresh) -> whether the server's processes are at work
+Readiness = Callable[[float], ProbeOutcome]
+RequestAt = Callable[[float], Progress]
+
+
+class Nobody:
+    """A mailbox that is never read: the driver answers itself."""
+
+    def tell(self, message: Any) -> bool:
+        return True
+
+
+def idle(now: float, fresh: bool) -> bool:
+    """A server whose processes do nothing."""
+    return False
+
+
+def always_ready(now: float) -> ProbeOutcome:
+    """A server that answers every probe."""
+    return ProbeOutcome.READY
+
+
+class VirtualWatch:
+    """One launch, number 1, ordered at `now`. `news` is what the WorkerActor would be told, and when."""
+
+    def __init__(
+        self,
+        profile: TimeoutProfile,
+        *,
+        evidence: Evidence = idle,
+        readiness: Readiness = always_ready,
+        now: float = 0.0,
+    ) -> None:
+        self.now = now
+        self.news: list[tuple[float, News]] = []
+        self.watch = ServerWatch(profile, probes_count=1, me=Nobody())
+        self._evidence = evidence
+        self._readiness = readiness
+        self._requests: Mapping[int, RequestAt] = {}
+        self.tell(Launch(epoch=1))
+        self.tell(Launched(epoch=1, pid=1))
+
+    def begin(self, requests: Mapping[int, RequestAt]) -> None:
+        """The requests are sent now."""
+        self._requests = requests
+        for request_id in requests:
+            self.tell(Watch(request_id=request_id, request=Nobody()))
+
+    def tell(self, message: WatchdogMessage) -> None:
+        """Hand over one message, and every answer that it brings about."""
+        messages = deque([message])
+        while messages:
+            for effect in self.watch.step(messages.popleft(), self.now):
+                match effect:
+                    case Look(seen=seen):
+                        messages.append(self._seen(seen))
+                    case ProbeReadiness(epoch=epoch):
+                        messages.append(
+                            Probed(epoch=epoch, outcome=self._readiness(self.now), detail="told", traits=ServerTraits())
+                        )
+                    case ReportProgress(for_verdict=for_verdict):
+                        for request_id in self.watch.requests:
+                            progress = self._requests[request_id](self.now)
+                            messages.append(ProgressReported(progress=progress, for_verdict=for_verdict))
+                    case AbortProbe():
+                        pass
+                    case _:
+                        self.news.append((self.now, effect))
+
+    def run(self, until: float, stop_at: type[News]) -> tuple[float, Any] | None:
+        """Let time pass until such news; None where there was none up to `until`."""
+        while True:
+            found = next((entry for entry in self.news if isinstance(entry[1], stop_at)), None)
+            if found is not None:
+                return found
+            due_at = self.watch.deadline
+            if due_at is None or due_at >= until:
+                return None
+            self.now = max(self.now, due_at)
+            self.tell(Tick())
+
+    def _seen(self, seen: EvidenceSeen) -> EvidenceSeen:
+        return replace(seen, alive=self._evidence(self.now, seen.fresh), at=self.now, detail="told")
