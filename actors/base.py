@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import pykka
 
 from llama_worker.errors import described_error
-from llama_worker.messages import ActorDied, Mailbox, WorkerMessage
+from llama_worker.messages import ActorDied, Mailbox, Tick, WorkerMessage
+from llama_worker.runtime.ports import ActorRunner, Clock, Timer
 
 M = TypeVar("M")
+_logger = logging.getLogger("llama_worker")
+
+
+def members(union: Any) -> frozenset[type]:
+    """The message types of a mailbox's union."""
+    return frozenset(get_args(union))
 
 
 class Ref(Generic[M]):
@@ -66,20 +74,52 @@ class _StopRequested:
     """Pykka's own stop message is private to it; this one is ours."""
 
 
+class Alarm:
+    """The one instant that an actor waits for: it then gets a Tick."""
+
+    def __init__(self, clock: Clock, mailbox: Mailbox[Tick]) -> None:
+        self._clock = clock
+        self._mailbox = mailbox
+        self._at: float | None = None
+        self._timer: Timer | None = None
+
+    def set(self, at: float | None) -> None:
+        """Ring at this instant (monotonic seconds) and no more at the one set before; None: not at all."""
+        if at == self._at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._at = at
+        self._timer = None if at is None else self._clock.call_at(at, self._ring)
+
+    def _ring(self) -> None:
+        self._mailbox.tell(Tick())
+
+    def rang(self) -> None:
+        """A Tick came: the same instant may be set again."""
+        self._at = None
+
+
 class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     """An actor of a worker: handles `M`, releases what it owns exactly once, tells its parent of a crash.
 
-    A subclass defines `handle` and, where it owns something, `release`. An exception in `handle` ends the
-    actor: Pykka logs it, `release` runs, and the parent gets `ActorDied`.
+    A subclass defines `handle`, the `accepts` of its messages and, where it owns something, `release`. An exception
+    in `handle` ends the actor: Pykka logs it, `release` runs, and the parent gets `ActorDied`.
     """
 
-    use_daemon_thread = True  # a host that forgets close() must still be able to exit
     role = "actor"
+    accepts: ClassVar[frozenset[type]] = frozenset()
 
     def __init__(
-        self, parent: Mailbox[WorkerMessage] | None, live_count: LiveCount, *, slot: int | None = None
+        self,
+        parent: Mailbox[WorkerMessage] | None,
+        live_count: LiveCount,
+        runner: ActorRunner,
+        *,
+        slot: int | None = None,
     ) -> None:
         super().__init__()
+        self._runner = runner
         self._parent = parent
         self._live_count = live_count
         self._slot = slot
@@ -90,6 +130,10 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     def _create_actor_inbox() -> Any:
         """Pykka's point of extension: a mailbox in C, a third of the cost per message of `queue.Queue`."""
         return queue.SimpleQueue()
+
+    def _start_actor_loop(self) -> None:
+        """Pykka's point of extension: on a daemon thread, so that a host that forgets close() can still exit."""
+        self._runner.run_actor(self._actor_loop, self)
 
     def me(self) -> Ref[M]:
         """This actor's own address, for the messages and threads that answer to it."""
@@ -109,10 +153,12 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     def on_receive(self, message: Any) -> None:
         """Pykka's entry."""
         try:
-            if isinstance(message, _StopRequested):
-                self.stop()
-            else:
+            if type(message) in self.accepts:
                 self.handle(message)
+            elif isinstance(message, _StopRequested):
+                self.stop()
+            else:  # any program may broadcast to all of Pykka's actors
+                _logger.warning("%s dropped a message that it does not know: %s", self.role, type(message).__name__)
         except Exception:
             raise
         except BaseException as error:

@@ -19,20 +19,24 @@ from llama_worker.messages import (
     WatchdogMessage,
     WorkerMessage,
 )
-from llama_worker.runtime.liveness_probes import default_probes
-from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.ports import Runtime
 
 
 class Children:
     """Belongs to one WorkerActor, which alone calls it. Nothing here waits."""
 
     def __init__(
-        self, parent: Ref[WorkerMessage], live_count: LiveCount, config: WorkerConfig, log: LogRing, unix_offset: float
+        self,
+        parent: Ref[WorkerMessage],
+        live_count: LiveCount,
+        runtime: Runtime,
+        config: WorkerConfig,
+        unix_offset: float,
     ) -> None:
         self._parent = parent
         self._live_count = live_count
+        self._runtime = runtime
         self._config = config
-        self._log = log
         self._unix_offset = unix_offset
         self.requests: list[Ref[RequestMessage]] = []
         with contextlib.ExitStack() as undo:  # the system may have no thread left for the next one
@@ -74,20 +78,25 @@ class Children:
             request.stop()
 
     def _start_process(self) -> Ref[ProcessMessage]:
-        return Ref(ProcessActor.start(self._parent, self._live_count, self._config, self._log))
+        return Ref(ProcessActor.start(self._parent, self._live_count, self._runtime, self._config))
 
     def _start_transport(self) -> Ref[TransportMessage]:
-        return Ref(TransportActor.start(self._parent, self._live_count, self._config))
+        return Ref(TransportActor.start(self._parent, self._live_count, self._runtime))
 
     def _start_tools(self) -> Ref[ToolMessage]:
-        return Ref(ToolLoopActor.start(self._parent, self._live_count, self._config))
+        return Ref(ToolLoopActor.start(self._parent, self._live_count, self._runtime))
 
     def _start_watchdog(self) -> Ref[WatchdogMessage]:
-        probes = self._config.liveness_probes
-        chosen = default_probes() if probes is None else probes
-        return Ref(WatchdogActor.start(self._parent, self._live_count, self._config, chosen))
+        return Ref(WatchdogActor.start(self._parent, self._live_count, self._runtime, self._config))
 
     def _start_request(self, slot: int) -> Ref[RequestMessage]:
         return Ref(
-            RequestActor.start(self._parent, self._live_count, self._config, slot=slot, unix_offset=self._unix_offset)
+            RequestActor.start(
+                self._parent,
+                self._live_count,
+                self._runtime,
+                self._config,
+                slot=slot,
+                unix_offset=self._unix_offset,
+            )
         )

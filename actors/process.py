@@ -1,17 +1,17 @@
 """ProcessActor: the server's process tree and its output.
 
-Receives Launch, Terminate. Sends the WorkerActor Launched, LaunchFailed, Died, Exited and, before a kill that asks for
-it, EvidenceKept. Owns at most one ServerProcess.
+Receives Launch, Terminate, AddLogs and, from the launch itself, Launched, LaunchFailed, Died, Exited, which it passes
+on to the WorkerActor. Sends that also Unkillable and, before a kill that asks for it, EvidenceKept. Owns at most one
+server process, and is the only reader of the log.
 """
 
 from __future__ import annotations
 
-import time
-from typing import assert_never
-
-from llama_worker.actors.base import LiveCount, SupervisedActor
+from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.config import WorkerConfig
+from llama_worker.errors import described_error
 from llama_worker.messages import (
+    AddLogs,
     Died,
     EvidenceKept,
     Exited,
@@ -20,65 +20,73 @@ from llama_worker.messages import (
     LaunchFailed,
     Mailbox,
     ProcessMessage,
-    ServerDied,
-    ServerGone,
-    ServerNotStarted,
-    ServerStarted,
+    ServerNews,
     Terminate,
     Tick,
+    Unkillable,
     WorkerMessage,
 )
-from llama_worker.runtime.liveness_probes import process_evidence
-from llama_worker.runtime.log_ring import LogRing
-from llama_worker.runtime.server_process import ServerNews, ServerProcess, host_environment, server_environment
-from llama_worker.runtime.timers import Alarm, call_at
-from llama_worker.server import termination
-from llama_worker.server.termination import FORCE_S, Absent, Present, ProcessState, Signal
+from llama_worker.runtime.ports import Runtime, ServerProcess
+from llama_worker.server.termination import (
+    FORCE_S,
+    Absent,
+    GiveUp,
+    ProcessState,
+    Signal,
+    deadline,
+    describe_stuck,
+    step,
+)
 from llama_worker.types import StartFailReason
+
+_EVIDENCE_LINES = 50  # of the server's output, kept with the evidence of a kill
 
 
 class ProcessActor(SupervisedActor[ProcessMessage]):
     """Starts the server and ends it. A crash of this actor kills the server."""
 
     role = "process"
+    accepts = members(ProcessMessage)
 
     def __init__(
-        self, parent: Mailbox[WorkerMessage], live_count: LiveCount, config: WorkerConfig, log: LogRing
+        self, parent: Mailbox[WorkerMessage], live_count: LiveCount, runtime: Runtime, config: WorkerConfig
     ) -> None:
-        super().__init__(parent, live_count)
+        super().__init__(parent, live_count, runtime)
+        self._runtime = runtime
         self._worker = parent
-        self._config = config
-        self._log = log
+        self._kill_timeout_s = config.timeouts.kill_timeout_s
         self._state: ProcessState = Absent()
         self._server: ServerProcess | None = None
         self._pid: int | None = None
-        me = self.me()
-        self._alarm = Alarm(lambda: me.tell(Tick()))
+        self._alarm = Alarm(runtime, self.me())
 
     def handle(self, message: ProcessMessage) -> None:
-        """See the messages' own docstrings."""
-        now = time.monotonic()
+        """Act, step the state of the process, carry out what follows."""
         match message:
             case Launch(epoch=epoch):
-                self._state = Present(epoch)
-                self._server = self._launch(epoch)
-            case Terminate(epoch=epoch, grace_s=grace_s, keep_evidence=keep_evidence):
-                if keep_evidence and self._pid is not None:
-                    # Plain reads of /proc: they take a millisecond and wait for nothing.
-                    self._worker.tell(EvidenceKept(epoch=epoch, processes=process_evidence(self._pid)))
-                self._apply(termination.terminate(self._state, epoch=epoch, grace_s=grace_s, now=now))
-            case Tick():
-                self._apply(termination.tick(self._state, now=now))
-            case ServerStarted(epoch=epoch, pid=pid):
+                self._launch(epoch)
+            case Terminate(epoch=epoch, keep_evidence=True):
+                self._keep_evidence(epoch)
+            case AddLogs(info=info, reply=reply):
+                reply.answer({**info, "recent_logs": self._runtime.log.lines()})
+            case Launched(pid=pid):
                 self._pid = pid
-                self._worker.tell(Launched(epoch=epoch, pid=pid))
-            case ServerDied(epoch=epoch, returncode=returncode):
-                self._worker.tell(Died(epoch=epoch, returncode=returncode))
-            case ServerNotStarted() | ServerGone():
-                self._state, self._server, self._pid = Absent(), None, None
-                self._worker.tell(_ended(message))
+                self._worker.tell(message)
+            case Died():
+                self._worker.tell(message)
+            case LaunchFailed() | Exited():
+                self._server = self._pid = None
+                self._worker.tell(message)
+            case Tick():
+                self._alarm.rang()
             case _:
-                assert_never(message)
+                pass
+        self._state, what = step(self._state, message, self._runtime.now(), kill_timeout_s=self._kill_timeout_s)
+        if isinstance(what, GiveUp):
+            self._give_up()
+        elif what is not None and self._server is not None:
+            self._server.send(what)
+        self._alarm.set(deadline(self._state))
 
     def release(self, failure: str | None) -> None:
         """Kill what is left."""
@@ -86,7 +94,7 @@ class ProcessActor(SupervisedActor[ProcessMessage]):
         server = self._server
         if server is not None:
             server.send(Signal.KILL)
-            call_at(time.monotonic() + FORCE_S, lambda: server.send(Signal.FORCE))
+            self._runtime.call_at(self._runtime.now() + FORCE_S, lambda: server.send(Signal.FORCE))
 
     def will_report(self) -> bool:
         """A server that is being killed tells the worker itself once it is gone.
@@ -95,42 +103,39 @@ class ProcessActor(SupervisedActor[ProcessMessage]):
         """
         return self._server is not None and not self._server.ended
 
-    def _launch(self, epoch: int) -> ServerProcess | None:
-        me, worker, live_count = self.me(), self._worker, self._live_count
-
-        def tell(news: ServerNews) -> None:
-            heard = me.tell(news)
-            if isinstance(news, ServerStarted | ServerDied):
-                return
-            if not heard:  # the end must reach the worker also when this actor did not live to hear of it
-                worker.tell(_ended(news))
-            live_count.leave()
-
-        environment = server_environment(host_environment(), self._config.env)
-        live_count.enter()  # until its last word: nobody is gone while a process is left
+    def _launch(self, epoch: int) -> None:
+        self._live_count.enter()  # until its last word: nobody is gone while a process is left
+        news = _News(self.me(), self._worker, self._live_count)
         try:
-            return ServerProcess(
-                epoch=epoch,
-                command=tuple(self._config.server_cmd),
-                environment=environment,
-                address=(self._config.host, self._config.port),
-                log=self._log,
-                tell=tell,
-                name=f"llama_worker-{self._config.name}",
-            )
-        except RuntimeError as error:  # no thread for it: the system has none left, or the host exits
-            detail = f"no process could be started: {error}"
-            tell(ServerNotStarted(epoch=epoch, reason=StartFailReason.SPAWN_FAILED, detail=detail))
-            return None
+            self._server = self._runtime.start_server(epoch, news)
+        except (RuntimeError, OSError) as error:  # no thread for it: the system has none left, or the host exits
+            detail = f"no process could be started: {described_error(error)}"
+            news.tell(LaunchFailed(epoch=epoch, reason=StartFailReason.SPAWN_FAILED, detail=detail))
 
-    def _apply(self, step: tuple[ProcessState, Signal | None]) -> None:
-        self._state, signal = step
-        if signal is not None and self._server is not None:
-            self._server.send(signal)
-        self._alarm.set(termination.deadline(self._state))
+    def _keep_evidence(self, epoch: int) -> None:
+        # Plain reads of /proc: they take a millisecond and wait for nothing.
+        processes = self._runtime.process_evidence(self._pid) if self._pid is not None else {}
+        tail = self._runtime.log.tail(_EVIDENCE_LINES)
+        self._worker.tell(EvidenceKept(epoch=epoch, processes=processes, log_tail=tail))
+
+    def _give_up(self) -> None:
+        assert not isinstance(self._state, Absent)
+        processes = self._runtime.process_evidence(self._pid) if self._pid is not None else {}
+        self._worker.tell(Unkillable(epoch=self._state.epoch, detail=describe_stuck(self._pid, processes)))
 
 
-def _ended(news: ServerNotStarted | ServerGone) -> LaunchFailed | Exited:
-    if isinstance(news, ServerNotStarted):
-        return LaunchFailed(epoch=news.epoch, reason=news.reason, detail=news.detail)
-    return Exited(epoch=news.epoch, returncode=news.returncode, log_tail=news.log_tail, port_taken=news.port_taken)
+class _News:
+    """What a launch tells: the ProcessActor, or the worker itself where that one did not live to hear of the end."""
+
+    def __init__(self, me: Mailbox[ServerNews], worker: Mailbox[WorkerMessage], live_count: LiveCount) -> None:
+        self._me = me
+        self._worker = worker
+        self._live_count = live_count
+
+    def tell(self, message: ServerNews) -> bool:
+        heard = self._me.tell(message)
+        if isinstance(message, LaunchFailed | Exited):
+            if not heard:
+                self._worker.tell(message)
+            self._live_count.leave()
+        return heard

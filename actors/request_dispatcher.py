@@ -7,21 +7,19 @@ from typing import assert_never
 from llama_worker.actors.children import Children
 from llama_worker.messages import (
     Abandon,
-    Ask,
     AwaitResult,
     Begin,
-    Cancel,
     CancelRequest,
     GetResult,
     GetStatus,
     Question,
     ReadOutput,
     Reply,
-    RequestRecord,
     Unwatch,
     Watch,
 )
 from llama_worker.request.output import read_output
+from llama_worker.request.record import RequestRecord
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import Admitted, RequestTable
 from llama_worker.runtime.futures import WeakList
@@ -52,7 +50,7 @@ class RequestDispatcher:
             if len(self._asked[admitted.slot]) > _MANY_QUESTIONS:
                 self._asked[admitted.slot] = _unanswered(self._asked[admitted.slot])
             self._asked[admitted.slot].append(question)  # to ask again, should the actor die before it answers
-            self._children.requests[admitted.slot].tell(Ask(question=question))
+            self._children.requests[admitted.slot].tell(question)
             return
         record = self._table.record(question.request_id)
         if record is None:
@@ -95,7 +93,7 @@ class RequestDispatcher:
             order.reply.answer(False)
             return
         self._cancel_waiters.setdefault(order.request_id, []).append(order.reply)
-        self._children.requests[admitted.slot].tell(Cancel(request_id=order.request_id))
+        self._children.requests[admitted.slot].tell(order)
 
     def begin(self, admitted: Admitted, submission: Submission, *, prompted: bool, opens_thinking: bool) -> None:
         """Let the slot's actor run the request, under the watchdog's eye."""

@@ -1,108 +1,74 @@
-"""ToolLoopActor: batches of tool calls, each batch on a thread of its own.
+"""ToolLoopActor: the host's own code, on threads: batches of tool calls, BIOS providers.
 
-Receives RunTools, DropTools. Its threads tell the asking RequestActor CallEnded, call by call; that one decides
-when a call has taken too long. Sends the WorkerActor ToolThreadStuck. A thread whose call never returns is left
-alone: it is a daemon, and counted.
+Receives RunTools, DropTools, RunBios. The threads tell the asking RequestActor CallEnded, call by call, or BiosWritten;
+that one decides when one has taken too long. Sends the WorkerActor ToolThreadStuck. A thread whose call never returns
+is left alone: it is a daemon, and counted.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
-import time
-from dataclasses import dataclass
 from typing import assert_never
 
-from llama_worker.actors.base import LiveCount, SupervisedActor
-from llama_worker.config import WorkerConfig
-from llama_worker.errors import described_error
+from llama_worker.actors.base import LiveCount, SupervisedActor, members
 from llama_worker.messages import (
-    BatchId,
+    BiosWritten,
     CallEnded,
     DropTools,
     Mailbox,
+    RunBios,
     RunTools,
     ToolMessage,
     ToolThreadStuck,
     WorkerMessage,
 )
-from llama_worker.request.tool_results import ToolResultError, encode_result
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """A batch that somebody waits for, or whose thread has ended."""
-
-    thread: threading.Thread
-    dropped: threading.Event  # tells the thread not to begin another call
+from llama_worker.request.turn import TurnId
+from llama_worker.runtime.ports import Runtime, ToolThread
 
 
 class ToolLoopActor(SupervisedActor[ToolMessage]):
     """Runs tools. A crash of this actor leaves no call begun behind it."""
 
     role = "tool_loop"
+    accepts = members(ToolMessage)
 
-    def __init__(self, parent: Mailbox[WorkerMessage], live_count: LiveCount, config: WorkerConfig) -> None:
-        super().__init__(parent, live_count)
+    def __init__(self, parent: Mailbox[WorkerMessage], live_count: LiveCount, runtime: Runtime) -> None:
+        super().__init__(parent, live_count, runtime)
+        self._runtime = runtime
         self._worker = parent
-        self._config = config
-        self._batches: dict[BatchId, _Batch] = {}
+        self._batches: dict[TurnId, ToolThread] = {}
 
     def handle(self, message: ToolMessage) -> None:
-        """See the messages' own docstrings."""
+        """Start a thread, or forget one."""
         match message:
             case RunTools():
                 self._run(message)
-            case DropTools(batch_id=batch_id):
-                self._drop(batch_id)
+            case DropTools(turn_id=turn_id):
+                self._drop(turn_id)
+            case RunBios(turn_id=turn_id):
+                try:
+                    self._runtime.run_bios(message)
+                except RuntimeError as error:  # the system has no thread left
+                    message.reply_to.tell(BiosWritten(turn_id=turn_id, bios="", error=str(error)))
             case _:
                 assert_never(message)
 
     def release(self, failure: str | None) -> None:
         """Begin no further call."""
-        for batch_id in list(self._batches):
-            self._drop(batch_id)
+        for turn_id in list(self._batches):
+            self._drop(turn_id)
 
     def _run(self, order: RunTools) -> None:
-        self._batches = {number: batch for number, batch in self._batches.items() if batch.thread.is_alive()}
-        dropped = threading.Event()
-        thread = threading.Thread(
-            target=_run_calls,
-            args=(order, self._config, dropped),
-            name=f"llama_worker-{self._config.name}-tool-{order.batch_id[0]}.{order.batch_id[1]}",
-            daemon=True,
-        )
-        self._batches[order.batch_id] = _Batch(thread, dropped)
-        thread.start()
-
-    def _drop(self, batch_id: BatchId) -> None:
-        batch = self._batches.pop(batch_id, None)
-        if batch is None:
-            return
-        batch.dropped.set()
-        if batch.thread.is_alive():
-            self._worker.tell(ToolThreadStuck(is_alive=batch.thread.is_alive))
-
-
-def _run_calls(order: RunTools, config: WorkerConfig, dropped: threading.Event) -> None:
-    """The thread of one batch: the calls in order, up to the first that fails."""
-    assert config.tool_runner is not None
-    for call in order.calls:
-        if dropped.is_set():
-            break
-        ok = False
+        self._batches = {turn_id: thread for turn_id, thread in self._batches.items() if thread.is_alive()}
         try:
-            value = config.tool_runner.run_tool(
-                name=call.name,
-                arguments=copy.deepcopy(call.arguments),
-                request_id=order.batch_id[0],
-                job_name=order.job_name,
-            )
-            text, ok = encode_result(value), True
-        except ToolResultError as unfit:
-            text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
-        except BaseException as raised:  # SystemExit and KeyboardInterrupt in a tool are its failures, no more
-            text = f"tool {call.name!r} raised {described_error(raised)}"
-        order.reply_to.tell(CallEnded(batch_id=order.batch_id, ok=ok, text=text, at=time.monotonic()))
-        if not ok:
-            break
+            self._batches[order.turn_id] = self._runtime.run_tools(order)
+        except RuntimeError as error:  # the system has no thread left
+            ended = CallEnded(turn_id=order.turn_id, ok=False, text=str(error), at=self._runtime.now())
+            order.reply_to.tell(ended)
+
+    def _drop(self, turn_id: TurnId) -> None:
+        thread = self._batches.pop(turn_id, None)
+        if thread is None:
+            return
+        thread.drop()
+        if thread.is_alive():
+            self._worker.tell(ToolThreadStuck(is_alive=thread.is_alive))

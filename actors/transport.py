@@ -1,89 +1,76 @@
 """TransportActor: the connections to the server.
 
-Receives OpenStream, CloseStream, CloseAllStreams. Its reader threads answer the askers directly; itself it sends the
-WorkerActor StreamsClosed. Owns every open stream, one thread and one connection each.
+Receives OpenStream, CloseStream, CloseAllStreams and each stream's StreamClosed. The streams answer the askers
+directly; itself it sends the WorkerActor StreamsClosed. Owns every open stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import assert_never
 
-from llama_worker.actors.base import LiveCount, SupervisedActor
-from llama_worker.config import WorkerConfig
+from llama_worker.actors.base import LiveCount, SupervisedActor, members
+from llama_worker.errors import described_error
 from llama_worker.messages import (
     CloseAllStreams,
     CloseStream,
     Mailbox,
     OpenStream,
-    ReaderEnded,
-    StreamId,
+    StreamClosed,
     StreamsClosed,
     TransportMessage,
     WorkerMessage,
 )
-from llama_worker.runtime.chat_exchange import Endpoint
-from llama_worker.runtime.stream_reader import StreamReader
+from llama_worker.request.turn import TurnId
+from llama_worker.runtime.ports import Abortable, Runtime
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.types import RequestFailReason
 
 
 class TransportActor(SupervisedActor[TransportMessage]):
     """Opens and closes streams. A crash of this actor closes every connection."""
 
     role = "transport"
+    accepts = members(TransportMessage)
 
-    def __init__(self, parent: Mailbox[WorkerMessage], live_count: LiveCount, config: WorkerConfig) -> None:
-        super().__init__(parent, live_count)
+    def __init__(self, parent: Mailbox[WorkerMessage], live_count: LiveCount, runtime: Runtime) -> None:
+        super().__init__(parent, live_count, runtime)
+        self._runtime = runtime
         self._worker = parent
-        self._name = f"llama_worker-{config.name}"
-        self._endpoint = endpoint(config)
-        self._streams: dict[StreamId, StreamReader] = {}
+        self._streams: dict[TurnId, Abortable] = {}
         self._closing: int | None = None  # the epoch whose StreamsClosed is owed
 
     def handle(self, message: TransportMessage) -> None:
-        """See the messages' own docstrings."""
+        """Open or close, and say when all are closed that were to be."""
         match message:
-            case OpenStream(stream_id=stream_id):
-                self._streams[stream_id] = StreamReader(
-                    stream_id=stream_id,
-                    endpoint=self._endpoint,
-                    body=message.body,
-                    reply_to=message.reply_to,
-                    on_end=self._tell_end(stream_id),
-                    name=self._name,
-                )
-            case CloseStream(stream_id=stream_id):
-                if stream_id in self._streams:
-                    self._streams[stream_id].abort()
+            case OpenStream(turn_id=turn_id):
+                try:
+                    self._streams[turn_id] = self._runtime.open_stream(message, self.me())
+                except (RuntimeError, OSError) as error:  # the host's lack, and no news of the server
+                    failure = StreamFailure(
+                        reason=RequestFailReason.UNKNOWN_ERROR,
+                        detail=f"no connection could be made: {described_error(error)}",
+                    )
+                    at = self._runtime.now()
+                    message.reply_to.tell(StreamClosed(turn_id=turn_id, failure=failure, at=at))
+            case CloseStream(turn_id=turn_id):
+                if turn_id in self._streams:
+                    self._streams[turn_id].abort()
             case CloseAllStreams(epoch=epoch):
                 self._closing = epoch
                 self.release(None)
                 self._report_closed()
-            case ReaderEnded(stream_id=stream_id):
-                self._streams.pop(stream_id, None)
+            case StreamClosed(turn_id=turn_id):
+                self._streams.pop(turn_id, None)
                 self._report_closed()
             case _:
                 assert_never(message)
 
     def release(self, failure: str | None) -> None:
-        """Close every connection; the threads end by themselves."""
+        """Close every connection; the streams end by themselves."""
         for stream in self._streams.values():
             stream.abort()
-
-    def _tell_end(self, stream_id: StreamId) -> Callable[[], object]:
-        me = self.me()
-        return lambda: me.tell(ReaderEnded(stream_id=stream_id))
 
     def _report_closed(self) -> None:
         if self._closing is not None and not self._streams:
             self._worker.tell(StreamsClosed(epoch=self._closing))
             self._closing = None
-
-
-def endpoint(config: WorkerConfig) -> Endpoint:
-    """Where the config's server is reached from this machine."""
-    host = config.connect_host
-    return Endpoint(
-        base_url=f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}",
-        connect_timeout_s=config.timeouts.connect_timeout_s,
-        api_key=config.api_key,
-    )

@@ -7,43 +7,44 @@ a kill, Observed. Owns the readiness probe that is under way.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-
-from llama_worker.actors.base import LiveCount, SupervisedActor
+from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.config import WorkerConfig
-from llama_worker.messages import Mailbox, ReportProgress, Tick, WatchdogMessage, WorkerMessage
-from llama_worker.runtime.look import look
-from llama_worker.runtime.readiness import ReadinessProbe
-from llama_worker.runtime.timers import Alarm
+from llama_worker.errors import described_error
+from llama_worker.messages import (
+    Mailbox,
+    Probed,
+    ProbeOutcome,
+    ReportProgress,
+    Tick,
+    WatchdogMessage,
+    WorkerMessage,
+)
+from llama_worker.runtime.ports import Abortable, Runtime
+from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import AbortProbe, Look, News, Order, ProbeReadiness, ServerWatch
-from llama_worker.types import LivenessProbe
 
 
 class WatchdogActor(SupervisedActor[WatchdogMessage]):
     """Watches one launch at a time."""
 
     role = "watchdog"
+    accepts = members(WatchdogMessage)
 
     def __init__(
-        self,
-        parent: Mailbox[WorkerMessage],
-        live_count: LiveCount,
-        config: WorkerConfig,
-        probes: Sequence[LivenessProbe],
+        self, parent: Mailbox[WorkerMessage], live_count: LiveCount, runtime: Runtime, config: WorkerConfig
     ) -> None:
-        super().__init__(parent, live_count)
+        super().__init__(parent, live_count, runtime)
+        self._runtime = runtime
         self._worker = parent
-        self._config = config
-        self._probes = probes
-        self._readiness: ReadinessProbe | None = None
-        me = self.me()
-        self._watch = ServerWatch(config.timeouts, probes_count=len(probes), me=me)
-        self._alarm = Alarm(lambda: me.tell(Tick()))
+        self._readiness: Abortable | None = None
+        self._watch = ServerWatch(config.timeouts, probes_count=runtime.probes_count, me=self.me())
+        self._alarm = Alarm(runtime, self.me())
 
     def handle(self, message: WatchdogMessage) -> None:
-        """See the messages' own docstrings."""
-        for effect in self._watch.step(message, time.monotonic()):
+        """Step the watch, carry out what follows."""
+        if isinstance(message, Tick):
+            self._alarm.rang()
+        for effect in self._watch.step(message, self._runtime.now()):
             self._carry_out(effect)
         self._alarm.set(self._watch.deadline)
 
@@ -58,15 +59,31 @@ class WatchdogActor(SupervisedActor[WatchdogMessage]):
                 for request in self._watch.requests.values():
                     request.tell(effect)
             case Look(seen=seen, root_pid=root_pid):
-                look(self._probes[seen.probe], seen, root_pid, self.me(), name=self._config.name)
-            case ProbeReadiness(epoch=epoch, root_pid=root_pid, first=first):
-                self._readiness = ReadinessProbe(
-                    self._config, epoch=epoch, root_pid=root_pid, first=first, tell_to=self.me()
-                )
+                try:
+                    self._runtime.look(seen, root_pid, self.me())
+                except RuntimeError:  # the system has no thread left: no news
+                    self.me().tell(seen)
+            case ProbeReadiness():
+                self._probe(effect)
             case AbortProbe():
                 self._abort_probe()
             case _:
                 self._worker.tell(effect)
+
+    def _probe(self, order: ProbeReadiness) -> None:
+        try:
+            self._readiness = self._runtime.probe_readiness(
+                order.epoch, order.root_pid, first=order.first, reply_to=self.me()
+            )
+        except RuntimeError as error:
+            self.me().tell(
+                Probed(
+                    epoch=order.epoch,
+                    outcome=ProbeOutcome.NO_NEWS,
+                    detail=described_error(error),
+                    traits=ServerTraits(),
+                )
+            )
 
     def _abort_probe(self) -> None:
         if self._readiness is not None:

@@ -8,10 +8,10 @@ journal and the other actors. Dealings with the server are the `ServerLife`'s, t
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Iterator
 from typing import Any
 
-from llama_worker.actors.base import LiveCount, SupervisedActor
+from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.actors.children import Children
 from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.request_dispatcher import RequestDispatcher
@@ -20,6 +20,7 @@ from llama_worker.config import WorkerConfig
 from llama_worker.errors import WorkerClosed
 from llama_worker.messages import (
     ActorDied,
+    AddLogs,
     AwaitResult,
     CancelRequest,
     GetDebugInfo,
@@ -30,8 +31,6 @@ from llama_worker.messages import (
     ReadOutput,
     ReleaseResult,
     RequestEnded,
-    RequestRecord,
-    ServerMessage,
     Stalled,
     Submit,
     Tick,
@@ -40,54 +39,50 @@ from llama_worker.messages import (
     WorkerMessage,
 )
 from llama_worker.request.body import OWNED_PARAMS
-from llama_worker.request.table import RequestTable, lost_record
+from llama_worker.request.record import RequestRecord
+from llama_worker.request.report import lost_record
+from llama_worker.request.table import RequestTable
 from llama_worker.runtime.futures import OpenFutures
-from llama_worker.runtime.log_ring import LogRing
-from llama_worker.runtime.timers import Alarm, start_timers
+from llama_worker.runtime.ports import Runtime
 from llama_worker.server.command import masked_server_cmd
 from llama_worker.server.journal import Journal
-from llama_worker.server.lifecycle_states import (
-    BackingOff,
-    Ending,
-    ToRestart,
-)
+from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
+from llama_worker.server.suspicion import Trouble
 from llama_worker.types import WorkerState, WorkerStatus
+
+_REPLACE_AGAIN_S = 1.0
 
 
 class WorkerActor(SupervisedActor[WorkerMessage]):
     """See the module. A crash of this actor ends the worker: the server is killed, every future is answered."""
 
     role = "worker"
+    accepts = members(WorkerMessage)
 
-    def __init__(self, live_count: LiveCount, config: WorkerConfig, open_futures: OpenFutures) -> None:
-        super().__init__(None, live_count)
-        start_timers()
+    def __init__(
+        self, live_count: LiveCount, runtime: Runtime, config: WorkerConfig, open_futures: OpenFutures
+    ) -> None:
+        super().__init__(None, live_count, runtime)
+        self._runtime = runtime
         self._config = config
         self._config_hash = config.config_hash
         self._open_futures = open_futures
-        self._unix_offset = time.time() - time.monotonic()  # fixed: Unix instants never run backwards
+        self._unix_offset = runtime.unix_now() - runtime.now()  # fixed: Unix instants never run backwards
         self._table = RequestTable(config.slots)
         self._journal = Journal(config.name, self._unix_offset)
-        self._log = LogRing(config.log_lines, api_key=config.api_key)
         self._tools_refused = False
+        self._debug_questions: list[GetDebugInfo] = []  # the ProcessActor has not answered them all yet
         me = self.me()
-        self._expiry_alarm = Alarm(lambda: me.tell(Tick()))
-        self._children = Children(me, live_count, config, self._log, self._unix_offset)
+        self._alarm = Alarm(runtime, me)
+        self._children = Children(me, live_count, runtime, config, self._unix_offset)
         self._dispatcher = RequestDispatcher(self._table, self._children, config.slots)
         self._server = ServerLife(
-            config,
-            self._children,
-            self._dispatcher,
-            self._table,
-            self._journal,
-            self._log,
-            wake=lambda: me.tell(Tick()),
-            status=self._status,
+            config, self._children, self._dispatcher, self._table, self._journal, status=self._status
         )
 
     def handle(self, message: WorkerMessage) -> None:
-        """See the messages' own docstrings."""
-        now = time.monotonic()
+        """Answer, admit, pass on; then wait for what is due next."""
+        now = self._runtime.now()
         match message:
             case Submit():
                 self._submit(message, now)
@@ -103,9 +98,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._table.release(request_id)
             case GetWorkerStatus(reply=reply):
                 reply.answer(self._status())
-            case GetDebugInfo(reply=reply):
-                shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
-                reply.answer(self._journal.debug_info(logs=self._log.lines(), server_cmd=shown))
+            case GetDebugInfo():
+                self._debug_questions = [q for q in self._debug_questions if not q.reply.done()] + [message]
+                self._add_logs(message)
             case RequestEnded(record=record):
                 self._request_ended(record, now)
             case Stalled(request_id=request_id):
@@ -122,22 +117,20 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             case ActorDied():
                 self._actor_died(message, now)
             case Tick():
+                self._alarm.rang()
                 self._expire(now)
-                self._server.tick(now)
-            case _ if isinstance(message, ServerMessage):
                 self._server.handle(message, now)
             case _:
-                # From outside the house, by way of `actor_ref`: nothing that this actor should die of.
-                self._note("unknown_message", level=logging.WARNING, type=type(message).__name__)
+                self._server.handle(message, now)
+        self._alarm.set(min(self._due_times(), default=None))
 
     def release(self, failure: str | None) -> None:
         """End everything: the server is killed, the actors end, every future is answered."""
         closed = WorkerClosed(self._config.name)
         if failure is not None:
             closed.add_note(f"the worker's actor failed: {failure}")
+        self._alarm.set(None)
         self._children.stop()
-        self._server.close()
-        self._expiry_alarm.set(None)
         self._open_futures.close(closed)
 
     # ------------------------------------------------------------ requests
@@ -181,7 +174,6 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             fail_reason=result.get("fail_reason"),
         )
         self._dispatcher.ended(record)
-        self._set_expiry()
         self._server.request_ended(record, now)
 
     def _expire(self, now: float) -> None:
@@ -189,32 +181,44 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         if ttl_s is not None:
             for request_id in self._table.expire(now - ttl_s):
                 self._note("result_expired", request_id=request_id)
-            self._set_expiry()
 
-    def _set_expiry(self) -> None:
+    def _due_times(self) -> Iterator[float]:
         ttl_s, oldest = self._config.result_ttl_s, self._table.oldest_end()
-        due_at = None
         if ttl_s is not None and oldest is not None:
-            due_at = oldest + ttl_s + 0.001  # a record of just that age is kept
-        self._expiry_alarm.set(due_at)
+            yield oldest + ttl_s + 0.001  # a record of just that age is kept
+        if self._server.lifecycle.deadline is not None:
+            yield self._server.lifecycle.deadline
 
     # ------------------------------------------------------------ supervision
 
     def _actor_died(self, death: ActorDied, now: float) -> None:
         """Nuke and repave: a new actor, a new server; what was in flight fails."""
         self._note("actor_died", level=logging.ERROR, role=death.role, slot=death.slot, detail=death.detail)
-        self._children.replace(death.role, death.slot)
+        try:
+            self._children.replace(death.role, death.slot)
+        except RuntimeError as error:  # the system has no thread left: again, until it has
+            self._note("not_replaced", level=logging.ERROR, role=death.role, slot=death.slot, detail=str(error))
+            me = self.me()
+            self._runtime.call_at(now + _REPLACE_AGAIN_S, lambda: me.tell(death))
         if death.slot is not None:
             lost = self._table.in_slot(death.slot)
             if lost is not None:  # its actor could not even hand over its record
                 self._request_ended(lost_record(lost, death.detail, now, self._unix_offset), now)
             self._dispatcher.ask_again(death.slot)
         epoch = self._server.lifecycle.epoch
-        self._server.trouble("actor_died", f"{death.role}: {death.detail}", now)
-        if death.role == ProcessActor.role and not death.will_report:
-            self._server.ended_unseen(now, epoch=epoch)
+        self._server.handle(Trouble("actor_died", f"{death.role}: {death.detail}"), now)
+        if death.role == ProcessActor.role:
+            for question in self._debug_questions:
+                self._add_logs(question)
+            if not death.will_report:
+                self._server.lost_sight(now, epoch=epoch)
 
     # ------------------------------------------------------------ what is seen
+
+    def _add_logs(self, question: GetDebugInfo) -> None:
+        """The ProcessActor owns the server's output, and answers."""
+        shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
+        self._children.process.tell(AddLogs(info=self._journal.debug_info(shown), reply=question.reply))
 
     def _status(self) -> WorkerStatus:
         active, server = self._table.active, self._server
@@ -241,4 +245,4 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         return status
 
     def _note(self, event: str, *, level: int = logging.INFO, **facts: Any) -> None:
-        self._journal.note(event, time.monotonic(), level=level, **facts)
+        self._journal.note(event, self._runtime.now(), level=level, **facts)

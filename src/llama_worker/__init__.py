@@ -1,11 +1,11 @@
 """Supervises one llama.cpp `llama-server` from inside a threaded Python program and runs chat requests on it."""
 
 from llama_worker.async_output import stream
+from llama_worker.bios import default_bios, prompted_tools_text
 from llama_worker.config import WorkerConfig
 from llama_worker.config_file import load_config
-from llama_worker.errors import ConfigError, LlamaWorkerError, WorkerClosed, WorkerStartError
+from llama_worker.errors import ConfigError, LlamaWorkerError, WorkerClosed, WorkerStartError, WorkerStopError
 from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
-from llama_worker.request.conversation import default_bios, prompted_tools_text
 from llama_worker.runtime.free_port import free_port
 from llama_worker.server.command import llama_server_cmd
 from llama_worker.types import (
@@ -83,6 +83,7 @@ __all__ = [
     "WorkerStartError",
     "WorkerState",
     "WorkerStatus",
+    "WorkerStopError",
     "WorkerTotals",
     "default_bios",
     "free_port",

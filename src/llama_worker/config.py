@@ -15,10 +15,10 @@ from datetime import UTC, tzinfo
 from typing import Any, get_args
 from zoneinfo import ZoneInfo
 
-from llama_worker.errors import ConfigError
+from llama_worker.bios import default_bios
+from llama_worker.errors import MASK, ConfigError
 from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
-from llama_worker.request.conversation import default_bios
-from llama_worker.server.command import MASK, check_command, checked_words, ip_address_of, masked_server_cmd
+from llama_worker.server.command import check_command, checked_words, ip_address_of, masked_server_cmd
 from llama_worker.types import (
     BiosProvider,
     LivenessProbe,

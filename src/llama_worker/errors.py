@@ -9,11 +9,17 @@ from llama_worker.server import start_advice
 from llama_worker.types import StartFailReason
 
 _SHOWN_LOG_LINES = 20
+MASK = "***"
 
 
 def described_error(error: BaseException | None) -> str:
     """An exception's type and text in a line, also of one whose `str()` fails."""
     return "".join(format_exception_only(error)).strip()
+
+
+def masked(text: str, api_key: str | None) -> str:
+    """The text as it may be shown, the server's own words among them: the key is masked. Pure."""
+    return text.replace(api_key, MASK) if api_key else text
 
 
 class LlamaWorkerError(Exception):
@@ -55,6 +61,18 @@ class WorkerStartError(LlamaWorkerError):
         head = f"{self.summary}; {self.advice}" if self.advice else self.summary
         shown = self.log_tail[-_SHOWN_LOG_LINES:]
         return "\n  ".join((f"{head}; the server's last lines:", *shown)) if shown else head
+
+
+class WorkerStopError(LlamaWorkerError):
+    """`stop()` could not end the server: SIGKILL has no effect. `detail`: pid, state, what the kernel waits for."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(reason, detail)
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
 
 
 class WorkerClosed(LlamaWorkerError):

@@ -2,23 +2,26 @@
 
 Orders are imperatives, facts are past tense. All are frozen, and what they carry is never changed afterwards.
 Instants (`*_at`, `now`) are monotonic seconds. A message of a launch carries that launch's `epoch`, one of a
-stream its `stream_id`, so that news from a life that is over can be told and dropped.
+stream its `turn_id`, so that news from a life that is over can be told and dropped.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
+from llama_worker.request.record import RequestRecord
 from llama_worker.request.submission import Submission
+from llama_worker.request.turn import TurnId
 from llama_worker.server.timeouts import Progress, Verdict
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import StreamEvent
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import (
+    BiosText,
     NotFound,
     NotReady,
     OutputChunk,
@@ -30,9 +33,6 @@ from llama_worker.types import (
     WorkerDebugInfo,
     WorkerStatus,
 )
-
-StreamId = tuple[int, int]  # request id (0: a probe of the server), number of the exchange
-BatchId = tuple[int, int]  # request id, number of the exchange that called the tools
 
 M_contra = TypeVar("M_contra", contravariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -127,7 +127,10 @@ class ReleaseResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequest:
-    """Answered True once the running request is cancelled and its slot free, else False."""
+    """Answered True once the running request is cancelled and its slot free, else False.
+
+    Passed on to the RequestActor; the WorkerActor answers.
+    """
 
     request_id: int
     reply: Reply[bool]
@@ -143,7 +146,8 @@ class GetDebugInfo:
     reply: Reply[WorkerDebugInfo]
 
 
-Question = GetStatus | ReadOutput  # of one live request: passed on to the RequestActor that can answer
+Question = GetStatus | ReadOutput
+"""Of one live request: passed on to the RequestActor that can answer, and back behind the record where it has ended."""
 
 # ---------------------------------------------------------------- to the WorkerActor, from its own actors
 
@@ -174,6 +178,14 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unkillable:
+    """SIGKILL has no effect on the launch's tree; `Exited` still follows, should it end one day."""
+
+    epoch: int
+    detail: str  # pid, state, what the kernel waits for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
     """No process of the server's tree is left; told once per `Launched`."""
 
@@ -189,6 +201,7 @@ class EvidenceKept:
 
     epoch: int
     processes: Mapping[str, Any]
+    log_tail: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +307,7 @@ ServerMessage = (  # what decides about the server's life
     | Launched
     | LaunchFailed
     | Died
+    | Unkillable
     | Exited
     | EvidenceKept
     | BecameReady
@@ -304,27 +318,6 @@ ServerMessage = (  # what decides about the server's life
 WorkerMessage = (
     HostMessage | ServerMessage | Stalled | Observed | RequestEnded | ToolsRefused | ToolThreadStuck | ActorDied | Tick
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
-    """A terminal request, as the worker keeps it until the host takes it."""
-
-    request_id: int
-    job_name: str
-    status: RequestStatus
-    result: RequestResult
-    ended_at: float
-    last_data_at: float | None = None  # of its last turn
-    http_status: int | None = None  # of an `http_error` or a `server_error`
-
-    def copy_of_status(self) -> RequestStatus:
-        """For one host to keep: no two get the same dicts."""
-        return copy.deepcopy(self.status)
-
-    def copy_of_result(self) -> RequestResult:
-        """Likewise; the strings are shared."""
-        return copy.deepcopy(self.result)
 
 
 # ---------------------------------------------------------------- to the ProcessActor
@@ -347,41 +340,17 @@ class Terminate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerStarted:
-    """From the watching thread: the process exists."""
+class AddLogs:
+    """Answer `reply` with `info` and the server's last lines."""
 
-    epoch: int
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerNotStarted:
-    """From the watching thread: it does not."""
-
-    epoch: int
-    reason: StartFailReason
-    detail: str
+    info: WorkerDebugInfo
+    reply: Reply[WorkerDebugInfo]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerDied:
-    """From the watching thread: its first process has ended; the rest of the tree is being killed."""
+ServerNews = Launched | LaunchFailed | Died | Exited
+"""What a launch tells: Launched or LaunchFailed; after Launched, Died (unless the guard was killed) and one Exited."""
 
-    epoch: int
-    returncode: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerGone:
-    """From the watching thread, its last word: the tree is gone and reaped."""
-
-    epoch: int
-    returncode: int | None
-    log_tail: tuple[str, ...]
-    port_taken: bool
-
-
-ProcessMessage = Launch | Terminate | ServerStarted | ServerNotStarted | ServerDied | ServerGone | Tick
+ProcessMessage = Launch | Terminate | AddLogs | ServerNews | Tick
 
 # ---------------------------------------------------------------- to the TransportActor
 
@@ -390,7 +359,7 @@ ProcessMessage = Launch | Terminate | ServerStarted | ServerNotStarted | ServerD
 class OpenStream:
     """POST `body` to the chat endpoint and send what comes to `reply_to`."""
 
-    stream_id: StreamId
+    turn_id: TurnId
     body: Mapping[str, Any]
     reply_to: Mailbox[RequestMessage]
 
@@ -399,7 +368,7 @@ class OpenStream:
 class CloseStream:
     """Close the stream's connection at once, in whatever phase it is."""
 
-    stream_id: StreamId
+    turn_id: TurnId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,13 +379,15 @@ class CloseAllStreams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderEnded:
-    """From a stream's reader thread, its last word: the connection is closed."""
+class StreamClosed:
+    """The stream is over. `failure` None: the server ended the body in the regular way."""
 
-    stream_id: StreamId
+    turn_id: TurnId
+    failure: StreamFailure | None
+    at: float
 
 
-TransportMessage = OpenStream | CloseStream | CloseAllStreams | ReaderEnded
+TransportMessage = OpenStream | CloseStream | CloseAllStreams | StreamClosed
 
 # ---------------------------------------------------------------- to a RequestActor
 
@@ -434,11 +405,6 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Abandon:
     """Fail the request with this reason, keeping what it has."""
 
@@ -448,17 +414,10 @@ class Abandon:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A host's question; one that comes after the end is passed back to the WorkerActor, behind the record."""
-
-    question: Question
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOpened:
     """Response headers with status 200 have come."""
 
-    stream_id: StreamId
+    turn_id: TurnId
     at: float
 
 
@@ -466,35 +425,26 @@ class StreamOpened:
 class StreamEvents:
     """What was parsed since the batch before; `carried_data` is False for a batch of keepalives."""
 
-    stream_id: StreamId
+    turn_id: TurnId
     events: tuple[StreamEvent, ...]
     carried_data: bool
     at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamClosed:
-    """The stream is over. `failure` None: the server ended the body in the regular way."""
+class BiosWritten:
+    """From the thread of a BIOS provider: the text, or why there is none."""
 
-    stream_id: StreamId
-    failure: StreamFailure | None
-    at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamFailure:
-    """Why a stream broke: `connect_failed`, `stream_disconnected`, `protocol_error` or `http_error`."""
-
-    reason: RequestFailReason
-    detail: str
-    http_status: int | None = None
+    turn_id: TurnId
+    bios: BiosText | str
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEnded:
     """From a tool thread: the batch's next call has ended; where it failed, the ones behind it are not run."""
 
-    batch_id: BatchId
+    turn_id: TurnId
     ok: bool
     text: str  # what the runner returned, as JSON text, or what went wrong
     at: float
@@ -509,18 +459,29 @@ class ReportProgress:
     reply_to: Mailbox[WatchdogMessage]
 
 
+StreamNews = StreamOpened | StreamEvents | StreamClosed
 RequestMessage = (
-    Begin | Cancel | Abandon | Ask | StreamOpened | StreamEvents | StreamClosed | CallEnded | ReportProgress | Tick
+    Begin | CancelRequest | Abandon | Question | StreamNews | BiosWritten | CallEnded | ReportProgress | Tick
 )
 
 # ---------------------------------------------------------------- to the ToolLoopActor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunBios:
+    """Ask the BIOS provider for the turn that begins now; `reply_to` gets `BiosWritten`."""
+
+    turn_id: TurnId
+    iterations_left: int
+    prompted: bool
+    reply_to: Mailbox[RequestMessage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunTools:
     """Run the calls of one turn, in order; `reply_to` gets `CallEnded` for each."""
 
-    batch_id: BatchId
+    turn_id: TurnId
     job_name: str
     calls: tuple[ParsedCall, ...]
     reply_to: Mailbox[RequestMessage]
@@ -530,10 +491,10 @@ class RunTools:
 class DropTools:
     """Nobody waits for this batch any more; a call that runs is left to end by itself."""
 
-    batch_id: BatchId
+    turn_id: TurnId
 
 
-ToolMessage = RunTools | DropTools
+ToolMessage = RunBios | RunTools | DropTools
 
 # ---------------------------------------------------------------- to the WatchdogActor
 
@@ -572,6 +533,7 @@ class ProbeOutcome(Enum):
     LOADING = "loading"  # 503: alive, and not ready
     FAILED = "failed"  # no answer, or not the right one
     STRANGER = "stranger"  # an answer, from somebody else's process
+    NO_NEWS = "no_news"  # it was not asked: this machine had no thread or descriptor for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -586,7 +548,7 @@ class Probed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceSeen:
-    """From the thread of a look: what a liveness probe said of the server's processes."""
+    """From a probe's thread: what it said of one look at the server's processes."""
 
     epoch: int
     probe: int  # its index
@@ -606,5 +568,5 @@ class ProgressReported:
 
 
 WatchdogMessage = (
-    Launch | Launched | Watch | Unwatch | ProbeNow | StandDown | Probed | EvidenceSeen | ProgressReported | Tick
+    Launch | Launched | StandDown | Watch | Unwatch | ProbeNow | Probed | EvidenceSeen | ProgressReported | Tick
 )

@@ -23,7 +23,10 @@ class TimeoutProfile:
     liveness_probe_interval_s: float = 5.0
     startup_timeout_s: float = 120.0
     load_timeout_s: float | None = None
+    suspect_after_s: float | None = 60.0
+    bios_timeout_s: float = 5.0
     stop_grace_s: float = 10.0
+    kill_timeout_s: float = 10.0
     health_probe_interval_s: float | None = 30.0
     health_failures_before_restart: int = 3
 
@@ -33,6 +36,8 @@ class TimeoutProfile:
             "headers_timeout_s",
             "liveness_probe_interval_s",
             "startup_timeout_s",
+            "bios_timeout_s",
+            "kill_timeout_s",
         ):
             checked_seconds(name, getattr(self, name), above=0)
         checked_seconds("stop_grace_s", self.stop_grace_s, at_least=0)
@@ -43,6 +48,7 @@ class TimeoutProfile:
             "absolute_timeout_s",
             "silent_work_timeout_s",
             "load_timeout_s",
+            "suspect_after_s",
             "health_probe_interval_s",
         ):
             optional(checked_seconds, name, getattr(self, name), above=0)

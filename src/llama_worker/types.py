@@ -33,6 +33,7 @@ class StartFailReason(StrEnum):
     EXITED = "exited"
     STARTUP_TIMEOUT = "startup_timeout"
     STOPPED = "stopped"
+    UNKILLABLE = "unkillable"
 
 
 class RequestState(StrEnum):
@@ -184,11 +185,11 @@ class ExitSignal(TypedDict):
 
 
 class ToolTraceEntry(TypedDict):
-    """One call of a normal tool, as it went."""
+    """One call of a normal tool, as it went; one that was not run (cut off, unknown, over the budget) says why."""
 
     tool_call_id: str
     tool_name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | str  # the text as it came, where the call was not run
     iteration: int
     started_at: float
     duration_s: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ import pykka
 from llama_worker.actors.base import LiveCount, Ref
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.config import WorkerConfig
-from llama_worker.errors import WorkerClosed
+from llama_worker.errors import WorkerClosed, WorkerStopError
 from llama_worker.messages import (
     AwaitResult,
     CancelRequest,
@@ -32,6 +33,8 @@ from llama_worker.messages import (
 )
 from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.runtime.ports import Runtime
+from llama_worker.runtime.real import RealRuntime
 from llama_worker.runtime.startable import Startable
 from llama_worker.types import (
     ChatMessage,
@@ -45,6 +48,7 @@ from llama_worker.types import (
     WorkerStatus,
 )
 
+_logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
 _LEAVE_S = 5.0  # for the actors to end, once the server is gone
 T = TypeVar("T")
@@ -63,7 +67,7 @@ class LlamaWorker(Startable):
         """Start the worker's actors; no server yet. Raises TypeError for what is no WorkerConfig."""
         if not isinstance(config, WorkerConfig):
             raise TypeError(f"config must be a WorkerConfig, not {type(config).__name__}")
-        self._backend = _Backend(config)
+        self._backend = _Backend(config, RealRuntime(config))
         self.actor_ref: pykka.ActorRef[Any] = self._backend.actor_ref
         weakref.finalize(self, self._backend.abandon).atexit = False  # a handle that was lost takes its server along
 
@@ -176,14 +180,14 @@ class LlamaWorker(Startable):
 class _Backend:
     """What outlives the handle: the way to the WorkerActor, and its regular end. Thread-safe."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, runtime: Runtime) -> None:
         self.config = config
         self._pid = os.getpid()
         self._live_count = LiveCount()
         self._futures = OpenFutures()
         self._closing = threading.Lock()
         self._is_closing = False  # hosts that go on calling cannot hold it up
-        self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(self._live_count, config, self._futures)
+        self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(self._live_count, runtime, config, self._futures)
         self._worker: Ref[Any] = Ref(self.actor_ref)
         _open_backends.add(self)
 
@@ -229,6 +233,8 @@ class _Backend:
             stopped.get(timeout=timeout_s)
         except (WorkerClosed, pykka.Timeout):
             pass  # the actor died, or the time is up: its release kills what is left
+        except WorkerStopError as error:
+            _logger.error("close() of worker %r: %s", self.config.name, error)
         self._worker.stop()
 
     def wait_gone(self, timeout_s: float) -> None:

@@ -34,6 +34,8 @@ def for_start(error: WorkerStartError) -> str:
     match error.reason:
         case StartFailReason.PORT_IN_USE:
             return "leave --port out, and a free one is found; or end the program that listens there (ss -ltnp)"
+        case StartFailReason.UNKILLABLE:
+            return "a process that SIGKILL does not end still holds the place: end what it waits for, or the machine"
         case StartFailReason.SPAWN_FAILED:
             return "give --server (or --server-cmd) the path of a llama-server that can be executed here"
         case StartFailReason.STARTUP_TIMEOUT:

@@ -1,15 +1,14 @@
-"""What a turn sends the server: the BIOS's context, the conversation's beginning, the body. Pure."""
+"""What a turn sends the server: the conversation's beginning, the body. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from llama_worker.config import WorkerConfig
-from llama_worker.request.conversation import Conversation, run_bios
+from llama_worker.request.conversation import Conversation
 from llama_worker.request.submission import Submission
-from llama_worker.types import BiosContext, BiosText, ChatMessage, ToolDef
+from llama_worker.types import BiosText, ChatMessage, ToolDef
 
 OWNED_PARAMS = ("messages", "tools", "stream")  # the worker's: a caller's are dropped
 
@@ -55,20 +54,6 @@ def request_body(
 def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:
     """Whether the prompt ends as `ServerTraits.opens_thinking` says: no parameter touches the template."""
     return _TEMPLATE_PARAMS.isdisjoint(config.default_params.keys() | params.keys())
-
-
-def write_bios(config: WorkerConfig, *, prompted: bool, iterations_left: int, unix_now: float) -> BiosText | str:
-    """The BIOS for the turn that begins now; raises PromptError."""
-    context = BiosContext(
-        now=datetime.fromtimestamp(unix_now, config.timezone),
-        timezone_name=config.timezone_name,
-        worker_name=config.name,
-        tool_iters_remaining=iterations_left,
-        normal_tools=tuple(config.normal_tools),
-        exit_tools=tuple(config.exit_tools),
-        tool_call_mode="prompted" if prompted else "native",
-    )
-    return run_bios(config.bios_provider, context)
 
 
 def begin_conversation(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llama_worker.messages import StreamFailure
 from llama_worker.stream.calls import Partition
 from llama_worker.stream.events import ServerError
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.http_errors import reports_malformed_call
 from llama_worker.stream.loops import LoopFound
 from llama_worker.types import RequestFailReason, RequestFinishReason, RequestState

@@ -9,14 +9,16 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from llama_worker.messages import RequestRecord
-from llama_worker.request.ending import Ending
+from llama_worker.request.ending import Ending, failed
 from llama_worker.request.output import Output
+from llama_worker.request.record import RequestRecord
+from llama_worker.request.table import Admitted
 from llama_worker.request.turn import Turn
 from llama_worker.server.timeouts import Progress, last_progress_at
 from llama_worker.stream.events import Usage
 from llama_worker.types import (
     ExitSignal,
+    RequestFailReason,
     RequestPhase,
     RequestResult,
     RequestState,
@@ -28,7 +30,7 @@ _TAIL_CHARS = 200
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class Totals:
     """Who a request is, and what its turns have brought so far. Not thread-safe."""
 
     request_id: int
@@ -69,12 +71,12 @@ class Tally:
         return at + self.unix_offset
 
 
-def build_progress(tally: Tally, turn: Turn, phase: RequestPhase, *, concluding: bool) -> Progress:
+def build_progress(totals: Totals, turn: Turn, phase: RequestPhase, *, concluding: bool) -> Progress:
     """For the watchdog's verdict."""
     return Progress(
-        request_id=tally.request_id,
+        request_id=totals.request_id,
         phase=phase,
-        dispatched_at=tally.created_at,
+        dispatched_at=totals.created_at,
         turn_started_at=turn.started_at,
         headers_at=turn.headers_at,
         first_token_at=turn.first_token_at,
@@ -85,81 +87,98 @@ def build_progress(tally: Tally, turn: Turn, phase: RequestPhase, *, concluding:
     )
 
 
-def build_status(tally: Tally, turn: Turn, progress: Progress) -> RequestStatus:
+def build_status(totals: Totals, turn: Turn, progress: Progress) -> RequestStatus:
     """A snapshot of a request that has not ended; shares nothing with it."""
     status: RequestStatus = {
         "ok": True,
-        "request_id": tally.request_id,
-        "job_name": tally.job_name,
+        "request_id": totals.request_id,
+        "job_name": totals.job_name,
         "state": RequestState.TOOL_RUNNING if progress.phase is RequestPhase.TOOL else RequestState.RUNNING,
         "phase": progress.phase,
-        "created_at": tally.unix(tally.created_at),
-        "dispatched_at": tally.unix(tally.created_at),
-        "output_chars": tally.output.text_chars,
-        "reasoning_chars": tally.output.reasoning_chars,
-        "tool_iters_remaining": tally.iterations_left,
-        "tool_calls_count": tally.calls_count,
-        "signals": copy.deepcopy(tally.signals),
-        "tokens_received": tally.tokens + (0 if turn.is_over else turn.tokens),
+        "created_at": totals.unix(totals.created_at),
+        "dispatched_at": totals.unix(totals.created_at),
+        "output_chars": totals.output.text_chars,
+        "reasoning_chars": totals.output.reasoning_chars,
+        "tool_iters_remaining": totals.iterations_left,
+        "tool_calls_count": totals.calls_count,
+        "signals": copy.deepcopy(totals.signals),
+        "tokens_received": totals.tokens + (0 if turn.is_over else turn.tokens),
     }
     instants = {
-        "first_token_at": turn.first_token_at if tally.first_token_at is None else tally.first_token_at,
-        "last_progress_at": _later(last_progress_at(progress, tally.liveness_at), tally.progress_at),
-        "last_stream_byte_at": _later(turn.last_stream_byte_at, tally.stream_byte_at),
-        "last_liveness_at": tally.liveness_at,
+        "first_token_at": turn.first_token_at if totals.first_token_at is None else totals.first_token_at,
+        "last_progress_at": _later(last_progress_at(progress, totals.liveness_at), totals.progress_at),
+        "last_stream_byte_at": _later(turn.last_stream_byte_at, totals.stream_byte_at),
+        "last_liveness_at": totals.liveness_at,
     }
-    status.update(cast("Any", {key: tally.unix(at) for key, at in instants.items() if at is not None}))
+    status.update(cast("Any", {key: totals.unix(at) for key, at in instants.items() if at is not None}))
     if turn.prompt_progress is not None:
         told = turn.prompt_progress
         status["prompt_progress"] = {"processed": told.processed, "total": told.total, "cached": told.cached}
     speed = turn.tokens_per_second()
     if speed is not None:
         status["tokens_per_second"] = speed
-    if tally.output.text_chars:
-        status["tail"] = tally.output.text[-_TAIL_CHARS:]
+    if totals.output.text_chars:
+        status["tail"] = totals.output.text[-_TAIL_CHARS:]
     return status
 
 
-def build_record(tally: Tally, turn: Turn, progress: Progress, ending: Ending, now: float) -> RequestRecord:
+def build_record(totals: Totals, turn: Turn, progress: Progress, ending: Ending, now: float) -> RequestRecord:
     """All that stays of a request that ends now; `progress` is its last."""
-    status = build_status(tally, turn, progress)
+    status = build_status(totals, turn, progress)
     status["state"], status["phase"] = ending.state, RequestPhase.DONE
-    status["completed_at"] = tally.unix(now)
+    status["completed_at"] = totals.unix(now)
     result: RequestResult = {
         "ok": True,
-        "request_id": tally.request_id,
-        "job_name": tally.job_name,
+        "request_id": totals.request_id,
+        "job_name": totals.job_name,
         "state": ending.state,
         "finish_reason": ending.finish_reason,
-        "text": tally.output.text,
-        "reasoning": tally.output.reasoning,
+        "text": totals.output.text,
+        "reasoning": totals.output.reasoning,
         "signals": status["signals"],
-        "tool_trace": tally.trace,
-        "timings": {"total_s": now - tally.created_at},
+        "tool_trace": totals.trace,
+        "timings": {"total_s": now - totals.created_at},
     }
-    if tally.first_token_at is not None:
-        result["timings"]["ttft_s"] = tally.first_token_at - tally.created_at
+    if totals.first_token_at is not None:
+        result["timings"]["ttft_s"] = totals.first_token_at - totals.created_at
     if "tokens_per_second" in status:
         result["timings"]["tokens_per_second"] = status["tokens_per_second"]
-    if tally.usage is not None:
+    if totals.usage is not None:
         result["usage"] = {
-            "prompt_tokens": tally.usage.prompt_tokens,
-            "completion_tokens": tally.usage.completion_tokens,
-            "cached_tokens": tally.usage.cached_tokens or 0,
+            "prompt_tokens": totals.usage.prompt_tokens,
+            "completion_tokens": totals.usage.completion_tokens,
+            "cached_tokens": totals.usage.cached_tokens or 0,
         }
     if ending.fail_reason is not None:
         status["fail_reason"] = result["fail_reason"] = ending.fail_reason
     if ending.fail_detail is not None:
         status["fail_detail"] = result["fail_detail"] = ending.fail_detail
     return RequestRecord(
-        request_id=tally.request_id,
-        job_name=tally.job_name,
+        request_id=totals.request_id,
+        job_name=totals.job_name,
         status=status,
         result=result,
         ended_at=now,
         last_data_at=turn.last_data_at,
         http_status=ending.http_status,
     )
+
+
+def lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float) -> RequestRecord:
+    """For a request whose actor died without a word: it failed, and nothing of it is known."""
+    totals = Totals(
+        request_id=admitted.request_id,
+        job_name=admitted.job_name,
+        created_at=admitted.created_at,
+        unix_offset=unix_offset,
+        output=Output(None),
+        iterations_left=0,
+    )
+    turn = Turn(
+        started_at=admitted.created_at, prompted=False, with_tools=False, opens_thinking=False, loop_detector=None
+    )
+    progress = build_progress(totals, turn, RequestPhase.DONE, concluding=True)
+    return build_record(totals, turn, progress, failed(RequestFailReason.UNKNOWN_ERROR, detail), now)
 
 
 def _later(one: float | None, other: float | None) -> float | None:

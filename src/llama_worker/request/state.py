@@ -1,30 +1,39 @@
 """One request from prompt to record: what it waits for, and what follows from what it hears. Sans-IO.
 
-A `Request` is driven by one actor. Every entry takes `now` or `at` (monotonic seconds) and returns effects to carry
-out, in order. The last effect of a request is `Finished`; after it nothing changes any more.
+A `Request` is driven by one actor, which sends the messages that `begin` and `step` return, in order, and calls
+`step` with a Tick at `deadline`. The last message of a request is RequestEnded; after it nothing changes any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, assert_never, cast
 
 from llama_worker.config import WorkerConfig
-from llama_worker.messages import BatchId, StreamFailure, StreamId
-from llama_worker.request.body import begin_conversation, keeps_prompt_end, request_body, write_bios
-from llama_worker.request.conversation import Conversation, PromptError
-from llama_worker.request.effects import (
-    CloseTurn,
-    Effects,
-    Finished,
-    ForgetTools,
-    OpenTurn,
-    ReportToolsRefused,
-    StartTools,
-    WakeAt,
+from llama_worker.errors import masked
+from llama_worker.messages import (
+    Abandon,
+    BiosWritten,
+    CallEnded,
+    CancelRequest,
+    CloseStream,
+    DropTools,
+    Mailbox,
+    OpenStream,
+    RequestEnded,
+    RequestMessage,
+    RunBios,
+    RunTools,
+    StreamClosed,
+    StreamEvents,
+    StreamOpened,
+    Tick,
+    ToolsRefused,
 )
+from llama_worker.request.body import begin_conversation, keeps_prompt_end, request_body
+from llama_worker.request.conversation import Conversation
 from llama_worker.request.ending import (
     CANCELED,
     Ending,
@@ -35,22 +44,41 @@ from llama_worker.request.ending import (
     failed,
 )
 from llama_worker.request.output import Output, read_output
-from llama_worker.request.report import Tally, build_progress, build_record, build_status
+from llama_worker.request.report import Totals, build_progress, build_record, build_status
 from llama_worker.request.submission import Submission
-from llama_worker.request.tool_batch import ToolBatch
-from llama_worker.request.turn import Turn
-from llama_worker.server.command import masked
+from llama_worker.request.tool_batch import ToolBatch, unrun_entry
+from llama_worker.request.turn import Turn, TurnId
 from llama_worker.server.timeouts import Progress, last_progress_at
 from llama_worker.stream.calls import ParsedCall, Partition, partition
-from llama_worker.stream.events import Done, Finish, ServerError, StreamEvent
+from llama_worker.stream.events import Done, Finish, ServerError
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.http_errors import refuses_tools
-from llama_worker.types import BiosText, OutputChunk, RequestFailReason, RequestPhase, RequestStatus
+from llama_worker.types import (
+    BiosText,
+    OutputChunk,
+    RequestFailReason,
+    RequestPhase,
+    RequestStatus,
+    ToolTraceEntry,
+)
 
 SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error may still follow
 DEATH_NEWS_S = 0.29  # after a disconnect: news of the process's death may follow; with the rest, 0.3 s
 LAST_WORDS_S = 2.0  # after news of the process's death: what it sent may still be on its way through the reader
+LATE_S = 1.0  # a Tick so late comes after a gap (the host was stopped): what was due waits as long as it lasted, once
+
+Effect = RunBios | OpenStream | CloseStream | RunTools | DropTools | ToolsRefused | RequestEnded
+Effects = list[Effect]
 
 # ---------------------------------------------------------------- what a request waits for
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompting:
+    """For the BIOS provider's text of the next turn, which continues after `batch`, if it is not the first."""
+
+    until: float
+    batch: ToolBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +102,8 @@ class _Broken:
 
 
 @dataclass(frozen=True, slots=True)
-class _HearingOut:
-    """For the end of what a dead server had sent."""
+class _Draining:
+    """For the rest of what a dead server had sent."""
 
     ending: Ending
     until: float
@@ -85,15 +113,19 @@ class _HearingOut:
 class _InTools:
     """For the results of a turn's calls."""
 
-    batch_id: BatchId
     batch: ToolBatch
+
+    @property
+    def until(self) -> float:
+        return self.batch.deadline
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """For nothing."""
+    """Terminal."""
 
 
+_Waiting = _Prompting | _Streaming | _Settling | _Broken | _Draining | _InTools | _Ended
 _LastWord = Finish | ServerError | Done
 _LAST_WORDS = frozenset({Finish, ServerError, Done})
 
@@ -110,20 +142,24 @@ class Request:
         prompted: bool,
         opens_thinking: bool,
         unix_offset: float,
+        reply_to: Mailbox[RequestMessage],
         now: float,
     ) -> None:
         self.request_id = request_id
         self.job_name = submission.job_name
         self._submission = submission
         self._config = config
+        self._reply_to = reply_to
         self._offers_tools = bool(config.normal_tools or config.exit_tools)
         self._prompted = prompted
         self._opens_thinking = opens_thinking and keeps_prompt_end(config, submission.params)
-        self._waiting: _Streaming | _Settling | _Broken | _HearingOut | _InTools | _Ended = _Streaming()
-        self._exchanges_count = 0
+        self._waiting: _Waiting = _Streaming()
+        self._gap_forgiven: float | None = None  # the deadline that a gap has put off already
+        self._turns_count = 0
         self._turn = self._new_turn(now)
         self._conversation: Conversation | None = None
-        self._tally = Tally(
+        self._unrun: Partition | None = None  # the turn's calls, as long as nothing has become of them
+        self._totals = Totals(
             request_id=request_id,
             job_name=submission.job_name,
             created_at=now,
@@ -136,30 +172,58 @@ class Request:
 
     def begin(self, now: float) -> Effects:
         """The first turn."""
-        try:
-            bios = self._write_bios(now)
-        except PromptError as error:
-            return self._end(failed(RequestFailReason.PROMPT_ERROR, str(error)), now)
-        self._conversation = begin_conversation(self._config, self._submission, bios, prompted=self._prompted)
-        return self._open_turn(self._conversation, now)
+        return self._ask_for_bios(None, now)
 
-    def stream_opened(self, stream_id: StreamId, at: float) -> Effects:
-        """Response headers have come."""
-        if self._is_current(stream_id):
-            self._turn.headers_at = at
-        return []
+    def step(self, message: RequestMessage, now: float) -> Effects:
+        """What follows from a message. One of a turn that is over, or of another request, changes nothing."""
+        match message:
+            case StreamEvents():
+                return self._stream_events(message) if self._is_current(message.turn_id) else []
+            case StreamOpened(turn_id=turn_id, at=at):
+                if self._is_current(turn_id):
+                    self._turn.headers_at = at
+                return []
+            case StreamClosed(turn_id=turn_id, failure=failure, at=at):
+                return self._stream_closed(failure, at) if self._is_current(turn_id) else []
+            case BiosWritten(turn_id=turn_id):
+                return self._bios_written(message, now) if turn_id == self._next_turn_id else []
+            case CallEnded(turn_id=turn_id):
+                return self._call_ended(message) if turn_id == self._turn_id else []
+            case CancelRequest(request_id=request_id) if request_id == self.request_id:
+                return self._end(CANCELED, now)
+            case Abandon(request_id=request_id, reason=reason, detail=detail) if request_id == self.request_id:
+                return self._abandon(reason, detail, now)
+            case Tick():
+                return self._tick(now)
+            case _:
+                return []
 
-    def stream_events(
-        self, stream_id: StreamId, events: Sequence[StreamEvent], *, carried_data: bool, at: float
-    ) -> Effects:
-        """What the server said."""
-        if not self._is_current(stream_id):
-            return []
+    @property
+    def deadline(self) -> float | None:
+        """When a Tick is due; None: none is."""
+        match self._waiting:
+            case _Streaming() | _Ended():
+                return None
+            case waiting:
+                return waiting.until
+
+    def break_off(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
+        """End where `step` itself raised: what was shown is kept, what was held back is lost with its turn."""
+        return self._finish(failed(reason, detail), now)
+
+    def saw_liveness(self, at: float | None) -> None:
+        """Evidence that the server works; for the status."""
+        self._totals.liveness_at = at
+
+    # ------------------------------------------------------------ what is heard
+
+    def _stream_events(self, batch: StreamEvents) -> Effects:
+        at = batch.at
         self._turn.last_stream_byte_at = at
-        if carried_data:
+        if batch.carried_data:
             self._turn.last_data_at = at
-        output = self._tally.output
-        runs = cast("Iterator[tuple[type[Any], Iterator[Any]]]", groupby(events, type))
+        output = self._totals.output
+        runs = cast("Iterator[tuple[type[Any], Iterator[Any]]]", groupby(batch.events, type))
         for kind, run in runs:
             if kind not in _LAST_WORDS:
                 output.add(*self._turn.take(kind, run, at))
@@ -170,8 +234,6 @@ class Request:
                 effects = self._last_word(event, at)
                 if effects is not None:
                     return effects
-        if isinstance(self._waiting, _Settling):
-            return [WakeAt(at=self._waiting.until)]
         return []
 
     def _last_word(self, event: _LastWord, at: float) -> Effects | None:
@@ -179,7 +241,7 @@ class Request:
         match event:
             case Finish(reason=reason):
                 self._turn.finish_reason = reason
-                if isinstance(self._waiting, _Streaming):  # said again, it gives no more time
+                if isinstance(self._waiting, _Streaming):  # repeated, it gives no more time
                     self._waiting = _Settling(at + SETTLE_S)
             case ServerError():
                 return self._end(after_server_error(event, offers_tools=self._offers_tools), at)
@@ -189,13 +251,10 @@ class Request:
                 assert_never(event)
         return None
 
-    def stream_closed(self, stream_id: StreamId, failure: StreamFailure | None, at: float) -> Effects:
-        """The connection is over; `failure` None: the server ended the body in the regular way."""
-        if not self._is_current(stream_id):
-            return []
+    def _stream_closed(self, failure: StreamFailure | None, at: float) -> Effects:
         if isinstance(self._waiting, _Settling):
             return self._conclude_turn(at)
-        if isinstance(self._waiting, _HearingOut):
+        if isinstance(self._waiting, _Draining):
             return self._give_up(self._waiting.ending, at)
         if failure is None:
             detail = "the stream ended without a finish reason"
@@ -203,70 +262,75 @@ class Request:
         match failure.reason:
             case RequestFailReason.CONNECT_FAILED | RequestFailReason.STREAM_DISCONNECTED:
                 self._waiting = _Broken(failure, at + DEATH_NEWS_S)
-                return [WakeAt(at=at + DEATH_NEWS_S)]
+                return []
             case RequestFailReason.HTTP_ERROR if self._can_try_prompted(failure):
                 shown = masked(failure.detail, self._config.api_key)
                 self._prompted = True
-                return [ReportToolsRefused(detail=shown), *self.begin(at)]  # again, with the tools in its text
+                return [ToolsRefused(detail=shown), *self._ask_for_bios(None, at)]  # again, with the tools in its text
             case _:
                 return self._end(after_failure(failure, offers_tools=self._offers_tools), at)
 
-    def call_ended(self, batch_id: BatchId, *, ok: bool, text: str, at: float) -> Effects:
+    def _call_ended(self, ended: CallEnded) -> Effects:
         """The next call of the batch returned a JSON text, or failed; after the last one the next turn begins."""
-        waiting = self._waiting
-        if not isinstance(waiting, _InTools) or waiting.batch_id != batch_id:
+        if not isinstance(self._waiting, _InTools):
             return []
-        if not ok:
-            return self._call_failed(waiting.batch, text, at)
-        batch = waiting.batch.returned(text, at)
+        batch = self._waiting.batch
+        if not ended.ok:
+            return self._call_failed(batch, ended.text, ended.at)
+        batch = batch.returned(ended.text, ended.at)
         if not batch.done:
-            self._waiting = _InTools(batch_id, batch)
-            return [WakeAt(at=batch.deadline)]
-        self._leave_tools(batch)
-        return self._continue(batch, at)
-
-    def cancel(self, now: float) -> Effects:
-        """The host wants no more of it."""
-        if isinstance(self._waiting, _Ended):
+            self._waiting = _InTools(batch)
             return []
-        return self._end(CANCELED, now)
+        self._leave_tools(batch)
+        return self._ask_for_bios(batch, ended.at)
 
-    def abandon(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
-        """Give up: the worker says why. What a server that died had sent is heard out first."""
+    def _abandon(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
+        """The worker gives the request up. The rest of what a server that died had sent is read first."""
         match self._waiting:
-            case _Ended():
-                return []
             case _Streaming() | _Settling() if reason is RequestFailReason.SERVER_DIED:
-                self._waiting = _HearingOut(failed(reason, detail), now + LAST_WORDS_S)
-                return [WakeAt(at=now + LAST_WORDS_S)]
-            case _HearingOut(ending=ending):
+                self._waiting = _Draining(failed(reason, detail), now + LAST_WORDS_S)
+                return []
+            case _Draining(ending=ending):
                 return self._give_up(ending, now)
             case _:
                 return self._give_up(failed(reason, detail), now)
 
-    def break_off(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
-        """End where `abandon` itself raised: what was shown is kept, what was held back is lost with its turn."""
-        if isinstance(self._waiting, _Ended):
+    def _tick(self, now: float) -> Effects:
+        due_at = self.deadline
+        if due_at is None or now < due_at:
             return []
-        return self._finish(failed(reason, detail), now)
-
-    def tick(self, now: float) -> Effects:
-        """The alarm: carry out what has come due."""
+        if now - due_at > LATE_S and due_at != self._gap_forgiven:
+            return self._put_off(now, now - due_at)
         match self._waiting:
-            case _Settling(until=at) if now >= at:
+            case _Settling():
                 return self._conclude_turn(now)
-            case _Broken(until=at, failure=failure) if now >= at:
+            case _Broken(failure=failure):
                 return self._end(failed(failure.reason, failure.detail), now)
-            case _HearingOut(until=at, ending=ending) if now >= at:
+            case _Draining(ending=ending):
                 return self._give_up(ending, now)
-            case _InTools(batch_id=batch_id, batch=batch) if now >= batch.deadline:
-                return [ForgetTools(batch_id=batch_id), *self._call_failed(batch, batch.timeout_text(), now)]
+            case _InTools(batch=batch):
+                return [DropTools(turn_id=self._turn_id), *self._call_failed(batch, batch.timeout_text(), now)]
+            case _Prompting():
+                limit_s = self._config.timeouts.bios_timeout_s
+                detail = f"the BIOS provider did not return within bios_timeout_s {limit_s:g} s"
+                return self._end(failed(RequestFailReason.PROMPT_ERROR, detail), now)
             case _:
                 return []
 
-    def saw_liveness(self, at: float | None) -> None:
-        """Evidence that the server works; for the status."""
-        self._tally.liveness_at = at
+    def _put_off(self, now: float, gap_s: float) -> Effects:
+        """Nothing ran in the gap: what is waited for gets the time again that the gap took, at most its whole limit."""
+        match self._waiting:
+            case _InTools(batch=batch):
+                more_s = gap_s + min(gap_s, batch.timeout_s)
+                self._waiting = _InTools(replace(batch, put_off_s=batch.put_off_s + more_s))
+            case _Prompting() as waiting:
+                self._waiting = replace(waiting, until=now + min(gap_s, self._config.timeouts.bios_timeout_s))
+            case _Settling() | _Broken() | _Draining() as waiting:
+                self._waiting = replace(waiting, until=now + min(gap_s, SETTLE_S))
+            case _:
+                pass
+        self._gap_forgiven = self.deadline
+        return []
 
     # ------------------------------------------------------------ questions
 
@@ -278,6 +342,8 @@ class Request:
                 return RequestPhase.DONE
             case _InTools():
                 return RequestPhase.TOOL
+            case _Prompting():
+                return RequestPhase.WAITING
             case _:
                 if self._turn.headers_at is None:
                     return RequestPhase.WAITING
@@ -285,23 +351,31 @@ class Request:
 
     def progress(self) -> Progress:
         """For the watchdog's verdict."""
-        concluding = isinstance(self._waiting, _Settling | _Broken | _HearingOut)
-        return build_progress(self._tally, self._turn, self.phase, concluding=concluding)
+        concluding = isinstance(self._waiting, _Prompting | _Settling | _Broken | _Draining)
+        return build_progress(self._totals, self._turn, self.phase, concluding=concluding)
 
     def status(self) -> RequestStatus:
         """A snapshot."""
-        return build_status(self._tally, self._turn, self.progress())
+        return build_status(self._totals, self._turn, self.progress())
 
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
         """What was added since the offsets."""
-        output, done = self._tally.output, isinstance(self._waiting, _Ended)
+        output, done = self._totals.output, isinstance(self._waiting, _Ended)
         return read_output(output.text, output.reasoning, text_offset, reasoning_offset, done=done)
 
     # ------------------------------------------------------------ turns
 
-    def _is_current(self, stream_id: StreamId) -> bool:
-        listening = isinstance(self._waiting, (_Streaming, _Settling, _HearingOut))
-        return listening and stream_id == (self.request_id, self._exchanges_count)
+    @property
+    def _turn_id(self) -> TurnId:
+        return self.request_id, self._turns_count
+
+    @property
+    def _next_turn_id(self) -> TurnId:
+        return self.request_id, self._turns_count + 1
+
+    def _is_current(self, turn_id: TurnId) -> bool:
+        listening = isinstance(self._waiting, (_Streaming, _Settling, _Draining))
+        return listening and turn_id == self._turn_id
 
     def _new_turn(self, now: float) -> Turn:
         return Turn(
@@ -312,24 +386,51 @@ class Request:
             loop_detector=self._config.loop_detector,
         )
 
-    def _write_bios(self, now: float) -> BiosText | str:
-        return write_bios(
-            self._config,
-            prompted=self._prompted,
-            iterations_left=self._tally.iterations_left,
-            unix_now=self._tally.unix(now),
-        )
+    def _ask_for_bios(self, batch: ToolBatch | None, now: float) -> Effects:
+        """The next turn begins with its BIOS; it continues after `batch`."""
+        self._waiting = _Prompting(now + self._config.timeouts.bios_timeout_s, batch)
+        return [
+            RunBios(
+                turn_id=self._next_turn_id,
+                iterations_left=self._totals.iterations_left,
+                prompted=self._prompted,
+                reply_to=self._reply_to,
+            )
+        ]
+
+    def _bios_written(self, written: BiosWritten, now: float) -> Effects:
+        if not isinstance(self._waiting, _Prompting):
+            return []
+        if written.error is not None:
+            return self._end(failed(RequestFailReason.PROMPT_ERROR, written.error), now)
+        conversation = self._converse(written.bios, self._waiting.batch)
+        self._waiting = _Streaming()
+        return self._open_turn(conversation, now)
+
+    def _converse(self, bios: BiosText | str, batch: ToolBatch | None) -> Conversation:
+        """The messages of the turn that begins: the first one's, or with what the calls of `batch` returned."""
+        if batch is None or self._conversation is None:
+            self._conversation = begin_conversation(self._config, self._submission, bios, prompted=self._prompted)
+        else:
+            self._conversation = self._conversation.after_tools(
+                bios,
+                text=self._turn.said_text,
+                reasoning=self._turn.said_reasoning,
+                calls=batch.calls,
+                results=batch.results,
+            )
+        return self._conversation
 
     def _open_turn(self, conversation: Conversation, now: float) -> Effects:
-        self._exchanges_count += 1
+        self._turns_count += 1
         self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
         self._turn = self._new_turn(now)
         tools = [] if self._prompted else [*self._config.normal_tools, *self._config.exit_tools]
         body = request_body(self._config, self._submission.params, conversation.messages(), tools)
-        return [OpenTurn(stream_id=(self.request_id, self._exchanges_count), body=body)]
+        return [OpenStream(turn_id=self._turn_id, body=body, reply_to=self._reply_to)]
 
     def _can_try_prompted(self, failure: StreamFailure) -> bool:
-        may = self._config.tool_call_mode == "auto" and not self._prompted and self._exchanges_count == 1
+        may = self._config.tool_call_mode == "auto" and not self._prompted and self._turns_count == 1
         return may and self._offers_tools and refuses_tools(failure)
 
     def _conclude_turn(self, now: float) -> Effects:
@@ -337,7 +438,7 @@ class Request:
         judged = self._judge_turn(now)
         if isinstance(judged, Ending):
             return self._end(judged, now)
-        if isinstance(self._waiting, _HearingOut):
+        if isinstance(self._waiting, _Draining):
             return self._end(self._waiting.ending, now)  # its calls are not begun any more
         return self._start_tools(judged, now)
 
@@ -351,12 +452,12 @@ class Request:
 
     def _judge_turn(self, now: float) -> Ending | tuple[ParsedCall, ...]:
         """What becomes of a turn that came to its regular end: the end of the request, or else calls to run."""
-        turn, output = self._turn, self._tally.output
+        turn, output = self._turn, self._totals.output
         output.add(*turn.finish(cut_off=turn.finish_reason == "length"))
         if output.loop is not None:
             return after_loop(output.loop)
         found = self._take_calls(now)
-        return after_turn(turn.finish_reason, found, self._tally.iterations_left) or found.normal
+        return after_turn(turn.finish_reason, found, self._totals.iterations_left) or found.normal
 
     def _take_calls(self, now: float) -> Partition:
         """Tell the turn's calls apart, once. Exit calls are recorded whatever becomes of turn and request."""
@@ -365,76 +466,74 @@ class Request:
             self._turn.calls(),
             [tool["function"]["name"] for tool in self._config.normal_tools],
             [tool["function"]["name"] for tool in self._config.exit_tools],
-            emitted_at=self._tally.unix(now),
-            first_number=self._tally.calls_count + 1,
+            emitted_at=self._totals.unix(now),
+            first_number=self._totals.calls_count + 1,
         )
-        self._tally.signals += found.exits
+        self._totals.signals += found.exits
+        self._unrun = found
         return found
 
     def _start_tools(self, calls: tuple[ParsedCall, ...], now: float) -> Effects:
         closing = self._close_turn()
-        self._tally.iterations_left -= 1
-        self._tally.calls_count += len(calls)
-        batch_id = (self.request_id, self._exchanges_count)
+        self._totals.iterations_left -= 1
+        self._totals.calls_count += len(calls)
         batch = ToolBatch(
             calls=calls,
-            iteration=self._config.max_tool_iterations - self._tally.iterations_left,
+            iteration=self._config.max_tool_iterations - self._totals.iterations_left,
             timeout_s=self._config.tool_timeout_s,
-            unix_offset=self._tally.unix_offset,
+            unix_offset=self._totals.unix_offset,
             started_at=now,
         )
-        self._waiting = _InTools(batch_id, batch)
-        return [closing, StartTools(batch_id=batch_id, calls=calls), WakeAt(at=batch.deadline)]
+        self._waiting = _InTools(batch)
+        self._unrun = None
+        order = RunTools(turn_id=self._turn_id, job_name=self.job_name, calls=calls, reply_to=self._reply_to)
+        return [closing, order]
 
     def _leave_tools(self, batch: ToolBatch) -> None:
         """The batch is over, whatever follows."""
-        self._tally.trace += batch.trace
+        self._totals.trace += batch.trace
         self._waiting = _Streaming()
 
     def _call_failed(self, batch: ToolBatch, text: str, at: float) -> Effects:
         self._leave_tools(batch.failed(text, at))
         return self._end(failed(RequestFailReason.TOOL_EXECUTION_ERROR, text), at)
 
-    def _continue(self, batch: ToolBatch, now: float) -> Effects:
-        """The next turn, with what the calls returned."""
-        try:
-            bios = self._write_bios(now)
-        except PromptError as error:
-            return self._end(failed(RequestFailReason.PROMPT_ERROR, str(error)), now)
-        assert self._conversation is not None
-        self._conversation = self._conversation.after_tools(
-            bios,
-            text=self._turn.said_text,
-            reasoning=self._turn.said_reasoning,
-            calls=batch.calls,
-            results=batch.results,
-        )
-        return self._open_turn(self._conversation, now)
-
-    def _close_turn(self) -> CloseTurn:
+    def _close_turn(self) -> CloseStream:
         """The exchange is over: add up what is kept of it."""
-        self._tally.add_turn(self._turn, last_progress_at(self.progress(), None))
-        return CloseTurn(stream_id=(self.request_id, self._exchanges_count))
+        self._totals.add_turn(self._turn, last_progress_at(self.progress(), None))
+        return CloseStream(turn_id=self._turn_id)
 
     # ------------------------------------------------------------ the end
 
     def _end(self, ending: Ending, now: float) -> Effects:
         """End, with all that the turn under way has brought."""
-        self._tally.output.add_rest(*self._turn.finish())  # what was held back is output, too
+        if isinstance(self._waiting, _Ended):
+            return []
+        self._totals.output.add_rest(*self._turn.finish())  # what was held back is output, too
         if not self._turn.calls_taken:
             self._take_calls(now)
         return self._finish(ending, now)
 
     def _finish(self, ending: Ending, now: float) -> Effects:
         """The record, as things are; what the request holds is let go."""
+        if isinstance(self._waiting, _Ended):
+            return []
         effects: Effects = []
         if isinstance(self._waiting, _InTools):
-            effects.append(ForgetTools(batch_id=self._waiting.batch_id))
+            effects.append(DropTools(turn_id=self._turn_id))
             self._leave_tools(self._waiting.batch.failed(f"given up while it ran: {ending.fail_reason}", now))
-        elif self._exchanges_count and not self._turn.is_over:
+        elif self._turns_count and not self._turn.is_over:
             effects.append(self._close_turn())
+        if self._unrun is not None:
+            self._totals.trace += self._unrun_trace(self._unrun, ending, now)
         if ending.fail_detail is not None:
             ending = replace(ending, fail_detail=masked(ending.fail_detail, self._config.api_key))
-        record = build_record(self._tally, self._turn, self.progress(), ending, now)
+        record = build_record(self._totals, self._turn, self.progress(), ending, now)
         self._waiting = _Ended()
-        return [*effects, Finished(record=record)]
+        return [*effects, RequestEnded(record=record)]
+
+    def _unrun_trace(self, found: Partition, ending: Ending, now: float) -> list[ToolTraceEntry]:
+        """The calls that the model made and that were not run: what they held is output, too."""
+        why = f"not run: {ending.fail_reason or ending.finish_reason}"
+        iteration = self._config.max_tool_iterations - self._totals.iterations_left + 1
+        return [unrun_entry(call, why, iteration, self._totals.unix(now)) for call in found.unrun]

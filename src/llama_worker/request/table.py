@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llama_worker.messages import RequestRecord
-from llama_worker.types import RequestFailReason, RequestFinishReason, RequestPhase, RequestState
+from llama_worker.request.record import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,43 +76,3 @@ class RequestTable:
     def oldest_end(self) -> float | None:
         """When the first of the kept records ended."""
         return min((record.ended_at for record in self._records.values()), default=None)
-
-
-def lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float) -> RequestRecord:
-    """For a request whose actor died without a word: it failed, and nothing of it is known."""
-    reason = RequestFailReason.UNKNOWN_ERROR
-    return RequestRecord(
-        request_id=admitted.request_id,
-        job_name=admitted.job_name,
-        status={
-            "ok": True,
-            "request_id": admitted.request_id,
-            "job_name": admitted.job_name,
-            "state": RequestState.FAILED,
-            "phase": RequestPhase.DONE,
-            "created_at": admitted.created_at + unix_offset,
-            "completed_at": now + unix_offset,
-            "output_chars": 0,
-            "reasoning_chars": 0,
-            "tool_iters_remaining": 0,
-            "tool_calls_count": 0,
-            "signals": [],
-            "fail_reason": reason,
-            "fail_detail": detail,
-        },
-        result={
-            "ok": True,
-            "request_id": admitted.request_id,
-            "job_name": admitted.job_name,
-            "state": RequestState.FAILED,
-            "finish_reason": RequestFinishReason.FAILED,
-            "text": "",
-            "reasoning": "",
-            "signals": [],
-            "tool_trace": [],
-            "timings": {"total_s": now - admitted.created_at},
-            "fail_reason": reason,
-            "fail_detail": detail,
-        },
-        ended_at=now,
-    )

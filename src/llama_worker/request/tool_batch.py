@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llama_worker.stream.calls import ParsedCall
+from llama_worker.stream.calls import MalformedCall, ParsedCall, RawCall
 from llama_worker.types import ToolTraceEntry
 
 
@@ -19,11 +19,12 @@ class ToolBatch:
     started_at: float  # of the call under way
     results: tuple[str, ...] = ()
     trace: tuple[ToolTraceEntry, ...] = ()
+    put_off_s: float = 0.0  # time of the call under way in which the host itself did not run
 
     @property
     def deadline(self) -> float:
         """When the call under way has taken too long."""
-        return self.started_at + self.timeout_s
+        return self.started_at + self.timeout_s + self.put_off_s
 
     @property
     def done(self) -> bool:
@@ -33,7 +34,7 @@ class ToolBatch:
     def returned(self, result: str, at: float) -> ToolBatch:
         """The call under way returned a JSON text; the next one begins at once."""
         entry = self._entry(at, None)
-        return replace(self, results=(*self.results, result), trace=(*self.trace, entry), started_at=at)
+        return replace(self, results=(*self.results, result), trace=(*self.trace, entry), started_at=at, put_off_s=0.0)
 
     def failed(self, error: str, at: float) -> ToolBatch:
         """The call under way failed, or was given up; the ones behind it are not run."""
@@ -58,3 +59,18 @@ class ToolBatch:
         if error is not None:
             entry["error"] = error
         return entry
+
+
+def unrun_entry(call: RawCall | MalformedCall, why: str, iteration: int, unix_at: float) -> ToolTraceEntry:
+    """The trace of a call that was not run: its arguments as they came."""
+    raw = call if isinstance(call, RawCall) else RawCall(None, "", call.text)
+    return {
+        "tool_call_id": raw.call_id or "",
+        "tool_name": raw.name,
+        "arguments": raw.arguments,
+        "iteration": iteration,
+        "started_at": unix_at,
+        "duration_s": 0.0,
+        "ok": False,
+        "error": why,
+    }

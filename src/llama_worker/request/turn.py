@@ -1,4 +1,4 @@
-"""One HTTP exchange of a request: what the model says in it, taken apart. Pure; not thread-safe."""
+"""One turn of a request, which is one HTTP request: what the model says in it, taken apart. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from llama_worker.stream.events import (
 )
 from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.tagged_calls import TaggedCallFilter
+
+TurnId = tuple[int, int]
+"""Request id, and the number of the request's turn (one HTTP request each), from 1."""
 
 _Other = ToolCallDelta | PromptProgress | Usage | Timings | RoleOnly
 Said = TextDelta | ReasoningDelta | _Other

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import assert_never
 
-from llama_worker.actors.base import LiveCount, Ref, SupervisedActor
+from llama_worker.actors.base import LiveCount, Ref, SupervisedActor, members
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import (
     Enter,
@@ -30,6 +30,7 @@ from llama_worker.responses.messages import (
     StopListening,
 )
 from llama_worker.responses.store import ResponseStore
+from llama_worker.runtime.real import ActorThreads
 
 _logger = logging.getLogger("llama_worker.responses")
 MakeListener = Callable[[ResponsesProxyConfig, Ref[ProxyMessage]], Listener]
@@ -39,9 +40,10 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
     """See the module. `make_listener` binds the port and raises OSError where it cannot; called on a thread."""
 
     role = "responses-proxy"
+    accepts = members(ProxyMessage)
 
     def __init__(self, live_count: LiveCount, config: ResponsesProxyConfig, make_listener: MakeListener) -> None:
-        super().__init__(None, live_count)
+        super().__init__(None, live_count, ActorThreads())
         self._config = config
         self._make_listener = make_listener
         self._store = ResponseStore(max_count=config.max_responses, max_bytes=config.max_stored_bytes)

@@ -17,7 +17,7 @@ from typing import Any
 import requests
 import urllib3.exceptions
 
-from llama_worker.messages import Mailbox, StreamFailure
+from llama_worker.messages import Mailbox
 from llama_worker.responses.body import parse_body
 from llama_worker.responses.client_watch import ClientWatch
 from llama_worker.responses.config import ResponsesProxyConfig
@@ -51,6 +51,7 @@ from llama_worker.responses.request import (
 from llama_worker.responses.store import StoredResponse
 from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint, disconnected, send
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason
 
 # Ours are JSON and a stream; the last one lets llama-server go on working for a client that has left (b11434).

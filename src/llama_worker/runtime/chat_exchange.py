@@ -13,11 +13,12 @@ from typing import Any
 import requests
 import urllib3.exceptions
 
-from llama_worker.messages import StreamFailure
+from llama_worker.config import WorkerConfig
 from llama_worker.runtime.connections import Abort
 from llama_worker.runtime.timers import call_at
 from llama_worker.stream.decoder import ProtocolError, StreamDecoder
 from llama_worker.stream.events import StreamEvent
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.http_errors import describe_http_error
 from llama_worker.types import RequestFailReason
 
@@ -34,6 +35,16 @@ class Endpoint:
     base_url: str
     connect_timeout_s: float
     api_key: str | None = None
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Endpoint:
+        """Where the config's server is reached from this machine."""
+        host = config.connect_host
+        return cls(
+            base_url=f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}",
+            connect_timeout_s=config.timeouts.connect_timeout_s,
+            api_key=config.api_key,
+        )
 
     def headers(self) -> dict[str, str]:
         """For every request to the server."""

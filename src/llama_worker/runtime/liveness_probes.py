@@ -143,6 +143,8 @@ def process_evidence(root_pid: int) -> dict[str, Any]:
                     "major_faults": stat.major_faults,
                     "read_bytes": _read_storage_bytes(f"{PROC}/{pid}/io"),
                     "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
+                    "wchan": _read(f"{PROC}/{pid}/wchan") or "",
+                    "stack": (_read(f"{PROC}/{pid}/stack") or "").split("\n")[0],  # root alone may read it
                     "threads_count": stat.threads_count,
                     "threads": thread_states(pid),
                 }

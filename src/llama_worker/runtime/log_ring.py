@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from llama_worker.server.command import masked
+from llama_worker.errors import masked
 
 _MAX_LINE_BYTES = 8192  # a line without an end is cut into pieces of this
 

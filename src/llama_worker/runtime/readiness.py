@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 
-from llama_worker.actors.transport import endpoint
 from llama_worker.config import WorkerConfig
-from llama_worker.messages import Mailbox, Probed, ProbeOutcome, WatchdogMessage
+from llama_worker.messages import Mailbox, Probed, ProbeOutcome
+from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.connections import Abort, Aborted
 from llama_worker.runtime.plain_http import exchange
 from llama_worker.server.health import probe_timeout_s
@@ -28,13 +28,21 @@ class ReadinessProbe:
     """
 
     def __init__(
-        self, config: WorkerConfig, *, epoch: int, root_pid: int, first: bool, tell_to: Mailbox[WatchdogMessage]
+        self,
+        config: WorkerConfig,
+        endpoint: Endpoint,
+        *,
+        epoch: int,
+        root_pid: int,
+        first: bool,
+        reply_to: Mailbox[Probed],
     ) -> None:
         self._config = config
+        self._endpoint = endpoint
         self._epoch = epoch
         self._root_pid = root_pid
         self._first = first
-        self._tell_to = tell_to
+        self._reply_to = reply_to
         self._abort = Abort()
         threading.Thread(target=self._run, name=f"llama_worker-{config.name}-probe", daemon=True).start()
 
@@ -53,7 +61,7 @@ class ReadinessProbe:
                     traits = self._ask_traits()
         except Exception as error:
             outcome, detail = ProbeOutcome.FAILED, f"{type(error).__name__}: {error}"
-        self._tell_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
+        self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
 
     def _probe(self) -> tuple[ProbeOutcome, str]:
         try:
@@ -81,7 +89,7 @@ class ReadinessProbe:
 
     def _ask(self, method: str, path: str, timeout_s: float, body: object = None) -> tuple[int, Any]:
         """(status, the JSON of the body or None)."""
-        server = endpoint(self._config)
+        server = self._endpoint
         status, told = exchange(
             self._abort,
             (self._config.connect_host, self._config.port),

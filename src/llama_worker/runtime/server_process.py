@@ -15,11 +15,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_worker.messages import ServerDied, ServerGone, ServerNotStarted, ServerStarted
+from llama_worker.messages import Died, Exited, Launched, LaunchFailed, Mailbox, ServerNews
 from llama_worker.runtime import guard
 from llama_worker.runtime.free_port import can_listen
 from llama_worker.runtime.log_ring import LogRing
@@ -54,14 +54,11 @@ class _Server:
     pidfd: int | None  # None where it was gone before it could be looked at
 
 
-ServerNews = ServerStarted | ServerNotStarted | ServerDied | ServerGone
-
-
 class ServerProcess:
     """One launch. The constructor starts a daemon thread, which tells; every method may be called by any thread.
 
-    `tell` gets ServerStarted or ServerNotStarted; after ServerStarted, ServerDied and then one ServerGone, its last
-    word. No ServerDied comes where the guard was killed.
+    `reply_to` gets Launched or LaunchFailed; after Launched, Died and then one Exited, its last
+    word. No Died comes where the guard was killed.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class ServerProcess:
         environment: Mapping[str, str],
         address: tuple[str, int],
         log: LogRing,
-        tell: Callable[[ServerNews], object],
+        reply_to: Mailbox[ServerNews],
         name: str,
     ) -> None:
         self._epoch = epoch
@@ -80,7 +77,7 @@ class ServerProcess:
         self._environment = environment
         self._address = address
         self._log = log
-        self._tell = tell
+        self._reply_to = reply_to
         self._lock = threading.Lock()
         self._control: io.FileIO | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -130,9 +127,9 @@ class ServerProcess:
                 os.close(self._server.pidfd)
                 self._server = _Server(self._server.pid, None)
         self.ended = True
-        self._tell(last_word)
+        self._reply_to.tell(last_word)
 
-    def _live(self, cleanup: contextlib.ExitStack) -> ServerNotStarted | ServerGone:
+    def _live(self, cleanup: contextlib.ExitStack) -> LaunchFailed | Exited:
         """Start the guard, watch until it has ended; the thread's last word."""
         if not can_listen(self._address):
             taken = f"{self._address[0]}:{self._address[1]} is taken by another process: end it, or take another port"
@@ -175,7 +172,7 @@ class ServerProcess:
         assert guardian.stdout is not None
         guardian.stdout.close()
 
-    def _watch(self, guardian: subprocess.Popen[bytes], reports_from: io.FileIO) -> ServerNotStarted | ServerGone:
+    def _watch(self, guardian: subprocess.Popen[bytes], reports_from: io.FileIO) -> LaunchFailed | Exited:
         """Drain output and reports until the guard has ended."""
         assert guardian.stdout is not None
         output, report = guardian.stdout.fileno(), reports_from.fileno()
@@ -212,17 +209,17 @@ class ServerProcess:
                 pid = int(rest)
                 with self._lock:
                     self._server = _Server(pid, _pidfd(pid))
-                self._tell(ServerStarted(epoch=self._epoch, pid=pid))
+                self._reply_to.tell(Launched(epoch=self._epoch, pid=pid))
             case "died":
                 self._returncode = int(rest)
-                self._tell(ServerDied(epoch=self._epoch, returncode=self._returncode))
+                self._reply_to.tell(Died(epoch=self._epoch, returncode=self._returncode))
             case "gone":
                 self._reaped = True
             case "failed":
                 number, _, why = rest.partition(" ")
                 self._failure = not_executed(self._command[0], int(number), why)
 
-    def _last_word(self) -> ServerNotStarted | ServerGone:
+    def _last_word(self) -> LaunchFailed | Exited:
         if self._server is None:
             detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
             return self._not_started(StartFailReason.SPAWN_FAILED, detail)
@@ -234,16 +231,16 @@ class ServerProcess:
                 gone.poll()
         return self._gone()
 
-    def _gone(self) -> ServerGone:
-        return ServerGone(
+    def _gone(self) -> Exited:
+        return Exited(
             epoch=self._epoch,
             returncode=self._returncode,
             log_tail=self._log.tail(40),
             port_taken=not can_listen(self._address),
         )
 
-    def _not_started(self, reason: StartFailReason, detail: str) -> ServerNotStarted:
-        return ServerNotStarted(epoch=self._epoch, reason=reason, detail=detail)
+    def _not_started(self, reason: StartFailReason, detail: str) -> LaunchFailed:
+        return LaunchFailed(epoch=self._epoch, reason=reason, detail=detail)
 
     def _drain(self, output: int) -> bool:
         """Put what the pipe holds into the ring, as much as a pipe can hold; False at its end."""

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import requests
 
 from llama_worker.messages import (
     Mailbox,
-    RequestMessage,
+    OpenStream,
     StreamClosed,
     StreamEvents,
-    StreamFailure,
-    StreamId,
     StreamOpened,
 )
 from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint
 from llama_worker.runtime.connections import Abort, session
 from llama_worker.stream.events import StreamEvent
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason
 
 _MAX_BATCH = 512  # events; a batch is told when it is full or when reading would wait
@@ -29,30 +26,23 @@ _MAX_BATCH = 512  # events; a batch is told when it is full or when reading woul
 class StreamReader:
     """One stream. The constructor starts a daemon thread; `abort` may be called from any thread.
 
-    `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed; then `on_end` is called.
+    `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed` gets, too.
     """
 
-    def __init__(
-        self,
-        *,
-        stream_id: StreamId,
-        endpoint: Endpoint,
-        body: Mapping[str, Any],
-        reply_to: Mailbox[RequestMessage],
-        on_end: Callable[[], object],
-        name: str,
-    ) -> None:
-        self._stream_id = stream_id
+    def __init__(self, order: OpenStream, endpoint: Endpoint, *, on_closed: Mailbox[StreamClosed], name: str) -> None:
+        self._turn_id = order.turn_id
         self._endpoint = endpoint
-        self._body = body
-        self._reply_to = reply_to
-        self._on_end = on_end
+        self._body = order.body
+        self._reply_to = order.reply_to
+        self._on_closed = on_closed
         self._abort = Abort()
         self._chat: ChatExchange | None = None
         self._events: list[StreamEvent] = []
         self._told_bytes = 0
         self._told_records = 0
-        threading.Thread(target=self._run, name=f"{name}-stream-{stream_id[0]}.{stream_id[1]}", daemon=True).start()
+        threading.Thread(
+            target=self._run, name=f"{name}-stream-{order.turn_id[0]}.{order.turn_id[1]}", daemon=True
+        ).start()
 
     def abort(self) -> None:
         """Close the connection now, in whatever phase it is."""
@@ -68,14 +58,15 @@ class StreamReader:
         finally:
             self._abort.detach()
         self._flush()
-        self._reply_to.tell(StreamClosed(stream_id=self._stream_id, failure=failure, at=time.monotonic()))
-        self._on_end()
+        closed = StreamClosed(turn_id=self._turn_id, failure=failure, at=time.monotonic())
+        self._reply_to.tell(closed)
+        self._on_closed.tell(closed)
 
     def _exchange(self, http: requests.Session) -> StreamFailure | None:
         chat = self._chat = ChatExchange(http, self._abort, self._endpoint)
         if not chat.open(self._body):
             return chat.failure
-        self._reply_to.tell(StreamOpened(stream_id=self._stream_id, at=time.monotonic()))
+        self._reply_to.tell(StreamOpened(turn_id=self._turn_id, at=time.monotonic()))
         try:
             while not self._abort.aborted and (events := chat.read()) is not None:
                 self._events += events
@@ -93,7 +84,7 @@ class StreamReader:
         records = self._chat.decoder.data_records
         self._reply_to.tell(
             StreamEvents(
-                stream_id=self._stream_id,
+                turn_id=self._turn_id,
                 events=tuple(events),
                 carried_data=records > self._told_records,
                 at=time.monotonic(),

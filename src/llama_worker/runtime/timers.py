@@ -25,11 +25,6 @@ class Timer:
     def __init__(self, call: Callable[[], object]) -> None:
         self._call: Callable[[], object] | None = call
 
-    @property
-    def pending(self) -> bool:
-        """It has neither fired nor been cancelled."""
-        return self._call is not None
-
     def cancel(self) -> None:
         """Forget the call; one that is being made at this moment may still arrive."""
         self._call = None
@@ -100,24 +95,6 @@ class TimerThread:
 
 
 _timers = TimerThread()
-
-
-class Alarm:
-    """The one instant that its owner waits for. Not thread-safe, but `ring` is called on the timer thread."""
-
-    def __init__(self, ring: Callable[[], object]) -> None:
-        self._ring = ring
-        self._timer: Timer | None = None
-        self._at: float | None = None
-
-    def set(self, at: float | None) -> None:
-        """Ring at this instant (monotonic seconds) and no more at the one set before; None: not at all."""
-        if self._timer is not None:
-            if at == self._at and self._timer.pending:
-                return
-            self._timer.cancel()
-        self._at = at
-        self._timer = None if at is None else call_at(at, self._ring)
 
 
 def call_at(at: float, call: Callable[[], object]) -> Timer:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 
-from llama_worker.errors import ConfigError
+from llama_worker.errors import MASK, ConfigError, masked
 from llama_worker.validation import checked_str, shown
-
-MASK = "***"
 
 _HOST_FLAGS = ("--host",)
 _PORT_FLAGS = ("--port",)
@@ -54,11 +52,6 @@ def masked_server_cmd(server_cmd: Sequence[str], api_key: str | None) -> tuple[s
         else:
             words.append(masked(word, api_key))
     return tuple(words)
-
-
-def masked(text: str, api_key: str | None) -> str:
-    """The text as it may be shown, the server's own words among them: the key is masked. Pure."""
-    return text.replace(api_key, MASK) if api_key else text
 
 
 def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tuple[str, ...]:

@@ -66,7 +66,6 @@ class Journal:
         pid: int | None,
         last_error: str | None,
         active: Iterable[Admitted],
-        log_tail: Iterable[str],
     ) -> None:
         """Keep what is known just before the launch `epoch` is killed; the last kill's evidence is dropped."""
         seen = self.observed if self.observed is not None and self.observed.epoch == epoch else None
@@ -86,21 +85,20 @@ class Journal:
                 }
                 for admitted in active
             ],
-            "log_tail": list(log_tail),
         }
 
-    def add_processes(self, processes: Mapping[str, Any]) -> None:
-        """The evidence's other part: what was seen of the server's processes."""
-        self._evidence = {**self._evidence, "processes": dict(processes)}
+    def add_processes(self, processes: Mapping[str, Any], log_tail: Iterable[str]) -> None:
+        """The evidence's other part: what was seen of the server's processes, and what it wrote last."""
+        self._evidence = {**self._evidence, "processes": dict(processes), "log_tail": list(log_tail)}
 
     def tool_thread_stuck(self, is_alive: Callable[[], bool]) -> None:
         """Count a thread that nobody waits for, for as long as it runs."""
         self._stuck_tool_threads = [*_still_true(self._stuck_tool_threads), is_alive]
 
-    def debug_info(self, *, logs: Iterable[str], server_cmd: Sequence[str]) -> WorkerDebugInfo:
-        """All of it, for a host to keep."""
+    def debug_info(self, server_cmd: Sequence[str]) -> WorkerDebugInfo:
+        """All of it, for a host to keep; who owns the server's output adds its last lines."""
         return {
-            "recent_logs": list(logs),
+            "recent_logs": [],
             "recent_restarts": [record.copy() for record in self._restarts],
             "recent_events": self._events.recent(),
             "server_cmd": list(server_cmd),

@@ -1,40 +1,57 @@
 """The worker's state machine: what follows when the server starts, dies, is stopped or must be restarted. Pure.
 
-Every transition takes a `Lifecycle` and `now` (monotonic seconds) and gives the next one with its effects. News
-of another launch than the current (`epoch`) changes nothing.
+`step` takes a `Lifecycle`, a message and `now` (monotonic seconds) and returns the next one with its effects.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import assert_never
 
-from llama_worker.errors import WorkerStartError
+from llama_worker.errors import WorkerStartError, WorkerStopError
+from llama_worker.messages import (
+    BecameReady,
+    CloseAllStreams,
+    Died,
+    Exited,
+    HealthLost,
+    Launch,
+    LaunchFailed,
+    Start,
+    StartupFailed,
+    Stop,
+    StreamsClosed,
+    Terminate,
+    Tick,
+    Unkillable,
+)
 from llama_worker.profiles import RestartPolicy
 from llama_worker.server.lifecycle_states import (
     BackingOff,
-    CloseConnections,
     Effects,
     Ending,
-    EndProcess,
     Failed,
     FailRequests,
     Launching,
-    LaunchServer,
     Ready,
-    RestartDecided,
-    StartsResolved,
+    RecordRestart,
+    ResolveStarts,
+    ResolveStops,
     State,
     Stopped,
-    StopsResolved,
     ToFailed,
     ToRestart,
     ToStopped,
 )
 from llama_worker.server.restart_budget import Lockout, RestartBudget
 from llama_worker.server.start_advice import described
+from llama_worker.server.suspicion import Trouble
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 CLOSING_S = 1.0  # how long SIGTERM waits for our own connections to be closed; the server waits for open ones
+
+LaunchNews = BecameReady | LaunchFailed | StartupFailed | HealthLost | Died | Unkillable | Exited | StreamsClosed
+LifecycleMessage = Start | Stop | LaunchNews | Trouble | Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +59,7 @@ class Lifecycle:
     """Everything that decides about the server's life."""
 
     policy: RestartPolicy
+    stop_grace_s: float = 10.0
     state: State = field(default_factory=Stopped)
     epoch: int = 0  # of the latest launch
     budget: RestartBudget = field(default_factory=RestartBudget)
@@ -53,7 +71,7 @@ class Lifecycle:
         match self.state:
             case Stopped():
                 return WorkerState.STOPPED
-            case Failed():
+            case Failed() | Ending(stuck=str()):
                 return WorkerState.FAILED
             case Ready():
                 return WorkerState.READY
@@ -70,165 +88,194 @@ class Lifecycle:
                 return None
 
 
-def start(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
-    """An explicit `start()`. Whoever waits is answered by a StartsResolved, now or later."""
+def step(life: Lifecycle, message: LifecycleMessage, now: float) -> tuple[Lifecycle, Effects]:
+    """What follows from a message. News of another launch than the current one changes nothing."""
+    if isinstance(message, LaunchNews) and message.epoch != life.epoch:
+        return life, ()
+    match message:
+        case Start():
+            return _start(life)
+        case Stop(grace_s=grace_s):
+            return _stop(life, now, life.stop_grace_s if grace_s is None else grace_s)
+        case BecameReady():
+            return _became_ready(life, now)
+        case LaunchFailed(reason=reason, detail=detail):
+            return _launch_failed(life, now, WorkerStartError(reason, detail))
+        case StartupFailed(reason=reason, detail=detail):
+            return _startup_failed(life, now, WorkerStartError(reason, detail))
+        case Died(returncode=returncode):
+            return _died(life, now, returncode)
+        case Exited():
+            return _exited(life, now, message)
+        case Unkillable(detail=detail):
+            return _unkillable(life, detail)
+        case HealthLost(detail=detail):
+            return _trouble(life, now, "health_lost", detail)
+        case Trouble(reason=reason, detail=detail):
+            return _trouble(life, now, reason, detail)
+        case StreamsClosed():
+            return _streams_closed(life)
+        case Tick():
+            return _tick(life, now)
+        case _:
+            assert_never(message)
+
+
+def request_completed(life: Lifecycle, now: float) -> Lifecycle:
+    """A completed request shows that the server works: the row of restarts is broken."""
+    return replace(life, budget=life.budget.request_completed(now))
+
+
+def _start(life: Lifecycle) -> tuple[Lifecycle, Effects]:
+    """An explicit `start()`. Whoever waits is answered by a ResolveStarts, now or later."""
     match life.state:
         case Ready():
-            return life, (StartsResolved(None),)
+            return life, (ResolveStarts(None),)
         case Stopped() | Failed():
             return _launch(replace(life, budget=life.budget.cleared(), last_error=None), first=True)
+        case Ending(stuck=str(stuck)):
+            return life, (ResolveStarts(WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
         case Ending(goal=ToStopped(), start_error=None) as ending:
             return replace(life, state=replace(ending, goal=ToStopped(then_start=True))), ()
         case _:
             return life, ()  # it shares the outcome of what is under way
 
 
-def stop(life: Lifecycle, now: float, *, grace_s: float) -> tuple[Lifecycle, Effects]:
-    """`stop()`. Whoever waits is answered by a StopsResolved, now or later."""
+def _stop(life: Lifecycle, now: float, grace_s: float) -> tuple[Lifecycle, Effects]:
+    """`stop()`. Whoever waits is answered by a ResolveStops, now or later."""
     stopped = WorkerStartError(StartFailReason.STOPPED, "stop() was called")
     match life.state:
         case Stopped() | Failed():
-            return replace(life, state=Stopped()), (StopsResolved(),)
+            return replace(life, state=Stopped()), (ResolveStops(),)
         case BackingOff():
-            return replace(life, state=Stopped()), (StartsResolved(stopped), StopsResolved())
+            return replace(life, state=Stopped()), (ResolveStarts(stopped), ResolveStops())
         case Launching(epoch=epoch) | Ready(epoch=epoch):
-            ending = Ending(
-                epoch=epoch,
-                goal=ToStopped(),
-                grace_s=grace_s,
-                closing_until=now + CLOSING_S,
-            )
+            ending = Ending(epoch=epoch, goal=ToStopped(), grace_s=grace_s, closing_until=now + CLOSING_S)
             left = replace(life, state=ending, budget=life.budget.left_ready(now))
             effects: Effects = (
                 FailRequests(reason=RequestFailReason.WORKER_STOPPED, detail="the worker was stopped"),
-                StartsResolved(stopped),
-                CloseConnections(epoch=epoch),
+                ResolveStarts(stopped),
+                CloseAllStreams(epoch=epoch),
             )
             return left, effects
+        case Ending(stuck=str(stuck)) as ending:
+            return replace(life, state=replace(ending, goal=ToStopped())), (ResolveStops(_unstoppable(stuck)),)
         case Ending() as ending:
             kept = replace(ending, goal=ToStopped(), start_error=None)
             if ending.closing_until is None and ending.grace_s <= grace_s:
-                return replace(life, state=kept), (StartsResolved(stopped),)
+                return replace(life, state=kept), (ResolveStarts(stopped),)
             sooner = replace(kept, grace_s=min(ending.grace_s, grace_s))
             hurry: Effects = ()
             if ending.closing_until is None:
-                hurry = (EndProcess(epoch=ending.epoch, grace_s=sooner.grace_s),)
-            return replace(life, state=sooner), (StartsResolved(stopped), *hurry)
+                hurry = (Terminate(epoch=ending.epoch, grace_s=sooner.grace_s),)
+            return replace(life, state=sooner), (ResolveStarts(stopped), *hurry)
 
 
-def became_ready(life: Lifecycle, now: float, *, epoch: int) -> tuple[Lifecycle, Effects]:
+def _became_ready(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
     """The server answers, and it is ours."""
-    match life.state:
-        case Launching(epoch=current) if current == epoch:
-            ready = replace(life, state=Ready(epoch=epoch), budget=life.budget.became_ready(now))
-            return ready, (StartsResolved(None),)
-        case _:
-            return life, ()
+    if not isinstance(life.state, Launching):
+        return life, ()
+    ready = replace(life, state=Ready(epoch=life.epoch), budget=life.budget.became_ready(now))
+    return ready, (ResolveStarts(None),)
 
 
-def launch_failed(
-    life: Lifecycle, now: float, *, epoch: int, reason: StartFailReason, detail: str
-) -> tuple[Lifecycle, Effects]:
+def _launch_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
     """No process came to be."""
     match life.state:
-        case Launching(epoch=current, first=first) if current == epoch:
-            error = WorkerStartError(reason, detail)
-            if first:
-                return _start_failed(life, now, error)
-            return _restart(life, now, str(reason), detail, lives=False, failure=error)
-        case Ending(epoch=current) if current == epoch:
-            return _gone(life, now)
-        case _:
-            return life, ()
-
-
-def startup_failed(
-    life: Lifecycle, now: float, *, epoch: int, reason: StartFailReason, detail: str
-) -> tuple[Lifecycle, Effects]:
-    """The launch will not become ready: end its process; a first launch fails with this."""
-    match life.state:
-        case Launching(epoch=current, first=first) if current == epoch:
-            kill: Effects = (
-                CloseConnections(epoch=epoch),
-                EndProcess(epoch=epoch, grace_s=0.0, keep_evidence=True),
-            )
-            error = WorkerStartError(reason, detail)
-            if not first:
-                return _restart(life, now, str(reason), detail, kill, lives=True, failure=error)
-            goal = ToStopped() if reason is StartFailReason.PORT_IN_USE else ToFailed()
-            ending = Ending(epoch=epoch, goal=goal, start_error=error)
-            return replace(life, state=ending, last_error=str(error)), kill
-        case _:
-            return life, ()
-
-
-def died(life: Lifecycle, now: float, *, epoch: int, returncode: int) -> tuple[Lifecycle, Effects]:
-    """The server's first process has ended, and its guard kills the rest; `exited` follows."""
-    match life.state:
-        case Ready(epoch=current) if current == epoch:
-            return _server_died(life, now, returncode, EndProcess(epoch=epoch, grace_s=0.0))
-        case _:
-            return life, ()
-
-
-def exited(
-    life: Lifecycle,
-    now: float,
-    *,
-    epoch: int,
-    returncode: int | None,
-    log_tail: tuple[str, ...],
-    port_taken: bool,
-) -> tuple[Lifecycle, Effects]:
-    """Nothing of the launch's tree is left."""
-    if epoch != life.epoch:
-        return life, ()
-    detail = f"the server ended with {described(returncode)}"
-    match life.state:
         case Launching(first=True):
-            reason = StartFailReason.PORT_IN_USE if port_taken else StartFailReason.EXITED
-            detail = "another process took the port" if port_taken else "the server ended before it was ready"
-            error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
-            return _start_failed(life, now, error)
+            return _start_failed(life, error)
         case Launching():
-            reason = StartFailReason.PORT_IN_USE if port_taken else StartFailReason.EXITED
-            error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
-            return _restart(life, now, "exited", f"{detail} before it was ready", lives=False, failure=error)
-        case Ready():
-            return _server_died(life, now, returncode)
-        case Ending(start_error=WorkerStartError() as error):
-            told = WorkerStartError(error.reason, error.detail, returncode=error.returncode, log_tail=log_tail)
-            return _gone(replace(life, state=replace(life.state, start_error=told)), now)
+            return _restart(life, now, str(error.reason), error.detail, lives=False, failure=error)
         case Ending():
             return _gone(life, now)
         case _:
             return life, ()
 
 
-def trouble(life: Lifecycle, now: float, *, reason: str, detail: str) -> tuple[Lifecycle, Effects]:
+def _startup_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
+    """The launch will not become ready: end its process; a first launch fails with this."""
+    if not isinstance(life.state, Launching):
+        return life, ()
+    epoch = life.epoch
+    kill: Effects = (CloseAllStreams(epoch=epoch), Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True))
+    if not life.state.first:
+        return _restart(life, now, str(error.reason), error.detail, kill, lives=True, failure=error)
+    goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
+    ending = Ending(epoch=epoch, goal=goal, start_error=error)
+    return replace(life, state=ending, last_error=str(error)), kill
+
+
+def _died(life: Lifecycle, now: float, returncode: int) -> tuple[Lifecycle, Effects]:
+    """The server's first process has ended, and its guard kills the rest; Exited follows."""
+    if not isinstance(life.state, Ready):
+        return life, ()
+    return _server_died(life, now, returncode, Terminate(epoch=life.epoch, grace_s=0.0))
+
+
+def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Effects]:
+    """Nothing of the launch's tree is left."""
+    returncode, log_tail = exited.returncode, exited.log_tail
+    detail = f"the server ended with {described(returncode)}"
+    reason = StartFailReason.PORT_IN_USE if exited.port_taken else StartFailReason.EXITED
+    match life.state:
+        case Launching(first=True):
+            detail = "another process took the port" if exited.port_taken else "the server ended before it was ready"
+            return _start_failed(life, WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail))
+        case Launching():
+            error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
+            return _restart(life, now, "exited", f"{detail} before it was ready", lives=False, failure=error)
+        case Ready():
+            return _server_died(life, now, returncode)
+        case Ending(start_error=WorkerStartError() as error) as ending:
+            whole = WorkerStartError(error.reason, error.detail, returncode=error.returncode, log_tail=log_tail)
+            return _gone(replace(life, state=replace(ending, start_error=whole)), now)
+        case Ending():
+            return _gone(life, now)
+        case _:
+            return life, ()
+
+
+def _unkillable(life: Lifecycle, detail: str) -> tuple[Lifecycle, Effects]:
+    """SIGKILL has no effect. FAILED, and no second server beside it, until the process is gone one day."""
+    if not isinstance(life.state, Ending):
+        return life, ()
+    error = WorkerStartError(StartFailReason.UNKILLABLE, detail)
+    goal = life.state.goal
+    if isinstance(goal, ToStopped):
+        goal = ToStopped()  # a start that waited for the end is answered now
+    stuck = replace(life.state, goal=goal, start_error=None, closing_until=None, stuck=detail)
+    known = replace(life, state=stuck, last_error=str(error))
+    return known, (ResolveStarts(error), ResolveStops(_unstoppable(detail)))
+
+
+def _unstoppable(detail: str) -> WorkerStopError:
+    return WorkerStopError("unkillable", detail)
+
+
+def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lifecycle, Effects]:
     """The server cannot be trusted any more (or one of the worker's actors died): nuke and repave."""
     match life.state:
         case Ready(epoch=epoch) | Launching(epoch=epoch):
             effects: Effects = (
                 FailRequests(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
-                CloseConnections(epoch=epoch),
-                EndProcess(epoch=epoch, grace_s=0.0, keep_evidence=True),
+                CloseAllStreams(epoch=epoch),
+                Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True),
             )
             return _restart(life, now, reason, detail, effects, lives=True)
         case _:
             return life, ()
 
 
-def connections_closed(life: Lifecycle, now: float, *, epoch: int) -> tuple[Lifecycle, Effects]:
+def _streams_closed(life: Lifecycle) -> tuple[Lifecycle, Effects]:
     """None of our connections is open any more: SIGTERM may go out."""
     match life.state:
-        case Ending(epoch=current, closing_until=float()) as ending if current == epoch:
+        case Ending(closing_until=float()) as ending:
             return _terminate(life, ending)
         case _:
             return life, ()
 
 
-def tick(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
+def _tick(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
     """What has come due."""
     match life.state:
         case Ending(closing_until=float() as at) as ending if now >= at:
@@ -239,29 +286,24 @@ def tick(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
             return life, ()
 
 
-def request_completed(life: Lifecycle, now: float) -> Lifecycle:
-    """A completed request shows that the server works: the row of restarts is broken."""
-    return replace(life, budget=life.budget.request_completed(now))
-
-
 def _launch(life: Lifecycle, *, first: bool) -> tuple[Lifecycle, Effects]:
     epoch = life.epoch + 1
-    return replace(life, state=Launching(epoch=epoch, first=first), epoch=epoch), (LaunchServer(epoch=epoch),)
+    return replace(life, state=Launching(epoch=epoch, first=first), epoch=epoch), (Launch(epoch=epoch),)
 
 
 def _terminate(life: Lifecycle, ending: Ending) -> tuple[Lifecycle, Effects]:
     told = replace(life, state=replace(ending, closing_until=None))
-    return told, (EndProcess(epoch=ending.epoch, grace_s=ending.grace_s),)
+    return told, (Terminate(epoch=ending.epoch, grace_s=ending.grace_s),)
 
 
-def _start_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
+def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
     """An explicit start failed and nothing is left of it."""
     leaves_nothing = error.reason is StartFailReason.PORT_IN_USE
     state: State = Stopped() if leaves_nothing else Failed()
-    return replace(life, state=state, last_error=str(error)), (StartsResolved(error),)
+    return replace(life, state=state, last_error=str(error)), (ResolveStarts(error),)
 
 
-def _server_died(life: Lifecycle, now: float, returncode: int | None, *ending: EndProcess) -> tuple[Lifecycle, Effects]:
+def _server_died(life: Lifecycle, now: float, returncode: int | None, *ending: Terminate) -> tuple[Lifecycle, Effects]:
     """It was READY: what it was working on is lost. `ending`: what is left of its tree still goes."""
     detail = f"the server ended with {described(returncode)}"
     failed = FailRequests(reason=RequestFailReason.SERVER_DIED, detail=detail)
@@ -287,12 +329,12 @@ def _restart(
     if isinstance(decision, Lockout):
         error = _locked_out(failure, f"{reason}: {detail}; {decision.detail}")
         told = replace(told, last_error=f"{reason}: {detail}; {decision.detail}")
-        note = RestartDecided(reason=reason, detail=f"{detail}; {decision.detail}", delay_s=None)
+        note = RecordRestart(reason=reason, detail=f"{detail}; {decision.detail}", delay_s=None)
         if lives:
             return replace(told, state=Ending(epoch=life.epoch, goal=ToFailed(), start_error=error)), (note, *effects)
-        return replace(told, state=Failed()), (note, *effects, StartsResolved(error))
+        return replace(told, state=Failed()), (note, *effects, ResolveStarts(error))
     resume_at = now + decision.delay_s
-    note = RestartDecided(reason=reason, detail=detail, delay_s=decision.delay_s)
+    note = RecordRestart(reason=reason, detail=detail, delay_s=decision.delay_s)
     state: State = Ending(epoch=life.epoch, goal=ToRestart(resume_at)) if lives else BackingOff(resume_at=resume_at)
     return replace(told, state=state), (note, *effects)
 
@@ -313,12 +355,12 @@ def _gone(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
         case ToStopped(then_start=True):
             fresh = replace(life, state=Stopped(), budget=life.budget.cleared(), last_error=None)
             launched, effects = _launch(fresh, first=True)
-            return launched, (StopsResolved(), *effects)
+            return launched, (ResolveStops(), *effects)
         case ToStopped():
-            failed: Effects = (StartsResolved(error),) if error is not None else ()
-            return replace(life, state=Stopped()), (*failed, StopsResolved())
+            failed: Effects = (ResolveStarts(error),) if error is not None else ()
+            return replace(life, state=Stopped()), (*failed, ResolveStops())
         case ToFailed():
-            failed = (StartsResolved(error),) if error is not None else ()
+            failed = (ResolveStarts(error),) if error is not None else ()
             last_error = str(error) if error is not None else life.last_error
             return replace(life, state=Failed(), last_error=last_error), failed
         case ToRestart(resume_at=at):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llama_worker.errors import WorkerStartError
+from llama_worker.errors import WorkerStartError, WorkerStopError
+from llama_worker.messages import CloseAllStreams, Launch, Terminate
 from llama_worker.types import RequestFailReason
 
 # ---------------------------------------------------------------- states
@@ -63,6 +64,7 @@ class Ending:
     grace_s: float = 0.0
     closing_until: float | None = None
     start_error: WorkerStartError | None = None  # what a `start()` that waits is told
+    stuck: str | None = None  # unkillable: what is known of the process that SIGKILL does not end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,25 +80,6 @@ State = Stopped | Failed | Launching | Ready | Ending | BackingOff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchServer:
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndProcess:
-    """SIGTERM, then SIGKILL after `grace_s`; 0.0 kills at once, with evidence kept first where asked for."""
-
-    epoch: int
-    grace_s: float
-    keep_evidence: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseConnections:
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FailRequests:
     """Fail every request in flight."""
 
@@ -105,25 +88,28 @@ class FailRequests:
 
 
 @dataclass(frozen=True, slots=True)
-class StartsResolved:
+class ResolveStarts:
     """Answer everyone who waits on `start()`; None: it is READY."""
 
     error: WorkerStartError | None
 
 
 @dataclass(frozen=True, slots=True)
-class StopsResolved:
-    """Answer everyone who waits on `stop()`."""
+class ResolveStops:
+    """Answer everyone who waits on `stop()`; None: nothing of the server is left."""
+
+    error: WorkerStopError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartDecided:
-    """For the record: an automatic restart was decided upon, or refused."""
+class RecordRestart:
+    """An automatic restart was decided upon, or refused: into the journal."""
 
     reason: str
     detail: str
     delay_s: float | None  # None: locked out
 
 
-Effect = LaunchServer | EndProcess | CloseConnections | FailRequests | StartsResolved | StopsResolved | RestartDecided
+Effect = Launch | Terminate | CloseAllStreams | FailRequests | ResolveStarts | ResolveStops | RecordRestart
+"""Messages to the worker's actors, and what the WorkerActor does itself."""
 Effects = tuple[Effect, ...]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from llama_worker.messages import RequestRecord
 from llama_worker.profiles import RestartPolicy
+from llama_worker.request.record import RequestRecord
 from llama_worker.server.restart_budget import ServerErrors, TransportFailures
 from llama_worker.server.timeouts import Triage, Verdict
 from llama_worker.types import RequestFailReason, RequestState

@@ -1,12 +1,17 @@
-"""The life of one server process as the ProcessActor sees it. Pure: what to signal, and when."""
+"""The life of one server process as the ProcessActor sees it: what to signal, and when. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
 
 REPEAT_S = 2.0  # from SIGTERM to the second: llama-server (b11434) can get stuck in its handler, and heeds a second one
 FORCE_S = 1.0  # from the kill order to going past the guard that should have obeyed it
+LATE_S = 1.0  # a Tick so late comes after a gap in which the host did not run: the process had no time to end, either
 
 
 class Signal(Enum):
@@ -44,45 +49,73 @@ class Killing:
 
     epoch: int
     force_at: float
+    give_up_at: float  # unkillable from then on
 
 
-ProcessState = Absent | Present | Terminating | Killing
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """SIGKILL has no effect: its end is waited for, however long that takes."""
+
+    epoch: int
 
 
-def terminate(state: ProcessState, *, epoch: int, grace_s: float, now: float) -> tuple[ProcessState, Signal | None]:
-    """End launch `epoch`. An order for another launch changes nothing; a later one can only shorten the grace."""
-    match state:
-        case Present(epoch=current) if current == epoch:
-            if grace_s <= 0:
-                return Killing(epoch, now + FORCE_S), Signal.KILL
+ProcessState = Absent | Present | Terminating | Killing | Stuck
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The process is unkillable: say so."""
+
+
+def step(
+    state: ProcessState, message: ProcessMessage, now: float, *, kill_timeout_s: float
+) -> tuple[ProcessState, Signal | GiveUp | None]:
+    """What follows. Orders for another launch change nothing; a later order only shortens the grace."""
+    match state, message:
+        case _, Launch(epoch=epoch):
+            return Present(epoch), None
+        case _, LaunchFailed() | Exited():
+            return Absent(), None
+        case ((Present(epoch=current) | Terminating(epoch=current)), Terminate(epoch=epoch, grace_s=grace_s)) if (
+            current == epoch and grace_s <= 0
+        ):
+            return Killing(epoch, now + FORCE_S, now + kill_timeout_s), Signal.KILL
+        case Present(epoch=current), Terminate(epoch=epoch, grace_s=grace_s) if current == epoch:
             return Terminating(epoch, now + grace_s, now + REPEAT_S), Signal.TERMINATE
-        case Terminating(epoch=current, kill_at=kill_at, repeat_at=repeat_at) if current == epoch:
-            if grace_s <= 0:
-                return Killing(epoch, now + FORCE_S), Signal.KILL
-            return Terminating(epoch, min(kill_at, now + grace_s), repeat_at), None
-        case _:
-            return state, None
-
-
-def tick(state: ProcessState, *, now: float) -> tuple[ProcessState, Signal | None]:
-    """What has come due."""
-    match state:
-        case Terminating(epoch=epoch, kill_at=kill_at) if now >= kill_at:
-            return Killing(epoch, now + FORCE_S), Signal.KILL
-        case Terminating(epoch=epoch, kill_at=kill_at, repeat_at=float(repeat_at)) if now >= repeat_at:
+        case Terminating(epoch=current, kill_at=kill_at, repeat_at=repeat_at), Terminate() if current == message.epoch:
+            return Terminating(current, min(kill_at, now + message.grace_s), repeat_at), None
+        case Terminating(epoch=epoch, kill_at=kill_at), Tick() if now >= kill_at:
+            return Killing(epoch, now + FORCE_S, now + kill_timeout_s), Signal.KILL
+        case Terminating(epoch=epoch, kill_at=kill_at, repeat_at=float(repeat_at)), Tick() if now >= repeat_at:
             return Terminating(epoch, kill_at, None), Signal.TERMINATE
-        case Killing(epoch=epoch, force_at=force_at) if now >= force_at:
-            return Killing(epoch, now + FORCE_S), Signal.FORCE
+        case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if now >= give_up_at:
+            if now - min(force_at, give_up_at) > LATE_S:
+                return Killing(epoch, now + FORCE_S, now + FORCE_S), Signal.FORCE
+            return Stuck(epoch), GiveUp()
+        case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if now >= force_at:
+            return Killing(epoch, now + FORCE_S, give_up_at), Signal.FORCE
         case _:
             return state, None
 
 
 def deadline(state: ProcessState) -> float | None:
-    """When `tick` has something to do; None: never."""
+    """When a Tick is due; None: never."""
     match state:
         case Terminating(kill_at=kill_at, repeat_at=repeat_at):
             return kill_at if repeat_at is None else min(kill_at, repeat_at)
-        case Killing(force_at=force_at):
-            return force_at
+        case Killing(force_at=force_at, give_up_at=give_up_at):
+            return min(force_at, give_up_at)
         case _:
             return None
+
+
+def describe_stuck(pid: int | None, processes: Mapping[str, Any]) -> str:
+    """For a person: which process SIGKILL does not end, and what it waits for, as far as /proc says."""
+    parts = [f"SIGKILL does not end process {pid}"]
+    for process in processes.get("processes", ())[:1]:
+        parts += [
+            f"{name} {process[name]}"
+            for name in ("state", "wchan", "stack")
+            if process.get(name) not in (None, "", "0")
+        ]
+    return "; ".join(parts)

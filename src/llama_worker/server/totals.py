@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 
-from llama_worker.messages import RequestRecord
+from llama_worker.request.record import RequestRecord
 from llama_worker.types import Durations, RequestState, WorkerTotals
 
 BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)

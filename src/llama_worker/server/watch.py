@@ -189,6 +189,8 @@ class ServerWatch:
         self._effects.append(ProbeReadiness(epoch=self._epoch, root_pid=self._pid, first=first))
 
     def _probed(self, probed: Probed, now: float) -> None:
+        if probed.outcome is ProbeOutcome.NO_NEWS:
+            return
         match self._stage:
             case StartupWatch():
                 if probed.outcome is ProbeOutcome.READY:

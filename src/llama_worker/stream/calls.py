@@ -56,6 +56,7 @@ class Partition:
     normal: tuple[ParsedCall, ...]
     exits: tuple[ExitSignal, ...]
     problem: str | None  # the first one, for a person: why the request fails, with `tool_parse_error`
+    unrun: tuple[RawCall | MalformedCall, ...]  # all but the exits, as they came
 
 
 def tool_call_id(number: int) -> str:
@@ -114,6 +115,7 @@ def partition(
     """
     normal: list[ParsedCall] = []
     exits: list[ExitSignal] = []
+    unrun: list[RawCall | MalformedCall] = []
     problems: list[str] = []
     for call in calls:
         if isinstance(call, MalformedCall):
@@ -121,6 +123,7 @@ def partition(
             if target in exit_names:
                 exits.append(_malformed_exit(target, call.text, emitted_at))
             else:
+                unrun.append(call)
                 problems.append(f"a tool call in the text is malformed: {_excerpt(call.text)}")
             continue
         try:
@@ -132,7 +135,9 @@ def partition(
                 exits.append(_malformed_exit(call.name, call.arguments, emitted_at))
             else:
                 exits.append({"tool_name": call.name, "arguments": arguments, "emitted_at": emitted_at})
-        elif call.name not in normal_names:
+            continue
+        unrun.append(call)
+        if call.name not in normal_names:
             known = ", ".join(sorted([*normal_names, *exit_names])) or "none"
             problems.append(f"the model called an unknown tool, {_excerpt(call.name)}; known: {known}")
         elif error:
@@ -142,7 +147,7 @@ def partition(
             own_id = tool_call_id(first_number + len(normal))
             text = call.arguments if call.arguments.strip() else "{}"
             normal.append(ParsedCall(own_id, call.name, arguments, text, call.tagged))
-    return Partition(tuple(normal), tuple(exits), problems[0] if problems else None)
+    return Partition(tuple(normal), tuple(exits), problems[0] if problems else None, tuple(unrun))
 
 
 def parse_arguments(text: str) -> dict[str, Any]:

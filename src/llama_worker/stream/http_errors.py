@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from llama_worker.messages import StreamFailure
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason
 
 _MAX_MESSAGE_CHARS = 2000

@@ -1,0 +1,94 @@
+"""The BIOS: what a worker tells a model before the host's own prompt. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from llama_worker.errors import described_error
+from llama_worker.stream.tagged_calls import tagged_call
+from llama_worker.types import BiosContext, BiosProvider, BiosText, ToolDef
+
+STATUS_OPEN = "<worker_status>"
+STATUS_CLOSE = "</worker_status>"
+
+
+class PromptError(Exception):
+    """The BIOS provider failed; the text says how."""
+
+
+def default_bios(ctx: BiosContext) -> BiosText:
+    """The default BIOS: `now` and `tool_iters_remaining` are in `volatile`, all the rest is in `stable`."""
+    sections = [
+        f"{ctx.bios_version}\n"
+        f"You are the worker {ctx.worker_name!r}: one of several co-operating models (a hivemind). An"
+        " orchestrator gives you a part of the work and combines your output with that of the others.\n"
+        f"Text between {STATUS_OPEN} and {STATUS_CLOSE} at the end of a message comes from the worker that"
+        " runs you, not from the user: the time, and how often you may still use tools."
+    ]
+    if ctx.normal_tools:
+        sections.append(
+            f"Tools that answer: {_names(ctx.normal_tools)}\n"
+            "- Call one where it helps. Its result comes back to you, then you go on.\n"
+            "- Calls of one turn run in the order given. A turn with any number of them costs one iteration:"
+            " put independent calls into one turn.\n"
+            "- With no iterations left, call none of them: answer with what you have.\n"
+            "- A result that says nothing was found is an answer, too."
+        )
+    if ctx.exit_tools:
+        sections.append(
+            f"Exit tools: {_names(ctx.exit_tools)}\n"
+            "- They are one-way signals to the orchestrator: no answer comes back, they cost no iteration and"
+            " they stop nothing.\n"
+            "- Call them near the end of your work, unless the matter is urgent, and still finish your"
+            " answer."
+        )
+    if ctx.tool_call_mode == "prompted" and (ctx.normal_tools or ctx.exit_tools):
+        sections.append(prompted_tools_text(ctx.normal_tools, ctx.exit_tools))
+    volatile = (
+        f"Time: {ctx.now.isoformat(sep=' ', timespec='seconds')} ({ctx.timezone_name})\n"
+        f"Tool iterations left: {ctx.tool_iters_remaining}"
+    )
+    return BiosText(stable="\n\n".join(sections), volatile=volatile)
+
+
+def prompted_tools_text(normal_tools: Iterable[ToolDef], exit_tools: Iterable[ToolDef]) -> str:
+    """The list of tools and how to write a call, for models whose chat template knows no tools.
+
+    `default_bios` has it. A provider of your own has to include it where `ctx.tool_call_mode` is "prompted":
+    the model learns of the tools nowhere else.
+    """
+    lines = [
+        "How to call a tool: write, as plain text and nothing but JSON between the tags,",
+        tagged_call("name of the tool", '{"name of the argument": "its value"}'),
+        "Both keys are needed; arguments is an object that fits the tool's parameters. Put several calls one"
+        " after the other. After calls of tools that answer, end your turn: the results come in the next"
+        " message, between <tool_response> and </tool_response>.",
+    ]
+    for title, tools in (("Tools that answer", normal_tools), ("Exit tools", exit_tools)):
+        functions = [json.dumps(tool["function"], ensure_ascii=False, default=dict) for tool in tools]
+        if functions:
+            lines += ["", f"{title}, one a line:", *functions]
+    return "\n".join(lines)
+
+
+def _names(tools: Iterable[ToolDef]) -> str:
+    return ", ".join(tool["function"]["name"] for tool in tools)
+
+
+def run_bios(provider: BiosProvider, ctx: BiosContext) -> BiosText | str:
+    """What the provider returns, checked; raises PromptError for anything but proper text."""
+    try:
+        bios = provider(ctx)
+    except BaseException as exc:  # CancelledError and SystemExit in a provider are its failures, no more
+        raise PromptError(f"the BIOS provider raised {described_error(exc)}") from exc
+    for text in (bios.stable, bios.volatile) if isinstance(bios, BiosText) else (bios,):
+        if not isinstance(text, str):
+            raise PromptError(
+                f"the BIOS provider must return a str, or a BiosText of two strs; there was {type(text).__name__}"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as exc:
+            raise PromptError(f"the BIOS provider's text is not valid Unicode: {exc}") from exc
+    return bios

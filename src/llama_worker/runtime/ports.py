@@ -1,0 +1,134 @@
+"""What the actors ask of the world: everything that waits, as small Protocols. `RealRuntime` is the real one.
+
+The simulator has another (tests/simulation). The actors know neither: a WorkerActor is given its runtime. No method
+blocks; what takes time runs elsewhere and tells a mailbox when it is over. Where the host lacks threads, descriptors
+or memory, a method that begins something raises OSError or RuntimeError and has begun nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from llama_worker.messages import (
+    EvidenceSeen,
+    Mailbox,
+    OpenStream,
+    Probed,
+    RunBios,
+    RunTools,
+    ServerNews,
+    StreamClosed,
+)
+from llama_worker.server.termination import Signal
+
+
+class Timer(Protocol):
+    """One deadline."""
+
+    def cancel(self) -> None:
+        """Forget it; a call that is being made at this moment may still arrive. Idempotent."""
+
+
+class Clock(Protocol):
+    """Time, and calls at an instant."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+
+    def unix_now(self) -> float:
+        """Unix seconds; may jump in both directions."""
+
+    def call_at(self, at: float, call: Callable[[], object]) -> Timer:
+        """Make the call once `now()` has reached `at`, on a thread of the runtime's. It must only tell."""
+
+
+class ServerProcess(Protocol):
+    """One launch of the server, under its guard."""
+
+    @property
+    def ended(self) -> bool:
+        """Nothing of it is left; true before its last word is told."""
+
+    def send(self, signal: Signal) -> None:
+        """Signal the tree; without effect once it is gone."""
+
+
+class Abortable(Protocol):
+    """A stream or a probe under way."""
+
+    def abort(self) -> None:
+        """Close its connection now, in whatever phase it is. Its last word follows."""
+
+
+class ToolThread(Protocol):
+    """The thread of one batch of tool calls."""
+
+    def drop(self) -> None:
+        """Begin no further call; the one that runs is left to end by itself."""
+
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+
+
+class Log(Protocol):
+    """The last lines of the server's output, newest last, with secrets masked. Read by one actor alone."""
+
+    def lines(self) -> list[str]:
+        """All that are kept, those of earlier launches among them."""
+
+    def tail(self, count: int) -> tuple[str, ...]:
+        """The newest `count` lines of the present launch."""
+
+
+class ActorRunner(Protocol):
+    """What lives an actor's life."""
+
+    def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
+        """Run an actor: `loop` on a thread of its own, or message by message by whoever simulates one."""
+
+
+class Runtime(Clock, ActorRunner, Protocol):
+    """One worker's."""
+
+    @property
+    def log(self) -> Log:
+        """Read by the actor of the process alone."""
+
+    @property
+    def probes_count(self) -> int:
+        """Of the liveness probes that `look` can ask."""
+
+    def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> ServerProcess:
+        """Launch the configured server.
+
+        `reply_to` gets Launched or LaunchFailed; after Launched, Died (unless the guard was killed) and then one
+        Exited, its last word.
+        """
+
+    def process_evidence(self, pid: int) -> Mapping[str, Any]:
+        """What is to be seen of the process tree at this instant, fit for JSON. Takes about a millisecond."""
+
+    def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> Abortable:
+        """Post the order's body.
+
+        Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed` gets, too.
+        """
+
+    def probe_readiness(self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]) -> Abortable:
+        """Ask the server whether it is ready; `first` of a launch: whether it is ours, and what it can do.
+
+        `reply_to` gets one Probed.
+        """
+
+    def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
+        """Ask liveness probe number `seen.probe`, which forgets what it saw before if `seen.fresh`.
+
+        `reply_to` gets `seen`, with `at`, `alive` and `detail` filled in.
+        """
+
+    def run_bios(self, order: RunBios) -> None:
+        """Ask the BIOS provider; the order's `reply_to` gets BiosWritten, before this returns or later."""
+
+    def run_tools(self, order: RunTools) -> ToolThread:
+        """Run the calls in order, up to the first that fails; the order's `reply_to` gets CallEnded for each."""

@@ -1,0 +1,98 @@
+"""The runtime of a worker in the real world: threads, sockets, processes, /proc."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from llama_worker.bios import default_bios
+from llama_worker.config import WorkerConfig
+from llama_worker.messages import (
+    EvidenceSeen,
+    Mailbox,
+    OpenStream,
+    Probed,
+    RunBios,
+    RunTools,
+    ServerNews,
+    StreamClosed,
+)
+from llama_worker.runtime import host_code
+from llama_worker.runtime.chat_exchange import Endpoint
+from llama_worker.runtime.host_code import ToolBatchThread, start_thread
+from llama_worker.runtime.liveness_probes import default_probes, process_evidence
+from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.readiness import ReadinessProbe
+from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
+from llama_worker.runtime.stream_reader import StreamReader
+from llama_worker.runtime.timers import Timer, call_at, start_timers
+
+
+class ActorThreads:
+    """Runs each actor on a daemon thread of its own: a host that forgets `close()` can still exit."""
+
+    def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
+        """Start the thread; raises RuntimeError where the system has none left."""
+        start_thread(f"llama_worker-{actor.role}", loop)
+
+
+class RealRuntime(ActorThreads):
+    """One worker's; see `ports.Runtime`. Thread-safe."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._name = f"llama_worker-{config.name}"
+        self._endpoint = Endpoint.of(config)
+        self._probes = default_probes() if config.liveness_probes is None else tuple(config.liveness_probes)
+        self.probes_count = len(self._probes)
+        self.log = LogRing(config.log_lines, api_key=config.api_key)
+        start_timers()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def unix_now(self) -> float:
+        return time.time()
+
+    def call_at(self, at: float, call: Callable[[], object]) -> Timer:
+        return call_at(at, call)
+
+    def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> ServerProcess:
+        return ServerProcess(
+            epoch=epoch,
+            command=tuple(self._config.server_cmd),
+            environment=server_environment(host_environment(), self._config.env),
+            address=(self._config.host, self._config.port),
+            log=self.log,
+            reply_to=reply_to,
+            name=self._name,
+        )
+
+    def process_evidence(self, pid: int) -> Mapping[str, Any]:
+        return process_evidence(pid)
+
+    def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> StreamReader:
+        return StreamReader(order, self._endpoint, on_closed=on_closed, name=self._name)
+
+    def probe_readiness(self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]) -> ReadinessProbe:
+        return ReadinessProbe(
+            self._config, self._endpoint, epoch=epoch, root_pid=root_pid, first=first, reply_to=reply_to
+        )
+
+    def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
+        probe = self._probes[seen.probe]
+        start_thread(f"{self._name}-look", partial(host_code.look, probe, seen, root_pid, reply_to))
+
+    def run_bios(self, order: RunBios) -> None:
+        if self._config.bios_provider is default_bios:  # our own, which is pure and quick, needs no thread
+            self._tell_bios(order)
+        else:
+            start_thread(f"{self._name}-bios", partial(self._tell_bios, order))
+
+    def run_tools(self, order: RunTools) -> ToolBatchThread:
+        return ToolBatchThread(order, self._config)
+
+    def _tell_bios(self, order: RunBios) -> None:
+        order.reply_to.tell(host_code.write_bios(order, self._config, self.unix_now()))
