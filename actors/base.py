@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from traceback import format_exception
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import pykka
@@ -14,7 +15,6 @@ from llama_worker.messages import ActorDied, Mailbox, Tick, WorkerMessage
 from llama_worker.runtime.ports import ActorRunner, Clock, Timer
 
 M = TypeVar("M")
-_logger = logging.getLogger("llama_worker")
 
 
 def members(union: Any) -> frozenset[type]:
@@ -158,12 +158,20 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
             elif isinstance(message, _StopRequested):
                 self.stop()
             else:  # any program may broadcast to all of Pykka's actors
-                _logger.warning("%s dropped a message that it does not know: %s", self.role, type(message).__name__)
+                line = f"{self.role} dropped a message that it does not know: {type(message).__name__}"
+                self._runner.write_log(logging.WARNING, line)
         except Exception:
             raise
         except BaseException as error:
             # Pykka answers a SystemExit in one actor by stopping every actor of the host program.
             raise RuntimeError(f"{type(error).__name__} in {type(self).__name__}") from error
+
+    def _handle_failure(self, exception_type: Any, exception_value: Any, traceback: Any) -> None:
+        """Pykka's, which would log on this thread, where a handler of the host's may block."""
+        text = "".join(format_exception(exception_type, exception_value, traceback))
+        self._runner.write_log(logging.ERROR, f"unhandled exception in {self}:\n{text}")
+        pykka.ActorRegistry.unregister(self.actor_ref)
+        self.actor_stopped.set()
 
     def on_stop(self) -> None:
         """Pykka's hook for a regular end."""

@@ -69,7 +69,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._open_futures = open_futures
         self._unix_offset = runtime.unix_now() - runtime.now()  # fixed: Unix instants never run backwards
         self._table = RequestTable(config.slots)
-        self._journal = Journal(config.name, self._unix_offset)
+        self._journal = Journal(config.name, self._unix_offset, runtime.write_log)
         self._tools_refused = False
         self._debug_questions: list[GetDebugInfo] = []  # the ProcessActor has not answered them all yet
         me = self.me()

@@ -185,7 +185,7 @@ class _Backend:
         self._pid = os.getpid()
         self._live_count = LiveCount()
         self._futures = OpenFutures()
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may close while its thread does
         self._is_closing = False  # hosts that go on calling cannot hold it up
         self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(self._live_count, runtime, config, self._futures)
         self._worker: Ref[Any] = Ref(self.actor_ref)

@@ -89,7 +89,7 @@ def test_what_would_reconfigure_a_server_is_not_inherited(
     rig = make_worker(env={"LLAMA_ARG_THREADS": "3"})
     env = rig.journal.wait("launched")["env"]
     assert env["GGML_OF_THE_HOST"] == "kept"
-    assert {name for name in env if name.startswith(("LLAMA", "AIP"))} == {"LLAMA_ARG_THREADS"}
+    assert {name for name in env if name.startswith(("LLAMA", "AIP"))} == {"LLAMA_ARG_THREADS", "LLAMA_WORKER_LAUNCH"}
     assert env["GGML_NO_BACKTRACE"] == "1"
 
 

@@ -7,6 +7,7 @@ from typing import Any, assert_never
 
 from llama_worker.profiles import LoopDetector
 from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
+from llama_worker.stream.encodable import encodable
 from llama_worker.stream.events import (
     PromptProgress,
     ReasoningDelta,
@@ -93,13 +94,13 @@ class Turn:
         if kind is TextDelta:
             texts = [event.text for event in run]
             self._count(len(texts), at)
-            piece = self._splitter.feed_text("".join(texts))
+            piece = self._splitter.feed_text(encodable("".join(texts)))
             return self._show(piece.reasoning, piece.text)
         if kind is ReasoningDelta:
             texts = [event.text for event in run]
             self._count(len(texts), at)
             self.had_reasoning_deltas = True
-            piece = self._splitter.feed_reasoning("".join(texts))
+            piece = self._splitter.feed_reasoning(encodable("".join(texts)))
             return self._show(piece.reasoning, piece.text)
         return "", "".join([self._take_other(event, at) for event in run])
 

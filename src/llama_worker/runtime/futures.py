@@ -158,7 +158,8 @@ class WeakList(Generic[W]):
         """One more; now and then those that are gone are forgotten."""
         self._refs.append(weakref.ref(thing))
         if len(self._refs) >= self._sweep_at:
-            self._refs = [ref for ref in self._refs if ref() is not None]
+            seen = len(self._refs)  # a signal handler may add one meanwhile
+            self._refs[:seen] = [ref for ref in self._refs[:seen] if ref() is not None]
             self._sweep_at = max(_SWEEP_MIN, 2 * len(self._refs))
 
     def alive(self) -> list[W]:
@@ -174,7 +175,7 @@ class OpenFutures:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call the handle that its own thread is inside
         self._open: WeakList[WorkerFuture[Any]] = WeakList()  # one that nobody holds needs no answer
         self._closed_by: BaseException | None = None
 
@@ -203,17 +204,18 @@ class OpenFutures:
 
 
 class _CallbackThread:
-    """Runs hosts' callbacks: never an actor, which a slow one would block."""
+    """Runs hosts' code, callbacks and log handlers: never an actor, which a slow one would block."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "llama_worker-callbacks") -> None:
+        self._name = name
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as above
         self._thread: threading.Thread | None = None
 
     def run(self, call: Callable[[], object]) -> None:
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="llama_worker-callbacks", daemon=True)
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:  # the host exits (Python 3.12 on); no reason for an actor to die
@@ -235,11 +237,18 @@ def _run_logged(call: Callable[[], object]) -> None:
 
 
 _callbacks = _CallbackThread()
+_lines = _CallbackThread("llama_worker-log")
+
+
+def write_log(logger: logging.Logger, level: int, text: str) -> None:
+    """Log the line on a thread of its own: a handler of the host's that blocks delays lines, and no actor."""
+    if logger.isEnabledFor(level):
+        _lines.run(lambda: logger.log(level, "%s", text))
 
 
 def _forget_after_fork() -> None:
-    global _callbacks
-    _callbacks = _CallbackThread()  # the parent's thread does not exist in the child
+    global _callbacks, _lines  # the parent's threads do not exist in the child
+    _callbacks, _lines = _CallbackThread(), _CallbackThread("llama_worker-log")
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -87,6 +87,9 @@ class ActorRunner(Protocol):
     def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
         """Run an actor: `loop` on a thread of its own, or message by message by whoever simulates one."""
 
+    def write_log(self, level: int, line: str) -> None:
+        """Give the line to the host's `logging`, whose handlers may block, and not here."""
+
 
 class Runtime(Clock, ActorRunner, Protocol):
     """One worker's."""

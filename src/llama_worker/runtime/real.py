@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,6 +22,7 @@ from llama_worker.messages import (
 )
 from llama_worker.runtime import host_code
 from llama_worker.runtime.chat_exchange import Endpoint
+from llama_worker.runtime.futures import write_log
 from llama_worker.runtime.host_code import ToolBatchThread, start_thread
 from llama_worker.runtime.liveness_probes import default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
@@ -29,6 +31,8 @@ from llama_worker.runtime.server_process import ServerProcess, host_environment,
 from llama_worker.runtime.stream_reader import StreamReader
 from llama_worker.runtime.timers import Timer, call_at, start_timers
 
+_logger = logging.getLogger("llama_worker")
+
 
 class ActorThreads:
     """Runs each actor on a daemon thread of its own: a host that forgets `close()` can still exit."""
@@ -36,6 +40,10 @@ class ActorThreads:
     def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
         """Start the thread; raises RuntimeError where the system has none left."""
         start_thread(f"llama_worker-{actor.role}", loop)
+
+    def write_log(self, level: int, line: str) -> None:
+        """Log it under `llama_worker`, on the thread that all share."""
+        write_log(_logger, level, line)
 
 
 class RealRuntime(ActorThreads):

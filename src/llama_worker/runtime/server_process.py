@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from llama_worker.types import StartFailReason
 
 _GUARD = Path(guard.__file__)
 _READ_BYTES = 65536
+_MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
 
 # What would reconfigure a llama-server, or let it start a debugger on an abort and wait for it.
 _SCRUBBED_PREFIXES = ("LLAMA_ARG_",)
@@ -74,7 +76,8 @@ class ServerProcess:
     ) -> None:
         self._epoch = epoch
         self._command = command
-        self._environment = environment
+        self._mark = f"{_MARK}={os.getpid()}.{epoch}.{time.monotonic_ns()}"
+        self._environment = {**environment, _MARK: self._mark.partition("=")[2]}
         self._address = address
         self._log = log
         self._reply_to = reply_to
@@ -229,6 +232,7 @@ class ServerProcess:
                 gone = select.poll()
                 gone.register(self._server.pidfd, select.POLLIN)
                 gone.poll()
+            _sweep(self._mark)  # the guard knew the tree; without it, the mark in their environment tells
         return self._gone()
 
     def _gone(self) -> Exited:
@@ -268,6 +272,32 @@ def _kill(server: _Server) -> None:
         os.killpg(server.pid, signal.SIGKILL)
     except OSError:
         return
+
+
+def _sweep(mark: str) -> None:
+    """SIGKILL to every process that was started with `mark` in its environment, until none is left."""
+    while marked := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has_mark(pid, mark)]:
+        for pid in marked:
+            try:
+                process = os.pidfd_open(pid)
+            except OSError:
+                continue
+            try:
+                if _has_mark(pid, mark):  # the number may be somebody else's by now
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    gone = select.poll()
+                    gone.register(process, select.POLLIN)
+                    gone.poll()
+            finally:
+                os.close(process)
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as environment:
+            return mark.encode() in environment.read().split(b"\0")
+    except OSError:
+        return False
 
 
 def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:

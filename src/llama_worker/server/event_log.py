@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 _KEPT = 200
@@ -12,18 +13,17 @@ _KEPT = 200
 class EventLog:
     """Not thread-safe: it belongs to the WorkerActor."""
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, write: Callable[[int, str], object]) -> None:
         self._worker = worker
-        self._logger = logging.getLogger("llama_worker")
+        self._write = write  # a line, with its level
         self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
 
     def add(self, event: str, *, at: float, level: int = logging.INFO, **facts: Any) -> None:
         """Record the event; `at` is Unix seconds. Facts that are None are left out."""
         told = {name: value for name, value in facts.items() if value is not None}
         self._events.append({"at": at, "event": event, "worker": self._worker, **told})
-        if self._logger.isEnabledFor(level):
-            shown = " ".join(f"{name}={value!r}" for name, value in told.items())
-            self._logger.log(level, "%s worker=%r %s", event, self._worker, shown)
+        shown = " ".join(f"{name}={value!r}" for name, value in told.items())
+        self._write(level, f"{event} worker={self._worker!r} {shown}")
 
     def recent(self) -> list[dict[str, Any]]:
         """The last events, newest last; copies."""

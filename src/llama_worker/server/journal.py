@@ -25,11 +25,11 @@ _KEPT_WARNINGS = 50
 class Journal:
     """Not thread-safe: it belongs to the WorkerActor."""
 
-    def __init__(self, worker: str, unix_offset: float) -> None:
+    def __init__(self, worker: str, unix_offset: float, write_log: Callable[[int, str], object]) -> None:
         self.totals = Totals()
         self.observed: Observed | None = None  # what the watchdog told last
         self._unix_offset = unix_offset
-        self._events = EventLog(worker)
+        self._events = EventLog(worker, write_log)
         self._warnings: list[str] = []
         self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
         self._evidence: dict[str, Any] = {}

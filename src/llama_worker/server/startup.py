@@ -39,6 +39,9 @@ class StartupWatch:
         if now - self.worked_at >= profile.startup_timeout_s:
             idle = f"not ready, and no sign of work for startup_timeout_s {profile.startup_timeout_s:g} s"
             return f"{idle}; {now - self.began_at:.1f} s since the launch; give it longer, or see its last lines"
+        last_resort_s = profile.silent_work_timeout_s  # a load that spins shows work for ever
+        if profile.load_timeout_s is None and last_resort_s is not None and now - self.began_at >= last_resort_s:
+            return f"not ready within silent_work_timeout_s {last_resort_s:g} s; load_timeout_s would allow more"
         if profile.load_timeout_s is not None and now - self.began_at >= profile.load_timeout_s:
             return f"not ready within load_timeout_s {profile.load_timeout_s:g} s"
         return None

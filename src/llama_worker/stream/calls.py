@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from llama_worker.stream.encodable import encodable
 from llama_worker.stream.events import ToolCallDelta
 from llama_worker.types import ExitSignal
 
@@ -92,9 +93,8 @@ class ToolCallAssembler:
 
     def calls(self) -> tuple[RawCall, ...]:
         """The calls so far, by index (gaps do not matter); the last may be half a call."""
-        return tuple(
-            RawCall(call.call_id, call.name, "".join(call.arguments)) for _, call in sorted(self._by_index.items())
-        )
+        ordered = [call for _, call in sorted(self._by_index.items())]
+        return tuple(RawCall(c.call_id, encodable(c.name), encodable("".join(c.arguments))) for c in ordered)
 
 
 # --- judging --------------------------------------------------------------------------------------------
