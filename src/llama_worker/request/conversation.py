@@ -1,4 +1,4 @@
-"""What the model is told: the BIOS text and the conversation of one request. Pure; mutates no input.
+"""The conversation of one request: the messages of its turns. Pure; mutates no input.
 
 The server's prompt cache is a prefix cache, so a `Conversation` only grows: what was sent in a turn is sent
 to the byte the same in every later one, and what changes from turn to turn (clock, budget) goes to the end.
