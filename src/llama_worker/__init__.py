@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from llama_worker.bios import default_bios, prompted_tools_text
     from llama_worker.config import WorkerConfig
     from llama_worker.config_file import load_config
-    from llama_worker.errors import ConfigError, LlamaWorkerError, WorkerClosed, WorkerStartError, WorkerStopError
+    from llama_worker.errors import (
+        ConfigError,
+        LlamaWorkerError,
+        RequestRefused,
+        WorkerClosed,
+        WorkerStartError,
+        WorkerStopError,
+    )
     from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
     from llama_worker.runtime.free_port import free_port
     from llama_worker.server.command import llama_server_cmd
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
         BiosProvider,
         BiosText,
         ChatMessage,
+        ContentPart,
         Durations,
         ExitSignal,
         LivenessEvidence,
@@ -59,6 +67,7 @@ __all__ = [
     "BiosText",
     "ChatMessage",
     "ConfigError",
+    "ContentPart",
     "Durations",
     "ExitSignal",
     "LivenessEvidence",
@@ -72,6 +81,7 @@ __all__ = [
     "RequestFailReason",
     "RequestFinishReason",
     "RequestPhase",
+    "RequestRefused",
     "RequestResult",
     "RequestState",
     "RequestStatus",
@@ -107,6 +117,7 @@ _MODULES = {
     "LlamaWorker": "worker",
     "LlamaWorkerError": "errors",
     "LoopDetector": "profiles",
+    "RequestRefused": "errors",
     "RestartPolicy": "profiles",
     "TimeoutProfile": "profiles",
     "WorkerClosed": "errors",

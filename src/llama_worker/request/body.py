@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama_worker.bios import run_bios
 from llama_worker.config import WorkerConfig
 from llama_worker.request.conversation import Conversation
 from llama_worker.request.submission import Submission

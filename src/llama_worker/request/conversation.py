@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.tagged_calls import tagged_call
-from llama_worker.types import BiosText, ChatMessage, SystemPromptMode
+from llama_worker.types import BiosText, ChatMessage, ContentPart, SystemPromptMode
 
 SYSTEM_PROMPT_DELIMITER = "\n\n===== SYSTEM PROMPT OF THIS TASK =====\n\n"
 
@@ -35,7 +35,7 @@ class Conversation:
         *,
         system_prompt: str,
         messages: Sequence[ChatMessage],
-        user_prompt: str,
+        user_prompt: str | Sequence[ContentPart],
         system_prompt_mode: SystemPromptMode,
         prompted: bool,
     ) -> Conversation:
