@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from llama_worker import LlamaWorker, WorkerConfig, free_port, llama_server_cmd, stream
+from llama_worker import LlamaWorker, WorkerConfig, free_port, llama_server_cmd
+from llama_worker.async_output import stream
 
 HOST = "127.0.0.1"
 PROMPTS = {

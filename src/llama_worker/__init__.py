@@ -1,46 +1,63 @@
-"""Supervises one llama.cpp `llama-server` from inside a threaded Python program and runs chat requests on it."""
+"""Supervises one llama.cpp `llama-server` from inside a threaded Python program and runs chat requests on it.
 
-from llama_worker.async_output import stream
-from llama_worker.bios import default_bios, prompted_tools_text
-from llama_worker.config import WorkerConfig
-from llama_worker.config_file import load_config
-from llama_worker.errors import ConfigError, LlamaWorkerError, WorkerClosed, WorkerStartError, WorkerStopError
-from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
-from llama_worker.runtime.free_port import free_port
-from llama_worker.server.command import llama_server_cmd
-from llama_worker.types import (
-    BiosContext,
-    BiosProvider,
-    BiosText,
-    ChatMessage,
-    Durations,
-    ExitSignal,
-    LivenessEvidence,
-    LivenessProbe,
-    NotFound,
-    NotReady,
-    OutputChunk,
-    RequestFailReason,
-    RequestFinishReason,
-    RequestPhase,
-    RequestResult,
-    RequestState,
-    RequestStatus,
-    StartFailReason,
-    SubmitErr,
-    SubmitOk,
-    SubmitResult,
-    ToolCall,
-    ToolDef,
-    ToolFunctionDef,
-    ToolRunner,
-    ToolTraceEntry,
-    WorkerDebugInfo,
-    WorkerState,
-    WorkerStatus,
-    WorkerTotals,
-)
-from llama_worker.worker import LlamaWorker
+Public names are imported when they are first used (PEP 562): the command line is there in a moment, and a program
+that reads a configuration only does not pay for the HTTP client.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llama_worker.bios import default_bios, prompted_tools_text
+    from llama_worker.config import WorkerConfig
+    from llama_worker.config_file import load_config
+    from llama_worker.errors import (
+        ConfigError,
+        LlamaWorkerError,
+        RequestRefused,
+        WorkerClosed,
+        WorkerStartError,
+        WorkerStopError,
+    )
+    from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
+    from llama_worker.runtime.free_port import free_port
+    from llama_worker.server.command import llama_server_cmd
+    from llama_worker.types import (
+        BiosContext,
+        BiosProvider,
+        BiosText,
+        ChatMessage,
+        ContentPart,
+        Durations,
+        ExitSignal,
+        LivenessEvidence,
+        LivenessProbe,
+        NotFound,
+        NotReady,
+        OutputChunk,
+        RequestFailReason,
+        RequestFinishReason,
+        RequestPhase,
+        RequestResult,
+        RequestState,
+        RequestStatus,
+        StartFailReason,
+        SubmitErr,
+        SubmitOk,
+        SubmitResult,
+        ToolCall,
+        ToolDef,
+        ToolFunctionDef,
+        ToolRunner,
+        ToolTraceEntry,
+        WorkerDebugInfo,
+        WorkerState,
+        WorkerStatus,
+        WorkerTotals,
+    )
+    from llama_worker.worker import LlamaWorker
 
 __version__ = "0.1.0"
 
@@ -50,6 +67,7 @@ __all__ = [
     "BiosText",
     "ChatMessage",
     "ConfigError",
+    "ContentPart",
     "Durations",
     "ExitSignal",
     "LivenessEvidence",
@@ -63,6 +81,7 @@ __all__ = [
     "RequestFailReason",
     "RequestFinishReason",
     "RequestPhase",
+    "RequestRefused",
     "RequestResult",
     "RequestState",
     "RequestStatus",
@@ -90,5 +109,36 @@ __all__ = [
     "llama_server_cmd",
     "load_config",
     "prompted_tools_text",
-    "stream",
 ]
+
+# The modules of the public names; `types` has those that are not here.
+_MODULES = {
+    "ConfigError": "errors",
+    "LlamaWorker": "worker",
+    "LlamaWorkerError": "errors",
+    "LoopDetector": "profiles",
+    "RequestRefused": "errors",
+    "RestartPolicy": "profiles",
+    "TimeoutProfile": "profiles",
+    "WorkerClosed": "errors",
+    "WorkerConfig": "config",
+    "WorkerStartError": "errors",
+    "WorkerStopError": "errors",
+    "default_bios": "bios",
+    "free_port": "runtime.free_port",
+    "llama_server_cmd": "server.command",
+    "load_config": "config_file",
+    "prompted_tools_text": "bios",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'types')}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ value and what would be right. What was given is copied: changing it afterwards 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,8 @@ class WorkerConfig:
         _checked_choice("system_prompt_mode", self.system_prompt_mode, get_args(SystemPromptMode))
         if not callable(self.bios_provider):
             raise TypeError(f"bios_provider must be callable, not {shown(self.bios_provider)}")
+        if inspect.iscoroutinefunction(self.bios_provider):
+            raise TypeError("bios_provider must not be async: write it with 'def'; it is quick and waits for nothing")
         _checked_zone(self.timezone_name)
         optional(checked_int, "max_tokens", self.max_tokens, at_least=1)
         given = checked_json_object("default_params", self.default_params)
@@ -142,6 +145,12 @@ class WorkerConfig:
             raise ConfigError(f"normal_tools ({names}) need a tool_runner that runs them; it is None")
         if self.tool_runner is not None and not callable(getattr(self.tool_runner, "run_tool", None)):
             raise TypeError(f"tool_runner must have a run_tool method; {type(self.tool_runner).__name__} has none")
+        if inspect.iscoroutinefunction(getattr(self.tool_runner, "run_tool", None)):
+            raise TypeError(
+                f"tool_runner: {type(self.tool_runner).__name__}.run_tool must not be async, since tools run on"
+                " threads: write 'def run_tool' and in it 'return asyncio.run(...)', or"
+                " 'return asyncio.run_coroutine_threadsafe(..., loop).result()' for a loop that runs already"
+            )
         both = {t["function"]["name"] for t in self.normal_tools} & {t["function"]["name"] for t in self.exit_tools}
         if both:
             names = ", ".join(map(repr, sorted(both)))

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from traceback import format_exception_only
 
 from llama_worker.server import start_advice
-from llama_worker.types import StartFailReason
+from llama_worker.types import StartFailReason, SubmitErrorCode
 
 _SHOWN_LOG_LINES = 20
 MASK = "***"
+_REFUSALS: dict[SubmitErrorCode, str] = {
+    "NO_SLOT_AVAILABLE": "every slot holds a request; wait for one to end, or configure more slots",
+    "WORKER_NOT_READY": "the server is stopped or starting; wait for start(), or try again later",
+    "WORKER_FAILED": "the server could not be kept running; get_worker_status() says why, start() tries again",
+}
 
 
 def described_error(error: BaseException | None) -> str:
@@ -73,6 +78,17 @@ class WorkerStopError(LlamaWorkerError):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
+
+
+class RequestRefused(LlamaWorkerError):
+    """`ask` was refused a slot. `error` is that of `SubmitErr`, such as NO_SLOT_AVAILABLE."""
+
+    def __init__(self, error: SubmitErrorCode) -> None:
+        self.error = error
+        super().__init__(error)
+
+    def __str__(self) -> str:
+        return f"{self.error}: {_REFUSALS[self.error]}"
 
 
 class WorkerClosed(LlamaWorkerError):

@@ -6,7 +6,7 @@ Instants (`*_at`) are Unix seconds that never run backwards within a worker, dur
 # No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`, and the
 # classes' `__required_keys__` are wrong.
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -127,11 +127,16 @@ class ToolCall(TypedDict):
     function: ToolCallFunction
 
 
+ContentPart: TypeAlias = Mapping[str, Any]
+"""A part of a message, as OpenAI has it: `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url":
+...}}` or `{"type": "input_audio", "input_audio": {"data": ..., "format": ...}}`."""
+
+
 class ChatMessage(TypedDict, total=False):
     """One message of a conversation; a server may know more keys."""
 
     role: Required[str]
-    content: str | list[dict[str, Any]] | None
+    content: str | Sequence[ContentPart] | None
     name: str
     reasoning_content: str
     tool_calls: list[ToolCall]

@@ -8,15 +8,16 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
 
 import pykka
 
 from llama_worker.actors.base import LiveCount, Ref
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.config import WorkerConfig
-from llama_worker.errors import WorkerClosed, WorkerStopError
+from llama_worker.errors import RequestRefused, WorkerClosed, WorkerStopError
 from llama_worker.messages import (
     AwaitResult,
     CancelRequest,
@@ -27,17 +28,22 @@ from llama_worker.messages import (
     HostMessage,
     ReadOutput,
     ReleaseResult,
+    Reply,
     Start,
     Stop,
     Submit,
 )
 from llama_worker.request.submission import validate_submit
+from llama_worker.runtime.free_port import free_port
 from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
 from llama_worker.runtime.ports import Runtime
 from llama_worker.runtime.real import RealRuntime
+from llama_worker.runtime.server_program import find_server
 from llama_worker.runtime.startable import Startable
+from llama_worker.server.command import llama_server_cmd
 from llama_worker.types import (
     ChatMessage,
+    ContentPart,
     NotFound,
     NotReady,
     OutputChunk,
@@ -71,6 +77,40 @@ class LlamaWorker(Startable):
         self.actor_ref: pykka.ActorRef[Any] = self._backend.actor_ref
         weakref.finalize(self, self._backend.abandon).atexit = False  # a handle that was lost takes its server along
 
+    @classmethod
+    def from_model(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        slots: int = 1,
+        name: str | None = None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        executable: str | os.PathLike[str] | None = None,
+        extra_args: Iterable[str] = (),
+        **config: Any,
+    ) -> Self:
+        """A worker for a model, not started: the short way to a WorkerConfig.
+
+        Args:
+            model: the path of a GGUF file.
+            slots: requests at the same time.
+            name: for logs and prompts; None: the file's name.
+            host, port: where the server will listen; None: a port that is free now.
+            executable: the llama-server; None: LLAMA_SERVER, the PATH, then this Python environment.
+            extra_args: further words of the server's command.
+            config: further fields of WorkerConfig.
+
+        Raises:
+            ConfigError: no llama-server was found, or a value cannot work.
+            TypeError: a wrong type, or no such field.
+        """
+        path = os.fspath(model)
+        program = find_server(os.fspath(executable) if executable is not None else None, option="executable").path
+        port = free_port(host) if port is None else port
+        command = llama_server_cmd(path, host=host, port=port, slots=slots, executable=program, extra_args=extra_args)
+        return cls(WorkerConfig(name or Path(path).stem, host, port, command, slots=slots, **config))
+
     def __repr__(self) -> str:
         return f"<LlamaWorker {self._backend.config.name!r}>"
 
@@ -92,24 +132,43 @@ class LlamaWorker(Startable):
         self,
         job_name: str,
         system_prompt: str,
-        user_prompt: str,
+        user_prompt: str | Sequence[ContentPart],
         *,
         params: Mapping[str, Any] | None = None,
         messages: Iterable[ChatMessage] | None = None,
     ) -> WorkerFuture[SubmitResult]:
         """Admit a request to a free slot, or refuse it, at once.
 
-        `params` go into the chat request as they are; `messages` is a prior conversation, which stands between the
-        system prompts and `user_prompt`. Bad input resolves as TypeError or ValueError and takes no slot.
+        Args:
+            job_name: the caller's name for it, in statuses and logs.
+            system_prompt: stands behind the BIOS text.
+            user_prompt: text, or content parts (text, images, audio) for a model that can take them.
+            params: further parameters of the chat request, passed on as they are.
+            messages: a prior conversation, between the system prompts and `user_prompt`.
+
+        Returns:
+            A future of SubmitOk or SubmitErr. Bad input resolves as TypeError or ValueError and takes no slot.
         """
-        self._backend.check_open()
         future: WorkerFuture[SubmitResult] = WorkerFuture()
-        try:
-            submission = validate_submit(job_name, system_prompt, user_prompt, params, messages)
-        except (TypeError, ValueError) as error:
-            future.fail(error)
-            return future
-        return self._backend.ask(Submit(submission=submission, reply=future), future)
+        return self._submit(future, future, job_name, system_prompt, user_prompt, params, messages)
+
+    def ask(
+        self,
+        user_prompt: str | Sequence[ContentPart],
+        *,
+        system_prompt: str = "",
+        job_name: str = "ask",
+        params: Mapping[str, Any] | None = None,
+        messages: Iterable[ChatMessage] | None = None,
+    ) -> WorkerFuture[RequestResult]:
+        """`submit` and `result` in one: a future of the result, which the worker forgets once the future has it.
+
+        Arguments are those of `submit`. Where the request is refused the future raises RequestRefused. A `get` that
+        times out ends nothing: the request goes on, and its future can be asked again.
+        """
+        backend, future = self._backend, WorkerFuture[RequestResult]()
+        reply = _Forward[SubmitResult](future, lambda admission: backend.await_asked(future, admission))
+        return self._submit(reply, future, job_name, system_prompt, user_prompt, params, messages)
 
     def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:
         """How far the request is."""
@@ -164,8 +223,26 @@ class LlamaWorker(Startable):
         future: WorkerFuture[WorkerDebugInfo] = WorkerFuture()
         return self._backend.ask(GetDebugInfo(reply=future), future)
 
+    def _submit(
+        self,
+        reply: Reply[SubmitResult],
+        future: F,
+        job_name: str,
+        system_prompt: str,
+        user_prompt: str | Sequence[ContentPart],
+        params: Mapping[str, Any] | None,
+        messages: Iterable[ChatMessage] | None,
+    ) -> F:
+        self._backend.check_open()
+        try:
+            submission = validate_submit(job_name, system_prompt, user_prompt, params, messages)
+        except (TypeError, ValueError) as error:
+            future.fail(error)
+            return future
+        return self._backend.ask(Submit(submission=submission, reply=reply), future)
+
     def _refuse(self, future: WorkerFuture[T], **numbers: object) -> bool:
-        """Fail the future where a number is none, or below zero."""
+        """Fail the future if an argument is not a non-negative int; whether it was failed."""
         self._backend.check_open()
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int):
@@ -186,6 +263,7 @@ class _Backend:
         self._live_count = LiveCount()
         self._futures = OpenFutures()
         self._closing = threading.RLock()  # a signal handler may close while its thread does
+        self._handovers: set[_Forward[RequestResult | NotFound]] = set()  # the WorkerActor's thread alone changes it
         self._is_closing = False  # hosts that go on calling cannot hold it up
         self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(self._live_count, runtime, config, self._futures)
         self._worker: Ref[Any] = Ref(self.actor_ref)
@@ -208,6 +286,24 @@ class _Backend:
     def tell(self, message: HostMessage) -> None:
         """Send; a dead actor has answered every future already."""
         self._worker.tell(message)
+
+    def await_asked(self, future: WorkerFuture[RequestResult], admission: SubmitResult) -> None:
+        """What `ask` submitted was admitted, or not. The future keeps its result, so the worker may forget it."""
+        if not admission["ok"]:
+            future.fail(RequestRefused(admission["error"]))
+            return
+
+        def hand_over(result: RequestResult | NotFound) -> None:
+            self._handovers.discard(handover)
+            if result["ok"]:
+                future.answer(result)
+                self.tell(ReleaseResult(request_id=result["request_id"]))
+            else:
+                future.fail(LookupError("the result was taken by another call"))
+
+        handover = _Forward(future, hand_over)
+        self._handovers.add(handover)  # the worker holds those that wait weakly; nobody else knows of this one
+        self.tell(AwaitResult(request_id=admission["request_id"], reply=handover))
 
     def close(self) -> None:
         """Stop the server and end the actors; returns when both is done."""
@@ -246,6 +342,26 @@ class _Backend:
         if os.getpid() == self._pid:
             self._worker.stop()
         _open_backends.discard(self)
+
+
+class _Forward(Generic[T]):
+    """A Reply that hands the answer to a function, on the actor's thread; a failure goes to the future."""
+
+    def __init__(self, future: WorkerFuture[Any], on_answer: Callable[[T], object]) -> None:
+        self._future = future
+        self._on_answer = on_answer
+
+    def answer(self, value: T) -> None:
+        """Call the function."""
+        self._on_answer(value)
+
+    def done(self) -> bool:
+        """The future, which others may answer, too."""
+        return self._future.done()
+
+    def fail(self, error: BaseException) -> None:
+        """Pass it on."""
+        self._future.fail(error)
 
 
 _open_backends: set[_Backend] = set()

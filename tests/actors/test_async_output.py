@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from llama_worker import ConfigError, OutputChunk, WorkerClosed, stream
+from llama_worker import ConfigError, OutputChunk, WorkerClosed
+from llama_worker.async_output import stream
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually
 from tests.fake_script import Finish, Gate, Headers, KillSelf, Reasoning, Text, Tokens, WaitClose, plain_reply
 

@@ -27,6 +27,27 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+# ---------------------------------------------------------------- a forgotten get
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda f: f["text"], lambda f: f.text, lambda f: f.result(), list, lambda f: [*f]],
+    ids=["item", "attribute", "result()", "list", "star"],
+)
+def test_who_forgets_get_is_told_so(use: Callable[[Any], object]) -> None:
+    with pytest.raises((TypeError, AttributeError), match=r"call get\(timeout=...\) for its value"):
+        use(WorkerFuture())
+
+
+def test_a_future_that_is_printed_says_how_to_get_its_value() -> None:
+    future: WorkerFuture[int] = WorkerFuture()
+    assert repr(future) == "<WorkerFuture, pending: get(timeout=...) returns its value>"
+    future.answer(1)
+    assert "resolved" in str(future)
+    assert future  # a future is no value: it is never false
+
+
 # ---------------------------------------------------------------- one answer
 
 

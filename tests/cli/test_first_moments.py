@@ -12,7 +12,7 @@ from tests.cli.conftest import WAIT_S, environment
 
 PRESSED = """
 import os, signal, sys
-import llama_worker_command
+import llama_worker.cli
 
 class Pressed:
     def find_spec(self, name, *_):
@@ -21,11 +21,11 @@ class Pressed:
 
 sys.meta_path.insert(0, Pressed())
 sys.argv = ["llama-worker", "--help"]
-sys.exit(llama_worker_command.main())
+sys.exit(llama_worker.cli.main())
 """
 
 
-@pytest.mark.parametrize("name", ["llama_worker", "requests", "llama_worker.cli.app", "typer"])
+@pytest.mark.parametrize("name", ["llama_worker.cli.app", "typer", "llama_worker.errors"])
 @pytest.mark.parametrize(("before", "code"), [(signal.SIG_DFL, 130), (signal.SIG_IGN, 0)])
 def test_it_ends_at_once_and_quietly_unless_it_is_ignored(name: str, before: signal.Handlers, code: int) -> None:
     done = subprocess.run(

@@ -182,7 +182,7 @@ def test_a_server_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "file").touch()
     (tmp_path / "llama-server").touch()
     monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "file"))
-    for named, what in ((None, "LLAMA_SERVER: .*may not be executed"), (str(tmp_path), "is a folder")):
+    for named, what in ((None, "LLAMA_SERVER: .*is not executable"), (str(tmp_path), "is a folder")):
         with pytest.raises(Problem, match=what) as caught:
             servers.find_server(named)
         assert (caught.value.reason, bool(caught.value.todo)) == ("no_server", True)

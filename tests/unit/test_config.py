@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llama_worker import ConfigError, LoopDetector, RestartPolicy, TimeoutProfile, WorkerConfig
-from llama_worker.request.conversation import default_bios
+from llama_worker.bios import default_bios
 from llama_worker.request.submission import validate_submit
 from llama_worker.server.command import MASK, llama_server_cmd, masked_server_cmd
 from llama_worker.types import BiosContext, LivenessEvidence, ToolDef
@@ -27,6 +27,15 @@ CMD = ("llama-server", "--model", "m.gguf", "--host", "127.0.0.1", "--port", "90
 class Runner:
     def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
         return None
+
+
+class AsyncRunner:
+    async def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+        return None
+
+
+async def async_bios(context: BiosContext) -> str:
+    return ""
 
 
 class Probe:
@@ -332,6 +341,8 @@ BAD_CONFIGS = [
     bad("result_ttl_s", "day", TypeError, "number", "'day'"),
     bad("tool_runner", object(), TypeError, "run_tool", "object"),
     bad("tool_runner", len, TypeError, "run_tool"),
+    bad("tool_runner", AsyncRunner(), TypeError, "AsyncRunner.run_tool", "must not be async", "asyncio.run("),
+    bad("bios_provider", async_bios, TypeError, "must not be async", "def"),
 ]
 
 
@@ -664,6 +675,40 @@ def test_a_submission_may_leave_out_params_and_messages_and_have_empty_texts() -
     assert (got.params, got.messages) == ({}, ())
 
 
+PARTS: list[dict[str, Any]] = [
+    {"type": "text", "text": "What is this?"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},
+    {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}},
+    {"type": "of_tomorrow", "of_tomorrow": 1},
+]
+
+
+def test_content_parts_go_through_as_they_are_and_are_copied() -> None:
+    given = copy.deepcopy(PARTS)
+    message = {"role": "user", "content": given}
+    got = validate_submit(**(GOOD | {"user_prompt": tuple(given), "messages": [message]}))
+    given[1]["image_url"]["url"] = "changed"
+    assert got.user_prompt == PARTS
+    assert got.messages[0]["content"] == PARTS
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "says"),
+    [
+        ("u", TypeError, ("[0] must be a mapping", "'u'")),
+        ({"text": "u"}, ConfigError, ("[0] needs a 'type', such as 'text', 'image_url', 'input_audio'", "None")),
+        ({"type": "text"}, ConfigError, ("[0] of type 'text' needs 'text', a str", "None")),
+        ({"type": "image_url", "image_url": "u.png"}, ConfigError, ("needs 'image_url': {'url': a str}", "'u.png'")),
+        ({"type": "input_audio", "input_audio": {"data": "AA=="}}, ConfigError, ("{'format': a str}",)),
+        ({"type": "text", "text": SURROGATE}, ConfigError, ("[0]['text']", "surrogate")),
+    ],
+)
+def test_a_part_of_no_use_is_refused(part: Any, error: type[Exception], says: tuple[str, ...]) -> None:
+    refuses(lambda: validate_submit(**(GOOD | {"user_prompt": [part]})), "user_prompt", error, says)
+    message = {"role": "user", "content": [part]}
+    refuses(lambda: validate_submit(**(GOOD | {"messages": [message]})), "messages[0]['content']", error, says)
+
+
 def test_messages_may_come_from_a_generator_and_have_keys_of_their_own() -> None:
     given = ({"role": "assistant", "content": None, "extra": {"a": 1}} for _ in range(2))
     assert len(validate_submit(**(GOOD | {"messages": given})).messages) == 2
@@ -675,7 +720,9 @@ def test_messages_may_come_from_a_generator_and_have_keys_of_their_own() -> None
         bad("job_name", None, TypeError, "str", "None"),
         bad("job_name", 7, TypeError, "str", "7"),
         bad("system_prompt", b"s", TypeError, "str", "b's'"),
-        bad("user_prompt", ["u"], TypeError, "str", "['u']"),
+        bad("user_prompt", None, TypeError, "str or a list of content parts", "None"),
+        bad("user_prompt", {"type": "text", "text": "u"}, TypeError, "a list of content parts", "dict"),
+        bad("user_prompt", [], ConfigError, "at least one content part"),
         bad("user_prompt", SURROGATE, ConfigError, "surrogate"),
         bad("params", [1], TypeError, "mapping", "[1]"),
         bad("params", "x", TypeError, "mapping", "'x'"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
+import importlib
 import importlib.metadata
 import os
 import shutil
@@ -63,6 +65,25 @@ def test_every_public_name_is_there_and_listed_once() -> None:
     assert [name for name in llama_worker.__all__ if not hasattr(llama_worker, name)] == []
 
 
+def test_a_name_is_loaded_from_where_the_type_checker_finds_it() -> None:
+    (checked,) = [node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If)]
+    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
+    names = {alias.name: node.module for node in imports for alias in node.names}
+
+    assert sorted(names) == sorted(llama_worker.__all__)
+    for name, module in names.items():
+        assert getattr(llama_worker, name) is getattr(importlib.import_module(str(module)), name)
+
+
+def test_to_import_the_package_is_to_import_next_to_nothing() -> None:
+    program = "import sys; before = set(sys.modules); import llama_worker; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    imported = {name.partition(".")[0] for name in done.stdout.split()}
+
+    assert "llama_worker" in imported
+    assert not imported & {"pykka", "requests", "urllib3", "psutil", "sseclient", "asyncio"}
+
+
 def test_what_the_contract_names_is_public() -> None:
     named = (
         "LlamaWorker WorkerConfig TimeoutProfile RestartPolicy LoopDetector llama_server_cmd LlamaWorkerError"
@@ -113,7 +134,7 @@ def test_a_wheel_holds_every_module_the_actors_too(wheel: Path) -> None:
     on_disk = modules(PACKAGE, "llama_worker")
     for name in SUBPACKAGES:
         on_disk |= modules(PACKAGE / name, f"llama_worker/{name}")
-    assert held == on_disk | {"llama_worker/py.typed", "llama_worker_command.py"}
+    assert held == on_disk | {"llama_worker/py.typed"}
     assert "llama_worker/actors/worker.py" in held
     assert wheel.name.startswith(f"llama_worker-{llama_worker.__version__}-py3-none-any")
 

@@ -16,7 +16,7 @@ from llama_worker.config import WorkerConfig
 from llama_worker.messages import RequestRecord, StreamFailure
 from llama_worker.profiles import LoopDetector
 from llama_worker.request.body import request_body
-from llama_worker.request.conversation import STATUS_OPEN
+from llama_worker.bios import STATUS_OPEN
 from llama_worker.request.effects import (
     CloseTurn,
     Effects,

@@ -20,9 +20,9 @@ import requests
 from llama_worker import LlamaWorker, WorkerConfig, free_port
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
-from llama_worker.cli.servers import FoundServer
 from llama_worker.cli.starting import make_ready
 from llama_worker.runtime.liveness_probes import NvidiaProbe
+from llama_worker.runtime.server_program import FoundServer
 from llama_worker.server.traits import server_traits
 
 _ASK_S = 20.0  # a first look at a GPU's driver may take seconds

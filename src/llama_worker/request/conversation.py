@@ -1,4 +1,4 @@
-"""What the model is told: the BIOS text and the conversation of one request. Pure; mutates no input.
+"""The conversation of one request: the messages of its turns. Pure; mutates no input.
 
 The server's prompt cache is a prefix cache, so a `Conversation` only grows: what was sent in a turn is sent
 to the byte the same in every later one, and what changes from turn to turn (clock, budget) goes to the end.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.tagged_calls import tagged_call
-from llama_worker.types import BiosText, ChatMessage, SystemPromptMode
+from llama_worker.types import BiosText, ChatMessage, ContentPart, SystemPromptMode
 
 SYSTEM_PROMPT_DELIMITER = "\n\n===== SYSTEM PROMPT OF THIS TASK =====\n\n"
 
@@ -35,7 +35,7 @@ class Conversation:
         *,
         system_prompt: str,
         messages: Sequence[ChatMessage],
-        user_prompt: str,
+        user_prompt: str | Sequence[ContentPart],
         system_prompt_mode: SystemPromptMode,
         prompted: bool,
     ) -> Conversation:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llama_worker.errors import ConfigError
-from llama_worker.types import ChatMessage
+from llama_worker.types import ChatMessage, ContentPart
 from llama_worker.validation import checked_json_object, checked_str, shown
+
+# What stands in the object that is named as its part's type; of text, the text stands there itself.
+_PARTS: dict[str, tuple[str, ...]] = {"text": (), "image_url": ("url",), "input_audio": ("data", "format")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +20,7 @@ class Submission:
 
     job_name: str
     system_prompt: str
-    user_prompt: str
+    user_prompt: str | list[ContentPart]
     params: dict[str, Any]
     messages: tuple[ChatMessage, ...]
 
@@ -25,17 +28,13 @@ class Submission:
 def validate_submit(
     job_name: str,
     system_prompt: str,
-    user_prompt: str,
+    user_prompt: str | Sequence[ContentPart],
     params: Mapping[str, Any] | None,
     messages: Iterable[ChatMessage] | None,
 ) -> Submission:
     """Raises TypeError or ConfigError for what could not be sent to a server."""
-    for name, text in (
-        ("job_name", job_name),
-        ("system_prompt", system_prompt),
-        ("user_prompt", user_prompt),
-    ):
-        checked_str(name, text)
+    checked_str("job_name", job_name)
+    checked_str("system_prompt", system_prompt)
     if messages is None:
         messages = ()
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
@@ -46,11 +45,41 @@ def validate_submit(
         plain = checked_json_object(name, message)
         if not isinstance(plain.get("role"), str) or not plain["role"]:
             raise ConfigError(f"{name} needs a 'role' that is a non-empty str, not {shown(plain.get('role'))}")
+        if plain.get("content") is not None:
+            _checked_content(f"{name}['content']", plain["content"])
         checked.append(plain)  # type: ignore[arg-type]
     return Submission(
         job_name=job_name,
         system_prompt=system_prompt,
-        user_prompt=user_prompt,
+        user_prompt=_checked_content("user_prompt", user_prompt),
         params=checked_json_object("params", params if params is not None else {}),
         messages=tuple(checked),
     )
+
+
+def _checked_content(name: str, value: object) -> str | list[ContentPart]:
+    """Text, or a copy of a list of parts. Parts of a kind that is not known here are the server's to judge."""
+    if isinstance(value, str):
+        checked_str(name, value)
+        return value
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a str or a list of content parts, not {type(value).__name__}: {shown(value)}")
+    if not value:
+        raise ConfigError(f"{name} must be a str or a list with at least one content part, not []")
+    return [_checked_part(f"{name}[{index}]", part) for index, part in enumerate(value)]
+
+
+def _checked_part(name: str, value: object) -> ContentPart:
+    part = checked_json_object(name, value)
+    kind = part.get("type")
+    if not isinstance(kind, str) or not kind:
+        kinds = ", ".join(map(repr, _PARTS))
+        raise ConfigError(f"{name} needs a 'type', such as {kinds}, not {shown(kind)}")
+    if kind == "text" and not isinstance(part.get("text"), str):
+        raise ConfigError(f"{name} of type 'text' needs 'text', a str, not {shown(part.get('text'))}")
+    for field in _PARTS.get(kind, ()):
+        inner = part.get(kind)
+        found = inner.get(field) if isinstance(inner, Mapping) else None
+        if not isinstance(found, str):
+            raise ConfigError(f"{name} of type {kind!r} needs {kind!r}: {{{field!r}: a str}}, not {shown(inner)}")
+    return part

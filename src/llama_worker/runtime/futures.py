@@ -11,13 +11,14 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import pykka
 
 T = TypeVar("T")
 W = TypeVar("W")
 _SWEEP_MIN = 64
+_REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 _logger = logging.getLogger("llama_worker.futures")
 
 
@@ -94,7 +95,21 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
                 self._forget(wake_threadsafe)
         return self.get()
 
-    __iter__ = __await__
+    def __repr__(self) -> str:
+        state = "resolved" if self.done() else "pending"
+        return f"<{type(self).__name__}, {state}: get(timeout=...) returns its value>"
+
+    if not TYPE_CHECKING:  # a type checker finds a forgotten `get` by itself
+        # Who forgets it at run time is told so, and not that a future has no such item.
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; {_REMEDY}", name=name, obj=self)
+
+        def __getitem__(self, key: object) -> NoReturn:
+            raise TypeError(f"{type(self).__name__} has no item {key!r}; {_REMEDY}")
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError(f"{type(self).__name__} is not iterable; {_REMEDY}")
 
     def _on_resolved(self, waker: Callable[[], object]) -> None:
         with self._condition:

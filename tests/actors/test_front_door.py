@@ -1,0 +1,190 @@
+"""The short way: from a model to an answer, with no port, command or config to write."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_worker import ConfigError, LlamaWorker, RequestRefused, WorkerClosed, WorkerState
+from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, eventually, fast_timeouts
+from tests.fake_script import Gate, Script, Text, fake_server_cmd, plain_reply, steps_json
+
+HELLO = "Hello"  # what a scripted server says unless it is told otherwise
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> str:
+    """A scripted llama-server that is run by its path."""
+    words = fake_server_cmd(Script(), host="HOST", port=0, slots=0, journal=tmp_path / "journal")
+    kept = [*words[:4], *words[words.index("--script") :]]
+    path = tmp_path / "llama-server"
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(kept)} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+# ---------------------------------------------------------------- from_model
+
+
+def test_from_a_model_to_an_answer(server: str, tmp_path: Path) -> None:
+    with LlamaWorker.from_model(tmp_path / "a.gguf", executable=server, timeouts=fast_timeouts()) as worker:
+        assert worker.ask("Hello?").get(timeout=WAIT_S)["text"] == HELLO
+
+
+def test_the_worker_is_what_its_config_would_make(server: str, closing: ExitStack) -> None:
+    worker = LlamaWorker.from_model(
+        "models/tiny.gguf", slots=3, executable=server, extra_args=["--ctx-size", "512"], max_tokens=7
+    )
+    closing.callback(worker.close)
+    status, debug = worker.get_worker_status().get(), worker.get_debug_info().get()
+    assert (status["name"], status["state"], status["slots_total"]) == ("tiny", WorkerState.STOPPED, 3)
+    program, *words = debug["server_cmd"]
+    assert program == server
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    port = options.pop("--port")
+    assert 20000 <= int(port) < 32000
+    assert options == {
+        "--model": "models/tiny.gguf",
+        "--host": "127.0.0.1",
+        "--parallel": "3",
+        "--ctx-size": "512",
+    }
+
+
+def test_two_workers_have_two_ports(server: str, closing: ExitStack) -> None:
+    commands = []
+    for _ in range(2):
+        worker = LlamaWorker.from_model("m.gguf", executable=server)
+        closing.callback(worker.close)
+        commands.append(worker.get_debug_info().get()["server_cmd"])
+    assert commands[0] != commands[1]
+
+
+def test_the_server_is_found_where_the_command_line_finds_it(
+    server: str, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_SERVER", server)
+    worker = LlamaWorker.from_model("m.gguf")
+    closing.callback(worker.close)
+    assert worker.get_debug_info().get()["server_cmd"][0] == server
+
+
+def test_without_a_server_the_error_says_where_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"executable: /no/such does not exist; get one .*github.com"):
+        LlamaWorker.from_model("m.gguf", executable="/no/such")
+    monkeypatch.setenv("LLAMA_SERVER", "/not/there/either")
+    with pytest.raises(ConfigError, match="LLAMA_SERVER: /not/there/either does not exist"):
+        LlamaWorker.from_model("m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"slots": 0}, ConfigError, "slots"),
+        ({"port": 70000}, ConfigError, "port"),
+        ({"max_token": 1}, TypeError, "max_token"),
+        ({"server_cmd": ["x"]}, TypeError, "server_cmd"),
+        ({"extra_args": "--ctx-size 1"}, TypeError, "extra_args"),
+        ({"extra_args": ["--port", "1"]}, ConfigError, "port"),
+    ],
+)
+def test_what_cannot_work_is_refused(server: str, given: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        LlamaWorker.from_model("m.gguf", executable=server, **given)
+
+
+# ---------------------------------------------------------------- ask
+
+
+def test_ask_passes_everything_on_and_leaves_nothing_behind(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    asked = rig.worker.ask(
+        "And now?",
+        system_prompt="Be terse.",
+        job_name="a job",
+        params={"temperature": 0},
+        messages=[{"role": "user", "content": "Before."}, {"role": "assistant", "content": "Yes."}],
+    )
+    result = asked.get(timeout=WAIT_S)
+    assert (result["job_name"], result["text"]) == ("a job", HELLO)
+    body = rig.journal.facts("request", method="POST")[-1]["body"]
+    assert body["temperature"] == 0
+    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert "Be terse." in body["messages"][0]["content"]
+    assert asked.get() == result
+    eventually(lambda: not rig.worker.get_result(result["request_id"]).get()["ok"], "the end of its record")
+
+
+def test_an_answer_that_nobody_waits_for_is_forgotten_too(make_worker: MakeWorker, make_gate: Any) -> None:
+    rig, gate = make_worker(), make_gate()
+    rig.worker.ask("Hello?", params={"fake_script": steps(gate)})
+    eventually(lambda: rig.status()["active_request_ids"] == [1], "the request")
+    gc.collect()
+    gate.open()
+    eventually(lambda: rig.worker.get_status(1).get().get("error") == "NOT_FOUND", "the end of its record")
+
+
+def test_a_refusal_is_raised_with_its_code(make_worker: MakeWorker, make_gate: Any) -> None:
+    rig, gate = make_worker(start=False), make_gate()
+    with pytest.raises(RequestRefused, match=r"WORKER_NOT_READY: .*start") as caught:
+        rig.worker.ask("Hello?").get(timeout=WAIT_S)
+    assert caught.value.error == "WORKER_NOT_READY"
+    rig.start()
+    first = rig.worker.ask("Hello?", params={"fake_script": steps(gate)})
+    with pytest.raises(RequestRefused, match="slots") as caught:
+        rig.worker.ask("Hello?").get(timeout=WAIT_S)
+    assert caught.value.error == "NO_SLOT_AVAILABLE"
+    gate.open()
+    assert first.get(timeout=WAIT_S)["text"] == "done"
+
+
+@pytest.mark.parametrize("code", ["NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_FAILED"])
+def test_a_refusal_can_be_pickled_and_says_what_to_do(code: Any) -> None:
+    error = pickle.loads(pickle.dumps(RequestRefused(code)))
+    assert error.error == code
+    assert str(error).startswith(f"{code}: ")
+
+
+def test_bad_input_is_raised_by_the_future(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    with pytest.raises(TypeError, match="user_prompt"):
+        rig.worker.ask(7).get(timeout=WAIT_S)  # type: ignore[arg-type]
+    assert rig.status()["slots_used"] == 0
+
+
+def test_an_ask_under_way_ends_with_the_worker(make_worker: MakeWorker, make_gate: Any) -> None:
+    rig = make_worker()
+    asked = rig.worker.ask("Hello?", params={"fake_script": steps(make_gate())})
+    eventually(lambda: rig.status()["slots_used"] == 1, "the request")
+    rig.worker.close()
+    assert asked.get(timeout=WAIT_S).get("fail_reason") == "worker_stopped"
+    with pytest.raises(WorkerClosed):
+        rig.worker.ask("Hello?")
+
+
+def test_content_parts_reach_the_server_as_they_are(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    rig.worker.ask([{"type": "text", "text": "What is this?"}, picture]).get(timeout=WAIT_S)
+    message = rig.journal.facts("request", method="POST")[-1]["body"]["messages"][-1]
+    assert message["content"][:2] == [{"type": "text", "text": "What is this?"}, picture]
+    assert message["content"][2]["type"] == "text"  # the BIOS's clock
+    assert len(message["content"]) == 3
+
+
+def steps(gate: GatePath) -> Any:
+    """A reply that waits for the gate."""
+    return steps_json(*plain_reply(Gate(gate.path), Text("done")))
