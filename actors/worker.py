@@ -80,7 +80,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             config, self._children, self._dispatcher, self._table, self._journal, status=self._status
         )
 
-    def handle(self, message: WorkerMessage) -> None:
+    def handle(self, message: WorkerMessage) -> None:  # noqa: C901  one line for each case, nearly
         """Answer, admit, pass on; then wait for what is due next."""
         now = self._runtime.now()
         match message:
