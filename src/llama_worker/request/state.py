@@ -444,7 +444,7 @@ class Request:
 
     def _give_up(self, ending: Ending, now: float) -> Effects:
         """End so, unless a turn without calls had come to its regular end before."""
-        if not isinstance(self._waiting, _InTools) and self._turn.finish_reason is not None:
+        if not self._turn.is_over and self._turn.finish_reason is not None:
             judged = self._judge_turn(now)
             if isinstance(judged, Ending):
                 ending = judged
