@@ -11,12 +11,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-from llama_worker.config import WorkerConfig
-from llama_worker.messages import RequestRecord, StreamFailure
-from llama_worker.profiles import LoopDetector
-from llama_worker.request.body import request_body
-from llama_worker.bios import STATUS_OPEN
 from llama_worker.request.effects import (
     CloseTurn,
     Effects,
@@ -27,6 +21,12 @@ from llama_worker.request.effects import (
     StartTools,
     WakeAt,
 )
+
+from llama_worker.bios import STATUS_OPEN
+from llama_worker.config import WorkerConfig
+from llama_worker.messages import RequestRecord, StreamFailure
+from llama_worker.profiles import LoopDetector
+from llama_worker.request.body import request_body
 from llama_worker.request.output import read_output
 from llama_worker.request.state import Request
 from llama_worker.request.submission import Submission
