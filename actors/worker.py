@@ -70,6 +70,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._unix_offset = runtime.unix_now() - runtime.now()  # fixed: Unix instants never run backwards
         self._table = RequestTable(config.slots)
         self._journal = Journal(config.name, self._unix_offset, runtime.write_log)
+        for line in config.warnings:
+            self._journal.warn(line, runtime.now())
         self._tools_refused = False
         self._debug_questions: list[GetDebugInfo] = []  # the ProcessActor has not answered them all yet
         me = self.me()

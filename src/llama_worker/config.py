@@ -20,6 +20,7 @@ from llama_worker.bios import default_bios
 from llama_worker.errors import MASK, ConfigError
 from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
 from llama_worker.server.command import check_command, checked_words, ip_address_of, masked_server_cmd
+from llama_worker.server.command_flags import command_warnings
 from llama_worker.types import (
     BiosProvider,
     LivenessProbe,
@@ -113,6 +114,11 @@ class WorkerConfig:
     def connect_host(self) -> str:
         """Where this machine reaches the server: the loopback for one that listens everywhere."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host.strip("[]"))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What in the server's command or environment breaks a promise of this library: lines for a person."""
+        return command_warnings(self.server_cmd, self.env, self.timeouts)
 
     @property
     def timezone(self) -> tzinfo:

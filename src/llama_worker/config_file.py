@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import tomllib
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,14 +17,16 @@ from typing import Any, TypeVar
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError
 from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
+from llama_worker.runtime.machine import memory_bytes
 from llama_worker.server.command import llama_server_cmd
+from llama_worker.server.command_flags import memory_warning
 
 KeyPath = tuple[str, ...]
 Table = Mapping[str, Any]
 T = TypeVar("T")
 
 _IN_CODE_ONLY = {"normal_tools", "exit_tools", "tool_runner", "bios_provider", "liveness_probes"}
-_COMMAND_KEYS = {"model", "executable", "extra_args"}  # what llama_server_cmd makes a server_cmd of
+_COMMAND_KEYS = {"model", "executable", "extra_args", "cache_ram_mib"}  # what llama_server_cmd makes a server_cmd of
 _WORKER_KEYS = {field.name for field in fields(WorkerConfig)} - _IN_CODE_ONLY - {"name"} | _COMMAND_KEYS
 _OFF = "off"  # TOML has no None
 _MAY_BE_OFF = {"loop_detector", "max_tokens", "result_ttl_s"}
@@ -49,6 +52,7 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
 
     What TOML cannot hold (tools, callables, probes) is added afterwards with `dataclasses.replace`. Raises
     ConfigError, which names the file, the line where there is one, and the key; OSError where it cannot be read.
+    Warns (UserWarning) where the servers' prompt caches together may outgrow this machine's memory.
     """
     try:
         text = Path(path).read_bytes().decode()
@@ -56,12 +60,16 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
     except ValueError as error:
         raise ConfigError(f"{os.fspath(path)}: {error}") from error
     try:
-        return _fleet(data)
+        configs = _fleet(data)
     except _Misfit as misfit:
-        line = _line_of(text, misfit.path)
-        place = os.fspath(path) if line is None else f"{os.fspath(path)}:{line}"
+        number = _line_of(text, misfit.path)
+        place = os.fspath(path) if number is None else f"{os.fspath(path)}:{number}"
         keys = ".".join(key if re.fullmatch(r"[\w-]+", key) else repr(key) for key in misfit.path)
         raise ConfigError(": ".join(filter(None, (place, keys, misfit.problem)))) from misfit
+    commands = {name: config.server_cmd for name, config in configs.items()}
+    if line := memory_warning(commands, memory_bytes()):
+        warnings.warn(f"{os.fspath(path)}: {line}", stacklevel=2)
+    return configs
 
 
 class _Misfit(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def test_tools_are_added_by_the_program(tmp_path: Path) -> None:
     [
         ('slots = "2"', "fleet.toml:5: workers.a.slots: slots must be an int, not str: '2'"),
         ("slot = 2", "fleet.toml:5: workers.a.slot: unknown key; did you mean 'slots'?"),
-        ("xyzzy = 2", "fleet.toml:5: workers.a.xyzzy: unknown key; known: api_key, default_params, env,"),
+        ("xyzzy = 2", "fleet.toml:5: workers.a.xyzzy: unknown key; known: api_key, cache_ram_mib, default_params,"),
         ('name = "b"', "fleet.toml:5: workers.a.name: the name of the table is the worker's name"),
         ("env.A = 1", "fleet.toml:5: workers.a.env: env['A'] must be a str"),
         ("env = 1", "fleet.toml:5: workers.a.env: must be a table, not int"),
@@ -333,3 +334,17 @@ def test_finding_a_line_asks_the_parser_seldom(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tomllib, "loads", counting)
     assert config_file._line_of(text, ("workers", "w700", "port")) == 1402
     assert parsed < 20
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_servers_that_may_outgrow_the_machine_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = f'{ONE}[workers.b]\nmodel = "m.gguf"\nhost = "127.0.0.1"\nport = 8082\n'
+    monkeypatch.setattr(config_file, "memory_bytes", lambda: 12 << 30)
+    with pytest.warns(UserWarning, match=r"fleet.toml: 2 servers may keep up to 16384 MiB .* has 12288 MiB"):
+        load(tmp_path, two)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bounded = load(tmp_path, f"[defaults]\ncache_ram_mib = 1024\n{two}")
+    assert bounded["b"].server_cmd[-2:] == ("--cache-ram", "1024")

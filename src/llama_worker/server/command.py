@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 
 from llama_worker.errors import MASK, ConfigError, masked
-from llama_worker.validation import checked_str, shown
+from llama_worker.validation import checked_int, checked_str, optional, shown
 
 _HOST_FLAGS = ("--host",)
 _PORT_FLAGS = ("--port",)
@@ -22,11 +22,15 @@ def llama_server_cmd(
     slots: int,
     executable: str = "llama-server",
     extra_args: Iterable[str] = (),
+    cache_ram_mib: int | None = None,
 ) -> tuple[str, ...]:
     """A command for `WorkerConfig.server_cmd` that agrees with its host, port and slots.
 
-    It passes `--parallel`: without it a server opens four slots that share one context (b11434).
+    It passes `--parallel`: without it a server opens four slots that share one context (b11434). `cache_ram_mib`
+    bounds the memory in which the server keeps prompts (0: none, -1: no bound); None leaves it to the server, whose
+    default is 8192 MiB: too much where several servers share a machine.
     """
+    optional(checked_int, "cache_ram_mib", cache_ram_mib, at_least=-1)
     checked_str("model", str(model), empty=False)
     if isinstance(extra_args, Iterable) and not isinstance(extra_args, (str, bytes)):
         extra_args = tuple(extra_args)
@@ -36,6 +40,7 @@ def llama_server_cmd(
         *("--host", host),
         *("--port", str(port)),
         *("--parallel", str(slots)),
+        *(("--cache-ram", str(cache_ram_mib)) if cache_ram_mib is not None else ()),
         *checked_words("extra_args", extra_args, may_be_empty=True),
     )
 
@@ -77,7 +82,7 @@ def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -
         ("slots", _SLOT_FLAGS, slots, lambda told: told.strip() == str(slots)),
     )
     for name, flags, value, agrees in checks:
-        for flag, told in _flag_values(command, flags):
+        for flag, told in flag_values(command, flags):
             if not agrees(told):
                 raise ConfigError(f"server_cmd says {flag} {told}, but {name} is {value!r}: make them agree")
 
@@ -90,7 +95,8 @@ def ip_address_of(host: str) -> str | None:
         return None
 
 
-def _flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
+def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Each of the flags that the command has, with its value, or the word behind it ("" where there is none)."""
     found = []
     for index, word in enumerate(command):
         flag, equals, told = word.partition("=")

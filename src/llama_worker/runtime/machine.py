@@ -1,0 +1,24 @@
+"""What this machine has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")  # of the container; of the whole machine where there is none
+
+
+def memory_bytes() -> int:
+    """The memory of the machine, or of the container where that may use less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = read_number(CGROUP / "memory.max")
+    return machine if limit is None else min(machine, limit)
+
+
+def read_number(path: Path) -> int | None:
+    """The number that the file holds; None where there is none ("max")."""
+    try:
+        text = path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
