@@ -1,7 +1,6 @@
 """Chunks of a chat completion, of new and old builds and odd ones, to events."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -274,7 +273,7 @@ def final(message: dict[str, Any]) -> dict[str, Any]:
 def test_a_final_message_adds_only_what_the_deltas_did_not_say() -> None:
     message = {"reasoning_content": "hm", "content": "xy", "tool_calls": [TOOL, TOOL | {"index": 1}]}
     decoder = StreamDecoder()
-    assert feed(decoder, chunk({"content": "x"}), chunk({"content": "y"})) == [TextDelta("x"), TextDelta("y")]
+    assert feed(decoder, chunk({"content": "x"}), chunk({"content": "y"})) == [TextDelta("xy", 2)]
     assert feed(decoder, final(message)) == [
         ReasoningDelta("hm"),
         ToolCallDelta(0, "c1", "add", "{"),
@@ -308,9 +307,10 @@ def test_an_old_builds_error_before_done_is_seen() -> None:
 @pytest.mark.parametrize("bad", [b"data: {half\n\n", b"data: \xff\n\n", b"data: {half\n\ndata: \xff\n\n"])
 def test_what_came_before_a_protocol_error_is_not_lost(bad: bytes) -> None:
     good = f"data: {json.dumps(chunk({'content': 'x'}))}\n\n".encode()
-    with pytest.raises(ProtocolError) as raised:
-        StreamDecoder().feed(good + bad + good)
-    assert raised.value.events == (TextDelta("x"),)
+    decoder = StreamDecoder()
+    assert decoder.feed(good + bad + good) == [TextDelta("x")]
+    assert decoder.error is not None
+    assert decoder.feed(good) == []
 
 
 @pytest.mark.parametrize(
@@ -322,18 +322,40 @@ def test_nesting_of_any_depth_ends_in_events_or_a_protocol_error_that_keeps_what
     good = f"data: {json.dumps(chunk({'content': 'x'}))}\n\n".encode()
     for depth in range(700, 1100):  # of Python's limit, 1000, the test's own frames are a part
         record = f"data: {form % ('[' * depth + ']' * depth)}\n\n".encode()
-        try:
-            events: Sequence[StreamEvent] = StreamDecoder().feed(good + record)
-        except ProtocolError as error:
-            events = error.events
-        assert events[0] == TextDelta("x")
+        assert StreamDecoder().feed(good + record)[0] == TextDelta("x")
 
 
 @given(st.lists(st.binary(min_size=1, max_size=12)))
-def test_bytes_of_any_kind_end_in_events_or_a_protocol_error(pieces: list[bytes]) -> None:
+def test_bytes_of_any_kind_end_in_events_or_an_error(pieces: list[bytes]) -> None:
     decoder = StreamDecoder()
-    try:
-        for piece in pieces:
-            decoder.feed(b"\ndata:" + piece)
-    except ProtocolError:
-        pass
+    for piece in pieces:
+        decoder.feed(b"\ndata:" + piece)
+
+
+def test_deltas_in_a_row_are_one_event_and_keep_their_order() -> None:
+    said = [{"content": "a"}, {"content": "b"}, {"reasoning_content": "c"}, {"reasoning_content": "d"}, {"content": "e"}]
+    assert feed(StreamDecoder(), *map(chunk, said)) == [TextDelta("ab", 2), ReasoningDelta("cd", 2), TextDelta("e")]
+    both = {"content": "text", "reasoning_content": "thought"}
+    assert feed(StreamDecoder(), chunk(both)) == [ReasoningDelta("thought"), TextDelta("text")]
+
+
+DELTAS = st.dictionaries(
+    st.sampled_from(["content", "reasoning_content", "role", "tool_calls"]),
+    st.sampled_from([None, "", "x", "🦙", 7, [TOOL], ["x"]]),
+    max_size=3,
+)
+CHUNKS = st.builds(
+    lambda delta, index, finish, beside: {"choices": [{"delta": delta, **index, **finish}], "x": "\u2028", **beside},
+    DELTAS,
+    st.sampled_from([{"index": 0}, {"index": 0.0}, {"index": 1}, {"index": None}, {}]),
+    st.sampled_from([{"finish_reason": None}, {"finish_reason": "stop"}, {}]),
+    st.dictionaries(st.sampled_from(["usage", "timings", "prompt_progress", "error", "id"]), JSON, max_size=2),
+)
+
+
+@given(CHUNKS, st.booleans(), st.booleans())
+def test_the_short_way_gives_the_events_of_the_long_one(value: Any, ascii_only: bool, spaced: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, separators=None if spaced else (",", ":"))
+    decoder = StreamDecoder()
+    events = decoder.feed(f"data: {text}\n\n".encode())
+    assert (events, decoder.error) == (list(decode_record(SseRecord(text, False))), None)

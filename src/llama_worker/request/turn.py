@@ -92,15 +92,15 @@ class Turn:
     def take(self, kind: type[Said], run: Iterable[Any], at: float) -> tuple[str, str]:
         """Events of that kind in a row; a batch is mostly one run of text, taken apart once and not event by event."""
         if kind is TextDelta:
-            texts = [event.text for event in run]
-            self._count(len(texts), at)
-            piece = self._splitter.feed_text(encodable("".join(texts)))
+            events = list(run)
+            self._count(sum(event.count for event in events), at)
+            piece = self._splitter.feed_text(encodable("".join(event.text for event in events)))
             return self._show(piece.reasoning, piece.text)
         if kind is ReasoningDelta:
-            texts = [event.text for event in run]
-            self._count(len(texts), at)
+            events = list(run)
+            self._count(sum(event.count for event in events), at)
             self.had_reasoning_deltas = True
-            piece = self._splitter.feed_reasoning(encodable("".join(texts)))
+            piece = self._splitter.feed_reasoning(encodable("".join(event.text for event in events)))
             return self._show(piece.reasoning, piece.text)
         return "", "".join([self._take_other(event, at) for event in run])
 

@@ -16,7 +16,7 @@ import urllib3.exceptions
 from llama_worker.config import WorkerConfig
 from llama_worker.runtime.connections import Abort
 from llama_worker.runtime.timers import call_at
-from llama_worker.stream.decoder import ProtocolError, StreamDecoder
+from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.http_errors import describe_http_error
@@ -105,14 +105,16 @@ class ChatExchange:
             data = reply.read1(_READ_BYTES)
             if data:
                 self.bytes_read += len(data)
-                return self.decoder.feed(data)
+                events = self.decoder.feed(data)
+                if self.decoder.error is not None:
+                    self.failure = StreamFailure(
+                        reason=RequestFailReason.PROTOCOL_ERROR, detail=self.decoder.error
+                    )
+                    self.close()
+                return events
             self.failure = self._judge_end(self._response)
         except (HTTPException, OSError) as error:
             self.failure = disconnected("in mid-stream", error)
-        except ProtocolError as error:
-            self.failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=str(error))
-            self.close()
-            return list(error.events)  # what was good before it
         self.close()
         return None
 

@@ -5,8 +5,10 @@ llama-server's chunks differ between builds, and a field that is absent, null or
 """
 
 import json
-from collections.abc import Container, Iterator, Sequence
-from typing import Any
+from collections.abc import Container, Iterator
+from typing import Any, Literal
+
+import msgspec
 
 from llama_worker.stream.events import (
     Done,
@@ -21,22 +23,10 @@ from llama_worker.stream.events import (
     ToolCallDelta,
     Usage,
 )
-from llama_worker.stream.sse import SseDecoder, SseProtocolError, SseRecord
+from llama_worker.stream.sse import SseDecoder, SseRecord
 
-_raw_decode = json.JSONDecoder().raw_decode
 _TOO_MANY = 1 << 63  # of anything: not a count, and too much for who adds counts up
 _SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an error
-
-
-class ProtocolError(Exception):
-    """The stream cannot be read as a chat completion; the text is for a person.
-
-    `events` are those that the same `feed` had decoded before.
-    """
-
-    def __init__(self, detail: str, events: Sequence[StreamEvent] = ()) -> None:
-        super().__init__(detail)
-        self.events = tuple(events)
 
 
 class StreamDecoder:
@@ -44,21 +34,34 @@ class StreamDecoder:
 
     def __init__(self) -> None:
         self.data_records = 0  # records with data so far: each is progress, even where it gave no event
+        self.error: str | None = None  # why the stream cannot be read; nothing is decoded any more
         self._sse = SseDecoder()
         self._delta_kinds: set[type[StreamEvent]] = set()
 
     def feed(self, data: bytes) -> list[StreamEvent]:
-        """The events that these bytes complete, in order.
+        """The events that these bytes complete, in order; text that comes in a row is one event.
 
-        Raises ProtocolError where the bytes are no SSE or a record is no JSON object; the decoder is of
-        no use after that.
+        Bytes that are not SSE, or a record that is not a JSON object, end the stream: `error` says so, and what
+        came before is returned.
         """
+        if self.error is not None:
+            return []
         events: list[StreamEvent] = []
+        run = _Run(events)
         try:
-            self._decode(self._sse.feed(data), events)
-        except SseProtocolError as error:
-            self._decode(error.records, events)
-            raise ProtocolError(str(error), events) from None
+            for record in self._sse.feed(data):
+                self.data_records += 1
+                if not _add_plain_delta(record, run):
+                    run.end()
+                    self._delta_kinds.update(map(type, events))
+                    events += decode_record(record, self._delta_kinds)
+        except ProtocolError as error:
+            self.error = str(error)
+        except RecursionError:  # parsed at the very limit, and a part of it is written as JSON again
+            self.error = "a record of the stream is nested too deeply"
+        run.end()
+        self._delta_kinds.update(map(type, events))
+        self.error = self.error or self._sse.error
         return events
 
     @property
@@ -66,17 +69,76 @@ class StreamDecoder:
         """A record has begun and not ended: when the body ends, a truncated one."""
         return self._sse.has_partial()
 
-    def _decode(self, records: list[SseRecord], events: list[StreamEvent]) -> None:
-        for record in records:
-            self.data_records += 1
-            try:
-                decoded = decode_record(record, self._delta_kinds)
-            except ProtocolError as error:
-                raise ProtocolError(str(error), events) from None
-            except RecursionError:  # parsed at the very limit, and a part of it is written as JSON again
-                raise ProtocolError("a record of the stream is nested too deeply", events) from None
-            self._delta_kinds.update(map(type, decoded))
-            events += decoded
+
+class ProtocolError(Exception):
+    """A record cannot be read as a part of a chat completion; the text is for a person."""
+
+
+class _Run:
+    """Deltas of one kind in a row, on their way to one event."""
+
+    def __init__(self, events: list[StreamEvent]) -> None:
+        self._events = events
+        self._kind: type[TextDelta] | type[ReasoningDelta] = TextDelta
+        self._texts: list[str] = []
+
+    def add(self, kind: type[TextDelta] | type[ReasoningDelta], text: str) -> None:
+        """One more delta."""
+        if kind is not self._kind:
+            self.end()
+            self._kind = kind
+        self._texts.append(text)
+
+    def end(self) -> None:
+        """Something else follows."""
+        if self._texts:
+            self._events.append(self._kind("".join(self._texts), len(self._texts)))
+            self._texts.clear()
+
+
+# ---------------------------------------------------------------- the short way: nearly all records are just a delta
+
+
+class _Delta(msgspec.Struct, forbid_unknown_fields=True):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta
+    finish_reason: None
+    index: Literal[0]
+
+
+class _Chunk(msgspec.Struct):
+    """A chunk that is just one delta; any other does not fit."""
+
+    choices: tuple[_Choice]
+    prompt_progress: None = None
+    usage: None = None
+    timings: None = None
+    error: None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+def _add_plain_delta(record: SseRecord, run: _Run) -> bool:
+    """Add the record's delta to the run; False for a record with anything else in it."""
+    try:
+        delta = _decode_chunk(record.data).choices[0].delta
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    if record.is_error:
+        return False
+    if delta.reasoning_content:
+        run.add(ReasoningDelta, delta.reasoning_content)
+    if delta.content:
+        run.add(TextDelta, delta.content)
+    return True
+
+
+# ---------------------------------------------------------------- any record
 
 
 def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple[StreamEvent, ...]:
@@ -90,44 +152,12 @@ def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple
     if record.data.strip() == "[DONE]":
         return (Done(),)
     try:
-        chunk = _parsed(record.data)
+        chunk = json.loads(record.data)
     except (ValueError, RecursionError):
         raise ProtocolError(f"a record of the stream is not JSON: {_shown(record.data)}") from None
-    delta = _common_delta(chunk)
-    if delta is not None:
-        return (delta,)
     if not isinstance(chunk, dict):
         raise ProtocolError(f"a record of the stream is not a JSON object: {_shown(record.data)}")
     return tuple(_events(chunk, delta_kinds)) or _role_only(chunk)
-
-
-def _parsed(text: str) -> Any:
-    """`json.loads`, by a shorter way where there is no whitespace around the value."""
-    try:
-        value, end = _raw_decode(text)
-    except ValueError:
-        return json.loads(text)
-    return value if end == len(text) else json.loads(text)
-
-
-_COMMON_DELTAS: dict[str, type[TextDelta] | type[ReasoningDelta]] = {
-    "content": TextDelta,
-    "reasoning_content": ReasoningDelta,
-}
-_BESIDE_CHOICES = frozenset({"prompt_progress", "usage", "timings", "error"})
-
-
-def _common_delta(chunk: Any) -> TextDelta | ReasoningDelta | None:
-    """The event of a chunk that is just one delta; None for any other. A short way: nearly all chunks are."""
-    try:
-        (choice,) = chunk["choices"]
-        ((field, text),) = choice["delta"].items()
-        delta = _COMMON_DELTAS[field]
-        if choice["finish_reason"] is not None or choice["index"] != 0:
-            return None
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    return delta(text) if isinstance(text, str) and text and _BESIDE_CHOICES.isdisjoint(chunk) else None
 
 
 def _events(chunk: dict[str, Any], delta_kinds: Container[type]) -> Iterator[StreamEvent]:

@@ -5,12 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
+    """Text of the answer; `count` deltas of the server that came together and follow one another."""
+
     text: str
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
+    """Reasoning, likewise."""
+
     text: str
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
