@@ -42,12 +42,15 @@ def check_events(events: list[Event]) -> Event:
     if "error" in kinds:
         assert kinds.index("error") == len(kinds) - 2
         _check_error(events[-2])
-    done = _check_items([event for event in events[2:-1] if event["type"] != "error"])
+    beats = [event for event in events[2:-1] if event["type"] == "response.in_progress"]
+    items = [event for event in events[2:-1] if event["type"] not in ("error", "response.in_progress")]
+    done = _check_items(items, failed="error" in kinds)
+    assert all(beat["response"]["output"] == done[: len(beat["response"]["output"])] for beat in beats)
     response: Event = events[-1]["response"]
     check_response(response)
     assert response["output"] == done
     assert response["status"] == kinds[-1].removeprefix("response.")
-    assert {event["response"]["id"] for event in (*events[:2], events[-1])} == {response["id"]}
+    assert {event["response"]["id"] for event in (*events[:2], *beats, events[-1])} == {response["id"]}
     assert all(event["response"]["output"] == [] for event in events[:2])
     return response
 
@@ -58,7 +61,7 @@ def check_response(response: Event) -> None:
     assert (response["error"] is not None) == (response["status"] == "failed")
     assert (response["incomplete_details"] is not None) == (response["status"] == "incomplete")
     ids = [item["id"] for item in response["output"]]
-    calls = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
+    calls = [item["call_id"] for item in response["output"] if item["type"] in _GIVEN]
     assert len(set(ids)) == len(ids)
     assert len(set(calls)) == len(calls)
     usage = response["usage"]
@@ -73,8 +76,11 @@ def _check_error(event: Event) -> None:
 Parts = dict[tuple[str, int, str], str]  # by kind, index and "open" or "text done": what the deltas add up to
 
 
-def _check_items(events: list[Event]) -> list[Event]:
-    """One item is open at a time, its parts are opened and closed inside it, deltas add up."""
+def _check_items(events: list[Event], *, failed: bool) -> list[Event]:
+    """One item is open at a time, its parts are opened and closed inside it, deltas add up.
+
+    Where the stream failed, the last item stays open.
+    """
     done: list[Event] = []
     item: Event | None = None
     parts: Parts = {}
@@ -85,9 +91,9 @@ def _check_items(events: list[Event]) -> list[Event]:
             assert item is None
             item = event["item"]
             assert item["status"] == "in_progress"
-            if item["type"] == "function_call":
-                assert item["arguments"] == ""
-                parts["arguments", 0, "open"] = ""
+            if item["type"] in _GIVEN:
+                assert item[_GIVEN[item["type"]]] == ""
+                parts[_GIVEN[item["type"]], 0, "open"] = ""
             continue
         assert item is not None
         if kind == "response.output_item.done":
@@ -98,11 +104,13 @@ def _check_items(events: list[Event]) -> list[Event]:
             continue
         assert event["item_id"] == item["id"]
         _check_part(event, parts)
-    assert item is None
+    assert item is None or failed
     return done
 
 
+_GIVEN = {"function_call": "arguments", "custom_tool_call": "input"}
 _PARTS = {
+    "response.custom_tool_call_input": ("input", "input"),
     "response.output_text": ("output_text", "text"),
     "response.reasoning_text": ("reasoning_text", "text"),
     "response.reasoning_summary_text": ("summary_text", "text"),
@@ -129,7 +137,7 @@ def _check_part(event: Event, parts: Parts) -> None:
             assert phase == "done"
             text = parts.pop((name, index, "open"))
             assert event[field] == text
-            if name != "arguments":
+            if name not in _GIVEN.values():
                 parts[name, index, "text done"] = text
 
 

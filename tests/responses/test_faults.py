@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import openai
 import pytest
@@ -40,10 +39,6 @@ from tests.responses.oracle import check_response
 HALF: list[Step] = [Headers(), Role(), Text("Once ")]
 
 
-def statuses(events: list[dict[str, Any]]) -> list[str]:
-    return [item["status"] for item in events[-1]["response"]["output"]]
-
-
 @pytest.mark.parametrize(
     ("reason", "kind"),
     [("stop", "response.completed"), ("tool_calls", "response.completed"), ("length", "response.incomplete")],
@@ -77,8 +72,11 @@ def test_the_terminal_event_says_why_it_stopped(fake: Client, reason: str, kind:
 def test_a_broken_stream_fails_and_keeps_what_was_said(fake: Client, fault: list[Step], open_item: list[Step]) -> None:
     events = fake.stream(*HALF, *open_item, *fault)
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
-    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "Once "
-    assert statuses(events)[-1] == "incomplete"
+    whole = ["completed"] if open_item else []
+    assert [item["status"] for item in events[-1]["response"]["output"]] == whole
+    kept = fake.send("GET", f"/v1/responses/{events[-1]['response']['id']}").json["output"]
+    assert [item["status"] for item in kept] == [*whole, "incomplete"]
+    assert kept[0]["content"][0]["text"] == "Once "
 
 
 def test_a_close_delimited_stream_without_a_finish_reason_fails(fake: Client) -> None:
@@ -86,9 +84,9 @@ def test_a_close_delimited_stream_without_a_finish_reason_fails(fake: Client) ->
     assert events[-1]["type"] == "response.failed"
 
 
-def test_reasoning_that_breaks_off_is_closed(fake: Client) -> None:
-    events = fake.stream(Headers(), Role(), Reasoning("hm"), Reset())
-    (item,) = events[-1]["response"]["output"]
+def test_reasoning_that_breaks_off_is_kept(fake: Client) -> None:
+    failed = fake.stream(Headers(), Role(), Reasoning("hm"), Reset())[-1]["response"]
+    (item,) = fake.send("GET", f"/v1/responses/{failed['id']}").json["output"]
     assert (item["type"], item["status"], item["content"][0]["text"]) == ("reasoning", "incomplete", "hm")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,8 +30,13 @@ from llama_worker.stream.events import (
 from tests.responses.oracle import Event, check_events, read_sse
 
 END = object()
+NOW = 100.0
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 BODIES: list[dict[str, Any]] = [
+    {
+        "input": "a",
+        "tools": [TOOL, {"type": "custom", "name": "g"}, {"type": "namespace", "name": "n", "tools": [TOOL]}],
+    },
     {"input": "a"},
     {"input": "a", "model": "m", "store": False, "metadata": {"a": "b", "c": 1}, "instructions": "i", "user": "u"},
     {"input": "a", "tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "f"}},
@@ -43,10 +49,12 @@ BODIES: list[dict[str, Any]] = [
 
 def new_events(body: dict[str, Any] | None = None, *, seal: bool = False) -> ResponseEvents:
     numbers = itertools.count()
+    request = normalise(body or {"input": "a"})
     return ResponseEvents(
         response_id="resp_1",
         created_at=1700000000,
-        echo=normalise(body or {"input": "a"}).echo,
+        echo=request.echo,
+        tools=request.tools,
         new_id=lambda prefix: f"{prefix}_{next(numbers)}",
         seal=seal,
     )
@@ -57,10 +65,10 @@ def run(said: Iterable[StreamEvent | object], body: dict[str, Any] | None = None
     events = new_events(body, seal=seal)
     out = events.begin()
     for one in said:
-        out += events.end() if one is END else events.feed(one)  # type: ignore[arg-type]
-    out += events.end()
+        out += events.closed() if one is END else events.feed(one, NOW)  # type: ignore[arg-type]
+    out += events.closed()
     assert events.over
-    assert events.end() == events.fail("late") == events.feed(TextDelta("late")) == []
+    assert events.closed() == events.fail("late") == events.feed(TextDelta("late"), NOW) == events.heartbeat() == []
     assert out[-1]["response"] == events.response
     return read_sse(sse(out))
 
@@ -184,17 +192,17 @@ def test_deltas_are_passed_on_as_they_come() -> None:
     events = new_events()
     events.begin()
     for text in ("a", "b"):
-        assert [event["delta"] for event in events.feed(TextDelta(text)) if "delta" in event] == [text]
-    events.feed(call(0, None, "f", "c"))
+        assert [event["delta"] for event in events.feed(TextDelta(text), NOW) if "delta" in event] == [text]
+    events.feed(call(0, None, "f", "c"), NOW)
     for text in ("{", '"a": 1'):
-        assert [event["delta"] for event in events.feed(call(0, text))] == [text]
+        assert [event["delta"] for event in events.feed(call(0, text), NOW)] == [text]
 
 
 def test_the_second_call_begins_when_it_comes() -> None:
     events = new_events()
     events.begin()
-    events.feed(call(0, "{}", "f", "c1"))
-    kinds = [event["type"] for event in events.feed(call(1, "{", "g", "c2"))]
+    events.feed(call(0, "{}", "f", "c1"), NOW)
+    kinds = [event["type"] for event in events.feed(call(1, "{", "g", "c2"), NOW)]
     assert kinds == [
         "response.function_call_arguments.done",
         "response.output_item.done",
@@ -210,7 +218,7 @@ def test_tagged_reasoning_is_reasoning() -> None:
     ]
 
 
-def test_reasoning_is_sealed_where_it_was_asked_for() -> None:
+def test_reasoning_is_sealed_where_it_is_to_be() -> None:
     (item,) = response_of(ReasoningDelta("hm"), Finish("length"), seal=True)["output"]
     assert unseal_reasoning(item["encrypted_content"]) == "hm"
     (item,) = response_of(ReasoningDelta("hm"), Finish("length"))["output"]
@@ -240,20 +248,95 @@ def test_a_call_that_the_limit_cut_is_incomplete() -> None:
     ]
 
 
-@pytest.mark.parametrize("said", [(), (RoleOnly(),), (TextDelta("a"),), (call(0, '{"a', "f"),), (TextDelta("<thi"),)])
-def test_a_silent_end_is_a_failure(said: tuple[StreamEvent, ...]) -> None:
-    response = response_of(*said)
-    assert response["status"] == "failed"
-    assert all(item["status"] == "incomplete" for item in response["output"])
+HALVES = [(), (RoleOnly(),), (TextDelta("a"),), (ReasoningDelta("a"),), (call(0, '{"a', "f"),), (TextDelta("<thi"),)]
+
+
+@pytest.mark.parametrize("said", [*HALVES, (call(0, "{}", "f", "c"),)])
+@pytest.mark.parametrize("ending", [END, ServerError("out of memory", 500, "server_error")])
+def test_what_a_failure_cut_is_never_reported_done(said: tuple[StreamEvent, ...], ending: Any) -> None:
+    events = run([*said, ending])
+    assert check_events(events)["output"] == []
+    assert not [event for event in events if event["type"].endswith(".done")]
+
+
+def test_what_was_whole_before_a_failure_is_done_and_the_half_is_kept_for_reference() -> None:
+    events = new_events()
+    events.begin()
+    for one in (ReasoningDelta("hm"), TextDelta("Once"), ServerError("out of memory", 500, None)):
+        events.feed(one, NOW)
+    assert [(item["type"], item["status"]) for item in events.response["output"]] == [("reasoning", "completed")]
+    assert [(item["type"], item["status"]) for item in events.stored["output"]] == [
+        ("reasoning", "completed"),
+        ("message", "incomplete"),
+    ]
 
 
 @pytest.mark.parametrize("before", [(), (Finish("stop"),), (Finish("stop"), Usage(1, 1, 0))])
 def test_an_error_record_is_a_failure_also_after_a_finish_reason(before: tuple[StreamEvent, ...]) -> None:
     events = run([TextDelta("a"), *before, ServerError("out of memory", 500, "server_error"), Done()])
     response = check_events(events)
-    assert shown(response) == [("text", "a")]
     assert response["error"] == {"code": "server_error", "message": "out of memory"}
     assert events[-2]["error"]["message"] == events[-2]["message"] == "out of memory"
+
+
+@pytest.mark.parametrize(("now", "over"), [(NOW + 1.99, False), (NOW + 2.0, True)])
+def test_what_may_follow_a_finish_reason_is_waited_for_two_seconds(now: float, over: bool) -> None:
+    events = new_events()
+    events.begin()
+    assert events.deadline is None
+    events.feed(TextDelta("a"), NOW)
+    events.feed(Finish("stop"), NOW)
+    assert events.deadline == NOW + 2.0
+    kinds = [event["type"] for event in events.tick(now)]
+    assert kinds[-1:] == (["response.completed"] if over else [])
+    assert events.over is over
+
+
+@given(st.data(), streams, endings)
+def test_a_heartbeat_may_come_at_any_time(
+    data: st.DataObject, said: list[StreamEvent], ending: tuple[StreamEvent, ...]
+) -> None:
+    events = new_events()
+    out = events.begin()
+    for one in (*said, *ending):
+        out += events.feed(one, NOW)
+        if data.draw(st.booleans()):
+            out += events.heartbeat()
+    out += events.closed()
+    check_events(read_sse(sse(out)))
+
+
+CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edit."}
+MCP = {"type": "namespace", "name": "mcp__dict", "description": "d", "tools": [{**TOOL, "name": "lookup"}, CUSTOM]}
+
+
+@pytest.mark.parametrize(
+    ("name", "shown_as"),
+    [
+        ("f", ("function_call", "f", None)),
+        ("mcp__dict__lookup", ("function_call", "lookup", "mcp__dict")),
+        ("lookup", ("function_call", "lookup", None)),
+        ("apply_patch", ("custom_tool_call", "apply_patch", None)),
+        ("mcp__dict__apply_patch", ("custom_tool_call", "apply_patch", "mcp__dict")),
+    ],
+)
+def test_calls_come_back_as_the_client_knows_the_tool(name: str, shown_as: tuple[str, str, str | None]) -> None:
+    said = [call(0, '{"input": "+', name, "c1"), call(0, 'a\\n"}'), Finish("tool_calls"), Done()]
+    (item,) = response_of(*said, body={"input": "a", "tools": [TOOL, CUSTOM, MCP]})["output"]
+    assert (item["type"], item["name"], item.get("namespace")) == shown_as
+    if item["type"] == "custom_tool_call":
+        assert item["input"] == "+a\n"
+    else:
+        assert json.loads(item["arguments"]) == {"input": "+a\n"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"), [('{"input": ""}', ""), ("{}", "{}"), ('{"input": 3}', '{"input": 3}'), ("", "{}")]
+)
+def test_arguments_that_are_no_free_text_reach_the_custom_tool_as_they_are(arguments: str, text: str) -> None:
+    said = [call(0, arguments, "apply_patch", "c1"), Finish("tool_calls")]
+    (item,) = response_of(*said, body={"input": "a", "tools": [CUSTOM]})["output"]
+    assert item["input"] in (text, arguments)
 
 
 def test_a_full_context_in_mid_stream_has_its_code() -> None:

@@ -7,13 +7,17 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llama_worker.responses.body import parse_body
-from llama_worker.responses.conversation import chat_messages, seal_reasoning, unseal_reasoning
+from llama_worker.responses.conversation import LateRole, chat_messages, seal_reasoning, unseal_reasoning
 from llama_worker.responses.refusal import RequestRefused, refused_by_server
-from llama_worker.responses.request import Recalled, normalise, references
+from llama_worker.responses.request import ENCRYPTED_REASONING, ChatRequest, Recalled, normalise, references
+from llama_worker.responses.tools import NO_TOOLS, ToolSet
 
 USER = {"role": "user", "content": "Hi"}
+SAID = {"role": "assistant", "content": "Yes?"}
 PNG = "data:image/png;base64,AAAA"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 SUB = {"type": "function", "name": "sub", "description": "minus", "parameters": None, "strict": None}
@@ -21,8 +25,10 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ANSWER = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
 
 
-def messages(*items: dict[str, Any], instructions: str = "") -> list[dict[str, Any]]:
-    return chat_messages(instructions, items)[0]
+def messages(
+    *items: dict[str, Any], instructions: str = "", tools: ToolSet = NO_TOOLS, late_role: LateRole = "user"
+) -> list[dict[str, Any]]:
+    return chat_messages(instructions, items, tools, late_role)[0]
 
 
 def call(call_id: str, arguments: str = "{}", name: str = "add") -> dict[str, Any]:
@@ -74,9 +80,58 @@ def test_content_is_a_string_unless_it_holds_more_than_text(item: dict[str, Any]
     assert messages(item) == [{"role": "user", "content": content}]
 
 
-def test_system_and_developer_messages_become_one_at_the_head() -> None:
-    found = messages({"role": "developer", "content": "B"}, USER, {"role": "system", "content": "C"}, instructions="A")
+def test_leading_system_and_developer_messages_become_one() -> None:
+    found = messages({"role": "developer", "content": "B"}, {"role": "system", "content": "C"}, USER, instructions="A")
     assert found == [{"role": "system", "content": "A\n\nB\n\nC"}, USER]
+
+
+@pytest.mark.parametrize("late_role", ["user", "system"])
+def test_a_late_developer_message_stays_in_its_place(late_role: LateRole) -> None:
+    late = {"role": "developer", "content": "B"}
+    found = messages(USER, SAID, late, USER, instructions="A", late_role=late_role)
+    assert found == [{"role": "system", "content": "A"}, USER, SAID, {"role": late_role, "content": "B"}, USER]
+
+
+def test_no_instruction_comes_between_a_call_and_its_result() -> None:
+    late = {"role": "developer", "content": "B"}
+    found = messages(USER, call("x"), call("y"), late, output("x"), output("y"), SAID)
+    assert [message["role"] for message in found] == ["user", "assistant", "tool", "tool", "user", "assistant"]
+
+
+def turn_items(draw: st.DrawFn, number: int) -> list[dict[str, Any]]:
+    """What one turn adds to a conversation: what the model said, then what is new for it."""
+    items: list[dict[str, Any]] = []
+    if draw(st.booleans()):
+        items.append(reasoning(content=[{"type": "reasoning_text", "text": f"hm {number}"}]))
+    if draw(st.booleans()):
+        items.append({"role": "assistant", "content": f"said {number}"})
+    calls = [f"call_{number}_{index}" for index in range(draw(st.integers(0, 2)))]
+    items += [call(call_id) for call_id in calls]
+    late = {"role": "developer", "content": f"policy {number}"}
+    if draw(st.booleans()):
+        items.append(late)
+    items += [output(call_id) for call_id in calls]
+    if draw(st.booleans()):
+        items.append(late)
+    if draw(st.booleans()) or not calls:
+        items.append({"role": "user", "content": f"asked {number}"})
+    return items
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[list[dict[str, Any]]]:
+    return [[USER], *(turn_items(draw, number) for number in range(draw(st.integers(1, 5))))]
+
+
+@given(conversations())
+def test_the_messages_of_a_turn_begin_with_those_of_the_turn_before(turns: list[list[dict[str, Any]]]) -> None:
+    items: list[dict[str, Any]] = []
+    before: list[dict[str, Any]] = []
+    for turn in turns:
+        items += turn
+        after = messages(*items, instructions="A")
+        assert after[: len(before)] == before
+        before = after
 
 
 def test_an_assistant_turn_of_several_items_is_one_message() -> None:
@@ -206,6 +261,12 @@ def test_unknown_items_are_ignored_with_a_warning() -> None:
         ({"input": "a", "previous_response_id": 3}, "previous_response_id"),
         ({"input": "a", "tools": 3}, "tools"),
         ({"input": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"input": "a", "tools": [{"type": "custom"}]}, "tools"),
+        ({"input": "a", "tools": [{"type": "namespace", "name": "n"}]}, "tools"),
+        ({"input": "a", "tools": [{"type": "namespace", "tools": []}]}, "tools"),
+        ({"input": [{"type": "additional_tools", "tools": 3}]}, "tools"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "x", "name": "p"}]}, "input"),
+        ({"input": [{"type": "custom_tool_call_output", "output": "x"}]}, "input"),
         ({"input": "a", "tools": [ADD], "tool_choice": "maybe"}, "tool_choice"),
         ({"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
@@ -313,15 +374,15 @@ def test_a_stream_is_always_asked_for_with_usage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sent"),
+    ("form", "sent"),
     [
         ({"type": "text"}, None),
         ({"type": "json_object"}, {"type": "json_object"}),
         (ANSWER, {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}),
     ],
 )
-def test_text_format(given: dict[str, Any], sent: Any) -> None:
-    assert normalise({"input": "a", "text": {"format": given}}).body.get("response_format") == sent
+def test_text_format(form: dict[str, Any], sent: Any) -> None:
+    assert normalise({"input": "a", "text": {"format": form}}).body.get("response_format") == sent
 
 
 @pytest.mark.parametrize(
@@ -346,6 +407,98 @@ def test_tool_choice(choice: Any, mode: str, names: list[str]) -> None:
     sent = normalise({"input": "a", "tools": [ADD, SUB], "tool_choice": choice}).body
     assert sent["tool_choice"] == mode
     assert [tool["function"]["name"] for tool in sent["tools"]] == names
+
+
+MCP = {"type": "namespace", "name": "mcp__dict", "description": "Words.", "tools": [{**ADD, "name": "lookup"}]}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": GRAMMAR}
+
+
+def offered(request: ChatRequest) -> dict[str, Any]:
+    return {tool["function"]["name"]: tool["function"] for tool in request.body["tools"]}
+
+
+def test_tools_in_a_namespace_are_offered_with_its_name_in_front() -> None:
+    request = normalise({"input": "a", "tools": [ADD, MCP]})
+    assert list(offered(request)) == ["add", "mcp__dict__lookup"]
+    assert request.echo["tools"][1]["tools"][0]["name"] == "lookup"
+    assert request.warnings == ()
+
+
+def test_a_custom_tool_is_a_function_with_one_string_and_its_grammar_in_words() -> None:
+    (function,) = offered(normalise({"input": "a", "tools": [PATCH]})).values()
+    assert function["parameters"]["required"] == ["input"]
+    assert function["description"].startswith("Edits.")
+    assert "start: /a/" in function["description"]
+
+
+def test_tools_among_the_input_count_like_the_others() -> None:
+    more = {"type": "additional_tools", "role": "developer", "tools": [MCP, PATCH]}
+    request = normalise({"input": [more, USER], "tools": [ADD]})
+    assert list(offered(request)) == ["add", "mcp__dict__lookup", "apply_patch"]
+    assert request.body["messages"] == [USER]
+
+
+def test_a_tool_that_comes_again_keeps_its_place_and_is_the_latest() -> None:
+    again = {**ADD, "description": "newer"}
+    request = normalise({"input": [{"type": "additional_tools", "tools": [again]}, USER], "tools": [ADD, SUB]})
+    assert [(name, tool.get("description")) for name, tool in offered(request).items()] == [
+        ("add", "newer"),
+        ("sub", "minus"),
+    ]
+
+
+def test_names_that_would_be_one_are_told_apart() -> None:
+    flat = {**ADD, "name": "mcp__dict__lookup"}
+    request = normalise({"input": "a", "tools": [flat, MCP]})
+    first, second = offered(request)
+    found = [request.tools.called(name) for name in (first, second)]
+    assert [tool and (tool.namespace, tool.name) for tool in found] == [
+        (None, "mcp__dict__lookup"),
+        ("mcp__dict", "lookup"),
+    ]
+
+
+@pytest.mark.parametrize("tools", [[MCP, PATCH], []], ids=["offered", "no longer offered"])
+def test_calls_in_the_history_have_the_names_that_the_model_knows(tools: list[Any]) -> None:
+    items = [
+        USER,
+        {**call("x"), "name": "lookup", "namespace": "mcp__dict"},
+        {"type": "custom_tool_call", "call_id": "y", "name": "apply_patch", "input": 'é"\n'},
+        output("x"),
+        {"type": "custom_tool_call_output", "call_id": "y", "output": "Done!"},
+    ]
+    sent = normalise({"input": items, "tools": tools}).body["messages"]
+    calls = [tool_call["function"] for tool_call in sent[1]["tool_calls"]]
+    assert [one["name"] for one in calls] == ["mcp__dict__lookup", "apply_patch"]
+    assert calls[1]["arguments"] == '{"input": "é\\"\\n"}'
+    assert [message["content"] for message in sent[2:]] == ["3", "Done!"]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "lookup", "namespace": "mcp__dict"},
+        {"type": "function", "name": "mcp__dict__lookup"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"name": "lookup", "namespace": "mcp__dict"}]},
+    ],
+)
+def test_a_tool_in_a_namespace_can_be_chosen(choice: dict[str, Any]) -> None:
+    request = normalise({"input": "a", "tools": [ADD, MCP], "tool_choice": choice})
+    assert (list(offered(request)), request.body["tool_choice"]) == (["mcp__dict__lookup"], "required")
+
+
+def test_a_custom_tool_can_be_chosen() -> None:
+    request = normalise({"input": "a", "tools": [ADD, PATCH], "tool_choice": {"type": "custom", "name": "apply_patch"}})
+    assert list(offered(request)) == ["apply_patch"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sealed"),
+    [({}, False), ({"store": True}, False), ({"store": False}, True), ({"include": [ENCRYPTED_REASONING]}, True)],
+)
+def test_reasoning_is_sealed_where_nothing_else_brings_it_back(fields: dict[str, Any], sealed: bool) -> None:
+    assert normalise({"input": "a", **fields}).seal_reasoning is sealed
 
 
 def test_tools_are_sent_as_chat_completions_have_them() -> None:

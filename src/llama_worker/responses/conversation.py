@@ -1,8 +1,9 @@
 """Input items of the Responses API to the messages of a chat completion. Pure.
 
-An assistant's turn is several items there (reasoning, message, calls) and one message here. System and developer
-messages become one system message at the head, wherever they stood: many chat templates fail on a second one or
-lose it silently. Call ids become our own, in the one form that every template takes.
+An assistant's turn is several items there (reasoning, message, calls) and one message here. Leading system and
+developer messages become one system message: many chat templates fail on a second one or lose it silently. Later ones
+stay in their place, since the messages of one turn must begin with those of the turn before: llama-server's prompt
+cache lives by that. Call ids become our own, in the one form that every template takes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from llama_worker.responses.refusal import RequestRefused
+from llama_worker.responses.tools import ToolSet, custom_arguments
 from llama_worker.stream.calls import parse_arguments, tool_call_id
 
 Item = Mapping[str, Any]
 Message = dict[str, Any]
+LateRole = Literal["system", "user"]
 
 _SEALED_PREFIX = "llama-worker-1:"
 
@@ -47,17 +50,23 @@ def item_type(item: Item) -> str:
     return "item_reference" if "id" in item else ""
 
 
-def chat_messages(instructions: str, items: Sequence[Item]) -> tuple[list[Message], tuple[str, ...]]:
+def chat_messages(
+    instructions: str, items: Sequence[Item], tools: ToolSet, late_role: LateRole
+) -> tuple[list[Message], tuple[str, ...]]:
     """The messages, and warnings about items that were left out. Raises RequestRefused for what is malformed."""
-    writer = _Writer(instructions)
+    writer = _Writer(instructions, tools, late_role)
     for item in items:
         writer.add(item)
     return writer.messages(), tuple(dict.fromkeys(writer.warnings))
 
 
 class _Writer:
-    def __init__(self, instructions: str) -> None:
+    def __init__(self, instructions: str, tools: ToolSet, late_role: LateRole) -> None:
         self.warnings: list[str] = []
+        self._tools = tools
+        self._late_role = late_role
+        self._unanswered: set[str] = set()  # call ids
+        self._held: list[Message] = []  # late system messages: none may come between a call and its result
         self._system = [instructions] if instructions else []
         self._messages: list[Message] = []
         self._turn: Message | None = None  # the assistant's, as long as its items come
@@ -71,9 +80,19 @@ class _Writer:
             case "reasoning":
                 self._reasoning(item)
             case "function_call":
-                self._call(item)
-            case "function_call_output":
+                arguments = item.get("arguments")
+                if not isinstance(arguments, (str, type(None))):
+                    raise RequestRefused(400, "the arguments of a function_call must be a string", param="input")
+                self._call(item, _valid_arguments(arguments or ""))
+            case "custom_tool_call":
+                text = item.get("input")
+                if not isinstance(text, str):
+                    raise RequestRefused(400, "a custom_tool_call needs its input as a string", param="input")
+                self._call(item, custom_arguments(text))
+            case "function_call_output" | "custom_tool_call_output":
                 self._output(item)
+            case "additional_tools":
+                pass  # they count like `tools`
             case kind:
                 self.warnings.append(f"input items of type {kind or 'unknown'!r} are ignored")
 
@@ -81,6 +100,7 @@ class _Writer:
         if self._turn is not None and not self._turn["content"] and "tool_calls" not in self._turn:
             self._turn = None  # at the end, reasoning alone would be a beginning for the model to go on with
         self._end_turn()
+        self._release_held()
         system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
         return system + self._messages
 
@@ -90,14 +110,28 @@ class _Writer:
             case "system" | "developer":
                 text = plain_text(content)
                 if text:
-                    self._system.append(text)
+                    self._instruct(text)
             case "assistant":
                 self._said(plain_text(content, joint=""))
             case "user" | "tool":
                 self._end_turn()
+                self._release_held()
                 self._messages.append({"role": "user", "content": _content(content)})
             case _:
                 raise RequestRefused(400, f"unknown role {role!r} of an input message", param="input")
+
+    def _instruct(self, text: str) -> None:
+        if not self._messages and self._turn is None:
+            self._system.append(text)
+            return
+        self._held.append({"role": self._late_role, "content": text})
+        if not self._unanswered:
+            self._end_turn()
+            self._release_held()
+
+    def _release_held(self) -> None:
+        self._messages += self._held
+        self._held.clear()
 
     def _said(self, text: str) -> None:
         if self._turn is not None and self._turn["content"] and "tool_calls" not in self._turn:
@@ -115,28 +149,32 @@ class _Writer:
         before = turn.get("reasoning_content")
         turn["reasoning_content"] = f"{before}\n\n{text}" if before else text
 
-    def _call(self, item: Item) -> None:
-        name, arguments, call_id = item.get("name"), item.get("arguments"), item.get("call_id")
-        if not isinstance(name, str) or not isinstance(arguments, (str, type(None))):
-            raise RequestRefused(400, "a function_call needs a name, and arguments as a string", param="input")
+    def _call(self, item: Item, arguments: str) -> None:
+        name, namespace, call_id = item.get("name"), item.get("namespace"), item.get("call_id")
+        if not isinstance(name, str):
+            raise RequestRefused(400, f"a {item_type(item)} needs a name", param="input")
         self._calls += 1
         own_id = tool_call_id(self._calls)
         if isinstance(call_id, str):
             self._ids[call_id] = own_id
-        function = {"name": name, "arguments": _valid_arguments(arguments or "")}
+            self._unanswered.add(call_id)
+        function = {"name": self._tools.model_name(namespace, name), "arguments": arguments}
         calls = self._begun_turn().setdefault("tool_calls", [])
         calls.append({"id": own_id, "type": "function", "function": function})
 
     def _output(self, item: Item) -> None:
         call_id, output = item.get("call_id"), item.get("output")
         if not isinstance(call_id, str):
-            raise RequestRefused(400, "a function_call_output needs the call_id of its call", param="input")
+            raise RequestRefused(400, f"a {item_type(item)} needs the call_id of its call", param="input")
         self._end_turn()
         try:
             content = _content(output) if isinstance(output, (str, list, type(None))) else _as_json(output)
         except RequestRefused:
             content = _as_json(output)  # any JSON value is a result, not only a list of parts
         self._messages.append({"role": "tool", "tool_call_id": self._ids.get(call_id, call_id), "content": content})
+        self._unanswered.discard(call_id)
+        if not self._unanswered:
+            self._release_held()
 
     def _begun_turn(self) -> Message:
         if self._turn is None:

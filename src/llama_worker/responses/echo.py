@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from llama_worker.responses.tools import Choice
+from llama_worker.responses.tools import Choice, ToolSet
 
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
 
 
 def echo_of(
-    body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], choice: Choice, text_format: Mapping[str, Any] | None
+    body: Mapping[str, Any], tools: ToolSet, choice: Choice, text_format: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What is not of the API's form is left out."""
     reasoning = body.get("reasoning")
@@ -49,7 +49,7 @@ def echo_of(
         "temperature": _typed(body.get("temperature"), int, float),
         "text": text,
         "tool_choice": choice.echo,
-        "tools": [dict(tool) for tool in tools],
+        "tools": [dict(tool) for tool in tools.echo],
         "top_logprobs": 0,
         "top_p": _typed(body.get("top_p"), int, float),
         "truncation": "disabled",

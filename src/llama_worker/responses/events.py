@@ -13,6 +13,7 @@ from typing import Any, Literal, assert_never
 
 from llama_worker.responses.items import Call, Delta, ItemStatus, Message, Reasoning
 from llama_worker.responses.refusal import error_code
+from llama_worker.responses.tools import NO_TOOLS, ToolSet
 from llama_worker.stream.calls import ToolCallAssembler
 from llama_worker.stream.events import (
     Done,
@@ -28,6 +29,7 @@ from llama_worker.stream.events import (
     Usage,
 )
 from llama_worker.stream.reasoning import Piece, ReasoningSplitter
+from llama_worker.stream.turn_end import CutOff, Finished, TurnEnd
 
 Event = dict[str, Any]
 
@@ -43,9 +45,13 @@ def sse(events: list[Event]) -> bytes:
 
 
 class ResponseEvents:
-    """`begin` once, `feed` for every stream event, `end` or `fail` once; each returns the events to send.
+    """`begin` once, `feed` for every stream event, `closed` at the stream's end; each returns the events to send.
 
-    `new_id` makes an id of a prefix. After the terminal event everything returns [], and `response` is final.
+    `new_id` makes an id of a prefix. Instants are monotonic seconds. After the terminal event everything returns [],
+    and `response` is final.
+
+    An item that is still open when the stream fails is never reported done: clients act on what is done, and make it
+    part of their history.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class ResponseEvents:
         created_at: int,
         echo: Mapping[str, Any],
         new_id: Callable[[str], str],
+        tools: ToolSet = NO_TOOLS,
         seal: bool = False,
     ) -> None:
         self.over = False
@@ -73,7 +80,9 @@ class ResponseEvents:
             "usage": None,
         }
         self._new_id = new_id
+        self._tools = tools
         self._seal = seal
+        self._turn_end = TurnEnd()
         self._out: list[Event] = []
         self._sequence_number = 0
         self._splitter: ReasoningSplitter | None = ReasoningSplitter()  # None once a call has begun
@@ -81,14 +90,19 @@ class ResponseEvents:
         self._waiting: deque[Delta] = deque()
         self._call_ids: set[str] = set()
         self._closed_calls: set[int] = set()
-        self._finish_reason: str | None = None
         self._usage: Usage | None = None
         self._timings: Timings | None = None
 
     @property
-    def settling(self) -> bool:
-        """The model is done; usage, the end mark or an error may still follow."""
-        return self._finish_reason is not None and not self.over
+    def deadline(self) -> float | None:
+        """When `tick` is due: the model has finished, and what may still follow is not waited for any longer."""
+        return None if self.over else self._turn_end.settled_at
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The response as it can be referred to: with the item, too, that was open when the stream failed."""
+        half = [] if self._open is None else [self._open.done("incomplete")]
+        return {**self.response, "output": [*self.response["output"], *half]}
 
     def begin(self) -> list[Event]:
         """`response.created` and `response.in_progress`."""
@@ -96,7 +110,13 @@ class ResponseEvents:
         self._emit("response.in_progress", response=dict(self.response))
         return self._take()
 
-    def feed(self, event: StreamEvent) -> list[Event]:
+    def heartbeat(self) -> list[Event]:
+        """`response.in_progress` again: clients that give up on a silent stream count events, not comments."""
+        if not self.over:
+            self._emit("response.in_progress", response=dict(self.response))
+        return self._take()
+
+    def feed(self, event: StreamEvent, now: float) -> list[Event]:
         """What the server said."""
         if self.over:
             return []
@@ -108,49 +128,58 @@ class ResponseEvents:
             case ToolCallDelta():
                 self._finish_splitter()  # no text that came before may come after the call
                 self._take_delta(Delta("call", call=event))
-            case Finish(reason=reason):
-                self._finish_reason = reason
+            case Finish() | ServerError() | Done():
+                return self._conclude(self._turn_end.feed(event, now))
             case Usage():
                 self._usage = event
             case Timings():
                 self._timings = event
-            case ServerError():
-                return self.fail(event.message, code=error_code(f"{event.type} {event.message}"))
-            case Done():
-                return self.end()
             case RoleOnly() | PromptProgress():
                 pass
             case _:
                 assert_never(event)
         return self._take()
 
-    def end(self) -> list[Event]:
-        """The stream is over without an error; one that never gave a finish reason has failed."""
-        if self.over:
-            return []
-        if self._finish_reason is None:
-            return self.fail("the stream ended without a finish reason")
-        incomplete = _INCOMPLETE_REASONS.get(self._finish_reason)
-        self._close_all("incomplete" if incomplete else "completed")
-        if incomplete:
-            self.response["incomplete_details"] = {"reason": incomplete}
-            return self._conclude("incomplete")
-        if all(item["type"] == "reasoning" for item in self.response["output"]):
-            self._begin_item(Message(self._new_id("msg")))  # clients expect an answer, be it empty
-            self._close("completed")
-        return self._conclude("completed")
+    def closed(self, failure_detail: str | None = None) -> list[Event]:
+        """The connection is over; `failure_detail`: how it broke, None for a regular end."""
+        return self._conclude(self._turn_end.closed(failure_detail))
+
+    def tick(self, now: float) -> list[Event]:
+        """`deadline` may have come."""
+        return self._conclude(self._turn_end.tick(now))
 
     def fail(self, message: str, *, code: str | None = None) -> list[Event]:
-        """The stream is over, and this is why."""
+        """It is over, and this is why."""
         if self.over:
             return []
-        self._close_all("incomplete")
+        self._finish_splitter()
         self.failure = message
         error = {"type": "server_error", "code": code or "server_error", "message": message, "param": None}
         flat = {key: value for key, value in error.items() if key != "type"}
         self._emit("error", **flat, error=error)  # old clients look outside, new ones inside
         self.response["error"] = {"code": "server_error", "message": message}
-        return self._conclude("failed")
+        return self._emit_terminal("failed")
+
+    def _conclude(self, verdict: Finished | CutOff | None) -> list[Event]:
+        if self.over:
+            return []
+        match verdict:
+            case None:
+                return self._take()
+            case CutOff(detail=detail, error=error):
+                return self.fail(detail, code=error_code(f"{error.type} {detail}") if error else None)
+            case Finished(reason=reason):
+                return self._finish(_INCOMPLETE_REASONS.get(reason))
+
+    def _finish(self, incomplete: str | None) -> list[Event]:
+        self._close_all("incomplete" if incomplete else "completed")
+        if incomplete:
+            self.response["incomplete_details"] = {"reason": incomplete}
+            return self._emit_terminal("incomplete")
+        if all(item["type"] == "reasoning" for item in self.response["output"]):
+            self._begin_item(Message(self._new_id("msg")))  # clients expect an answer, be it empty
+            self._close("completed")
+        return self._emit_terminal("completed")
 
     # ------------------------------------------------------------ items
 
@@ -211,7 +240,9 @@ class ResponseEvents:
             if not call_id or call_id in self._call_ids:
                 call_id = self._new_id("call")
             self._call_ids.add(call_id)
-            self._begin_item(Call(self._new_id("fc"), index=delta.index, call_id=call_id, name=name))
+            tool = self._tools.called(name)
+            prefix = "ctc" if tool is not None and tool.kind == "custom" else "fc"
+            self._begin_item(Call(self._new_id(prefix), index=delta.index, call_id=call_id, model_name=name, tool=tool))
         return True
 
     def _name_and_id(self, index: int) -> tuple[str, str | None]:
@@ -266,7 +297,7 @@ class ResponseEvents:
 
     # ------------------------------------------------------------ events
 
-    def _conclude(self, status: Literal["completed", "incomplete", "failed"]) -> list[Event]:
+    def _emit_terminal(self, status: Literal["completed", "incomplete", "failed"]) -> list[Event]:
         self.over = True
         self.response["status"] = status
         self.response["usage"] = self._usage_object()

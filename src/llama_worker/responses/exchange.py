@@ -11,7 +11,6 @@ import pykka
 import requests
 
 from llama_worker.messages import Mailbox
-from llama_worker.request.state import SETTLE_S
 from llama_worker.responses.client_watch import ClientWatch
 from llama_worker.responses.events import ResponseEvents, sse
 from llama_worker.responses.http import Environ
@@ -121,18 +120,18 @@ class Run:
                 self._leave()
 
     def _written(self, told: list[StreamEvent]) -> bytes:
-        out = [event for said in told for event in self._events.feed(said)]
+        out = [event for said in told for event in self._events.feed(said, time.monotonic())]
         if self._events.over:
             self._leave()
-        elif self._events.settling and self._settled is None:
-            self._settled = call_at(time.monotonic() + SETTLE_S, self._exchange.abort.abort)
+        elif self._events.deadline is not None and self._settled is None:
+            self._settled = call_at(self._events.deadline, self._exchange.abort.abort)
         if not told and not self._chat.decoder.partial:
             return KEEPALIVE
         return sse(out)
 
     def _ended(self) -> bytes:
         failure = self._chat.failure
-        out = self._events.end() if failure is None or self._events.settling else self._events.fail(failure.detail)
+        out = self._events.closed(failure.detail if failure else None)
         self._leave()
         return sse(out)
 

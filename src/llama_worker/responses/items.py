@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llama_worker.responses.conversation import seal_reasoning
+from llama_worker.responses.tools import Tool, custom_input
 from llama_worker.stream.calls import ToolCallAssembler, parse_arguments
 from llama_worker.stream.events import ToolCallDelta
 
@@ -113,18 +114,18 @@ class Reasoning:
 
 @dataclass(slots=True)
 class Call:
-    """A call of a function; `index`: the server's number for it."""
+    """A call of a tool; `index`: the server's number for it. `tool`: None for one that was not offered."""
 
     id: str
     index: int
     call_id: str
-    name: str
+    model_name: str
+    tool: Tool | None = None
     kind: Literal["call"] = "call"
     _assembler: ToolCallAssembler = field(default_factory=ToolCallAssembler)
 
     def begun(self) -> dict[str, Any]:
-        item = {"id": self.id, "type": "function_call", "status": "in_progress"}
-        return {**item, "call_id": self.call_id, "name": self.name, "arguments": ""}
+        return self._item("in_progress", "")
 
     def opening(self) -> Emitted:
         return []
@@ -132,7 +133,7 @@ class Call:
     def append(self, delta: Delta) -> Emitted:
         assert delta.call is not None
         self._assembler.feed(delta.call)
-        if not delta.call.arguments:
+        if self._is_custom or not delta.call.arguments:  # free text is known once its JSON string is whole
             return []
         return [("response.function_call_arguments.delta", {"delta": delta.call.arguments})]
 
@@ -144,14 +145,34 @@ class Call:
             return False
 
     def closing(self, status: ItemStatus) -> Emitted:
+        if self._is_custom:
+            text = custom_input(self._arguments())
+            delta: Emitted = [("response.custom_tool_call_input.delta", {"delta": text})] if text else []
+            return [*delta, ("response.custom_tool_call_input.done", {"input": text})]
         emitted: Emitted = []
         if status == "completed" and not self._arguments().strip():  # so do some servers write a call without any
             emitted = self.append(Delta("call", call=ToolCallDelta(self.index, None, None, "{}")))
-        arguments = {"name": self.name, "arguments": self._arguments()}
+        arguments = {"name": self._name, "arguments": self._arguments()}
         return [*emitted, ("response.function_call_arguments.done", arguments)]
 
     def done(self, status: ItemStatus) -> dict[str, Any]:
-        return {**self.begun(), "status": status, "arguments": self._arguments()}
+        arguments = self._arguments()
+        return self._item(status, custom_input(arguments) if self._is_custom else arguments)
+
+    @property
+    def _is_custom(self) -> bool:
+        return self.tool is not None and self.tool.kind == "custom"
+
+    @property
+    def _name(self) -> str:
+        return self.tool.name if self.tool is not None else self.model_name
+
+    def _item(self, status: str, given: str) -> dict[str, Any]:
+        kind, field_name = ("custom_tool_call", "input") if self._is_custom else ("function_call", "arguments")
+        item = {"id": self.id, "type": kind, "status": status, "call_id": self.call_id, "name": self._name}
+        if self.tool is not None and self.tool.namespace is not None:
+            item["namespace"] = self.tool.namespace
+        return {**item, field_name: given}
 
     def _arguments(self) -> str:
         calls = self._assembler.calls()

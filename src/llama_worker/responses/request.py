@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llama_worker.responses.conversation import Item, chat_messages, item_type, plain_text
+from llama_worker.responses.conversation import Item, LateRole, chat_messages, item_type, plain_text
 from llama_worker.responses.echo import echo_of
 from llama_worker.responses.ids import owner_of
 from llama_worker.responses.refusal import RequestRefused
-from llama_worker.responses.tools import Choice, chat_tool, function_tools, tool_choice
+from llama_worker.responses.tools import Choice, ToolSet, tool_choice, tool_set
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
@@ -61,6 +61,7 @@ class ChatRequest:
     """What to send, and what the response must say of the request."""
 
     body: dict[str, Any]
+    tools: ToolSet
     echo: dict[str, Any]
     input_items: tuple[Item, ...]  # this request's own, references resolved
     previous_response_id: str | None
@@ -82,8 +83,13 @@ def references(body: Mapping[str, Any]) -> References:
     return References(previous_response_id=previous or None, item_ids=tuple(ids))
 
 
-def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) -> ChatRequest:
-    """The chat completion that the request asks for. Raises RequestRefused; mutates nothing."""
+def normalise(
+    body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED, *, late_role: LateRole = "user"
+) -> ChatRequest:
+    """The chat completion that the request asks for. Raises RequestRefused; mutates nothing.
+
+    `late_role`: of system messages after the first turn has begun, as the model's template takes them.
+    """
     wanted = references(body)
     own_items = tuple(_resolved(item, recalled) for item in _input_items(body))
     history = recalled.history
@@ -94,12 +100,13 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
     if body.get("input") is None and not history:
         raise RequestRefused(400, "Missing required parameter: 'input'.", param="input")
     instructions, instruction_items = _instructions(body)
-    tools, tool_warnings = function_tools(body.get("tools"))
+    items = (*instruction_items, *history, *own_items)
+    tools, tool_warnings = tool_set(body.get("tools"), *(item.get("tools") for item in items if _brings_tools(item)))
     choice = tool_choice(body.get("tool_choice"), tools)
     text_format = _text_format(body.get("text"))
     conflict = _settle_conflict(choice, text_format)
     instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
-    messages, warnings = chat_messages(instructions, (*instruction_items, *history, *own_items))
+    messages, warnings = chat_messages(instructions, items, tools, late_role)
     if not messages:
         raise RequestRefused(400, "the input is empty", param="input")
 
@@ -110,7 +117,7 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
     chat["stream_options"] = {"include_usage": True}
     chat.setdefault("reasoning_format", "deepseek")
     if choice.offered and conflict.with_tools:
-        chat["tools"] = [{"type": "function", "function": chat_tool(tool)} for tool in choice.offered]
+        chat["tools"] = [tool.offer() for tool in choice.offered]
         chat["tool_choice"] = choice.mode
         if isinstance(parallel, bool):
             chat["parallel_tool_calls"] = parallel
@@ -119,16 +126,18 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
     if text_format is not None and conflict.with_format:
         chat["response_format"] = _response_format(text_format)
     _set_effort(chat, body.get("reasoning"))
+    store = body.get("store") is not False
     include = body.get("include")
     include = include if isinstance(include, list) else []
     return ChatRequest(
         body=chat,
+        tools=tools,
         echo=echo_of(body, tools, choice, text_format),
         input_items=own_items,
         previous_response_id=wanted.previous_response_id,
         stream=body.get("stream") is True,
-        store=body.get("store") is not False,
-        seal_reasoning=ENCRYPTED_REASONING in include,
+        store=store,
+        seal_reasoning=not store or ENCRYPTED_REASONING in include,  # without a store nothing else brings it back
         warnings=(
             *warnings,
             *tool_warnings,
@@ -161,6 +170,10 @@ def _input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
             raise RequestRefused(400, "every input item must be an object", param="input")
         items.append(item)
     return tuple(items)
+
+
+def _brings_tools(item: Item) -> bool:
+    return item_type(item) == "additional_tools"
 
 
 def _resolved(item: Item, recalled: Recalled) -> Item:

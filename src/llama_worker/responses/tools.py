@@ -1,50 +1,209 @@
-"""The tools of a request, and which of them the model is to call. Pure."""
+"""The tools of a request, what the model is offered of them, and which it is to call. Pure.
+
+A chat completion knows functions with flat names. A tool in a namespace is offered as `namespace__name`; a custom
+tool, which takes free text, as a function with one string, `input`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from llama_worker.responses.refusal import RequestRefused
 
+Json = Mapping[str, Any]
+ToolKind = Literal["function", "custom"]
 
-def function_tools(given: object) -> tuple[list[dict[str, Any]], list[str]]:
-    """The function tools, in the form of the Responses API, and warnings about the others."""
-    if given is None:
-        return [], []
-    if not isinstance(given, list):
-        raise RequestRefused(400, "tools must be a list", param="tools")
-    tools: list[dict[str, Any]] = []
+_JOINT = "__"
+_NO_PARAMETERS: Json = {"type": "object", "properties": {}}
+_FREE_TEXT: Json = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The tool's whole input, as free text."}},
+    "required": ["input"],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A tool that the client runs."""
+
+    kind: ToolKind
+    name: str
+    namespace: str | None
+    model_name: str  # in the chat completion; unique
+    description: str | None
+    parameters: Json
+
+    def offer(self) -> dict[str, Any]:
+        """The tool as a chat completion has it."""
+        function: dict[str, Any] = {"name": self.model_name, "parameters": self.parameters}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSet:
+    """The tools of one request. `echo`: as its response repeats them."""
+
+    tools: tuple[Tool, ...] = ()
+    echo: tuple[Json, ...] = ()
+
+    def called(self, model_name: object) -> Tool | None:
+        """The tool that the model means; None for one that was not offered."""
+        return next((tool for tool in self.tools if tool.model_name == model_name), None)
+
+    def model_name(self, namespace: object, name: str) -> str:
+        """What the model knows a tool of the client by, also one that is no longer offered."""
+        tool = self._known(namespace, name)
+        return tool.model_name if tool else _joined(namespace if isinstance(namespace, str) else None, name)
+
+    def find(self, name: object, namespace: object = None) -> Tool | None:
+        """By the client's name, with the namespace beside it or in front of it."""
+        return self._known(namespace, name) or self.called(name)
+
+    def _known(self, namespace: object, name: object) -> Tool | None:
+        return next((tool for tool in self.tools if (tool.namespace, tool.name) == (namespace or None, name)), None)
+
+
+NO_TOOLS = ToolSet()
+
+
+def tool_set(*lists: object) -> tuple[ToolSet, list[str]]:
+    """The tools of all lists, and warnings about those that are ignored. A tool that comes again replaces the first."""
+    found: dict[tuple[str | None, str], Tool] = {}
+    echo: list[Json] = []
     warnings: list[str] = []
-    for tool in given:
-        if not isinstance(tool, Mapping):
-            raise RequestRefused(400, "every tool must be an object", param="tools")
-        if tool.get("type") != "function":
-            warnings.append(f"tools of type {tool.get('type')!r} are ignored")
+    for given in lists:
+        if given is None:
             continue
-        function = tool.get("function")
-        function = function if isinstance(function, Mapping) else tool  # as in chat completions, or flat
-        name, parameters = function.get("name"), function.get("parameters")
-        if not isinstance(name, str) or not name:
-            raise RequestRefused(400, "a function tool needs a name", param="tools")
-        description, strict = function.get("description"), function.get("strict")
-        tools.append({
-            "type": "function",
-            "name": name,
-            "description": description if isinstance(description, str) else None,
-            "parameters": dict(parameters) if isinstance(parameters, Mapping) else None,
-            "strict": strict if isinstance(strict, bool) else None,
-        })  # fmt: skip
-    return tools, list(dict.fromkeys(warnings))
+        if not isinstance(given, list):
+            raise RequestRefused(400, "tools must be a list", param="tools")
+        for entry in given:
+            kept = list(_flat(entry, warnings))
+            for namespace, tool in kept:
+                before = found.get((namespace, tool["name"]))
+                name = before.model_name if before else _unused(_joined(namespace, tool["name"]), found)
+                found[namespace, tool["name"]] = _tool(tool, namespace, name)
+            echo += _echo(entry, [tool for _, tool in kept])
+    return ToolSet(tuple(found.values()), tuple(echo)), list(dict.fromkeys(warnings))
 
 
-def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The function as a chat completion has it."""
-    function = {"name": tool["name"], "parameters": tool["parameters"] or {"type": "object", "properties": {}}}
-    if tool["description"] is not None:
-        function["description"] = tool["description"]
-    return function
+def custom_input(arguments: str) -> str:
+    """The free text in the arguments that the model wrote for a custom tool; all of them where they are malformed."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def custom_arguments(text: str) -> str:
+    """The reverse: how the model is shown what it wrote."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+# --- reading --------------------------------------------------------------------------------------------
+
+
+def _flat(
+    entry: object, warnings: list[str], namespace: str | None = None
+) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    if not isinstance(entry, Mapping):
+        raise RequestRefused(400, "every tool must be an object", param="tools")
+    match entry.get("type"):
+        case "function":
+            yield namespace, _function(entry)
+        case "custom":
+            yield namespace, _custom(entry)
+        case "namespace" if namespace is None:
+            name, inner = entry.get("name"), entry.get("tools")
+            if not isinstance(name, str) or not name or not isinstance(inner, list):
+                raise RequestRefused(400, "a namespace needs a name and a list of tools", param="tools")
+            for tool in inner:
+                yield from _flat(tool, warnings, name)
+        case kind:
+            warnings.append(f"tools of type {kind!r} are ignored")
+
+
+def _function(entry: Json) -> dict[str, Any]:
+    nested = entry.get("function")
+    function = nested if isinstance(nested, Mapping) else entry  # as in chat completions, or flat
+    parameters, strict = function.get("parameters"), function.get("strict")
+    return {
+        "type": "function",
+        "name": _name(function, "a function tool"),
+        "description": _text(function.get("description")),
+        "parameters": dict(parameters) if isinstance(parameters, Mapping) else None,
+        "strict": strict if isinstance(strict, bool) else None,
+    }
+
+
+def _custom(entry: Json) -> dict[str, Any]:
+    nested = entry.get("custom")
+    custom = nested if isinstance(nested, Mapping) else entry
+    form = custom.get("format")
+    tool = {"type": "custom", "name": _name(custom, "a custom tool"), "description": _text(custom.get("description"))}
+    return {**tool, "format": dict(form)} if isinstance(form, Mapping) else tool
+
+
+def _name(tool: Json, what: str) -> str:
+    name = tool.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestRefused(400, f"{what} needs a name", param="tools")
+    return name
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _tool(tool: Json, namespace: str | None, model_name: str) -> Tool:
+    custom = tool["type"] == "custom"
+    return Tool(
+        kind="custom" if custom else "function",
+        name=tool["name"],
+        namespace=namespace,
+        model_name=model_name,
+        description=_custom_description(tool) if custom else tool["description"],
+        parameters=_FREE_TEXT if custom else tool["parameters"] or _NO_PARAMETERS,
+    )
+
+
+def _custom_description(tool: Json) -> str | None:
+    """With the grammar: nothing else tells the model of it."""
+    form = tool.get("format") or {}
+    nested = form.get("grammar")
+    grammar = nested if isinstance(nested, Mapping) else form
+    definition = grammar.get("definition")
+    if not isinstance(definition, str):
+        return _text(tool["description"])
+    rule = f"`input` must match this grammar ({grammar.get('syntax', 'lark')}):\n{definition}"
+    return f"{tool['description']}\n\n{rule}" if tool["description"] else rule
+
+
+def _echo(entry: Json, kept: Sequence[Json]) -> list[Json]:
+    if entry.get("type") != "namespace":
+        return list(kept)
+    head = {"type": "namespace", "name": entry["name"], "description": _text(entry.get("description")) or ""}
+    return [{**head, "tools": list(kept)}]
+
+
+def _joined(namespace: str | None, name: str) -> str:
+    return f"{namespace}{_JOINT}{name}" if namespace else name
+
+
+def _unused(name: str, found: Mapping[Any, Tool]) -> str:
+    used = {tool.model_name for tool in found.values()}
+    while name in used:
+        name += "_"
+    return name
+
+
+# --- choosing -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,42 +211,47 @@ class Choice:
     """What llama-server is told (`mode`, and the tools that are `offered`), and what the response says of it."""
 
     mode: str
-    offered: Sequence[Mapping[str, Any]]
+    offered: Sequence[Tool]
     echo: Any
     warnings: tuple[str, ...] = ()
 
 
-def tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> Choice:
+def tool_choice(given: object, tools: ToolSet) -> Choice:
     """llama-server takes an object for "auto": a choice is forced by offering only what is chosen."""
     if given is None:
-        return Choice(mode="auto", offered=tools, echo="auto")
+        return Choice(mode="auto", offered=tools.tools, echo="auto")
     if given in ("auto", "none", "required"):
-        if given == "required" and not tools:
-            warning = "tool_choice 'required' is ignored: there is no function tool"
+        if given == "required" and not tools.tools:
+            warning = "tool_choice 'required' is ignored: there is no tool that the model can call"
             return Choice(mode="auto", offered=(), echo="auto", warnings=(warning,))
-        return Choice(mode=str(given), offered=tools, echo=given)
+        return Choice(mode=str(given), offered=tools.tools, echo=given)
     if not isinstance(given, Mapping):
         raise RequestRefused(400, f"unknown tool_choice {given!r}", param="tool_choice")
     kind = given.get("type")
-    if kind == "function":
-        function = given.get("function")
-        name = given.get("name") or (function.get("name") if isinstance(function, Mapping) else None)
-        return Choice(mode="required", offered=_chosen([name], tools), echo={"type": "function", "name": name})
+    if kind in ("function", "custom"):
+        nested = given.get(kind)
+        chosen = nested if isinstance(nested, Mapping) else given
+        offered = _chosen([chosen], tools)
+        return Choice(mode="required", offered=offered, echo={"type": kind, "name": offered[0].name})
     if kind == "allowed_tools":
         allowed, mode = given.get("tools"), given.get("mode", "auto")
         allowed = [tool for tool in allowed if isinstance(tool, Mapping)] if isinstance(allowed, list) else []
-        names = [tool.get("name") for tool in allowed if tool.get("type", "function") == "function"]
+        ours = [tool for tool in allowed if tool.get("type", "function") in ("function", "custom")]
         if mode not in ("auto", "required"):
             raise RequestRefused(400, f"unknown mode {mode!r} of allowed_tools", param="tool_choice")
         echo = {"type": "allowed_tools", "mode": mode, "tools": [dict(tool) for tool in allowed]}
-        offered = _chosen(names, tools)
+        offered = _chosen(ours, tools)
         return Choice(mode=mode if offered else "auto", offered=offered, echo=echo)
-    return Choice(mode="auto", offered=tools, echo="auto", warnings=(f"tool_choice of type {kind!r} is ignored",))
+    warning = f"tool_choice of type {kind!r} is ignored"
+    return Choice(mode="auto", offered=tools.tools, echo="auto", warnings=(warning,))
 
 
-def _chosen(names: Sequence[object], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    known = {tool["name"]: tool for tool in tools}
-    for name in names:
-        if not isinstance(name, str) or name not in known:
-            raise RequestRefused(400, f"Tool choice {name!r} not found in 'tools' parameter.", param="tool_choice")
-    return [known[name] for name in dict.fromkeys(names)]
+def _chosen(named: Sequence[Json], tools: ToolSet) -> list[Tool]:
+    chosen = {}
+    for choice in named:
+        tool = tools.find(choice.get("name"), choice.get("namespace"))
+        if tool is None:
+            message = f"Tool choice {choice.get('name')!r} not found in 'tools' parameter."
+            raise RequestRefused(400, message, param="tool_choice")
+        chosen[tool.model_name] = tool
+    return list(chosen.values())

@@ -117,6 +117,7 @@ class ResponsesApp:
             created_at=int(time.time()),
             echo=request.echo,
             new_id=lambda prefix: item_id_of(unique, prefix, next(numbers)),
+            tools=request.tools,
             seal=request.seal_reasoning,
         )
         run = Run(chat, exchange, events, lambda: self._remember(request, events))
@@ -141,7 +142,7 @@ class ResponsesApp:
     def _remember(self, request: ChatRequest, events: ResponseEvents) -> None:
         if request.store:
             stored = StoredResponse(
-                response=events.response,
+                response=events.stored,
                 input_items=request.input_items,
                 previous_response_id=request.previous_response_id,
             )
