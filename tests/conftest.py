@@ -17,6 +17,7 @@ import pytest
 import trustme
 
 from tests.ports import held_ports
+from tests.server.pace import HANG_GUARD_S
 from tools.found import find_model, find_server
 
 # One per host process, for as long as it lives.
@@ -36,6 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, part in enumerate(_LONGEST_FIRST) if part in item.path.parts), len(_LONGEST_FIRST))
 
     items.sort(key=rank)
+    for item in items:
+        if item.get_closest_marker("server"):
+            item.add_marker(pytest.mark.timeout(HANG_GUARD_S))
 
 
 class Leftovers:

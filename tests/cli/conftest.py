@@ -24,12 +24,12 @@ import pytest
 
 from tests.fake_script import Journal, Script, fake_server_cmd
 from tests.responses.conftest import make_client
-from tests.server.conftest import SERVER_ARGS
+from tests.server.pace import HANG_GUARD_S, lean_server
 
 __all__ = ["make_client"]  # a fixture
 
 COMMAND = (sys.executable, "-m", "llama_worker.cli")
-WAIT_S = 60.0
+WAIT_S = float(HANG_GUARD_S)  # nothing here is right or wrong by the clock
 COLUMNS = 80
 HELLO = Script()  # the scripted server says so
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -92,12 +92,9 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def real_program(tmp_path: Path, llama_server: str) -> str:
+def real_program(tmp_path: Path) -> str:
     """The real llama-server with what makes it small."""
-    path = tmp_path / "llama-server"
-    path.write_text(f'#!/bin/sh\nexec "{llama_server}" "$@" {shlex.join(SERVER_ARGS)}\n')
-    path.chmod(0o755)
-    return str(path)
+    return str(lean_server(tmp_path))
 
 
 class Run(Protocol):

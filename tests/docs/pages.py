@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.server.conftest import SERVER_ARGS
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
@@ -65,10 +63,3 @@ def table(text: str, first_header: str) -> list[list[str]]:
 def names_in(text: str) -> list[str]:
     """What stands in backquotes."""
     return re.findall(r"`([^`]+)`", text)
-
-
-def put_server(folder: Path, llama_server: str) -> None:
-    """A `llama-server` in that folder that uses few of the machine's cores."""
-    server = folder / "llama-server"
-    server.write_text(f'#!/bin/sh\nexec "{llama_server}" "$@" {" ".join(SERVER_ARGS)}\n')
-    server.chmod(0o755)

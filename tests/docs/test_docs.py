@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from llama_worker import ConfigError, load_config
-from tests.docs.pages import DOCS, PAGES, ROOT, blocks, excerpts, files, put_server, runnable, with_ports
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, excerpts, files, runnable, with_ports
+from tests.server.pace import lean_server, patience
 
 
 def page_id(page: Path) -> str:
@@ -25,20 +26,18 @@ def page_id(page: Path) -> str:
 
 @pytest.mark.server
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page.read_text(), "python")], ids=page_id)
-def test_the_code_of_a_page_runs(
-    page: Path, llama_server: str, smollm2: str, free_port: Callable[[], int], tmp_path: Path
-) -> None:
+def test_the_code_of_a_page_runs(page: Path, smollm2: str, free_port: Callable[[], int], tmp_path: Path) -> None:
     text = re.sub(r'"[\w./~-]+\.gguf"', f'"{smollm2}"', with_ports(page.read_text(), free_port))
     for name, content in files(text).items():
         (tmp_path / name).write_text(content)
-    put_server(tmp_path, llama_server)
+    lean_server(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", runnable(text, "python")],
         cwd=tmp_path,
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=patience(),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

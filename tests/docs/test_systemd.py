@@ -17,7 +17,7 @@ import pytest
 from llama_worker import TimeoutProfile
 from llama_worker.runtime.guard import ORPHAN_GRACE_S
 from tests.docs.pages import DOCS, files
-from tests.server.conftest import SERVER_ARGS, WAIT_S
+from tests.server.pace import SERVER_ARGS, patience
 
 FILES = files((DOCS / "how-to" / "systemd.md").read_text())
 
@@ -31,7 +31,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
         assert there in text
         text = text.replace(there, here)
     unit.write_text(text)
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=patience())
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -74,7 +74,7 @@ port = {free_port()}
             tree = psutil.Process(program.pid).children(recursive=True)
             assert len(tree) >= 4  # a guard and a server each
             program.send_signal(signal.SIGTERM)
-            _, errors = program.communicate(timeout=WAIT_S)
+            _, errors = program.communicate(timeout=patience())
         finally:
             program.kill()
     assert (program.returncode, errors) == (0, "")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT, blocks, files, put_server, runnable, with_ports
+from tests.docs.pages import DOCS, ROOT, blocks, files, runnable, with_ports
+from tests.server.pace import lean_server, patience
 
 pytestmark = pytest.mark.server
 
@@ -30,9 +31,9 @@ def clone(free_port: Callable[[], int], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def environment(clone: Path, llama_server: str, smollm2: str) -> dict[str, str]:
+def environment(clone: Path, smollm2: str) -> dict[str, str]:
     """As after `. .venv/bin/activate`."""
-    put_server(clone, llama_server)  # found by tools.found, and linked by the tutorial
+    lean_server(clone)  # found by tools.found, and linked by the tutorial
     path = f"{clone}/.venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**os.environ, "LLAMA_SERVER": str(clone / "llama-server"), "LLAMA_MODEL": smollm2, "PATH": path}
 
@@ -41,7 +42,7 @@ def test_the_commands_of_the_tutorial_show_what_it_says(clone: Path, environment
     commands = runnable((DOCS / "tutorial.md").read_text(), "sh")
     assert len(commands.splitlines()) > 8
     done = subprocess.run(
-        ["sh", "-e", "-c", commands], cwd=clone, env=environment, capture_output=True, text=True, timeout=110
+        ["sh", "-e", "-c", commands], cwd=clone, env=environment, capture_output=True, text=True, timeout=5 * patience()
     )
     assert done.returncode == 0, done.stderr
     told = done.stdout

@@ -11,7 +11,8 @@ from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, ReplicaLost
 from tests.actors.conftest import HOST
 from tests.fake_script import Exit, Script
 from tests.ray.stage import WAIT_S, Stage, ended
-from tests.server.conftest import SERVER_ARGS, forced, no_bios
+from tests.server.conftest import forced, no_bios
+from tests.server.pace import SERVER_ARGS
 
 
 def a_fleet_that_cannot_start_says_what_its_server_said(stage: Stage) -> None:

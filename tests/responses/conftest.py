@@ -22,7 +22,8 @@ from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.relay import Relay
 from tests.responses.scenarios import PARROT_ARGS
-from tests.server.conftest import NO_PROBES, SERVER_ARGS, Serve, lasting_port, serve
+from tests.server.conftest import NO_PROBES, Serve, lasting_port, serve
+from tests.server.pace import SERVER_ARGS
 
 __all__ = ["lasting_port", "serve"]  # fixtures
 

@@ -23,12 +23,10 @@ from llama_worker import (
     llama_server_cmd,
 )
 from tests.ports import LASTING_PORTS, held_ports
+from tests.server.pace import SERVER_ARGS, patience
 
 HOST = "127.0.0.1"
 TEMPLATES = Path(__file__).parent / "templates"
-WAIT_S = 60.0  # for what takes a second on a machine that does nothing else
-# Two computing threads wait for each other, which costs a multiple where other work shares the two cores.
-SERVER_ARGS = ("--threads", "1", "--batch-size", "128", "--no-warmup", "--no-ui")
 ENDLESS: dict[str, Any] = {"grammar": 'root ::= "tick " root', "temperature": 0}
 
 
@@ -38,32 +36,33 @@ def forced(text: str) -> dict[str, Any]:
     return {"grammar": f'root ::= "{escaped}"', "temperature": 0}
 
 
+TOKENS_PER_WORD = 8
+
+
 def prompt_of(words: int, about: str) -> str:
-    """A prompt of about `words` x 8 tokens that has its first word in common with no other."""
+    """A prompt of about `words` x TOKENS_PER_WORD tokens that has its first word in common with no other."""
     return f"{about}: " + " ".join(f"item {number:04d};" for number in range(words))
 
 
 def submitted(worker: LlamaWorker, job_name: str, prompt: str, **params: Any) -> int:
     """The id of a request that was admitted."""
-    answer = worker.submit(job_name, "", prompt, params=params).get(timeout=WAIT_S)
+    answer = worker.submit(job_name, "", prompt, params=params).get(timeout=patience())
     assert answer["ok"], answer
     return answer["request_id"]
 
 
-def ended(worker: LlamaWorker, request_id: int, timeout_s: float = WAIT_S) -> RequestResult:
+def ended(worker: LlamaWorker, request_id: int) -> RequestResult:
     """The result, once there is one."""
-    result = worker.result(request_id).get(timeout=timeout_s)
+    result = worker.result(request_id).get(timeout=patience())
     assert result["ok"], result
     return result
 
 
-def wait_status(
-    worker: LlamaWorker, request_id: int, reached: Callable[[RequestStatus], bool], timeout_s: float = WAIT_S
-) -> RequestStatus:
+def wait_status(worker: LlamaWorker, request_id: int, reached: Callable[[RequestStatus], bool]) -> RequestStatus:
     """The first status seen that has `reached`; AssertionError where the request ends before."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + patience()
     while True:
-        status = worker.get_status(request_id).get(timeout=WAIT_S)
+        status = worker.get_status(request_id).get(timeout=patience())
         assert status["ok"], status
         if reached(status):
             return status
@@ -72,11 +71,11 @@ def wait_status(
         time.sleep(0.005)
 
 
-def wait_ready(worker: LlamaWorker, *, restarts: int, timeout_s: float = WAIT_S) -> WorkerStatus:
+def wait_ready(worker: LlamaWorker, *, restarts: int) -> WorkerStatus:
     """READY again, by itself, after so many restarts in all."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + patience()
     while True:
-        status = worker.get_worker_status().get(timeout=WAIT_S)
+        status = worker.get_worker_status().get(timeout=patience())
         if status["state"] is WorkerState.READY and status["restart_count"] >= restarts:
             assert status["restart_count"] == restarts
             return status
@@ -87,11 +86,11 @@ def wait_ready(worker: LlamaWorker, *, restarts: int, timeout_s: float = WAIT_S)
 
 def assert_all_slots_serve(worker: LlamaWorker, url: str) -> None:
     """Every slot of the server takes a request at once, and afterwards the server works on nothing."""
-    slots = worker.get_worker_status().get(timeout=WAIT_S)["slots_total"]
+    slots = worker.get_worker_status().get(timeout=patience())["slots_total"]
     ids = [submitted(worker, f"after-{slot}", f"{slot}", **forced("Served.")) for slot in range(slots)]
     assert [ended(worker, request_id)["text"] for request_id in ids] == ["Served."] * slots
     # Once only: what asks for the slots puts off the server's look for closed connections (b11434).
-    busy = [slot["id"] for slot in requests.get(f"{url}/slots", timeout=WAIT_S).json() if slot["is_processing"]]
+    busy = [slot["id"] for slot in requests.get(f"{url}/slots", timeout=patience()).json() if slot["is_processing"]]
     assert busy == []
 
 
@@ -172,12 +171,12 @@ def chat_worker(serve: Serve, chat_url: str) -> Iterator[LlamaWorker]:
 @pytest.fixture
 def chat(chat_worker: LlamaWorker) -> Iterator[LlamaWorker]:
     """The shared worker; it has to be READY with no request in flight, and the same server, afterwards."""
-    before = chat_worker.get_worker_status().get(timeout=WAIT_S)
+    before = chat_worker.get_worker_status().get(timeout=patience())
     assert before["state"] is WorkerState.READY, before
     yield chat_worker
-    after = chat_worker.get_worker_status().get(timeout=WAIT_S)
+    after = chat_worker.get_worker_status().get(timeout=patience())
     for request_id in after["active_request_ids"]:
-        chat_worker.cancel(request_id).get(timeout=WAIT_S)  # for the tests that follow
+        chat_worker.cancel(request_id).get(timeout=patience())  # for the tests that follow
     assert after["slots_used"] == 0, after
     assert (after["state"], after.get("pid"), after["restart_count"]) == (WorkerState.READY, before.get("pid"), 0)
 

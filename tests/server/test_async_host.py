@@ -12,25 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.conftest import SERVER_ARGS
+from tests.server.pace import lean_server, patience
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).parents[2]
 
 
 def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(
-    llama_server: str, smollm2: str, free_port: Callable[[], int], tmp_path: Path
+    smollm2: str, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
-    server = tmp_path / "llama-server"
-    server.write_text(f'#!/bin/sh\nexec "{llama_server}" "$@" {" ".join(SERVER_ARGS)}\n')
-    server.chmod(0o755)
     program = [sys.executable, "-X", "dev", "-W", "error", str(ROOT / "examples" / "async_host.py")]
-    options = ["--server", str(server), "--model", smollm2, "--port", str(free_port())]
+    options = ["--server", str(lean_server(tmp_path)), "--model", smollm2, "--port", str(free_port())]
     done = subprocess.run(
         [*program, *options],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patience(),
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,6 @@ import pytest
 from llama_worker import ChatMessage, LlamaWorker, RequestFailReason, RequestFinishReason, RequestPhase, RequestState
 from tests.server.conftest import (
     ENDLESS,
-    WAIT_S,
     Serve,
     assert_all_slots_serve,
     ended,
@@ -23,6 +22,7 @@ from tests.server.conftest import (
     submitted,
     wait_status,
 )
+from tests.server.pace import patience
 
 pytestmark = pytest.mark.server
 
@@ -42,8 +42,8 @@ def test_a_request_streams_to_its_end_with_usage_and_timings(chat: LlamaWorker) 
 def test_a_delivered_result_is_gone(chat: LlamaWorker) -> None:
     request_id = submitted(chat, "once", "Hi", **forced("Hello."))
     assert ended(chat, request_id)["text"] == "Hello."
-    assert chat.get_result(request_id).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_FOUND"}
-    assert chat.get_status(request_id).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_FOUND"}
+    assert chat.get_result(request_id).get(timeout=patience()) == {"ok": False, "error": "NOT_FOUND"}
+    assert chat.get_status(request_id).get(timeout=patience()) == {"ok": False, "error": "NOT_FOUND"}
 
 
 def test_characters_of_several_tokens_arrive_whole(chat: LlamaWorker) -> None:
@@ -56,22 +56,22 @@ def test_two_requests_run_side_by_side_and_a_third_is_refused(chat: LlamaWorker)
     before = [wait_status(chat, request_id, is_generating)["output_chars"] for request_id in ids]
     for request_id, chars in zip(ids, before, strict=True):  # the first one goes on while the second does
         wait_status(chat, request_id, lambda status, chars=chars: status["output_chars"] > chars + 20)  # type: ignore[misc]
-    worker_status = chat.get_worker_status().get(timeout=WAIT_S)
+    worker_status = chat.get_worker_status().get(timeout=patience())
     assert worker_status["active_jobs"] == {ids[0]: "one", ids[1]: "two"}
     assert worker_status["slots_used"] == 2
-    third = chat.submit("three", "", "three").get(timeout=WAIT_S)
+    third = chat.submit("three", "", "three").get(timeout=patience())
     assert third == {"ok": False, "error": "NO_SLOT_AVAILABLE"}
     for request_id in ids:
-        assert chat.cancel(request_id).get(timeout=WAIT_S) is True
+        assert chat.cancel(request_id).get(timeout=patience()) is True
 
 
 def test_read_output_grows_until_it_is_the_result(chat: LlamaWorker) -> None:
     request_id = submitted(chat, "live", "Count.", **ENDLESS, max_tokens=60)
     pieces, offset, done = [""], 0, False
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + patience()
     while not done:
         assert time.monotonic() < deadline
-        chunk = chat.read_output(request_id, text_offset=offset).get(timeout=WAIT_S)
+        chunk = chat.read_output(request_id, text_offset=offset).get(timeout=patience())
         assert chunk["ok"], chunk
         assert chunk["text_offset"] == offset + len(chunk["text"])
         offset, done = chunk["text_offset"], chunk["done"]
@@ -104,7 +104,7 @@ def test_a_cancel_in_prefill_frees_the_servers_slots(chat: LlamaWorker, chat_url
     ids = [submitted(chat, "long", prompt, **ENDLESS) for prompt in prompts]
     for request_id in ids:
         assert wait_status(chat, request_id, is_reading)["phase"] is RequestPhase.PREFILL
-        assert chat.cancel(request_id).get(timeout=WAIT_S) is True
+        assert chat.cancel(request_id).get(timeout=patience()) is True
         result = ended(chat, request_id)
         assert (result["state"], result["finish_reason"]) == (RequestState.CANCELED, RequestFinishReason.CANCELED)
         assert result["text"] == ""
@@ -115,8 +115,8 @@ def test_a_cancel_in_generation_frees_the_servers_slots_and_keeps_the_output(cha
     ids = [submitted(chat, "endless", name, **ENDLESS) for name in ("one", "two")]
     for request_id in ids:
         wait_status(chat, request_id, is_generating)
-        assert chat.cancel(request_id).get(timeout=WAIT_S) is True
-        assert chat.cancel(request_id).get(timeout=WAIT_S) is False
+        assert chat.cancel(request_id).get(timeout=patience()) is True
+        assert chat.cancel(request_id).get(timeout=patience()) is False
         result = ended(chat, request_id)
         assert result["state"] is RequestState.CANCELED
         assert is_ticking(result["text"])
@@ -129,7 +129,7 @@ def test_prior_messages_are_what_the_model_goes_on_from(chat: LlamaWorker) -> No
         {"role": "assistant", "content": "zebra"},
     ]
     answer = chat.submit("word", "", "Say the word.", messages=said * 3, params={"temperature": 0, "max_tokens": 8})
-    admitted = answer.get(timeout=WAIT_S)
+    admitted = answer.get(timeout=patience())
     assert admitted["ok"], admitted
     assert ended(chat, admitted["request_id"])["text"] == "zebra"
 
@@ -152,7 +152,7 @@ def test_futures_are_awaited_without_blocking_the_event_loop(chat: LlamaWorker) 
             return result["text"]
 
         turning = asyncio.create_task(turn())
-        texts = await asyncio.wait_for(asyncio.gather(ask("Here is one."), ask("Here is two.")), WAIT_S)
+        texts = await asyncio.wait_for(asyncio.gather(ask("Here is one."), ask("Here is two.")), patience())
         turning.cancel()
         return list(texts), turns
 
@@ -166,13 +166,13 @@ def test_stop_in_generation_closes_the_connection_first_and_does_not_wait_for_th
 ) -> None:
     worker = LlamaWorker(serve(port=free_port()))
     try:
-        worker.start().get(timeout=WAIT_S)
+        worker.start().get(timeout=patience())
         request_id = submitted(worker, "endless", "Count.", **ENDLESS)
         wait_status(worker, request_id, is_generating)
         begun_at = time.monotonic()
-        worker.stop().get(timeout=WAIT_S)
+        worker.stop().get(timeout=patience())
         took_s = time.monotonic() - begun_at
-        exits = [e for e in worker.get_debug_info().get(timeout=WAIT_S)["recent_events"] if e["event"] == "exited"]
+        exits = [e for e in worker.get_debug_info().get(timeout=patience())["recent_events"] if e["event"] == "exited"]
         result = ended(worker, request_id)
     finally:
         worker.close()

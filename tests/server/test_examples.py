@@ -23,7 +23,8 @@ import pytest
 import requests
 
 from tests.ray.cluster import cluster_environment, cluster_processes
-from tests.server.conftest import ENDLESS, SERVER_ARGS, WAIT_S, is_ticking
+from tests.server.conftest import ENDLESS, is_ticking
+from tests.server.pace import SERVER_ARGS, lean_server, patience
 
 pytestmark = pytest.mark.server
 
@@ -32,11 +33,12 @@ TICKING = (*SERVER_ARGS, "--grammar", ENDLESS["grammar"])  # every answer is tic
 
 
 def test_quickstart_shows_two_jobs_live_a_refusal_and_a_clean_stop(
-    llama_server: str, smollm2: str, free_port: Callable[[], int]
+    tmp_path: Path, smollm2: str, free_port: Callable[[], int]
 ) -> None:
+    server, port = str(lean_server(tmp_path)), str(free_port())
     script = str(EXAMPLES / "quickstart.py")
-    command = [sys.executable, script, "--server", llama_server, "--model", smollm2, "--port", str(free_port())]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    command = [sys.executable, script, "--server", server, "--model", smollm2, "--port", port]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=patience(), check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert re.search(r"^ready, pid \d+, 2 slots$", run.stdout, re.M)
     assert "a third request: {'ok': False, 'error': 'NO_SLOT_AVAILABLE'}" in run.stdout
@@ -91,7 +93,7 @@ def test_fleet_answers_more_prompts_than_it_has_slots_on_all_its_workers(fleet_f
     prompts = [f"Say something about the number {number}." for number in range(8)]
     script = str(EXAMPLES / "fleet.py")
     command = [sys.executable, script, str(fleet_file), *prompts]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=patience(), check=False)
     assert (run.returncode, run.stderr) == (0, "")
     answers = re.findall(r"^(job-\d+) by (\w+), max_tokens: '(.+)'$", run.stdout, re.M)
     assert Counter(name for name, _, _ in answers) == Counter(f"job-{number}" for number in range(1, 9))
@@ -108,7 +110,7 @@ def test_fleet_answers_every_prompt_though_a_server_is_killed(fleet_file: Path) 
         pid = int(re.findall(r"one: ready, pid (\d+), 2 slots", ready[0])[0])
         first = fleet.stdout.readline()  # by then all slots have been given a request
         os.kill(pid, signal.SIGKILL)
-        rest, errors = fleet.communicate(timeout=WAIT_S)
+        rest, errors = fleet.communicate(timeout=patience())
     assert fleet.returncode == 0, errors
     assert "restart worker='one' reason='server_died'" in errors
     ended = re.findall(r"^(job-\d+) by \w+, max_tokens:", first + rest, re.M)
@@ -126,7 +128,7 @@ class Web:
         self.url = url
 
     def post(self, **body: Any) -> requests.Response:
-        return requests.post(f"{self.url}/chat", json=body, timeout=WAIT_S)
+        return requests.post(f"{self.url}/chat", json=body, timeout=patience())
 
     def lines(self, prompt: str) -> Iterator[dict[str, Any]]:
         """The lines of a stream."""
@@ -136,9 +138,9 @@ class Web:
 
     def polled(self, location: str, until: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The first answer that is `until`."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + patience()
         while True:
-            told: dict[str, Any] = requests.get(f"{self.url}{location}", timeout=WAIT_S).json()
+            told: dict[str, Any] = requests.get(f"{self.url}{location}", timeout=patience()).json()
             if until(told):
                 return told
             assert time.monotonic() < deadline, told
@@ -183,9 +185,9 @@ def test_the_web_server_answers_by_polling_and_by_streaming_and_refuses_when_bus
     assert ended["status"]["state"] == "completed"
     assert is_ticking(ended["text"])
     assert len(ended["text"]) == ended["offset"] == ended["status"]["output_chars"]
-    assert requests.get(f"{web.url}/chat/1?offset={ended['offset']}", timeout=WAIT_S).json()["text"] == ""
-    assert requests.delete(f"{web.url}/chat/1", timeout=WAIT_S).status_code == 204
-    assert requests.get(f"{web.url}/chat/1", timeout=WAIT_S).status_code == 404
+    assert requests.get(f"{web.url}/chat/1?offset={ended['offset']}", timeout=patience()).json()["text"] == ""
+    assert requests.delete(f"{web.url}/chat/1", timeout=patience()).status_code == 204
+    assert requests.get(f"{web.url}/chat/1", timeout=patience()).status_code == 404
 
 
 def test_the_web_server_says_503_while_its_server_starts_again(web: Web) -> None:
@@ -197,7 +199,7 @@ def test_the_web_server_says_503_while_its_server_starts_again(web: Web) -> None
     refused = web.post(prompt="Hello?")
     assert (refused.status_code, refused.json()["error"]) == (503, "WORKER_NOT_READY")
     assert int(refused.headers["Retry-After"]) > 0
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + patience()
     while (answer := web.post(prompt="Hello?")).status_code == 503:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -219,7 +221,7 @@ def test_sigterm_ends_the_web_server_its_streams_and_its_llama_server(web: Web) 
     web.process.send_signal(signal.SIGTERM)
     *_, last = streamed
     assert (last["state"], last["fail_reason"]) == ("failed", "worker_stopped")
-    output, errors = web.process.communicate(timeout=WAIT_S)
+    output, errors = web.process.communicate(timeout=patience())
     assert (web.process.returncode, output, errors) == (0, "stopped.\n", "")
     assert not server.is_running()
 
@@ -227,15 +229,15 @@ def test_sigterm_ends_the_web_server_its_streams_and_its_llama_server(web: Web) 
 # ---------------------------------------------------------------- ray_fleet.py
 
 
-def test_ray_fleet_streams_from_two_replicas_and_leaves_nothing(llama_server: str, smollm2: str) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+def test_ray_fleet_streams_from_two_replicas_and_leaves_nothing(tmp_path: Path, smollm2: str) -> None:
+    folder, server = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp")), str(lean_server(tmp_path))
     try:
         run = subprocess.run(
-            [sys.executable, str(EXAMPLES / "ray_fleet.py"), "--server", llama_server, "--model", smollm2],
+            [sys.executable, str(EXAMPLES / "ray_fleet.py"), "--server", server, "--model", smollm2],
             env={**os.environ, **cluster_environment(folder)},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=patience(),
             check=False,
         )
         assert run.returncode == 0, run.stderr
@@ -244,7 +246,7 @@ def test_ray_fleet_streams_from_two_replicas_and_leaves_nothing(llama_server: st
             assert re.search(rf"^ *{name} \| '", run.stdout, re.M)
             assert re.search(rf"^{name}: completed, (stop|max_tokens)$", run.stdout, re.M)
         assert run.stdout.endswith("stopped.\n")
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + patience()
         while left := cluster_processes(folder):
             assert time.monotonic() < deadline, left
             time.sleep(0.1)

@@ -13,6 +13,7 @@ import pytest
 
 from llama_worker import LlamaWorker, WorkerConfig, llama_server_cmd
 from llama_worker.types import ToolDef
+from tests.server.pace import SERVER_ARGS, lean_server, patience
 
 pytestmark = pytest.mark.server
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -20,17 +21,15 @@ TEMPLATE = Path(__file__).parent / "templates" / "tools.jinja"
 LOOK: ToolDef = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
-def run_example(name: str, server: str, model: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), "--server", server, "--model", model]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+def run_example(name: str, folder: Path, model: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), "--server", str(lean_server(folder)), "--model", model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * patience(), check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back(
-    llama_server: str, smollm2: str
-) -> None:
-    told = run_example("hivemind.py", llama_server, smollm2)
+def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back(tmp_path: Path, smollm2: str) -> None:
+    told = run_example("hivemind.py", tmp_path, smollm2)
     asked = re.search(r"planner asks: .+\? \['(.+)', '(.+)'\], else '(.+)'", told)
     decided = re.search(r"judge decides: (.+)", told)
     assert asked, told
@@ -40,9 +39,9 @@ def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back
 
 
 def test_a_small_model_calls_a_tool_answers_with_its_result_and_signals_the_outcome(
-    llama_server: str, smollm2: str
+    tmp_path: Path, smollm2: str
 ) -> None:
-    told = run_example("tools.py", llama_server, smollm2)
+    told = run_example("tools.py", tmp_path, smollm2)
     assert "called: add({'a': 17, 'b': 25})" in told
     assert "text:   The sum of 17 and 25 is 42." in told
     assert "signal: declare_outcome {'outcome': 'success'" in told
@@ -65,16 +64,16 @@ def test_a_server_that_refuses_tools_gets_the_request_again_in_prompted_mode(
         port=port,
         slots=1,
         executable=llama_server,
-        extra_args=("--no-jinja", "--chat-template-file", str(TEMPLATE), "--ctx-size", "2048"),
+        extra_args=(*SERVER_ARGS, "--no-jinja", "--chat-template-file", str(TEMPLATE), "--ctx-size", "2048"),
     )
     config = WorkerConfig(
         name="old", host="127.0.0.1", port=port, server_cmd=command, normal_tools=[LOOK], tool_runner=Looking()
     )
     with LlamaWorker(config) as worker:
-        admitted = worker.submit("job", "", "Say ok.", params={"max_tokens": 4}).get(timeout=10)
+        admitted = worker.submit("job", "", "Say ok.", params={"max_tokens": 4}).get(timeout=patience())
         assert admitted["ok"]
-        result = worker.result(admitted["request_id"]).get(timeout=90)
+        result = worker.result(admitted["request_id"]).get(timeout=patience())
         assert result["ok"]
         assert result["state"] == "completed", result
-        (warning,) = worker.get_worker_status().get(timeout=10)["warnings"]
+        (warning,) = worker.get_worker_status().get(timeout=patience())["warnings"]
         assert "tools param requires --jinja flag" in warning

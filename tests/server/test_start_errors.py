@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, WorkerStartError, llama_server_cmd
-from tests.server.conftest import SERVER_ARGS, WAIT_S
+from tests.server.pace import SERVER_ARGS, patience
 
 pytestmark = pytest.mark.server
 
@@ -18,7 +18,7 @@ def first_line(config: WorkerConfig) -> str:
     worker = LlamaWorker(config)
     try:
         with pytest.raises(WorkerStartError) as caught:
-            worker.start().get(timeout=WAIT_S)
+            worker.start().get(timeout=patience())
     finally:
         worker.close()
     return str(caught.value).splitlines()[0]

