@@ -132,7 +132,7 @@ _KINDS = (
     Kind(name="a probe hangs", scope=Scope.HOST, honest=True),
     Kind(name="host stalled", scope=Scope.HOST, honest=True),
     Kind(name="host and server stalled", scope=Scope.HOST, honest=True),
-    Kind(name="host lacks threads", scope=Scope.HOST, honest=True),
+    Kind(name="host lacks threads", scope=Scope.HOST, kills=False),
     Kind(name="clock set", scope=Scope.HOST, honest=True),
     Kind(name="BIOS provider raises", scope=Scope.HOST, kills=False),
     Kind(name="BIOS provider blocks", scope=Scope.HOST, kills=False),

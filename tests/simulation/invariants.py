@@ -18,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama_worker.messages import RequestEnded, RequestRecord, StreamEvents
+from llama_worker.messages import RequestEnded, StreamEvents
 from llama_worker.profiles import RestartPolicy
+from llama_worker.request.record import RequestRecord
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import Launching
 from llama_worker.stream.events import ReasoningDelta, TextDelta
@@ -131,7 +132,7 @@ class Invariants:
     def before_message(self, actor: SimulatedActor, message: Any) -> None:
         """An actor is about to handle a message."""
         if type(message) is StreamEvents:
-            truth = self.requests.get(message.stream_id[0])
+            truth = self.requests.get(message.turn_id[0])
             if truth is not None:
                 truth.text += [event.text for event in message.events if type(event) is TextDelta]
                 truth.reasoning += [event.text for event in message.events if type(event) is ReasoningDelta]
@@ -229,12 +230,27 @@ class Invariants:
         loops = reason is not None and "loop" in str(reason)
         same = text.startswith(result["text"]) if loops else (text, reasoning) == (result["text"], result["reasoning"])
         if not same:
-            shown = f"{result['text'][-60:]!r}, and {text[-60:]!r} had come"
-            raise Violation(2, f"request {truth.request_id} ({reason}) ended with the text {shown}")
+            ended, came = (result["text"], text) if result["text"] != text else (result["reasoning"], reasoning)
+            shown = f"{ended[:40]!r}...{ended[-40:]!r}, and {came[:40]!r}...{came[-40:]!r} had come"
+            raise Violation(2, f"request {truth.request_id} ({reason}) ended with {shown}")
         if result["state"] is RequestState.COMPLETED:
             sent = "".join(each.text for each in truth.exchanges)
             if result["text"] != sent:
                 raise Violation(2, f"request {truth.request_id} completed without a part of what was sent")
+
+    def admission_answered(self, error: str | None) -> None:
+        """A `submit()` is being answered: admitted, or refused for a reason that is true now."""
+        state, full = self.lifecycle.public_state, len(self.active) >= self._slots
+        expected = {
+            WorkerState.STOPPED: "WORKER_NOT_READY",
+            WorkerState.RUNNING: "WORKER_NOT_READY",
+            WorkerState.FAILED: "WORKER_FAILED",
+        }.get(state)
+        if error is None:
+            if expected is not None or self.active == self._active:
+                raise Violation(1, f"a request was admitted while {state}")
+        elif error != (expected or ("NO_SLOT_AVAILABLE" if full else None)) or self.active != self._active:
+            raise Violation(1, f"refused with {error} while {state}, {len(self.active)} slots in use")
 
     def took_result(self, request_id: int, result: Any) -> None:
         """A host was given a result."""

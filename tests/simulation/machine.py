@@ -32,9 +32,11 @@ class Machine:
         self.reply_to: Callable[[int, int], Reply] = _no_reply
         self.twist: Callable[[LlamaServer, Exchange], None] = lambda server, exchange: None
         self.tool_call: Callable[[int], tuple[float | None, bool]] = lambda request_id: (0.1, True)
-        self.refuses: Callable[[tuple[int, int]], int | None] = lambda stream_id: None
+        self.bios_call: Callable[[], tuple[float | None, str | None]] = lambda: (0.001, None)
+        self.refuses: Callable[[tuple[int, int]], int | None] = lambda turn_id: None
         self.on_signal: Callable[[SimServerProcess, Signal], object] = lambda process, signal: None
         self.on_launch: Callable[[int], object] = lambda epoch: None
+        self.on_death: Callable[[LlamaServer], object] = lambda server: None
         self.on_start: Callable[[LlamaServer], object] = lambda server: None
         self._scheduler = scheduler
         self._dice = dice
@@ -74,11 +76,11 @@ class Machine:
 
     def serve(self, server: LlamaServer, stream: SimStream, body: dict[str, Any]) -> None:
         """A request has arrived at a server that answers."""
-        status = self.refuses(stream.stream_id)
+        status = self.refuses(stream.turn_id)
         if status is not None and server.loaded:
             stream.headers(status)
             return
-        stream.exchange = server.accept(stream, stream.stream_id, body)
+        stream.exchange = server.accept(stream, stream.turn_id, body)
         if stream.exchange is not None:
             self.exchanges(stream.exchange)
 
@@ -96,7 +98,7 @@ class Machine:
                 stream.end(regular=False)
         self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
 
-    def error_body(self, stream_id: tuple[int, int], status: int) -> str:
+    def error_body(self, turn_id: tuple[int, int], status: int) -> str:
         """What the server says with an error status."""
         return f"HTTP {status}"
 

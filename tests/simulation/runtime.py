@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llama_worker.bios import default_bios
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
+    BiosWritten,
     CallEnded,
     Died,
     EvidenceSeen,
@@ -17,20 +19,21 @@ from llama_worker.messages import (
     OpenStream,
     Probed,
     ProbeOutcome,
-    ReaderEnded,
+    RunBios,
     RunTools,
     StreamClosed,
     StreamEvents,
-    StreamFailure,
     StreamOpened,
 )
 from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.ports import Waitable
 from llama_worker.server import liveness
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.liveness import ProcessActivity, ProcessSample
 from llama_worker.server.termination import Signal
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.decoder import ProtocolError, StreamDecoder
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason, StartFailReason
 from tests.simulation.dice import Dice
 from tests.simulation.machine import Machine
@@ -80,9 +83,9 @@ class SimRuntime:
 
     # ------------------------------------------------------------ connections
 
-    def open_stream(self, order: OpenStream, on_end: Mailbox[ReaderEnded]) -> SimStream:
+    def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> SimStream:
         self._machine.need_thread()
-        stream = SimStream(self._scheduler, self._machine, self._dice, order, on_end, self.streams)
+        stream = SimStream(self._scheduler, self._machine, self._dice, order, on_closed, self.streams)
         self.streams.append(stream)
         return stream
 
@@ -127,6 +130,20 @@ class SimRuntime:
 
         if not self._machine.looks_hang:
             scheduler.at(scheduler.now + self._machine.thread_start_s(), looked, "look")
+
+    def run_bios(self, order: RunBios) -> None:
+        if self._config.bios_provider is default_bios:
+            order.reply_to.tell(BiosWritten(turn_id=order.turn_id, bios="", error=None))
+            return
+        self._machine.need_thread()
+        seconds, error = self._machine.bios_call()
+        if seconds is not None:
+            written = BiosWritten(turn_id=order.turn_id, bios="", error=error)
+            self._scheduler.at(self._scheduler.now + seconds, lambda: order.reply_to.tell(written), "BIOS written")
+
+    def wait(self, what: Waitable, timeout_s: float | None) -> bool:
+        limit_s = timeout_s if timeout_s is not None else float("inf")
+        return self._scheduler.run_until(what.done, self._scheduler.now + limit_s)
 
     def run_tools(self, order: RunTools) -> SimToolThread:
         self._machine.need_thread()
@@ -193,6 +210,7 @@ class SimServerProcess:
         scheduler = self._scheduler
         if self.server is not None:
             self._machine.cut_waiting(self.server)
+            self._machine.on_death(self.server)
 
         def died() -> None:
             if not self._guard_killed:
@@ -219,16 +237,16 @@ class SimStream:
         machine: Machine,
         dice: Dice,
         order: OpenStream,
-        on_end: Mailbox[ReaderEnded],
+        on_closed: Mailbox[StreamClosed],
         open_streams: list[SimStream],
     ) -> None:
-        self.stream_id = order.stream_id
+        self.turn_id = order.turn_id
         self.exchange: Exchange | None = None
         self._scheduler = scheduler
         self._machine = machine
         self._dice = dice
         self._order = order
-        self._on_end = on_end
+        self._on_closed = on_closed
         self._open_streams = open_streams
         self._decoder = StreamDecoder()
         self._server: LlamaServer | None = None
@@ -317,11 +335,11 @@ class SimStream:
         if self._status is not None and not self._opened and not self._aborted:
             if self._status != 200:
                 status = self._status
-                detail = self._machine.error_body(self.stream_id, status)
+                detail = self._machine.error_body(self.turn_id, status)
                 self._fail(RequestFailReason.HTTP_ERROR, detail, status)
                 return
             self._opened = True
-            self._order.reply_to.tell(StreamOpened(stream_id=self.stream_id, at=scheduler.now))
+            self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=scheduler.now))
         if self._aborted:
             self._finish(StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail="aborted"))
             return
@@ -351,7 +369,7 @@ class SimStream:
         records = self._decoder.data_records
         self._order.reply_to.tell(
             StreamEvents(
-                stream_id=self.stream_id,
+                turn_id=self.turn_id,
                 events=tuple(events),
                 carried_data=records > self._told_records,
                 at=self._scheduler.now,
@@ -376,8 +394,9 @@ class SimStream:
             return
         self._ended = True
         self._open_streams.remove(self)
-        self._order.reply_to.tell(StreamClosed(stream_id=self.stream_id, failure=failure, at=self._scheduler.now))
-        self._on_end.tell(ReaderEnded(stream_id=self.stream_id))
+        closed = StreamClosed(turn_id=self.turn_id, failure=failure, at=self._scheduler.now)
+        self._order.reply_to.tell(closed)
+        self._on_closed.tell(closed)
 
 
 class SimProbe:
@@ -455,7 +474,7 @@ class SimToolThread:
         if self._dropped or self._next >= len(self._order.calls):
             self._alive = False
             return
-        seconds, ok = self._machine.tool_call(self._order.batch_id[0])
+        seconds, ok = self._machine.tool_call(self._order.turn_id[0])
         if seconds is None:
             return  # it never returns
         self._scheduler.at(self._scheduler.now + seconds, lambda: self._returned(ok), "a tool returns")
@@ -464,7 +483,7 @@ class SimToolThread:
         text = '"found"' if ok else "tool raised ValueError"
         self._next += 1
         self._order.reply_to.tell(
-            CallEnded(batch_id=self._order.batch_id, ok=ok, text=text, at=self._scheduler.now)
+            CallEnded(turn_id=self._order.turn_id, ok=ok, text=text, at=self._scheduler.now)
         )
         if ok:
             self._begin_call()

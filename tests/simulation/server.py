@@ -73,8 +73,8 @@ class Reply:
         return "".join(self.word(index) for index in range(self.reasoning_tokens, self.answer_tokens))
 
     def word(self, index: int) -> str:
-        """Token number `index`; a line ends now and then."""
-        return f"{self.key}.{index}\n" if index % 16 == 15 else f"{self.key}.{index} "
+        """Token number `index`; a line ends now and then, never at a word's end, where reasoning would lose it."""
+        return f"{self.key}\n{index}," if index % 16 == 15 else f"{self.key}.{index},"
 
 
 class Connection(Protocol):
@@ -101,6 +101,7 @@ class Exchange:
     has_headers: bool = False
     closed_by_client: bool = False
     over: bool = False
+    twisted: bool = False  # its misbehaviour has begun
     dead: bool = False  # its slot is stuck while the others go on
     text: str = ""  # sent so far
     reasoning: str = ""
@@ -268,15 +269,15 @@ class LlamaServer:
         """Whether the HTTP thread does."""
         return not self.gone and not self.http_dead and not self.stopped
 
-    def accept(self, connection: Connection, stream_id: tuple[int, int], body: dict[str, Any]) -> Exchange | None:
+    def accept(self, connection: Connection, turn_id: tuple[int, int], body: dict[str, Any]) -> Exchange | None:
         """A chat request; None: refused, with the status told."""
         if not self.loaded:
             connection.headers(503)
             return None
         exchange = Exchange(
             connection=connection,
-            reply=self._reply_to(*stream_id),
-            request_id=stream_id[0],
+            reply=self._reply_to(*turn_id),
+            request_id=turn_id[0],
             wants_progress=bool(body.get("return_progress")) and self.build.reports_progress,
             advanced_at=self._scheduler.now,
         )

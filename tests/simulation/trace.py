@@ -7,8 +7,8 @@ from collections import deque
 from operator import attrgetter
 from typing import Any
 
-_SHOWN_FIELDS = ("epoch", "request_id", "stream_id", "batch_id", "failure", "verdict", "reason", "detail", "outcome")
-_HASHED_FIELDS = ("epoch", "request_id", "stream_id", "batch_id")
+_SHOWN_FIELDS = ("epoch", "request_id", "turn_id", "failure", "verdict", "reason", "detail", "outcome")
+_HASHED_FIELDS = ("epoch", "request_id", "turn_id")
 _KEPT = 400
 _BLOCK = 2000
 
