@@ -64,10 +64,14 @@ class LiveCount:
             self._alive -= 1
             self._changed.notify_all()
 
-    def wait_empty(self, timeout_s: float) -> bool:
+    def done(self) -> bool:
+        """Nobody is left."""
+        return self._alive == 0
+
+    def wait(self, timeout_s: float | None) -> bool:
         """Block the calling thread (the host's, never an actor's) until nobody is left; False: not in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._alive == 0, timeout_s)
+            return self._changed.wait_for(self.done, timeout_s)
 
 
 class _StopRequested:

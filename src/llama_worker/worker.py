@@ -69,11 +69,11 @@ class LlamaWorker(Startable):
     happened, all others within milliseconds. After `close` every method raises WorkerClosed.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, *, _runtime: Runtime | None = None) -> None:
         """Start the worker's actors; no server yet. Raises TypeError for what is no WorkerConfig."""
         if not isinstance(config, WorkerConfig):
             raise TypeError(f"config must be a WorkerConfig, not {type(config).__name__}")
-        self._backend = _Backend(config, RealRuntime(config))
+        self._backend = _Backend(config, RealRuntime(config) if _runtime is None else _runtime)
         self.actor_ref: pykka.ActorRef[Any] = self._backend.actor_ref
         weakref.finalize(self, self._backend.abandon).atexit = False  # a handle that was lost takes its server along
 
@@ -259,12 +259,13 @@ class _Backend:
 
     def __init__(self, config: WorkerConfig, runtime: Runtime) -> None:
         self.config = config
+        self._runtime = runtime
         self._pid = os.getpid()
         self._live_count = LiveCount()
         self._futures = OpenFutures()
         self._closing = threading.RLock()  # a signal handler may close while its thread does
         self._handovers: set[_Forward[RequestResult | NotFound]] = set()  # the WorkerActor's thread alone changes it
-        self._is_closing = False  # hosts that go on calling cannot hold it up
+        self._stopping: WorkerFuture[None] | None = None  # since close() was called
         self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(self._live_count, runtime, config, self._futures)
         self._worker: Ref[Any] = Ref(self.actor_ref)
         _open_backends.add(self)
@@ -273,7 +274,7 @@ class _Backend:
         """Raises WorkerClosed after the end."""
         if self._futures.closed_by is not None:
             raise WorkerClosed(self.config.name) from self._futures.closed_by
-        if self._is_closing or os.getpid() != self._pid:
+        if self._stopping is not None or os.getpid() != self._pid:
             raise WorkerClosed(self.config.name)  # a forked child has none of the threads
 
     def ask(self, message: HostMessage, future: F) -> F:
@@ -309,11 +310,10 @@ class _Backend:
         """Stop the server and end the actors; returns when both is done."""
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads, and the server is its parent's
-        self._is_closing = True
-        with self._closing:
-            if self._futures.closed_by is None:
-                self.finish_close(self.begin_close(None), timeout_s=None)
-            self.wait_gone(_LEAVE_S)
+        with self._closing:  # one order; everybody waits for its end
+            stopping = self._stopping = self._stopping or self.begin_close(None)
+        self.finish_close(stopping, timeout_s=None)
+        self.wait_gone(_LEAVE_S)
         _open_backends.discard(self)
 
     def begin_close(self, grace_s: float | None) -> WorkerFuture[None]:
@@ -325,8 +325,9 @@ class _Backend:
 
     def finish_close(self, stopped: WorkerFuture[None], timeout_s: float | None) -> None:
         """Wait for the stop, then let the actors end."""
+        self._runtime.wait(stopped, timeout_s)
         try:
-            stopped.get(timeout=timeout_s)
+            stopped.get(timeout=0)
         except (WorkerClosed, pykka.Timeout):
             pass  # the actor died, or the time is up: its release kills what is left
         except WorkerStopError as error:
@@ -335,7 +336,7 @@ class _Backend:
 
     def wait_gone(self, timeout_s: float) -> None:
         """Wait for the actors to end."""
-        self._live_count.wait_empty(timeout_s)
+        self._runtime.wait(self._live_count, timeout_s)
 
     def abandon(self) -> None:
         """The handle was lost: end without waiting."""

@@ -333,7 +333,13 @@ def test_bytes_of_any_kind_end_in_events_or_an_error(pieces: list[bytes]) -> Non
 
 
 def test_deltas_in_a_row_are_one_event_and_keep_their_order() -> None:
-    said = [{"content": "a"}, {"content": "b"}, {"reasoning_content": "c"}, {"reasoning_content": "d"}, {"content": "e"}]
+    said = [
+        {"content": "a"},
+        {"content": "b"},
+        {"reasoning_content": "c"},
+        {"reasoning_content": "d"},
+        {"content": "e"},
+    ]
     assert feed(StreamDecoder(), *map(chunk, said)) == [TextDelta("ab", 2), ReasoningDelta("cd", 2), TextDelta("e")]
     both = {"content": "text", "reasoning_content": "thought"}
     assert feed(StreamDecoder(), chunk(both)) == [ReasoningDelta("thought"), TextDelta("text")]

@@ -59,4 +59,4 @@ class ResponsesProxy(Startable):
             with contextlib.suppress(pykka.Timeout):  # of an actor that has crashed
                 future.get(timeout=_STOP_S)
             self._ref.stop()
-        self._live_count.wait_empty(_LEAVE_S)
+        self._live_count.wait(_LEAVE_S)

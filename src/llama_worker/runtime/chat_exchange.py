@@ -107,9 +107,7 @@ class ChatExchange:
                 self.bytes_read += len(data)
                 events = self.decoder.feed(data)
                 if self.decoder.error is not None:
-                    self.failure = StreamFailure(
-                        reason=RequestFailReason.PROTOCOL_ERROR, detail=self.decoder.error
-                    )
+                    self.failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=self.decoder.error)
                     self.close()
                 return events
             self.failure = self._judge_end(self._response)

@@ -56,6 +56,11 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         """True once resolved."""
         return self._result is not None
 
+    def wait(self, timeout_s: float | None) -> bool:
+        """Block until resolved; False: not within `timeout_s` seconds."""
+        with self._condition:
+            return self._condition.wait_for(self.done, timeout_s)
+
     def add_done_callback(self, callback: Callable[[WorkerFuture[T]], object]) -> None:
         """Call `callback(self)` once resolved, on the callback thread that all workers of this process share.
 

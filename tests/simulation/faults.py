@@ -1,0 +1,140 @@
+"""What goes wrong, by name: how it is done to the model, how soon it must be found, what it excuses.
+
+A `Kind` of the table is done by Nature at a random moment, or to a request when its turn comes. `found_within` is what the
+profile promises for it, from the moment when it begins to hurt; None: nothing to be found. `honest`: it only looks
+like a wedge, and excuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from llama_worker.profiles import TimeoutProfile
+
+SLACK_S: Final = 8.0  # threads that sleep, timers that are late, a window of 3 s of CPU time
+
+
+class Scope(Enum):
+    """What a kind is done to."""
+
+    REPLY = "one request"
+    SERVER = "the server at work"
+    LOAD = "a launch"
+    KILL = "a process that is to end"
+    HOST = "the host program"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One way for things to go wrong."""
+
+    name: str
+    scope: Scope
+    found_within: Callable[[TimeoutProfile], float | None] = lambda profile: None
+    honest: bool = False
+    kills: bool = True  # excuses the end of the server
+    weight: float = 1.0
+
+
+def _soon(profile: TimeoutProfile) -> float:
+    return SLACK_S
+
+
+def _looks(profile: TimeoutProfile) -> float:
+    return 2 * profile.liveness_probe_interval_s + SLACK_S
+
+
+def _headers(profile: TimeoutProfile) -> float:
+    return profile.headers_timeout_s + _looks(profile)
+
+
+def _silence(profile: TimeoutProfile) -> float | None:
+    """No CPU time and no data, in whatever phase."""
+    limits = (profile.headers_timeout_s, profile.prefill_liveness_timeout_s, profile.idle_stream_timeout_s)
+    return None if None in limits else max(limit for limit in limits if limit is not None) + _looks(profile)
+
+
+def _silent_work(profile: TimeoutProfile) -> float | None:
+    limit = profile.silent_work_timeout_s
+    return None if limit is None else limit + _looks(profile)
+
+
+def _suspected(profile: TimeoutProfile) -> float | None:
+    """Found by `/slots`: four looks, two seconds apart, once there is a suspicion."""
+    suspect_after_s: float | None = getattr(profile, "suspect_after_s", None)
+    return _silent_work(profile) if suspect_after_s is None else suspect_after_s + 12.0 + _looks(profile)
+
+
+def _health(profile: TimeoutProfile) -> float | None:
+    interval_s = profile.health_probe_interval_s
+    return None if interval_s is None else (profile.health_failures_before_restart + 1) * (interval_s + 12.0) + SLACK_S
+
+
+def _startup(profile: TimeoutProfile) -> float:
+    return profile.startup_timeout_s + _looks(profile)
+
+
+def _load(profile: TimeoutProfile) -> float | None:
+    return None if profile.load_timeout_s is None else profile.load_timeout_s + _looks(profile)
+
+
+def _at_once_killed(profile: TimeoutProfile) -> float:
+    return float(getattr(profile, "kill_timeout_s", 10.0)) + SLACK_S
+
+
+_KINDS = (
+    # ---- one request
+    Kind(name="connection reset", scope=Scope.REPLY, found_within=_soon),
+    Kind(name="cut in a record", scope=Scope.REPLY, found_within=_soon),
+    Kind(name="ends without a finish", scope=Scope.REPLY, found_within=_soon),
+    Kind(name="error record", scope=Scope.REPLY, found_within=_soon),
+    Kind(name="status 500", scope=Scope.REPLY, found_within=_soon),
+    Kind(name="status 400", scope=Scope.REPLY, found_within=_soon, kills=False),
+    Kind(name="garbage", scope=Scope.REPLY, found_within=_soon),
+    Kind(name="repeated lines", scope=Scope.REPLY, found_within=lambda profile: 120.0, kills=False),
+    Kind(name="tool raises", scope=Scope.REPLY, found_within=_soon, kills=False),
+    Kind(name="tool never returns", scope=Scope.REPLY, found_within=lambda profile: 10.0 + SLACK_S, kills=False),
+    Kind(name="frozen progress", scope=Scope.REPLY, found_within=_silent_work),
+    Kind(name="empty frames", scope=Scope.REPLY, found_within=_suspected),
+    Kind(name="endless characters", scope=Scope.REPLY, found_within=lambda profile: 240.0, kills=False),
+    Kind(name="endless arguments", scope=Scope.REPLY, found_within=lambda profile: 240.0, kills=False),
+    Kind(name="dead stream, live neighbour", scope=Scope.REPLY, found_within=_suspected),
+    Kind(name="request lost", scope=Scope.REPLY, found_within=_suspected),
+    # ---- the server at work
+    Kind(name="decode dead, HTTP alive", scope=Scope.SERVER, found_within=_silence),
+    Kind(name="livelock", scope=Scope.SERVER, found_within=_silent_work),
+    Kind(name="SIGSTOP", scope=Scope.SERVER, found_within=_silence),
+    Kind(name="dead altogether", scope=Scope.SERVER, found_within=_silence),
+    Kind(name="HTTP thread dead", scope=Scope.SERVER, found_within=_health),
+    Kind(name="crash", scope=Scope.SERVER, found_within=_soon),
+    Kind(name="killed by the system", scope=Scope.SERVER, found_within=_soon),
+    Kind(name="guard killed", scope=Scope.SERVER, found_within=_soon),
+    Kind(name="pause", scope=Scope.SERVER, honest=True, weight=2.0),
+    Kind(name="short SIGSTOP", scope=Scope.SERVER, honest=True),
+    Kind(name="sidecar's CPU", scope=Scope.SERVER, found_within=_silence),
+    Kind(name="waiting behind a neighbour", scope=Scope.SERVER, honest=True),
+    # ---- a launch
+    Kind(name="load crashes", scope=Scope.LOAD, found_within=_soon),
+    Kind(name="load hangs", scope=Scope.LOAD, found_within=_startup),
+    Kind(name="load spins", scope=Scope.LOAD, found_within=_load),
+    Kind(name="slow load", scope=Scope.LOAD, honest=True, weight=2.0),
+    Kind(name="spawn fails", scope=Scope.LOAD, found_within=_soon),
+    Kind(name="port taken", scope=Scope.LOAD, found_within=_soon),
+    # ---- a process that is to end
+    Kind(name="SIGTERM ignored", scope=Scope.KILL, found_within=_at_once_killed),
+    Kind(name="unkillable for minutes", scope=Scope.KILL, found_within=_at_once_killed),
+    Kind(name="unkillable for ever", scope=Scope.KILL, found_within=_at_once_killed),
+    # ---- the host program
+    Kind(name="actor's exception", scope=Scope.HOST),
+    Kind(name="a probe hangs", scope=Scope.HOST, honest=True),
+    Kind(name="host stalled", scope=Scope.HOST, honest=True),
+    Kind(name="host and server stalled", scope=Scope.HOST, honest=True),
+    Kind(name="host lacks threads", scope=Scope.HOST, kills=False),
+    Kind(name="clock set", scope=Scope.HOST, honest=True),
+    Kind(name="BIOS provider raises", scope=Scope.HOST, kills=False),
+    Kind(name="BIOS provider blocks", scope=Scope.HOST, kills=False),
+)
+KINDS: Final[Mapping[str, Kind]] = {kind.name: kind for kind in _KINDS}

@@ -1,0 +1,293 @@
+"""The host program: what it calls, when, and whether that is reasonable.
+
+A plan is a generator: it yields seconds to sleep, or a future to wait for, and is resumed as a thread of the host's
+would be. Every answer is checked against what the worker promises for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from llama_worker import LlamaWorker
+from llama_worker.errors import WorkerClosed, WorkerStartError, WorkerStopError
+from llama_worker.profiles import RestartPolicy, TimeoutProfile
+from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.types import RequestState, WorkerState
+from tests.simulation.dice import Dice
+from tests.simulation.invariants import QUICK_S, Invariants, Violation
+from tests.simulation.scheduler import Scheduler
+
+Plan = Generator[float | WorkerFuture[Any], None, None]
+
+
+class Host:
+    """The program around one worker."""
+
+    def __init__(
+        self,
+        worker: LlamaWorker,
+        scheduler: Scheduler,
+        invariants: Invariants,
+        dice: Dice,
+        profile: TimeoutProfile,
+        policy: RestartPolicy,
+        longest_load_s: float,
+    ) -> None:
+        self.worker = worker
+        self.is_leaving = False
+        self.submitted = 0
+        self.outcomes: dict[str, int] = {}
+        self.wants_running = True
+        self._scheduler = scheduler
+        self._invariants = invariants
+        self._dice = dice
+        self._processes: list[Any] = []
+        self.stop_bound_s = 1.0 + profile.stop_grace_s + 2.0 + profile.kill_timeout_s + QUICK_S + 5.0
+        one_start_s = longest_load_s + profile.startup_timeout_s + self.stop_bound_s + 60.0
+        self.start_bound_s = one_start_s * (policy.max_restarts_per_window + 2) + policy.backoff_max_s * 8
+
+    def watch_processes(self, processes: list[Any]) -> None:
+        """The launches, oldest first."""
+        self._processes = processes
+
+    # ------------------------------------------------------------ threads
+
+    def run(self, plan: Plan) -> None:
+        """Begin the plan, on a thread of its own."""
+        self._scheduler.at(self._scheduler.now, lambda: self._resume(plan), "host")
+
+    def _resume(self, plan: Plan) -> None:
+        try:
+            awaited = next(plan)
+        except (StopIteration, WorkerClosed):
+            return
+        scheduler = self._scheduler
+        if isinstance(awaited, WorkerFuture):
+            awaited._on_resolved(lambda: scheduler.at(scheduler.now, lambda: self._resume(plan), "host"))
+        else:
+            scheduler.at(scheduler.now + awaited, lambda: self._resume(plan), "host")
+
+    # ------------------------------------------------------------ calls
+
+    def start(self) -> WorkerFuture[Any]:
+        """`start()`, with its bound."""
+        future = self.worker.start()
+        self._invariants.expect_answer(future, self.start_bound_s, "start()")
+        return future
+
+    def stop(self) -> WorkerFuture[Any]:
+        """`stop()`, with its bound."""
+        invariants = self._invariants
+        invariants.stop_called_at = self._scheduler.now
+        launches = len(self._processes)
+        future = self.worker.stop()
+        invariants.expect_answer(future, self.stop_bound_s, "stop()")
+
+        def resolved() -> None:
+            try:
+                future.get(timeout=0)
+            except (WorkerStopError, WorkerClosed):
+                return
+            invariants.stopped(self._processes[:launches])
+
+        future._on_resolved(resolved)
+        return future
+
+    def quick(self, future: WorkerFuture[Any], what: str) -> WorkerFuture[Any]:
+        """A call that waits for nothing."""
+        self._invariants.expect_answer(future, QUICK_S, what)
+        return future
+
+    def submit(self, job_name: str) -> WorkerFuture[Any]:
+        """`submit()`; a refusal must be true at the instant it is given."""
+        future = self.quick(self.worker.submit(job_name, "", "hello"), "submit()")
+
+        def resolved() -> None:
+            try:
+                answer = future.get(timeout=0)
+            except WorkerClosed:
+                return
+            self._invariants.admission_answered(answer.get("error"))
+
+        future._on_resolved(resolved)
+        return future
+
+    def close(self) -> None:
+        """`close()`, which blocks this thread and must return in good time."""
+        self._invariants.stop_called_at = self._scheduler.now
+        began = self._scheduler.host_time
+        self.worker.close()
+        took_s = self._scheduler.host_time - began
+        if took_s > self.stop_bound_s + 5.0:
+            raise Violation(5, f"close() took {took_s:.1f} s")
+
+    # ------------------------------------------------------------ plans
+
+    def keep_running(self, *, stops_every_s: float | None) -> Plan:
+        """Starts the worker, again where it failed; stops it now and then if it likes."""
+        dice = self._dice
+        while not self.is_leaving:
+            if self.wants_running:
+                future = self.start()
+                if dice.chance(0.2):
+                    self.start()  # twice
+                if dice.chance(0.03):
+                    yield dice.log_between(0.001, 30.0)
+                    self.stop()  # in the middle of it
+                yield future
+                try:
+                    future.get(timeout=0)
+                except WorkerStartError:
+                    yield dice.log_between(0.1, 300.0)
+                    continue
+            pause_s = dice.waiting_time(stops_every_s) if stops_every_s is not None else 1e9
+            waited_s = 0.0
+            while waited_s < pause_s and not self.is_leaving:
+                step_s = min(pause_s - waited_s, 600.0)
+                yield step_s
+                waited_s += step_s
+                if self._invariants.state in (WorkerState.FAILED, WorkerState.STOPPED):
+                    break
+            else:
+                if not self.is_leaving:
+                    yield from self._stop_now_and_then()
+
+    def _stop_now_and_then(self) -> Plan:
+        dice = self._dice
+        future = self.stop()
+        if dice.chance(0.3):
+            self.stop()
+        if dice.chance(0.3):
+            yield dice.log_between(0.001, 5.0)
+            self.start()  # while it stops
+        yield future
+        yield dice.log_between(0.001, 600.0)
+
+    def client(self, *, every_s: float) -> Plan:
+        """Submits one request after the other and follows each in one of several ways."""
+        dice = self._dice
+        while True:
+            yield dice.waiting_time(every_s)
+            if self.is_leaving:
+                return
+            future = self.submit(f"job-{dice.below(50)}")
+            yield future
+            answer = future.get(timeout=0)
+            if not answer["ok"]:
+                name = str(answer["error"])
+                self.outcomes[name] = self.outcomes.get(name, 0) + 1
+                continue
+            self.submitted += 1
+            request_id = answer["request_id"]
+            if request_id not in self._invariants.requests:
+                raise Violation(1, f"request {request_id} was admitted and holds no slot")
+            follow = dice.weighted(
+                {self._await: 4.0, self._poll: 1.0, self._read: 2.0, self._cancel: 1.0, self._forget: 0.5}
+            )
+            yield from follow(request_id)
+
+    def _took(self, request_id: int, result: Any) -> None:
+        if result["ok"]:
+            self._invariants.took_result(request_id, result)
+            reason = str(result.get("fail_reason") or result["finish_reason"])
+            self.outcomes[reason] = self.outcomes.get(reason, 0) + 1
+
+    def _await(self, request_id: int) -> Plan:
+        future = self.worker.result(request_id)
+        also = self.worker.result(request_id) if self._dice.chance(0.1) else None
+        yield future
+        ended_at = self._invariants.requests[request_id].ended_at
+        if ended_at is None:
+            raise Violation(1, f"result({request_id}) resolved before the request had ended")
+        self._took(request_id, future.get(timeout=0))
+        if also is not None:
+            yield also
+            self._took(request_id, also.get(timeout=0))
+        yield 2.0
+        gone = self.quick(self.worker.get_result(request_id), "get_result()")
+        yield gone
+        if gone.get(timeout=0).get("error") != "NOT_FOUND":
+            raise Violation(1, f"request {request_id} is still there after its result was taken")
+
+    def _poll(self, request_id: int) -> Plan:
+        while True:
+            yield self._dice.log_between(0.1, 60.0)
+            future = self.quick(self.worker.get_result(request_id), "get_result()")
+            yield future
+            result = future.get(timeout=0)
+            if result["ok"]:
+                self._took(request_id, result)
+                return
+            if result["error"] == "NOT_FOUND":
+                raise Violation(1, f"request {request_id} is gone, and nobody took its result")
+
+    def _read(self, request_id: int) -> Plan:
+        text, reasoning, done = "", "", False
+        while not done:
+            yield self._dice.log_between(0.05, 30.0)
+            status = self.quick(self.worker.get_status(request_id), "get_status()")
+            future = self.quick(
+                self.worker.read_output(request_id, text_offset=len(text), reasoning_offset=len(reasoning)),
+                "read_output()",
+            )
+            yield status
+            yield future
+            chunk = future.get(timeout=0)
+            if not chunk["ok"]:
+                raise Violation(1, f"request {request_id} is gone, and nobody took its result")
+            text, reasoning, done = text + chunk["text"], reasoning + chunk["reasoning"], chunk["done"]
+            if len(text) != chunk["text_offset"]:
+                raise Violation(2, f"request {request_id}: text_offset {chunk['text_offset']}, {len(text)} read")
+        future = self.worker.result(request_id)
+        yield future
+        result = future.get(timeout=0)
+        self._took(request_id, result)
+        if (result["text"], result["reasoning"]) != (text, reasoning):
+            raise Violation(2, f"request {request_id}: what was read differs from the result")
+
+    def _cancel(self, request_id: int) -> Plan:
+        yield self._dice.log_between(0.001, 120.0)
+        truth = self._invariants.requests[request_id]
+        truth.canceled = True
+        future = self.quick(self.worker.cancel(request_id), "cancel()")
+        twice = self.quick(self.worker.cancel(request_id), "cancel()") if self._dice.chance(0.3) else None
+        yield future
+        if twice is not None:
+            yield twice
+        answer = self.worker.result(request_id)
+        yield answer
+        result = answer.get(timeout=0)
+        self._took(request_id, result)
+        if result["ok"] and future.get(timeout=0) != (result["state"] is RequestState.CANCELED):
+            if truth.ended_at is None or future.get(timeout=0):
+                raise Violation(1, f"cancel({request_id}) said {future.get(timeout=0)}: {result['state']}")
+
+    def _forget(self, request_id: int) -> Plan:
+        yield 0.001
+
+    def meddler(self, *, every_s: float) -> Plan:
+        """Asks at odd moments for odd things."""
+        dice, worker = self._dice, self.worker
+        calls: list[tuple[str, Callable[[], WorkerFuture[Any]]]] = [
+            ("get_worker_status()", worker.get_worker_status),
+            ("get_debug_info()", worker.get_debug_info),
+            ("cancel()", lambda: worker.cancel(dice.below(1000))),
+            ("get_result()", lambda: worker.get_result(10_000 + dice.below(1000))),
+            ("get_status()", lambda: worker.get_status(dice.below(1000))),
+            ("read_output()", lambda: worker.read_output(dice.below(1000), text_offset=dice.below(100000))),
+        ]
+        while True:
+            yield dice.waiting_time(every_s)
+            if self.is_leaving:
+                return
+            what, call = dice.choice(calls)
+            if what == "cancel()":
+                for truth in self._invariants.requests.values():
+                    truth.canceled = True
+            future = self.quick(call(), what)
+            yield future
+            if what == "get_worker_status()":
+                status = future.get(timeout=0)
+                if status["slots_used"] != len(status["active_request_ids"]):
+                    raise Violation(1, f"slots_used {status['slots_used']}: {status['active_request_ids']}")

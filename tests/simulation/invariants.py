@@ -1,0 +1,347 @@
+"""What must hold, checked after every step, or at the instant a bound is due.
+
+1. Every admitted request ends exactly once; the slots in use are the requests that have not ended; a refused one takes none.
+2. Output only grows, and after any ending it is exactly what had come up to the instant that decided.
+3. Nothing is given up, and no server ended, without a fault that excuses it.
+4. What is wedged is found within its kind's bound.
+5. Every future resolves within its bound.
+6. No process lives when the next is started, or after `stop()`.
+7. States change along the documented arrows only, restarts keep to the budget, old news changes nothing.
+8. When faults stop, the worker comes to rest, and a fresh request completes (`world.py` asks it).
+9. At the end nothing is left (`world.py` asks for it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama_worker.messages import RequestEnded, StreamEvents
+from llama_worker.profiles import RestartPolicy
+from llama_worker.request.record import RequestRecord
+from llama_worker.server.lifecycle import Lifecycle
+from llama_worker.server.lifecycle_states import Launching
+from llama_worker.stream.events import ReasoningDelta, TextDelta
+from llama_worker.types import RequestFailReason, RequestState, WorkerState
+from tests.simulation.faults import Kind
+from tests.simulation.scheduler import Scheduler, SimulatedActor
+from tests.simulation.server import Exchange
+
+ARROWS = {
+    (WorkerState.STOPPED, WorkerState.RUNNING),
+    (WorkerState.RUNNING, WorkerState.READY),
+    (WorkerState.RUNNING, WorkerState.FAILED),
+    (WorkerState.RUNNING, WorkerState.STOPPED),
+    (WorkerState.READY, WorkerState.RUNNING),
+    (WorkerState.READY, WorkerState.FAILED),
+    (WorkerState.FAILED, WorkerState.RUNNING),
+    (WorkerState.FAILED, WorkerState.STOPPED),
+}
+OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
+QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
+_BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_STOPPED})
+
+
+class Violation(AssertionError):
+    """An invariant is broken."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(f"invariant {number}: {what}")
+        self.number = number
+
+
+@dataclass(eq=False, slots=True)
+class Fault:
+    """One thing that went wrong."""
+
+    kind: Kind
+    began_at: float
+    epoch: int | None = None  # of the launch it happened to; None: the host
+    request_id: int | None = None  # None: every one of the launch
+    ended_at: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Truth:
+    """One request, as the world knows it."""
+
+    request_id: int
+    admitted_at: float
+    exchanges: list[Exchange] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)  # handed to the request's actor so far
+    reasoning: list[str] = field(default_factory=list)
+    decided: tuple[str, str] | None = None  # (text, reasoning) when its end was decided
+    epoch: int = 0
+    canceled: bool = False
+    record: RequestRecord | None = None
+    ended_at: float | None = None
+    result: Any = None
+    calls: int = 0
+
+
+class Invariants:
+    """Hears of every step of one worker; raises Violation."""
+
+    def __init__(self, scheduler: Scheduler, policy: RestartPolicy, slots: int) -> None:
+        self.faults: list[Fault] = []
+        self.requests: dict[int, Truth] = {}
+        self.killed_at: dict[int, float] = {}  # by epoch
+        self.found: dict[str, list[float]] = {}  # seconds from the fault to its discovery, by kind
+        self.bounded: dict[str, int] = {}  # how many of a kind had to be found
+        self.stop_called_at = -math.inf  # by stop() or close()
+        self.on_admitted: Callable[[Truth], object] = lambda truth: None
+        self.restarts_count = 0
+        self._scheduler = scheduler
+        self._policy = policy
+        self._slots = slots
+        self._worker: Any = None
+        self._active: tuple[int, ...] = ()
+        self._admitted: set[int] = set()
+        self._state = WorkerState.STOPPED
+        self._restarted_at: list[float] = []
+        self._restart_count = 0
+        self._stale_before: Lifecycle | None = None
+        scheduler.before_message = self.before_message
+        scheduler.after_message = self.after_message
+        scheduler.on_told = self.on_told
+
+    def watch(self, worker: Any) -> None:
+        """The WorkerActor to look into."""
+        self._worker = worker
+
+    @property
+    def state(self) -> WorkerState:
+        """The worker's."""
+        return self._state
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        """The worker's."""
+        life: Lifecycle = self._worker._server.lifecycle
+        return life
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Ids of the requests that hold a slot."""
+        return tuple(admitted.request_id for admitted in self._worker._table.active)
+
+    # ------------------------------------------------------------ every step
+
+    def before_message(self, actor: SimulatedActor, message: Any) -> None:
+        """An actor is about to handle a message."""
+        if type(message) is StreamEvents:
+            truth = self.requests.get(message.turn_id[0])
+            if truth is not None:
+                truth.text += [event.text for event in message.events if type(event) is TextDelta]
+                truth.reasoning += [event.text for event in message.events if type(event) is ReasoningDelta]
+        elif actor.actor is self._worker:
+            epoch = getattr(message, "epoch", None)
+            if epoch is not None and epoch < self.lifecycle.epoch:
+                self._stale_before = self.lifecycle
+
+    def on_told(self, message: Any) -> None:
+        """An actor tells something."""
+        if type(message) is RequestEnded:
+            truth = self.requests.get(message.record.request_id)
+            if truth is not None and truth.decided is None:
+                truth.decided = "".join(truth.text), "".join(truth.reasoning)
+
+    def after_message(self, actor: SimulatedActor, message: Any) -> None:
+        """An actor has handled a message."""
+        if actor.actor is not self._worker:
+            return
+        if self._stale_before is not None:
+            if self._stale_before != self.lifecycle:
+                raise Violation(7, f"{type(message).__name__} of an old launch changed the worker's state")
+            self._stale_before = None
+        active = self.active
+        if active != self._active:
+            self._check_table(active)
+        life = self.lifecycle
+        if life.public_state is not self._state:
+            self._check_arrow(life.public_state)
+        if life.budget.restart_count != self._restart_count:
+            self._check_budget(life)
+
+    def _check_table(self, active: tuple[int, ...]) -> None:
+        if len(active) > self._slots or len(set(active)) != len(active):
+            raise Violation(1, f"requests {active} hold {self._slots} slots")
+        for request_id in active:
+            if request_id not in self.requests:
+                truth = Truth(request_id, self._scheduler.now, epoch=self.lifecycle.epoch)
+                self.requests[request_id] = truth
+                self.on_admitted(truth)
+            elif self.requests[request_id].record is not None:
+                raise Violation(1, f"request {request_id} has ended and holds a slot again")
+        for request_id in set(self._active) - set(active):
+            self._ended(self.requests[request_id])
+        self._active = active
+
+    def _check_arrow(self, state: WorkerState) -> None:
+        if (self._state, state) not in ARROWS:
+            raise Violation(7, f"the worker went from {self._state} to {state}")
+        if state is WorkerState.READY and self._active:
+            raise Violation(7, f"READY with requests {self._active} of the life before")
+        self._state = state
+
+    def _check_budget(self, life: Lifecycle) -> None:
+        now = self._scheduler.now
+        self._restart_count = life.budget.restart_count
+        self.restarts_count += 1
+        self._restarted_at = [at for at in self._restarted_at if now - at < self._policy.restart_window_s] + [now]
+        if len(self._restarted_at) > self._policy.max_restarts_per_window:
+            raise Violation(7, f"{len(self._restarted_at)} restarts in {self._policy.restart_window_s:g} s")
+
+    # ------------------------------------------------------------ requests
+
+    def _ended(self, truth: Truth) -> None:
+        record = self._worker._table.record(truth.request_id)
+        if record is None:
+            raise Violation(1, f"request {truth.request_id} lost its slot without a record")
+        truth.record, truth.ended_at = record, self._scheduler.now
+        result = record.result
+        self._check_excuse(truth, result["state"], result.get("fail_reason"))
+        for fault in self.faults[-20:]:
+            if fault.request_id == truth.request_id and fault.ended_at is None:
+                fault.ended_at = self._scheduler.now
+        self._check_output(truth, record)
+
+    def _check_excuse(self, truth: Truth, state: RequestState, reason: RequestFailReason | None) -> None:
+        request_id = truth.request_id
+        if state is RequestState.COMPLETED:
+            return
+        if reason is RequestFailReason.CANCELED:
+            if not truth.canceled:
+                raise Violation(3, f"request {request_id} was cancelled by nobody")
+        elif reason is RequestFailReason.WORKER_STOPPED:
+            if self.stop_called_at < truth.admitted_at - QUICK_S:
+                raise Violation(3, f"request {request_id} ended with {reason}, and nobody called stop()")
+        elif self.excuse(truth.epoch, request_id) is None:
+            detail = truth.record.result.get("fail_detail") if truth.record is not None else ""
+            raise Violation(3, f"request {request_id} was given up with {reason} without a fault: {detail}")
+
+    def _check_output(self, truth: Truth, record: RequestRecord) -> None:
+        result, reason = record.result, record.result.get("fail_reason")
+        if truth.decided is None:
+            return  # its actor died without a word
+        text, reasoning = truth.decided
+        loops = reason is not None and "loop" in str(reason)
+        same = text.startswith(result["text"]) if loops else (text, reasoning) == (result["text"], result["reasoning"])
+        if not same:
+            ended, came = (result["text"], text) if result["text"] != text else (result["reasoning"], reasoning)
+            shown = f"{ended[:40]!r}...{ended[-40:]!r}, and {came[:40]!r}...{came[-40:]!r} had come"
+            raise Violation(2, f"request {truth.request_id} ({reason}) ended with {shown}")
+        if result["state"] is RequestState.COMPLETED:
+            sent = "".join(each.text for each in truth.exchanges)
+            if result["text"] != sent:
+                raise Violation(2, f"request {truth.request_id} completed without a part of what was sent")
+
+    def admission_answered(self, error: str | None) -> None:
+        """A `submit()` is being answered: admitted, or refused for a reason that is true now."""
+        state, full = self.lifecycle.public_state, len(self.active) >= self._slots
+        expected = {
+            WorkerState.STOPPED: "WORKER_NOT_READY",
+            WorkerState.RUNNING: "WORKER_NOT_READY",
+            WorkerState.FAILED: "WORKER_FAILED",
+        }.get(state)
+        if error is None:
+            if expected is not None or self.active == self._active:
+                raise Violation(1, f"a request was admitted while {state}")
+        elif error != (expected or ("NO_SLOT_AVAILABLE" if full else None)) or self.active != self._active:
+            raise Violation(1, f"refused with {error} while {state}, {len(self.active)} slots in use")
+
+    def took_result(self, request_id: int, result: Any) -> None:
+        """A host was given a result."""
+        truth = self.requests[request_id]
+        if truth.record is None:
+            raise Violation(1, f"request {request_id} has a result and has not ended")
+        if truth.result is not None and truth.result != result:
+            raise Violation(1, f"request {request_id} has two results")
+        truth.result = result
+
+    # ------------------------------------------------------------ faults and bounds
+
+    def fault(self, kind: Kind, *, epoch: int | None = None, request_id: int | None = None) -> Fault:
+        """Something goes wrong now."""
+        fault = Fault(kind, self._scheduler.now, epoch, request_id)
+        self.faults.append(fault)
+        where = f"request {request_id}" if request_id is not None else f"launch {epoch}" if epoch else "the host"
+        self._scheduler.trace.note(self._scheduler.now, f"FAULT {kind.name} ({where})")
+        return fault
+
+    def excuse(self, epoch: int, request_id: int | None) -> Fault | None:
+        """A fault for which the request, or (None) the server, may be given up."""
+        now = self._scheduler.now
+        for fault in reversed(self.faults):
+            if fault.kind.honest or (fault.ended_at is not None and now - fault.ended_at > OLD_EXCUSE_S):
+                continue
+            if fault.epoch is not None and fault.epoch != epoch:
+                continue
+            if fault.kind.kills or (request_id is not None and fault.request_id in (None, request_id)):
+                return fault
+        return None
+
+    def server_killed(self, epoch: int, launched_at: float) -> None:
+        """The worker ends a launch."""
+        if epoch in self.killed_at:
+            return
+        self.killed_at[epoch] = self._scheduler.now
+        if self.stop_called_at < launched_at - QUICK_S and self.excuse(epoch, None) is None:
+            raise Violation(3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}")
+
+    def expect(
+        self, number: int, bound_s: float, what: str, done: Callable[[], bool], *, since: float | None = None
+    ) -> None:
+        """Raise Violation unless `done` within so many seconds of the host's time."""
+        scheduler = self._scheduler
+        due = scheduler.host_time + bound_s
+
+        def check() -> None:
+            if done():
+                return
+            left = due - scheduler.host_time
+            if left > 1e-6:
+                scheduler.at(scheduler.now + left, check, "a bound is due", of_host=False)
+            else:
+                raise Violation(number, f"not within {bound_s:.1f} s: {what}")
+
+        scheduler.at(scheduler.now + bound_s, check, "a bound is due", of_host=False)
+
+    def expect_found(self, fault: Fault, bound_s: float | None, truth: Truth) -> None:
+        """The request must have ended within the bound, for whatever reason."""
+        if bound_s is None:
+            return
+        name, began_at = fault.kind.name, self._scheduler.now
+        self.bounded[name] = self.bounded.get(name, 0) + 1
+
+        def ended() -> bool:
+            if truth.ended_at is None:
+                return fault.ended_at is not None
+            reason = truth.record.result.get("fail_reason") if truth.record is not None else None
+            if reason not in _BY_THE_HOST and reason is not None:
+                self.found.setdefault(name, []).append(truth.ended_at - began_at)
+            return True
+
+        self.expect(4, bound_s, f"request {truth.request_id} under the fault {name!r}", ended)
+
+    def expect_answer(self, future: Any, bound_s: float, what: str) -> None:
+        """The future must have resolved within the bound."""
+        self.expect(5, bound_s, f"the future of {what}", future.done)
+
+    # ------------------------------------------------------------ processes
+
+    def launch(self, processes: list[Any], epoch: int) -> None:
+        """A process is about to be started."""
+        for process in processes:
+            if process.server is not None and not process.server.gone:
+                raise Violation(6, f"launch {epoch} begins while launch {process.epoch} still lives")
+        if isinstance(self.lifecycle.state, Launching) and self.lifecycle.state.first:
+            self._restarted_at.clear()
+
+    def stopped(self, processes: list[Any]) -> None:
+        """A `stop()` has resolved with success."""
+        for process in processes:
+            if process.server is not None and not process.server.gone:
+                raise Violation(6, f"stop() resolved while launch {process.epoch} still lives")

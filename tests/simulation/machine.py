@@ -1,0 +1,121 @@
+"""The machine under the runtime: the port, the processes, what it lacks for a moment, how soon threads run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from llama_worker.server.termination import Signal
+from llama_worker.types import StartFailReason
+from tests.simulation.dice import Dice
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.server import Build, Exchange, LlamaServer, Reply
+
+if TYPE_CHECKING:
+    from tests.simulation.runtime import SimServerProcess, SimStream
+
+
+class Machine:
+    """Where the server runs. The faults change it; the runtime asks it."""
+
+    def __init__(self, scheduler: Scheduler, dice: Dice, build: Build) -> None:
+        self.build = build
+        self.unix_jump_s = 0.0
+        self.stranger_on_port = False
+        self.looks_hang = False
+        self.lacks_threads = False
+        self.launched: list[SimServerProcess] = []
+        self.servers: list[LlamaServer] = []  # those whose process lives
+        self.unanswered: list[tuple[LlamaServer, SimStream]] = []
+        self.loads: Callable[[LlamaServer], object] = lambda server: server.begin_load(build.load_s)
+        self.launch_failure: Callable[[], tuple[StartFailReason, str] | None] = lambda: None
+        self.reply_to: Callable[[int, int], Reply] = _no_reply
+        self.twist: Callable[[LlamaServer, Exchange], None] = lambda server, exchange: None
+        self.tool_call: Callable[[int], tuple[float | None, bool]] = lambda request_id: (0.1, True)
+        self.bios_call: Callable[[], tuple[float | None, str | None]] = lambda: (0.001, None)
+        self.refuses: Callable[[tuple[int, int]], int | None] = lambda turn_id: None
+        self.on_signal: Callable[[SimServerProcess, Signal], object] = lambda process, signal: None
+        self.on_launch: Callable[[int], object] = lambda epoch: None
+        self.on_death: Callable[[LlamaServer], object] = lambda server: None
+        self.on_start: Callable[[LlamaServer], object] = lambda server: None
+        self._scheduler = scheduler
+        self._dice = dice
+        self._pid = 100
+        self.exchanges: Callable[[Exchange], object] = lambda exchange: None
+
+    def need_thread(self) -> None:
+        """Raises where the host cannot start one."""
+        if self.lacks_threads:
+            raise RuntimeError("can't start new thread")
+
+    def start_server(self, epoch: int) -> LlamaServer:
+        """A process of the server's."""
+        self._pid += 10
+        self.servers = [server for server in self.servers if not server.gone]
+        server = LlamaServer(
+            self._scheduler,
+            self._dice,
+            self.build,
+            epoch=epoch,
+            pid=self._pid,
+            reply_to=self.reply_to,
+            twist=self.twist,
+        )
+        self.on_start(server)
+        self.servers.append(server)
+        self.loads(server)
+        return server
+
+    def listening(self) -> LlamaServer | None:
+        """The newest server that lives."""
+        return next((server for server in reversed(self.servers) if not server.gone), None)
+
+    def find(self, pid: int) -> LlamaServer | None:
+        """The server with that process."""
+        return next((server for server in self.servers if server.pid == pid and not server.gone), None)
+
+    def serve(self, server: LlamaServer, stream: SimStream, body: dict[str, Any]) -> None:
+        """A request has arrived at a server that answers."""
+        status = self.refuses(stream.turn_id)
+        if status is not None and server.loaded:
+            stream.headers(status)
+            return
+        stream.exchange = server.accept(stream, stream.turn_id, body)
+        if stream.exchange is not None:
+            self.exchanges(stream.exchange)
+
+    def answer_waiting(self, server: LlamaServer) -> None:
+        """The server answers again: what was sent to it meanwhile is taken."""
+        waiting = [stream for each, stream in self.unanswered if each is server]
+        self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
+        for stream in waiting:
+            stream._posted()
+
+    def cut_waiting(self, server: LlamaServer) -> None:
+        """The server is gone: so are the connections that it never looked at."""
+        for each, stream in self.unanswered:
+            if each is server:
+                stream.end(regular=False)
+        self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
+
+    def error_body(self, turn_id: tuple[int, int], status: int) -> str:
+        """What the server says with an error status."""
+        return f"HTTP {status}"
+
+    # ------------------------------------------------------------ how long things take
+
+    def thread_start_s(self) -> float:
+        """Until a new thread runs."""
+        return 0.0002
+
+    def read_delay_s(self) -> float:
+        """Until a reader that has something to read runs."""
+        return 0.0003 if not self._dice.chance(0.02) else self._dice.log_between(0.001, 0.2)
+
+    def probe_s(self) -> float:
+        """Until a probe has its answer."""
+        return 0.004
+
+
+def _no_reply(request_id: int, exchange: int) -> Reply:
+    raise LookupError((request_id, exchange))

@@ -1,0 +1,404 @@
+"""Nature: does the kinds of faults.py to one world, at random moments."""
+
+from __future__ import annotations
+
+from llama_worker.messages import Tick
+from llama_worker.profiles import TimeoutProfile
+from llama_worker.server.termination import Signal
+from llama_worker.types import StartFailReason
+from tests.simulation.dice import Dice
+from tests.simulation.faults import KINDS, Kind, Scope
+from tests.simulation.invariants import Fault, Invariants, Truth
+from tests.simulation.machine import Machine
+from tests.simulation.runtime import SimServerProcess
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.server import Exchange, LlamaServer, Reply
+
+_TOOL_S = 12.0  # a request may be in its tools when a fault of the server begins
+_EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
+_ERROR = b'data: {"error":{"code":500,"message":"CUDA error","type":"server_error"}}\n\n'
+_ARGUMENTS = b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"1,2,"}}]}}]}\n\n'
+
+
+class Nature:
+    """What it does is drawn from its own generator; `calm` ends it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        dice: Dice,
+        machine: Machine,
+        invariants: Invariants,
+        profile: TimeoutProfile,
+        kinds: dict[str, float],
+        mean_s: float,
+    ) -> None:
+        self.is_calm = False
+        self.counts: dict[str, int] = {}
+        self._scheduler = scheduler
+        self._dice = dice
+        self._machine = machine
+        self._invariants = invariants
+        self._profile = profile
+        self._kinds = {KINDS[name]: weight for name, weight in kinds.items() if KINDS[name].scope is not Scope.REPLY}
+        self._reply_kinds = {KINDS[name]: w for name, w in kinds.items() if KINDS[name].scope is Scope.REPLY}
+        self._mean_s = mean_s
+        self._next_load: Kind | None = None
+        self._on_server: dict[int, list[Fault]] = {}  # by epoch: those that hurt every request
+        self._loading_faults: dict[int, Fault] = {}
+        self._unkillable: dict[int, Kind] = {}
+        self._tool_kinds: dict[int, Kind] = {}
+        self._refusals: dict[int, int] = {}
+        self._bios: tuple[float | None, str | None] | None = None
+        machine.loads = self._load
+        machine.launch_failure = self._launch_failure
+        machine.twist = self._twist
+        machine.refuses = lambda turn_id: self._refusals.get(turn_id[0])
+        machine.tool_call = self._tool_call
+        machine.bios_call = self._bios_call
+        machine.on_signal = self._on_signal
+        machine.on_death = self._died
+        invariants.on_admitted = self._admitted
+
+    def begin(self) -> None:
+        """From now on, until `calm`."""
+        if self._mean_s > 0 and self._kinds:
+            self._later(self._dice.waiting_time(self._mean_s), self._strike, "nature")
+
+    def calm(self) -> None:
+        """Nothing new goes wrong, and what lasts is over."""
+        self.is_calm = True
+        machine = self._machine
+        machine.lacks_threads = machine.looks_hang = machine.stranger_on_port = False
+        self._next_load = self._bios = None
+
+    def reply_kind(self, chance: float) -> str | None:
+        """A misbehaviour for the next reply."""
+        if self.is_calm or not self._reply_kinds or not self._dice.chance(chance):
+            return None
+        return self._dice.weighted(self._reply_kinds).name
+
+    def _later(self, seconds: float, call: object, what: str) -> None:
+        self._scheduler.at(self._scheduler.now + seconds, call, what, of_host=False)  # type: ignore[arg-type]
+
+    def _fault(self, name: str, *, epoch: int | None = None, request_id: int | None = None) -> Fault:
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return self._invariants.fault(KINDS[name], epoch=epoch, request_id=request_id)
+
+    def _strike(self) -> None:
+        if self.is_calm:
+            return
+        self._later(self._dice.waiting_time(self._mean_s), self._strike, "nature")
+        self.strike(self._dice.weighted(self._kinds))
+
+    def strike(self, kind: Kind) -> None:
+        """Do it now, if there is anything to do it to."""
+        server = self._machine.listening()
+        match kind.scope:
+            case Scope.LOAD:
+                self._next_load = kind
+                if server is not None and self._dice.chance(0.5):
+                    self._crash(server, "crash", 139)
+            case Scope.SERVER if server is not None and server.loaded:
+                self._to_server(kind, server)
+            case Scope.KILL if server is not None and not server.gone:
+                self._to_process(kind, server)
+            case Scope.HOST:
+                self._to_host(kind)
+            case _:
+                return
+
+    # ------------------------------------------------------------ the server at work
+
+    def _to_server(self, kind: Kind, server: LlamaServer) -> None:
+        name, dice = kind.name, self._dice
+        limits = [self._profile.headers_timeout_s, self._profile.idle_stream_timeout_s or 1e9]
+        limits.append(self._profile.prefill_liveness_timeout_s or 1e9)
+        within_s = 0.4 * min(limits)
+        match name:
+            case "crash":
+                self._crash(server, name, dice.choice((1, 134, 139, -6, -11)))
+            case "killed by the system":
+                self._crash(server, name, -9)
+            case "guard killed":
+                self._fault(name, epoch=server.epoch)
+                next(each for each in self._machine.launched if each.server is server).kill_guard()
+            case "pause":
+                self._fault(name, epoch=server.epoch)
+                server.freeze(spins=dice.chance(0.5))
+                self._later(dice.between(0.1, within_s), server.thaw, "the pause ends")
+            case "short SIGSTOP":
+                self._fault(name, epoch=server.epoch)
+                server.stop_signal()
+                self._later(dice.between(0.1, within_s), lambda: self._resume(server), "SIGCONT")
+            case "waiting behind a neighbour":
+                self._fault(name, epoch=server.epoch)  # a matter of the build: see world.py
+            case "sidecar's CPU":
+                fault = self._hurt(name, server)
+                server.spare_time(server.pid + 1, 95.0)
+                server.freeze(spins=False)
+                self._bound(fault, server)
+            case _:
+                self._wedge(name, server)
+
+    def _wedge(self, name: str, server: LlamaServer) -> None:
+        fault = self._hurt(name, server)
+        match name:
+            case "decode dead, HTTP alive":
+                server.freeze(spins=False)
+            case "livelock":
+                server.freeze(spins=True)
+                server.ignores_term = True
+            case "SIGSTOP":
+                server.stop_signal()
+            case "dead altogether":
+                server.freeze(spins=False)
+                server.http_dead = True
+            case "HTTP thread dead":
+                server.http_dead = True
+        self._bound(fault, server)
+        if self._dice.chance(0.3):  # some come back by themselves
+            self._later(self._dice.log_between(1.0, 4000.0), lambda: self._recover(fault, server), "it goes on")
+
+    def _recover(self, fault: Fault, server: LlamaServer) -> None:
+        if server.gone:
+            return
+        fault.ended_at = self._scheduler.now
+        server.http_dead = server.ignores_term = False
+        server.thaw()
+        self._resume(server)
+
+    def _resume(self, server: LlamaServer) -> None:
+        if not server.gone:
+            server.continue_signal()
+            self._machine.answer_waiting(server)
+
+    def _hurt(self, name: str, server: LlamaServer) -> Fault:
+        fault = self._fault(name, epoch=server.epoch)
+        self._on_server.setdefault(server.epoch, []).append(fault)
+        return fault
+
+    def _bound(self, fault: Fault, server: LlamaServer) -> None:
+        """Every request in flight must be found; those that are admitted later, too (`_admitted`)."""
+        for request_id in self._invariants.active:
+            self._expect(fault, self._invariants.requests[request_id])
+        if fault.kind.name in ("HTTP thread dead", "SIGSTOP", "dead altogether"):
+            bound_s = KINDS["HTTP thread dead"].found_within(self._profile)
+            if bound_s is not None:
+                self._invariants.expect(
+                    4,
+                    bound_s + (self._profile.silent_work_timeout_s or 0.0),
+                    f"{fault.kind.name} of launch {server.epoch}",
+                    lambda: server.gone or server.killed or fault.ended_at is not None,
+                )
+
+    def _admitted(self, truth: Truth) -> None:
+        for fault in self._on_server.get(truth.epoch, ()):
+            if fault.ended_at is None:
+                self._expect(fault, truth)
+
+    def _expect(self, fault: Fault, truth: Truth) -> None:
+        bound_s = fault.kind.found_within(self._profile)
+        if fault.kind.name == "HTTP thread dead":
+            return  # its requests go on
+        self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
+
+    def _crash(self, server: LlamaServer, name: str, returncode: int) -> None:
+        fault = self._fault(name, epoch=server.epoch)
+        for request_id in self._invariants.active:
+            self._expect(fault, self._invariants.requests[request_id])
+        if server.unkillable:
+            server.unkillable = False
+        server.die(returncode)
+
+    def _died(self, server: LlamaServer) -> None:
+        self._on_server.pop(server.epoch, None)
+
+    # ------------------------------------------------------------ one request
+
+    def prepare(self, request_id: int, reply: Reply) -> None:
+        """A misbehaviour that is not the stream's own."""
+        match reply.twist:
+            case "status 500" | "status 400":
+                self._refusals[request_id] = int(reply.twist[-3:])
+                self._bound_reply(reply.twist, request_id)
+                reply.twist = None
+            case "tool raises" | "tool never returns":
+                self._tool_kinds[request_id] = KINDS[reply.twist]
+                reply.twist = None
+
+    def _bound_reply(self, name: str, request_id: int, epoch: int | None = None) -> Fault:
+        truth = self._invariants.requests[request_id]
+        fault = self._fault(name, epoch=epoch if epoch is not None else truth.epoch, request_id=request_id)
+        if truth.ended_at is None:
+            self._invariants.expect_found(fault, fault.kind.found_within(self._profile), truth)
+        else:
+            fault.ended_at = self._scheduler.now
+        return fault
+
+    def _twist(self, server: LlamaServer, exchange: Exchange) -> None:
+        """The moment has come, or comes again, for what the reply's `twist` says."""
+        name = exchange.reply.twist
+        assert name is not None
+        first = not exchange.twisted
+        exchange.twisted = True
+        if first:
+            fault = self._bound_reply(name, exchange.request_id, server.epoch)
+        match name:
+            case "connection reset":
+                server.hang_up(exchange, regular=False)
+            case "cut in a record":
+                server.send(exchange, b'data: {"choices":[{"index":0,"del')
+                server.hang_up(exchange, regular=True)
+            case "ends without a finish":
+                server.hang_up(exchange, regular=True)
+            case "error record":
+                server.send(exchange, _ERROR)
+                server.hang_up(exchange, regular=True)
+            case "garbage":
+                server.send(exchange, b"data: {garbage\n\n")
+                server.hang_up(exchange, regular=True)
+            case "repeated lines":
+                server.send_words(exchange, "the same line comes over and over again, for ever and ever\n" * 4)
+            case "endless characters":
+                server.send_words(exchange, "/" * 64)
+            case "endless arguments":
+                server.send(exchange, _ARGUMENTS)
+            case "empty frames":
+                server.send(exchange, _EMPTY)
+            case "dead stream, live neighbour":
+                exchange.dead = True
+            case "request lost":
+                server.release_slot(exchange)
+            case "frozen progress" if first:
+                server.freeze(spins=True)
+                self._on_server.setdefault(server.epoch, []).append(fault)
+                fault.request_id = None
+                self._bound(fault, server)
+                self._repeat_progress(server, exchange)
+            case _:
+                return
+
+    def _repeat_progress(self, server: LlamaServer, exchange: Exchange) -> None:
+        if not exchange.over and not server.gone:
+            server.send_progress(exchange)
+            self._later(2.0, lambda: self._repeat_progress(server, exchange), "the same progress again")
+
+    # ------------------------------------------------------------ a launch, and its end
+
+    def _launch_failure(self) -> tuple[StartFailReason, str] | None:
+        kind, epoch = self._next_load, self._invariants.lifecycle.epoch
+        if kind is None or kind.name not in ("spawn fails", "port taken"):
+            return None
+        self._next_load = None
+        self._fault(kind.name, epoch=epoch)
+        if kind.name == "spawn fails":
+            return StartFailReason.SPAWN_FAILED, "no such file"
+        return StartFailReason.PORT_IN_USE, "the port is taken by another process"
+
+    def _load(self, server: LlamaServer) -> None:
+        kind, self._next_load = self._next_load, None
+        load_s = server.build.load_s * self._dice.between(0.8, 1.2)
+        if kind is None or kind.scope is not Scope.LOAD:
+            server.begin_load(load_s)
+            return
+        fault = self._fault(kind.name, epoch=server.epoch)
+        match kind.name:
+            case "load crashes":
+                server.begin_load(load_s * self._dice.random(), returncode=1)
+            case "load hangs":
+                server.begin_load(None, works=False)
+            case "load spins":
+                server.begin_load(None)
+                if self._profile.load_timeout_s is None:  # nothing ends it but a host that has had enough
+                    self._later(900.0, lambda: server.die(-6), "the load gives up")
+            case _:
+                slow_s = load_s + self._dice.log_between(1.0, 1200.0)
+                if self._profile.load_timeout_s is not None:
+                    slow_s = min(slow_s, 0.5 * self._profile.load_timeout_s)
+                server.begin_load(slow_s)
+        bound_s = kind.found_within(self._profile)
+        if bound_s is not None:
+            self._invariants.expect(
+                4,
+                bound_s + load_s,
+                f"{kind.name} of launch {server.epoch}",
+                lambda: server.gone or server.killed,
+            )
+            self._invariants.bounded[kind.name] = self._invariants.bounded.get(kind.name, 0) + 1
+            self._loading_faults[server.epoch] = fault
+
+    def _to_process(self, kind: Kind, server: LlamaServer) -> None:
+        self._fault(kind.name, epoch=server.epoch)
+        if kind.name == "SIGTERM ignored":
+            server.ignores_term = True
+        else:
+            server.unkillable = True
+            server.freeze(spins=False)
+            self._unkillable[server.epoch] = kind
+
+    def _on_signal(self, process: SimServerProcess, signal: Signal) -> None:
+        self._invariants.server_killed(process.epoch, process.launched_at)
+        fault = self._loading_faults.pop(process.epoch, None)
+        if fault is not None and signal is not Signal.TERMINATE:
+            found = self._invariants.found.setdefault(fault.kind.name, [])
+            found.append(self._scheduler.now - fault.began_at)
+        kind = self._unkillable.get(process.epoch)
+        server = process.server
+        if kind is not None and kind.name == "unkillable for minutes" and server is not None:
+            self._later(self._dice.log_between(20.0, 900.0), server.become_killable, "what held it up is over")
+            del self._unkillable[process.epoch]
+
+    # ------------------------------------------------------------ the host program
+
+    def _to_host(self, kind: Kind) -> None:
+        dice, machine, name = self._dice, self._machine, kind.name
+        fault = self._fault(name)
+        fault.ended_at = self._scheduler.now
+        match name:
+            case "actor's exception":
+                actors = [each for each in self._scheduler.actors if each.actor.role != "worker"]
+                if actors:
+                    broken = dice.choice(actors)
+                    self._scheduler.break_actor(broken)
+                    broken.actor.actor_ref.tell(Tick())
+            case "a probe hangs":
+                machine.looks_hang = True
+                self._later(dice.log_between(1.0, 300.0), self._looks_work, "looks return again")
+            case "host stalled":
+                self._scheduler.halt_host(dice.log_between(1.0, 4000.0))
+            case "host and server stalled":
+                seconds = dice.log_between(1.0, 4000.0)
+                self._scheduler.halt_host(seconds)
+                server = machine.listening()
+                if server is not None and not server.stopped:
+                    server.stop_signal()
+                    self._later(seconds, lambda: self._resume(server), "all go on")
+            case "host lacks threads":
+                machine.lacks_threads = True
+                self._later(dice.log_between(0.1, 30.0), self._threads_back, "there are threads again")
+            case "clock set":
+                machine.unix_jump_s += dice.between(-7200.0, 7200.0)
+            case "BIOS provider raises":
+                self._bios = 0.001, "KeyError: 'now'"
+                fault.ended_at = None
+            case "BIOS provider blocks":
+                self._bios = (None if dice.chance(0.5) else dice.log_between(0.1, 100.0)), None
+                fault.ended_at = None
+
+    def _looks_work(self) -> None:
+        self._machine.looks_hang = False
+
+    def _threads_back(self) -> None:
+        self._machine.lacks_threads = False
+
+    def _bios_call(self) -> tuple[float | None, str | None]:
+        bios, self._bios = self._bios, None
+        return bios or (0.001, None)
+
+    def _tool_call(self, request_id: int) -> tuple[float | None, bool]:
+        kind = self._tool_kinds.get(request_id)
+        if kind is None:
+            return self._dice.log_between(0.001, 5.0), True
+        self._bound_reply(kind.name, request_id)
+        return (None, False) if kind.name == "tool never returns" else (0.01, False)

@@ -1,0 +1,25 @@
+"""Kinds of wedge that the library does not find yet, or takes for one where there is none.
+
+They are left out of random runs; `python -m tests.simulation --kind NAME` runs one. Empty is the aim.
+"""
+
+from __future__ import annotations
+
+NOT_YET_FOUND = frozenset(
+    {
+        "frozen progress",
+        "empty frames",
+        "endless characters",
+        "endless arguments",
+        "dead stream, live neighbour",
+        "request lost",
+        "sidecar's CPU",
+        "unkillable for ever",
+        "unkillable for minutes",
+        "host stalled",
+        "host and server stalled",
+        "host lacks threads",
+        "BIOS provider blocks",
+        "waiting behind a neighbour",
+    }
+)

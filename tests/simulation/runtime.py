@@ -1,0 +1,488 @@
+"""The runtime's ports, simulated: what waits becomes events of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llama_worker.bios import default_bios
+from llama_worker.config import WorkerConfig
+from llama_worker.messages import (
+    BiosWritten,
+    CallEnded,
+    Died,
+    EvidenceSeen,
+    Exited,
+    Launched,
+    LaunchFailed,
+    Mailbox,
+    OpenStream,
+    Probed,
+    ProbeOutcome,
+    RunBios,
+    RunTools,
+    StreamClosed,
+    StreamEvents,
+    StreamOpened,
+)
+from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.ports import Waitable
+from llama_worker.server import liveness
+from llama_worker.server.health import probe_timeout_s
+from llama_worker.server.liveness import ProcessActivity, ProcessSample
+from llama_worker.server.termination import Signal
+from llama_worker.server.traits import ServerTraits
+from llama_worker.stream.decoder import ProtocolError, StreamDecoder
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.types import RequestFailReason, StartFailReason
+from tests.simulation.dice import Dice
+from tests.simulation.machine import Machine
+from tests.simulation.scheduler import Event, Scheduler
+from tests.simulation.server import Exchange, LlamaServer
+
+UNIX_EPOCH = 1_700_000_000.0
+
+
+class SimRuntime:
+    """One worker's runtime; see llama_worker.runtime.ports."""
+
+    def __init__(self, config: WorkerConfig, scheduler: Scheduler, machine: Machine, dice: Dice) -> None:
+        self.log = LogRing(config.log_lines, api_key=config.api_key)
+        self.probes_count = 1
+        self.streams: list[SimStream] = []  # those whose reader has not ended
+        self._config = config
+        self._scheduler = scheduler
+        self._machine = machine
+        self._dice = dice
+        self._activity = ProcessActivity()
+
+    # ------------------------------------------------------------ time
+
+    def now(self) -> float:
+        return self._scheduler.now
+
+    def unix_now(self) -> float:
+        return UNIX_EPOCH + self._scheduler.now + self._machine.unix_jump_s
+
+    def call_at(self, at: float, call: Callable[[], object]) -> Event:
+        return self._scheduler.timer(at, call)
+
+    def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
+        self._machine.need_thread()
+        self._scheduler.start_actor(actor)
+
+    # ------------------------------------------------------------ the server's process
+
+    def start_server(self, epoch: int, reply_to: Mailbox[Any]) -> SimServerProcess:
+        self._machine.need_thread()
+        self.log.begin_launch()
+        return SimServerProcess(self._scheduler, self._machine, self._dice, epoch, reply_to, self.log)
+
+    def process_evidence(self, pid: int) -> Mapping[str, Any]:
+        return {"root_pid": pid, "processes_count": 1, "processes": []}
+
+    # ------------------------------------------------------------ connections
+
+    def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> SimStream:
+        self._machine.need_thread()
+        stream = SimStream(self._scheduler, self._machine, self._dice, order, on_closed, self.streams)
+        self.streams.append(stream)
+        return stream
+
+    def probe_readiness(self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]) -> SimProbe:
+        self._machine.need_thread()
+        limit_s = probe_timeout_s(self._config.timeouts)
+        return SimProbe(self._scheduler, self._machine, epoch, root_pid, limit_s, reply_to)
+
+    # ------------------------------------------------------------ evidence and tools
+
+    def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
+        self._machine.need_thread()
+        scheduler = self._scheduler
+
+        def looked() -> None:
+            if seen.fresh:
+                self._activity = ProcessActivity()
+            alive, detail = False, ""
+            server = self._machine.find(root_pid)
+            if server is not None:
+                processes = {
+                    (pid, 1.0): liveness.Counters(
+                        cpu_ticks=int(used.cpu_ticks), read_bytes=int(used.read_bytes), major_faults=0
+                    )
+                    for pid, used in server.counters().items()
+                }
+                sample = ProcessSample(at=scheduler.now, processes=processes)
+                self._activity, evidence = self._activity.observe(sample)
+                if evidence is not None:
+                    alive, detail = evidence.alive, evidence.detail
+            reply_to.tell(
+                EvidenceSeen(
+                    epoch=seen.epoch,
+                    probe=seen.probe,
+                    round=seen.round,
+                    alive=alive,
+                    at=scheduler.now,
+                    detail=detail,
+                    fresh=seen.fresh,
+                )
+            )
+
+        if not self._machine.looks_hang:
+            scheduler.at(scheduler.now + self._machine.thread_start_s(), looked, "look")
+
+    def run_bios(self, order: RunBios) -> None:
+        if self._config.bios_provider is default_bios:
+            order.reply_to.tell(BiosWritten(turn_id=order.turn_id, bios="", error=None))
+            return
+        self._machine.need_thread()
+        seconds, error = self._machine.bios_call()
+        if seconds is not None:
+            written = BiosWritten(turn_id=order.turn_id, bios="", error=error)
+            self._scheduler.at(self._scheduler.now + seconds, lambda: order.reply_to.tell(written), "BIOS written")
+
+    def wait(self, what: Waitable, timeout_s: float | None) -> bool:
+        limit_s = timeout_s if timeout_s is not None else float("inf")
+        return self._scheduler.run_until(what.done, self._scheduler.now + limit_s)
+
+    def run_tools(self, order: RunTools) -> SimToolThread:
+        self._machine.need_thread()
+        return SimToolThread(self._scheduler, self._machine, order)
+
+
+class SimServerProcess:
+    """One launch under its guard: a thread that tells of it, and the server's model."""
+
+    def __init__(
+        self, scheduler: Scheduler, machine: Machine, dice: Dice, epoch: int, reply_to: Mailbox[Any], log: LogRing
+    ) -> None:
+        self.ended = False
+        self.epoch = epoch
+        self.server: LlamaServer | None = None
+        self._scheduler = scheduler
+        self._machine = machine
+        self._dice = dice
+        self._reply_to = reply_to
+        self._log = log
+        self._orders: list[Signal] = []  # given before the process was there
+        self._guard_killed = False
+        self.launched_at = scheduler.now
+        machine.on_launch(epoch)
+        machine.launched.append(self)
+        scheduler.at(scheduler.now + dice.log_between(0.005, 0.3), self._start, "spawn")
+
+    def send(self, signal: Signal) -> None:
+        """The guard takes the order as soon as it runs."""
+        self._machine.on_signal(self, signal)
+        if self.server is None:
+            self._orders.append(signal)
+            return
+        server = self.server
+        act = server.terminate if signal is Signal.TERMINATE else server.kill
+        self._scheduler.at(
+            self._scheduler.now + self._dice.log_between(0.0002, 0.02), act, f"{signal.name} arrives", of_host=False
+        )
+
+    def kill_guard(self) -> None:
+        """From outside: the kernel kills the server with it."""
+        self._guard_killed = True
+        if self.server is not None:
+            self.server.kill()
+
+    def _start(self) -> None:
+        failure = self._machine.launch_failure()
+        if any(order is not Signal.TERMINATE for order in self._orders) and failure is None:
+            failure = StartFailReason.SPAWN_FAILED, "killed before it ran"
+        if failure is not None:
+            reason, detail = failure
+            self.ended = True
+            self._reply_to.tell(LaunchFailed(epoch=self.epoch, reason=reason, detail=detail))
+            return
+        self.server = self._machine.start_server(self.epoch)
+        self.server.on_death = self._server_died
+        self._log.feed(b"loading the model\n")
+        self._reply_to.tell(Launched(epoch=self.epoch, pid=self.server.pid))
+        for order in self._orders:
+            self.send(order)
+
+    def _server_died(self, returncode: int) -> None:
+        """The guard's report comes by a thread of the host's; the rest of the tree is reaped after it."""
+        scheduler = self._scheduler
+        if self.server is not None:
+            self._machine.cut_waiting(self.server)
+            self._machine.on_death(self.server)
+
+        def died() -> None:
+            if not self._guard_killed:
+                self._reply_to.tell(Died(epoch=self.epoch, returncode=returncode))
+            scheduler.at(scheduler.now + self._dice.log_between(0.0005, 0.2), lambda: gone(), "the tree is gone")
+
+        def gone() -> None:
+            self.ended = True
+            tail = self._log.tail(40)
+            port_taken = self._machine.stranger_on_port
+            self._reply_to.tell(Exited(epoch=self.epoch, returncode=returncode, log_tail=tail, port_taken=port_taken))
+
+        scheduler.at(scheduler.now + self._dice.log_between(0.0005, 0.05), died, "the server has ended")
+
+
+class SimStream:
+    """A connection and its reader thread: both ends of it. `abort` is the host's, the rest the server's."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        machine: Machine,
+        dice: Dice,
+        order: OpenStream,
+        on_closed: Mailbox[StreamClosed],
+        open_streams: list[SimStream],
+    ) -> None:
+        self.turn_id = order.turn_id
+        self.exchange: Exchange | None = None
+        self._scheduler = scheduler
+        self._machine = machine
+        self._dice = dice
+        self._order = order
+        self._on_closed = on_closed
+        self._open_streams = open_streams
+        self._decoder = StreamDecoder()
+        self._server: LlamaServer | None = None
+        self._status: int | None = None
+        self._opened = False
+        self._buffer = bytearray()
+        self._told_records = 0
+        self._end: StreamFailure | None = None
+        self._is_over = False  # nothing more comes from the server
+        self._aborted = False
+        self._ended = False
+        self._reading: Event | None = None
+        scheduler.at(scheduler.now + machine.thread_start_s(), self._connect, "connect")
+
+    def abort(self) -> None:
+        """Close the connection; the last word follows."""
+        if self._aborted or self._ended:
+            return
+        self._aborted = True
+        if self._server is not None and self.exchange is not None and not self.exchange.over:
+            server, exchange = self._server, self.exchange
+            self._scheduler.at(
+                self._scheduler.now + 0.001,
+                lambda: server.client_closed(exchange),
+                "the client hangs up",
+                of_host=False,
+            )
+        self._read_soon()
+
+    # ------------------------------------------------------------ the server's end
+
+    def headers(self, status: int) -> None:
+        """The response headers are on their way."""
+        self._status = status
+        self._read_soon()
+
+    def receive(self, data: bytes) -> None:
+        """Bytes of the body are on their way."""
+        self._buffer += data
+        self._read_soon()
+
+    def end(self, *, regular: bool) -> None:
+        """The body has ended, or the connection has."""
+        self._is_over = True
+        if not regular:
+            where = "in mid-stream" if self._opened else "before the response headers"
+            detail = f"the connection ended {where}"
+            self._end = StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
+        self._read_soon()
+
+    # ------------------------------------------------------------ the reader's thread
+
+    def _connect(self) -> None:
+        if self._aborted:
+            return
+        server = self._machine.listening()
+        if server is None:
+            self._fail(RequestFailReason.CONNECT_FAILED, "connection refused")
+            return
+        if server.stopped:
+            pass  # the kernel takes the connection
+        self._server = server
+        self._scheduler.at(self._scheduler.now + 0.0005, self._posted, "the request arrives", of_host=False)
+
+    def _posted(self) -> None:
+        server = self._server
+        assert server is not None
+        if self._aborted:
+            return
+        if server.gone:
+            self.end(regular=False)
+            return
+        if not server.answers:
+            self._machine.unanswered.append((server, self))
+            return
+        self._machine.serve(server, self, dict(self._order.body))
+
+    def _read_soon(self) -> None:
+        if self._reading is None and not self._ended:
+            self._reading = self._scheduler.at(self._scheduler.now + self._machine.read_delay_s(), self._read, "read")
+
+    def _read(self) -> None:
+        self._reading = None
+        if self._ended:
+            return
+        scheduler = self._scheduler
+        if self._status is not None and not self._opened and not self._aborted:
+            if self._status != 200:
+                status = self._status
+                detail = self._machine.error_body(self.turn_id, status)
+                self._fail(RequestFailReason.HTTP_ERROR, detail, status)
+                return
+            self._opened = True
+            self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=scheduler.now))
+        if self._aborted:
+            self._finish(StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail="aborted"))
+            return
+        if self._opened and self._buffer:
+            size = len(self._buffer)
+            if size > 1 and self._dice.chance(0.2):
+                size = 1 + self._dice.below(size)  # bytes are cut anywhere
+            data = bytes(self._buffer[:size])
+            del self._buffer[:size]
+            if not self._decode(data):
+                return
+        if self._buffer:
+            self._read_soon()
+        elif self._is_over:
+            if self._end is None and self._decoder.partial:
+                detail = "the connection ended in the middle of a record"
+                self._end = StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
+            self._finish(self._end)
+
+    def _decode(self, data: bytes) -> bool:
+        failure: StreamFailure | None = None
+        try:
+            events = self._decoder.feed(data)
+        except ProtocolError as error:
+            events = list(error.events)
+            failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=str(error))
+        records = self._decoder.data_records
+        self._order.reply_to.tell(
+            StreamEvents(
+                turn_id=self.turn_id,
+                events=tuple(events),
+                carried_data=records > self._told_records,
+                at=self._scheduler.now,
+            )
+        )
+        self._told_records = records
+        if failure is not None:
+            self._hang_up()
+            self._finish(failure)
+            return False
+        return True
+
+    def _hang_up(self) -> None:
+        if self._server is not None and self.exchange is not None and not self.exchange.over:
+            self._server.client_closed(self.exchange)
+
+    def _fail(self, reason: RequestFailReason, detail: str, status: int | None = None) -> None:
+        self._finish(StreamFailure(reason=reason, detail=detail, http_status=status))
+
+    def _finish(self, failure: StreamFailure | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._open_streams.remove(self)
+        closed = StreamClosed(turn_id=self.turn_id, failure=failure, at=self._scheduler.now)
+        self._order.reply_to.tell(closed)
+        self._on_closed.tell(closed)
+
+
+class SimProbe:
+    """One `GET /v1/models`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        machine: Machine,
+        epoch: int,
+        root_pid: int,
+        limit_s: float,
+        reply_to: Mailbox[Probed],
+    ) -> None:
+        self._scheduler = scheduler
+        self._machine = machine
+        self._epoch = epoch
+        self._root_pid = root_pid
+        self._reply_to = reply_to
+        self._event = scheduler.at(scheduler.now + machine.probe_s(), self._asked, "probe")
+        self._limit_s = limit_s
+
+    def abort(self) -> None:
+        """Its word is FAILED, soon."""
+        if self._event.call is not None:
+            self._event.cancel()
+            self._event = self._scheduler.at(
+                self._scheduler.now + 0.001, lambda: self._tell(ProbeOutcome.FAILED, "Aborted"), "probe aborted"
+            )
+
+    def _asked(self) -> None:
+        server = self._machine.listening()
+        if self._machine.stranger_on_port:
+            self._tell(ProbeOutcome.STRANGER, "another process answers on the port")
+        elif server is None:
+            self._tell(ProbeOutcome.FAILED, "GET /v1/models: ConnectionRefusedError")
+        elif not server.answers:
+            self._event = self._scheduler.at(
+                self._scheduler.now + self._limit_s,
+                lambda: self._tell(ProbeOutcome.FAILED, "GET /v1/models: TimeoutError"),
+                "probe times out",
+            )
+        elif not server.loaded:
+            self._tell(ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model")
+        else:
+            self._tell(ProbeOutcome.READY, "GET /v1/models: 200")
+
+    def _tell(self, outcome: ProbeOutcome, detail: str) -> None:
+        self._event.cancel()
+        traits = ServerTraits(slots=self._machine.build.slots, tools=True)
+        self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
+
+
+class SimToolThread:
+    """The thread of one batch of calls."""
+
+    def __init__(self, scheduler: Scheduler, machine: Machine, order: RunTools) -> None:
+        self._scheduler = scheduler
+        self._machine = machine
+        self._order = order
+        self._next = 0
+        self._dropped = False
+        self._alive = True
+        self._begin_call()
+
+    def drop(self) -> None:
+        """Begin no further call."""
+        self._dropped = True
+
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return self._alive
+
+    def _begin_call(self) -> None:
+        if self._dropped or self._next >= len(self._order.calls):
+            self._alive = False
+            return
+        seconds, ok = self._machine.tool_call(self._order.turn_id[0])
+        if seconds is None:
+            return  # it never returns
+        self._scheduler.at(self._scheduler.now + seconds, lambda: self._returned(ok), "a tool returns")
+
+    def _returned(self, ok: bool) -> None:
+        text = '"found"' if ok else "tool raised ValueError"
+        self._next += 1
+        self._order.reply_to.tell(CallEnded(turn_id=self._order.turn_id, ok=ok, text=text, at=self._scheduler.now))
+        if ok:
+            self._begin_call()
+        else:
+            self._alive = False

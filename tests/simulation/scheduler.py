@@ -1,0 +1,326 @@
+"""One thread, a virtual clock: which mailbox is served next, and when what else happens.
+
+Actors are Pykka's, without threads: the scheduler hands one of them its oldest message, then chooses again. An actor
+may be preempted in the middle of a handler: what it tells from that point on reaches the mailboxes only when it is
+resumed. The clock moves only when nothing is left to do at the present instant.
+
+Two kinds of event: the *host's* (timers, threads, what a program calls) wait while the host does not run; the
+*world's* (the server) go on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tests.simulation.trace import Trace
+
+_MANY = 1 << 30
+
+
+class Choices(Protocol):
+    """What decides where reality leaves the order open."""
+
+    def pick(self, count: int) -> int:
+        """Which of `count` (2 or more) things is next."""
+
+    def preempt_after(self) -> int | None:
+        """How many messages a handler sends before it is preempted; None: it is not."""
+
+    def wake_delay_s(self) -> float:
+        """How long an actor with a new message waits for its thread to run."""
+
+    def timer_delay_s(self) -> float:
+        """How late a timer fires."""
+
+
+class Event:
+    """Something that will happen. `cancel` is idempotent."""
+
+    __slots__ = ("at", "call", "of_host", "what")
+
+    def __init__(self, at: float, call: Callable[[], object], what: str, of_host: bool) -> None:
+        self.at = at
+        self.call: Callable[[], object] | None = call
+        self.what = what
+        self.of_host = of_host
+
+    def cancel(self) -> None:
+        """Forget it."""
+        self.call = None
+
+
+class SimulatedActor:
+    """One actor with its mailbox; it is also what Pykka knows as the actor's inbox."""
+
+    __slots__ = ("_scheduler", "actor", "held", "inbox", "is_ready", "name", "served", "stuck")
+
+    def __init__(self, scheduler: Scheduler, actor: Any, name: str) -> None:
+        self._scheduler = scheduler
+        self.actor = actor
+        self.name = name
+        self.inbox: deque[Any] = deque()
+        self.held: deque[tuple[SimulatedActor, Any]] = deque()  # what it told since it was preempted
+        self.is_ready = False
+        self.stuck = False  # inside a call that has not returned
+        self.served = 0
+
+    def put(self, envelope: Any) -> None:
+        """Pykka's: somebody tells this actor something."""
+        self._scheduler.told(self, envelope)
+
+    def get(self) -> Any:
+        """Pykka's."""
+        return self.inbox.popleft()
+
+    def empty(self) -> bool:
+        """Pykka's."""
+        return not self.inbox
+
+
+class Scheduler:
+    """See the module."""
+
+    def __init__(self, choices: Choices, trace: Trace, now: float) -> None:
+        self.now = now
+        self.trace = trace
+        self.messages_count = 0
+        self.actors: list[SimulatedActor] = []  # those that live
+        self.before_message: Callable[[SimulatedActor, Any], object] = lambda actor, message: None
+        self.after_message: Callable[[SimulatedActor, Any], object] = lambda actor, message: None
+        self.on_told: Callable[[Any], object] = lambda message: None
+        self._choices = choices
+        self._heap: list[tuple[float, int, Event]] = []
+        self._due: list[Event] = []
+        self._ready: list[SimulatedActor] = []
+        self._serving: SimulatedActor | None = None
+        self._sends_left = _MANY
+        self._events_count = 0
+        self._starts: dict[str, int] = {}
+        self._breaks: set[str] = set()
+        self._halted_until = now
+        self._halted_s = 0.0
+
+    # ------------------------------------------------------------ time
+
+    @property
+    def host_time(self) -> float:
+        """Seconds that the host has run: the clock without the times in which it did not."""
+        return self.now - self._halted_s
+
+    def at(self, when: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
+        """Make the call at `when`, or now if that is past."""
+        event = Event(when, call, what, of_host)
+        self._events_count += 1
+        heapq.heappush(self._heap, (when if when > self.now else self.now, self._events_count, event))
+        return event
+
+    def timer(self, when: float, call: Callable[[], object]) -> Event:
+        """A timer of the host's; it may be late, never early."""
+        return self.at(max(when, self.now) + self._choices.timer_delay_s(), call, "timer")
+
+    def halt_host(self, seconds: float) -> None:
+        """The host does not run for so long: no actor, no thread, no timer of it."""
+        until = max(self._halted_until, self.now) + seconds
+        self._halted_s += seconds
+        self._halted_until = until
+        self.at(until, lambda: None, "the host runs again", of_host=False)
+
+    @property
+    def host_is_halted(self) -> bool:
+        """Whether the host does not run at this instant."""
+        return self.now < self._halted_until
+
+    # ------------------------------------------------------------ actors
+
+    def start_actor(self, actor: Any) -> None:
+        """Serve the actor's mailbox from now on."""
+        role = f"{actor.role}[{actor._slot}]" if actor._slot is not None else actor.role
+        number = self._starts[role] = self._starts.get(role, 0) + 1
+        simulated = SimulatedActor(self, actor, role if number == 1 else f"{role}#{number}")
+        told_before, actor.actor_inbox = actor.actor_inbox, simulated
+        actor.actor_ref.actor_inbox = simulated
+        self.actors.append(simulated)
+        actor._actor_loop_setup()
+        while not told_before.empty():
+            simulated.put(told_before.get())
+
+    def told(self, receiver: SimulatedActor, envelope: Any) -> None:
+        """Put the message into the mailbox, or keep it while its sender is preempted."""
+        self.on_told(envelope.message)
+        if self._sends_left <= 0:
+            assert self._serving is not None
+            self._serving.held.append((receiver, envelope))
+            return
+        self._sends_left -= 1
+        self._put(receiver, envelope)
+
+    def _put(self, receiver: SimulatedActor, envelope: Any) -> None:
+        receiver.inbox.append(envelope)
+        if not receiver.is_ready:
+            receiver.is_ready = True
+            delay_s = self._choices.wake_delay_s()
+            if delay_s:
+                self.at(self.now + delay_s, lambda: self._ready.append(receiver), f"{receiver.name} wakes late")
+            else:
+                self._ready.append(receiver)
+
+    def block_serving_actor(self, seconds: float | None) -> None:
+        """What the actor calls just now returns after so long, None: never. It serves nobody meanwhile."""
+        actor = self._serving
+        if actor is None:
+            return
+        actor.stuck = True
+
+        def returned() -> None:
+            actor.stuck = False
+            if actor.is_ready:
+                self._ready.append(actor)
+
+        if seconds is not None:
+            self.at(self.now + seconds, returned, f"the call in {actor.name} returns")
+
+    def break_actor(self, simulated: SimulatedActor) -> None:
+        """Its next message raises."""
+        self._breaks.add(simulated.name)
+
+    # ------------------------------------------------------------ steps
+
+    def step(self) -> bool:
+        """One message or one event; False where nothing will ever happen any more."""
+        heap, due, ready = self._heap, self._due, self._ready
+        while True:
+            while heap and heap[0][0] <= self.now:
+                event = heapq.heappop(heap)[2]
+                if event.call is None:
+                    continue
+                if event.of_host and self.now < self._halted_until:
+                    self._events_count += 1
+                    heapq.heappush(heap, (self._halted_until, self._events_count, event))
+                    continue
+                due.append(event)
+            ready_count = 0 if self.now < self._halted_until else len(ready)
+            count = ready_count + len(due)
+            if count:
+                chosen = self._choices.pick(count) if count > 1 else 0
+                if chosen < ready_count:
+                    return self._serve(ready[chosen])
+                event = due.pop(chosen - ready_count)
+                if event.call is None:
+                    continue
+                if event.of_host and self.now < self._halted_until:  # halted since it came due
+                    self._events_count += 1
+                    heapq.heappush(heap, (self._halted_until, self._events_count, event))
+                    continue
+                self.trace.event(self.now, event.what)
+                event.call()
+                return True
+            while heap and heap[0][2].call is None:
+                heapq.heappop(heap)
+            if not heap:
+                return False
+            self.now = heap[0][0]
+
+    def run_until(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Steps until `done`, or until the clock would pass `deadline`; whether it was done."""
+        while not done():
+            if self.next_instant() > deadline:
+                self.now = max(self.now, deadline)
+                return done()
+            self.step()
+        return True
+
+    def next_instant(self) -> float:
+        """When the next step is; infinity where there is none."""
+        if self._due or (self._ready and self.now >= self._halted_until):
+            return self.now
+        while self._heap and self._heap[0][2].call is None:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def pending(self, what: str) -> int:
+        """How many events of that name are still to come."""
+        waiting = [event for _, _, event in self._heap] + self._due
+        return sum(1 for event in waiting if event.call is not None and event.what == what)
+
+    def _serve(self, simulated: SimulatedActor) -> bool:
+        """Resume the actor if it was preempted, else hand it its oldest message."""
+        if simulated.held:
+            receiver, envelope = simulated.held.popleft()
+            self._put(receiver, envelope)
+            self._requeue(simulated)
+            return True
+        actor, message = simulated.actor, simulated.inbox.popleft().message
+        self.messages_count += 1
+        simulated.served += 1
+        self.trace.message(self.now, simulated.name, message)
+        self.before_message(simulated, message)
+        before, self._serving = self._serving, simulated
+        sends = self._choices.preempt_after()
+        self._sends_left = _MANY if sends is None else sends
+        try:
+            if simulated.name in self._breaks:
+                self._breaks.remove(simulated.name)
+                raise RuntimeError("planted in the actor")
+            actor._handle_receive(message)
+        except Exception:
+            actor._handle_failure(*sys.exc_info())
+            try:
+                actor.on_failure(*sys.exc_info())
+            except Exception:
+                actor._handle_failure(*sys.exc_info())
+        finally:
+            self._serving, self._sends_left = before, _MANY
+        if actor.actor_stopped.is_set() and not simulated.held:
+            self._ended(simulated)
+        else:
+            self._requeue(simulated)
+        self.after_message(simulated, message)
+        return True
+
+    def _requeue(self, simulated: SimulatedActor) -> None:
+        """Whether the actor has more to do, after a step of it."""
+        if simulated.actor.actor_stopped.is_set() and not simulated.held:
+            self._ended(simulated)
+        elif simulated.stuck:
+            self._ready.remove(simulated)
+        elif not simulated.inbox and not simulated.held:
+            simulated.is_ready = False
+            self._ready.remove(simulated)
+
+    def _ended(self, simulated: SimulatedActor) -> None:
+        simulated.inbox.clear()
+        simulated.is_ready = True  # nobody puts it among the ready ones any more
+        self._ready.remove(simulated)
+        self.actors.remove(simulated)
+
+
+class SeededChoices:
+    """Choices drawn from a generator, with the rates of one run."""
+
+    def __init__(self, random: Callable[[], float], *, preempts: float, sleeps: float, late: float) -> None:
+        self._random = random
+        self._preempts = preempts
+        self._sleeps = sleeps
+        self._late = late
+
+    def pick(self, count: int) -> int:
+        return int(self._random() * count)
+
+    def preempt_after(self) -> int | None:
+        if not self._preempts or self._random() >= self._preempts:
+            return None
+        return int(self._random() * 3)
+
+    def wake_delay_s(self) -> float:
+        if not self._sleeps or self._random() >= self._sleeps:
+            return 0.0
+        return 0.0001 * 5000.0 ** self._random()  # 0.1 ms to 0.5 s
+
+    def timer_delay_s(self) -> float:
+        if not self._late or self._random() >= self._late:
+            return 0.0
+        return 0.001 * 800.0 ** self._random()  # 1 ms to 0.8 s

@@ -1,0 +1,510 @@
+"""A model of llama-server: one launch, from load to reaped, with the counters that /proc and `/slots` would show.
+
+The main loop works in batches, as the real one does: a batch takes every slot that is in use one step further, the
+reading of a prompt by `batch_tokens`, the writing of an answer by the reply's `step_tokens`. A long batch holds up
+every slot; a closed connection is noticed between two batches. An HTTP thread beside the loop accepts, answers probes
+and sends keepalives, whatever the loop does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from tests.simulation.dice import Dice
+from tests.simulation.scheduler import Event, Scheduler
+
+IDLE, BUSY = 0.6, 95.0  # CPU ticks per second of a process that waits, and of one thread that computes (b11434)
+PING_S = 30.0
+ACCEPT_S = 0.002
+
+
+class Headers(Enum):
+    """When the response headers go out: it differs between builds."""
+
+    AT_ONCE = "at once"
+    IN_SLOT = "when a slot takes the request"
+    WITH_PROGRESS = "with the first progress report"
+    WITH_FIRST_TOKEN = "with the first token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What kind of server runs on what kind of machine."""
+
+    slots: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    batch_tokens: int
+    load_s: float
+    load_reads: bool = False  # the load shows as reads from disk, else as CPU time
+    cpu_shows: bool = True  # a GPU's work may not show in the CPU time
+    headers: Headers = Headers.IN_SLOT
+    reports_progress: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """What the server says to one request, were nothing in the way."""
+
+    key: str  # makes its words unlike those of every other
+    prompt_tokens: int
+    reasoning_tokens: int
+    text_tokens: int
+    step_tokens: int = 8  # of the answer, in one record
+    calls: tuple[str, ...] = ()  # names of tools, called behind the text
+    finish: str = "stop"
+    twist: str | None = None  # a misbehaviour of faults.py
+    twist_at: int = 0  # tokens of the answer before it
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.reasoning_tokens + self.text_tokens
+
+    def reasoning(self) -> str:
+        """All of it."""
+        return "".join(self.word(index) for index in range(self.reasoning_tokens))
+
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.word(index) for index in range(self.reasoning_tokens, self.answer_tokens))
+
+    def word(self, index: int) -> str:
+        """Token number `index`; a line ends now and then, never at a word's end, where reasoning would lose it."""
+        return f"{self.key}\n{index}," if index % 16 == 15 else f"{self.key}.{index},"
+
+
+class Connection(Protocol):
+    """The server's end of one."""
+
+    def headers(self, status: int) -> None: ...
+
+    def receive(self, data: bytes) -> None: ...
+
+    def end(self, *, regular: bool) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """One chat request as the server sees it."""
+
+    connection: Connection
+    reply: Reply
+    request_id: int
+    wants_progress: bool
+    slot: int | None = None
+    processed: int = 0
+    decoded: int = 0
+    has_headers: bool = False
+    closed_by_client: bool = False
+    over: bool = False
+    twisted: bool = False  # its misbehaviour has begun
+    dead: bool = False  # its slot is stuck while the others go on
+    text: str = ""  # sent so far
+    reasoning: str = ""
+    advanced_at: float = 0.0
+    ping: Event | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """What /proc shows of one process."""
+
+    cpu_ticks: float = 0.0
+    read_bytes: float = 0.0
+    cpu_rate: float = IDLE
+    read_rate: float = 0.0
+
+
+class LlamaServer:
+    """See the module. `on_death` is called with the return code when the process has ended."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        dice: Dice,
+        build: Build,
+        *,
+        epoch: int,
+        pid: int,
+        reply_to: Callable[[int, int], Reply],
+        twist: Callable[[LlamaServer, Exchange], None],
+    ) -> None:
+        self.epoch, self.pid, self.build = epoch, pid, build
+        self.loaded = self.gone = False
+        self.frozen = False  # the main loop
+        self.http_dead = False
+        self.stopped = False  # SIGSTOP
+        self.ignores_term = False
+        self.unkillable = False
+        self.killed = False  # SIGKILL was sent
+        self.iterations = 0
+        self.advanced_at = scheduler.now
+        self.exchanges: list[Exchange] = []
+        self.slots: list[Exchange | None] = [None] * build.slots
+        self.queue: list[Exchange] = []
+        self.processes: dict[int, Counters] = {pid: Counters()}
+        self.on_death: Callable[[int], object] = lambda returncode: None
+        self._scheduler = scheduler
+        self._dice = dice
+        self._reply_to = reply_to
+        self._twist = twist
+        self._accounted_at = scheduler.now
+        self._batch: Event | None = None
+        self._batch_left_s: float | None = None  # of one that SIGSTOP interrupted
+        self._terms = 0
+        self._used: dict[int, Exchange] = {}  # by slot: who had it last
+
+    # ------------------------------------------------------------ life and signals
+
+    def begin_load(self, seconds: float | None, *, works: bool = True, returncode: int | None = None) -> None:
+        """Load for so long, None: for ever; then be ready, or end with the code."""
+        self._rates(cpu=(BUSY if works and not self.build.load_reads else IDLE), reads=works and self.build.load_reads)
+        if seconds is None:
+            return
+
+        def loaded() -> None:
+            if self.gone:
+                return
+            if returncode is not None:
+                self.die(returncode)
+                return
+            self.loaded = True
+            self.advanced_at = self._scheduler.now
+            self._rates(cpu=IDLE)
+            self.work()
+
+        self._scheduler.at(self._scheduler.now + seconds, loaded, "the load ends", of_host=False)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        if self.gone or self.ignores_term or self.stopped:
+            return
+        self._terms += 1
+        if not self.loaded:
+            self.die(-15)
+        elif self._terms > 1:
+            self.die(1)
+        else:
+            self._leave_when_free()
+
+    def _leave_when_free(self) -> None:
+        """The first SIGTERM waits for open connections, and for the batch under way."""
+        if self._terms and not self.gone and not self.exchanges and self._batch is None and not self.frozen:
+            self._scheduler.at(self._scheduler.now + 0.1, lambda: self.die(0), "the server leaves", of_host=False)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.killed = True
+        if not self.unkillable:
+            self.die(-9)
+
+    def become_killable(self) -> None:
+        """What held the process up is over."""
+        self.unkillable = False
+        if self.killed:
+            self.die(-9)
+
+    def stop_signal(self) -> None:
+        """SIGSTOP, a debugger, a frozen control group: nothing of it runs."""
+        if self.stopped or self.gone:
+            return
+        self.stopped = True
+        if self._batch is not None:
+            self._batch_left_s = self._batch.at - self._scheduler.now
+            self._batch.cancel()
+            self._batch = None
+        self._rates(cpu=0.0)
+
+    def continue_signal(self) -> None:
+        """SIGCONT."""
+        if not self.stopped:
+            return
+        self.stopped = False
+        if self._batch_left_s is not None and not self.frozen:
+            self._start_batch(self._batch_left_s)
+        self._batch_left_s = None
+        self.work()
+
+    def die(self, returncode: int) -> None:
+        """The process ends; the kernel closes its connections."""
+        if self.gone:
+            return
+        self._account()
+        self.gone = True
+        if self._batch is not None:
+            self._batch.cancel()
+        for exchange in list(self.exchanges):
+            self._drop(exchange)
+            exchange.connection.end(regular=False)
+        self.on_death(returncode)
+
+    # ------------------------------------------------------------ wedges
+
+    def freeze(self, *, spins: bool) -> None:
+        """The main loop does nothing more: it waits, or it spins."""
+        self.frozen = True
+        if self._batch is not None:
+            self._batch.cancel()
+            self._batch = None
+        self._rates(cpu=BUSY if spins else IDLE)
+
+    def thaw(self) -> None:
+        """It goes on."""
+        self.frozen = False
+        self.work()
+
+    def spare_time(self, pid: int, rate: float) -> None:
+        """A child that uses CPU time of its own: a log shipper, a tool."""
+        self._account()
+        self.processes[pid] = Counters(cpu_rate=rate)
+
+    # ------------------------------------------------------------ HTTP
+
+    @property
+    def answers(self) -> bool:
+        """Whether the HTTP thread does."""
+        return not self.gone and not self.http_dead and not self.stopped
+
+    def accept(self, connection: Connection, turn_id: tuple[int, int], body: dict[str, Any]) -> Exchange | None:
+        """A chat request; None: refused, with the status told."""
+        if not self.loaded:
+            connection.headers(503)
+            return None
+        exchange = Exchange(
+            connection=connection,
+            reply=self._reply_to(*turn_id),
+            request_id=turn_id[0],
+            wants_progress=bool(body.get("return_progress")) and self.build.reports_progress,
+            advanced_at=self._scheduler.now,
+        )
+        self.exchanges.append(exchange)
+        if self.build.headers is Headers.AT_ONCE:
+            self._send_headers(exchange)
+        self.queue.append(exchange)
+        self.work()
+        return exchange
+
+    def client_closed(self, exchange: Exchange) -> None:
+        """The client is gone; noticed between two batches."""
+        exchange.closed_by_client = True
+        if exchange in self.queue or exchange.slot is None or exchange.dead or self._batch is None:
+            if not self.frozen and not self.stopped:
+                self._drop(exchange)
+                self.work()
+        self._leave_when_free()
+
+    def slots_view(self) -> list[dict[str, Any]]:
+        """The body of `GET /slots`."""
+        view = []
+        for index, exchange in enumerate(self.slots):
+            shown: dict[str, Any] = {"id": index, "n_ctx": 4096, "speculative": False, "is_processing": False}
+            last = exchange or self._used.get(index)
+            if last is not None:
+                active = exchange is not None
+                total = last.reply.prompt_tokens
+                shown.update(
+                    is_processing=active,
+                    id_task=last.request_id,
+                    n_prompt_tokens=min(total, last.processed + self.build.batch_tokens) if active else total,
+                    n_prompt_tokens_processed=last.processed if active else 0,
+                    n_prompt_tokens_cache=0,
+                    next_token=[{"has_next_token": active, "n_remain": -1, "n_decoded": last.decoded if active else 0}],
+                )
+            view.append(shown)
+        return view
+
+    # ------------------------------------------------------------ the main loop
+
+    def work(self) -> None:
+        """Begin the next batch, if there is anything to do and nothing in the way."""
+        if self.gone or self.frozen or self.stopped or not self.loaded or self._batch is not None:
+            return
+        for exchange in [each for each in self.exchanges if each.closed_by_client]:
+            self._drop(exchange)
+        for slot, holder in enumerate(self.slots):
+            while holder is None and self.queue:
+                holder = self._take(slot, self.queue.pop(0))
+                if self.frozen:
+                    return
+        busy = [exchange for exchange in self.slots if exchange is not None and not exchange.dead]
+        if not busy:
+            self._rates(cpu=IDLE)
+            self._leave_when_free()
+            return
+        seconds = 0.0
+        for exchange in busy:
+            if exchange.processed < exchange.reply.prompt_tokens:
+                left = exchange.reply.prompt_tokens - exchange.processed
+                seconds += min(left, self.build.batch_tokens) / self.build.prefill_tokens_per_s
+            else:
+                seconds += max(1, self._next_tokens(exchange)) / self.build.decode_tokens_per_s
+        self._start_batch(max(seconds, 0.001))
+
+    def _start_batch(self, seconds: float) -> None:
+        self._rates(cpu=BUSY if self.build.cpu_shows else IDLE)
+        self._batch = self._scheduler.at(self._scheduler.now + seconds, self._batch_done, "batch", of_host=False)
+
+    def _batch_done(self) -> None:
+        self._batch = None
+        self.iterations += 1
+        self.advanced_at = self._scheduler.now
+        for exchange in [each for each in self.slots if each is not None and not each.dead]:
+            if exchange.closed_by_client:
+                self._drop(exchange)
+            elif exchange.processed < exchange.reply.prompt_tokens:
+                self._read_prompt(exchange)
+            else:
+                self._write_answer(exchange)
+            if self.frozen or self.gone:
+                return
+        self.work()
+
+    def _take(self, slot: int, exchange: Exchange) -> Exchange | None:
+        """Give the slot to the request; None where a misbehaviour loses it."""
+        exchange.slot, self.slots[slot] = slot, exchange
+        if self.build.headers is Headers.IN_SLOT:
+            self._send_headers(exchange)
+        if exchange.wants_progress:
+            if self.build.headers is Headers.WITH_PROGRESS:
+                self._send_headers(exchange)
+            self.send_progress(exchange)
+        if exchange.reply.twist is not None and exchange.reply.twist_at <= 0:
+            self._twist(self, exchange)
+        return self.slots[slot]
+
+    def _read_prompt(self, exchange: Exchange) -> None:
+        total = exchange.reply.prompt_tokens
+        exchange.processed = min(total, exchange.processed + self.build.batch_tokens)
+        exchange.advanced_at = self._scheduler.now
+        if exchange.wants_progress:
+            self.send_progress(exchange)
+
+    def _next_tokens(self, exchange: Exchange) -> int:
+        reply = exchange.reply
+        border = reply.reasoning_tokens if exchange.decoded < reply.reasoning_tokens else reply.answer_tokens
+        return max(0, min(reply.step_tokens, border - exchange.decoded))
+
+    def _write_answer(self, exchange: Exchange) -> None:
+        reply = exchange.reply
+        self._send_headers(exchange)
+        if reply.twist is not None and exchange.decoded >= reply.twist_at:
+            self._twist(self, exchange)
+            return
+        count = self._next_tokens(exchange)
+        if exchange.decoded == 0:
+            self.send(exchange, _delta({"role": "assistant", "content": None}))
+        if count:
+            words = "".join(reply.word(index) for index in range(exchange.decoded, exchange.decoded + count))
+            self.send_words(exchange, words, reasons=exchange.decoded < reply.reasoning_tokens)
+            exchange.decoded += count
+            exchange.advanced_at = self._scheduler.now
+        if exchange.decoded >= reply.answer_tokens and reply.twist is None:
+            self._finish(exchange)
+
+    def _finish(self, exchange: Exchange) -> None:
+        reply = exchange.reply
+        for index, name in enumerate(reply.calls):
+            call = {"index": index, "id": f"c{index}", "function": {"name": name, "arguments": '{"n": 1}'}}
+            self.send(exchange, _delta({"tool_calls": [call]}))
+        self.send(exchange, _delta({}, finish="tool_calls" if reply.calls else reply.finish))
+        usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.answer_tokens}
+        self.send(exchange, _record({"choices": [], "usage": usage}))
+        self.send(exchange, b"data: [DONE]\n\n")
+        self.hang_up(exchange, regular=True)
+
+    # ------------------------------------------------------------ what goes out
+
+    def send(self, exchange: Exchange, data: bytes) -> None:
+        """Bytes of a body, headers first."""
+        self._send_headers(exchange)
+        if not exchange.over:
+            exchange.connection.receive(data)
+
+    def send_words(self, exchange: Exchange, words: str, *, reasons: bool = False) -> None:
+        """One delta of text or of reasoning."""
+        if reasons:
+            exchange.reasoning += words
+        else:
+            exchange.text += words
+        self.send(exchange, _delta({"reasoning_content" if reasons else "content": words}))
+
+    def send_progress(self, exchange: Exchange) -> None:
+        """A report of the prompt's progress."""
+        total = exchange.reply.prompt_tokens
+        progress = {"total": total, "cache": 0, "processed": exchange.processed, "time_ms": 1}
+        choice = {"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}
+        self.send(exchange, _record({"choices": [choice], "prompt_progress": progress}))
+
+    def hang_up(self, exchange: Exchange, *, regular: bool) -> None:
+        """The server ends the response; its slot is free."""
+        self._drop(exchange)
+        exchange.connection.end(regular=regular)
+        self._leave_when_free()
+
+    def release_slot(self, exchange: Exchange) -> None:
+        """The slot is idle; the connection stays open."""
+        if exchange.slot is not None:
+            self._used[exchange.slot] = exchange
+            self.slots[exchange.slot] = None
+            exchange.slot = None
+
+    def _send_headers(self, exchange: Exchange) -> None:
+        if exchange.has_headers or exchange.over:
+            return
+        exchange.has_headers = True
+        exchange.connection.headers(200)
+        self._ping_later(exchange)
+
+    def _ping_later(self, exchange: Exchange) -> None:
+        def ping() -> None:
+            if exchange.over or self.gone:
+                return
+            if self.answers:
+                exchange.connection.receive(b":\n\n")
+            self._ping_later(exchange)
+
+        exchange.ping = self._scheduler.at(self._scheduler.now + PING_S, ping, "ping", of_host=False)
+
+    def _drop(self, exchange: Exchange) -> None:
+        """The exchange is over for the server."""
+        exchange.over = True
+        if exchange.ping is not None:
+            exchange.ping.cancel()
+        self.release_slot(exchange)
+        if exchange in self.queue:
+            self.queue.remove(exchange)
+        if exchange in self.exchanges:
+            self.exchanges.remove(exchange)
+
+    # ------------------------------------------------------------ what /proc shows
+
+    def counters(self) -> dict[int, Counters]:
+        """Of the process and its children, as of now."""
+        self._account()
+        return self.processes
+
+    def _rates(self, *, cpu: float, reads: bool = False) -> None:
+        self._account()
+        own = self.processes[self.pid]
+        own.cpu_rate, own.read_rate = cpu, 8e6 if reads else 0.0
+
+    def _account(self) -> None:
+        span_s = self._scheduler.now - self._accounted_at
+        self._accounted_at = self._scheduler.now
+        if self.gone:
+            return
+        for used in self.processes.values():
+            used.cpu_ticks += used.cpu_rate * span_s
+            used.read_bytes += used.read_rate * span_s
+
+
+def _record(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _delta(delta: dict[str, Any], finish: str | None = None) -> bytes:
+    return _record({"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})

@@ -1,0 +1,75 @@
+"""What happened, step by step: a hash of all of it, and the last steps as a story."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from operator import attrgetter
+from typing import Any
+
+_SHOWN_FIELDS = ("epoch", "request_id", "turn_id", "failure", "verdict", "reason", "detail", "outcome")
+_HASHED_FIELDS = ("epoch", "request_id", "turn_id")
+_KEPT = 400
+_BLOCK = 2000
+
+
+class Trace:
+    """The hash covers the instant, the place and the name of every step; nothing in it depends on the process."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._block: list[str] = []
+        self._last: deque[tuple[float, str, Any]] = deque(maxlen=_KEPT)
+        self._getters: dict[type, Any] = {}
+
+    def message(self, now: float, actor: str, message: Any) -> None:
+        """An actor is handed a message."""
+        kind = type(message)
+        getter = self._getters.get(kind)
+        if getter is None:
+            names = [name for name in _HASHED_FIELDS if name in getattr(kind, "__dataclass_fields__", ())]
+            getter = self._getters[kind] = attrgetter(*names) if names else _nothing
+        self._add(f"{now!r} {actor} {kind.__name__} {getter(message)}")
+        self._last.append((now, actor, message))
+
+    def event(self, now: float, what: str) -> None:
+        """Something happens outside the actors."""
+        self._add(f"{now!r} {what}")
+        self._last.append((now, "", what))
+
+    def note(self, now: float, what: str) -> None:
+        """For the story: what it means."""
+        self._add(what)
+        self._last.append((now, "*", what))
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal, of all steps so far."""
+        self._flush()
+        return self._hash.hexdigest()[:16]
+
+    def story(self, count: int) -> list[str]:
+        """The last steps, oldest first, times relative to the last one."""
+        steps = list(self._last)[-count:]
+        end = steps[-1][0] if steps else 0.0
+        return [f"{now - end:+12.4f} s  {_told(actor, step)}" for now, actor, step in steps]
+
+    def _add(self, line: str) -> None:
+        self._block.append(line)
+        if len(self._block) >= _BLOCK:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._hash.update("\n".join([*self._block, ""]).encode())
+        self._block.clear()
+
+
+def _nothing(message: Any) -> str:
+    return ""
+
+
+def _told(actor: str, step: Any) -> str:
+    if isinstance(step, str):
+        return f"{actor} {step}".strip()
+    shown = [f"{name}={getattr(step, name)!s:.150}" for name in _SHOWN_FIELDS if getattr(step, name, None) is not None]
+    return f"{actor} <- {type(step).__name__}({', '.join(shown)})"

@@ -1,0 +1,297 @@
+"""One run: a worker, its host, its machine and Nature, all from one seed; and what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import pykka
+
+from llama_worker import LlamaWorker
+from llama_worker.config import WorkerConfig
+from llama_worker.profiles import RestartPolicy, TimeoutProfile
+from llama_worker.types import RequestState, ToolDef, WorkerState
+from llama_worker.worker import _open_backends
+from tests.simulation.dice import Dice
+from tests.simulation.faults import KINDS
+from tests.simulation.host import Host, Plan
+from tests.simulation.invariants import Invariants, Violation
+from tests.simulation.machine import Machine
+from tests.simulation.nature import Nature
+from tests.simulation.not_yet_found import NOT_YET_FOUND
+from tests.simulation.runtime import SimRuntime
+from tests.simulation.scheduler import Choices, Scheduler, SeededChoices
+from tests.simulation.server import Build, Exchange, Headers, Reply
+from tests.simulation.trace import Trace
+
+HOUR_S = 3600.0
+TOOL: ToolDef = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+
+
+class _Tools:
+    """Never called: the simulated runtime runs no code of a host's."""
+
+    def run_tool(self, *, name: str, arguments: object, request_id: int, job_name: str) -> object:
+        raise NotImplementedError
+
+
+def slow_bios(context: object) -> str:
+    """Never called, likewise; not the default, so that the thread for it is simulated."""
+    raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a run is about."""
+
+    seed: int
+    hours: float = 24.0
+    requests_per_hour: float = 1.5
+    faults_per_hour: float = 0.15
+    kinds: Mapping[str, float] = field(default_factory=dict)  # weights by name; empty: all that the library finds
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What came of it."""
+
+    hours: float = 0.0
+    messages: int = 0
+    requests: int = 0
+    restarts: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, int] = field(default_factory=dict)
+    found: dict[str, list[float]] = field(default_factory=dict)
+    bounded: dict[str, int] = field(default_factory=dict)
+    digest: str = ""
+
+
+class Failure(Exception):
+    """A run broke an invariant: its seed, which one, and the last steps."""
+
+    def __init__(self, setting: Setting, broken: BaseException, story: list[str], digest: str) -> None:
+        super().__init__(f"seed {setting.seed}: {type(broken).__name__}: {broken}")
+        self.setting = setting
+        self.broken = broken
+        self.story = story
+        self.digest = digest
+
+
+def usual_kinds() -> dict[str, float]:
+    """Every kind that the library finds, with its weight."""
+    return {name: kind.weight for name, kind in KINDS.items() if name not in NOT_YET_FOUND}
+
+
+class World:
+    """See the module."""
+
+    def __init__(self, setting: Setting, choices: Choices | None = None) -> None:
+        dice = Dice(setting.seed)
+        self.setting = setting
+        self.profile = _profile(dice)
+        slots = 1 + dice.below(4)
+        self.build = _build(dice, self.profile, slots)
+        self.policy = RestartPolicy()
+        self.trace = Trace()
+        if choices is None:
+            wild = dice.chance(0.5)
+            choices = SeededChoices(
+                dice.fork().random,
+                preempts=0.2 if wild else 0.02,
+                sleeps=0.02 if wild else 0.002,
+                late=0.1 if wild else 0.02,
+            )
+        self.scheduler = Scheduler(choices, self.trace, now=1000.0 + 1e5 * dice.random())
+        self.machine = Machine(self.scheduler, dice.fork(), self.build)
+        self.config = WorkerConfig(
+            name="simulated",
+            host="127.0.0.1",
+            port=8080,
+            server_cmd=("llama-server",),
+            slots=slots,
+            timeouts=self.profile,
+            restart=self.policy,
+            normal_tools=(TOOL,),
+            tool_runner=_Tools(),
+            bios_provider=slow_bios,
+        )
+        self.runtime = SimRuntime(self.config, self.scheduler, self.machine, dice.fork())
+        self.invariants = Invariants(self.scheduler, self.policy, slots)
+        self.worker = LlamaWorker(self.config, _runtime=self.runtime)
+        self.actor = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
+        self.invariants.watch(self.actor)
+        self.nature = Nature(
+            self.scheduler,
+            dice.fork(),
+            self.machine,
+            self.invariants,
+            self.profile,
+            dict(setting.kinds) or usual_kinds(),
+            HOUR_S / setting.faults_per_hour if setting.faults_per_hour else 0.0,
+        )
+        self.host = Host(self.worker, self.scheduler, self.invariants, dice.fork(), self.profile, self.policy, 1500.0)
+        self.host.watch_processes(self.machine.launched)
+        self.machine.on_launch = lambda epoch: self.invariants.launch(self.machine.launched, epoch)
+        self.machine.reply_to = self._reply
+        self.machine.exchanges = self._exchange
+        self._dice = dice.fork()
+        self._replies: dict[tuple[int, int], Reply] = {}
+        self._twist_chance = min(0.5, setting.faults_per_hour / max(setting.requests_per_hour, 1e-9))
+
+    # ------------------------------------------------------------ what the server says
+
+    def _reply(self, request_id: int, exchange: int) -> Reply:
+        dice = self._dice
+        longest = min(8000, int(0.1 * self.build.prefill_tokens_per_s * (self.profile.silent_work_timeout_s or 3600.0)))
+        tokens = 1 + int(dice.log_between(1, 300))
+        reply = Reply(
+            key=f"r{request_id}t{exchange}",
+            prompt_tokens=10 + int(dice.log_between(1, max(2, longest))),
+            reasoning_tokens=dice.below(tokens) if dice.chance(0.3) else 0,
+            text_tokens=tokens,
+            step_tokens=max(1, tokens // 10),
+            calls=("search",) if exchange <= 3 and dice.chance(0.15) else (),
+            finish="length" if dice.chance(0.05) else "stop",
+        )
+        twist = self.nature.reply_kind(self._twist_chance) if exchange == 1 else None
+        if twist is not None:
+            reply.twist = twist
+            reply.twist_at = 0 if twist in ("frozen progress", "request lost") else dice.below(reply.answer_tokens) + 1
+            if twist.startswith("tool"):
+                reply.calls = ("search",)
+        self.nature.prepare(request_id, reply)
+        self._replies[request_id, exchange] = reply
+        return reply
+
+    def _exchange(self, exchange: Exchange) -> None:
+        self.invariants.requests[exchange.request_id].exchanges.append(exchange)
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> Report:
+        """All of it; raises Failure."""
+        logging.disable(logging.CRITICAL)
+        try:
+            self._live()
+            self._come_to_rest()
+            self._leave()
+        except Exception as broken:
+            raise Failure(self.setting, broken, self.trace.story(60), self.trace.digest) from broken
+        finally:
+            logging.disable(logging.NOTSET)
+            for simulated in self.scheduler.actors:  # after a failure
+                pykka.ActorRegistry.unregister(simulated.actor.actor_ref)
+            _open_backends.discard(self.worker._backend)
+        return self._report()
+
+    def _live(self) -> None:
+        setting, host, dice = self.setting, self.host, self._dice
+        hectic = setting.requests_per_hour > 10
+        host.run(host.keep_running(stops_every_s=1800.0 if hectic else 40 * HOUR_S))
+        clients = 1 + dice.below(3)
+        for _ in range(clients):
+            host.run(host.client(every_s=clients * HOUR_S / setting.requests_per_hour))
+        host.run(host.meddler(every_s=300.0 if hectic else 4 * HOUR_S))
+        self.nature.begin()
+        self._until(self.scheduler.now + setting.hours * HOUR_S)
+
+    def _until(self, end: float) -> None:
+        scheduler = self.scheduler
+        while scheduler.next_instant() <= end:
+            scheduler.step()
+
+    def _come_to_rest(self) -> None:
+        """Invariant 8: once nothing new goes wrong, the worker comes to rest, and a fresh request completes."""
+        self.nature.calm()
+        self.host.is_leaving = True
+        for server in self.machine.servers:
+            server.become_killable()
+        rest_s = self.host.start_bound_s + (self.profile.silent_work_timeout_s or 0.0) + 7200.0
+        rest = (WorkerState.READY, WorkerState.FAILED, WorkerState.STOPPED)
+        if not self.scheduler.run_until(
+            lambda: self.invariants.state in rest and not self.invariants.active, self.scheduler.now + rest_s
+        ):
+            raise Violation(8, f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after the faults")
+        for attempt in range(4):  # what a fault left behind (a frozen server, say) may have to be found first
+            done: list[str] = []
+            self.host.run(self._fresh_request(done))
+            bound_s = 2 * rest_s
+            if not self.scheduler.run_until(lambda: bool(done), self.scheduler.now + bound_s):  # noqa: B023
+                raise Violation(8, f"a fresh request has no answer {bound_s:.0f} s after the faults")
+            if done[0] == "completed":
+                return
+        raise Violation(8, f"fresh requests do not complete after the faults: {done[0]}")
+
+    def _fresh_request(self, done: list[str]) -> Plan:
+        started = self.host.start()
+        yield started
+        try:
+            started.get(timeout=0)
+        except Exception as error:
+            done.append(f"start() raised {error}")
+            return
+        submitted = self.host.quick(self.worker.submit("fresh", "", "hello"), "submit()")
+        yield submitted
+        answer = submitted.get(timeout=0)
+        if not answer["ok"]:
+            done.append(answer["error"])
+            return
+        future = self.worker.result(answer["request_id"])
+        yield future
+        result = future.get(timeout=0)
+        completed = result["ok"] and result["state"] is RequestState.COMPLETED
+        done.append("completed" if completed else str(result))
+
+    def _leave(self) -> None:
+        """Invariant 9: after `close()` nothing is left."""
+        self.host.close()
+        self.scheduler.run_until(lambda: not self.scheduler.actors, self.scheduler.now + 30.0)
+        left: list[str] = [simulated.name for simulated in self.scheduler.actors]
+        left += [f"stream {stream.turn_id}" for stream in self.runtime.streams]
+        left += [f"process of launch {each.epoch}" for each in self.machine.launched if not each.ended]
+        left += ["timer"] * self.scheduler.pending("timer")
+        left += [f"request {i}" for i, truth in self.invariants.requests.items() if truth.ended_at is None]
+        if left:
+            raise Violation(9, f"left after close(): {', '.join(left)}")
+
+    def _report(self) -> Report:
+        return Report(
+            hours=self.setting.hours,
+            messages=self.scheduler.messages_count,
+            requests=len(self.invariants.requests),
+            restarts=self.invariants.restarts_count,
+            faults=self.nature.counts,
+            outcomes=self.host.outcomes,
+            found=self.invariants.found,
+            bounded=self.invariants.bounded,
+            digest=self.trace.digest,
+        )
+
+
+def _profile(dice: Dice) -> TimeoutProfile:
+    make = dice.choice((TimeoutProfile.fast, TimeoutProfile.normal, TimeoutProfile.slow_prefill))
+    profile: TimeoutProfile = make()
+    if dice.chance(0.2):
+        profile = replace(profile, load_timeout_s=1800.0)
+    return profile
+
+
+def _build(dice: Dice, profile: TimeoutProfile, slots: int) -> Build:
+    """A server whose honest work stays well within the profile's limits."""
+    slowness = (profile.silent_work_timeout_s or 3600.0) / 3600.0  # 1: slow hardware; fast: 1/12
+    cpu_shows = dice.chance(0.8)
+    prefill = dice.log_between(20.0, 200.0) / slowness**1.5
+    batch = 2048 if cpu_shows else 256
+    headers = dice.choice(tuple(Headers)) if cpu_shows else Headers.IN_SLOT
+    return Build(
+        slots=slots,
+        prefill_tokens_per_s=prefill,
+        decode_tokens_per_s=dice.log_between(1.0, 20.0) / slowness**1.5,
+        batch_tokens=min(batch, int(prefill * 0.1 * profile.headers_timeout_s)) if not cpu_shows else batch,
+        load_s=dice.log_between(0.5, 100.0 * slowness),
+        load_reads=dice.chance(0.3),
+        cpu_shows=cpu_shows,
+        headers=headers,
+        reports_progress=dice.chance(0.7) or not cpu_shows,
+    )
