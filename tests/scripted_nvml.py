@@ -8,6 +8,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import psutil
+
 
 class NVMLError(Exception):
     """As in pynvml: the number is in `value`."""
@@ -27,7 +29,7 @@ class Process(NamedTuple):
 class Gpu:
     """A device, and the handle to it."""
 
-    pids: set[int] = field(default_factory=set)
+    pids: set[int] | None = field(default_factory=set)  # who uses it; None: every process of the machine
     event_types: int = 0x1FF  # what it can report
     lost: bool = False  # every question about it fails
 
@@ -113,7 +115,8 @@ class ScriptedNvml:
         return self._asked(gpu)
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[Process]:
-        return [Process(pid) for pid in self._asked(gpu).pids]
+        pids = self._asked(gpu).pids
+        return [Process(pid) for pid in (psutil.pids() if pids is None else pids)]
 
     def nvmlDeviceGetProcessUtilization(self, gpu: Gpu, since: int) -> list[Any]:
         raise NVMLError(self.NVML_ERROR_NOT_FOUND)

@@ -1,76 +1,73 @@
-"""The thread that waits for errors of the GPUs that one launch of the server uses.
+"""Waits for errors of the GPUs that one launch of the server uses.
 
-NVML may hang with a lost GPU: nobody waits for this thread.
+NVML may hang with a lost GPU: it runs on a thread that nobody waits for.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from typing import Any, Final
 
+import psutil
+
+from llama_worker.messages import GpuFaulted, Mailbox
 from llama_worker.runtime.liveness_probes import tree_pids
 from llama_worker.server.gpu_faults import GpuFault, fault_of_xid, gpu_lost, uncorrectable_memory_error
 
-WAIT_S: Final = 10.0  # nothing wakes a thread that waits in NVML: a closed watch ends at most this much later
-_logger = logging.getLogger("llama_worker.gpu")
+WAIT_S: Final = 10.0  # nothing wakes a thread that waits in NVML: it ends at most this much later than the server
+_logger = logging.getLogger("llama_worker")
 
 
-class GpuWatch:
-    """Watches from construction on, on a daemon thread, until `close`; any thread may call that, it returns at once.
+def watch_gpus(root_pid: int, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None:
+    """Tell every kind of fault once, until the process is gone. Blocks.
 
-    Every kind of fault is told once. Nothing is, and the thread ends, where NVML cannot be loaded or sees no process
-    of the tree on any GPU: a server on the CPU, or a container with a pid namespace that the driver does not know.
+    Returns at once where NVML cannot be loaded, or sees no process of the tree on any GPU: a server on the CPU, or a
+    container with a pid namespace that the driver does not know.
     """
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # a missing package or driver, or one that is broken: there is nothing to watch
+        return
+    try:
+        _watch(nvml, psutil.Process(root_pid), epoch, reply_to)
+    except psutil.NoSuchProcess:
+        return
+    except Exception:
+        _logger.exception("errors of GPUs are not seen any more")
 
-    def __init__(self, root_pid: int, tell: Callable[[GpuFault], object], *, name: str) -> None:
-        self._root_pid = root_pid
-        self._tell = tell
-        self._told: set[GpuFault] = set()
-        self._closed = threading.Event()
-        threading.Thread(target=self._run, name=f"llama_worker-{name}-gpus", daemon=True).start()
 
-    def close(self) -> None:
-        """Tell nothing more."""
-        self._closed.set()
+def _watch(nvml: Any, server: psutil.Process, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None:
+    gpus = _gpus_of(nvml, frozenset(tree_pids(server.pid)))
+    events = _events_of(nvml, gpus)
+    if events is None:
+        return
+    told: set[GpuFault] = set()
+    try:
+        while server.is_running():
+            for fault in _next_faults(nvml, events, gpus):
+                if fault not in told:
+                    told.add(fault)
+                    reply_to.tell(GpuFaulted(epoch=epoch, fault=fault))
+    finally:
+        nvml.nvmlEventSetFree(events)
 
-    def _run(self) -> None:
-        try:
-            nvml = importlib.import_module("pynvml")
-            nvml.nvmlInit()
-        except Exception:  # a missing package or driver, or one that is broken: there is nothing to watch
-            return
-        try:
-            self._watch(nvml)
-        except Exception:
-            _logger.exception("errors of GPUs are not seen any more")
 
-    def _watch(self, nvml: Any) -> None:
-        gpus = _gpus_of(nvml, frozenset(tree_pids(self._root_pid)))
-        events = _events_of(nvml, gpus)
-        if events is None:
-            return
-        try:
-            while not self._closed.is_set():
-                try:
-                    event = nvml.nvmlEventSetWait_v2(events, int(WAIT_S * 1000))
-                except nvml.NVMLError as error:
-                    if error.value == nvml.NVML_ERROR_TIMEOUT:
-                        continue
-                    for gpu in _lost(nvml, gpus):
-                        self._report(gpu_lost(gpu))
-                    self._closed.wait(WAIT_S)  # such an error comes back at once, for as long as its cause is there
-                else:
-                    self._report(_fault_of(nvml, event))
-        finally:
-            nvml.nvmlEventSetFree(events)
-
-    def _report(self, fault: GpuFault | None) -> None:
-        if fault is not None and fault not in self._told and not self._closed.is_set():
-            self._told.add(fault)
-            self._tell(fault)
+def _next_faults(nvml: Any, events: Any, gpus: dict[str, Any]) -> Iterator[GpuFault]:
+    """What the next event tells, if one comes."""
+    try:
+        event = nvml.nvmlEventSetWait_v2(events, int(WAIT_S * 1000))
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_TIMEOUT:
+            yield from (gpu_lost(gpu) for gpu in _lost(nvml, gpus))
+            time.sleep(WAIT_S)  # such an error comes back at once, for as long as its cause is there
+    else:
+        fault = _fault_of(nvml, event)
+        if fault is not None:
+            yield fault
 
 
 def _gpus_of(nvml: Any, pids: frozenset[int]) -> dict[str, Any]:
