@@ -13,6 +13,7 @@ from llama_worker.messages import (
     CloseAllStreams,
     EvidenceKept,
     Exited,
+    GpuFaulted,
     Launch,
     Launched,
     ProbeNow,
@@ -101,6 +102,8 @@ class ServerLife:
                 self.traits = traits
                 for line in shortcomings(traits, self._config):
                     self._journal.warn(line, now)
+            case GpuFaulted(fault=fault) if not fault.fatal:
+                self._journal.warn(fault.detail, now)
             case Exited(epoch=epoch, returncode=returncode):
                 self.pid = None
                 self._journal.note("exited", now, returncode=returncode, epoch=epoch)

@@ -1,11 +1,13 @@
 """WatchdogActor: watches the server; what follows from what it hears is the `ServerWatch`'s.
 
-Receives Launch, Launched, Watch, Unwatch, ProbeNow, StandDown, and what probes, looks and requests report. Sends each
-RequestActor ReportProgress, the WorkerActor BecameReady, StartupFailed, HealthLost, Stalled and, for the evidence of
-a kill, Observed. Owns the readiness probe that is under way.
+Receives Launch, Launched, Watch, Unwatch, ProbeNow, StandDown, and what probes, looks, GPUs and requests report. Sends
+each RequestActor ReportProgress, the WorkerActor BecameReady, StartupFailed, HealthLost, GpuFaulted, Stalled and, for
+the evidence of a kill, Observed. Owns the readiness probe that is under way.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.config import WorkerConfig
@@ -21,7 +23,7 @@ from llama_worker.messages import (
 )
 from llama_worker.runtime.ports import Abortable, Runtime
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import AbortProbe, Look, News, Order, ProbeReadiness, ServerWatch
+from llama_worker.server.watch import AbortProbe, Look, News, Order, ProbeReadiness, ServerWatch, WatchGpus
 
 
 class WatchdogActor(SupervisedActor[WatchdogMessage]):
@@ -63,6 +65,9 @@ class WatchdogActor(SupervisedActor[WatchdogMessage]):
                     self._runtime.look(seen, root_pid, self.me())
                 except RuntimeError:  # the system has no thread left: no news
                     self.me().tell(seen)
+            case WatchGpus(epoch=epoch, root_pid=root_pid):
+                with contextlib.suppress(RuntimeError):  # no thread left: it is watched without
+                    self._runtime.watch_gpus(epoch, root_pid, self.me())
             case ProbeReadiness():
                 self._probe(effect)
             case AbortProbe():

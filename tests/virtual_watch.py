@@ -22,7 +22,7 @@ from llama_worker.messages import (
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.server.timeouts import Progress
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import AbortProbe, Look, News, ProbeReadiness, ServerWatch
+from llama_worker.server.watch import AbortProbe, Look, News, ProbeReadiness, ServerWatch, WatchGpus
 
 Evidence = Callable[[float, bool], bool]  # (now, fresh) -> whether the server's processes are at work
 Readiness = Callable[[float], ProbeOutcome]
@@ -88,7 +88,7 @@ class VirtualWatch:
                         for request_id in self.watch.requests:
                             progress = self._requests[request_id](self.now)
                             messages.append(ProgressReported(progress=progress, for_verdict=for_verdict))
-                    case AbortProbe():
+                    case AbortProbe() | WatchGpus():
                         pass
                     case _:
                         self.news.append((self.now, effect))

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from llama_worker.request.record import RequestRecord
 from llama_worker.request.submission import Submission
 from llama_worker.request.turn import TurnId
+from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.timeouts import Progress, Verdict
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.calls import ParsedCall
@@ -230,6 +231,14 @@ class HealthLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFaulted:
+    """A GPU that the server uses reported an error."""
+
+    epoch: int
+    fault: GpuFault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
     """A verdict on one request in flight."""
 
@@ -313,6 +322,7 @@ ServerMessage = (  # what decides about the server's life
     | BecameReady
     | StartupFailed
     | HealthLost
+    | GpuFaulted
     | StreamsClosed
 )
 WorkerMessage = (
@@ -568,5 +578,15 @@ class ProgressReported:
 
 
 WatchdogMessage = (
-    Launch | Launched | StandDown | Watch | Unwatch | ProbeNow | Probed | EvidenceSeen | ProgressReported | Tick
+    Launch
+    | Launched
+    | StandDown
+    | Watch
+    | Unwatch
+    | ProbeNow
+    | Probed
+    | EvidenceSeen
+    | ProgressReported
+    | GpuFaulted
+    | Tick
 )

@@ -41,3 +41,32 @@ def test_available_is_what_machine_and_container_have(
     monkeypatch.setattr(doctor_facts, "_CGROUP", tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", Memory)
     assert doctor_facts.look_at_machine().available_bytes == available
+
+
+@pytest.mark.parametrize(
+    ("said", "gpus"),
+    [
+        (
+            "NVIDIA H200, 143771 MiB, 143156 MiB, 580.159.04\nA, B, 8 MiB, 1 MiB, 5\n",
+            ("NVIDIA H200 (143771 MiB, 143156 MiB free, driver 580.159.04)", "A, B (8 MiB, 1 MiB free, driver 5)"),
+        ),
+        ("NVIDIA GB10, [N/A], [N/A], 580.95\n", ("NVIDIA GB10 ([N/A], [N/A] free, driver 580.95)",)),
+        ("[GPU is lost]\n", ("[GPU is lost]",)),
+    ],
+)
+def test_gpus_are_named_with_memory_and_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, gpus: tuple[str, ...]
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ncat <<'END'\n{said}END\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert doctor_facts.look_at_machine().gpus == gpus
+
+
+def test_a_driver_that_fails_names_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert doctor_facts.look_at_machine().gpus is None

@@ -10,6 +10,7 @@ import pytest
 from llama_worker.cli import doctor_findings
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial, trial_of
 from llama_worker.cli.doctor_findings import Finding
+from llama_worker.cli.gguf import ContextNeeds
 from llama_worker.cli.models import Model
 from llama_worker.cli.top_rows import HEADINGS, Answers, MetricsHistory, Row, ServersHistory, plain_table
 
@@ -29,6 +30,7 @@ WELL = MachineFacts(
 )
 SERVER = ServerFacts(path="/s", how="--server", version="7", devices=())
 ON_GPU = replace(SERVER, devices=("CUDA0: NVIDIA H200 (143156 MiB, 142653 MiB free)",))
+SMALL_GPU = replace(SERVER, devices=("CUDA0: NVIDIA T400 (8188 MiB, 5120 MiB free)",))
 PROPS: dict[str, Any] = {
     "total_slots": 1,
     "default_generation_settings": {"n_ctx": 4096},
@@ -106,6 +108,46 @@ def test_the_model_against_the_memory(
 ) -> None:
     machine = replace(WELL, address_space_bytes=address_space)
     assert levels(doctor_findings.of_model(Model("m", size_bytes), machine, server)) == expected
+
+
+@pytest.mark.parametrize(
+    ("trained_tokens", "server", "expected"),
+    [
+        (8192, SERVER, []),
+        (65536, SERVER, [("memory", "note", "a --ctx-size of at most 49152, for all slots together")]),
+        (8192, ON_GPU, []),
+        (65536, ON_GPU, []),
+        (65536, SMALL_GPU, [("GPU memory", "note", "a --ctx-size of at most 4096, for all slots together")]),
+        (
+            65536,
+            replace(SERVER, devices=("CUDA0: (8188 MiB, 4100 MiB free)",)),
+            [("GPU memory", "note", "a smaller quantisation")],
+        ),
+        (
+            8192,
+            replace(SERVER, devices=("CUDA0: (8188 MiB, 2048 MiB free)",)),
+            [("GPU memory", "note", "a smaller quantisation, more GPUs, or end what else uses them")],
+        ),
+        (8192, replace(SERVER, devices=("CUDA0: (8188 MiB, 4096 MiB free)",) * 2), []),
+    ],
+)
+def test_the_model_with_its_full_context_against_the_memory(
+    trained_tokens: int, server: ServerFacts, expected: list[tuple[str, str, str]]
+) -> None:
+    model = Model("m", 4 * GIB, ContextNeeds(trained_tokens, bytes_per_token=256 * 1024))
+    found = [(f.subject, f.level, f.todo) for f in doctor_findings.of_model(model, WELL, server) if f.level != "ok"]
+    assert found == expected
+
+
+def test_what_the_model_takes_is_named() -> None:
+    model = Model("m", 4 * GIB, ContextNeeds(8192, bytes_per_token=128 * 1024))
+    told = {f.subject: f.text for f in doctor_findings.of_model(model, WELL, ON_GPU)}
+    needs = "the model takes 4.0 GiB, its full context of 8192 tokens at most 1.0 GiB"
+    assert told == {
+        "model": "m, 4.0 GiB",
+        "memory": f"155.3 GiB available, {needs}",
+        "GPU memory": f"139.3 GiB free on the GPUs, {needs}",
+    }
 
 
 def test_a_program_that_is_no_llama_server() -> None:

@@ -112,13 +112,13 @@ def test_work_of_a_child_counts(children: Children) -> None:
 def test_a_child_is_found_at_the_next_refresh(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = children.start(PARENT)
     walks = []
-    real = probes._tree_pids
+    real = probes.tree_pids
 
     def walked(root_pid: int) -> tuple[int, ...]:
         walks.append(root_pid)
         return (root_pid,) if len(walks) == 1 else real(root_pid)
 
-    monkeypatch.setattr(probes, "_tree_pids", walked)
+    monkeypatch.setattr(probes, "tree_pids", walked)
     probe = ProcessProbe()
     for now in (0.0, 1.0, 4.9, 5.0, 6.0, 9.9):
         probe.probe(parent.pid, now)

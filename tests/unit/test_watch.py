@@ -10,6 +10,7 @@ import pytest
 from llama_worker.messages import (
     BecameReady,
     EvidenceSeen,
+    GpuFaulted,
     HealthLost,
     Launch,
     Launched,
@@ -28,9 +29,10 @@ from llama_worker.messages import (
     WatchdogMessage,
 )
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.timeouts import Progress
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import AbortProbe, Look, ProbeReadiness, ServerWatch
+from llama_worker.server.watch import AbortProbe, Look, ProbeReadiness, ServerWatch, WatchGpus
 from llama_worker.types import RequestPhase
 from tests.virtual_watch import Nobody
 
@@ -54,7 +56,10 @@ class Watched:
         for effect in [*self(Launched(epoch=1, pid=7), now), *self(Tick(), now + 0.1)]:
             if isinstance(effect, Look):
                 self(effect.seen, now + 0.1)
-        assert self(probed(ProbeOutcome.READY), now + 0.1) == [BecameReady(epoch=1, traits=ServerTraits())]
+        assert self(probed(ProbeOutcome.READY), now + 0.1) == [
+            BecameReady(epoch=1, traits=ServerTraits()),
+            WatchGpus(epoch=1, root_pid=7),
+        ]
 
 
 def probed(outcome: ProbeOutcome, epoch: int = 1) -> Probed:
@@ -114,6 +119,27 @@ def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
     assert step(probed(ProbeOutcome.READY), 30.3) == [probe]  # the first one had reached the server before that
     detail = "a broken connection, and then the probe failed: told"
     assert step(probed(ProbeOutcome.FAILED), 30.4) == [HealthLost(epoch=1, detail=detail)]
+
+
+def test_a_gpu_that_fails_is_told_as_it_is() -> None:
+    step = Watched(TimeoutProfile())
+    step.become_ready(0.0)
+    lost = GpuFaulted(epoch=1, fault=GpuFault(fatal=True, detail="GPU 0: the GPU is lost"))
+    assert step(lost, 1.0) == [lost]
+    assert step(replace(lost, epoch=2), 1.0) == []
+    step(StandDown(), 2.0)
+    assert step(lost, 3.0) == []
+
+
+def test_an_error_that_may_be_another_process_s_is_told_and_the_server_is_asked() -> None:
+    step = Watched(TimeoutProfile(health_failures_before_restart=99))
+    step.become_ready(0.0)
+    error = GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31, a memory page fault"))
+    assert step(error, 1.0) == [error, ProbeReadiness(epoch=1, root_pid=7, first=False)]
+    assert step(probed(ProbeOutcome.READY), 1.1) == []
+    assert step(error, 2.0) == [error, ProbeReadiness(epoch=1, root_pid=7, first=False)]
+    detail = "GPU 0: Xid 31, a memory page fault, and then the probe failed: told"
+    assert step(probed(ProbeOutcome.FAILED), 2.1) == [HealthLost(epoch=1, detail=detail)]
 
 
 def test_evidence_comes_before_the_question_and_the_question_before_the_verdict() -> None:

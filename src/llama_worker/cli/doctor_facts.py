@@ -46,7 +46,7 @@ class MachineFacts:
     """Sizes are in bytes; a limit that is not set is None."""
 
     free_port: int | None
-    gpus: tuple[str, ...] | None  # as nvidia-smi names them; None: there is no nvidia-smi that works
+    gpus: tuple[str, ...] | None  # name, memory, driver by nvidia-smi; None: there is no nvidia-smi that works
     nvml: bool  # the library can see what processes do on these GPUs
     proc_stat: bool
     proc_io: bool
@@ -170,8 +170,17 @@ def _run(*command: str) -> tuple[int | None, str]:
 def _gpus() -> tuple[str, ...] | None:
     if shutil.which("nvidia-smi") is None:
         return None
-    code, said = _run("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader")
-    return tuple(line.strip() for line in said.splitlines() if line.strip()) if code == 0 else None
+    code, said = _run("nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader")
+    return tuple(_gpu(line) for line in said.splitlines() if line.strip()) if code == 0 else None
+
+
+def _gpu(line: str) -> str:
+    """`NVIDIA H200 (143771 MiB, 143156 MiB free, driver 580.159.04)`; a line of another form as it is."""
+    match [field.strip() for field in line.rsplit(",", 3)]:
+        case [name, total, free, driver]:
+            return f"{name} ({total}, {free} free, driver {driver})"
+        case _:
+            return line.strip()
 
 
 def _has_nvml() -> bool:

@@ -20,6 +20,7 @@ MIN_OPEN_FILES = 256  # a worker needs some 30, each request a few, and the host
 MIN_THREADS = 128  # a server starts one per core several times over, a worker ten
 _CONTEXT_SHARE = 0.15  # what context and buffers take beside the model, at the least
 _THREADS_BYTES = 2 << 30  # of addresses, not of memory: what the stacks and heaps of threads reserve
+_TOKENS_STEP = 256  # the server rounds the context up to a multiple of this
 _FREE_MIB = re.compile(r"(\d+) MiB free")
 _SAID_CHARS = 200
 
@@ -86,21 +87,56 @@ def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Findi
 
 
 def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
-    """The file against the memory."""
+    """The model and its context against the memory."""
     yield Finding("ok", "model", f"{model.path}, {size(model.size_bytes)}")
-    on_devices = sum(int(mib) << 20 for text in (server and server.devices) or () for mib in _FREE_MIB.findall(text))
-    available = machine.available_bytes + on_devices
-    compared = f"{size(available)} available, the model's file has {size(model.size_bytes)}"
-    smaller = "a smaller quantisation or a smaller model; or end other programs"
     if machine.address_space_bytes is not None and machine.address_space_bytes < 2 * model.size_bytes + _THREADS_BYTES:
         text = f"a process may use {size(machine.address_space_bytes)} only"
         yield Finding("problem", "address space", text, "raise `ulimit -v`")
+    on_gpus = sum(int(mib) << 20 for text in (server and server.devices) or () for mib in _FREE_MIB.findall(text))
+    available = machine.available_bytes + on_gpus
+    compared = f"{size(available)} available, {_needs(model)}"
     if model.size_bytes > available:
-        yield Finding("problem", "memory", compared, smaller)
-    elif model.size_bytes * (1 + _CONTEXT_SHARE) > available:
-        yield Finding("note", "memory", f"{compared}: little is left for the context", "a small --ctx-size")
+        todo = "a smaller quantisation or a smaller model; or end other programs"
+        yield Finding("problem", "memory", compared, todo)
+    elif _full_bytes(model) > available:
+        yield Finding("note", "memory", f"{compared}: not all of it fits", _smaller_context(model, available))
     else:
         yield Finding("ok", "memory", compared)
+    if on_gpus:
+        yield _of_gpu_memory(model, on_gpus)
+
+
+def _of_gpu_memory(model: Model, free_bytes: int) -> Finding:
+    """Whether all of it can be computed on the GPUs: what does not fit there is computed on the CPU, far slower."""
+    compared = f"{size(free_bytes)} free on the GPUs, {_needs(model)}"
+    if model.size_bytes > free_bytes:
+        todo = "a smaller quantisation, more GPUs, or end what else uses them"
+        return Finding("note", "GPU memory", f"{compared}: a part of the model will run on the CPU", todo)
+    if _full_bytes(model) > free_bytes:
+        return Finding("note", "GPU memory", f"{compared}: not all of it fits", _smaller_context(model, free_bytes))
+    return Finding("ok", "GPU memory", compared)
+
+
+def _needs(model: Model) -> str:
+    if model.context is None:
+        return f"the model's file has {size(model.size_bytes)}"
+    tokens, context_bytes = model.context.trained_tokens, _full_bytes(model) - model.size_bytes
+    full = f"its full context of {tokens} tokens at most {size(context_bytes)}"
+    return f"the model takes {size(model.size_bytes)}, {full}"
+
+
+def _full_bytes(model: Model) -> int:
+    """The model with the longest context that it was made for; where the file does not say, with a short one."""
+    if model.context is None:
+        return int(model.size_bytes * (1 + _CONTEXT_SHARE))
+    return model.size_bytes + model.context.trained_tokens * model.context.bytes_per_token
+
+
+def _smaller_context(model: Model, available_bytes: int) -> str:
+    if model.context is None or not model.context.bytes_per_token:
+        return "a small --ctx-size"
+    tokens = (available_bytes - model.size_bytes) // model.context.bytes_per_token // _TOKENS_STEP * _TOKENS_STEP
+    return f"a --ctx-size of at most {tokens}, for all slots together" if tokens else "a smaller quantisation"
 
 
 def of_trial(trial: Trial) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_worker.cli.exits import Problem
+from llama_worker.cli.gguf import ContextNeeds, read_context_needs
 from llama_worker.cli.text import one_line
 
 MAGIC = b"GGUF"
@@ -25,10 +26,11 @@ _SAFETENSORS = re.compile(rb'.{7}\x00\{"', re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A GGUF file; `size_bytes` is that of all of its parts."""
+    """A GGUF file; `size_bytes` is that of all of its parts, `context` None where the file does not say it."""
 
     path: str
     size_bytes: int
+    context: ContextNeeds | None = None
 
 
 def find_model(named: str) -> Model:
@@ -53,7 +55,7 @@ def find_model(named: str) -> Model:
     parts = [path.with_name(name) for name in names] or [path]
     if missing := [part.name for part in parts if not part.is_file()]:
         raise Problem("no_model", f"parts of the model are missing: {', '.join(missing)}", "put them beside the first")
-    return Model(str(path), sum(part.stat().st_size for part in parts))
+    return Model(str(path), sum(part.stat().st_size for part in parts), read_context_needs(path))
 
 
 def not_a_gguf(head: bytes) -> tuple[str, str] | None:

@@ -130,7 +130,7 @@ def process_evidence(root_pid: int) -> dict[str, Any]:
     them can hang with the process.
     """
     processes = []
-    pids = _tree_pids(root_pid)
+    pids = tree_pids(root_pid)
     for pid in pids[:MAX_PROCESSES]:
         stat = _read_stat(f"{PROC}/{pid}/stat")
         if stat is not None:
@@ -185,12 +185,12 @@ class _Tree:
     def pids(self, root_pid: int, now: float) -> tuple[int, ...]:
         known = self._refreshed_at is not None and self._pids[0] == root_pid
         if not known or self._refreshed_at is None or now - self._refreshed_at >= CHILDREN_REFRESH_S:
-            self._pids = _tree_pids(root_pid)
+            self._pids = tree_pids(root_pid)
             self._refreshed_at = now
         return self._pids
 
 
-def _tree_pids(root_pid: int) -> tuple[int, ...]:
+def tree_pids(root_pid: int) -> tuple[int, ...]:
     """The root first, also where nothing can be learnt of it."""
     try:
         return (root_pid, *(child.pid for child in psutil.Process(root_pid).children(recursive=True)))

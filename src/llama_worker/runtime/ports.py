@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from llama_worker.messages import (
     EvidenceSeen,
+    GpuFaulted,
     Mailbox,
     OpenStream,
     Probed,
@@ -141,6 +142,12 @@ class Runtime(Clock, ActorRunner, Protocol):
         """Ask liveness probe number `seen.probe`, which forgets what it saw before if `seen.fresh`.
 
         `reply_to` gets `seen`, with `at`, `alive` and `detail` filled in.
+        """
+
+    def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
+        """Wait for errors of the GPUs that the process tree uses, for as long as it lives.
+
+        `reply_to` gets one GpuFaulted for each kind of error.
         """
 
     def run_bios(self, order: RunBios) -> None:

@@ -12,6 +12,7 @@ from llama_worker.bios import default_bios
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     EvidenceSeen,
+    GpuFaulted,
     Mailbox,
     OpenStream,
     Probed,
@@ -23,6 +24,7 @@ from llama_worker.messages import (
 from llama_worker.runtime import host_code
 from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.futures import write_log
+from llama_worker.runtime.gpu_watch import watch_gpus
 from llama_worker.runtime.host_code import ToolBatchThread, start_thread
 from llama_worker.runtime.liveness_probes import default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
@@ -96,6 +98,9 @@ class RealRuntime(ActorThreads):
     def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
         probe = self._probes[seen.probe]
         start_thread(f"{self._name}-look", partial(host_code.look, probe, seen, root_pid, reply_to))
+
+    def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
+        start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))
 
     def run_bios(self, order: RunBios) -> None:
         if self._config.bios_provider is default_bios:  # our own, which is pure and quick, needs no thread

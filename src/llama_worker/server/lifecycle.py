@@ -14,6 +14,7 @@ from llama_worker.messages import (
     CloseAllStreams,
     Died,
     Exited,
+    GpuFaulted,
     HealthLost,
     Launch,
     LaunchFailed,
@@ -50,7 +51,9 @@ from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 CLOSING_S = 1.0  # how long SIGTERM waits for our own connections to be closed; the server waits for open ones
 
-LaunchNews = BecameReady | LaunchFailed | StartupFailed | HealthLost | Died | Unkillable | Exited | StreamsClosed
+LaunchNews = (
+    BecameReady | LaunchFailed | StartupFailed | HealthLost | GpuFaulted | Died | Unkillable | Exited | StreamsClosed
+)
 LifecycleMessage = Start | Stop | LaunchNews | Trouble | Tick
 
 
@@ -111,6 +114,8 @@ def step(life: Lifecycle, message: LifecycleMessage, now: float) -> tuple[Lifecy
             return _unkillable(life, detail)
         case HealthLost(detail=detail):
             return _trouble(life, now, "health_lost", detail)
+        case GpuFaulted(fault=fault):
+            return _trouble(life, now, "gpu_failed", fault.detail) if fault.fatal else (life, ())
         case Trouble(reason=reason, detail=detail):
             return _trouble(life, now, reason, detail)
         case StreamsClosed():

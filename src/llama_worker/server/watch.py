@@ -18,6 +18,7 @@ from typing import assert_never
 from llama_worker.messages import (
     BecameReady,
     EvidenceSeen,
+    GpuFaulted,
     HealthLost,
     Launch,
     Launched,
@@ -67,8 +68,16 @@ class Look:
     root_pid: int
 
 
-Order = ProbeReadiness | AbortProbe | Look | ReportProgress  # `ReportProgress` goes to every request
-News = BecameReady | StartupFailed | HealthLost | Stalled | Observed  # to the WorkerActor
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchGpus:
+    """Wait for errors of the GPUs that the server uses; `GpuFaulted` follows for each kind, while the server lives."""
+
+    epoch: int
+    root_pid: int
+
+
+Order = ProbeReadiness | AbortProbe | Look | WatchGpus | ReportProgress  # `ReportProgress` goes to every request
+News = BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed  # to the WorkerActor
 
 
 class ServerWatch:
@@ -142,6 +151,9 @@ class ServerWatch:
             case ProgressReported(progress=progress, for_verdict=for_verdict):
                 if progress is not None and progress.request_id in self._requests:
                     self._progress_reported(progress, now, for_verdict=for_verdict)
+            case GpuFaulted(epoch=epoch):
+                if epoch == self._epoch and isinstance(self._stage, HealthCounter):
+                    self._gpu_faulted(message, now)
             case _:
                 assert_never(message)
         return self._effects
@@ -197,6 +209,7 @@ class ServerWatch:
                     self._stage = HealthCounter(since=now)
                     self._set_health_probe(now)
                     self._effects.append(BecameReady(epoch=self._epoch, traits=probed.traits))
+                    self._effects.append(WatchGpus(epoch=self._epoch, root_pid=self._pid))
                 elif probed.outcome is ProbeOutcome.STRANGER:
                     self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail, now)
             case HealthCounter():
@@ -219,6 +232,14 @@ class ServerWatch:
             self._effects.append(HealthLost(epoch=self._epoch, detail=lost))
         elif self._doubt is not None:
             self._probe()  # the one that is done had begun before the doubt
+
+    def _gpu_faulted(self, faulted: GpuFaulted, now: float) -> None:
+        """One that is not fatal may be another process's: only a probe that fails shows that it was the server's."""
+        self._tell_observed(now)
+        self._effects.append(faulted)
+        if not faulted.fault.fatal:
+            self._doubt = self._doubt or faulted.fault.detail
+            self._probe()
 
     def _fail_startup(self, reason: StartFailReason, detail: str, now: float) -> None:
         self._tell_observed(now)

@@ -1,0 +1,105 @@
+"""What the head of a GGUF file says of the memory that its context takes."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_HEAD = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of entries
+_LENGTH = struct.Struct("<Q")
+_TYPE = struct.Struct("<I")
+_OLDEST_VERSION = 2  # the first with lengths of 64 bits
+_CACHE_VALUE_BYTES = 2  # the server keeps keys and values as f16 unless told otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class ContextNeeds:
+    """What the context takes beside the model's file."""
+
+    trained_tokens: int  # the longest context that the model was made for, and what the server takes by default
+    bytes_per_token: int  # at most: layers with a window, without attention or with compressed keys take less
+
+
+def read_context_needs(path: Path) -> ContextNeeds | None:
+    """None where the file does not say it in a form that is known here. Raises OSError."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return context_needs(_Reader(data).entries())
+    except (struct.error, ValueError, LookupError, RecursionError):
+        return None
+
+
+def context_needs(entries: Mapping[str, Any]) -> ContextNeeds | None:
+    """From the entries of the head. Pure; raises KeyError or ValueError where one is missing or odd."""
+    kind = entries["general.architecture"]
+    layers_count = _count(entries[f"{kind}.block_count"])
+    heads = _of_layers(entries[f"{kind}.attention.head_count"], layers_count)
+    kv_heads = _of_layers(entries.get(f"{kind}.attention.head_count_kv", heads), layers_count)
+    per_head = _count(entries[f"{kind}.embedding_length"]) // max(1, *heads)
+    values_per_head = sum(_count(entries.get(f"{kind}.attention.{part}_length", per_head)) for part in ("key", "value"))
+    return ContextNeeds(
+        trained_tokens=_count(entries[f"{kind}.context_length"]),
+        bytes_per_token=sum(kv_heads) * values_per_head * _CACHE_VALUE_BYTES,
+    )
+
+
+def _of_layers(value: object, layers_count: int) -> list[int]:
+    """One number for each layer; most models write one for all."""
+    values = value if isinstance(value, list) else [value] * layers_count
+    return [_count(number) for number in values]
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(value)
+    return value
+
+
+class _Reader:
+    """Reads forward; what a corrupt file makes of it is a struct.error, an IndexError or a ValueError."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def entries(self) -> dict[str, Any]:
+        _, version, _, entries_count = self._take(_HEAD)
+        if version < _OLDEST_VERSION:
+            raise ValueError(version)
+        return {self._string(): self._value(self._take(_TYPE)[0]) for _ in range(entries_count)}
+
+    def _value(self, kind: int) -> object:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._take(struct.Struct("<" + _SCALARS[kind]))[0]
+        (item_kind,), (count,) = self._take(_TYPE), self._take(_LENGTH)
+        if item_kind == _STRING:  # a vocabulary: of no use here
+            for _ in range(count):
+                self._skip_string()
+            return None
+        if item_kind == _ARRAY:
+            return [self._value(_ARRAY) for _ in range(count)]
+        return list(self._take(struct.Struct(f"<{count}{_SCALARS[item_kind]}")))
+
+    def _string(self) -> str:
+        start = self._at
+        self._skip_string()
+        return self._data[start + _LENGTH.size : self._at].decode(errors="replace")
+
+    def _skip_string(self) -> None:
+        (length,) = _LENGTH.unpack_from(self._data, self._at)
+        self._at += _LENGTH.size + length
+        if self._at > len(self._data):
+            raise IndexError(self._at)
+
+    def _take(self, form: struct.Struct) -> tuple[Any, ...]:
+        values = form.unpack_from(self._data, self._at)
+        self._at += form.size
+        return values

@@ -1,0 +1,265 @@
+"""Errors of GPUs, on a scripted NVML: what is told of them, and what a worker does about it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pynvml
+import pytest
+
+from llama_worker.messages import GpuFaulted
+from llama_worker.runtime import gpu_watch
+from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.types import WorkerState
+from tests.actors.conftest import GatePath, MakeWorker, eventually, fast_timeouts
+from tests.fake_script import Finish, Gate, Text, WaitClose
+from tests.scripted_nvml import Gpu, ScriptedNvml
+
+WAIT_S = 20.0  # for what takes milliseconds
+STRANGER = 2**22 + 7
+
+
+class Told:
+    """A mailbox."""
+
+    def __init__(self) -> None:
+        self._faults: queue.SimpleQueue[GpuFault] = queue.SimpleQueue()
+
+    def tell(self, message: GpuFaulted) -> bool:
+        assert message.epoch == 3
+        self._faults.put(message.fault)
+        return True
+
+    def next(self) -> GpuFault:
+        return self._faults.get(timeout=WAIT_S)
+
+    def is_empty(self) -> bool:
+        return self._faults.empty()
+
+
+class Watching:
+    """A process that is watched for errors of GPUs, and what is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._server = subprocess.Popen(["sleep", "1000"])
+        self._nvml: ScriptedNvml | None = None
+        self._thread: threading.Thread | None = None
+        self.pid = self._server.pid
+        self.told = Told()
+
+    def begin(self, nvml: object) -> None:
+        """Until it waits for the first event, or has nothing to wait for."""
+        self._monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        self._thread = threading.Thread(target=gpu_watch.watch_gpus, args=(self.pid, 3, self.told), daemon=True)
+        self._thread.start()
+        if isinstance(nvml, ScriptedNvml):
+            self._nvml = nvml
+            eventually(lambda: nvml.waits.acquire(blocking=False) or not self.is_alive, "a wait, or the end", WAIT_S)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self) -> None:
+        """Until the thread has ended by itself."""
+        if self._thread is not None:
+            self._thread.join(WAIT_S)
+        assert not self.is_alive
+
+    def end_server(self) -> None:
+        self._server.kill()
+        self._server.wait()
+
+    def close(self) -> None:
+        self.end_server()
+        if self._nvml is not None:
+            self._nvml.release()
+        self.join()
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watching]:
+    made = Watching(monkeypatch)
+    yield made
+    made.close()
+
+
+def test_errors_of_the_gpu_in_use_are_told(watching: Watching) -> None:
+    nvml = ScriptedNvml(Gpu(), Gpu(pids={STRANGER, watching.pid}))
+    watching.begin(nvml)
+    nvml.report(nvml.gpus[1], 31)
+    assert watching.told.next() == GpuFault(fatal=False, detail="GPU 1: Xid 31, a memory page fault")
+    nvml.report(nvml.gpus[1], 79)
+    assert watching.told.next().fatal
+    nvml.report_ecc(nvml.gpus[1])
+    assert watching.told.next().detail == "GPU 1: a double-bit ECC error"
+
+
+def test_only_what_is_in_use_and_can_report_is_registered(watching: Watching) -> None:
+    pids = {watching.pid}
+    nvml = ScriptedNvml(Gpu(pids={STRANGER}), Gpu(pids=pids, event_types=0x8), Gpu(pids=pids, event_types=0), Gpu())
+    watching.begin(nvml)
+    assert nvml.sets == {1: [(nvml.gpus[1], 0x8)]}
+
+
+def test_each_fault_is_told_once_and_what_is_harmless_never(watching: Watching) -> None:
+    nvml = ScriptedNvml(Gpu(pids={watching.pid}))
+    watching.begin(nvml)
+    for xid in (31, 31, 45, 31, 13):
+        nvml.report(nvml.gpus[0], xid)
+    assert [watching.told.next().detail.split(",")[0] for _ in range(2)] == ["GPU 0: Xid 31", "GPU 0: Xid 13"]
+    assert watching.told.is_empty()
+
+
+def test_a_lost_gpu_is_told_once(watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_watch, "WAIT_S", 0.01)
+    nvml = ScriptedNvml(Gpu(pids={watching.pid}), Gpu(pids={watching.pid}))
+    watching.begin(nvml)
+    nvml.lose(nvml.gpus[1])
+    nvml.lose(nvml.gpus[1])
+    nvml.report(nvml.gpus[0], 13)
+    assert watching.told.next() == GpuFault(fatal=True, detail="GPU 1: the GPU is lost")
+    assert watching.told.next().detail.startswith("GPU 0: Xid 13")
+
+
+def test_another_gpu_that_is_lost_is_no_news(watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_watch, "WAIT_S", 0.01)
+    nvml = ScriptedNvml(Gpu(pids={watching.pid}), Gpu(pids={STRANGER}))
+    watching.begin(nvml)
+    nvml.lose(nvml.gpus[1])
+    nvml.report(nvml.gpus[0], 13)
+    assert watching.told.next().detail.startswith("GPU 0: Xid 13")
+
+
+def test_an_event_of_a_gpu_that_cannot_be_asked_any_more_counts(watching: Watching) -> None:
+    nvml = ScriptedNvml(Gpu(pids={watching.pid}))
+    watching.begin(nvml)
+    nvml.gpus[0].lost = True
+    nvml.report(nvml.gpus[0], 79)
+    assert watching.told.next() == GpuFault(fatal=True, detail="a GPU: Xid 79, the GPU has fallen off the bus")
+
+
+@pytest.mark.parametrize("gpus", [(), (Gpu(pids={STRANGER}),), (Gpu(lost=True),)])
+def test_a_server_that_uses_no_gpu_is_not_watched(watching: Watching, gpus: tuple[Gpu, ...]) -> None:
+    nvml = ScriptedNvml(*gpus)
+    watching.begin(nvml)
+    watching.join()
+    assert nvml.sets == {}
+
+
+def test_a_gpu_that_reports_nothing_is_not_watched(watching: Watching) -> None:
+    nvml = ScriptedNvml(Gpu(pids={watching.pid}, event_types=0))
+    watching.begin(nvml)
+    watching.join()
+    assert nvml.sets == {}
+
+
+@pytest.mark.parametrize("module", [None, object()])
+def test_without_the_library_or_with_a_broken_one_nothing_is_watched(watching: Watching, module: object) -> None:
+    watching.begin(module)
+    watching.join()
+
+
+def test_a_server_that_is_gone_is_not_watched(watching: Watching) -> None:
+    nvml = ScriptedNvml(Gpu(pids={watching.pid}))
+    watching.end_server()
+    watching.begin(nvml)
+    watching.join()
+
+
+def test_the_watch_ends_with_the_server_and_frees_its_set(watching: Watching) -> None:
+    nvml = ScriptedNvml(Gpu(pids={watching.pid}))
+    watching.begin(nvml)
+    watching.end_server()
+    nvml.release()
+    watching.join()
+    assert nvml.freed == set(nvml.sets) == {1}
+
+
+def test_the_scripted_nvml_has_the_names_and_numbers_of_the_real_one() -> None:
+    for name, value in vars(ScriptedNvml).items():
+        if name.lower().startswith("nvml"):
+            real = getattr(pynvml, name)
+            assert callable(real) if callable(value) else real == value
+
+
+# ------------------------------------------------------------ a worker
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNvml]:
+    """With one GPU, which every process uses. To be asked for before the workers: it outlives them."""
+    monkeypatch.setattr(gpu_watch, "WAIT_S", 0.1)
+    scripted = ScriptedNvml(Gpu(pids=None))
+    monkeypatch.setitem(sys.modules, "pynvml", scripted)
+    yield scripted
+    scripted.release()
+
+
+def wait_watched(nvml: ScriptedNvml, launches: int) -> None:
+    eventually(lambda: len(nvml.sets) == launches and nvml.waits.acquire(blocking=False), "a wait for events")
+
+
+def test_a_gpu_that_fails_restarts_the_server_and_its_requests_keep_their_output(
+    nvml: ScriptedNvml, make_worker: MakeWorker
+) -> None:
+    rig = make_worker()
+    wait_watched(nvml, 1)
+    request_id = rig.submit(Text("half an ans"), WaitClose())
+    rig.wait_text(request_id, "half an ans")
+    nvml.report(nvml.gpus[0], 79)
+    result = rig.ended(request_id)
+    told = "gpu_failed: GPU 0: Xid 79, the GPU has fallen off the bus"
+    assert (result["text"], result["fail_reason"], result["fail_detail"]) == ("half an ans", "worker_restarted", told)
+    assert rig.wait_restarted()["restart_count"] == 1
+    (restart,) = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]
+    assert restart["reason"] == "gpu_failed"
+    wait_watched(nvml, 2)
+    nvml.report_ecc(nvml.gpus[0])
+    assert rig.wait_restarted(2)["restart_count"] == 2
+
+
+def test_an_error_of_one_process_is_a_warning_and_costs_a_healthy_server_nothing(
+    nvml: ScriptedNvml, make_worker: MakeWorker, make_gate: Callable[[], GatePath]
+) -> None:
+    rig, gate = make_worker(), make_gate()
+    wait_watched(nvml, 1)
+    request_id = rig.submit(Text("a"), Gate(str(gate.path)), Text("b"), Finish())
+    rig.wait_text(request_id, "a")
+    nvml.report(nvml.gpus[0], 31)
+    eventually(lambda: rig.status()["warnings"], "a warning")
+    gate.open()
+    assert rig.ended(request_id)["text"] == "ab"
+    status = rig.status()
+    assert (status["state"], status["restart_count"]) == (WorkerState.READY, 0)
+    assert status["warnings"] == ["GPU 0: Xid 31, a memory page fault"]
+
+
+def test_an_error_of_one_process_and_a_server_that_does_not_answer_restart_it(
+    nvml: ScriptedNvml, make_worker: MakeWorker
+) -> None:
+    rig = make_worker(timeouts=fast_timeouts(health_probe_interval_s=2.0, health_failures_before_restart=99))
+    wait_watched(nvml, 1)
+    pid = rig.status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    nvml.report(nvml.gpus[0], 13)
+    rig.wait_restarted()
+    (restart,) = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]
+    assert restart["reason"] == "health_lost"
+    assert restart["detail"].startswith("GPU 0: Xid 13, an exception of the graphics engine, and then the probe failed")
+
+
+def test_nvml_that_hangs_holds_up_neither_requests_nor_the_end(nvml: ScriptedNvml, make_worker: MakeWorker) -> None:
+    nvml.hang()
+    rig = make_worker()
+    wait_watched(nvml, 1)
+    assert rig.run(Text("a"), Finish())["text"] == "a"
+    rig.stop()
+    rig.worker.close()

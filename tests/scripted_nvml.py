@@ -1,0 +1,152 @@
+"""The part of `pynvml` that waits for errors of GPUs, played by a script."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import psutil
+
+
+class NVMLError(Exception):
+    """As in pynvml: the number is in `value`."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.value = value
+
+
+class Process(NamedTuple):
+    """One that uses a GPU."""
+
+    pid: int
+
+
+@dataclass(eq=False)
+class Gpu:
+    """A device, and the handle to it."""
+
+    pids: set[int] | None = field(default_factory=set)  # who uses it; None: every process of the machine
+    event_types: int = 0x1FF  # what it can report
+    lost: bool = False  # every question about it fails
+
+
+class Event(NamedTuple):
+    """As NVML tells it."""
+
+    device: Gpu
+    eventType: int
+    eventData: int = 0
+
+
+class ScriptedNvml:
+    """A module like `pynvml`: `report` and `lose` make a wait return, `hang` makes the next one never return."""
+
+    NVMLError = NVMLError
+    NVML_ERROR_NOT_SUPPORTED = 3
+    NVML_ERROR_NOT_FOUND = 6
+    NVML_ERROR_TIMEOUT = 10
+    NVML_ERROR_GPU_IS_LOST = 15
+    NVML_ERROR_RESET_REQUIRED = 16
+    nvmlEventTypeDoubleBitEccError = 0x2
+    nvmlEventTypeXidCriticalError = 0x8
+
+    def __init__(self, *gpus: Gpu) -> None:
+        self.gpus = gpus
+        self.sets: dict[int, list[tuple[Gpu, int]]] = {}  # every event set, with what is registered in it
+        self.freed: set[int] = set()
+        self._arrivals: dict[int, queue.SimpleQueue[Event | NVMLError]] = {}
+        self.waits = threading.Semaphore(0)  # released as often as a wait begins
+        self._numbers = itertools.count(1)
+        self._released = threading.Event()
+        self._released.set()
+
+    # -- the script --
+
+    def report(self, gpu: Gpu, xid: int) -> None:
+        """An Xid error."""
+        self._arrive(gpu, self.nvmlEventTypeXidCriticalError, xid)
+
+    def report_ecc(self, gpu: Gpu) -> None:
+        """A double-bit ECC error."""
+        self._arrive(gpu, self.nvmlEventTypeDoubleBitEccError)
+
+    def lose(self, gpu: Gpu) -> None:
+        """The GPU falls off the bus: no question about it is answered any more, and waits end with an error."""
+        gpu.lost = True
+        self._end_waits(self.NVML_ERROR_GPU_IS_LOST)
+
+    def hang(self) -> None:
+        """From its next wait on, until `release`."""
+        self._released.clear()
+
+    def release(self) -> None:
+        """What hangs goes on; waits that are under way end."""
+        self._released.set()
+        self._end_waits(self.NVML_ERROR_TIMEOUT)
+
+    def _arrive(self, gpu: Gpu, event_type: int, data: int = 0) -> None:
+        for events, entries in self.sets.items():
+            if any(registered is gpu and types & event_type for registered, types in entries):
+                self._arrivals[events].put(Event(gpu, event_type, data))
+
+    def _end_waits(self, error: int) -> None:
+        for arrivals in self._arrivals.values():
+            arrivals.put(NVMLError(error))
+
+    # -- as in pynvml --
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
+        return self._asked(self.gpus[index])
+
+    def nvmlDeviceGetIndex(self, gpu: Gpu) -> int:
+        return self.gpus.index(self._asked(gpu))
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> object:
+        return self._asked(gpu)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[Process]:
+        pids = self._asked(gpu).pids
+        return [Process(pid) for pid in (psutil.pids() if pids is None else pids)]
+
+    def nvmlDeviceGetProcessUtilization(self, gpu: Gpu, since: int) -> list[Any]:
+        raise NVMLError(self.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceGetSupportedEventTypes(self, gpu: Gpu) -> int:
+        return self._asked(gpu).event_types
+
+    def nvmlEventSetCreate(self) -> int:
+        number = next(self._numbers)
+        self.sets[number], self._arrivals[number] = [], queue.SimpleQueue()
+        return number
+
+    def nvmlDeviceRegisterEvents(self, gpu: Gpu, event_types: int, events: int) -> None:
+        self.sets[events].append((self._asked(gpu), event_types))
+
+    def nvmlEventSetWait_v2(self, events: int, timeout_ms: int) -> Event:
+        self.waits.release()
+        self._released.wait()
+        try:
+            arrival = self._arrivals[events].get(timeout=timeout_ms / 1000)
+        except queue.Empty:
+            raise NVMLError(self.NVML_ERROR_TIMEOUT) from None
+        if isinstance(arrival, NVMLError):
+            raise arrival
+        return arrival
+
+    def nvmlEventSetFree(self, events: int) -> None:
+        self.freed.add(events)
+
+    def _asked(self, gpu: Gpu) -> Gpu:
+        if gpu.lost:
+            raise NVMLError(self.NVML_ERROR_GPU_IS_LOST)
+        return gpu
