@@ -12,6 +12,21 @@ from llama_worker.types import BiosContext, BiosProvider, BiosText, ToolDef
 STATUS_OPEN = "<worker_status>"
 STATUS_CLOSE = "</worker_status>"
 
+# The ready-made exit tools (llama_worker.exit_tools).
+_EXIT_TOOL_USES = {
+    "signal_issue": "your confidence is low, the input is missing or contradictory, or a tool fails. Say what and how"
+    " grave it is.",
+    "request_escalation": "you need information from outside, or an ability that you lack. Say what is needed, and"
+    " give what you have.",
+    "request_decision": "a decision has to be taken by others. Put the question with its options, and go on with your"
+    " default.",
+    "declare_outcome": "how the work ended: success, partial or failure. Once, at the end.",
+}
+_WITHOUT_CALLS = (
+    "If you have no way of your own to call a tool, write the call as plain text: an XML element named tool_call that"
+    ' holds nothing but a JSON object with the keys "name" and "arguments".'
+)
+
 
 class PromptError(Exception):
     """The BIOS provider failed; the text says how."""
@@ -36,15 +51,24 @@ def default_bios(ctx: BiosContext) -> BiosText:
             "- A result that says nothing was found is an answer, too."
         )
     if ctx.exit_tools:
+        names = [tool["function"]["name"] for tool in ctx.exit_tools]
+        uses = [f"- {name}: {_EXIT_TOOL_USES[name]}" for name in names if name in _EXIT_TOOL_USES]
+        others = [f"- {name}: as its description says." for name in names if name not in _EXIT_TOOL_USES]
         sections.append(
-            f"Exit tools: {_names(ctx.exit_tools)}\n"
-            "- They are one-way signals to the orchestrator: no answer comes back, they cost no iteration and"
-            " they stop nothing.\n"
-            "- Call them near the end of your work, unless the matter is urgent, and still finish your"
-            " answer."
+            "\n".join(
+                (
+                    f"Exit tools: {', '.join(names)}",
+                    "- They are one-way signals to the orchestrator: no answer comes back, they cost no iteration and"
+                    " they stop nothing.",
+                    "- Call them near the end of your work, unless the matter is urgent, and still finish your answer.",
+                    *uses,
+                    *others,
+                )
+            )
         )
-    if ctx.tool_call_mode == "prompted" and (ctx.normal_tools or ctx.exit_tools):
-        sections.append(prompted_tools_text(ctx.normal_tools, ctx.exit_tools))
+    if ctx.normal_tools or ctx.exit_tools:
+        prompted = ctx.tool_call_mode == "prompted"
+        sections.append(prompted_tools_text(ctx.normal_tools, ctx.exit_tools) if prompted else _WITHOUT_CALLS)
     volatile = (
         f"Time: {ctx.now.isoformat(sep=' ', timespec='seconds')} ({ctx.timezone_name})\n"
         f"Tool iterations left: {ctx.tool_iters_remaining}"

@@ -31,6 +31,14 @@ __all__ = ["make_client"]  # a fixture
 COMMAND = (sys.executable, "-m", "llama_worker.cli")
 WAIT_S = float(HANG_GUARD_S)  # nothing here is right or wrong by the clock
 COLUMNS = 80
+HELP = """\
+-m,    --model FNAME                    model path to load
+-np,   --parallel N                     number of server slots
+--host HOST                             ip address to listen on
+--port PORT                             port to listen on
+-c,    --ctx-size N                     size of the prompt context
+--cache-ram N                           set the maximum cache size in MiB
+--metrics                               enable prometheus compatible metrics endpoint"""
 HELLO = Script()  # the scripted server says so
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _CHANGING = ("PROXY_", "LLAMA_", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "LINES", "TTY_")  # of the tester
@@ -74,6 +82,7 @@ def program(tmp_path: Path) -> MakeProgram:
         path.write_text(
             "#!/bin/sh\n"
             f'[ "$1" = --version ] && echo {shlex.quote(version)} && exit\n'
+            f'[ "$1" = --help ] && echo {shlex.quote(HELP)} && exit\n'
             '[ "$1" = --list-devices ] && echo "Available devices:" && exit\n'
             f'exec {shlex.join(kept)} "$@" {extra}\n'
         )

@@ -42,6 +42,43 @@ def test_the_doctor_finds_nothing_wrong(run: Run, program: MakeProgram, model: s
     assert server.is_gone()
 
 
+def test_the_doctor_names_a_flag_that_the_server_does_not_know(run: Run, program: MakeProgram, model: str) -> None:
+    args = ("--server-arg", "--ctx-sise", "--server-arg", "512", "--server-arg", "--cache-ram", "--server-arg", "64")
+    done = run("doctor", model, "--server", program().path, *args)
+    assert done.returncode == 1
+    assert "problem  command" in done.stdout
+    assert "this llama-server does not know --ctx-sise: did you mean --ctx-size?" in done.stdout
+    assert "prompt caches" not in done.stdout
+
+
+def test_the_doctor_examines_a_fleet(run: Run, program: MakeProgram, model: str, tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    head = f'[defaults]\nhost = "127.0.0.1"\nexecutable = "{program().path}"\nmodel = "{model}"\ncache_ram_mib = 1\n'
+    fleet.write_text(f"{head}[workers.a]\nport = 21001\n[workers.b]\nport = 21002\n")
+    done = run("doctor", str(fleet))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("the llama-server knows every flag of its command") == 2
+    fleet.write_text(
+        f"{head}[workers.a]\nport = 21001\n"
+        '[workers.b]\nport = 21002\nextra_args = ["--tools", "all"]\nmodel = "none.gguf"\ncache_ram_mib = -1\n'
+    )
+    done = run("doctor", str(fleet), "--json")
+    told = json.loads(done.stdout)
+    said = [(finding["level"], finding["subject"], finding["text"]) for finding in told["findings"]]
+    assert (done.returncode, told["ok"], told["workers"]) == (1, False, ["a", "b"])
+    for level, subject, text in [
+        ("problem", "b", "does not know --tools"),
+        ("note", "b", "server_cmd has --tools: the server may start programs"),
+        ("problem", "model", "there is no file none.gguf"),
+        ("note", "prompt caches", "2 servers may keep up to inf MiB of prompts in memory"),
+    ]:
+        assert any((level, subject) == found[:2] and text in found[2] for found in said), (text, said)
+    fleet.write_text("[workers.a]\n")
+    done = run("doctor", str(fleet))
+    assert done.returncode == 1
+    assert "fleet.toml:1: workers.a: host is missing" in done.stdout
+
+
 def test_the_doctor_says_that_tools_will_be_prompted(run: Run, program: MakeProgram, model: str) -> None:
     caps = {"supports_tools": False, "supports_tool_calls": False, "supports_system_role": False}
     server = program(Script(props=[Answer(body={"total_slots": 4, "chat_template_caps": caps})]))

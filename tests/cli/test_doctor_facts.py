@@ -38,7 +38,7 @@ def test_available_is_what_machine_and_container_have(
     class Memory:
         available = 32 * GIB
 
-    monkeypatch.setattr(doctor_facts, "_CGROUP", tmp_path)
+    monkeypatch.setattr(doctor_facts, "CGROUP", tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", Memory)
     assert doctor_facts.look_at_machine().available_bytes == available
 

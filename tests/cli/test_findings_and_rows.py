@@ -22,6 +22,7 @@ WELL = MachineFacts(
     proc_stat=True,
     proc_io=True,
     hidepid=None,
+    memory_bytes=32 * GIB,
     available_bytes=16 * GIB,
     address_space_bytes=None,
     open_files=1024,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama_worker import exit_tools
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, PromptError, default_bios, prompted_tools_text, run_bios
 from llama_worker.request.conversation import SYSTEM_PROMPT_DELIMITER, Conversation
 from llama_worker.stream.calls import ParsedCall, RawCall
@@ -121,6 +122,37 @@ def test_only_in_prompted_mode_the_bios_lists_the_tools_and_the_convention() -> 
     assert prompted_tools_text((ADD,), (ESCALATE,)) in stable
     assert json.dumps(ADD["function"]) in stable
     assert json.dumps(ESCALATE["function"]) in stable
+
+
+def test_in_native_mode_the_bios_says_what_to_do_without_tool_calls() -> None:
+    for mode in ("native", "auto"):
+        assert "an XML element named tool_call" in default_bios(context(mode=mode)).stable
+    assert "XML" not in default_bios(context(mode="prompted")).stable
+    assert "XML" not in default_bios(context(normal=(), exits=())).stable
+
+
+def test_a_call_written_as_the_native_bios_says_is_read_as_one() -> None:
+    written = '<tool_call>{"name": "escalate", "arguments": {"reason": "x"}}</tool_call>'
+    tool_filter = TaggedCallFilter(strict=False)
+    assert tool_filter.feed(written) + tool_filter.finish() == ""
+    (call,) = tool_filter.calls
+    assert isinstance(call, RawCall)
+
+
+@pytest.mark.parametrize(
+    ("tool", "use"),
+    [
+        (exit_tools.SIGNAL_ISSUE, "your confidence is low"),
+        (exit_tools.REQUEST_ESCALATION, "you need information from outside"),
+        (exit_tools.REQUEST_DECISION, "a decision has to be taken by others"),
+        (exit_tools.DECLARE_OUTCOME, "how the work ended"),
+        (ESCALATE, "as its description says"),
+    ],
+)
+def test_the_bios_says_what_each_exit_tool_is_for(tool: ToolDef, use: str) -> None:
+    name = tool["function"]["name"]
+    assert f"- {name}: {use}" in default_bios(context(exits=(tool,))).stable
+    assert use not in default_bios(context(exits=())).stable
 
 
 def test_the_convention_shown_is_one_that_the_parser_reads() -> None:

@@ -87,6 +87,9 @@ ServerOption = Annotated[
     str | None,
     typer.Option("--server", metavar="EXE", help="The llama-server [LLAMA_SERVER, the PATH, this Python environment]."),
 ]
+ServerArgOption = Annotated[
+    list[str] | None, typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
 
 
@@ -109,9 +112,7 @@ def run_command(
     ctx_size: Annotated[int | None, typer.Option(min=0, metavar="N", help="Tokens of context [the model's].")] = None,
     gpu_layers: Annotated[str | None, typer.Option(metavar="N|auto|all", help="Layers on GPUs [auto].")] = None,
     slots: Annotated[int, typer.Option(min=1, metavar="N", help="Slots of the server.")] = 1,
-    server_arg: Annotated[
-        list[str] | None, typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated.")
-    ] = None,
+    server_arg: ServerArgOption = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="N", help="[one that is free]")] = None,
     timeouts: Annotated[Timeouts, typer.Option(help="For which hardware.")] = "slow_prefill",
     as_json: JsonOption = False,
@@ -162,9 +163,14 @@ def run_command(
 @_ends
 def doctor_command(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A GGUF file: a server is started with it, shortly.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL|FLEET.toml",
+            help="A GGUF file: a server is started with it, shortly. A fleet file: its commands are checked.",
+        ),
     ] = None,
     server: ServerOption = None,
+    server_arg: ServerArgOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Check server, model and machine.
@@ -174,7 +180,7 @@ def doctor_command(
     """
     from llama_worker.cli.doctor import examine
 
-    return examine(model, server, as_json=as_json)
+    return examine(model, server, server_arg or (), as_json=as_json)
 
 
 @app.command("top", epilog=exits.HELP)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from rich.text import Text
 
-from llama_worker import WorkerStartError
-from llama_worker.cli import doctor_facts, doctor_findings, exits, run_report
+from llama_worker import ConfigError, WorkerConfig, WorkerStartError, load_config
+from llama_worker.cli import doctor_commands, doctor_facts, doctor_findings, exits, run_report
 from llama_worker.cli.doctor_facts import ServerFacts, Trial
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.exits import Problem
@@ -19,20 +22,32 @@ from llama_worker.cli.run_options import ServerOptions, worker_config
 from llama_worker.cli.screen import Screen, console_for, is_styled
 from llama_worker.cli.servers import find_server
 from llama_worker.cli.starting import Stopped
+from llama_worker.cli.text import harmless
+from llama_worker.server.command import flag_values
+from llama_worker.server.command_flags import program_of
 
 _STYLES = {"problem": "bold red", "note": "yellow", "ok": "green"}
 
 
-def examine(model_named: str | None, server_named: str | None, *, as_json: bool) -> int:
-    """Look, judge, tell; the exit code. For the main thread."""
+def examine(named: str | None, server_named: str | None, server_args: Sequence[str] = (), *, as_json: bool) -> int:
+    """Look, judge, tell; the exit code. `named` is a model, or a fleet file. For the main thread."""
     with Interrupts() as interrupts:
         try:
-            return _examine(model_named, server_named, interrupts, as_json=as_json)
+            if named is not None and named.endswith(".toml"):
+                return _examine_fleet(named, interrupts, as_json=as_json)
+            return _examine(named, server_named, tuple(server_args), interrupts, as_json=as_json)
         except (KeyboardInterrupt, Stopped):
             return interrupts.exit_code
 
 
-def _examine(model_named: str | None, server_named: str | None, interrupts: Interrupts, *, as_json: bool) -> int:
+def _examine(
+    model_named: str | None,
+    server_named: str | None,
+    server_args: tuple[str, ...],
+    interrupts: Interrupts,
+    *,
+    as_json: bool,
+) -> int:
     findings: list[Finding] = []
     with interrupts.raising():  # a program that does not end is ended, too
         server = _server(server_named, findings)
@@ -46,13 +61,48 @@ def _examine(model_named: str | None, server_named: str | None, interrupts: Inte
     if model is not None:
         findings += doctor_findings.of_model(model, machine, server)
         if server is not None and server.version is not None and machine.free_port is not None:
-            trial = _trial(model, server, machine.free_port, interrupts, findings)
+            options = ServerOptions(
+                model=model.path, executable=server.path, port=machine.free_port, server_args=server_args
+            )
+            config = worker_config(options)
+            if server_args:
+                with interrupts.raising():
+                    findings += doctor_commands.of_command("command", config, doctor_facts.known_flags(server.path))
+            findings += doctor_commands.of_caches({"it": config}, machine.memory_bytes)
+            trial = _trial(config, interrupts, findings)
     findings += doctor_findings.of_machine(machine, trial)
+    facts = {"server": server, "model": model, "machine": machine, "trial": trial}
+    told = {name: asdict(fact) if fact is not None else None for name, fact in facts.items()}
+    return _answer(findings, told, as_json=as_json)
+
+
+def _examine_fleet(path: str, interrupts: Interrupts, *, as_json: bool) -> int:
+    """Every worker's program, command and model; no server is started."""
+    findings: list[Finding] = []
+    with warnings.catch_warnings(), interrupts.raising():
+        warnings.simplefilter("ignore")  # of the caches: said below
+        try:
+            fleet = load_config(path)
+        except (ConfigError, OSError) as error:
+            problem = Finding("problem", "fleet", harmless(str(error)), "docs/fleet.md describes the file")
+            return _answer([problem], {}, as_json=as_json)
+        programs = {program_of(config.server_cmd) for config in fleet.values()}
+        known = {program: doctor_facts.known_flags(program) for program in sorted(programs)}
+        machine = doctor_facts.look_at_machine()
+    for name, config in fleet.items():
+        findings += doctor_commands.of_command(name, config, known[program_of(config.server_cmd)])
+        for _, model in flag_values(config.server_cmd, ("-m", "--model")):
+            if (found := _model(model, findings)) is not None:
+                findings += doctor_findings.of_model(found, machine, None)
+    findings += doctor_commands.of_caches(fleet, machine.memory_bytes)
+    findings += doctor_findings.of_machine(machine, None)
+    return _answer(findings, {"workers": sorted(fleet), "machine": asdict(machine)}, as_json=as_json)
+
+
+def _answer(findings: list[Finding], facts: dict[str, Any], *, as_json: bool) -> int:
     is_well = all(finding.level != "problem" for finding in findings)
     if as_json:
-        facts = {"server": server, "model": model, "machine": machine, "trial": trial}
-        told = {name: asdict(fact) if fact is not None else None for name, fact in facts.items()}
-        print(json.dumps({"ok": is_well, "findings": [asdict(finding) for finding in findings], **told}))
+        print(json.dumps({"ok": is_well, "findings": [asdict(finding) for finding in findings], **facts}))
     else:
         _tell(findings)
     return exits.DONE if is_well else exits.FAILED
@@ -76,12 +126,9 @@ def _model(named: str, findings: list[Finding]) -> Model | None:
         return None
 
 
-def _trial(
-    model: Model, server: ServerFacts, port: int, interrupts: Interrupts, findings: list[Finding]
-) -> Trial | None:
+def _trial(config: WorkerConfig, interrupts: Interrupts, findings: list[Finding]) -> Trial | None:
     screen = Screen()
     try:
-        config = worker_config(ServerOptions(model=model.path, executable=server.path, port=port))
         trial = doctor_facts.try_out(config, screen, interrupts)
     except WorkerStartError as error:
         findings.append(doctor_findings.of_problem("start", run_report.start_problem(error)))

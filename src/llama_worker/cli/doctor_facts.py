@@ -22,11 +22,12 @@ from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
 from llama_worker.cli.starting import make_ready
 from llama_worker.runtime.liveness_probes import NvidiaProbe
+from llama_worker.runtime.machine import CGROUP, memory_bytes, read_number
 from llama_worker.runtime.server_program import FoundServer
+from llama_worker.server.command_flags import KnownFlags, read_help
 from llama_worker.server.traits import server_traits
 
 _ASK_S = 20.0  # a first look at a GPU's driver may take seconds
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class MachineFacts:
     proc_stat: bool
     proc_io: bool
     hidepid: str | None  # the mount option of /proc
+    memory_bytes: int  # all of it, of the machine or the container
     available_bytes: int
     address_space_bytes: int | None
     open_files: int | None
@@ -89,6 +91,12 @@ def look_at_server(found: FoundServer) -> ServerFacts:
     )
 
 
+def known_flags(program: str) -> KnownFlags | None:
+    """The flags that the program's --help lists; None where it lists none, or cannot be run."""
+    _, said = _run(program, "--help")
+    return read_help(said)
+
+
 def look_at_machine() -> MachineFacts:
     """Reads limits and /proc, and runs nvidia-smi."""
     try:
@@ -103,6 +111,7 @@ def look_at_machine() -> MachineFacts:
         proc_stat=_is_readable(f"/proc/{me}/stat"),
         proc_io=_is_readable(f"/proc/{me}/io"),
         hidepid=_hidepid(),
+        memory_bytes=memory_bytes(),
         available_bytes=_available_bytes(),
         address_space_bytes=_limit(resource.RLIMIT_AS),
         open_files=_limit(resource.RLIMIT_NOFILE),
@@ -212,13 +221,13 @@ def _hidepid() -> str | None:
 def _available_bytes() -> int:
     """Of the machine, and of the container where that has less."""
     machine = psutil.virtual_memory().available
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    limit, used = read_number(CGROUP / "memory.max"), read_number(CGROUP / "memory.current")
     return machine if limit is None or used is None else max(0, min(machine, limit - used + _page_cache_bytes()))
 
 
 def _page_cache_bytes() -> int:
     """What the container's use holds of files, a model that was read before among them: the kernel gives it up."""
-    told = (line.split() for line in (_read(_CGROUP / "memory.stat") or "").splitlines())
+    told = (line.split() for line in (_read(CGROUP / "memory.stat") or "").splitlines())
     return sum(int(words[1]) for words in told if words[0] in ("active_file", "inactive_file"))
 
 
@@ -228,7 +237,7 @@ def _threads_left() -> int | None:
     of_user = _limit(resource.RLIMIT_NPROC)
     if of_user is not None and os.geteuid() != 0:  # root may start any number
         left.append(of_user - _threads_of(os.getuid()))
-    limit, used = _number(_CGROUP / "pids.max"), _number(_CGROUP / "pids.current")
+    limit, used = read_number(CGROUP / "pids.max"), read_number(CGROUP / "pids.current")
     if limit is not None and used is not None:
         left.append(limit - used)
     return max(0, min(left)) if left else None
@@ -260,11 +269,6 @@ def _has_pidfd() -> bool:
     finally:
         os.close(pidfd)
     return True
-
-
-def _number(path: Path) -> int | None:
-    text = _read(path)
-    return int(text) if text is not None and text.strip().isdecimal() else None
 
 
 def _read(path: Path) -> str | None:

@@ -116,6 +116,12 @@ def read_help(text: str) -> KnownFlags | None:
     return KnownFlags(counts) if counts else None
 
 
+def program_of(command: Sequence[str]) -> str:
+    """The llama-server of the command, behind a wrapper (`nice`, `numactl`), too; else its first word."""
+    at = _program_at(command)
+    return command[at or 0]
+
+
 def unknown_flags(command: Sequence[str], known: KnownFlags) -> list[str]:
     """Words that the build does not know, each with what may have been meant; [] if the program has another name."""
     at = _program_at(command)
