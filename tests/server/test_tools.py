@@ -23,7 +23,7 @@ from llama_worker import (
     WorkerConfig,
     default_bios,
 )
-from llama_worker.request.conversation import STATUS_CLOSE, STATUS_OPEN
+from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
 from tests.server.conftest import WAIT_S, Serve
 
 pytestmark = pytest.mark.server

@@ -10,16 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.request.conversation import (
-    STATUS_CLOSE,
-    STATUS_OPEN,
-    SYSTEM_PROMPT_DELIMITER,
-    Conversation,
-    PromptError,
-    default_bios,
-    prompted_tools_text,
-    run_bios,
-)
+from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, PromptError, default_bios, prompted_tools_text, run_bios
+from llama_worker.request.conversation import SYSTEM_PROMPT_DELIMITER, Conversation
 from llama_worker.stream.calls import ParsedCall, RawCall
 from llama_worker.stream.tagged_calls import TaggedCallFilter, tagged_call
 from llama_worker.types import BiosContext, BiosText, ChatMessage, SystemPromptMode, ToolCallMode, ToolDef
