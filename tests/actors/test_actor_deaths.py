@@ -24,7 +24,7 @@ from llama_worker.messages import (
     AwaitResult,
     BecameReady,
     Begin,
-    Cancel,
+    CancelRequest,
     CloseAllStreams,
     Died,
     EvidenceSeen,
@@ -34,13 +34,11 @@ from llama_worker.messages import (
     Launched,
     OpenStream,
     Probed,
-    ReaderEnded,
     RequestEnded,
     RunTools,
-    ServerGone,
-    ServerStarted,
     Start,
     Stop,
+    StreamClosed,
     StreamEvents,
     StreamOpened,
     StreamsClosed,
@@ -118,7 +116,7 @@ DEATHS_IN_A_REQUEST = [
     (RequestActor, StreamOpened),
     (RequestActor, StreamEvents),
     (TransportActor, OpenStream),
-    (TransportActor, ReaderEnded),
+    (TransportActor, StreamClosed),
     (ToolLoopActor, RunTools),
     (WatchdogActor, Watch),
     (WatchdogActor, EvidenceSeen),
@@ -231,7 +229,7 @@ def test_a_death_beside_a_running_tool_keeps_the_trace_and_counts_the_thread_unt
 
 DEATHS_IN_A_START = [
     (ProcessActor, Launch),
-    (ProcessActor, ServerStarted),
+    (ProcessActor, Launched),
     (WatchdogActor, Launched),
     (WatchdogActor, Tick),
     (WatchdogActor, Probed),
@@ -257,10 +255,10 @@ def test_a_death_during_a_start_delays_it(
     ("actor", "kind"),
     [
         (ProcessActor, Terminate),
-        (ProcessActor, ServerGone),
+        (ProcessActor, Exited),
         (TransportActor, CloseAllStreams),
-        (TransportActor, ReaderEnded),
-        (RequestActor, Cancel),
+        (TransportActor, StreamClosed),
+        (RequestActor, CancelRequest),
     ],
 )
 def test_a_death_during_a_stop_does_not_hold_it_up(
@@ -270,7 +268,7 @@ def test_a_death_during_a_stop_does_not_hold_it_up(
     request = rig.submit(Headers(), Text("kept"), WaitClose())
     rig.wait_text(request, "kept")
     accident.arm(actor, kind)
-    if kind is Cancel:
+    if kind is CancelRequest:
         assert rig.worker.cancel(request).get(timeout=WAIT_S) is False
     rig.stop()
     assert accident.happened.wait(WAIT_S)
@@ -281,7 +279,7 @@ def test_a_death_during_a_stop_does_not_hold_it_up(
     _assert_recovers(rig)
 
 
-@pytest.mark.parametrize("kind", [ServerGone, Launch])
+@pytest.mark.parametrize("kind", [Exited, Launch])
 def test_the_process_actor_may_die_during_a_restart(make_worker: MakeWorker, accident: Accident, kind: Any) -> None:
     rig = _worker(make_worker)
     accident.arm(ProcessActor, kind)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from llama_worker.messages import StreamFailure
 from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint
 from llama_worker.runtime.connections import Abort, session
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually
 

@@ -7,14 +7,41 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
 
+from llama_worker.actors.base import Alarm
+from llama_worker.messages import Tick
 from llama_worker.runtime import timers
-from llama_worker.runtime.timers import Alarm, call_at
+from llama_worker.runtime.timers import Timer, call_at
 
 TIMEOUT_S = 30.0
+
+
+class Clock:
+    """The real one."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def unix_now(self) -> float:
+        return time.time()
+
+    def call_at(self, at: float, call: Callable[[], object]) -> Timer:
+        return call_at(at, call)
+
+
+class Bell:
+    """A mailbox that does what it was given for each Tick."""
+
+    def __init__(self, ring: Callable[[], object]) -> None:
+        self._ring = ring
+
+    def tell(self, message: Tick) -> bool:
+        self._ring()
+        return True
 
 
 def test_a_call_is_made_not_before_its_time_on_the_one_timer_thread() -> None:
@@ -53,7 +80,7 @@ def test_a_past_deadline_is_due_at_once_also_behind_a_far_one() -> None:
 def test_an_alarm_rings_at_the_instant_set_last_and_not_once_it_is_off() -> None:
     rung: SimpleQueue[float] = SimpleQueue()
     now = time.monotonic()
-    alarm, off = (Alarm(lambda: rung.put(time.monotonic())) for _ in range(2))
+    alarm, off = (Alarm(Clock(), Bell(lambda: rung.put(time.monotonic()))) for _ in range(2))
     off.set(now + 0.02)
     off.set(None)
     alarm.set(now + 0.03)
@@ -127,7 +154,7 @@ def test_far_deadlines_that_change_often_do_not_pile_up(monkeypatch: pytest.Monk
     own = timers.TimerThread()
     monkeypatch.setattr(timers, "_timers", own)
     rung = threading.Event()
-    alarm, kept = Alarm(lambda: None), Alarm(rung.set)
+    alarm, kept = Alarm(Clock(), Bell(lambda: None)), Alarm(Clock(), Bell(rung.set))
     near = call_at(time.monotonic() + 3599, lambda: None)  # on top, so that none of the others comes there
     kept.set(time.monotonic() + 0.5)
     for step in range(10_000):

@@ -142,7 +142,7 @@ def test_seventeen_calls_of_one_turn_run_in_the_order_given(make_rig: Callable[.
     many = [call("add", index, a=index, b=0) for index in range(17)]
     result = rig.run(Turns([calling(*many), plain_reply(Text("done"))]))
     assert [arguments["a"] for _, arguments in tools.calls] == list(range(17))
-    assert [entry["arguments"]["a"] for entry in result["tool_trace"]] == list(range(17))
+    assert [entry["arguments"] for entry in result["tool_trace"]] == [{"a": n, "b": 0} for n in range(17)]
     assert [m["content"].partition("\n")[0] for m in bodies(rig)[1]["messages"][-17:]] == [str(n) for n in range(17)]
 
 

@@ -16,8 +16,9 @@ import pytest
 
 from llama_worker import ConfigError, LoopDetector, RestartPolicy, TimeoutProfile, WorkerConfig
 from llama_worker.bios import default_bios
+from llama_worker.errors import MASK
 from llama_worker.request.submission import validate_submit
-from llama_worker.server.command import MASK, llama_server_cmd, masked_server_cmd
+from llama_worker.server.command import llama_server_cmd, masked_server_cmd
 from llama_worker.types import BiosContext, LivenessEvidence, ToolDef
 from llama_worker.validation import shown
 

@@ -14,7 +14,7 @@ UNIX = 1000.0  # what makes Unix seconds of the clock here
 
 
 def told(journal: Journal) -> Any:
-    return journal.debug_info(logs=["ready"], server_cmd=("llama-server",))
+    return journal.debug_info(("llama-server",))
 
 
 def events(journal: Journal) -> list[Any]:
@@ -23,9 +23,7 @@ def events(journal: Journal) -> list[Any]:
 
 
 def killed(journal: Journal, *, epoch: int = 1) -> Any:
-    journal.keep_evidence(
-        110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)], log_tail=("last",)
-    )
+    journal.keep_evidence(110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)])
     return told(journal)["evidence"]
 
 
@@ -81,7 +79,6 @@ def test_the_evidence_of_a_kill() -> None:
         "last_error": "it hangs",
         "activity": "no CPU",
         "observed_ago_s": 1.0,
-        "log_tail": ["last"],
     }
 
 
@@ -93,12 +90,13 @@ def test_what_was_observed_of_another_launch_is_no_evidence() -> None:
     assert evidence["requests"] == [{"request_id": 7, "job_name": "j", "slot": 0}]
 
 
-def test_the_processes_join_the_evidence_of_the_last_kill_only() -> None:
+def test_the_processes_and_last_lines_join_the_evidence_of_the_last_kill_only() -> None:
     journal = Journal("w", UNIX)
     killed(journal)
-    journal.add_processes({"root_pid": 5})
-    assert told(journal)["evidence"]["processes"] == {"root_pid": 5}
-    assert "processes" not in killed(journal)
+    journal.add_processes({"root_pid": 5}, ("last",))
+    evidence = told(journal)["evidence"]
+    assert (evidence["processes"], evidence["log_tail"]) == ({"root_pid": 5}, ["last"])
+    assert not killed(journal).keys() & {"processes", "log_tail"}
 
 
 def test_a_stuck_tool_thread_counts_for_as_long_as_it_runs() -> None:

@@ -2,122 +2,124 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from llama_worker.errors import WorkerStartError
+from llama_worker.errors import WorkerStartError, WorkerStopError
+from llama_worker.messages import CloseAllStreams, Launch, Terminate
 from llama_worker.profiles import RestartPolicy
-from llama_worker.server import lifecycle
-from llama_worker.server.lifecycle import Lifecycle
+from llama_worker.server.lifecycle import Lifecycle, request_completed
 from llama_worker.server.lifecycle_states import (
     BackingOff,
-    CloseConnections,
     Effects,
     Ending,
-    EndProcess,
     Failed,
     FailRequests,
     Launching,
-    LaunchServer,
     Ready,
-    RestartDecided,
-    StartsResolved,
+    RecordRestart,
+    ResolveStarts,
+    ResolveStops,
     State,
     Stopped,
-    StopsResolved,
     ToRestart,
 )
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
+from tests.lives import (
+    Step,
+    became_ready,
+    died,
+    exited,
+    launch_failed,
+    start,
+    startup_failed,
+    stop,
+    streams_closed,
+    tick,
+    trouble,
+    unkillable,
+)
 
 POLICY = RestartPolicy(restart_backoff_s=5.0, max_restarts_per_window=2, restart_window_s=120.0)
 
 
 def launching() -> Lifecycle:
-    life, effects = lifecycle.start(Lifecycle(policy=POLICY), 0.0)
-    assert effects == (LaunchServer(epoch=1),)
+    life, effects = start(Lifecycle(policy=POLICY), 0.0)
+    assert effects == (Launch(epoch=1),)
     return life
 
 
 def ready() -> Lifecycle:
-    life, effects = lifecycle.became_ready(launching(), 1.0, epoch=1)
-    assert effects == (StartsResolved(None),)
+    life, effects = became_ready(launching(), 1.0)
+    assert effects == (ResolveStarts(None),)
     assert life.public_state is WorkerState.READY
     return life
 
 
-def exited(life: Lifecycle, now: float, **given: object) -> tuple[Lifecycle, Effects]:
-    facts: dict[str, object] = {
-        "epoch": life.epoch,
-        "returncode": 1,
-        "log_tail": ("oops",),
-        "port_taken": False,
-    }
-    return lifecycle.exited(life, now, **(facts | given))  # type: ignore[arg-type]
-
-
 def error_of(effects: Effects) -> WorkerStartError:
-    (error,) = [e.error for e in effects if isinstance(e, StartsResolved)]
+    (error,) = [e.error for e in effects if isinstance(e, ResolveStarts)]
     assert error is not None
     return error
 
 
 def test_start_on_a_ready_worker_resolves_at_once() -> None:
     life = ready()
-    assert lifecycle.start(life, 2.0) == (life, (StartsResolved(None),))
+    assert start(life, 2.0) == (life, (ResolveStarts(None),))
 
 
 def test_stop_on_a_stopped_worker_resolves_at_once() -> None:
     life = Lifecycle(policy=POLICY)
-    assert lifecycle.stop(life, 0.0, grace_s=10.0) == (life, (StopsResolved(),))
+    assert stop(life, 0.0, grace_s=10.0) == (life, (ResolveStops(),))
 
 
 def test_stop_closes_connections_before_it_terminates() -> None:
-    life, effects = lifecycle.stop(ready(), 2.0, grace_s=10.0)
-    assert [type(e) for e in effects] == [FailRequests, StartsResolved, CloseConnections]
-    assert not any(isinstance(e, EndProcess) for e in effects)
-    life, effects = lifecycle.connections_closed(life, 2.1, epoch=1)
-    assert effects == (EndProcess(epoch=1, grace_s=10.0),)
+    life, effects = stop(ready(), 2.0, grace_s=10.0)
+    assert [type(e) for e in effects] == [FailRequests, ResolveStarts, CloseAllStreams]
+    assert not any(isinstance(e, Terminate) for e in effects)
+    life, effects = streams_closed(life, 2.1)
+    assert effects == (Terminate(epoch=1, grace_s=10.0),)
     life, effects = exited(life, 2.2, returncode=0)
-    assert (life.state, effects) == (Stopped(), (StopsResolved(),))
+    assert (life.state, effects) == (Stopped(), (ResolveStops(),))
 
 
 @pytest.mark.parametrize(("now", "terminated"), [(2.9, False), (3.0, True)])
 def test_termination_waits_a_second_at_most_for_connections(now: float, terminated: bool) -> None:
-    life, _ = lifecycle.stop(ready(), 2.0, grace_s=10.0)
+    life, _ = stop(ready(), 2.0, grace_s=10.0)
     assert life.deadline == 3.0
-    _, effects = lifecycle.tick(life, now)
+    _, effects = tick(life, now)
     assert bool(effects) is terminated
 
 
 def test_stop_during_a_start_ends_it() -> None:
-    _, effects = lifecycle.stop(launching(), 0.5, grace_s=10.0)
+    _, effects = stop(launching(), 0.5, grace_s=10.0)
     assert error_of(effects).reason is StartFailReason.STOPPED
 
 
 def test_start_during_a_stop_launches_anew_when_the_old_server_is_gone() -> None:
-    life, _ = lifecycle.stop(ready(), 2.0, grace_s=10.0)
-    life, effects = lifecycle.start(life, 2.1)
+    life, _ = stop(ready(), 2.0, grace_s=10.0)
+    life, effects = start(life, 2.1)
     assert effects == ()
     life, effects = exited(life, 2.5, returncode=0)
-    assert effects == (StopsResolved(), LaunchServer(epoch=2))
+    assert effects == (ResolveStops(), Launch(epoch=2))
     assert life.state == Launching(epoch=2, first=True)
 
 
 def test_stop_after_that_start_ends_it_too() -> None:
-    life, _ = lifecycle.stop(ready(), 2.0, grace_s=10.0)
-    life, _ = lifecycle.start(life, 2.1)
-    life, effects = lifecycle.stop(life, 2.2, grace_s=10.0)
+    life, _ = stop(ready(), 2.0, grace_s=10.0)
+    life, _ = start(life, 2.1)
+    life, effects = stop(life, 2.2, grace_s=10.0)
     assert error_of(effects).reason is StartFailReason.STOPPED
     life, effects = exited(life, 2.5, returncode=0)
-    assert (life.state, effects) == (Stopped(), (StopsResolved(),))
+    assert (life.state, effects) == (Stopped(), (ResolveStops(),))
 
 
 def test_a_hurried_stop_shortens_the_grace_of_one_under_way() -> None:
-    life, _ = lifecycle.stop(ready(), 2.0, grace_s=10.0)
-    life, _ = lifecycle.connections_closed(life, 2.1, epoch=1)
-    _, effects = lifecycle.stop(life, 2.2, grace_s=2.0)
-    assert EndProcess(epoch=1, grace_s=2.0) in effects
+    life, _ = stop(ready(), 2.0, grace_s=10.0)
+    life, _ = streams_closed(life, 2.1)
+    _, effects = stop(life, 2.2, grace_s=2.0)
+    assert Terminate(epoch=1, grace_s=2.0) in effects
 
 
 @pytest.mark.parametrize(
@@ -142,17 +144,15 @@ def test_the_first_launch_is_not_retried(port_taken: bool, reason: StartFailReas
     ],
 )
 def test_a_launch_without_a_process_fails_the_start(reason: StartFailReason, state: State) -> None:
-    life, effects = lifecycle.launch_failed(launching(), 0.1, epoch=1, reason=reason, detail="x")
+    life, effects = launch_failed(launching(), 0.1, reason)
     assert life.state == state
     assert error_of(effects).reason is reason
 
 
 def test_a_startup_timeout_kills_first_and_then_fails_with_what_the_server_said() -> None:
-    life, effects = lifecycle.startup_failed(
-        launching(), 120.0, epoch=1, reason=StartFailReason.STARTUP_TIMEOUT, detail="idle"
-    )
-    assert EndProcess(epoch=1, grace_s=0.0, keep_evidence=True) in effects
-    assert not any(isinstance(e, StartsResolved) for e in effects)
+    life, effects = startup_failed(launching(), 120.0, StartFailReason.STARTUP_TIMEOUT)
+    assert Terminate(epoch=1, grace_s=0.0, keep_evidence=True) in effects
+    assert not any(isinstance(e, ResolveStarts) for e in effects)
     life, effects = exited(life, 120.1, returncode=-9)
     assert life.public_state is WorkerState.FAILED
     error = error_of(effects)
@@ -164,20 +164,20 @@ def test_death_while_ready_fails_requests_and_restarts_after_the_backoff() -> No
     assert effects[-1] == FailRequests(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9")
     assert life.state == BackingOff(resume_at=15.0)
     assert life.public_state is WorkerState.RUNNING
-    assert lifecycle.tick(life, 14.9)[1] == ()
-    life, effects = lifecycle.tick(life, 15.0)
-    assert effects == (LaunchServer(epoch=2),)
+    assert tick(life, 14.9)[1] == ()
+    life, effects = tick(life, 15.0)
+    assert effects == (Launch(epoch=2),)
     assert life.state == Launching(epoch=2, first=False)
 
 
 def test_requests_hear_of_the_death_before_the_rest_of_the_tree_is_gone() -> None:
-    life, effects = lifecycle.died(ready(), 10.0, epoch=1, returncode=-9)
+    life, effects = died(ready(), 10.0, -9)
     assert effects[1:] == (
         FailRequests(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9"),
-        EndProcess(epoch=1, grace_s=0.0),
+        Terminate(epoch=1, grace_s=0.0),
     )
     assert life.state == Ending(epoch=1, goal=ToRestart(15.0))
-    assert lifecycle.died(life, 10.1, epoch=1, returncode=-9) == (life, ())
+    assert died(life, 10.1, -9) == (life, ())
     life, effects = exited(life, 10.2, returncode=-9)
     assert (life.state, effects) == (BackingOff(resume_at=15.0), ())
     assert life.budget.restart_count == 1
@@ -185,10 +185,10 @@ def test_requests_hear_of_the_death_before_the_rest_of_the_tree_is_gone() -> Non
 
 def test_the_last_death_is_failed_once_the_tree_is_gone() -> None:
     life = Lifecycle(policy=RestartPolicy.never())
-    life, _ = lifecycle.start(life, 0.0)
-    life, _ = lifecycle.became_ready(life, 1.0, epoch=1)
-    life, effects = lifecycle.died(life, 10.0, epoch=1, returncode=1)
-    assert not any(isinstance(e, StartsResolved) for e in effects)
+    life, _ = start(life, 0.0)
+    life, _ = became_ready(life, 1.0)
+    life, effects = died(life, 10.0, 1)
+    assert not any(isinstance(e, ResolveStarts) for e in effects)
     assert life.public_state is WorkerState.RUNNING
     life, effects = exited(life, 10.1)
     assert life.public_state is WorkerState.FAILED
@@ -199,18 +199,18 @@ def test_the_last_death_is_failed_once_the_tree_is_gone() -> None:
 def test_elsewhere_a_death_waits_for_the_end_of_the_tree(how: str) -> None:
     life = launching() if how == "launching" else ready()
     if how != "launching":
-        life, _ = lifecycle.stop(life, 5.0, grace_s=10.0)
+        life, _ = stop(life, 5.0, grace_s=10.0)
     if how == "stopped":
         life, _ = exited(life, 6.0)
-    assert lifecycle.died(life, 10.0, epoch=1, returncode=-9) == (life, ())
+    assert died(life, 10.0, -9) == (life, ())
 
 
 def test_backoff_runs_while_the_old_tree_is_ended() -> None:
-    life, effects = lifecycle.trouble(ready(), 10.0, reason="stall_timeout", detail="d")
+    life, effects = trouble(ready(), 10.0)
     assert life.state == Ending(epoch=1, goal=ToRestart(15.0))
-    assert EndProcess(epoch=1, grace_s=0.0, keep_evidence=True) in effects
+    assert Terminate(epoch=1, grace_s=0.0, keep_evidence=True) in effects
     late, effects = exited(life, 16.0)
-    assert effects == (LaunchServer(epoch=2),)
+    assert effects == (Launch(epoch=2),)
     early, _ = exited(life, 10.1)
     assert early.state == BackingOff(resume_at=15.0)
     assert late.budget.restart_count == early.budget.restart_count == 1
@@ -218,17 +218,17 @@ def test_backoff_runs_while_the_old_tree_is_ended() -> None:
 
 def test_stop_during_backoff_is_immediate() -> None:
     life, _ = exited(ready(), 10.0)
-    life, effects = lifecycle.stop(life, 10.1, grace_s=10.0)
+    life, effects = stop(life, 10.1, grace_s=10.0)
     assert life.state == Stopped()
-    assert StopsResolved() in effects
+    assert ResolveStops() in effects
 
 
 def test_a_launch_that_ends_before_ready_counts_as_a_restart() -> None:
     life, _ = exited(ready(), 10.0)
-    life, _ = lifecycle.tick(life, 15.0)
+    life, _ = tick(life, 15.0)
     life, effects = exited(life, 15.1)
     assert life.budget.restart_count == 2
-    assert isinstance(effects[0], RestartDecided)
+    assert isinstance(effects[0], RecordRestart)
 
 
 def test_locked_out_after_too_many_restarts_and_started_again_by_hand() -> None:
@@ -238,12 +238,12 @@ def test_locked_out_after_too_many_restarts_and_started_again_by_hand() -> None:
         life, effects = exited(life, now)
         now += 30.0
         if isinstance(life.state, BackingOff):
-            life, _ = lifecycle.tick(life, now)
-            life, _ = lifecycle.became_ready(life, now, epoch=life.epoch)
+            life, _ = tick(life, now)
+            life, _ = became_ready(life, now)
     assert life.budget.restart_count == 2
-    assert RestartDecided(reason="server_died", detail=effects[0].detail, delay_s=None) == effects[0]  # type: ignore[union-attr]
-    life, effects = lifecycle.start(life, now)
-    assert effects == (LaunchServer(epoch=life.epoch),)
+    assert RecordRestart(reason="server_died", detail=effects[0].detail, delay_s=None) == effects[0]  # type: ignore[union-attr]
+    life, effects = start(life, now)
+    assert effects == (Launch(epoch=life.epoch),)
     assert life.budget.restart_count == 2
     assert life.budget.recent == ()
 
@@ -251,8 +251,8 @@ def test_locked_out_after_too_many_restarts_and_started_again_by_hand() -> None:
 @pytest.mark.parametrize("port_taken", [True, False])
 def test_who_joins_the_last_restart_is_told_what_the_server_said(port_taken: bool) -> None:
     life, _ = exited(replace(ready(), policy=replace(POLICY, max_restarts_per_window=1)), 10.0)
-    life, _ = lifecycle.tick(life, 15.0)
-    assert lifecycle.start(life, 16.0) == (life, ())
+    life, _ = tick(life, 15.0)
+    assert start(life, 16.0) == (life, ())
     life, effects = exited(life, 17.0, returncode=3, log_tail=("out of memory",), port_taken=port_taken)
     error = error_of(effects)
     assert (error.reason, error.returncode, error.log_tail) == (StartFailReason.EXITED, 3, ("out of memory",))
@@ -261,11 +261,11 @@ def test_who_joins_the_last_restart_is_told_what_the_server_said(port_taken: boo
 @pytest.mark.parametrize("reason", [StartFailReason.STARTUP_TIMEOUT, StartFailReason.SPAWN_FAILED])
 def test_the_last_restart_fails_a_start_with_its_own_reason(reason: StartFailReason) -> None:
     life, _ = exited(replace(ready(), policy=replace(POLICY, max_restarts_per_window=1)), 10.0)
-    life, _ = lifecycle.tick(life, 15.0)
+    life, _ = tick(life, 15.0)
     if reason is StartFailReason.SPAWN_FAILED:
-        life, effects = lifecycle.launch_failed(life, 16.0, epoch=2, reason=reason, detail="x")
+        life, effects = launch_failed(life, 16.0, reason)
     else:
-        life, _ = lifecycle.startup_failed(life, 16.0, epoch=2, reason=reason, detail="x")
+        life, _ = startup_failed(life, 16.0, reason)
         life, effects = exited(life, 16.1, returncode=-9)
     assert error_of(effects).reason is reason
     assert life.public_state is WorkerState.FAILED
@@ -279,8 +279,8 @@ def test_a_server_that_crashes_a_minute_after_every_start_ends_in_failed() -> No
         if isinstance(life.state, Failed):
             break
         now += 60.0
-        life, _ = lifecycle.tick(life, now)
-        life, _ = lifecycle.became_ready(life, now, epoch=life.epoch)
+        life, _ = tick(life, now)
+        life, _ = became_ready(life, now)
     assert life.public_state is WorkerState.FAILED
 
 
@@ -288,22 +288,103 @@ def test_a_server_that_crashes_rarely_and_completes_requests_between_goes_on() -
     life, now = ready(), 1.0
     for _ in range(20):
         now += 60.0
-        life = lifecycle.request_completed(life, now)
+        life = request_completed(life, now)
         life, _ = exited(life, now)
         assert isinstance(life.state, BackingOff)
         now += 60.0
-        life, _ = lifecycle.tick(life, now)
-        life, _ = lifecycle.became_ready(life, now, epoch=life.epoch)
+        life, _ = tick(life, now)
+        life, _ = became_ready(life, now)
     assert isinstance(life.state, Ready)
     assert life.budget.restart_count == 20
 
 
 def test_news_of_an_older_launch_changes_nothing() -> None:
     life, _ = exited(ready(), 10.0)
-    life, _ = lifecycle.tick(life, 15.0)
-    assert lifecycle.became_ready(life, 16.0, epoch=1) == (life, ())
+    life, _ = tick(life, 15.0)
+    assert became_ready(life, 16.0, epoch=1) == (life, ())
     assert exited(life, 16.0, epoch=1) == (life, ())
-    assert lifecycle.died(life, 16.0, epoch=1, returncode=1) == (life, ())
-    assert lifecycle.connections_closed(life, 16.0, epoch=1) == (life, ())
-    stale = lifecycle.startup_failed(life, 16.0, epoch=1, reason=StartFailReason.STARTUP_TIMEOUT, detail="")
+    assert died(life, 16.0, epoch=1) == (life, ())
+    assert streams_closed(life, 16.0, epoch=1) == (life, ())
+    stale = startup_failed(life, 16.0, StartFailReason.STARTUP_TIMEOUT, epoch=1)
     assert stale == (life, ())
+
+
+# ---------------------------------------------------------------- what SIGKILL does not end
+
+
+def ending(how: str) -> Lifecycle:
+    """In each of the ways in which a server is ended."""
+    ways: dict[str, Callable[[], Step]] = {
+        "stop": lambda: stop(ready(), 2.0),
+        "stop, start": lambda: start(stop(ready(), 2.0)[0], 2.1),
+        "restart": lambda: trouble(ready(), 2.0),
+        "last restart": lambda: trouble(replace(ready(), policy=RestartPolicy.never()), 2.0),
+        "startup timeout": lambda: startup_failed(launching(), 2.0, StartFailReason.STARTUP_TIMEOUT),
+        "a stranger's port": lambda: startup_failed(launching(), 2.0, StartFailReason.PORT_IN_USE),
+    }
+    life, _ = ways[how]()
+    assert isinstance(life.state, Ending)
+    return life
+
+
+AFTERWARDS: dict[str, State] = {
+    "stop": Stopped(),
+    "stop, start": Stopped(),  # who started was told that it failed
+    "restart": Launching(epoch=2, first=False),
+    "last restart": Failed(),
+    "startup timeout": Failed(),
+    "a stranger's port": Stopped(),
+}
+
+
+@pytest.mark.parametrize("how", AFTERWARDS)
+def test_a_server_that_cannot_be_killed_is_failed_and_keeps_nobody_waiting(how: str) -> None:
+    life, effects = unkillable(ending(how), 9.0)
+    assert (life.public_state, life.deadline) == (WorkerState.FAILED, None)
+    assert life.last_error == "unkillable: SIGKILL does not end process 5"
+    assert error_of(effects).reason is StartFailReason.UNKILLABLE
+    (stops,) = [effect for effect in effects if isinstance(effect, ResolveStops)]
+    assert isinstance(stops.error, WorkerStopError)
+    assert str(stops.error) == "unkillable: SIGKILL does not end process 5"
+    assert len(effects) == 2
+    assert unkillable(life, 9.1)[0] == life
+
+
+@pytest.mark.parametrize("how", AFTERWARDS)
+def test_beside_it_no_second_server_is_started(how: str) -> None:
+    life, _ = unkillable(ending(how), 9.0)
+    again, effects = start(life, 10.0)
+    assert again == life
+    assert error_of(effects).reason is StartFailReason.UNKILLABLE
+    assert len(effects) == 1
+    assert tick(life, 1e6) == (life, ())
+    life, effects = stop(life, 11.0)
+    assert [type(effect) for effect in effects] == [ResolveStops]
+    assert life.public_state is WorkerState.FAILED
+    assert start(life, 12.0)[0] == life
+
+
+@pytest.mark.parametrize(("how", "state"), AFTERWARDS.items())
+def test_once_it_is_gone_what_was_meant_to_follow_follows(how: str, state: State) -> None:
+    life, _ = unkillable(ending(how), 9.0)
+    assert died(life, 90.0, -9) == (life, ())
+    life, effects = exited(life, 100.0, -9)
+    assert life.state == state
+    launches = [effect for effect in effects if isinstance(effect, Launch)]
+    assert launches == ([Launch(epoch=2)] if how == "restart" else [])
+
+
+@pytest.mark.parametrize("how", AFTERWARDS)
+def test_a_stop_meanwhile_leaves_it_stopped_once_it_is_gone_and_startable_again(how: str) -> None:
+    life, _ = unkillable(ending(how), 9.0)
+    life, _ = stop(life, 10.0)
+    life, _ = exited(life, 100.0, -9)
+    assert life.state == Stopped()
+    life, effects = start(life, 101.0)
+    assert effects == (Launch(epoch=2),)
+    assert life.last_error is None
+
+
+def test_a_server_that_nobody_ends_is_not_unkillable() -> None:
+    for life in (ready(), launching(), exited(ready(), 10.0)[0], Lifecycle(policy=POLICY)):
+        assert unkillable(life, 11.0) == (life, ())

@@ -10,28 +10,26 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from llama_worker.messages import CloseAllStreams, Launch, Terminate
 from llama_worker.profiles import RestartPolicy
-from llama_worker.server import lifecycle
-from llama_worker.server.lifecycle import CLOSING_S, Lifecycle
+from llama_worker.server.lifecycle import CLOSING_S, Lifecycle, request_completed
 from llama_worker.server.lifecycle_states import (
     BackingOff,
-    CloseConnections,
     Effect,
     Effects,
     Ending,
-    EndProcess,
     Failed,
     FailRequests,
     Launching,
-    LaunchServer,
     Ready,
-    RestartDecided,
-    StartsResolved,
+    RecordRestart,
+    ResolveStarts,
+    ResolveStops,
     Stopped,
-    StopsResolved,
     ToStopped,
 )
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
+from tests import lives
 
 LEAVES_STOPPED = (StartFailReason.PORT_IN_USE, StartFailReason.STOPPED)
 PUBLIC_STEPS = {
@@ -85,6 +83,7 @@ class WorkerLife(RuleBasedStateMachine):
         self.closing_since: float | None = None
         self.grace_allowed = 0.0
         self.start_failed: StartFailReason | None = None  # and nobody has stopped it since
+        self.stuck = False  # the process outlives SIGKILL
         # The books of restarts, by the words of the contract.
         self.restarts_count = 0
         self.restarts_at: list[float] = []
@@ -101,7 +100,7 @@ class WorkerLife(RuleBasedStateMachine):
         self.starts_waiting += 1
         if isinstance(before, (Stopped, Failed)):
             self.forget_restarts()
-        self.take(lifecycle.start(self.life, self.now))
+        self.take(lives.start(self.life, self.now))
         if isinstance(before, Ready):
             assert self.life.state == before
 
@@ -114,7 +113,7 @@ class WorkerLife(RuleBasedStateMachine):
         self.grace_allowed = grace_s if fresh else min(self.grace_allowed, grace_s)
         if fresh:
             self.closing_since = self.now
-        self.take(lifecycle.stop(self.life, self.now, grace_s=grace_s))
+        self.take(lives.stop(self.life, self.now, grace_s=grace_s))
         if isinstance(before, (Stopped, Failed, BackingOff)):
             assert self.life.state == Stopped()  # a backoff never delays it
         else:
@@ -132,7 +131,7 @@ class WorkerLife(RuleBasedStateMachine):
     @rule()
     def complete(self) -> None:
         self.requests.pop()
-        self.life = lifecycle.request_completed(self.life, self.now)
+        self.life = request_completed(self.life, self.now)
         self.row_count = 0
 
     # ------------------------------------------------------------ whole stories
@@ -182,7 +181,7 @@ class WorkerLife(RuleBasedStateMachine):
     def die(self, returncode: int) -> None:
         assert self.process is not None
         self.process.dead = True
-        self.take(lifecycle.died(self.life, self.now, epoch=self.process.epoch, returncode=returncode))
+        self.take(lives.died(self.life, self.now, returncode, epoch=self.process.epoch))
         assert not self.requests
         assert self.life.public_state is not WorkerState.READY
 
@@ -192,10 +191,7 @@ class WorkerLife(RuleBasedStateMachine):
         assert self.process is not None
         epoch, self.process = self.process.epoch, None
         first = isinstance(self.life.state, Launching) and self.life.state.first
-        step = lifecycle.exited(
-            self.life, self.now, epoch=epoch, returncode=returncode, log_tail=("last",), port_taken=port_taken
-        )
-        self.take(step)
+        self.take(lives.exited(self.life, self.now, returncode, epoch=epoch, port_taken=port_taken))
         assert not (first and isinstance(self.life.state, BackingOff)), "the first launch is not retried"
         if self.start_failed is not None:
             assert self.starts_waiting == 0
@@ -209,7 +205,7 @@ class WorkerLife(RuleBasedStateMachine):
         if isinstance(self.life.state, Ready):
             return  # it has a process
         epoch, self.process = self.process.epoch, None
-        self.take(lifecycle.launch_failed(self.life, self.now, epoch=epoch, reason=reason, detail="no"))
+        self.take(lives.launch_failed(self.life, self.now, reason, epoch=epoch))
         self.start_failed = None  # its process is gone without an exit
 
     @precondition(lambda self: self.process is not None)
@@ -219,7 +215,7 @@ class WorkerLife(RuleBasedStateMachine):
         launching = isinstance(self.life.state, Launching)
         if launching:
             self.ready_since = self.now
-        self.take(lifecycle.became_ready(self.life, self.now, epoch=self.process.epoch))
+        self.take(lives.became_ready(self.life, self.now, epoch=self.process.epoch))
         assert not launching or self.life.public_state is WorkerState.READY
 
     @precondition(lambda self: self.process is not None)
@@ -228,33 +224,43 @@ class WorkerLife(RuleBasedStateMachine):
         assert self.process is not None
         if isinstance(self.life.state, Launching) and self.life.state.first:
             self.start_failed = reason
-        self.take(lifecycle.startup_failed(self.life, self.now, epoch=self.process.epoch, reason=reason, detail="no"))
+        self.take(lives.startup_failed(self.life, self.now, reason, epoch=self.process.epoch))
         if another:
             self.start()  # it shares the outcome
 
     @rule()
     def get_into_trouble(self) -> None:
-        self.take(lifecycle.trouble(self.life, self.now, reason="stall_timeout", detail="silence"))
+        self.take(lives.trouble(self.life, self.now))
+
+    @precondition(lambda self: self.process is not None and self.process.told_to_end)
+    @rule()
+    def outlive_sigkill(self) -> None:
+        assert self.process is not None
+        self.take(lives.unkillable(self.life, self.now, epoch=self.process.epoch))
+        assert self.life.public_state is WorkerState.FAILED
+        assert self.starts_waiting == self.stops_waiting == 0
+        self.stuck = True
 
     @precondition(lambda self: self.closing_since is not None)
     @rule()
     def close_connections(self) -> None:
         self.connections_open = False
-        self.take(lifecycle.connections_closed(self.life, self.now, epoch=self.life.epoch))
+        self.take(lives.streams_closed(self.life, self.now, epoch=self.life.epoch))
 
     @precondition(lambda self: self.life.epoch > 1)
-    @rule(back=st.integers(1, 3), which=st.integers(0, 5))
+    @rule(back=st.integers(1, 3), which=st.integers(0, 6))
     def hear_old_news(self, back: int, which: int) -> None:
         """Of a launch that is over."""
         life, now, epoch = self.life, self.now, self.life.epoch - back
         timeout = StartFailReason.STARTUP_TIMEOUT
         news: list[Callable[[], tuple[Lifecycle, Effects]]] = [
-            lambda: lifecycle.became_ready(life, now, epoch=epoch),
-            lambda: lifecycle.exited(life, now, epoch=epoch, returncode=0, log_tail=(), port_taken=True),
-            lambda: lifecycle.died(life, now, epoch=epoch, returncode=0),
-            lambda: lifecycle.startup_failed(life, now, epoch=epoch, reason=timeout, detail=""),
-            lambda: lifecycle.launch_failed(life, now, epoch=epoch, reason=StartFailReason.SPAWN_FAILED, detail=""),
-            lambda: lifecycle.connections_closed(life, now, epoch=epoch),
+            lambda: lives.became_ready(life, now, epoch=epoch),
+            lambda: lives.exited(life, now, 0, epoch=epoch, port_taken=True),
+            lambda: lives.died(life, now, 0, epoch=epoch),
+            lambda: lives.startup_failed(life, now, timeout, epoch=epoch),
+            lambda: lives.launch_failed(life, now, StartFailReason.SPAWN_FAILED, epoch=epoch),
+            lambda: lives.streams_closed(life, now, epoch=epoch),
+            lambda: lives.unkillable(life, now, epoch=epoch),
         ]
         assert news[which]() == (life, ())
 
@@ -272,11 +278,11 @@ class WorkerLife(RuleBasedStateMachine):
     @precondition(lambda self: self.life.deadline is None or self.life.deadline > self.now)
     @rule()
     def tick_early(self) -> None:
-        assert lifecycle.tick(self.life, self.now) == (self.life, ())
+        assert lives.tick(self.life, self.now) == (self.life, ())
 
     def tick(self) -> None:
         before = self.life
-        self.take(lifecycle.tick(self.life, self.now))
+        self.take(lives.tick(self.life, self.now))
         assert self.life != before, "a deadline that does nothing would come again and again"
 
     # ------------------------------------------------------------ what must hold
@@ -312,6 +318,13 @@ class WorkerLife(RuleBasedStateMachine):
             assert self.life.deadline is not None
 
     @invariant()
+    def what_outlives_sigkill_is_failed_and_keeps_nobody_waiting(self) -> None:
+        if self.stuck and self.process is not None:
+            assert self.life.public_state is WorkerState.FAILED
+            assert self.life.deadline is None
+            assert self.starts_waiting == self.stops_waiting == 0
+
+    @invariant()
     def restarts_are_counted_for_ever(self) -> None:
         assert self.life.budget.restart_count == self.restarts_count
 
@@ -342,7 +355,7 @@ class WorkerLife(RuleBasedStateMachine):
 
     def carry_out(self, effect: Effect, before: WorkerState) -> None:
         match effect:
-            case LaunchServer(epoch=epoch):
+            case Launch(epoch=epoch):
                 self.launches_count += 1
                 assert self.process is None, "two servers on one port"
                 assert epoch == self.launches_count
@@ -352,8 +365,8 @@ class WorkerLife(RuleBasedStateMachine):
                 else:
                     assert self.next_launch_at is not None
                     assert self.now >= self.next_launch_at
-                self.process = Process(epoch)
-            case EndProcess(epoch=epoch, grace_s=grace_s, keep_evidence=evidence):
+                self.process, self.stuck = Process(epoch), False
+            case Terminate(epoch=epoch, grace_s=grace_s, keep_evidence=evidence):
                 assert self.process is not None
                 assert epoch == self.process.epoch
                 if self.closing_since is not None:  # the server would wait for our open connections
@@ -361,7 +374,7 @@ class WorkerLife(RuleBasedStateMachine):
                     assert grace_s <= self.grace_allowed
                 assert grace_s == 0.0 or not evidence
                 self.process.told_to_end = True
-            case CloseConnections(epoch=epoch):
+            case CloseAllStreams(epoch=epoch):
                 assert epoch == self.life.epoch
                 self.connections_open = False if self.closing_since is None else self.connections_open
             case FailRequests(reason=reason):
@@ -371,9 +384,9 @@ class WorkerLife(RuleBasedStateMachine):
                     RequestFailReason.WORKER_STOPPED,
                 )
                 self.requests.clear()
-            case RestartDecided(delay_s=delay_s):
+            case RecordRestart(delay_s=delay_s):
                 self.expect_restart(delay_s)
-            case StartsResolved(error=error):
+            case ResolveStarts(error=error):
                 self.starts_waiting = 0
                 if error is None:
                     assert self.life.public_state is WorkerState.READY
@@ -382,10 +395,14 @@ class WorkerLife(RuleBasedStateMachine):
                     assert self.life.public_state is (WorkerState.STOPPED if stopped else WorkerState.FAILED)
                 else:
                     assert error.reason is StartFailReason.STOPPED
-            case StopsResolved():
+            case ResolveStops(error=None):
                 assert self.process is None
                 self.stops_waiting = 0
                 self.closing_since = None
+            case ResolveStops():
+                assert self.process is not None
+                assert self.life.public_state is WorkerState.FAILED
+                self.stops_waiting = 0
             case _:
                 assert_never(effect)
 

@@ -4,67 +4,153 @@ from __future__ import annotations
 
 import pytest
 
+from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
+from llama_worker.server import termination
 from llama_worker.server.termination import (
     Absent,
+    GiveUp,
     Killing,
     Present,
     ProcessState,
     Signal,
+    Stuck,
     Terminating,
     deadline,
-    terminate,
-    tick,
+    describe_stuck,
 )
+from llama_worker.types import StartFailReason
+
+KILL_TIMEOUT_S = 4.0
+Step = tuple[ProcessState, Signal | GiveUp | None]
+
+
+def step(state: ProcessState, message: ProcessMessage, now: float) -> Step:
+    return termination.step(state, message, now, kill_timeout_s=KILL_TIMEOUT_S)
+
+
+def terminate(state: ProcessState, now: float, *, epoch: int = 1, grace_s: float) -> Step:
+    return step(state, Terminate(epoch=epoch, grace_s=grace_s), now)
+
+
+def tick(state: ProcessState, now: float) -> Step:
+    return step(state, Tick(), now)
+
+
+EVERY_STATE = [Absent(), Present(1), Terminating(1, 15.0, 7.0), Killing(1, 16.0, 19.0), Stuck(1)]
 
 
 def test_a_process_is_asked_first_and_killed_after_the_grace() -> None:
-    state, signal = terminate(Present(1), epoch=1, grace_s=10.0, now=5.0)
+    state, signal = terminate(Present(1), 5.0, grace_s=10.0)
     assert (state, signal, deadline(state)) == (Terminating(1, 15.0, 7.0), Signal.TERMINATE, 7.0)
-    assert tick(state, now=6.9) == (state, None)
-    assert tick(state, now=15.0) == (Killing(1, 16.0), Signal.KILL)
+    assert tick(state, 6.9) == (state, None)
+    assert tick(state, 15.0) == (Killing(1, 16.0, 19.0), Signal.KILL)
 
 
 def test_it_is_asked_a_second_time_and_no_third() -> None:
-    state, signal = tick(Terminating(1, 15.0, 7.0), now=7.0)
+    state, signal = tick(Terminating(1, 15.0, 7.0), 7.0)
     assert (state, signal, deadline(state)) == (Terminating(1, 15.0, None), Signal.TERMINATE, 15.0)
-    assert tick(state, now=14.9) == (state, None)
-    assert tick(state, now=15.0) == (Killing(1, 16.0), Signal.KILL)
+    assert tick(state, 14.9) == (state, None)
+    assert tick(state, 15.0) == (Killing(1, 16.0, 19.0), Signal.KILL)
 
 
 def test_a_grace_that_is_over_before_the_second_time_comes_kills() -> None:
     assert deadline(Terminating(1, 6.0, 7.0)) == 6.0
-    assert tick(Terminating(1, 6.0, 7.0), now=7.0) == (Killing(1, 8.0), Signal.KILL)
+    assert tick(Terminating(1, 6.0, 7.0), 7.0) == (Killing(1, 8.0, 11.0), Signal.KILL)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, -1.0])
 @pytest.mark.parametrize("state", [Present(1), Terminating(1, 15.0, 7.0)])
 def test_without_grace_it_is_killed_at_once(state: ProcessState, grace_s: float) -> None:
-    assert terminate(state, epoch=1, grace_s=grace_s, now=5.0) == (Killing(1, 6.0), Signal.KILL)
+    assert terminate(state, 5.0, grace_s=grace_s) == (Killing(1, 6.0, 9.0), Signal.KILL)
 
 
 @pytest.mark.parametrize(("grace_s", "kill_at"), [(2.5, 7.5), (20.0, 15.0)])
 def test_a_second_order_only_shortens_the_grace(grace_s: float, kill_at: float) -> None:
-    assert terminate(Terminating(1, 15.0, 7.0), epoch=1, grace_s=grace_s, now=5.0) == (
-        Terminating(1, kill_at, 7.0),
-        None,
-    )
+    assert terminate(Terminating(1, 15.0, 7.0), 5.0, grace_s=grace_s) == (Terminating(1, kill_at, 7.0), None)
+
+
+TOO_LATE = [Absent(), Killing(1, 6.0, 9.0), Stuck(1)]
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 10.0])
-@pytest.mark.parametrize("state", [Absent(), Present(2), Terminating(2, 15.0, 7.0), Killing(2, 6.0), Killing(1, 6.0)])
+@pytest.mark.parametrize("state", [*TOO_LATE, Present(2), Terminating(2, 15.0, 7.0), Killing(2, 6.0, 9.0), Stuck(2)])
 def test_an_order_for_another_launch_or_too_late_changes_nothing(state: ProcessState, grace_s: float) -> None:
-    assert terminate(state, epoch=1, grace_s=grace_s, now=5.0) == (state, None)
+    assert terminate(state, 5.0, grace_s=grace_s) == (state, None)
 
 
 def test_should_the_end_not_be_seen_it_is_killed_past_the_guard_again_and_again() -> None:
-    state = Killing(1, 16.0)
+    state = Killing(1, 16.0, 19.0)
     assert deadline(state) == 16.0
-    assert tick(state, now=15.9) == (state, None)
-    assert tick(state, now=16.0) == (Killing(1, 17.0), Signal.FORCE)
-    assert tick(Killing(1, 17.0), now=17.0) == (Killing(1, 18.0), Signal.FORCE)
+    assert tick(state, 15.9) == (state, None)
+    assert tick(state, 16.0) == (Killing(1, 17.0, 19.0), Signal.FORCE)
+    assert tick(Killing(1, 17.0, 19.0), 17.0) == (Killing(1, 18.0, 19.0), Signal.FORCE)
 
 
-@pytest.mark.parametrize("state", [Absent(), Present(1)])
+@pytest.mark.parametrize("state", [Absent(), Present(1), Stuck(1)])
 def test_otherwise_time_changes_nothing(state: ProcessState) -> None:
     assert deadline(state) is None
-    assert tick(state, now=1e9) == (state, None)
+    assert tick(state, 1e9) == (state, None)
+
+
+# ---------------------------------------------------------------- what SIGKILL does not end
+
+
+def test_a_process_that_outlives_its_kill_timeout_is_given_up_once_and_waited_for() -> None:
+    state, _ = terminate(Present(1), 5.0, grace_s=0.0)
+    told = []
+    while (due := deadline(state)) is not None:
+        state, what = tick(state, due)
+        told.append((due, what))
+    assert told == [(6.0, Signal.FORCE), (7.0, Signal.FORCE), (8.0, Signal.FORCE), (9.0, GiveUp())]
+    assert state == Stuck(1)
+
+
+@pytest.mark.parametrize("kill_timeout_s", [0.0, 0.5, 1.0])
+def test_a_short_kill_timeout_is_kept(kill_timeout_s: float) -> None:
+    order = Terminate(epoch=1, grace_s=0.0)
+    state, signal = termination.step(Present(1), order, 5.0, kill_timeout_s=kill_timeout_s)
+    assert (signal, deadline(state)) == (Signal.KILL, 5.0 + kill_timeout_s)
+    given_up = termination.step(state, Tick(), 5.0 + kill_timeout_s, kill_timeout_s=kill_timeout_s)
+    assert given_up == (Stuck(1), GiveUp())
+
+
+@pytest.mark.parametrize(
+    ("now", "after"),
+    [
+        (17.0, (Stuck(1), GiveUp())),  # a second late: a busy machine
+        (17.1, (Killing(1, 18.1, 18.1), Signal.FORCE)),  # the host did not run, nor perhaps did the process
+    ],
+)
+def test_a_gap_in_which_the_host_did_not_run_is_no_time_to_end(now: float, after: Step) -> None:
+    assert tick(Killing(1, 16.0, 16.0), now) == after
+
+
+def test_after_a_gap_it_is_given_up_as_soon_as_time_passes_as_it_should() -> None:
+    state: ProcessState = Killing(1, 16.0, 19.0)
+    state, signal = tick(state, 500.0)
+    assert signal is Signal.FORCE
+    due = deadline(state)
+    assert due == 501.0
+    assert tick(state, due) == (Stuck(1), GiveUp())
+
+
+@pytest.mark.parametrize("state", EVERY_STATE)
+@pytest.mark.parametrize(
+    ("message", "after"),
+    [
+        (Exited(epoch=1, returncode=-9, log_tail=()), Absent()),
+        (LaunchFailed(epoch=1, reason=StartFailReason.SPAWN_FAILED, detail="no"), Absent()),
+        (Launch(epoch=2), Present(2)),
+    ],
+)
+def test_its_end_and_the_next_launch_are_the_same_from_everywhere(
+    state: ProcessState, message: ProcessMessage, after: ProcessState
+) -> None:
+    assert step(state, message, 20.0) == (after, None)
+
+
+def test_a_person_is_told_what_the_kernel_waits_for() -> None:
+    process = {"pid": 5, "state": "D", "wchan": "nfs_wait_bit_killable", "stack": ""}
+    told = describe_stuck(5, {"processes": [process, {"pid": 6, "state": "Z"}]})
+    assert told == "SIGKILL does not end process 5; state D; wchan nfs_wait_bit_killable"
+    assert describe_stuck(None, {}) == "SIGKILL does not end process None"

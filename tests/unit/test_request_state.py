@@ -5,32 +5,41 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from llama_worker.request.effects import (
-    CloseTurn,
-    Effects,
-    Finished,
-    ForgetTools,
-    OpenTurn,
-    ReportToolsRefused,
-    StartTools,
-    WakeAt,
-)
 
 from llama_worker.bios import STATUS_OPEN
 from llama_worker.config import WorkerConfig
-from llama_worker.messages import RequestRecord, StreamFailure
+from llama_worker.messages import (
+    Abandon,
+    BiosWritten,
+    CallEnded,
+    CancelRequest,
+    CloseStream,
+    DropTools,
+    OpenStream,
+    RequestEnded,
+    RequestMessage,
+    RunBios,
+    RunTools,
+    StreamClosed,
+    StreamEvents,
+    StreamOpened,
+    Tick,
+    ToolsRefused,
+)
 from llama_worker.profiles import LoopDetector
 from llama_worker.request.body import request_body
 from llama_worker.request.output import read_output
-from llama_worker.request.state import Request
+from llama_worker.request.record import RequestRecord
+from llama_worker.request.state import Effects, Request
 from llama_worker.request.submission import Submission
-from llama_worker.request.turn import Turn
+from llama_worker.request.turn import Turn, TurnId
+from llama_worker.runtime.host_code import write_bios
 from llama_worker.stream.events import (
     Done,
     Finish,
@@ -44,7 +53,15 @@ from llama_worker.stream.events import (
     ToolCallDelta,
     Usage,
 )
-from llama_worker.types import BiosContext, BiosText, RequestFailReason, RequestFinishReason, RequestState, ToolDef
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.types import (
+    BiosContext,
+    BiosText,
+    RequestFailReason,
+    RequestFinishReason,
+    RequestState,
+    ToolDef,
+)
 
 E = TypeVar("E")
 LINE = f"{'y' * 40}\n"
@@ -71,15 +88,86 @@ def with_tools(**changed: Any) -> WorkerConfig:
     return config(**({"normal_tools": [ADD], "exit_tools": [SIGNAL], "tool_runner": Runner()} | changed))
 
 
-def made(of: WorkerConfig | None = None, *, params: dict[str, Any] | None = None, **changed: Any) -> Request:
-    submission = Submission(job_name="j", system_prompt="Be terse.", user_prompt="Hi", params=params or {}, messages=())
-    given: dict[str, Any] = {"prompted": False, "opens_thinking": False, "now": 100.0}
-    return Request(request_id=7, submission=submission, config=of or config(), unix_offset=UNIX, **(given | changed))
+class Nobody:
+    """A mailbox that nothing is told to here."""
+
+    def tell(self, message: RequestMessage) -> bool:
+        raise AssertionError(f"the machine itself tells nobody: {message}")
 
 
-def begun(of: WorkerConfig | None = None, **changed: Any) -> Request:
+class Reply:
+    """Of a cancel; the WorkerActor answers it."""
+
+    def answer(self, value: bool) -> None:
+        raise AssertionError("not the request's to answer")
+
+    def done(self) -> bool:
+        return False
+
+    def fail(self, error: BaseException) -> None:
+        raise AssertionError("not the request's to answer") from error
+
+
+class Driven(Request):
+    """A request with a method for each thing that it may hear; its BIOS is written on the spot."""
+
+    def begin(self, now: float) -> Effects:
+        return self._prompted_at_once(super().begin(now), now)
+
+    def hears(self, message: RequestMessage, at: float) -> Effects:
+        return self._prompted_at_once(self.step(message, at), at)
+
+    def opened(self, turn_id: TurnId, at: float) -> Effects:
+        return self.hears(StreamOpened(turn_id=turn_id, at=at), at)
+
+    def keepalive(self, turn_id: TurnId, at: float) -> Effects:
+        return self.hears(StreamEvents(turn_id=turn_id, events=(), carried_data=False, at=at), at)
+
+    def closed(self, turn_id: TurnId, failure: StreamFailure | None, at: float) -> Effects:
+        return self.hears(StreamClosed(turn_id=turn_id, failure=failure, at=at), at)
+
+    def call_ended(self, turn_id: TurnId, *, ok: bool, text: str, at: float) -> Effects:
+        return self.hears(CallEnded(turn_id=turn_id, ok=ok, text=text, at=at), at)
+
+    def cancel(self, at: float) -> Effects:
+        return self.hears(CancelRequest(request_id=self.request_id, reply=Reply()), at)
+
+    def abandon(self, reason: RequestFailReason, detail: str, at: float) -> Effects:
+        return self.hears(Abandon(request_id=self.request_id, reason=reason, detail=detail), at)
+
+    def tick(self, at: float) -> Effects:
+        return self.hears(Tick(), at)
+
+    def _prompted_at_once(self, effects: Effects, at: float) -> Effects:
+        match effects:
+            case [*before, RunBios() as order]:
+                return [*before, *self.step(write_bios(order, self._config, UNIX + at), at)]
+        return effects
+
+
+def made(of: WorkerConfig | None = None, *, params: dict[str, Any] | None = None, **changed: Any) -> Driven:
+    return Driven(**arguments(of, params=params, **changed))
+
+
+def arguments(of: WorkerConfig | None = None, *, params: dict[str, Any] | None = None, **changed: Any) -> Any:
+    """Of a Request."""
+    return {
+        "request_id": 7,
+        "submission": Submission(
+            job_name="j", system_prompt="Be terse.", user_prompt="Hi", params=params or {}, messages=()
+        ),
+        "config": of or config(),
+        "prompted": False,
+        "opens_thinking": False,
+        "unix_offset": UNIX,
+        "reply_to": Nobody(),
+        "now": 100.0,
+    } | changed
+
+
+def begun(of: WorkerConfig | None = None, **changed: Any) -> Driven:
     request = made(of, **changed)
-    only(OpenTurn, request.begin(100.0))
+    only(OpenStream, request.begin(100.0))
     return request
 
 
@@ -89,14 +177,14 @@ def only(kind: type[E], effects: Effects) -> E:
     return effect
 
 
-def hear(request: Request, *events: StreamEvent, at: float = 101.0, stream: tuple[int, int] = FIRST) -> Effects:
-    return request.stream_events(stream, events, carried_data=True, at=at)
+def hear(request: Driven, *events: StreamEvent, at: float = 101.0, stream: TurnId = FIRST) -> Effects:
+    return request.hears(StreamEvents(turn_id=stream, events=events, carried_data=True, at=at), at)
 
 
 def ended(effects: Effects, *others: object) -> RequestRecord:
     """The record, where the effects are those others and the end."""
     *before, last = effects
-    assert isinstance(last, Finished)
+    assert isinstance(last, RequestEnded)
     assert before == list(others)
     return last.record
 
@@ -110,43 +198,51 @@ def failed(effects: Effects, reason: str, *others: object) -> RequestRecord:
     return record
 
 
+def not_run(record: RequestRecord) -> list[tuple[str, object, str]]:
+    """Name, arguments and reason of the calls of the trace, none of which was run."""
+    trace = record.result["tool_trace"]
+    assert [(entry["ok"], entry["duration_s"]) for entry in trace] == [(False, 0.0)] * len(trace)
+    return [(entry["tool_name"], entry["arguments"], entry["error"].removeprefix("not run: ")) for entry in trace]
+
+
 def call(name: str, arguments: str = "{}", index: int = 0) -> ToolCallDelta:
     return ToolCallDelta(index, f"id{index}", name, arguments)
 
 
-def in_tools(of: WorkerConfig | None = None) -> Request:
+def in_tools(of: WorkerConfig | None = None) -> Driven:
     request = begun(of or with_tools())
     hear(request, TextDelta("Let me add."), call("add", '{"a": 1}'), Usage(10, 5, 2), Finish("tool_calls"))
     effects = hear(request, Done(), at=102.0)
-    assert [type(effect) for effect in effects] == [CloseTurn, StartTools, WakeAt]
+    assert [type(effect) for effect in effects] == [CloseStream, RunTools]
     return request
 
 
-def returned(request: Request, result: str, at: float = 103.0) -> Effects:
+def returned(request: Driven, result: str, at: float = 103.0) -> Effects:
     """The call under way of the first turn's batch has returned."""
     return request.call_ended(FIRST, ok=True, text=result, at=at)
 
 
-CLOSE = CloseTurn(stream_id=FIRST)
+CLOSE = CloseStream(turn_id=FIRST)
 
 # ---------------------------------------------------------------- to completion
 
 
 def test_a_stream_to_its_completion() -> None:
     request = made()
-    opened = only(OpenTurn, request.begin(100.0))
-    assert opened.stream_id == FIRST
+    opened = only(OpenStream, request.begin(100.0))
+    assert opened.turn_id == FIRST
     assert [message["role"] for message in opened.body["messages"]] == ["system", "user"]
     assert request.phase == "waiting"
-    assert request.stream_opened(FIRST, 101.0) == []
+    assert request.opened(FIRST, 101.0) == []
     assert request.phase == "prefill"
     assert hear(request, RoleOnly(), PromptProgress(5, 10, 2), at=102.0) == []
     assert request.phase == "prefill"
     assert hear(request, ReasoningDelta("hm"), at=103.0) == []
     assert request.phase == "generating"
     assert hear(request, TextDelta("Hel"), TextDelta("lo"), at=104.0) == []
-    assert hear(request, Finish("stop"), at=105.0) == [WakeAt(at=107.0)]
-    assert hear(request, Usage(10, 4, 2), at=105.1) == [WakeAt(at=107.0)]
+    assert hear(request, Finish("stop"), at=105.0) == []
+    assert hear(request, Usage(10, 4, 2), at=105.1) == []
+    assert request.deadline == 107.0
     record = ended(hear(request, Done(), at=105.2), CLOSE)
     assert record.result == {
         "ok": True,
@@ -171,10 +267,10 @@ def test_a_stream_to_its_completion() -> None:
 
 def test_what_a_status_says_on_the_way() -> None:
     request = begun(with_tools())
-    request.stream_opened(FIRST, 101.0)
+    request.opened(FIRST, 101.0)
     hear(request, PromptProgress(5, 10, 2), at=102.0)
     hear(request, TextDelta("x" * 300), at=103.0)
-    request.stream_events(FIRST, (), carried_data=False, at=104.0)  # a keepalive
+    request.keepalive(FIRST, 104.0)  # a keepalive
     request.saw_liveness(103.5)
     assert request.status() == {
         "ok": True,
@@ -259,7 +355,7 @@ def test_two_seconds_after_a_finish_reason_it_is_complete() -> None:
 def test_after_a_finish_reason_the_streams_end_is_regular_however_it_came(failure: StreamFailure | None) -> None:
     request = begun()
     hear(request, TextDelta("a"), Finish("stop"), at=105.0)
-    assert ended(request.stream_closed(FIRST, failure, 105.1), CLOSE).result["state"] == "completed"
+    assert ended(request.closed(FIRST, failure, 105.1), CLOSE).result["state"] == "completed"
 
 
 def test_an_error_record_after_a_finish_reason_fails_it() -> None:
@@ -285,7 +381,8 @@ def test_done_without_a_finish_reason_is_an_end_too() -> None:
 def test_a_stream_that_just_ends_is_disconnected_after_a_while() -> None:
     request = begun()
     hear(request, TextDelta("a"))
-    assert request.stream_closed(FIRST, None, 105.0) == [WakeAt(at=105.29)]
+    assert request.closed(FIRST, None, 105.0) == []
+    assert request.deadline == 105.29
     assert request.tick(105.2) == []
     record = failed(request.tick(105.29), "stream_disconnected", CLOSE)
     assert record.result["text"] == "a"
@@ -295,14 +392,14 @@ def test_a_stream_that_just_ends_is_disconnected_after_a_while() -> None:
 @pytest.mark.parametrize("reason", [RequestFailReason.STREAM_DISCONNECTED, RequestFailReason.CONNECT_FAILED])
 def test_news_of_the_servers_death_explains_a_broken_connection(reason: RequestFailReason) -> None:
     request = begun()
-    request.stream_closed(FIRST, StreamFailure(reason=reason, detail="reset"), 105.0)
+    request.closed(FIRST, StreamFailure(reason=reason, detail="reset"), 105.0)
     failed(request.abandon(RequestFailReason.SERVER_DIED, "exited with -9", 105.2), "server_died", CLOSE)
 
 
 @pytest.mark.parametrize("reason", [RequestFailReason.STREAM_DISCONNECTED, RequestFailReason.CONNECT_FAILED])
 def test_without_such_news_it_is_what_it_was(reason: RequestFailReason) -> None:
     request = begun()
-    request.stream_closed(FIRST, StreamFailure(reason=reason, detail="reset"), 105.0)
+    request.closed(FIRST, StreamFailure(reason=reason, detail="reset"), 105.0)
     assert failed(request.tick(105.31), reason, CLOSE).result["fail_detail"] == "reset"
 
 
@@ -313,7 +410,7 @@ def test_other_failures_of_a_stream_end_it_at_once(reason: RequestFailReason) ->
     request = begun()
     hear(request, TextDelta("a"))
     failure = StreamFailure(reason=reason, detail="HTTP 503: busy", http_status=503)
-    record = failed(request.stream_closed(FIRST, failure, 105.0), reason, CLOSE)
+    record = failed(request.closed(FIRST, failure, 105.0), reason, CLOSE)
     assert (record.result["text"], record.http_status) == ("a", 503)
     assert record.result["fail_detail"] == "HTTP 503: busy"
 
@@ -322,7 +419,7 @@ def test_what_was_held_back_is_output_after_any_ending() -> None:
     request = begun(with_tools())
     hear(request, TextDelta("answer <tool_ca"))
     assert request.read_output(0, 0)["text"] == "answer "
-    request.stream_closed(FIRST, None, 105.0)
+    request.closed(FIRST, None, 105.0)
     assert failed(request.tick(106.0), "stream_disconnected", CLOSE).result["text"] == "answer <tool_ca"
 
 
@@ -376,10 +473,10 @@ def test_a_turn_with_calls_goes_to_the_tools() -> None:
     request = begun(with_tools())
     hear(request, ReasoningDelta("hm"), TextDelta("Let me add."), call("add", '{"a": 1}'), call("add", "", 1))
     hear(request, call("signal", '{"s": 1}', 2), Finish("tool_calls"))
-    closing, start, wake = hear(request, Done(), at=102.0)
-    assert (closing, wake) == (CLOSE, WakeAt(at=112.0))
-    assert isinstance(start, StartTools)
-    assert start.batch_id == FIRST
+    closing, start = hear(request, Done(), at=102.0)
+    assert (closing, request.deadline) == (CLOSE, 112.0)
+    assert isinstance(start, RunTools)
+    assert start.turn_id == FIRST
     assert [(each.id, each.name, each.arguments) for each in start.calls] == [
         ("c00000001", "add", {"a": 1}),
         ("c00000002", "add", {}),
@@ -392,11 +489,11 @@ def test_a_turn_with_calls_goes_to_the_tools() -> None:
 
 def test_a_continuation_repeats_the_first_turn_to_the_letter_and_holds_only_normal_calls() -> None:
     request = made(with_tools())
-    before = only(OpenTurn, request.begin(100.0)).body
+    before = only(OpenStream, request.begin(100.0)).body
     hear(request, ReasoningDelta("hm"), TextDelta("Adding."), call("signal", "{}"), call("add", '{"a": 1}', 1))
     hear(request, Finish("tool_calls"), Done(), at=102.0)
-    opened = only(OpenTurn, returned(request, "3"))
-    assert opened.stream_id == SECOND
+    opened = only(OpenStream, returned(request, "3"))
+    assert opened.turn_id == SECOND
     sent = opened.body["messages"]
     assert sent[:2] == before["messages"]
     assistant, answer = sent[2:]
@@ -417,7 +514,7 @@ def test_text_and_reasoning_are_those_of_every_turn_with_nothing_inserted() -> N
     request = in_tools()
     returned(request, "3")
     hear(request, ReasoningDelta("ok"), TextDelta("It is 3."), Usage(20, 6, None), Finish("stop"), stream=SECOND)
-    record = ended(hear(request, Done(), stream=SECOND, at=104.0), CloseTurn(stream_id=SECOND))
+    record = ended(hear(request, Done(), stream=SECOND, at=104.0), CloseStream(turn_id=SECOND))
     assert (record.result["text"], record.result["reasoning"]) == ("Let me add.It is 3.", "ok")
     assert record.result["usage"] == {"prompt_tokens": 30, "completion_tokens": 11, "cached_tokens": 2}
     assert record.status["tokens_received"] == 11
@@ -454,11 +551,12 @@ def test_results_of_another_batch_change_nothing() -> None:
 def test_the_next_turn_begins_once_every_call_has_returned() -> None:
     request = begun(with_tools())
     hear(request, call("add"), call("add", "{}", 1), Finish("tool_calls"), Done(), at=102.0)
-    assert returned(request, "one", at=103.0) == [WakeAt(at=113.0)]
+    assert returned(request, "one", at=103.0) == []
+    assert request.deadline == 113.0
     assert request.phase == "tool"
-    sent = only(OpenTurn, returned(request, "two", at=105.0)).body["messages"]
+    sent = only(OpenStream, returned(request, "two", at=105.0)).body["messages"]
     assert [message["content"].partition("\n")[0] for message in sent[-2:]] == ["one", "two"]
-    record = ended(request.cancel(106.0), CloseTurn(stream_id=SECOND))
+    record = ended(request.cancel(106.0), CloseStream(turn_id=SECOND))
     assert [(entry["started_at"], entry["duration_s"]) for entry in record.result["tool_trace"]] == [
         (1102.0, 1.0),
         (1103.0, 2.0),
@@ -471,14 +569,14 @@ def test_a_call_that_takes_too_long_fails_the_request_and_its_batch_is_forgotten
     returned(request, "one", at=111.9)
     assert request.tick(112.0) == []
     assert request.tick(121.8) == []
-    record = failed(request.tick(121.9), "tool_execution_error", ForgetTools(batch_id=FIRST))
+    record = failed(request.tick(121.9), "tool_execution_error", DropTools(turn_id=FIRST))
     text = "tool 'add' did not return within tool_timeout_s 10 s"
     assert record.result["fail_detail"] == text
     assert [(entry["ok"], entry.get("error")) for entry in record.result["tool_trace"]] == [(True, None), (False, text)]
     assert returned(request, "too late", at=122.0) == []
 
 
-CUT_SHORT: dict[str, Callable[[Request], Effects]] = {
+CUT_SHORT: dict[str, Callable[[Driven], Effects]] = {
     "canceled": lambda r: r.cancel(105.0),
     "worker_stopped": lambda r: r.abandon(RequestFailReason.WORKER_STOPPED, "stop", 105.0),
     "absolute_timeout": lambda r: r.abandon(RequestFailReason.ABSOLUTE_TIMEOUT, "too long", 105.0),
@@ -490,13 +588,13 @@ CUT_SHORT: dict[str, Callable[[Request], Effects]] = {
 
 @pytest.mark.parametrize(("reason", "ending"), CUT_SHORT.items(), ids=CUT_SHORT)
 def test_calls_that_had_begun_are_in_the_trace_whatever_ends_the_request(
-    reason: str, ending: Callable[[Request], Effects]
+    reason: str, ending: Callable[[Driven], Effects]
 ) -> None:
     request = begun(with_tools())
     calls = [call("add", f'{{"n": {n}}}', n) for n in range(3)]
     hear(request, *calls, Finish("tool_calls"), Done(), at=102.0)
     returned(request, "one", at=103.0)
-    trace = ended(ending(request), ForgetTools(batch_id=FIRST)).result["tool_trace"]
+    trace = ended(ending(request), DropTools(turn_id=FIRST)).result["tool_trace"]
     assert [(entry["arguments"], entry["ok"], entry.get("error")) for entry in trace] == [
         ({"n": 0}, True, None),
         ({"n": 1}, False, f"given up while it ran: {reason}"),
@@ -510,7 +608,7 @@ def test_without_iterations_left_a_call_fails_the_request() -> None:
         hear(request, TextDelta("a"), call("add"), Finish("tool_calls"), Done()), "tool_execution_error", CLOSE
     )
     assert "tool iteration budget exhausted" in record.result["fail_detail"]
-    assert (record.result["text"], record.result["tool_trace"]) == ("a", [])
+    assert (record.result["text"], not_run(record)) == ("a", [("add", "{}", "tool_execution_error")])
 
 
 def test_the_budget_is_one_a_turn_not_one_a_call() -> None:
@@ -520,7 +618,7 @@ def test_the_budget_is_one_a_turn_not_one_a_call() -> None:
         returned(request, result)
     assert request.status()["tool_iters_remaining"] == 0
     effects = hear(request, call("add"), Finish("tool_calls"), Done(), stream=SECOND)
-    failed(effects, "tool_execution_error", CloseTurn(stream_id=SECOND))
+    failed(effects, "tool_execution_error", CloseStream(turn_id=SECOND))
 
 
 @pytest.mark.parametrize(
@@ -542,7 +640,7 @@ def test_a_call_cut_off_by_the_limit_is_not_run() -> None:
     request = begun(with_tools())
     hear(request, TextDelta("a"), call("signal", '{"s": 1}'), call("add", '{"a": ', 1))
     record = ended(hear(request, Finish("length"), Done()), CLOSE)
-    assert (record.result["finish_reason"], record.result["tool_trace"]) == ("max_tokens", [])
+    assert (record.result["finish_reason"], not_run(record)) == ("max_tokens", [("add", '{"a": ', "max_tokens")])
     assert len(record.result["signals"]) == 1
 
 
@@ -561,20 +659,20 @@ def test_a_malformed_exit_call_is_recorded_with_its_text() -> None:
     assert (signal["arguments"], signal["malformed"]) == ({}, '{"s":')
 
 
-ENDINGS: dict[str, Callable[[Request], Effects]] = {
+ENDINGS: dict[str, Callable[[Driven], Effects]] = {
     "completed": lambda r: hear(r, Finish("tool_calls"), Done()),
     "max_tokens": lambda r: hear(r, Finish("length"), Done()),
     "cancelled": lambda r: r.cancel(105.0),
-    "cancelled settling": lambda r: [*hear(r, Finish("stop")), *r.cancel(105.0)][1:],
+    "cancelled settling": lambda r: [*hear(r, Finish("stop")), *r.cancel(105.0)],
     "abandoned": lambda r: r.abandon(RequestFailReason.WORKER_RESTARTED, "restart", 105.0),
     "abandoned settling": lambda r: [
         *hear(r, Finish("stop")),
         *r.abandon(RequestFailReason.WORKER_STOPPED, "stop", 105.0),
-    ][1:],
+    ],
     "error record": lambda r: hear(r, ServerError("boom", 500, None)),
-    "error record settling": lambda r: [*hear(r, Finish("stop")), *hear(r, ServerError("boom", 500, None))][1:],
-    "disconnected": lambda r: [*r.stream_closed(FIRST, None, 105.0), *r.tick(106.0)][1:],
-    "protocol error": lambda r: r.stream_closed(
+    "error record settling": lambda r: [*hear(r, Finish("stop")), *hear(r, ServerError("boom", 500, None))],
+    "disconnected": lambda r: [*r.closed(FIRST, None, 105.0), *r.tick(106.0)],
+    "protocol error": lambda r: r.closed(
         FIRST, StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail="garbage"), 105.0
     ),
     "loop": lambda r: hear(r, TextDelta(LINE * 20)),
@@ -583,7 +681,7 @@ ENDINGS: dict[str, Callable[[Request], Effects]] = {
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 @pytest.mark.parametrize("prompted", [False, True])
-def test_exit_calls_and_text_are_kept_in_every_ending(ending: Callable[[Request], Effects], prompted: bool) -> None:
+def test_exit_calls_and_text_are_kept_in_every_ending(ending: Callable[[Driven], Effects], prompted: bool) -> None:
     request = begun(with_tools(), prompted=prompted)
     text = TextDelta("kept\n")
     if prompted:
@@ -611,31 +709,31 @@ def test_a_servers_report_of_a_malformed_call_is_a_parse_error_and_accuses_no_se
 
 def test_a_request_whose_tools_are_refused_is_sent_again_prompted() -> None:
     request = made(with_tools())
-    native = only(OpenTurn, request.begin(100.0)).body
+    native = only(OpenStream, request.begin(100.0)).body
     assert native["tools"] == [ADD, SIGNAL]
     assert "<tool_call>" not in native["messages"][0]["content"]
-    report, again = request.stream_closed(FIRST, REFUSED, 101.0)
-    assert report == ReportToolsRefused(detail=REFUSED.detail)
-    assert isinstance(again, OpenTurn)
-    assert again.stream_id == SECOND
+    report, again = request.closed(FIRST, REFUSED, 101.0)
+    assert report == ToolsRefused(detail=REFUSED.detail)
+    assert isinstance(again, OpenStream)
+    assert again.turn_id == SECOND
     assert "tools" not in again.body
     assert "<tool_call>" in again.body["messages"][0]["content"]
     assert again.body["messages"][0]["content"].endswith("Be terse.")
     assert request.phase == "waiting"
     assert hear(request, TextDelta("late"), stream=FIRST) == []
-    record = ended(hear(request, TextDelta("a"), Finish("stop"), Done(), stream=SECOND), CloseTurn(stream_id=SECOND))
+    record = ended(hear(request, TextDelta("a"), Finish("stop"), Done(), stream=SECOND), CloseStream(turn_id=SECOND))
     assert record.result["text"] == "a"
 
 
 def test_a_second_refusal_is_an_error() -> None:
     request = begun(with_tools())
-    request.stream_closed(FIRST, REFUSED, 101.0)
-    failed(request.stream_closed(SECOND, REFUSED, 102.0), "http_error", CloseTurn(stream_id=SECOND))
+    request.closed(FIRST, REFUSED, 101.0)
+    failed(request.closed(SECOND, REFUSED, 102.0), "http_error", CloseStream(turn_id=SECOND))
 
 
 @pytest.mark.parametrize("of", [with_tools(tool_call_mode="native"), config()])
 def test_without_auto_or_without_tools_a_refusal_is_an_error(of: WorkerConfig) -> None:
-    record = failed(begun(of).stream_closed(FIRST, REFUSED, 101.0), "http_error", CLOSE)
+    record = failed(begun(of).closed(FIRST, REFUSED, 101.0), "http_error", CLOSE)
     assert record.http_status == 500
 
 
@@ -643,9 +741,9 @@ def test_in_prompted_mode_calls_and_results_travel_as_text() -> None:
     request = begun(with_tools(), prompted=True)
     tagged = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     hear(request, TextDelta("Adding. "), TextDelta(tagged[:15]), TextDelta(tagged[15:]), Finish("stop"))
-    _, start, _ = hear(request, Done())
-    assert isinstance(start, StartTools)
-    sent = only(OpenTurn, returned(request, "3")).body
+    _, start = hear(request, Done())
+    assert isinstance(start, RunTools)
+    sent = only(OpenStream, returned(request, "3")).body
     assert sent["messages"][2] == {"role": "assistant", "content": f"Adding. {tagged}"}
     assert sent["messages"][3]["role"] == "user"
     assert "\n3\n</tool_response>" in sent["messages"][3]["content"]
@@ -663,23 +761,23 @@ def test_in_prompted_mode_a_malformed_call_fails_the_request_with_the_text_as_it
 # ---------------------------------------------------------------- cancel and abandon
 
 
-def opened(request: Request) -> Request:
-    request.stream_opened(FIRST, 101.0)
+def opened(request: Driven) -> Driven:
+    request.opened(FIRST, 101.0)
     return request
 
 
-def generating(request: Request) -> Request:
+def generating(request: Driven) -> Driven:
     hear(opened(request), TextDelta("a"), at=102.0)
     return request
 
 
-def settling(request: Request) -> Request:
+def settling(request: Driven) -> Driven:
     hear(generating(request), Finish("stop"), at=103.0)
     return request
 
 
-def broken(request: Request) -> Request:
-    generating(request).stream_closed(FIRST, None, 103.0)
+def broken(request: Driven) -> Driven:
+    generating(request).closed(FIRST, None, 103.0)
     return request
 
 
@@ -693,7 +791,7 @@ IN_STREAM = {
 
 
 @pytest.mark.parametrize("phase", IN_STREAM.values(), ids=IN_STREAM)
-def test_a_cancel_closes_the_connection_in_every_phase(phase: Callable[[Request], Request]) -> None:
+def test_a_cancel_closes_the_connection_in_every_phase(phase: Callable[[Driven], Driven]) -> None:
     record = ended(phase(begun()).cancel(104.0), CLOSE)
     assert (record.result["state"], record.result["finish_reason"]) == ("canceled", "canceled")
     assert record.result["fail_reason"] == "canceled"
@@ -701,18 +799,18 @@ def test_a_cancel_closes_the_connection_in_every_phase(phase: Callable[[Request]
 
 
 def test_a_cancel_in_the_tools_forgets_them() -> None:
-    record = ended(in_tools().cancel(104.0), ForgetTools(batch_id=FIRST))
+    record = ended(in_tools().cancel(104.0), DropTools(turn_id=FIRST))
     assert (record.result["state"], record.result["text"]) == ("canceled", "Let me add.")
 
 
 def test_a_cancel_in_a_later_turn_closes_that_one() -> None:
     request = in_tools()
     returned(request, "3")
-    ended(request.cancel(104.0), CloseTurn(stream_id=SECOND))
+    ended(request.cancel(104.0), CloseStream(turn_id=SECOND))
 
 
 @pytest.mark.parametrize("phase", [IN_STREAM[name] for name in ("waiting", "prefill", "generating", "broken")])
-def test_who_is_abandoned_fails_with_the_reason_told(phase: Callable[[Request], Request]) -> None:
+def test_who_is_abandoned_fails_with_the_reason_told(phase: Callable[[Driven], Driven]) -> None:
     request = phase(begun())
     record = failed(request.abandon(RequestFailReason.WORKER_RESTARTED, "stall", 103.2), "worker_restarted", CLOSE)
     assert record.result["fail_detail"] == "stall"
@@ -720,7 +818,7 @@ def test_who_is_abandoned_fails_with_the_reason_told(phase: Callable[[Request], 
 
 def test_who_is_abandoned_in_the_tools_forgets_them() -> None:
     effects = in_tools().abandon(RequestFailReason.WORKER_STOPPED, "stop", 104.0)
-    failed(effects, "worker_stopped", ForgetTools(batch_id=FIRST))
+    failed(effects, "worker_stopped", DropTools(turn_id=FIRST))
 
 
 def test_a_turn_that_had_said_its_finish_reason_still_counts() -> None:
@@ -738,9 +836,10 @@ def test_its_calls_are_not_begun_any_more() -> None:
 # ---------------------------------------------------------------- the server's death
 
 
-def dead(request: Request, *, at: float = 104.0) -> Request:
+def dead(request: Driven, *, at: float = 104.0) -> Driven:
     """Told of its server's death."""
-    assert request.abandon(RequestFailReason.SERVER_DIED, "signal 9", at) == [WakeAt(at=at + 2.0)]
+    assert request.abandon(RequestFailReason.SERVER_DIED, "signal 9", at) == []
+    assert request.deadline == at + 2.0
     assert request.progress().concluding
     return request
 
@@ -748,13 +847,13 @@ def dead(request: Request, *, at: float = 104.0) -> Request:
 @pytest.mark.parametrize("phase", [IN_STREAM[name] for name in ("waiting", "prefill", "generating")])
 @pytest.mark.parametrize("failure", [None, StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail="reset")])
 def test_what_a_dead_server_had_sent_is_heard_out(
-    phase: Callable[[Request], Request], failure: StreamFailure | None
+    phase: Callable[[Driven], Driven], failure: StreamFailure | None
 ) -> None:
     request = dead(phase(begun()))
     said = request.status()["output_chars"]
     assert hear(request, TextDelta("bc"), at=104.1) == []
     assert hear(request, TextDelta("d"), at=104.2) == []
-    record = failed(request.stream_closed(FIRST, failure, 104.3), "server_died", CLOSE)
+    record = failed(request.closed(FIRST, failure, 104.3), "server_died", CLOSE)
     assert record.result["text"] == "a" * said + "bcd"
     assert record.result["fail_detail"] == "signal 9"
 
@@ -769,14 +868,14 @@ def test_a_dead_servers_connection_that_does_not_end_is_not_waited_for() -> None
 @pytest.mark.parametrize("last", [(Finish("stop"),), (Finish("stop"), Done())], ids=["closed", "done"])
 def test_a_dead_server_that_had_said_its_finish_reason_had_answered(last: tuple[StreamEvent, ...]) -> None:
     request = dead(generating(begun()))
-    effects = hear(request, TextDelta("b"), *last) or request.stream_closed(FIRST, None, 104.3)
+    effects = hear(request, TextDelta("b"), *last) or request.closed(FIRST, None, 104.3)
     assert ended(effects, CLOSE).result["state"] == "completed"
 
 
 def test_usage_that_was_on_its_way_when_the_server_died_counts() -> None:
     request = dead(settling(begun()))
     assert hear(request, Usage(3, 4, None)) == []
-    record = ended(request.stream_closed(FIRST, None, 104.3), CLOSE)
+    record = ended(request.closed(FIRST, None, 104.3), CLOSE)
     assert (record.result["state"], record.result["usage"]["completion_tokens"]) == ("completed", 4)
 
 
@@ -784,11 +883,11 @@ def test_usage_that_was_on_its_way_when_the_server_died_counts() -> None:
 def test_a_dead_servers_calls_are_not_begun(said: tuple[StreamEvent, ...]) -> None:
     request = dead(begun(with_tools()))
     effects = hear(request, TextDelta("a"), call("add"), Finish("tool_calls"), *said)
-    failed(effects or request.stream_closed(FIRST, None, 104.3), "server_died", CLOSE)
+    failed(effects or request.closed(FIRST, None, 104.3), "server_died", CLOSE)
 
 
 def test_a_death_in_the_tools_has_nothing_to_be_heard() -> None:
-    failed(in_tools().abandon(RequestFailReason.SERVER_DIED, "x", 104.0), "server_died", ForgetTools(batch_id=FIRST))
+    failed(in_tools().abandon(RequestFailReason.SERVER_DIED, "x", 104.0), "server_died", DropTools(turn_id=FIRST))
 
 
 def test_who_is_given_up_while_it_hears_a_dead_server_out_ends_at_once_by_its_death() -> None:
@@ -802,7 +901,7 @@ def test_a_cancel_while_a_dead_server_is_heard_out_is_a_cancel() -> None:
 
 @pytest.mark.parametrize("phase", IN_STREAM.values(), ids=IN_STREAM)
 def test_a_request_that_is_broken_off_keeps_what_was_shown_and_leaves_its_turn_alone(
-    phase: Callable[[Request], Request], monkeypatch: pytest.MonkeyPatch
+    phase: Callable[[Driven], Driven], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raising(*_: Any, **__: Any) -> Any:
         raise IndexError("a bug")
@@ -862,7 +961,7 @@ def test_a_loop_in_what_a_structured_call_puts_back_counts_too() -> None:
 @pytest.mark.parametrize("ending", [ENDINGS[name] for name in ("cancelled", "abandoned", "error record")])
 @pytest.mark.parametrize("prompted", [False, True])
 def test_what_was_held_back_is_no_loop_and_not_cut_when_the_request_ends_for_another_reason(
-    ending: Callable[[Request], Effects], prompted: bool
+    ending: Callable[[Driven], Effects], prompted: bool
 ) -> None:
     request = begun(with_tools(), prompted=prompted)
     half_a_call = '<tool_call>{"name": "add", "arguments": {"a": [\n' + f'"{"y" * 40}",\n' * 20 + '"and th'
@@ -969,62 +1068,78 @@ class RandomRequest(RuleBasedStateMachine):
         self.text = self.reasoning = ""
         self.finished: RequestRecord | None = None
         self.snapshot: Any = None
-        self.stream: tuple[int, int] | None = None  # open
-        self.batch: tuple[int, int] | None = None  # running
+        self.asked: RunBios | None = None  # not answered yet
+        self.stream: TurnId | None = None  # open
+        self.batch: TurnId | None = None  # running
         self.left = 0  # calls of the batch that have not ended
         self.calls_ended = 0  # of all batches
         self.calls = 0  # of this turn
+        self.not_run = 0  # of them, but for exit calls
         self.heard = False  # anything of this turn
-        self.alarm: float | None = None
 
     @initialize(prompted=st.booleans(), opens_thinking=st.booleans(), iterations=st.integers(0, 2))
     def begin(self, prompted: bool, opens_thinking: bool, iterations: int) -> None:
         of = with_tools(max_tool_iterations=iterations)
-        self.request = made(of, prompted=prompted, opens_thinking=opens_thinking)
-        self.prompted = prompted
+        self.request = Request(**arguments(of, prompted=prompted, opens_thinking=opens_thinking))
         self.take(self.request.begin(self.now))
+
+    def tell(self, message: RequestMessage) -> None:
+        self.take(self.request.step(message, self.now))
 
     def take(self, effects: Effects) -> None:
         assert self.finished is None or not effects, "nothing follows the end"
         for effect in effects:
             match effect:
-                case OpenTurn(stream_id=stream_id):
+                case RunBios():
                     assert self.stream is self.batch is None
-                    self.stream, self.calls, self.heard = stream_id, 0, False
-                case CloseTurn():
+                    assert self.asked is None
+                    self.asked = effect
+                case OpenStream(turn_id=turn_id):
+                    assert self.stream is self.batch is None
+                    self.stream, self.calls, self.not_run, self.heard = turn_id, 0, 0, False
+                case CloseStream():
                     self.stream = None
-                case StartTools(batch_id=batch_id, calls=calls):
+                case RunTools(turn_id=turn_id, calls=calls):
                     assert self.stream is self.batch is None
                     assert calls
-                    self.batch, self.left = batch_id, len(calls)
-                case ForgetTools(batch_id=batch_id):
-                    assert batch_id == self.batch
+                    self.batch, self.left, self.not_run = turn_id, len(calls), 0
+                case DropTools(turn_id=turn_id):
+                    assert turn_id == self.batch
                     self.batch = None
                     self.calls_ended += 1  # it was given up
-                case WakeAt(at=at):
-                    assert at > self.now
-                    self.alarm = at
-                case Finished(record=record):
+                case RequestEnded(record=record):
                     assert effect is effects[-1]
                     self.finished, self.snapshot = record, copy.deepcopy((record.status, record.result))
-                    self.alarm = None
+                    self.asked = None
+                case ToolsRefused():
+                    pass
+                case _:
+                    assert_never(effect)
 
     def hear(self, *events: StreamEvent) -> None:
         self.now += 0.01
         self.heard = True
-        self.take(self.request.stream_events(self.stream or (7, 99), events, carried_data=True, at=self.now))
+        self.tell(StreamEvents(turn_id=self.stream or (7, 99), events=events, carried_data=True, at=self.now))
 
     def word(self) -> str:
         word = f"w{len(self.words)}w"
         self.words.append(word)
         return word
 
+    @precondition(lambda self: self.asked is not None)
+    @rule(error=st.sampled_from([None, None, None, "LookupError: no prompt today"]))
+    def bios(self, error: str | None) -> None:
+        asked, self.asked = self.asked, None
+        assert asked is not None
+        self.tell(BiosWritten(turn_id=asked.turn_id, bios="bios", error=error))
+        assert (self.stream is None) is (error is not None)
+
     listens = precondition(lambda self: self.stream is not None)
 
     @listens
     @rule()
     def headers(self) -> None:
-        self.take(self.request.stream_opened(self.stream or (7, 99), self.now))
+        self.tell(StreamOpened(turn_id=self.stream or (7, 99), at=self.now))
 
     @listens
     @rule(mix=st.lists(st.sampled_from(("text", "reasoning", *_TAGS)), min_size=1, max_size=6))
@@ -1040,9 +1155,10 @@ class RandomRequest(RuleBasedStateMachine):
     @listens
     @rule(name=st.sampled_from(["add", "signal", "signal", "zap"]), whole=st.booleans())
     def tool_call(self, name: str, whole: bool) -> None:
-        self.hear(call(name, "{}" if whole else "{", self.calls))
         self.calls += 1
+        self.not_run += name != "signal"
         self.signals += name == "signal"
+        self.hear(call(name, "{}" if whole else "{", self.calls))
 
     @listens
     @rule(event=st.sampled_from([PromptProgress(1, 2, 0), Usage(3, 4, None), RoleOnly()]))
@@ -1079,7 +1195,7 @@ class RandomRequest(RuleBasedStateMachine):
 
     def closed_with(self, failure: StreamFailure | None) -> None:
         stream, self.stream = self.stream, None
-        self.take(self.request.stream_closed(stream or (7, 99), failure, self.now))
+        self.tell(StreamClosed(turn_id=stream or (7, 99), failure=failure, at=self.now))
 
     @precondition(lambda self: self.stream is not None and not self.heard)  # a reply is an error or a stream
     @rule()
@@ -1095,35 +1211,41 @@ class RandomRequest(RuleBasedStateMachine):
         self.calls_ended += 1
         if not ok or not self.left:
             self.batch = None
-        self.take(self.request.call_ended(batch, ok=ok, text="1" if ok else "no", at=self.now))
+        self.tell(CallEnded(turn_id=batch, ok=ok, text="1" if ok else "no", at=self.now))
 
     @rule(after_s=st.sampled_from([0.01, 0.3, 2.0, 10.0]))
     def time_passes(self, after_s: float) -> None:
         self.now += after_s
-        if self.alarm is not None and self.now >= self.alarm:
-            self.alarm = None
-            self.take(self.request.tick(self.now))
+        self.tick()
 
     @rule()
     def tick(self) -> None:
-        self.take(self.request.tick(self.now))
+        self.tell(Tick())
+        assert self.request.deadline is None or self.request.deadline > self.now, "it would tick again and again"
 
     @rule()
     def stale_news(self) -> None:
         for stale in ((7, 0), (8, 1)):
-            assert self.request.stream_events(stale, [TextDelta("stale")], carried_data=True, at=self.now) == []
-            assert self.request.stream_closed(stale, None, self.now) == []
-            assert self.request.call_ended(stale, ok=True, text="1", at=self.now) == []
-            assert self.request.call_ended(stale, ok=False, text="stale", at=self.now) == []
+            for message in (
+                BiosWritten(turn_id=stale, bios="stale", error=None),
+                BiosWritten(turn_id=stale, bios="", error="stale"),
+                StreamOpened(turn_id=stale, at=self.now),
+                StreamEvents(turn_id=stale, events=(TextDelta("stale"),), carried_data=True, at=self.now),
+                StreamClosed(turn_id=stale, failure=None, at=self.now),
+                CallEnded(turn_id=stale, ok=True, text="1", at=self.now),
+                CallEnded(turn_id=stale, ok=False, text="stale", at=self.now),
+            ):
+                assert self.request.step(message, self.now) == []
+        assert self.request.step(CancelRequest(request_id=8, reply=Reply()), self.now) == []
 
     @precondition(lambda self: len(self.words) > 3)
     @rule(cancelled=st.booleans())
     def given_up(self, cancelled: bool) -> None:
         over = self.finished is not None
         if cancelled:
-            self.take(self.request.cancel(self.now))
+            self.tell(CancelRequest(request_id=7, reply=Reply()))
         else:
-            self.take(self.request.abandon(RequestFailReason.WORKER_RESTARTED, "restart", self.now))
+            self.tell(Abandon(request_id=7, reason=RequestFailReason.WORKER_RESTARTED, detail="restart"))
         assert self.finished is not None
         assert not over or self.snapshot == (self.finished.status, self.finished.result)
 
@@ -1140,6 +1262,7 @@ class RandomRequest(RuleBasedStateMachine):
         if self.finished is not None:
             assert self.snapshot == (self.finished.status, self.finished.result)
             assert self.stream is self.batch is None
+            assert self.request.deadline is None
 
     @invariant()
     def everything_received_is_in_the_result(self) -> None:
@@ -1152,7 +1275,9 @@ class RandomRequest(RuleBasedStateMachine):
         assert [word for word in self.words if word not in everything] == []
         assert "stale" not in everything
         assert len(result["signals"]) >= self.signals
-        assert len(result["tool_trace"]) == self.calls_ended
+        not_run = [entry for entry in result["tool_trace"] if entry.get("error", "").startswith("not run: ")]
+        assert len(result["tool_trace"]) == self.calls_ended + len(not_run)
+        assert len(not_run) >= self.not_run
         assert result["state"].is_terminal
         assert ("fail_reason" in result) is (result["state"] != "completed")
 
@@ -1170,12 +1295,13 @@ def test_calls_of_a_turn_without_a_finish_reason_are_not_run() -> None:
 
 def test_a_finish_reason_said_again_gives_no_more_time() -> None:
     request = begun()
-    assert only(WakeAt, hear(request, Finish("stop"), at=101.0)).at == 103.0
-    assert only(WakeAt, hear(request, Finish("stop"), at=102.0)).at == 103.0
+    for at in (101.0, 102.0):
+        assert hear(request, Finish("stop"), at=at) == []
+        assert request.deadline == 103.0
 
 
 def test_the_times_of_a_turn_are_not_those_of_the_turn_before() -> None:
     request = begun(with_tools())
     hear(request, call("add"), Finish("tool_calls"), Done())
-    only(OpenTurn, returned(request, "3"))
+    only(OpenStream, returned(request, "3"))
     assert (request.progress().first_token_at, request.progress().turn_started_at) == (None, 103.0)

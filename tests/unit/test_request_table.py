@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.messages import RequestRecord
+from llama_worker.request.record import RequestRecord
 from llama_worker.request.table import Admitted, RequestTable
 
 

@@ -241,7 +241,7 @@ def test_only_exit_calls_leave_no_normal_call_and_no_problem() -> None:
 
 
 def test_no_calls_are_nothing() -> None:
-    assert split([]) == Partition((), (), None)
+    assert split([]) == Partition((), (), None, ())
 
 
 @pytest.mark.parametrize(

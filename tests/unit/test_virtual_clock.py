@@ -15,6 +15,7 @@ from llama_worker.server.lifecycle_states import BackingOff, Failed
 from llama_worker.server.liveness import WINDOW_S, Counters, ProcessActivity, ProcessSample
 from llama_worker.server.timeouts import Progress, Verdict
 from llama_worker.types import RequestFailReason, RequestPhase, WorkerState
+from tests import lives
 from tests.virtual_watch import VirtualWatch, always_ready
 
 DEFAULT = TimeoutProfile()
@@ -230,22 +231,22 @@ class Life:
     completes: bool = False  # a request, while READY
 
 
-def live(lives: Iterator[Life], policy: RestartPolicy, until: float) -> tuple[float, Lifecycle]:
+def live(launches: Iterator[Life], policy: RestartPolicy, until: float) -> tuple[float, Lifecycle]:
     """The worker's life with such launches, up to `until` or FAILED."""
     now = 0.0
-    life, _ = lifecycle.start(Lifecycle(policy=policy), now)
+    life, _ = lives.start(Lifecycle(policy=policy), now)
     while now < until and not isinstance(life.state, Failed):
-        launch = next(lives)
+        launch = next(launches)
         now += launch.loads_s
-        life, _ = lifecycle.became_ready(life, now, epoch=life.epoch)
+        life, _ = lives.became_ready(life, now)
         assert life.public_state is WorkerState.READY
         if launch.completes:
             life = lifecycle.request_completed(life, now + launch.serves_s / 2)
         now += launch.serves_s
-        life, _ = lifecycle.exited(life, now, epoch=life.epoch, returncode=1, log_tail=(), port_taken=False)
+        life, _ = lives.exited(life, now)
         if isinstance(life.state, BackingOff):
             now = life.state.resume_at
-            life, _ = lifecycle.tick(life, now)
+            life, _ = lives.tick(life, now)
     return now, life
 
 
@@ -284,13 +285,13 @@ def test_a_server_that_completes_requests_and_crashes_at_once_is_stopped_by_the_
 
 
 def test_a_server_that_recovers_after_four_crashes_stays_up() -> None:
-    def lives() -> Iterator[Life]:
+    def launches() -> Iterator[Life]:
         for _ in range(4):
             yield Life()
         yield Life(serves_s=3600.0, completes=True)
         yield from always(Life(serves_s=3600.0, completes=True))
 
-    _, life = live(lives(), RestartPolicy(), until=24 * 3600.0)
+    _, life = live(launches(), RestartPolicy(), until=24 * 3600.0)
     assert life.public_state is not WorkerState.FAILED
 
 
