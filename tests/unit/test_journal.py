@@ -33,13 +33,13 @@ def observed() -> Observed:
 
 
 def test_an_event_is_told_in_unix_seconds() -> None:
-    journal = Journal("w", UNIX)
+    journal = Journal("w", UNIX, lambda level, line: None)
     journal.note("launched", 100.0, pid=5)
     assert events(journal) == [{"at": 1100.0, "event": "launched", "worker": "w", "pid": 5}]
 
 
 def test_a_warning_is_kept_once_and_is_an_event() -> None:
-    journal = Journal("w", UNIX)
+    journal = Journal("w", UNIX, lambda level, line: None)
     journal.warn("fewer slots", 100.0)
     journal.warn("fewer slots", 101.0)
     journal.warnings.append("a host's own")
@@ -48,14 +48,14 @@ def test_a_warning_is_kept_once_and_is_an_event() -> None:
 
 
 def test_only_so_many_warnings_are_kept() -> None:
-    journal = Journal("w", UNIX)
+    journal = Journal("w", UNIX, lambda level, line: None)
     for number in range(60):
         journal.warn(f"line {number}", 100.0)
     assert journal.warnings == [f"line {number}" for number in range(50)]
 
 
 def test_a_lockout_is_recorded_and_is_no_restart() -> None:
-    journal = Journal("w", UNIX)
+    journal = Journal("w", UNIX, lambda level, line: None)
     journal.restart_decided("exited", "code 1", 5.0, 100.0)
     journal.restart_decided("exited", "too often", None, 101.0)
     assert told(journal)["recent_restarts"] == [
@@ -67,7 +67,7 @@ def test_a_lockout_is_recorded_and_is_no_restart() -> None:
 
 
 def test_the_evidence_of_a_kill() -> None:
-    journal = Journal("w", UNIX)
+    journal = Journal("w", UNIX, lambda level, line: None)
     journal.observed = observed()
     evidence = killed(journal)
     (request,) = evidence.pop("requests")
@@ -83,7 +83,7 @@ def test_the_evidence_of_a_kill() -> None:
 
 
 def test_what_was_observed_of_another_launch_is_no_evidence() -> None:
-    journal = Journal("w", UNIX)
+    journal = Journal("w", UNIX, lambda level, line: None)
     journal.observed = observed()
     evidence = killed(journal, epoch=2)
     assert (evidence["activity"], evidence["observed_ago_s"]) == ("", None)
@@ -91,7 +91,7 @@ def test_what_was_observed_of_another_launch_is_no_evidence() -> None:
 
 
 def test_the_processes_and_last_lines_join_the_evidence_of_the_last_kill_only() -> None:
-    journal = Journal("w", UNIX)
+    journal = Journal("w", UNIX, lambda level, line: None)
     killed(journal)
     journal.add_processes({"root_pid": 5}, ("last",))
     evidence = told(journal)["evidence"]
@@ -100,7 +100,7 @@ def test_the_processes_and_last_lines_join_the_evidence_of_the_last_kill_only() 
 
 
 def test_a_stuck_tool_thread_counts_for_as_long_as_it_runs() -> None:
-    journal = Journal("w", UNIX)
+    journal = Journal("w", UNIX, lambda level, line: None)
     running = {"first": True, "second": True}
     assert told(journal)["stuck_tool_threads_count"] == 0
     journal.tool_thread_stuck(lambda: running["first"])
@@ -114,7 +114,7 @@ def test_a_stuck_tool_thread_counts_for_as_long_as_it_runs() -> None:
 
 
 def test_what_a_host_is_told_is_its_own() -> None:
-    journal = Journal("w", UNIX)
+    journal = Journal("w", UNIX, lambda level, line: None)
     journal.restart_decided("exited", "code 1", 5.0, 100.0)
     killed(journal)
     before = told(journal)

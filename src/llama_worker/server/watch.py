@@ -116,7 +116,7 @@ class ServerWatch:
         """When a `Tick` is due; None: never."""
         return min((at for at in (self._look_at, self._probe_at) if at is not None), default=None)
 
-    def step(self, message: WatchdogMessage, now: float) -> list[Order | News]:
+    def step(self, message: WatchdogMessage, now: float) -> list[Order | News]:  # noqa: C901  one line a case, nearly
         """Take note of the message; what is to be done now, in order. News of another launch is dropped."""
         self._effects = []
         match message:
