@@ -2,12 +2,13 @@
 
 Receives Launch, Launched, Watch, Unwatch, ProbeNow, StandDown, and what probes, looks, GPUs and requests report. Sends
 each RequestActor ReportProgress, the WorkerActor BecameReady, StartupFailed, HealthLost, GpuFaulted, Stalled and, for
-the evidence of a kill, Observed. Owns the readiness probe that is under way.
+the evidence of a kill, Observed. Owns what is being asked of the server.
 """
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.config import WorkerConfig
@@ -17,13 +18,23 @@ from llama_worker.messages import (
     Probed,
     ProbeOutcome,
     ReportProgress,
+    SlotsSeen,
     Tick,
     WatchdogMessage,
     WorkerMessage,
 )
 from llama_worker.runtime.ports import Abortable, Runtime
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import AbortProbe, Look, News, Order, ProbeReadiness, ServerWatch, WatchGpus
+from llama_worker.server.watch import (
+    AbortProbes,
+    Look,
+    LookAtSlots,
+    News,
+    Order,
+    ProbeReadiness,
+    ServerWatch,
+    WatchGpus,
+)
 
 
 class WatchdogActor(SupervisedActor[WatchdogMessage]):
@@ -39,6 +50,7 @@ class WatchdogActor(SupervisedActor[WatchdogMessage]):
         self._runtime = runtime
         self._worker = parent
         self._readiness: Abortable | None = None
+        self._slots: Abortable | None = None
         self._watch = ServerWatch(config.timeouts, probes_count=runtime.probes_count, me=self.me())
         self._alarm = Alarm(runtime, self.me())
 
@@ -53,7 +65,7 @@ class WatchdogActor(SupervisedActor[WatchdogMessage]):
     def release(self, failure: str | None) -> None:
         """Wake nobody any more."""
         self._alarm.set(None)
-        self._abort_probe()
+        self._abort_probes()
 
     def _carry_out(self, effect: Order | News) -> None:
         match effect:
@@ -63,15 +75,20 @@ class WatchdogActor(SupervisedActor[WatchdogMessage]):
             case Look(seen=seen, root_pid=root_pid):
                 try:
                     self._runtime.look(seen, root_pid, self.me())
-                except RuntimeError:  # the system has no thread left: no news
-                    self.me().tell(seen)
+                except RuntimeError:  # the system has no thread left
+                    self.me().tell(replace(seen, blind=True))
             case WatchGpus(epoch=epoch, root_pid=root_pid):
                 with contextlib.suppress(RuntimeError):  # no thread left: it is watched without
                     self._runtime.watch_gpus(epoch, root_pid, self.me())
             case ProbeReadiness():
                 self._probe(effect)
-            case AbortProbe():
-                self._abort_probe()
+            case LookAtSlots(epoch=epoch):
+                try:
+                    self._slots = self._runtime.look_at_slots(epoch, self.me())
+                except RuntimeError:
+                    self.me().tell(SlotsSeen(epoch=epoch, look=None))
+            case AbortProbes():
+                self._abort_probes()
             case _:
                 self._worker.tell(effect)
 
@@ -90,7 +107,8 @@ class WatchdogActor(SupervisedActor[WatchdogMessage]):
                 )
             )
 
-    def _abort_probe(self) -> None:
-        if self._readiness is not None:
-            self._readiness.abort()
-            self._readiness = None
+    def _abort_probes(self) -> None:
+        for under_way in (self._readiness, self._slots):
+            if under_way is not None:
+                under_way.abort()
+        self._readiness = self._slots = None

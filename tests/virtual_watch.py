@@ -15,18 +15,21 @@ from llama_worker.messages import (
     ProbeOutcome,
     ProgressReported,
     ReportProgress,
+    SlotsSeen,
     Tick,
     Watch,
     WatchdogMessage,
 )
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.server.slots import Slot, SlotsLook
 from llama_worker.server.timeouts import Progress
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import AbortProbe, Look, News, ProbeReadiness, ServerWatch, WatchGpus
+from llama_worker.server.watch import AbortProbes, Look, LookAtSlots, News, ProbeReadiness, ServerWatch, WatchGpus
 
 Evidence = Callable[[float, bool], bool]  # (now, fresh) -> whether the server's processes are at work
 Readiness = Callable[[float], ProbeOutcome]
 RequestAt = Callable[[float], Progress]
+SlotsAt = Callable[[float], tuple[Slot, ...] | None]
 
 
 class Nobody:
@@ -46,6 +49,10 @@ def always_ready(now: float) -> ProbeOutcome:
     return ProbeOutcome.READY
 
 
+def no_slots(now: float) -> None:
+    """A server that was started with `--no-slots`."""
+
+
 class VirtualWatch:
     """One launch, number 1, ordered at `now`. `news` is what the WorkerActor would be told, and when."""
 
@@ -55,6 +62,8 @@ class VirtualWatch:
         *,
         evidence: Evidence = idle,
         readiness: Readiness = always_ready,
+        slots: SlotsAt = no_slots,
+        blind: Callable[[float], bool] = lambda now: False,
         now: float = 0.0,
     ) -> None:
         self.now = now
@@ -62,6 +71,10 @@ class VirtualWatch:
         self.watch = ServerWatch(profile, probes_count=1, me=Nobody())
         self._evidence = evidence
         self._readiness = readiness
+        self._slots = slots
+        self._blind = blind
+        self.withhold_probes = False  # leave readiness probes to `answer_probe`
+        self.slots_asked_at: list[float] = []
         self._requests: Mapping[int, RequestAt] = {}
         self.tell(Launch(epoch=1))
         self.tell(Launched(epoch=1, pid=1))
@@ -80,18 +93,26 @@ class VirtualWatch:
                 match effect:
                     case Look(seen=seen):
                         messages.append(self._seen(seen))
-                    case ProbeReadiness(epoch=epoch):
-                        messages.append(
-                            Probed(epoch=epoch, outcome=self._readiness(self.now), detail="told", traits=ServerTraits())
-                        )
+                    case ProbeReadiness():
+                        if not self.withhold_probes:
+                            messages.append(_probed(self._readiness(self.now)))
                     case ReportProgress(for_verdict=for_verdict):
                         for request_id in self.watch.requests:
                             progress = self._requests[request_id](self.now)
                             messages.append(ProgressReported(progress=progress, for_verdict=for_verdict))
-                    case AbortProbe() | WatchGpus():
+                    case LookAtSlots(epoch=epoch):
+                        self.slots_asked_at.append(self.now)
+                        slots = self._slots(self.now)
+                        look = None if slots is None else SlotsLook(asked_at=self.now, slots=slots)
+                        messages.append(SlotsSeen(epoch=epoch, look=look))
+                    case AbortProbes() | WatchGpus():
                         pass
                     case _:
                         self.news.append((self.now, effect))
+
+    def answer_probe(self, outcome: ProbeOutcome) -> None:
+        """The readiness probe that was withheld is over."""
+        self.tell(_probed(outcome))
 
     def run(self, until: float, stop_at: type[News]) -> tuple[float, Any] | None:
         """Let time pass until such news; None where there was none up to `until`."""
@@ -106,4 +127,10 @@ class VirtualWatch:
             self.tell(Tick())
 
     def _seen(self, seen: EvidenceSeen) -> EvidenceSeen:
+        if self._blind(self.now):
+            return replace(seen, blind=True, at=self.now)
         return replace(seen, alive=self._evidence(self.now, seen.fresh), at=self.now, detail="told")
+
+
+def _probed(outcome: ProbeOutcome) -> Probed:
+    return Probed(epoch=1, outcome=outcome, detail="told", traits=ServerTraits())

@@ -16,6 +16,7 @@ from llama_worker.request.record import RequestRecord
 from llama_worker.request.submission import Submission
 from llama_worker.request.turn import TurnId
 from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.slots import SlotsLook
 from llama_worker.server.timeouts import Progress, Verdict
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.calls import ParsedCall
@@ -433,11 +434,10 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEvents:
-    """What was parsed since the batch before; `carried_data` is False for a batch of keepalives."""
+    """What was parsed since the batch before; no events where only keepalives came."""
 
     turn_id: TurnId
     events: tuple[StreamEvent, ...]
-    carried_data: bool
     at: float
 
 
@@ -567,6 +567,15 @@ class EvidenceSeen:
     at: float
     detail: str
     fresh: bool  # the first look, which only sets the mark
+    blind: bool = False  # this machine lacked what it takes to look
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsSeen:
+    """From the thread of one look at `/slots`, its last word; None: no answer, or none that tells anything."""
+
+    epoch: int
+    look: SlotsLook | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -586,6 +595,7 @@ WatchdogMessage = (
     | ProbeNow
     | Probed
     | EvidenceSeen
+    | SlotsSeen
     | ProgressReported
     | GpuFaulted
     | Tick

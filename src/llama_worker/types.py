@@ -89,6 +89,8 @@ class RequestFailReason(StrEnum):
     TOOL_PARSE_ERROR = "tool_parse_error"
     TOOL_EXECUTION_ERROR = "tool_execution_error"
     REPEATED_LINE_LOOP = "repeated_line_loop"
+    REPEATED_TEXT_LOOP = "repeated_text_loop"
+    REQUEST_LOST = "request_lost"
     CANCELED = "canceled"
     UNKNOWN_ERROR = "unknown_error"
 

@@ -251,7 +251,6 @@ class SimStream:
         self._status: int | None = None
         self._opened = False
         self._buffer = bytearray()
-        self._told_records = 0
         self._end: StreamFailure | None = None
         self._is_over = False  # nothing more comes from the server
         self._aborted = False
@@ -365,16 +364,13 @@ class SimStream:
         except ProtocolError as error:
             events = list(error.events)
             failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=str(error))
-        records = self._decoder.data_records
         self._order.reply_to.tell(
             StreamEvents(
                 turn_id=self.turn_id,
                 events=tuple(events),
-                carried_data=records > self._told_records,
                 at=self._scheduler.now,
             )
         )
-        self._told_records = records
         if failure is not None:
             self._hang_up()
             self._finish(failure)

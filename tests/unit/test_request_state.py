@@ -121,7 +121,7 @@ class Driven(Request):
         return self.hears(StreamOpened(turn_id=turn_id, at=at), at)
 
     def keepalive(self, turn_id: TurnId, at: float) -> Effects:
-        return self.hears(StreamEvents(turn_id=turn_id, events=(), carried_data=False, at=at), at)
+        return self.hears(StreamEvents(turn_id=turn_id, events=(), at=at), at)
 
     def closed(self, turn_id: TurnId, failure: StreamFailure | None, at: float) -> Effects:
         return self.hears(StreamClosed(turn_id=turn_id, failure=failure, at=at), at)
@@ -178,7 +178,7 @@ def only(kind: type[E], effects: Effects) -> E:
 
 
 def hear(request: Driven, *events: StreamEvent, at: float = 101.0, stream: TurnId = FIRST) -> Effects:
-    return request.hears(StreamEvents(turn_id=stream, events=events, carried_data=True, at=at), at)
+    return request.hears(StreamEvents(turn_id=stream, events=events, at=at), at)
 
 
 def ended(effects: Effects, *others: object) -> RequestRecord:
@@ -1119,7 +1119,7 @@ class RandomRequest(RuleBasedStateMachine):
     def hear(self, *events: StreamEvent) -> None:
         self.now += 0.01
         self.heard = True
-        self.tell(StreamEvents(turn_id=self.stream or (7, 99), events=events, carried_data=True, at=self.now))
+        self.tell(StreamEvents(turn_id=self.stream or (7, 99), events=events, at=self.now))
 
     def word(self) -> str:
         word = f"w{len(self.words)}w"
@@ -1230,7 +1230,7 @@ class RandomRequest(RuleBasedStateMachine):
                 BiosWritten(turn_id=stale, bios="stale", error=None),
                 BiosWritten(turn_id=stale, bios="", error="stale"),
                 StreamOpened(turn_id=stale, at=self.now),
-                StreamEvents(turn_id=stale, events=(TextDelta("stale"),), carried_data=True, at=self.now),
+                StreamEvents(turn_id=stale, events=(TextDelta("stale"),), at=self.now),
                 StreamClosed(turn_id=stale, failure=None, at=self.now),
                 CallEnded(turn_id=stale, ok=True, text="1", at=self.now),
                 CallEnded(turn_id=stale, ok=False, text="stale", at=self.now),

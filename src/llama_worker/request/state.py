@@ -220,8 +220,6 @@ class Request:
     def _stream_events(self, batch: StreamEvents) -> Effects:
         at = batch.at
         self._turn.last_stream_byte_at = at
-        if batch.carried_data:
-            self._turn.last_data_at = at
         output = self._totals.output
         runs = cast("Iterator[tuple[type[Any], Iterator[Any]]]", groupby(batch.events, type))
         for kind, run in runs:
@@ -231,6 +229,7 @@ class Request:
                     return self._end(after_loop(output.loop), at)
                 continue
             for event in run:
+                self._turn.note(event, at)
                 effects = self._last_word(event, at)
                 if effects is not None:
                     return effects

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from typing import Any, assert_never
 
 from llama_worker.profiles import LoopDetector
+from llama_worker.stream.advance import Advance
 from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
 from llama_worker.stream.encodable import encodable
 from llama_worker.stream.events import (
     PromptProgress,
     ReasoningDelta,
     RoleOnly,
+    StreamEvent,
     TextDelta,
     Timings,
     ToolCallDelta,
@@ -47,7 +49,8 @@ class Turn:
         self.last_data_at: float | None = None
         self.last_stream_byte_at: float | None = None
         self.prompt_progress: PromptProgress | None = None
-        self.prompt_progress_at: float | None = None
+        self.prompt_progress_at: float | None = None  # the latest report of more than before
+        self.longest_batch_s: float | None = None  # between two such reports
         self.usage: Usage | None = None
         self.timings: Timings | None = None
         self.finish_reason: str | None = None
@@ -55,6 +58,7 @@ class Turn:
         self.calls_taken = False  # told apart, exit calls recorded
         self.is_over = False  # its connection is closed, its tokens are counted
         self._deltas = 0
+        self._advance = Advance()
         self._prompted = prompted
         self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
         self._filter = TaggedCallFilter(strict=prompted, loop_detector=loop_detector) if with_tools else None
@@ -127,16 +131,26 @@ class Turn:
         tagged = self._filter.calls if self._filter is not None else []
         return [*self._assembler.calls(), *tagged]
 
+    def note(self, event: StreamEvent, at: float) -> bool:
+        """Whether the event brings the turn forward: then it is its latest data."""
+        advanced = self._advance.by(event)
+        if advanced:
+            self.last_data_at = at
+        return advanced
+
     def _take_other(self, event: _Other, at: float) -> str:
         """What is no text; returns text that was held back and may be shown now."""
+        advanced = self.note(event, at)
         match event:
             case ToolCallDelta():
-                self._count(1, at)
+                if advanced:
+                    self._count(1, at)
                 self._assembler.feed(event)
                 return self._put_back_tagged_calls()
             case PromptProgress():
                 self.prompt_progress = event
-                self.prompt_progress_at = at
+                if advanced:
+                    self._batch_done(at)
             case Usage():
                 self.usage = event
             case Timings():
@@ -146,6 +160,11 @@ class Turn:
             case _:
                 assert_never(event)
         return ""
+
+    def _batch_done(self, at: float) -> None:
+        if self.prompt_progress_at is not None:
+            self.longest_batch_s = max(self.longest_batch_s or 0.0, at - self.prompt_progress_at)
+        self.prompt_progress_at = at
 
     def _put_back_tagged_calls(self) -> str:
         """In native mode: beside a structured call tagged ones are text, and so is all that comes."""
@@ -159,7 +178,7 @@ class Turn:
     def _count(self, tokens: int, at: float) -> None:
         """So many deltas with something in them came."""
         self._deltas += tokens
-        self.last_token_at = at
+        self.last_token_at = self.last_data_at = at
         if self.first_token_at is None:
             self.first_token_at = at
 

@@ -19,6 +19,7 @@ from llama_worker.messages import (
     RunBios,
     RunTools,
     ServerNews,
+    SlotsSeen,
     StreamClosed,
 )
 from llama_worker.server.termination import Signal
@@ -149,6 +150,9 @@ class Runtime(Clock, ActorRunner, Protocol):
 
         `reply_to` gets one GpuFaulted for each kind of error.
         """
+
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> Abortable:
+        """Ask the server's `/slots`; `reply_to` gets one SlotsSeen."""
 
     def run_bios(self, order: RunBios) -> None:
         """Ask the BIOS provider; the order's `reply_to` gets BiosWritten, before this returns or later."""

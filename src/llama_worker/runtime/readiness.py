@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import time
 from typing import Any
 
 import psutil
@@ -12,13 +9,14 @@ import psutil
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import Mailbox, Probed, ProbeOutcome
 from llama_worker.runtime.chat_exchange import Endpoint
-from llama_worker.runtime.connections import Abort, Aborted
-from llama_worker.runtime.plain_http import exchange
+from llama_worker.runtime.connections import Abort
+from llama_worker.runtime.host_code import start_thread
+from llama_worker.runtime.question import NO_ANSWER, ask
+from llama_worker.runtime.shortage import is_shortage
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.traits import ServerTraits, server_traits
 
 _TRAITS_TIMEOUT_S = 2.0
-_NO_ANSWER = (Aborted, OSError, ValueError)
 
 
 class ReadinessProbe:
@@ -44,7 +42,7 @@ class ReadinessProbe:
         self._first = first
         self._reply_to = reply_to
         self._abort = Abort()
-        threading.Thread(target=self._run, name=f"llama_worker-{config.name}-probe", daemon=True).start()
+        start_thread(f"llama_worker-{config.name}-probe", self._run)
 
     def abort(self) -> None:
         """Close the connection now; the outcome is then FAILED."""
@@ -60,14 +58,14 @@ class ReadinessProbe:
                 else:
                     traits = self._ask_traits()
         except Exception as error:
-            outcome, detail = ProbeOutcome.FAILED, f"{type(error).__name__}: {error}"
+            outcome, detail = _outcome(error), f"{type(error).__name__}: {error}"
         self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
 
     def _probe(self) -> tuple[ProbeOutcome, str]:
         try:
             status, told = self._ask("GET", "/v1/models", probe_timeout_s(self._config.timeouts))
-        except _NO_ANSWER as error:
-            return ProbeOutcome.FAILED, f"GET /v1/models: {type(error).__name__}"
+        except NO_ANSWER as error:
+            return _outcome(error), f"GET /v1/models: {type(error).__name__}"
         if status == 503:
             return ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model"
         if status != 200:
@@ -82,32 +80,18 @@ class ReadinessProbe:
         for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
             try:
                 status, answer = self._ask(method, path, _TRAITS_TIMEOUT_S, body)
-            except _NO_ANSWER:
+            except NO_ANSWER:
                 status, answer = 0, None
             told.append(answer if status == 200 and isinstance(answer, dict) else {})
         return server_traits(*told)
 
     def _ask(self, method: str, path: str, timeout_s: float, body: object = None) -> tuple[int, Any]:
-        """(status, the JSON of the body or None)."""
-        server = self._endpoint
-        status, told = exchange(
-            self._abort,
-            (self._config.connect_host, self._config.port),
-            method,
-            path,
-            headers={
-                "Host": server.base_url.removeprefix("http://"),
-                "Content-Type": "application/json",
-                **server.headers(),
-            },
-            body=json.dumps(body).encode() if body is not None else b"",
-            connect_timeout_s=server.connect_timeout_s,
-            deadline=time.monotonic() + timeout_s,
-        )
-        try:
-            return status, json.loads(told)
-        except (ValueError, RecursionError):
-            return status, None
+        return ask(self._abort, self._config, self._endpoint, method, path, timeout_s=timeout_s, body=body)
+
+
+def _outcome(error: Exception) -> ProbeOutcome:
+    """Of a probe without an answer: what this machine lacks says nothing about the server."""
+    return ProbeOutcome.NO_NEWS if is_shortage(error) else ProbeOutcome.FAILED
 
 
 def owns_port(root_pid: int, port: int) -> bool:

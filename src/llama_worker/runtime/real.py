@@ -19,6 +19,7 @@ from llama_worker.messages import (
     RunBios,
     RunTools,
     ServerNews,
+    SlotsSeen,
     StreamClosed,
 )
 from llama_worker.runtime import host_code
@@ -31,6 +32,7 @@ from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.readiness import ReadinessProbe
 from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
+from llama_worker.runtime.slots_request import SlotsRequest
 from llama_worker.runtime.stream_reader import StreamReader
 from llama_worker.runtime.timers import Timer, call_at, start_timers
 
@@ -101,6 +103,9 @@ class RealRuntime(ActorThreads):
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))
+
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SlotsRequest:
+        return SlotsRequest(self._config, self._endpoint, epoch=epoch, reply_to=reply_to)
 
     def run_bios(self, order: RunBios) -> None:
         if self._config.bios_provider is default_bios:  # our own, which is pure and quick, needs no thread

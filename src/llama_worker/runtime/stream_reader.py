@@ -39,7 +39,6 @@ class StreamReader:
         self._chat: ChatExchange | None = None
         self._events: list[StreamEvent] = []
         self._told_bytes = 0
-        self._told_records = 0
         threading.Thread(
             target=self._run, name=f"{name}-stream-{order.turn_id[0]}.{order.turn_id[1]}", daemon=True
         ).start()
@@ -77,17 +76,9 @@ class StreamReader:
         return chat.failure
 
     def _flush(self) -> None:
-        """Tell what came since the last time; keepalives alone are told too, as bytes without data."""
+        """Tell what came since the last time; keepalives alone are told too, as bytes without events."""
         if self._chat is None or self._chat.bytes_read == self._told_bytes:
             return
         events, self._events = self._events, []
-        records = self._chat.decoder.data_records
-        self._reply_to.tell(
-            StreamEvents(
-                turn_id=self._turn_id,
-                events=tuple(events),
-                carried_data=records > self._told_records,
-                at=time.monotonic(),
-            )
-        )
-        self._told_bytes, self._told_records = self._chat.bytes_read, records
+        self._reply_to.tell(StreamEvents(turn_id=self._turn_id, events=tuple(events), at=time.monotonic()))
+        self._told_bytes = self._chat.bytes_read

@@ -26,6 +26,10 @@ class StartupWatch:
         """CPU time by rate, or reads from disk: the time that counts starts anew."""
         return replace(self, worked_at=max(at, self.worked_at))
 
+    def after_gap(self, lost_s: float) -> StartupWatch:
+        """This machine did not run for so long: that time does not count."""
+        return replace(self, began_at=self.began_at + lost_s, worked_at=self.worked_at + lost_s)
+
     def first_probe_at(self, now: float) -> float:
         """When to look for the first time, with the process started just now."""
         return now + _FIRST_PROBE_S

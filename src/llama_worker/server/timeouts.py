@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.server.gaps import NO_GAPS, Gaps
 from llama_worker.types import RequestFailReason, RequestPhase
 
 BUSY_WINDOW_MIN_S = 1.0  # a neighbour that received data within this much proves that the server works
@@ -25,8 +26,10 @@ class Progress:
     headers_at: float | None = None
     first_token_at: float | None = None  # told, and decides nothing: the phase does
     prompt_progress_at: float | None = None  # the latest report of prompt progress
-    last_data_at: float | None = None  # any SSE record that carries data
+    last_data_at: float | None = None  # what brought the turn forward
     last_stream_byte_at: float | None = None  # any byte, keepalives too: decides nothing
+    longest_batch_s: float | None = None  # of the prompt, between two reports of prompt progress
+    tokens: int = 0  # generated, as far as they were told
     concluding: bool = False  # finished or broken off: what may still follow has a short deadline of its own
 
     @property
@@ -54,9 +57,8 @@ class _Limit:
     since: float
     restart: bool = True
 
-    @property
-    def due_at(self) -> float:
-        return self.since + self.timeout_s
+    def due_at(self, gaps: Gaps) -> float:
+        return self.since + gaps.lost_s(self.since) + self.timeout_s
 
 
 def verdict(
@@ -66,21 +68,24 @@ def verdict(
     neighbour_data_at: float | None,
     profile: TimeoutProfile,
     now: float,
+    gaps: Gaps = NO_GAPS,
 ) -> Verdict | None:
     """Whether the request has to be given up, and why; None while it may go on.
 
     `liveness_at` is the newest evidence of work by the server's processes; evidence from before the turn
-    began does not count. `neighbour_data_at` is the latest data of any *other* request of this server.
+    began does not count. `neighbour_data_at` is the latest data of any *other* request of this server. Time in
+    `gaps` does not count.
 
     Of several limits that are over, the one that was over first gives the reason: a late tick tells the same
     as one in time, and a verdict, once due, stays the same until something new is heard.
     """
     limits = _limits(progress, liveness_at, neighbour_data_at, profile)
-    over = [limit for limit in limits if limit.due_at <= now]
+    over = [limit for limit in limits if limit.due_at(gaps) <= now]
     if not over:
         return None
-    first = min(over, key=lambda limit: limit.due_at)
-    told = f"{first.what} for {now - first.since:.1f} s (limit: {first.setting} {first.timeout_s:g})"
+    first = min(over, key=lambda limit: limit.due_at(gaps))
+    waited_s = now - first.since - gaps.lost_s(first.since)
+    told = f"{first.what} for {waited_s:.1f} s (limit: {first.setting} {first.timeout_s:g})"
     return Verdict(
         reason=first.reason,
         detail=f"{told}; {describe(progress, liveness_at=liveness_at, now=now)}",
@@ -103,13 +108,13 @@ def _limits(
 
     if waiting:  # connecting has a limit of its own, the connection's
         # Builds of October 2025 to May 2026 hold the headers back for the whole prefill, and every build does
-        # while all slots are taken: only the lack of any sign of work tells.
+        # while all slots are taken: only the lack of any sign of work tells, for this request or for those before it.
         yield _Limit(
             reason=RequestFailReason.HEADERS_TIMEOUT,
             what="no response headers and no sign of work",
             setting="headers_timeout_s",
             timeout_s=profile.headers_timeout_s,
-            since=working_at,
+            since=max(working_at, moving_at),
         )
     if prefill and progress.prompt_progress_at is None and profile.prefill_liveness_timeout_s is not None:
         yield _Limit(
@@ -208,6 +213,11 @@ class DataLedger:
         known = dict(self.latest)
         known[request_id] = max(at, known.get(request_id, at))
         return DataLedger(tuple(sorted(known.items(), key=lambda entry: entry[1], reverse=True)[:2]))
+
+    @property
+    def newest_at(self) -> float | None:
+        """The latest data of any request."""
+        return self.latest[0][1] if self.latest else None
 
     def of_others(self, request_id: int) -> float | None:
         """The latest data of any request but this one."""

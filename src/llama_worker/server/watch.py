@@ -2,12 +2,14 @@
 
 Sans-IO: `step` takes a message and the time, and returns what is to be told and done, in order; `deadline` is the
 instant of the next `Tick`. A *probe* asks the server whether it is ready; a *look* asks a liveness probe what the
-server's processes did lately. Instants (`*_at`, `now`) are monotonic seconds.
+server's processes did lately, or `/slots` what its slots do. Instants (`*_at`, `now`) are monotonic seconds.
 
     Launch ──▶ starting ──BecameReady──▶ ready ──HealthLost, Stalled, StandDown──▶ idle
                   └──────StartupFailed, StandDown──────────────────────────────────▶ idle
 
-While ready it wakes for the health probe, and for verdicts only while a request is in flight.
+While ready it wakes for the health probe, for verdicts only while a request is in flight, and for the slots only
+while one is suspected. A message that comes long after the deadline comes after a gap, in which this machine or this
+program did not run: then nothing is concluded before the world has been looked at anew.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from llama_worker.messages import (
     ProgressReported,
     ReportProgress,
     RequestMessage,
+    SlotsSeen,
     Stalled,
     StandDown,
     StartupFailed,
@@ -39,11 +42,15 @@ from llama_worker.messages import (
     WatchdogMessage,
 )
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.server.gaps import FORGIVEN_IN_A_ROW, LATE_S, NO_GAPS
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.look_rounds import LookRounds
+from llama_worker.server.slots import SlotsWatch, judge_by_slots
 from llama_worker.server.startup import StartupWatch
-from llama_worker.server.timeouts import DataLedger, Inquiry, Progress, busy_neighbour, verdict
-from llama_worker.types import StartFailReason
+from llama_worker.server.timeouts import DataLedger, Inquiry, Progress, Verdict, busy_neighbour, verdict
+from llama_worker.types import RequestPhase, StartFailReason
+
+_RETRY_S = 1.0  # a probe that could not be made is made again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +63,8 @@ class ProbeReadiness:
 
 
 @dataclass(frozen=True, slots=True)
-class AbortProbe:
-    """Nobody waits for the readiness probe any more."""
+class AbortProbes:
+    """Nobody waits for the server's answers any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +83,17 @@ class WatchGpus:
     root_pid: int
 
 
-Order = ProbeReadiness | AbortProbe | Look | WatchGpus | ReportProgress  # `ReportProgress` goes to every request
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAtSlots:
+    """Ask the server's `/slots`; `SlotsSeen` is to follow."""
+
+    epoch: int
+
+
+# `ReportProgress` goes to every request.
+Order = ProbeReadiness | AbortProbes | Look | LookAtSlots | WatchGpus | ReportProgress
+_Ordered = Launch | Launched | StandDown | Watch | Unwatch | ProbeNow
+_Seen = EvidenceSeen | Probed | SlotsSeen | ProgressReported | GpuFaulted
 News = BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed  # to the WorkerActor
 
 
@@ -89,6 +106,7 @@ class ServerWatch:
         self._rounds = LookRounds(probes_count)
         self._effects: list[Order | News] = []
         self._is_probing = False
+        self._is_looking_at_slots = False
         self._reset()
 
     def _reset(self) -> None:
@@ -105,6 +123,12 @@ class ServerWatch:
         self._inquiry = Inquiry()
         self._liveness_at: float | None = None
         self._activity: dict[int, str] = {}  # what each liveness probe said last
+        self._slots = SlotsWatch()
+        self._gaps = NO_GAPS
+        self._gaps_in_a_row = 0
+        self._probe_is_stale = False  # the one under way was begun before a gap
+        self._round_began_at = 0.0
+        self._is_blind = False  # in the present round of looks
 
     @property
     def requests(self) -> dict[int, Mailbox[RequestMessage]]:
@@ -114,12 +138,26 @@ class ServerWatch:
     @property
     def deadline(self) -> float | None:
         """When a `Tick` is due; None: never."""
-        return min((at for at in (self._look_at, self._probe_at) if at is not None), default=None)
+        instants = (self._look_at, self._probe_at, self._slots.deadline)
+        return min((at for at in instants if at is not None), default=None)
 
     def step(self, message: WatchdogMessage, now: float) -> list[Order | News]:  # noqa: C901  one line a case, nearly
         """Take note of the message; what is to be done now, in order. News of another launch is dropped."""
         self._effects = []
+        self._notice_gap(now)
         match message:
+            case Launch() | Launched() | StandDown() | Watch() | Unwatch() | ProbeNow():
+                self._ordered(message, now)
+            case Tick():
+                self._tick(now)
+            case EvidenceSeen() | Probed() | SlotsSeen() | ProgressReported() | GpuFaulted():
+                self._seen(message, now)
+            case _:
+                assert_never(message)
+        return self._effects
+
+    def _ordered(self, order: _Ordered, now: float) -> None:
+        match order:
             case Launch(epoch=epoch):
                 self._stand_down()
                 self._epoch = epoch
@@ -128,7 +166,7 @@ class ServerWatch:
             case Launched(epoch=epoch, pid=pid):
                 if epoch == self._epoch and isinstance(self._stage, StartupWatch):
                     self._pid = pid
-                    self._begin_round(fresh=True)
+                    self._begin_round(now, fresh=True)
                     self._probe_at = self._stage.first_probe_at(now)
             case StandDown():
                 self._stand_down()
@@ -140,36 +178,75 @@ class ServerWatch:
                 if epoch == self._epoch and isinstance(self._stage, HealthCounter):
                     self._doubt = self._doubt or cause
                     self._probe()
-            case Tick():
-                self._tick(now)
+
+    def _seen(self, seen: _Seen, now: float) -> None:
+        match seen:
             case EvidenceSeen():
-                self._evidence_seen(message, now)
+                self._evidence_seen(seen, now)
             case Probed(epoch=epoch):
                 if epoch == self._epoch and self._is_probing:
                     self._is_probing = False
-                    self._probed(message, now)
+                    self._probed(seen, now)
+            case SlotsSeen(epoch=epoch, look=look):
+                if epoch == self._epoch:
+                    self._is_looking_at_slots = False
+                    if self._slots.seen(look, now):
+                        self._inquiry = Inquiry()  # what was told before the last look says too little
+                        self._inquire(now)
             case ProgressReported(progress=progress, for_verdict=for_verdict):
                 if progress is not None and progress.request_id in self._requests:
                     self._progress_reported(progress, now, for_verdict=for_verdict)
             case GpuFaulted(epoch=epoch):
                 if epoch == self._epoch and isinstance(self._stage, HealthCounter):
-                    self._gpu_faulted(message, now)
-            case _:
-                assert_never(message)
-        return self._effects
+                    self._gpu_faulted(seen, now)
 
     def _stand_down(self) -> None:
         self._reset()
         self._rounds.end()
-        if self._is_probing:
-            self._is_probing = False
-            self._effects.append(AbortProbe())
+        if self._is_probing or self._is_looking_at_slots:
+            self._is_probing = self._is_looking_at_slots = False
+            self._effects.append(AbortProbes())
 
     def _tick(self, now: float) -> None:
         if self._probe_at is not None and now >= self._probe_at:
             self._probe_due(now)
         if self._look_at is not None and now >= self._look_at:
             self._look_due(now)
+        if self._slots.deadline is not None and now >= self._slots.deadline:
+            self._slots.asked()
+            if not self._is_looking_at_slots:
+                self._is_looking_at_slots = True
+                self._effects.append(LookAtSlots(epoch=self._epoch))
+
+    def _notice_gap(self, now: float) -> None:
+        """Whatever comes first after a gap finds the deadline long past."""
+        due_at = self.deadline
+        if due_at is None or now < due_at:
+            return
+        late_s = now - due_at
+        if late_s <= LATE_S:
+            self._gaps_in_a_row = 0
+            return
+        self._add_gap(now, late_s)
+        self._gaps_in_a_row += 1
+        if self._gaps_in_a_row <= FORGIVEN_IN_A_ROW:
+            self._look_anew(now)
+
+    def _add_gap(self, now: float, lost_s: float) -> None:
+        self._gaps = self._gaps.with_gap(now, lost_s)
+        if isinstance(self._stage, StartupWatch):
+            self._stage = self._stage.after_gap(lost_s)
+
+    def _look_anew(self, now: float) -> None:
+        """What is known is out of date, and what is under way may fail for no fault of the server's."""
+        self._probe_is_stale = self._is_probing
+        self._inquiry = Inquiry()
+        self._slots.rest()
+        if self._probe_at is not None and now >= self._probe_at:
+            self._probe_at = now + _RETRY_S
+        if self._look_at is not None and now >= self._look_at:
+            self._begin_round(now, fresh=True)
+            self._look_at = now + self._profile.liveness_probe_interval_s
 
     # ------------------------------------------------------------ startup and health
 
@@ -182,7 +259,7 @@ class ServerWatch:
             self._probe_at = self._stage.next_probe_at(now)
             if not self._pid:
                 return  # no process yet
-            self._begin_round(fresh=False)
+            self._begin_round(now, fresh=False)
         else:
             self._set_health_probe(now)
         self._probe()
@@ -201,7 +278,12 @@ class ServerWatch:
         self._effects.append(ProbeReadiness(epoch=self._epoch, root_pid=self._pid, first=first))
 
     def _probed(self, probed: Probed, now: float) -> None:
-        if probed.outcome is ProbeOutcome.NO_NEWS:
+        is_stale, self._probe_is_stale = self._probe_is_stale, False
+        no_news = probed.outcome is ProbeOutcome.NO_NEWS or (is_stale and probed.outcome is ProbeOutcome.FAILED)
+        if no_news and isinstance(self._stage, HealthCounter):
+            self._doubt = self._doubt or self._cause
+            self._probe_at = now + _RETRY_S if self._probe_at is None else min(self._probe_at, now + _RETRY_S)
+        if no_news:
             return
         match self._stage:
             case StartupWatch():
@@ -216,12 +298,11 @@ class ServerWatch:
                 self._health_probed(self._stage, probed, now)
 
     def _health_probed(self, health: HealthCounter, probed: Probed, now: float) -> None:
-        heard = self._ledger.latest
         ok = probed.outcome is ProbeOutcome.READY
         self._stage, lost = health.probed(
             ok=ok,
             detail=probed.detail,
-            data_at=heard[0][1] if heard else None,
+            data_at=self._ledger.newest_at,
             profile=self._profile,
             now=now,
         )
@@ -252,7 +333,7 @@ class ServerWatch:
         self._requests[request_id] = request
         if len(self._requests) == 1:
             self._liveness_at = None
-            self._begin_round(fresh=True)
+            self._begin_round(now, fresh=True)
             self._look_at = now + self._profile.liveness_probe_interval_s
 
     def _unwatch(self, request_id: int, data_at: float | None, now: float) -> None:
@@ -263,16 +344,20 @@ class ServerWatch:
             self._judge_when_all_are_heard(now)
         if not self._requests:
             self._look_at = None
+            self._slots.rest()
 
     def _look_due(self, now: float) -> None:
         """First the evidence, then the question, then the verdict: none is given on old evidence."""
         self._look_at = now + self._profile.liveness_probe_interval_s
         a_probe_hangs = not self._rounds.complete
-        self._begin_round(fresh=False)
+        self._begin_round(now, fresh=False)
         if self._rounds.complete or a_probe_hangs:
             self._inquire(now)  # judge by what the others saw
 
-    def _begin_round(self, *, fresh: bool) -> None:
+    def _begin_round(self, now: float, *, fresh: bool) -> None:
+        if self._is_blind:  # nobody could see what the server did in the round before
+            self._add_gap(now, now - self._round_began_at)
+        self._round_began_at, self._is_blind = now, False
         for seen in self._rounds.begin(self._epoch, fresh=fresh):
             self._effects.append(Look(seen=seen, root_pid=self._pid))
 
@@ -283,13 +368,14 @@ class ServerWatch:
         if not self._rounds.counts(seen) or seen.epoch != self._epoch:
             return
         self._activity[seen.probe] = seen.detail
+        self._is_blind = self._is_blind or seen.blind
         if isinstance(self._stage, StartupWatch) and seen.alive:
             self._stage = self._stage.saw_work(seen.at)
         if self._requests:
             if seen.alive:
                 self._liveness_at = seen.at
             self._tell_observed(seen.at)
-            if self._rounds.complete and not seen.fresh:
+            if self._rounds.complete and not seen.fresh and not self._is_blind:
                 self._inquire(now)
 
     def _inquire(self, now: float) -> None:
@@ -317,10 +403,28 @@ class ServerWatch:
 
     def _judge_heard(self, now: float) -> None:
         inquiry, self._inquiry = self._inquiry, Inquiry()
+        if not inquiry.heard:
+            return
         for progress in inquiry.heard:
-            self._judge(progress, now)
+            self._judge(progress, inquiry.heard, now)
+        if self._slots.complete:
+            self._slots.conclude(now)
+        if any(self._is_suspect(progress, now) for progress in inquiry.heard):
+            self._slots.suspect(now)
+        else:
+            self._slots.rest()
 
-    def _judge(self, progress: Progress, now: float) -> None:
+    def _is_suspect(self, progress: Progress, now: float) -> bool:
+        heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at
+        streams = progress.phase not in (RequestPhase.TOOL, RequestPhase.DONE) and not progress.concluding
+        return streams and self._is_long_ago(heard_at, now)
+
+    def _is_long_ago(self, at: float | None, now: float) -> bool:
+        """For data: so long ago that who received it is suspected."""
+        limit_s = self._profile.suspect_after_s
+        return limit_s is not None and (at is None or now - at - self._gaps.lost_s(at) >= limit_s)
+
+    def _judge(self, progress: Progress, all_heard: tuple[Progress, ...], now: float) -> None:
         neighbour_data_at = self._ledger.of_others(progress.request_id)
         found = verdict(
             progress,
@@ -328,13 +432,30 @@ class ServerWatch:
             neighbour_data_at=neighbour_data_at,
             profile=self._profile,
             now=now,
+            gaps=self._gaps,
         )
         if found is not None:
-            self._tell_observed(now)
-            busy = busy_neighbour(neighbour_data_at, profile=self._profile, now=now)
-            self._effects.append(
-                Stalled(epoch=self._epoch, request_id=progress.request_id, verdict=found, busy_neighbour=busy)
+            self._give_up(progress, found, now, alone=False)
+        elif self._slots.complete and self._is_suspect(progress, now):
+            by_slots = judge_by_slots(
+                self._slots.looks,
+                progress,
+                others=[other for other in all_heard if other.request_id != progress.request_id],
+                all_are_silent=self._is_long_ago(self._ledger.newest_at, now),
+                still_since=self._slots.still_since,
+                now=now,
             )
+            if by_slots is not None:
+                self._give_up(progress, by_slots.verdict, now, alone=by_slots.alone)
+
+    def _give_up(self, progress: Progress, found: Verdict, now: float, *, alone: bool) -> None:
+        """`alone`: the server serves others, also where they received no data lately."""
+        self._tell_observed(now)
+        neighbour_data_at = self._ledger.of_others(progress.request_id)
+        busy = alone or busy_neighbour(neighbour_data_at, profile=self._profile, now=now)
+        self._effects.append(
+            Stalled(epoch=self._epoch, request_id=progress.request_id, verdict=found, busy_neighbour=busy)
+        )
 
     def _tell_observed(self, now: float) -> None:
         """With every look and before every verdict: the worker may also have reasons of its own for a kill."""

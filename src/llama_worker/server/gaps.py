@@ -1,0 +1,30 @@
+"""Times in which this machine, or this program, did not run: what was silent meanwhile is not to blame. Pure.
+
+Instants are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LATE_S = 1.0  # an alarm that rings so late rings after a gap: stopped, suspended, starved, the interpreter held
+FORGIVEN_IN_A_ROW = 3  # gaps without a verdict; on a machine that is always late a hang has to be found, too
+_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """The latest gaps."""
+
+    entries: tuple[tuple[float, float], ...] = ()  # (end, length), oldest first
+
+    def with_gap(self, end: float, length_s: float) -> Gaps:
+        """With one that ends now."""
+        return Gaps((*self.entries, (end, length_s))[-_KEPT:])
+
+    def lost_s(self, since: float) -> float:
+        """How much of the time since that instant was lost."""
+        return sum(min(length_s, end - since) for end, length_s in self.entries if end > since)
+
+
+NO_GAPS = Gaps()

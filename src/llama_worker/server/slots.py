@@ -1,0 +1,293 @@
+"""What llama-server's `/slots` tells about a request that brings nothing new. Sans-IO.
+
+The CPU time of a process tells that somebody works, not for whom. The counters of the slots do, where they move: they
+are asked only while a request is suspected, and only what moved between several looks counts, since an answer comes
+also from a server that is stuck. Facts about `/slots` are of b11434. Instants (`*_at`, `now`) are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from llama_worker.server.timeouts import Progress, Verdict, describe
+from llama_worker.types import RequestFailReason, RequestPhase
+
+LOOKS_COUNT = 4  # of one round
+LOOK_INTERVAL_S = 2.0  # more often would disturb the server, which restarts its own 1 s waits at every answer
+PAUSE_S = 5.0  # after a round without a verdict
+NO_ANSWER_PAUSE_S = 60.0  # after `--no-slots` (501), a key that is missing (401), an old build, or silence
+
+# A prompt is read in batches, and while one is computed nothing moves. The later ones of a prompt take longer than the
+# first, since each attends to all before it: up to about twice as long was seen. Four times is no batch any more.
+BATCH_MULTIPLE = 4.0
+BATCH_MIN_S = 60.0
+
+_PREFILL, _GENERATING = RequestPhase.PREFILL, RequestPhase.GENERATING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One slot at one look. Both counters are of the task under way."""
+
+    slot_id: int
+    is_processing: bool
+    task: int | None = None
+    prompt_tokens: int = 0  # of the prompt, that are done; moves with each finished batch
+    decoded_tokens: int = 0  # 0 in prefill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsLook:
+    """One answer."""
+
+    asked_at: float
+    slots: tuple[Slot, ...]  # by id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsVerdict:
+    """A request to be given up; `alone`: its server serves others."""
+
+    verdict: Verdict
+    alone: bool
+
+
+def parse_slots(body: Any) -> tuple[Slot, ...] | None:
+    """The slots in an answer's JSON, by id; None where it is not what `/slots` says in any build.
+
+    Builds before 2025 give `state` (0: idle) for `is_processing` and `next_token` as an object; a slot that was never
+    used has no counters.
+    """
+    if not isinstance(body, list) or not body:
+        return None
+    slots = [_slot(told) for told in body]
+    known = [slot for slot in slots if slot is not None]
+    if len(known) < len(slots) or len({slot.slot_id for slot in known}) < len(known):
+        return None
+    return tuple(sorted(known, key=lambda slot: slot.slot_id))
+
+
+def _slot(told: Any) -> Slot | None:
+    if not isinstance(told, Mapping):
+        return None
+    slot_id, is_processing = _count(told.get("id")), told.get("is_processing")
+    if is_processing is None and _count(told.get("state")) is not None:
+        is_processing = told["state"] != 0
+    if slot_id is None or not isinstance(is_processing, bool):
+        return None
+    next_token = told.get("next_token")
+    if isinstance(next_token, list) and len(next_token) == 1:
+        next_token = next_token[0]
+    counters = next_token if isinstance(next_token, Mapping) else told
+    decoded = _count(counters.get("n_decoded"))
+    if decoded is None and is_processing:
+        return None  # nothing could be seen to move
+    return Slot(
+        slot_id=slot_id,
+        is_processing=is_processing,
+        task=_count(told.get("id_task")),
+        prompt_tokens=_count(told.get("n_prompt_tokens_processed")) or 0,
+        decoded_tokens=decoded or 0,
+    )
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def judge_by_slots(
+    looks: Sequence[SlotsLook],
+    suspect: Progress,
+    *,
+    others: Sequence[Progress],
+    all_are_silent: bool,
+    still_since: float,
+    now: float,
+) -> SlotsVerdict | None:
+    """What a round of looks tells about one suspected request; None: nothing.
+
+    `others` are the other requests in flight, as they are now; `all_are_silent`: no request, of those that have ended
+    neither, received data for as long as it takes to be suspected; `still_since`: the first look, of this round or an
+    earlier one, since which nothing moved.
+    """
+    return _Round(looks, suspect, others, all_are_silent, still_since, now).judge()
+
+
+class _Round:
+    def __init__(
+        self,
+        looks: Sequence[SlotsLook],
+        suspect: Progress,
+        others: Sequence[Progress],
+        all_are_silent: bool,
+        still_since: float,
+        now: float,
+    ) -> None:
+        self._looks = looks
+        self._suspect = suspect
+        self._all_are_silent = all_are_silent
+        self._still_s = now - still_since
+        self._now = now
+        self._began_at = looks[0].asked_at
+        self._served = [other for other in others if self._has_been_served(other)]
+        # The same slot at each look; a server that was started anew in between may have others.
+        self._tracks = list(zip(*(look.slots for look in looks), strict=False))
+        self._same_slots = len({tuple(slot.slot_id for slot in look.slots) for look in looks}) == 1
+
+    def judge(self) -> SlotsVerdict | None:
+        suspect = self._suspect
+        heard_at = suspect.data_at if suspect.data_at is not None else suspect.turn_started_at
+        if not self._same_slots or heard_at >= self._began_at:
+            return None
+        if self._is_lost():
+            detail = f"the server has lost it: at {len(self._looks)} looks at /slots no slot was left that worked on it"
+            return self._verdict(RequestFailReason.REQUEST_LOST, detail, alone=True)
+        if not any(map(_moved, self._tracks)):
+            return self._judge_standstill()
+        if self._is_left_behind():
+            detail = "its slot stands still while another slot of the server moves"
+            return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=True)
+        return None
+
+    def _is_lost(self) -> bool:
+        """Every slot that works is explained by another request, and one is free, at every look.
+
+        Without headers it may still be on its way to a slot of a server that serves nobody else (one that loads
+        its model on demand); so then others have to be served.
+        """
+        one_is_free = any(all(not slot.is_processing for slot in track) for track in self._tracks)
+        explained = all(sum(slot.is_processing for slot in look.slots) <= len(self._served) for look in self._looks)
+        has_headers = self._suspect.headers_at is not None and self._suspect.headers_at < self._began_at
+        return one_is_free and explained and (has_headers or bool(self._served))
+
+    def _judge_standstill(self) -> SlotsVerdict | None:
+        """Nothing moved in any slot. Where data came lately, a step of a slow server is just long."""
+        if not self._all_are_silent:
+            return None
+        busy = [track[-1] for track in self._tracks if track[-1].is_processing]
+        if not busy:
+            return None
+        if all(slot.decoded_tokens for slot in busy):
+            detail = f"no slot of the server moved in {self._still_s:.1f} s, and none is in prefill"
+            return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
+        longest_s = self._suspect.longest_batch_s
+        if self._suspect.phase is _PREFILL and longest_s is not None:
+            limit_s = max(BATCH_MIN_S, BATCH_MULTIPLE * longest_s)
+            if self._still_s >= limit_s:
+                detail = (
+                    f"no slot of the server moved in {self._still_s:.1f} s, and the longest batch of its prompt took"
+                    f" {longest_s:.1f} s (limit: {limit_s:.1f} s)"
+                )
+                return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
+        return None
+
+    def _is_left_behind(self) -> bool:
+        """Others move at every interval, one that may be its slot never does, and none that moved may be its slot."""
+        if not any(_moved_always(track) for track in self._tracks):
+            return False
+        its = [track for track in self._tracks if self._may_be_its(track)]
+        moved = [track for track in its if _moved(track)]
+        explained = [other for other in self._served if other.phase is self._suspect.phase]
+        return len(moved) < len(its) and len(moved) <= len(explained)
+
+    def _may_be_its(self, track: tuple[Slot, ...]) -> bool:
+        """Whether the slot may be the suspect's: it worked on one task at every look, in the suspect's own phase."""
+        if not all(slot.is_processing for slot in track) or len({slot.task for slot in track}) > 1:
+            return False
+        first = track[0].decoded_tokens
+        if self._suspect.phase is _GENERATING:
+            return first > 0 and first >= self._suspect.tokens // 2  # it has told that many; a token may be two deltas
+        # In prefill only where no other prompt is read, which would fill the batches.
+        alone = sum(1 for other in self._tracks if any(s.is_processing and not s.decoded_tokens for s in other)) == 1
+        return self._suspect.phase is _PREFILL and first == 0 and alone
+
+    def _has_been_served(self, other: Progress) -> bool:
+        """It has a slot of its own at every look, and has brought data since the first."""
+        streams = other.phase in (_PREFILL, _GENERATING) and not other.concluding
+        heard = other.data_at is not None and other.data_at >= self._began_at
+        return streams and heard and other.turn_started_at < self._began_at
+
+    def _verdict(self, reason: RequestFailReason, what: str, *, alone: bool) -> SlotsVerdict:
+        shown = ", ".join(_shown(slot) for slot in self._looks[-1].slots)
+        detail = f"{what}; slots: {shown}; {describe(self._suspect, liveness_at=None, now=self._now)}"
+        return SlotsVerdict(verdict=Verdict(reason=reason, detail=detail, restart=True), alone=alone)
+
+
+def moved_between(one: SlotsLook, other: SlotsLook) -> bool:
+    """Whether any slot did something between the two looks."""
+    if [slot.slot_id for slot in one.slots] != [slot.slot_id for slot in other.slots]:
+        return True
+    return any(_moved(pair) for pair in zip(one.slots, other.slots, strict=True))
+
+
+def _moved(track: Sequence[Slot]) -> bool:
+    return any(one != other for one, other in pairwise(track))
+
+
+def _moved_always(track: Sequence[Slot]) -> bool:
+    return all(one != other for one, other in pairwise(track))
+
+
+def _shown(slot: Slot) -> str:
+    if not slot.is_processing:
+        return f"{slot.slot_id} idle"
+    return f"{slot.slot_id} at {slot.prompt_tokens} prompt tokens, {slot.decoded_tokens} generated"
+
+
+class SlotsWatch:
+    """When to look, and what was seen: rounds of looks while somebody is suspected. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.deadline: float | None = None  # when a look is due; None: while nobody is suspected, or one is under way
+        self.looks: list[SlotsLook] = []  # of the round under way, or of the one that is complete
+        self.still_since = 0.0  # the first look since which nothing moved
+        self._last: SlotsLook | None = None
+        self._paused_until = 0.0
+        self._active = False
+
+    def suspect(self, now: float) -> None:
+        """Somebody is suspected: begin a round, unless one is under way."""
+        if not self._active:
+            self._active = True
+            self.looks = []
+            self.deadline = max(now, self._paused_until)
+
+    def rest(self) -> None:
+        """Nobody is suspected any more, or what was seen is from before a gap."""
+        self.deadline, self._last, self._active = None, None, False
+        self.looks = []
+
+    def asked(self) -> None:
+        """The look that was due is under way."""
+        self.deadline = None
+
+    def seen(self, look: SlotsLook | None, now: float) -> bool:
+        """An answer, None where it brings no news; whether the round is complete."""
+        if not self._active:
+            return False
+        if look is None:
+            self.rest()
+            self._paused_until = now + NO_ANSWER_PAUSE_S
+            return False
+        if self._last is None or moved_between(self._last, look):
+            self.still_since = look.asked_at
+        self._last = look
+        self.looks.append(look)
+        if len(self.looks) == LOOKS_COUNT:
+            return True
+        self.deadline = now + LOOK_INTERVAL_S
+        return False
+
+    @property
+    def complete(self) -> bool:
+        """The round is, and nothing was concluded from it yet."""
+        return len(self.looks) == LOOKS_COUNT
+
+    def conclude(self, now: float) -> None:
+        """The round was judged: another one follows later, if somebody is still suspected."""
+        self.looks = []
+        self._active = False
+        self._paused_until = now + PAUSE_S
