@@ -1,7 +1,9 @@
-"""Many prompts over all workers of a fleet file: each goes to a worker with a free slot; the answers are gathered.
+"""Many prompts over all workers of a fleet: each goes to a worker with a free slot; the answers are gathered.
 
 python examples/fleet.py fleet.toml "What is 2 + 2?" "Name three rivers." "Write a haiku about the sea."
+python examples/fleet.py model.gguf --gpus 0,1 "What is 2 + 2?" "Name three rivers."
 
+With --gpus, each GPU named gets a worker with the model; one that is named twice gets two.
 A worker that is busy, starting again or locked out is passed over. A request that its server's death or restart cost
 is submitted again, elsewhere if need be: a worker replays nothing by itself, the program that routes may.
 """
@@ -47,12 +49,13 @@ class Placed:
 def main() -> None:
     """Start the fleet, answer the prompts, stop it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("fleet", help="a TOML file with the workers")
+    parser.add_argument("fleet", help="a TOML file with the workers; with --gpus a model")
+    parser.add_argument("--gpus", metavar="0,1", help="numbers as nvidia-smi gives them, or UUIDs")
     parser.add_argument("prompts", nargs="+", metavar="prompt")
     options = parser.parse_args()
     jobs = [Job(f"job-{number}", prompt) for number, prompt in enumerate(options.prompts, start=1)]
     with ExitStack() as stack:
-        workers = {name: LlamaWorker(config) for name, config in load_config(options.fleet).items()}
+        workers = on_gpus(options.fleet, options.gpus.split(",")) if options.gpus else from_file(options.fleet)
         for worker in workers.values():
             stack.callback(worker.close)
         start(workers)
@@ -62,6 +65,20 @@ def main() -> None:
         for stopping in [worker.stop() for worker in workers.values()]:  # side by side; close() alone is one by one
             stopping.get()
     print("stopped.")
+
+
+def from_file(path: str) -> dict[str, LlamaWorker]:
+    """The workers of a fleet file."""
+    return {name: LlamaWorker(config) for name, config in load_config(path).items()}
+
+
+def on_gpus(model: str, gpus: list[str]) -> dict[str, LlamaWorker]:
+    """A worker for each GPU; its server sees no other."""
+    workers = {}
+    for number, gpu in enumerate(gpus, start=1):
+        env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
+        workers[f"worker-{number}"] = LlamaWorker.from_model(model, slots=2, name=f"worker-{number}", env=env)
+    return workers
 
 
 def start(workers: Mapping[str, LlamaWorker]) -> None:

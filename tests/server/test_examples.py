@@ -77,10 +77,10 @@ port = {free_port()}
 
 
 @contextmanager
-def running(*command: str) -> Iterator[subprocess.Popen[str]]:
+def running(*command: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """An example under way; killed if it is still there at the end."""
     example = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1, env=env
     )
     try:
         yield example
@@ -115,6 +115,20 @@ def test_fleet_answers_every_prompt_though_a_server_is_killed(fleet_file: Path) 
     assert "restart worker='one' reason='server_died'" in errors
     ended = re.findall(r"^(job-\d+) by \w+, max_tokens:", first + rest, re.M)
     assert Counter(ended) == Counter(f"job-{number}" for number in range(1, 7))
+
+
+def test_fleet_gives_each_gpu_that_is_named_a_worker_and_one_named_twice_two(smollm2: str, tmp_path: Path) -> None:
+    command = (str(EXAMPLES / "fleet.py"), smollm2, "--gpus", "0,GPU-5,GPU-5", "Two?", "Four?", "Six?")
+    with running(*command, env={**os.environ, "LLAMA_SERVER": str(lean_server(tmp_path))}) as fleet:
+        assert fleet.stdout is not None
+        ready = [re.fullmatch(r"worker-\d: ready, pid (\d+), 2 slots\n", fleet.stdout.readline()) for _ in range(3)]
+        environments = [psutil.Process(int(found[1])).environ() for found in ready if found]
+        rest, errors = fleet.communicate(timeout=patience())
+    assert (fleet.returncode, errors) == (0, "")
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["0", "GPU-5", "GPU-5"]
+    assert {environment["CUDA_DEVICE_ORDER"] for environment in environments} == {"PCI_BUS_ID"}
+    ended = re.findall(r"^(job-\d) by (worker-\d), ", rest, re.M)
+    assert sorted(ended) == [("job-1", "worker-1"), ("job-2", "worker-2"), ("job-3", "worker-3")]
 
 
 # ---------------------------------------------------------------- threaded_web_server.py
