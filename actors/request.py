@@ -1,8 +1,9 @@
 """RequestActor, one per slot: one request at a time, from prompt to record.
 
 Receives Begin, CancelRequest, Abandon, GetStatus, ReadOutput, ReportProgress, what its stream tells, and what became of
-tool calls and BIOS. Sends the TransportActor OpenStream and CloseStream, the ToolLoopActor RunBios, RunTools and
-DropTools, the WatchdogActor ProgressReported, the WorkerActor RequestEnded. Owns the request's record until it ends.
+tool calls and BIOS; from itself AnswerNow. Sends the TransportActor OpenStream and CloseStream, the ToolLoopActor
+RunBios, RunTools and DropTools, the WatchdogActor ProgressReported, the WorkerActor RequestEnded. Owns the request's
+record until it ends.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from llama_worker.bios import default_bios
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     Abandon,
+    AnswerNow,
     Begin,
     CloseStream,
     DropTools,
     GetStatus,
+    LiveStream,
     Mailbox,
     OpenStream,
     ProgressReported,
@@ -28,6 +31,7 @@ from llama_worker.messages import (
     RequestMessage,
     RunBios,
     RunTools,
+    StreamOpened,
     Tick,
     ToolMessage,
     ToolsRefused,
@@ -63,6 +67,8 @@ class RequestActor(SupervisedActor[RequestMessage]):
         self._request: Request | None = None
         self._transport: Mailbox[TransportMessage] | None = None
         self._tools: Mailbox[ToolMessage] | None = None
+        self._stream: LiveStream | None = None  # the newest that was opened
+        self._readers: list[ReadOutput] = []  # who wait for more output
         self._alarm = Alarm(runtime, self.me())
 
     def handle(self, message: RequestMessage) -> None:
@@ -71,12 +77,19 @@ class RequestActor(SupervisedActor[RequestMessage]):
             case Begin():
                 self._begin(message)
             case GetStatus() | ReadOutput():
-                self._answer(message)
+                if self._stream is not None and self._stream.flush():
+                    self.me().tell(AnswerNow(question=message))
+                else:
+                    self._answer(message)
+            case AnswerNow(question=question):
+                self._answer(question)
             case ReportProgress():
                 self._report(message)
             case _:
                 if isinstance(message, Tick):
                     self._alarm.rang()
+                if isinstance(message, StreamOpened):
+                    self._stream = message.stream
                 if self._request is not None:
                     self._send(self._request.step(message, self._runtime.now()))
 
@@ -116,8 +129,14 @@ class RequestActor(SupervisedActor[RequestMessage]):
         match question:
             case GetStatus():
                 question.reply.answer(request.status())
-            case ReadOutput(text_offset=text_offset, reasoning_offset=reasoning_offset):
-                question.reply.answer(request.read_output(text_offset, reasoning_offset))
+            case ReadOutput(text_offset=text_offset, reasoning_offset=reasoning_offset, wait=wait):
+                chunk = request.read_output(text_offset, reasoning_offset)
+                if wait and not (chunk["text"] or chunk["reasoning"]):
+                    self._readers.append(question)
+                    if self._stream is not None:
+                        self._stream.hurry()
+                else:
+                    question.reply.answer(chunk)
             case _:
                 assert_never(question)
 
@@ -142,8 +161,11 @@ class RequestActor(SupervisedActor[RequestMessage]):
                 case ToolsRefused():
                     self._worker.tell(effect)
                 case RequestEnded():
-                    self._request = None
+                    self._request = self._stream = None
                     self._worker.tell(effect)
                 case _:
                     assert_never(effect)
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            self._answer(reader)
         self._alarm.set(self._request.deadline if self._request is not None else None)

@@ -46,6 +46,16 @@ class Mailbox(Protocol[M_contra]):
     def tell(self, message: M_contra) -> bool: ...
 
 
+class LiveStream(Protocol):
+    """A stream that goes on, for who reads its events. Any thread may call, and neither call takes time."""
+
+    def flush(self) -> bool:
+        """Tell now what has come and was not told yet; False: nothing has."""
+
+    def hurry(self) -> None:
+        """Somebody waits for text: what has come is told now, or else the next that comes, at once."""
+
+
 class Reply(Protocol[T_contra]):
     """Where a host's question is answered, once, from any thread; a second answer is ignored."""
 
@@ -102,6 +112,7 @@ class ReadOutput:
     text_offset: int
     reasoning_offset: int
     reply: Reply[OutputChunk | NotFound]
+    wait: bool = False  # for something behind the offsets, or the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,6 +441,7 @@ class StreamOpened:
 
     turn_id: TurnId
     at: float
+    stream: LiveStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,8 +482,26 @@ class ReportProgress:
 
 
 StreamNews = StreamOpened | StreamEvents | StreamClosed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerNow:
+    """A question once more, from the actor to itself, behind all that its stream had brought when it was asked."""
+
+    question: Question
+
+
 RequestMessage = (
-    Begin | CancelRequest | Abandon | Question | StreamNews | BiosWritten | CallEnded | ReportProgress | Tick
+    Begin
+    | CancelRequest
+    | Abandon
+    | Question
+    | AnswerNow
+    | StreamNews
+    | BiosWritten
+    | CallEnded
+    | ReportProgress
+    | Tick
 )
 
 # ---------------------------------------------------------------- to the ToolLoopActor

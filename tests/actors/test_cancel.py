@@ -85,15 +85,15 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_it(
 ) -> None:
     """It does not hear a FIN while our receive window is full; it hears a reset."""
     slow, stands_still, go_on = threading.Event(), threading.Event(), threading.Event()
-    flush = StreamReader._flush
+    on_ready = StreamReader.on_ready
 
-    def slow_flush(reader: StreamReader) -> None:
+    def slow_on_ready(reader: StreamReader, mask: int) -> None:
         if slow.is_set():
             stands_still.set()
             go_on.wait(WAIT_S)
-        flush(reader)
+        on_ready(reader, mask)
 
-    monkeypatch.setattr(StreamReader, "_flush", slow_flush)
+    monkeypatch.setattr(StreamReader, "on_ready", slow_on_ready)
     rig = make_worker(Script(journal_tokens=True), loop_detector=None)
     request = rig.submit(Headers(), Repeat(None, [Text("token " * 1000)]))
     rig.wait_text(request, "token ")

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from llama_worker.messages import StreamFailure
 from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint
-from llama_worker.runtime.connections import Abort, session
-from llama_worker.stream.failure import StreamFailure
+from llama_worker.runtime.connections import Abort
+from llama_worker.stream.events import StreamEvent, TextDelta
 from llama_worker.types import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
-RECORD = b'data: {"choices":[]}\n\n'
+RECORD = b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}]}\n\n'
 Serve = Callable[[socket.socket], None]
 both = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 
@@ -69,6 +70,7 @@ class Client:
     def __init__(self, url: str, *, prompt: str = "", ca_file: Path | None = None, connect_timeout_s: float) -> None:
         self.abort = Abort()
         self.opened = threading.Event()
+        self.events: list[StreamEvent] = []
         self.chat: ChatExchange | None = None
         self._endpoint = Endpoint(base_url=url, connect_timeout_s=connect_timeout_s)
         self._ca_file = ca_file
@@ -84,13 +86,12 @@ class Client:
         return self.chat.failure
 
     def _run(self) -> None:
-        with session(self.abort) as http:
-            http.verify = str(self._ca_file) if self._ca_file is not None else True
-            self.chat = ChatExchange(http, self.abort, self._endpoint)
-            if self.chat.open({"prompt": self._prompt}):
-                self.opened.set()
-                while self.chat.read() is not None:
-                    pass
+        ca_file = str(self._ca_file) if self._ca_file is not None else None
+        self.chat = ChatExchange(self.abort, self._endpoint, ca_file=ca_file)
+        if self.chat.open({"prompt": self._prompt}):
+            self.opened.set()
+            while (events := self.chat.read()) is not None:
+                self.events += events
 
 
 MakeServer = Callable[[Serve, Path | None], Server]
@@ -148,7 +149,7 @@ def test_an_abort_in_mid_stream_ends_the_exchange(
     server = make_server(lambda connection: connection.sendall(HEAD + RECORD), certificate if tls else None)
     client = make_client(server.url, ca_file=certificate)
     assert client.opened.wait(WAIT_S)
-    eventually(lambda: client.chat and client.chat.decoder.data_records, "the record")
+    eventually(lambda: client.events == [TextDelta("x")], "the record")
     client.abort.abort()
     client.ended()
     assert server.closed.wait(WAIT_S)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint
-from llama_worker.runtime.connections import Abort, session
+from llama_worker.runtime.connections import Abort
 from llama_worker.types import RequestFailReason
 
 BEFORE = "the connection ended before the response headers: "
@@ -21,9 +21,8 @@ def failure_of(base_url: str, *, aborted: bool = False) -> tuple[RequestFailReas
     abort = Abort()
     if aborted:
         abort.abort()
-    with session(abort) as http:
-        exchange = ChatExchange(http, abort, Endpoint(base_url=base_url, connect_timeout_s=10.0))
-        assert not exchange.open({})
+    exchange = ChatExchange(abort, Endpoint(base_url=base_url, connect_timeout_s=10.0))
+    assert not exchange.open({})
     assert exchange.failure is not None
     return exchange.failure.reason, exchange.failure.detail
 
@@ -68,7 +67,7 @@ def test_one_that_was_aborted() -> None:
 @pytest.mark.parametrize(
     ("reply", "detail"),
     [
-        (b"", BEFORE + "Remote end closed connection without response"),
+        (b"", BEFORE + "the server sent no response"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", BEFORE + r"the reply is not HTTP: it begins with 'SSH-2.0-OpenSSH_9.2\r\n'"),
         (b"x" * 100 + b"\r\n", BEFORE + f"the reply is not HTTP: it begins with '{'x' * 40}'"),
     ],
@@ -84,10 +83,9 @@ def test_an_error_whose_body_is_cut_off_is_told_as_far_as_it_came() -> None:
 
 
 def test_certificates_that_are_not_there() -> None:
-    abort = Abort()
-    with session(abort) as http:
-        http.verify = "/no/such/file"
-        exchange = ChatExchange(http, abort, Endpoint(base_url="https://127.0.0.1:1", connect_timeout_s=10.0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = Endpoint(base_url=f"https://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0)
+        exchange = ChatExchange(Abort(), endpoint, ca_file="/no/such/file")
         assert not exchange.open({})
     assert exchange.failure is not None
     assert exchange.failure.reason is RequestFailReason.CONNECT_FAILED

@@ -125,7 +125,7 @@ class Run:
             self._leave()
         elif self._events.deadline is not None and self._settled is None:
             self._settled = call_at(self._events.deadline, self._exchange.abort.abort)
-        if not told and not self._chat.decoder.partial:
+        if not told and not self._chat.in_record:
             return KEEPALIVE
         return sse(out)
 

@@ -49,9 +49,10 @@ from llama_worker.responses.request import (
     references,
 )
 from llama_worker.responses.store import StoredResponse
-from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint, disconnected, send
+from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint, cause, send
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.response import disconnected
 from llama_worker.types import RequestFailReason
 
 # Ours are JSON and a stream; the last one lets llama-server go on working for a client that has left (b11434).
@@ -108,7 +109,7 @@ class ResponsesApp:
         request = normalise(body, self._recall(references(body)))
         unique, numbers = uuid.uuid4().hex, itertools.count(1)
         exchange.enter(response_id_of(unique))
-        chat = ChatExchange(exchange.http(), exchange.abort, self._endpoint)
+        chat = ChatExchange(exchange.abort, self._endpoint, ca_file=self._config.ca_file)
         if not chat.open(request.body, forwarded(environ, exclude=_NOT_FOR_CHAT)):
             assert chat.failure is not None
             raise _no_stream(chat.failure)
@@ -192,7 +193,7 @@ def _pieces(raw: urllib3.response.BaseHTTPResponse) -> Iterator[bytes]:
         while data := raw.read1(READ_BYTES, decode_content=False):
             yield data
     except (urllib3.exceptions.HTTPError, OSError) as error:
-        raise ConnectionAbortedError(disconnected("in mid-stream", error).detail) from error
+        raise ConnectionAbortedError(disconnected("in mid-stream", cause(error)).detail) from error
 
 
 def _input_list(stored: StoredResponse) -> dict[str, Any]:

@@ -1,31 +1,36 @@
-"""One exchange with the server on a connection of its own, pulled by the thread that runs it."""
+"""Chat requests on connections of their own: where they go, and one that its thread waits for."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
+import socket
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import BadStatusLine, HTTPException, RemoteDisconnected
+from http.client import BadStatusLine, RemoteDisconnected
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import certifi
 import requests
 import urllib3.exceptions
 
 from llama_worker.config import WorkerConfig
-from llama_worker.runtime.connections import Abort
+from llama_worker.runtime.connections import Abort, Aborted, connect
 from llama_worker.runtime.timers import call_at
-from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.http_errors import describe_http_error
+from llama_worker.stream.response import ChatResponse, disconnected
 from llama_worker.types import RequestFailReason
 
+ERROR_BODY_S = 2.0  # for what an error status says, from the headers on
 _READ_BYTES = 65536
-_MAX_ERROR_BODY_BYTES = 65536
-_ERROR_BODY_S = 2.0
-_SHOWN_CHARS = 40  # of what is no HTTP
+_SHOWN_CHARS = 40  # of what is not HTTP
+
+Address = tuple[int, int, int, str, Any]  # as getaddrinfo has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,36 @@ class Endpoint:
         """For every request to the server."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        url = urlsplit(self.base_url)
+        return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+
+    def addresses(self, flags: int = 0) -> list[Address]:
+        """Resolved by `getaddrinfo`, which may take its time: AI_NUMERICHOST does not. Raises socket.gaierror."""
+        return list(socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM, flags=flags))
+
+    def chat_request(self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
+        """A chat completion's HTTP request. By hand: `requests` takes half a millisecond to build one."""
+        url = urlsplit(self.base_url)
+        content = json.dumps(body, separators=(",", ":")).encode()
+        lines = [f"POST {url.path}/v1/chat/completions HTTP/1.1"]
+        lines += [
+            f"{name}: {value}"
+            for name, value in {
+                "Host": url.netloc.rpartition("@")[2],
+                "Accept": "text/event-stream",
+                "Accept-Encoding": "identity",
+                "Connection": "close",
+                "Content-Type": "application/json",
+                "Content-Length": str(len(content)),
+                **(headers or {}),
+                **self.headers(),
+            }.items()
+        ]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + content
+
 
 def send(
     http: requests.Session, abort: Abort, endpoint: Endpoint, request: requests.PreparedRequest
@@ -63,95 +98,141 @@ def send(
         return http.get_adapter(url).send(request, timeout=timeout, **settings)
     except (OSError, urllib3.exceptions.HTTPError) as error:  # what requests raises is an OSError; Aborted is not
         if abort.connected:
-            return disconnected("before the response headers", error)
-        return StreamFailure(reason=RequestFailReason.CONNECT_FAILED, detail=_cause(error))
+            return disconnected("before the response headers", cause(error))
+        return _connect_failed(cause(error))
 
 
 class ChatExchange:
-    """A chat completion as a stream of events. One thread; only the Abort is for others."""
+    """A chat completion as a stream of events, for a thread that waits for them; only the Abort is for others.
 
-    def __init__(self, http: requests.Session, abort: Abort, endpoint: Endpoint) -> None:
-        self.decoder = StreamDecoder()
-        self.bytes_read = 0
+    `ca_file`: the certificates that an https server's is checked with; None: those of `certifi`.
+    """
+
+    def __init__(self, abort: Abort, endpoint: Endpoint, *, ca_file: str | None = None) -> None:
         self.failure: StreamFailure | None = None
-        self._http = http
         self._abort = abort
         self._endpoint = endpoint
-        self._response: requests.Response | None = None
+        self._ca_file = ca_file
+        self._socket: socket.socket | None = None
+        self._response = ChatResponse()
+        self._events: list[StreamEvent] = []  # that came along with the headers
+
+    @property
+    def in_record(self) -> bool:
+        """A record has begun and not ended."""
+        return self._response.decoder.partial
 
     def open(self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bool:
         """Post it and wait for the headers; False where `failure` says why there is no stream."""
-        request = requests.Request(
-            "POST",
-            f"{self._endpoint.base_url}/v1/chat/completions",
-            data=json.dumps(body, separators=(",", ":")).encode(),
-            headers={"Content-Type": "application/json", **(headers or {}), **self._endpoint.headers()},
-        )
-        answer = send(self._http, self._abort, self._endpoint, self._http.prepare_request(request))
-        if isinstance(answer, StreamFailure):
-            self.failure = answer
-        elif answer.status_code != 200:
-            self.failure = self._refusal(answer)
-        else:
-            self._response = answer
-        return self._response is not None
+        try:
+            self._socket = self._connect()
+        except (OSError, Aborted) as error:
+            self.failure = _no_connection(error, self._endpoint.connect_timeout_s)
+            return False
+        try:
+            self._socket.sendall(self._endpoint.chat_request(body, headers))
+        except OSError:
+            pass  # the server hung up; it may have said why
+        while self._response.status is None and not self._response.over:
+            self._events += self._receive()
+        if self._response.refused:
+            limit = call_at(time.monotonic() + ERROR_BODY_S, self._abort.abort)
+            while not self._response.over:
+                self._receive()
+            limit.cancel()
+        if not self._response.opened:
+            self.failure = self._response.failure
+            self.close()
+        return self._response.opened
 
     def read(self) -> list[StreamEvent] | None:
         """What comes next, [] for a keepalive; None at the end, where `failure` says whether it was a good one."""
-        reply = self._abort.reply
-        if self._response is None or reply is None:
-            return None
-        try:
-            data = reply.read1(_READ_BYTES)
-            if data:
-                self.bytes_read += len(data)
-                events = self.decoder.feed(data)
-                if self.decoder.error is not None:
-                    self.failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=self.decoder.error)
-                    self.close()
-                return events
-            self.failure = self._judge_end(self._response)
-        except (HTTPException, OSError) as error:
-            self.failure = disconnected("in mid-stream", error)
-        self.close()
-        return None
+        events, self._events = self._events, []
+        if not events and not self._response.over:
+            events = self._receive()
+        if self._response.over:
+            self.failure = self._response.failure
+            self.close()
+            return events or None
+        return events
 
     def close(self) -> None:
         """Give the connection back."""
-        if self._response is not None:
-            self._response.close()
-        self._response = None
+        self._abort.detach()
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
 
-    def _refusal(self, response: requests.Response) -> StreamFailure:
-        """What an error status says: with as much of its body as comes in good time."""
-        limit = call_at(time.monotonic() + _ERROR_BODY_S, self._abort.abort)
-        body = b""
+    def _receive(self) -> list[StreamEvent]:
+        if self._socket is None:
+            self._response.end()
+            return []
         try:
-            with response, contextlib.suppress(HTTPException, OSError):
-                reply = self._abort.reply
-                while reply is not None and len(body) < _MAX_ERROR_BODY_BYTES and (more := reply.read1(_READ_BYTES)):
-                    body += more
-        finally:
-            limit.cancel()
-        return describe_http_error(response.status_code, body)
+            data = self._socket.recv(_READ_BYTES)
+        except OSError as error:
+            self._response.end(str(error))
+            return []
+        if data:
+            return self._response.feed(data)
+        self._response.end()
+        return []
 
-    def _judge_end(self, response: requests.Response) -> StreamFailure | None:
-        if self.decoder.partial:
-            return disconnected("in the middle of a record")
-        content_type = response.headers.get("Content-Type", "")
-        if not self.decoder.data_records and "text/event-stream" not in content_type:
-            detail = f"the reply is {content_type or 'of no type'}, not text/event-stream"
-            return StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=detail)
-        return None
+    def _connect(self) -> socket.socket:
+        """A blocking socket, with TLS if there is to be. Raises Aborted or OSError."""
+        host, port = self._endpoint.address
+        connection = connect(self._abort, host, port, self._endpoint.connect_timeout_s)
+        try:
+            if self._endpoint.base_url.startswith("https:"):
+                context = _tls_context(self._ca_file or certifi.where())
+                connection = context.wrap_socket(connection, server_hostname=host)
+                self._abort.attach(connection)  # another object: the first one has let go of the descriptor
+            connection.settimeout(None)  # from now on: a busy server may leave a long request unread for minutes
+        except BaseException:
+            self._abort.detach()
+            connection.close()
+            raise
+        return connection
 
 
-def disconnected(where: str, error: Exception | None = None) -> StreamFailure:
-    """The connection ended."""
-    cause = f": {_cause(error)}" if error is not None else ""
-    return StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=f"the connection ended {where}{cause}")
+@functools.cache
+def _tls_context(ca_file: str) -> ssl.SSLContext:
+    if not Path(ca_file).exists():
+        raise FileNotFoundError(f"there is no file {ca_file} with certificates")
+    return ssl.create_default_context(cafile=ca_file)
 
 
-def _cause(error: BaseException) -> str:
+def cannot_connect(error: OSError | None) -> StreamFailure:
+    """The server refused, or its address cannot be reached."""
+    return _connect_failed(f"cannot connect: {error or 'the host has no address'}")
+
+
+def cannot_resolve(error: OSError) -> StreamFailure:
+    """The host's name has no address."""
+    return _connect_failed(f"cannot resolve the host: {error}")
+
+
+def no_connection(timeout_s: float) -> StreamFailure:
+    """The connect is not answered."""
+    return _connect_failed(f"no connection within {timeout_s} s")
+
+
+def _no_connection(error: Exception, timeout_s: float) -> StreamFailure:
+    match error:
+        case TimeoutError():
+            return no_connection(timeout_s)
+        case socket.gaierror():
+            return cannot_resolve(error)
+        case ConnectionError():
+            return cannot_connect(error)
+        case _:
+            return _connect_failed(str(error))
+
+
+def _connect_failed(detail: str) -> StreamFailure:
+    return StreamFailure(reason=RequestFailReason.CONNECT_FAILED, detail=detail)
+
+
+def cause(error: BaseException) -> str:
     """The innermost error in words: the layers above it only repeat addresses, and show their classes."""
     while (inner := _within(error)) is not None:
         error = inner

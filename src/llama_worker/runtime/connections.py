@@ -1,23 +1,19 @@
-"""HTTP connections that can be aborted from another thread in every phase, and that say when they would wait.
+"""HTTP connections that can be aborted from another thread in every phase.
 
 Only `requests` and urllib3's documented points of extension are used: an adapter with its own pools, whose
-connections make their own socket and response.
+connections make their own socket.
 """
 
 from __future__ import annotations
 
 import errno
-import http.client
-import io
 import os
 import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import requests
 import requests.adapters
@@ -46,8 +42,6 @@ class Abort:
         self._socket: socket.socket | None = None
         self._aborted = False
         self.connected = False  # a connection was made, with TLS if there is to be; read by the thread that makes it
-        # The reply without the layers of requests and urllib3, which cost as much per read as decoding it does.
-        self.reply: http.client.HTTPResponse | None = None
 
     @property
     def aborted(self) -> bool:
@@ -59,7 +53,7 @@ class Abort:
         with self._lock:
             self._aborted = True
             if self._socket is not None:
-                _shut_down(self._socket)
+                shut_down(self._socket)
 
     def attach(self, connection: socket.socket) -> None:
         """Hand over the socket, as soon as it connects. Raises Aborted where `abort` came first."""
@@ -74,16 +68,13 @@ class Abort:
             self._socket = None
 
 
-def session(abort: Abort, *, before_waiting: Callable[[], None] | None = None) -> requests.Session:
-    """A session for one request: no proxies, no .netrc, no retries, one connection, closed after the reply.
-
-    `before_waiting` is called on the reading thread each time that it is about to wait for data.
-    """
+def session(abort: Abort) -> requests.Session:
+    """A session for one request: no proxies, no .netrc, no retries, one connection, closed after the reply."""
     made = requests.Session()
     made.trust_env = False
     made.headers["Connection"] = "close"
-    made.headers["Accept-Encoding"] = "identity"  # `Abort.reply` is read as it comes
-    adapter = _Adapter(abort, before_waiting)
+    made.headers["Accept-Encoding"] = "identity"
+    adapter = _Adapter(abort)
     made.mount("http://", adapter)
     made.mount("https://", adapter)
     return made
@@ -118,45 +109,35 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> sock
 
 
 class _Adapter(requests.adapters.HTTPAdapter):
-    def __init__(self, abort: Abort, before_waiting: Callable[[], None] | None) -> None:
-        self._watch = _Watch(abort, before_waiting)
+    def __init__(self, abort: Abort) -> None:
+        self._abort = abort
         super().__init__(pool_connections=1, pool_maxsize=1, max_retries=0)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **kwargs)
         self.poolmanager.pool_classes_by_scheme = {
-            "http": partial(_Pool, watch=self._watch),
-            "https": partial(_TlsPool, watch=self._watch),
+            "http": partial(_Pool, abort=self._abort),
+            "https": partial(_TlsPool, abort=self._abort),
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    """What a session's connection and response are told: whose they are."""
-
-    abort: Abort
-    before_waiting: Callable[[], None] | None
-
-
 class _Connection(urllib3.connection.HTTPConnection):
-    def __init__(self, *args: Any, watch: _Watch, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, abort: Abort, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._watch = watch
-        self.response_class = cast("type[_Response]", partial(_Response, watch=watch))
+        self._abort = abort
 
     def connect(self) -> None:
         """Connect, and shake hands where it is TLS, within the connect timeout each; sending may then take any time."""
         super().connect()
-        abort = self._watch.abort
-        abort.attach(self.sock)  # of TLS it is another object: the first one has let go of the descriptor
-        abort.connected = True
+        self._abort.attach(self.sock)  # of TLS it is another object: the first one has let go of the descriptor
+        self._abort.connected = True
         self.timeout = None  # from now on: a busy server may leave a long request unread for minutes
         self.sock.settimeout(None)
 
     def _new_conn(self) -> socket.socket:
-        timeout_s = min(self.timeout, _MAX_WAIT_S) if isinstance(self.timeout, (int, float)) else None
+        timeout_s = self.timeout if isinstance(self.timeout, (int, float)) else None
         try:
-            return connect(self._watch.abort, self.host, self.port, timeout_s)
+            return connect(self._abort, self.host, self.port, timeout_s)
         except TimeoutError as late:
             raise urllib3.exceptions.ConnectTimeoutError(f"no connection within {timeout_s} s") from late
         except socket.gaierror as unknown:
@@ -169,7 +150,7 @@ class _TlsConnection(_Connection, urllib3.connection.HTTPSConnection):
     pass
 
 
-class _Pool(urllib3.connectionpool.HTTPConnectionPool):  # what it does not know, `watch`, it gives to its connections
+class _Pool(urllib3.connectionpool.HTTPConnectionPool):  # what it does not know, `abort`, it gives to its connections
     ConnectionCls = _Connection
 
 
@@ -185,7 +166,7 @@ def _wait_connected(connecting: socket.socket, begun: int, timeout_s: float | No
     if begun == errno.EINPROGRESS:
         poll = select.poll()
         poll.register(connecting, select.POLLOUT)
-        if not poll.poll(None if timeout_s is None else timeout_s * 1000):
+        if not poll.poll(None if timeout_s is None else min(timeout_s, _MAX_WAIT_S) * 1000):
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
         begun = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if begun:
@@ -193,42 +174,8 @@ def _wait_connected(connecting: socket.socket, begun: int, timeout_s: float | No
     connecting.settimeout(timeout_s)
 
 
-class _Response(http.client.HTTPResponse):
-    """http.client's response over a raw reader that reports that it is about to wait."""
-
-    def __init__(self, sock: socket.socket, *args: Any, watch: _Watch, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        if watch.before_waiting is not None:
-            raw: Any = self.fp.detach()
-            self.fp = io.BufferedReader(_WatchedReader(raw, sock, watch.before_waiting), _BUFFER_BYTES)
-        watch.abort.reply = self
-
-
-class _WatchedReader(io.RawIOBase):
-    """Reads a socket; calls `before_waiting` where nothing lies ready (of TLS: nothing that is still encrypted)."""
-
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket, before_waiting: Callable[[], None]) -> None:
-        self._raw = raw
-        self._sock = sock
-        self._before_waiting = before_waiting
-        self._arrived = select.poll()
-        self._arrived.register(sock, select.POLLIN)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if not self._arrived.poll(0):
-            self._before_waiting()
-        return self._sock.recv_into(buffer)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._raw.close()
-        super().close()
-
-
-def _shut_down(connection: socket.socket) -> None:
+def shut_down(connection: socket.socket) -> None:
+    """Close it both ways: this wakes whoever waits for it, and tells the server at once."""
     try:
         # A server that is blocked in a send, since our window was full, hears no FIN: the close is to be a reset.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)

@@ -130,7 +130,9 @@ class Runtime(Clock, ActorRunner, Protocol):
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> Abortable:
         """Post the order's body.
 
-        Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed` gets, too.
+        Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed` gets, too. Of text
+        that comes fast some waits for more, 50 ms at most; `LiveStream` is for who cannot wait. Everything else, and
+        the first text, is told at once.
         """
 
     def probe_readiness(self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]) -> Abortable:

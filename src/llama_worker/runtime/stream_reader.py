@@ -1,12 +1,20 @@
-"""The thread behind one open stream: posts the request, reads the reply, tells what it parsed."""
+"""One open stream on a socket that never blocks: posts the request, reads the reply, tells what it parsed.
+
+No thread belongs to it. The caller's thread connects and sends as far as that goes at once; all that has to wait is
+done by the reader thread that all streams of the process share.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import select
+import socket
 import threading
 import time
+from collections.abc import Iterator
 
-import requests
-
+from llama_worker.errors import described_error
 from llama_worker.messages import (
     Mailbox,
     OpenStream,
@@ -14,71 +22,273 @@ from llama_worker.messages import (
     StreamEvents,
     StreamOpened,
 )
-from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint
-from llama_worker.runtime.connections import Abort, session
-from llama_worker.stream.events import StreamEvent
+from llama_worker.runtime.chat_exchange import (
+    ERROR_BODY_S,
+    Address,
+    Endpoint,
+    cannot_connect,
+    cannot_resolve,
+    no_connection,
+)
+from llama_worker.runtime.connections import shut_down
+from llama_worker.runtime.reader_thread import MUCH_BYTES, TICK_S, reader
+from llama_worker.runtime.timers import Timer, call_at
+from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.response import ChatResponse, disconnected
 from llama_worker.types import RequestFailReason
 
-_MAX_BATCH = 512  # events; a batch is told when it is full or when reading would wait
+_HOST_LACKS = frozenset({errno.EAGAIN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})  # ports, memory
+_READ_BYTES = 65536
+_READS = 16  # at a time; the other streams want their turn
+_TEXT = frozenset({TextDelta, ReasoningDelta})
 
 
 class StreamReader:
-    """One stream. The constructor starts a daemon thread; `abort` may be called from any thread.
+    """One stream; see `ports.Stream`. Thread-safe, and no call takes time.
 
-    `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed` gets, too.
+    Told at once: the first token, everything that is not text, the end, what a `hurry` waits for, and text that comes
+    more than 50 ms after what was told before. Other text is told 50 ms after that, unless `flush` asks for it.
+
+    Raises OSError or RuntimeError where the host lacks threads, descriptors, ports or memory.
     """
 
     def __init__(self, order: OpenStream, endpoint: Endpoint, *, on_closed: Mailbox[StreamClosed], name: str) -> None:
         self._turn_id = order.turn_id
-        self._endpoint = endpoint
-        self._body = order.body
         self._reply_to = order.reply_to
         self._on_closed = on_closed
-        self._abort = Abort()
-        self._chat: ChatExchange | None = None
-        self._events: list[StreamEvent] = []
+        self._endpoint = endpoint
+        self._lock = threading.Lock()
+        self._reader = reader()
+        self._reader.start()
+        self._unsent: memoryview | None = memoryview(endpoint.chat_request(order.body))
+        self._addresses_left: Iterator[Address] = iter(())
+        self._socket: socket.socket | None = None
+        self._timer: Timer | None = None  # of the connect, then of an error's body
+        self._response = ChatResponse()
+        self._connected = self._opened = self._closed = False
+        self._events: list[StreamEvent] = []  # not told yet
+        self._told_at = 0.0
         self._told_bytes = 0
-        threading.Thread(
-            target=self._run, name=f"{name}-stream-{order.turn_id[0]}.{order.turn_id[1]}", daemon=True
-        ).start()
+        self._is_hurried = True  # the first token is waited for
+        with self._lock:
+            try:
+                self._begin(name)
+            except BaseException:
+                self._drop_socket()
+                raise
 
     def abort(self) -> None:
         """Close the connection now, in whatever phase it is."""
-        self._abort.abort()
+        with self._lock:
+            if not self._closed:
+                self._take_in()
+            self._close(disconnected("when it was aborted"))
 
-    def _run(self) -> None:
-        failure: StreamFailure | None
+    def flush(self) -> bool:
+        """Tell now what has come and was not told yet; False: nothing has."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._take_in()
+            return self._tell()
+
+    def hurry(self) -> None:
+        """Somebody waits: what has come, or else what comes next, is told at once."""
+        with self._lock:
+            if not self._closed and not self._tell():
+                self._is_hurried = True
+                self._reader.rouse(self)
+
+    # ---------------------------------------------------------------- called on the reader thread
+
+    def on_ready(self, mask: int) -> None:
+        """The socket can be read or written, or has an error, which reading or writing brings out."""
+        with self._lock:
+            if self._unsent is not None and mask & ~select.EPOLLIN:
+                self._send()
+            if self._connected and not self._closed:
+                self._take_in()
+                if not self._closed:
+                    self._tell_or_rest()
+
+    def on_tick(self) -> bool:
+        """50 ms are over: what has come is told; where nothing has, the next token wakes the reader thread."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._take_in()
+            if not self._has_news():
+                self._reader.rouse(self)
+            return self._has_news()
+
+    def on_ticked(self) -> None:
+        """Other resting streams have been read as well."""
+        with self._lock:
+            self._tell()
+
+    def on_error(self, error: Exception) -> None:
+        """The host lacks something, or this code is wrong: no news of the server."""
+        with self._lock:
+            self._close(StreamFailure(reason=RequestFailReason.UNKNOWN_ERROR, detail=described_error(error)))
+
+    # ---------------------------------------------------------------- to the server
+
+    def _begin(self, name: str) -> None:
         try:
-            with session(self._abort, before_waiting=self._flush) as http:
-                failure = self._exchange(http)
+            addresses = self._endpoint.addresses(socket.AI_NUMERICHOST)
+        except socket.gaierror:  # a name, which takes its time
+            threading.Thread(target=self._resolve, name=f"{name}-resolve", daemon=True).start()
+            return
+        self._connect(iter(addresses))
+
+    def _resolve(self) -> None:
+        try:
+            addresses = self._endpoint.addresses()
+            with self._lock:
+                if not self._closed:
+                    self._connect(iter(addresses))
+        except socket.gaierror as error:
+            with self._lock:
+                self._close(cannot_resolve(error))
         except Exception as error:
-            failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=f"{type(error).__name__}: {error}")
-        finally:
-            self._abort.detach()
-        self._flush()
+            self.on_error(error)
+
+    def _connect(self, addresses: Iterator[Address], refused: OSError | None = None) -> None:
+        """Begin to connect to the next address that lets us, and send what can be sent at once."""
+        for family, kind, protocol, _, address in addresses:
+            self._socket = socket.socket(family, kind, protocol)
+            self._socket.setblocking(False)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            begun = self._socket.connect_ex(address)
+            if begun in (0, errno.EINPROGRESS):
+                self._addresses_left = addresses
+                self._send()
+                return
+            self._drop_socket()
+            refused = OSError(begun, os.strerror(begun))
+            if begun in _HOST_LACKS:
+                raise refused
+        self._close(cannot_connect(refused))
+
+    def _send(self) -> None:
+        """Send what the socket takes; nothing while it connects."""
+        assert self._socket is not None
+        assert self._unsent is not None
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            if not self._connected:
+                self._drop_socket()
+                self._connect(self._addresses_left, error)
+                return
+            sent = len(self._unsent)  # the server hung up; it may have said why
+        if sent:
+            self._connected = True
+            self._cancel_timer()
+            self._unsent = self._unsent[sent:] if sent < len(self._unsent) else None
+        elif not self._connected and self._timer is None:
+            self._timer = call_at(time.monotonic() + self._endpoint.connect_timeout_s, self._connect_is_late)
+        self._reader.watch(self._socket, self, writable=self._unsent is not None)
+
+    def _connect_is_late(self) -> None:
+        with self._lock:
+            if not self._connected:
+                self._close(no_connection(self._endpoint.connect_timeout_s))
+
+    # ---------------------------------------------------------------- from the server
+
+    def _take_in(self) -> None:
+        """Read and parse what lies ready."""
+        if self._socket is None or not self._connected:
+            return
+        for _ in range(_READS):
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._response.end(str(error))
+                break
+            if not data:
+                self._response.end()
+                break
+            self._events += self._response.feed(data)
+            if self._response.over or len(data) < _READ_BYTES:
+                break
+        self._after_reading()
+
+    def _after_reading(self) -> None:
+        response = self._response
+        if response.opened and not self._opened:
+            self._opened = True
+            self._reply_to.tell(StreamOpened(turn_id=self._turn_id, at=time.monotonic(), stream=self))
+        if response.over:
+            self._close(response.failure)
+        elif response.refused and self._timer is None:
+            self._timer = call_at(time.monotonic() + ERROR_BODY_S, self._error_body_is_late)
+
+    def _error_body_is_late(self) -> None:
+        with self._lock:
+            self._response.end()
+            self._close(self._response.failure)
+
+    # ---------------------------------------------------------------- to the actor
+
+    def _has_news(self) -> bool:
+        return self._response.bytes_read > self._told_bytes
+
+    def _tell_or_rest(self) -> None:
+        """After reading without a tick: tell what matters; where text comes fast, wait for more of it."""
+        if not self._has_news():
+            return
+        is_text = all(type(event) in _TEXT for event in self._events)
+        is_late = time.monotonic() >= self._told_at + TICK_S
+        is_much = self._response.bytes_read - self._told_bytes >= MUCH_BYTES
+        if not is_text:
+            self._reader.rouse(self)
+        if not is_text or is_late or is_much or self._is_hurried:
+            self._tell()
+        elif self._socket is not None:
+            self._reader.rest(self._socket, self)
+
+    def _tell(self) -> bool:
+        """Tell what came since the last time; keepalives alone are told too, as bytes without events."""
+        if not self._has_news():
+            return False
+        events, self._events = self._events, []
+        self._told_at = time.monotonic()
+        self._reply_to.tell(StreamEvents(turn_id=self._turn_id, events=tuple(events), at=self._told_at))
+        self._told_bytes = self._response.bytes_read
+        if any(type(event) in _TEXT for event in events):
+            self._is_hurried = False
+        return True
+
+    # ---------------------------------------------------------------- the end
+
+    def _close(self, failure: StreamFailure | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._cancel_timer()
+        self._unsent = None
+        if self._socket is not None and failure is not None:
+            shut_down(self._socket)
+        self._drop_socket()
+        self._tell()
         closed = StreamClosed(turn_id=self._turn_id, failure=failure, at=time.monotonic())
         self._reply_to.tell(closed)
         self._on_closed.tell(closed)
 
-    def _exchange(self, http: requests.Session) -> StreamFailure | None:
-        chat = self._chat = ChatExchange(http, self._abort, self._endpoint)
-        if not chat.open(self._body):
-            return chat.failure
-        self._reply_to.tell(StreamOpened(turn_id=self._turn_id, at=time.monotonic()))
-        try:
-            while not self._abort.aborted and (events := chat.read()) is not None:
-                self._events += events
-                if len(self._events) >= _MAX_BATCH:
-                    self._flush()
-        finally:
-            chat.close()  # an aborted one, too: what else still refers to the response would keep its descriptor
-        return chat.failure
+    def _drop_socket(self) -> None:
+        if self._socket is not None:
+            self._reader.forget(self._socket, self)
+            self._socket.close()
+            self._socket = None
 
-    def _flush(self) -> None:
-        """Tell what came since the last time; keepalives alone are told too, as bytes without events."""
-        if self._chat is None or self._chat.bytes_read == self._told_bytes:
-            return
-        events, self._events = self._events, []
-        self._reply_to.tell(StreamEvents(turn_id=self._turn_id, events=tuple(events), at=time.monotonic()))
-        self._told_bytes = self._chat.bytes_read
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -141,7 +141,7 @@ class ServerWatch:
         instants = (self._look_at, self._probe_at, self._slots.deadline)
         return min((at for at in instants if at is not None), default=None)
 
-    def step(self, message: WatchdogMessage, now: float) -> list[Order | News]:  # noqa: C901  one line a case, nearly
+    def step(self, message: WatchdogMessage, now: float) -> list[Order | News]:
         """Take note of the message; what is to be done now, in order. News of another launch is dropped."""
         self._effects = []
         self._notice_gap(now)
