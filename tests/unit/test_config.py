@@ -106,7 +106,10 @@ SLOW = {
     "liveness_probe_interval_s": 5.0,
     "startup_timeout_s": 120.0,
     "load_timeout_s": None,
+    "suspect_after_s": 60.0,
+    "bios_timeout_s": 5.0,
     "stop_grace_s": 10.0,
+    "kill_timeout_s": 10.0,
     "health_probe_interval_s": 30.0,
     "health_failures_before_restart": 3,
 }
@@ -117,6 +120,7 @@ CAN_BE_OFF = (
     "absolute_timeout_s",
     "silent_work_timeout_s",
     "load_timeout_s",
+    "suspect_after_s",
     "health_probe_interval_s",
 )
 FAST = {

@@ -7,10 +7,17 @@ import pickle
 
 import pytest
 
-from llama_worker import ConfigError, LlamaWorkerError, StartFailReason, WorkerClosed, WorkerStartError
+from llama_worker import (
+    ConfigError,
+    LlamaWorkerError,
+    StartFailReason,
+    WorkerClosed,
+    WorkerStartError,
+    WorkerStopError,
+)
 
 
-@pytest.mark.parametrize("kind", [ConfigError, WorkerStartError, WorkerClosed])
+@pytest.mark.parametrize("kind", [ConfigError, WorkerStartError, WorkerStopError, WorkerClosed])
 def test_every_error_has_the_one_root(kind: type[Exception]) -> None:
     assert issubclass(kind, LlamaWorkerError)
 
@@ -36,7 +43,7 @@ def test_a_start_error_without_a_process_says_just_why() -> None:
 
 
 def test_every_reason_of_a_failed_start() -> None:
-    reasons = {"port_in_use", "spawn_failed", "exited", "startup_timeout", "stopped"}
+    reasons = {"port_in_use", "spawn_failed", "exited", "startup_timeout", "stopped", "unkillable"}
     assert {str(reason) for reason in StartFailReason} == reasons
 
 
@@ -47,7 +54,12 @@ def test_an_unknown_reason_is_a_mistake() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [WorkerStartError("exited", "it ended", -9, ("a", "b")), WorkerClosed("w"), ConfigError("slots must be 1 or more")],
+    [
+        WorkerStartError("exited", "it ended", -9, ("a", "b")),
+        WorkerStopError("unkillable", "pid 5"),
+        WorkerClosed("w"),
+        ConfigError("slots must be 1 or more"),
+    ],
 )
 def test_an_error_survives_pickling_and_copying(error: LlamaWorkerError) -> None:
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):

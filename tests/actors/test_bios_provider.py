@@ -1,0 +1,154 @@
+"""A host's BIOS provider may block, raise or be slow: its request fails in time, everything else goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from llama_worker import BiosContext
+from llama_worker.runtime.real import RealRuntime
+from llama_worker.types import WorkerState
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, fast_timeouts
+from tests.conftest import Speechless
+from tests.fake_script import Text, plain_reply
+
+
+class Provider:
+    """Blocks while it is closed; keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+        self.seen: list[BiosContext] = []
+
+    def __call__(self, ctx: BiosContext) -> str:
+        self.seen.append(ctx)
+        self.entered.release()
+        assert self.open.wait(3 * WAIT_S)
+        return "bios"
+
+
+@pytest.fixture
+def provider() -> Iterator[Provider]:
+    blocking = Provider()
+    yield blocking
+    blocking.open.set()
+
+
+def blocked(make_worker: MakeWorker, provider: Provider, **config: Any) -> tuple[Rig, int]:
+    rig = make_worker(bios_provider=provider, **config)
+    request = rig.submit(*plain_reply(Text("fine")))
+    assert provider.entered.acquire(timeout=WAIT_S)
+    return rig, request
+
+
+def chats_count(rig: Rig) -> int:
+    """Requests with which the server was sent a conversation."""
+    return len([fact for fact in rig.journal.facts("request") if fact["n"] is not None])
+
+
+def test_while_it_blocks_every_question_is_answered(make_worker: MakeWorker, provider: Provider) -> None:
+    rig, request = blocked(make_worker, provider, slots=2)
+    status = rig.request(request)
+    assert (status["state"], status["phase"], status["output_chars"]) == ("running", "waiting", 0)
+    assert rig.text(request) == ""
+    assert rig.worker.get_result(request).get(timeout=WAIT_S)["ok"] is False
+    assert rig.status()["active_request_ids"] == [request]
+    assert rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"]
+    other = rig.submit(*plain_reply(Text("other")))
+    assert provider.entered.acquire(timeout=WAIT_S)
+    provider.open.set()
+    assert [rig.ended(each)["text"] for each in (request, other)] == ["fine", "other"]
+
+
+def test_while_it_blocks_a_cancel_takes_effect_and_frees_the_slot(make_worker: MakeWorker, provider: Provider) -> None:
+    rig, request = blocked(make_worker, provider)
+    assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
+    assert rig.ended(request)["state"] == "canceled"
+    assert rig.status()["slots_used"] == 0
+    provider.open.set()
+    assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
+    assert chats_count(rig) == 1, "the cancelled one never reached the server"
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_while_it_blocks_stop_and_close_end_the_request(
+    make_worker: MakeWorker, provider: Provider, close: bool
+) -> None:
+    rig, request = blocked(make_worker, provider)
+    result = rig.worker.result(request)
+    if close:
+        rig.worker.close()
+    else:
+        rig.stop()
+        assert rig.status()["state"] is WorkerState.STOPPED
+    told = result.get(timeout=WAIT_S)
+    assert told["ok"]
+    assert told["fail_reason"] == "worker_stopped"
+    rig.wait_gone()
+
+
+def test_it_has_bios_timeout_s_and_its_late_text_changes_nothing(make_worker: MakeWorker, provider: Provider) -> None:
+    limit_s = 0.5
+    rig, request = blocked(make_worker, provider, timeouts=fast_timeouts(bios_timeout_s=limit_s))
+    began_at = time.monotonic()
+    result = rig.ended(request)
+    assert time.monotonic() - began_at < limit_s + 2.0
+    assert result["fail_reason"] == "prompt_error"
+    assert result["fail_detail"] == "the BIOS provider did not return within bios_timeout_s 0.5 s"
+    assert chats_count(rig) == 0
+    provider.open.set()
+    assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
+    assert (rig.status()["restart_count"], rig.status()["state"]) == (0, WorkerState.READY)
+
+
+@pytest.mark.parametrize("error", [LookupError, SystemExit, KeyboardInterrupt, Speechless])
+def test_one_that_raises_fails_its_request_and_nothing_else(
+    make_worker: MakeWorker, error: type[BaseException]
+) -> None:
+    raises = threading.Event()
+    raises.set()
+
+    def provider(ctx: BiosContext) -> str:
+        if raises.is_set():
+            raise error("no prompt today")
+        return "bios"
+
+    rig = make_worker(bios_provider=provider)
+    result = rig.run(*plain_reply(Text("fine")))
+    assert result["fail_reason"] == "prompt_error"
+    assert "the BIOS provider raised" in result["fail_detail"]
+    assert error.__name__ in result["fail_detail"]
+    raises.clear()
+    assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
+    assert rig.status()["restart_count"] == 0
+
+
+def test_it_gets_the_hosts_time_as_it_is_and_stamps_never_run_backwards(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [2_000_000_000.0]
+    monkeypatch.setattr(RealRuntime, "unix_now", lambda _: clock[0])
+    seen: list[float] = []
+
+    def provider(ctx: BiosContext) -> str:
+        seen.append(ctx.now.timestamp())
+        return "bios"
+
+    rig = make_worker(bios_provider=provider)
+    set_to = [clock[0], clock[0] + 86400.0, 1_000_000_000.0]  # as it was, a suspended day later, set back
+    stamps = [rig.status()["last_ready_at"]]
+    for unix in set_to:
+        clock[0] = unix
+        request = rig.submit(*plain_reply(Text("fine")))
+        status = rig.wait_ended(request)
+        stamps += [status["created_at"], status["first_token_at"], status["completed_at"]]
+    assert seen == set_to
+    stamps.append(rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"][-1]["at"])
+    assert stamps == sorted(stamps)
+    assert stamps[0] >= 2_000_000_000.0
+    assert stamps[-1] < 2_000_000_000.0 + 60.0, "monotonic seconds since the worker was made, on its first Unix second"
