@@ -8,6 +8,8 @@ from typing import Self
 from llama_worker.errors import ConfigError
 from llama_worker.validation import checked_bool, checked_int, checked_number, checked_seconds, optional
 
+_NEVER_S = 10 * 365 * 86400.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeoutProfile:
@@ -79,6 +81,7 @@ class TimeoutProfile:
     def debug(cls) -> Self:
         """Nothing is given up that need not be: for a server under a debugger."""
         return cls(
+            headers_timeout_s=_NEVER_S,
             prefill_liveness_timeout_s=None,
             idle_stream_timeout_s=None,
             silent_work_timeout_s=None,

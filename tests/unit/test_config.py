@@ -130,6 +130,7 @@ FAST = {
     "silent_work_timeout_s": 300.0,
     "startup_timeout_s": 60.0,
 }
+NEVER_S = 10 * 365 * 86400.0
 NORMAL = {"prefill_liveness_timeout_s": 600.0, "idle_stream_timeout_s": 120.0, "silent_work_timeout_s": 1200.0}
 
 
@@ -140,7 +141,7 @@ NORMAL = {"prefill_liveness_timeout_s": 600.0, "idle_stream_timeout_s": 120.0, "
         (TimeoutProfile.slow_prefill, {}),
         (TimeoutProfile.normal, NORMAL),
         (TimeoutProfile.fast, FAST),
-        (TimeoutProfile.debug, dict.fromkeys(CAN_BE_OFF)),
+        (TimeoutProfile.debug, {**dict.fromkeys(CAN_BE_OFF), "headers_timeout_s": NEVER_S}),
     ],
 )
 def test_timeout_presets(preset: Callable[[], TimeoutProfile], differs: dict[str, Any]) -> None:

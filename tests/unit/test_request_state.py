@@ -74,6 +74,16 @@ REFUSED = StreamFailure(
 )
 
 
+class Unread:
+    """A stream on which nothing waits."""
+
+    def flush(self) -> bool:
+        return False
+
+    def hurry(self) -> None:
+        pass
+
+
 class Runner:
     def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
         raise AssertionError("nothing here runs a tool")
@@ -118,7 +128,7 @@ class Driven(Request):
         return self._prompted_at_once(self.step(message, at), at)
 
     def opened(self, turn_id: TurnId, at: float) -> Effects:
-        return self.hears(StreamOpened(turn_id=turn_id, at=at), at)
+        return self.hears(StreamOpened(turn_id=turn_id, at=at, stream=Unread()), at)
 
     def keepalive(self, turn_id: TurnId, at: float) -> Effects:
         return self.hears(StreamEvents(turn_id=turn_id, events=(), at=at), at)
@@ -1139,7 +1149,7 @@ class RandomRequest(RuleBasedStateMachine):
     @listens
     @rule()
     def headers(self) -> None:
-        self.tell(StreamOpened(turn_id=self.stream or (7, 99), at=self.now))
+        self.tell(StreamOpened(turn_id=self.stream or (7, 99), at=self.now, stream=Unread()))
 
     @listens
     @rule(mix=st.lists(st.sampled_from(("text", "reasoning", *_TAGS)), min_size=1, max_size=6))
@@ -1229,7 +1239,7 @@ class RandomRequest(RuleBasedStateMachine):
             for message in (
                 BiosWritten(turn_id=stale, bios="stale", error=None),
                 BiosWritten(turn_id=stale, bios="", error="stale"),
-                StreamOpened(turn_id=stale, at=self.now),
+                StreamOpened(turn_id=stale, at=self.now, stream=Unread()),
                 StreamEvents(turn_id=stale, events=(TextDelta("stale"),), at=self.now),
                 StreamClosed(turn_id=stale, failure=None, at=self.now),
                 CallEnded(turn_id=stale, ok=True, text="1", at=self.now),

@@ -25,11 +25,20 @@ def test_work_starts_the_time_anew(now: float, overdue: bool) -> None:
     assert (watch.overdue(PROFILE, now) is not None) is overdue
 
 
-def test_a_launch_that_works_may_take_for_ever() -> None:
+def test_a_launch_that_works_may_take_as_long_as_silent_work_may() -> None:
+    profile = TimeoutProfile(silent_work_timeout_s=100_000.0)
     watch = StartupWatch.begin(0.0)
-    for at in range(0, 100_000, 100):
+    for at in range(0, 99_800, 100):
         watch = watch.saw_work(float(at))
-        assert watch.overdue(PROFILE, at + 119.0) is None
+        assert watch.overdue(profile, at + 119.0) is None
+    spinning = StartupWatch.begin(0.0).saw_work(99_999.0)
+    assert spinning.overdue(profile, 99_999.9) is None
+    assert "silent_work_timeout_s 100000 s" in (spinning.overdue(profile, 100_000.0) or "")
+
+
+def test_without_a_bound_a_launch_that_works_may_take_for_ever() -> None:
+    watch = StartupWatch.begin(0.0).saw_work(1e9)
+    assert watch.overdue(TimeoutProfile(silent_work_timeout_s=None), 1e9 + 1) is None
 
 
 @pytest.mark.parametrize(("now", "overdue"), [(999.9, False), (1000.0, True)])
