@@ -21,8 +21,8 @@ from llama_worker.messages import (
     WatchdogMessage,
 )
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.request.progress import Progress
 from llama_worker.server.slots import Slot, SlotsLook
-from llama_worker.server.timeouts import Progress
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import AbortProbes, Look, LookAtSlots, News, ProbeReadiness, ServerWatch, WatchGpus
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
+from llama_worker.request.progress import Progress
 from llama_worker.request.record import RequestRecord
 from llama_worker.request.submission import Submission
 from llama_worker.request.turn import TurnId
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.slots import SlotsLook
-from llama_worker.server.timeouts import Progress, Verdict
+from llama_worker.server.timeouts import Verdict
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import StreamEvent

@@ -441,7 +441,7 @@ class Episode:
                 self.steps_done += 1
                 self.actions[action.name] += 1
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action) -> None:  # noqa: C901  one line a case
         match action.name:
             case "submit":
                 assert action.plan is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llama_worker import RequestPhase, TimeoutProfile
-from llama_worker.server.timeouts import Progress, Verdict, verdict
+from llama_worker.request.progress import Progress
+from llama_worker.server.timeouts import Verdict, verdict
 
 STATES = {
     "waiting": Progress(request_id=1, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0),

@@ -8,9 +8,9 @@ import pytest
 
 from llama_worker.messages import BecameReady, HealthLost, ProbeNow, ProbeOutcome, Stalled, StartupFailed, Tick
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.request.progress import Progress
 from llama_worker.server.gaps import NO_GAPS
 from llama_worker.server.slots import Slot
-from llama_worker.server.timeouts import Progress
 from llama_worker.types import RequestPhase
 from tests.virtual_watch import VirtualWatch
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from llama_worker.messages import Observed
+from llama_worker.request.progress import Progress
 from llama_worker.request.table import Admitted
 from llama_worker.server.journal import Journal
-from llama_worker.server.timeouts import Progress
 from llama_worker.types import RequestPhase
 
 UNIX = 1000.0  # what makes Unix seconds of the clock here

@@ -11,6 +11,7 @@ import pytest
 
 from llama_worker.messages import BecameReady, Stalled
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.request.progress import Progress
 from llama_worker.server.slots import (
     BATCH_MIN_S,
     BATCH_MULTIPLE,
@@ -23,7 +24,6 @@ from llama_worker.server.slots import (
     judge_by_slots,
     parse_slots,
 )
-from llama_worker.server.timeouts import Progress
 from llama_worker.types import RequestFailReason, RequestPhase
 from tests.virtual_watch import SlotsAt, VirtualWatch
 

@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.profiles import TimeoutProfile
-from llama_worker.server.timeouts import (
-    DataLedger,
-    Inquiry,
-    Progress,
-    Triage,
-    ages,
-    busy_neighbour,
-    describe,
-    last_progress_at,
-    verdict,
-)
+from llama_worker.request.progress import Progress, last_progress_at
+from llama_worker.server.timeouts import DataLedger, Inquiry, Triage, ages, busy_neighbour, describe, verdict
 from llama_worker.types import RequestFailReason, RequestPhase
 
 WAITING, PREFILL, GENERATING, TOOL, DONE = (

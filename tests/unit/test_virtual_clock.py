@@ -9,11 +9,12 @@ import pytest
 
 from llama_worker.messages import BecameReady, HealthLost, ProbeOutcome, Stalled, StartupFailed
 from llama_worker.profiles import RestartPolicy, TimeoutProfile
+from llama_worker.request.progress import Progress
 from llama_worker.server import lifecycle
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import BackingOff, Failed
 from llama_worker.server.liveness import WINDOW_S, Counters, ProcessActivity, ProcessSample
-from llama_worker.server.timeouts import Progress, Verdict
+from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, RequestPhase, WorkerState
 from tests import lives
 from tests.virtual_watch import VirtualWatch, always_ready

@@ -29,8 +29,8 @@ from llama_worker.messages import (
     WatchdogMessage,
 )
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.request.progress import Progress
 from llama_worker.server.gpu_faults import GpuFault
-from llama_worker.server.timeouts import Progress
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import AbortProbes, Look, ProbeReadiness, ServerWatch, WatchGpus
 from llama_worker.types import RequestPhase

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from llama_worker.request.ending import Ending, failed
 from llama_worker.request.output import Output
+from llama_worker.request.progress import Progress, last_progress_at
 from llama_worker.request.record import RequestRecord
 from llama_worker.request.table import Admitted
 from llama_worker.request.turn import Turn
-from llama_worker.server.timeouts import Progress, last_progress_at
 from llama_worker.stream.events import Usage
 from llama_worker.types import (
     ExitSignal,

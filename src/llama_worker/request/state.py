@@ -44,11 +44,11 @@ from llama_worker.request.ending import (
     failed,
 )
 from llama_worker.request.output import Output, read_output
+from llama_worker.request.progress import Progress, last_progress_at
 from llama_worker.request.report import Totals, build_progress, build_record, build_status
 from llama_worker.request.submission import Submission
 from llama_worker.request.tool_batch import ToolBatch, unrun_entry
 from llama_worker.request.turn import Turn, TurnId
-from llama_worker.server.timeouts import Progress, last_progress_at
 from llama_worker.stream.calls import ParsedCall, Partition, partition
 from llama_worker.stream.events import Done, Finish, ServerError
 from llama_worker.stream.failure import StreamFailure

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from llama_worker.server.timeouts import Progress, Verdict, describe
+from llama_worker.request.progress import Progress
+from llama_worker.server.timeouts import Verdict, describe
 from llama_worker.types import RequestFailReason, RequestPhase
 
 LOOKS_COUNT = 4  # of one round

@@ -9,34 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.request.progress import Progress, newest
 from llama_worker.server.gaps import NO_GAPS, Gaps
 from llama_worker.types import RequestFailReason, RequestPhase
 
 BUSY_WINDOW_MIN_S = 1.0  # a neighbour that received data within this much proves that the server works
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far one request is. All times but `dispatched_at` are of the turn (HTTP exchange) under way."""
-
-    request_id: int
-    phase: RequestPhase
-    dispatched_at: float  # of the request: the first turn's start
-    turn_started_at: float
-    headers_at: float | None = None
-    first_token_at: float | None = None  # told, and decides nothing: the phase does
-    prompt_progress_at: float | None = None  # the latest report of prompt progress
-    last_data_at: float | None = None  # what brought the turn forward
-    last_stream_byte_at: float | None = None  # any byte, keepalives too: decides nothing
-    longest_batch_s: float | None = None  # of the prompt, between two reports of prompt progress
-    tokens: int = 0  # generated, as far as they were told
-    concluding: bool = False  # finished or broken off: what may still follow has a short deadline of its own
-
-    @property
-    def data_at(self) -> float | None:
-        """The latest data of this turn, None where none came. Headers alone are no data."""
-        times = [at for at in (self.last_data_at, self.prompt_progress_at) if at is not None]
-        return max(times, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +77,8 @@ def _limits(
     if progress.phase is RequestPhase.DONE or progress.concluding:
         return
     # From the turn's start at the earliest: what was heard before it says nothing about this turn.
-    working_at = _newest(progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at)
-    moving_at = _newest(progress.turn_started_at, progress.data_at, neighbour_data_at)
+    working_at = newest(progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at)
+    moving_at = newest(progress.turn_started_at, progress.data_at, neighbour_data_at)
     waiting = progress.phase is RequestPhase.WAITING
     prefill = progress.phase is RequestPhase.PREFILL
     generating = progress.phase is RequestPhase.GENERATING
@@ -159,12 +136,6 @@ def _limits(
             since=progress.dispatched_at,
             restart=False,
         )
-
-
-def last_progress_at(progress: Progress, liveness_at: float | None) -> float | None:
-    """The latest of data and evidence of work in this turn; None where there was neither."""
-    newest_at = _newest(progress.turn_started_at, progress.data_at, liveness_at)
-    return newest_at if newest_at > progress.turn_started_at or progress.data_at is not None else None
 
 
 def describe(progress: Progress, *, liveness_at: float | None, now: float) -> str:
@@ -279,7 +250,3 @@ class Triage:
         if self.spared is not None and request_id > self.spared.newest_request_id:
             return Triage()
         return self
-
-
-def _newest(start: float, *others: float | None) -> float:
-    return max([start, *(at for at in others if at is not None)])

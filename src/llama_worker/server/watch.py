@@ -42,12 +42,13 @@ from llama_worker.messages import (
     WatchdogMessage,
 )
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.request.progress import Progress
 from llama_worker.server.gaps import FORGIVEN_IN_A_ROW, LATE_S, NO_GAPS
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.look_rounds import LookRounds
 from llama_worker.server.slots import SlotsWatch, judge_by_slots
 from llama_worker.server.startup import StartupWatch
-from llama_worker.server.timeouts import DataLedger, Inquiry, Progress, Verdict, busy_neighbour, verdict
+from llama_worker.server.timeouts import DataLedger, Inquiry, Verdict, busy_neighbour, verdict
 from llama_worker.types import RequestPhase, StartFailReason
 
 _RETRY_S = 1.0  # a probe that could not be made is made again

@@ -1,0 +1,42 @@
+"""How far one request is, as the watch is told. Data; instants (`*_at`) are monotonic seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llama_worker.types import RequestPhase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far one request is. All times but `dispatched_at` are of the turn (HTTP exchange) under way."""
+
+    request_id: int
+    phase: RequestPhase
+    dispatched_at: float  # of the request: the first turn's start
+    turn_started_at: float
+    headers_at: float | None = None
+    first_token_at: float | None = None  # told, and decides nothing: the phase does
+    prompt_progress_at: float | None = None  # the latest report of prompt progress
+    last_data_at: float | None = None  # what brought the turn forward
+    last_stream_byte_at: float | None = None  # any byte, keepalives too: decides nothing
+    longest_batch_s: float | None = None  # of the prompt, between two reports of prompt progress
+    tokens: int = 0  # generated, as far as they were told
+    concluding: bool = False  # finished or broken off: what may still follow has a short deadline of its own
+
+    @property
+    def data_at(self) -> float | None:
+        """The latest data of this turn, None where none came. Headers alone are no data."""
+        times = [at for at in (self.last_data_at, self.prompt_progress_at) if at is not None]
+        return max(times, default=None)
+
+
+def last_progress_at(progress: Progress, liveness_at: float | None) -> float | None:
+    """The latest of data and evidence of work in this turn; None where there was neither."""
+    newest_at = newest(progress.turn_started_at, progress.data_at, liveness_at)
+    return newest_at if newest_at > progress.turn_started_at or progress.data_at is not None else None
+
+
+def newest(start: float, *others: float | None) -> float:
+    """The latest of the instants that are known."""
+    return max([start, *(at for at in others if at is not None)])
