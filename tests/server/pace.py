@@ -20,7 +20,6 @@ HOST = "127.0.0.1"
 # Two computing threads wait for each other, which costs a multiple where other work shares the two cores.
 SERVER_ARGS = ("--threads", "1", "--batch-size", "128", "--no-warmup", "--no-ui")
 HANG_GUARD_S = 1800  # ends what would never end, on any machine: every bound in a test comes first
-_READ_TOKENS, _MADE_TOKENS = 256, 16
 _TIMES = 20  # other work may come after the measurement, or go
 
 
@@ -45,13 +44,16 @@ class Pace:
 @functools.cache
 def pace() -> Pace:
     """Measured by the first who asks; takes some seconds."""
+    return measured(find_server(), find_model(), read_tokens=256, made_tokens=16)
+
+
+def measured(server: str, model: str, *, read_tokens: int, made_tokens: int) -> Pace:
+    """Starts that server, has it read a prompt and go on, ends it; AssertionError where it ends by itself."""
     with held_ports(LASTING_PORTS) as take, requests.Session() as http:
         http.trust_env = False
         port = take()
         args = (*SERVER_ARGS, "--ctx-size", "1024")
-        command = llama_server_cmd(
-            find_model(), host=HOST, port=port, slots=1, executable=find_server(), extra_args=args
-        )
+        command = llama_server_cmd(model, host=HOST, port=port, slots=1, executable=server, extra_args=args)
         began_at = time.monotonic()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment()) as one:
             try:
@@ -60,7 +62,7 @@ def pace() -> Pace:
                     assert time.monotonic() - began_at < HANG_GUARD_S
                     time.sleep(0.01)
                 start_s = time.monotonic() - began_at
-                body = {"prompt": [17] * _READ_TOKENS, "n_predict": _MADE_TOKENS, "ignore_eos": True}
+                body = {"prompt": [17] * read_tokens, "n_predict": made_tokens, "ignore_eos": True}
                 timings = http.post(f"http://{HOST}:{port}/completion", json=body).json()["timings"]
             finally:
                 one.kill()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -324,15 +324,17 @@ def test_a_mistake_in_a_script_is_loud(launch: Launch) -> None:
 def test_a_request_beyond_the_slots_waits_without_headers(launch: Launch, tmp_path: Path) -> None:
     fake = launch(slots=1)
     gate = tmp_path / "gate"
-    with fake.chat_open(Headers(), Gate(gate), Text("a")) as first, fake.chat_open(Text("b")) as second:
-        read_until(first, b"\r\n\r\n")
+    with ExitStack() as stack:
+        first = stack.enter_context(fake.chat_open(Headers(), Gate(gate), Text("a")))
+        read_until(first, b"\r\n\r\n")  # it has the slot
+        second = stack.enter_context(fake.chat_open(Text("b")))
         with fake.chat_open(Text("c")):
             fake.journal.wait("request", count=3)
         assert fake.journal.wait("client_closed")["queued"] is True
         second.settimeout(0.2)
         with pytest.raises(TimeoutError):
             second.recv(1)
-        second.settimeout(10)
+        second.settimeout(None)
         gate.touch()
         assert b'"b"' in read_all(second)
 

@@ -1,0 +1,149 @@
+"""`make demo` in a copy of the tree, as a newcomer meets it: servers that work, that do not, and none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.server.pace import HANG_GUARD_S, lean_server
+
+pytestmark = pytest.mark.server
+ROOT = Path(__file__).parents[2]
+NEEDED = ("Makefile", "pyproject.toml", "setup.cfg", "tools", "examples")
+SYSTEM = ("sh", "make", "touch", "rm", "grep", "sleep")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone in which llama_worker is installed already: that takes a network."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in NEEDED:
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy2)(source, clone / name)
+    venv.create(clone / ".venv", symlinks=True)
+    (site,) = (clone / ".venv" / "lib").glob("python*/site-packages")
+    ours = sysconfig.get_path("purelib")
+    (site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    (clone / ".venv" / ".package").touch()
+    return clone
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path) -> Path:
+    """A folder for the PATH: no llama-server, no compiler."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in SYSTEM:
+        found = shutil.which(name)
+        assert found, name
+        (folder / name).symlink_to(found)
+    return folder
+
+
+def make(clone: Path, path: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`make demo`, with nothing of the tester's own."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(("LLAMA_", "MAKE"))}
+    environment = {**kept, "PATH": str(path), "XDG_CACHE_HOME": str(clone / "cache"), **env}
+    return subprocess.run(
+        ["make", "demo", *words], cwd=clone, env=environment, capture_output=True, text=True, timeout=HANG_GUARD_S
+    )
+
+
+def program(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """What a newcomer is told."""
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "Error 1" in done.stderr.splitlines()[-1]  # the command's own status; that of make is 2 for any error
+    assert done.stderr.count("error: ") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize("how", ["LLAMA_SERVER", "on the PATH"])
+def test_a_server_that_works(clone: Path, bare_path: Path, smollm2: str, tmp_path: Path, how: str) -> None:
+    lean = lean_server(tmp_path)
+    by_variable = {"LLAMA_SERVER": str(lean)} if how == "LLAMA_SERVER" else {}
+    if not by_variable:
+        (bare_path / "llama-server").symlink_to(lean)
+    done = make(clone, bare_path, LLAMA_MODEL=smollm2, **by_variable)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"({how})" in done.stdout
+    assert "checking that it answers: done" in done.stdout
+    assert "  sky | " in done.stdout
+    assert done.stdout.endswith("stopped.\n")
+    assert not (clone / "cache").exists()  # nothing was built
+
+
+def test_a_server_that_dies_of_signal_4(clone: Path, bare_path: Path, smollm2: str, tmp_path: Path) -> None:
+    server = program(tmp_path / "llama-server", "kill -ILL $$")
+    said = refusal(make(clone, bare_path, LLAMA_SERVER=server, LLAMA_MODEL=smollm2))
+    assert "(signal 4)" in said
+    assert "instructions that the CPU, or its hypervisor, does not execute" in said
+    assert said.index("--no-repack") < said.index("a portable build")
+
+
+def test_a_server_that_never_gets_ready(clone: Path, bare_path: Path, smollm2: str, tmp_path: Path) -> None:
+    server = program(tmp_path / "llama-server", "exec sleep 1000")
+    said = refusal(make(clone, bare_path, LLAMA_SERVER=server, LLAMA_MODEL=smollm2))
+    assert "startup_timeout: not ready, and no sign of work" in said
+    assert "what to do: it hangs" in said
+
+
+def test_no_server_and_no_compiler(clone: Path, bare_path: Path, smollm2: str) -> None:
+    said = refusal(make(clone, bare_path, LLAMA_MODEL=smollm2))
+    assert "there is no llama-server, and no C++ compiler" in said
+    assert "what to do: install a compiler (on Debian and Ubuntu: apt install g++)" in said
+
+
+def test_a_server_that_is_not_there(clone: Path, bare_path: Path, smollm2: str) -> None:
+    said = refusal(make(clone, bare_path, LLAMA_SERVER="/no/such/server", LLAMA_MODEL=smollm2))
+    assert "LLAMA_SERVER: /no/such/server does not exist" in said
+
+
+def test_a_model_that_is_none(clone: Path, bare_path: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_text("hello")
+    said = refusal(make(clone, bare_path, LLAMA_SERVER=str(lean_server(tmp_path)), LLAMA_MODEL=str(model)))
+    assert "the file is no GGUF model" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("exit 1", "Python 3.11 or later is needed"),  # what an older one does when it is asked
+        (f'[ "$1" = -c ] && exec {sys.executable} "$@"; exit 1', "Python's venv is needed"),
+    ],
+)
+def test_a_python_that_will_not_do(clone: Path, bare_path: Path, tmp_path: Path, script: str, told: str) -> None:
+    python = program(tmp_path / "python3.9", script)
+    assert told in refusal(make(clone, bare_path, f"PYTHON={python}"))
+    assert not (clone / ".venv-python3.9").exists()
+
+
+def test_no_python(clone: Path, bare_path: Path) -> None:
+    assert "Python 3.11 or later is needed" in refusal(make(clone, bare_path, "PYTHON=python3.12"))
+
+
+def test_no_index(clone: Path, bare_path: Path) -> None:
+    said = refusal_of_pip(make(clone, bare_path, f"PYTHON={sys.executable}", PIP_NO_INDEX="1"))
+    assert "pip could not install what is needed: check the network" in said
+
+
+def refusal_of_pip(done: subprocess.CompletedProcess[str]) -> str:
+    """Pip says itself what is wrong, too."""
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode != 0
+    return done.stderr
