@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,12 @@ hypothesis.settings.register_profile("busy machine", deadline=None)  # an exampl
 hypothesis.settings.load_profile("busy machine")
 
 _LONGEST_FIRST = ("ray", "test_supervision.py", "test_scenarios.py", "test_chaos.py", "server", "responses")
+
+
+def pytest_configure() -> None:
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and so all programs that they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -151,6 +151,14 @@ def test_what_the_model_takes_is_named() -> None:
     }
 
 
+@pytest.mark.parametrize(("returncode", "said"), [(-4, ""), (132, "Illegal instruction (core dumped)")])
+def test_instructions_that_the_cpu_does_not_execute_are_named(returncode: int, said: str) -> None:
+    (found,) = doctor_findings.of_server(replace(SERVER, version=None, said=said, returncode=returncode))
+    assert found.level == "problem"
+    assert found.todo is not None
+    assert found.todo.index("--no-repack") < found.todo.index("a portable build")
+
+
 def test_a_program_that_is_no_llama_server() -> None:
     (found,) = doctor_findings.of_server(replace(SERVER, version=None, said="\x1b[31musage:\n" + "x" * 999))
     assert found.level == "problem"

@@ -125,6 +125,13 @@ def test_every_failure_says_what_to_do(reason: RequestFailReason) -> None:
     assert "what to do: " in "\n".join(run_report.ending(failed(reason), []))
 
 
+def test_instructions_that_the_cpu_does_not_execute_are_named() -> None:
+    died = {**failed(RequestFailReason.SERVER_DIED), "fail_detail": "the server ended with signal 4"}
+    assert "what to do: it uses instructions" in "\n".join(run_report.ending(died, []))  # type: ignore[arg-type]
+    died["fail_detail"] = "the server ended with signal 40"
+    assert "instructions" not in "\n".join(run_report.ending(died, []))  # type: ignore[arg-type]
+
+
 def test_a_signal_that_did_not_parse_is_shown_as_it_came() -> None:
     signalled = {"tool_name": "t", "arguments": {}, "emitted_at": 0.0, "malformed": "{\x1b"}
     assert run_report.signal_line(signalled) == "signal t (malformed): {␛"  # type: ignore[arg-type]
