@@ -23,7 +23,7 @@ from llama_worker import (
     llama_server_cmd,
 )
 from tests.ports import LASTING_PORTS, held_ports
-from tests.server.pace import SERVER_ARGS, patience
+from tests.server.pace import SERVER_ARGS, pace, patience
 
 HOST = "127.0.0.1"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -51,9 +51,9 @@ def submitted(worker: LlamaWorker, job_name: str, prompt: str, **params: Any) ->
     return answer["request_id"]
 
 
-def ended(worker: LlamaWorker, request_id: int) -> RequestResult:
-    """The result, once there is one."""
-    result = worker.result(request_id).get(timeout=patience())
+def ended(worker: LlamaWorker, request_id: int, *, work_s: float = 0.0) -> RequestResult:
+    """The result, once there is one; `work_s` is what it takes beyond a start, a prompt and an answer, by the pace."""
+    result = worker.result(request_id).get(timeout=pace().patience_with(work_s))
     assert result["ok"], result
     return result
 

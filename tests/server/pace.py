@@ -36,6 +36,10 @@ class Pace:
         """More than any test's piece of work takes here: a start, 1500 tokens to read and 100 to say, many times."""
         return _TIMES * (self.start_s + 1500 * self.prompt_token_s + 100 * self.token_s)
 
+    def patience_with(self, work_s: float) -> float:
+        """The same, with so many seconds of other work besides."""
+        return self.patience_s + _TIMES * work_s
+
     def prompt_tokens(self, seconds: float) -> int:
         """How many tokens of a prompt take so long to be read; one slot's worth of 7500 at most."""
         return min(7500, round(seconds / self.prompt_token_s))

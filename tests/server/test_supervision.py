@@ -247,7 +247,8 @@ def test_two_long_prefills_side_by_side_outlast_timeouts_of_a_fraction_of_their_
         idle_stream_timeout_s=limit_s,
         liveness_probe_interval_s=0.5,
     )
-    words = pace().prompt_tokens(25.0) // TOKENS_PER_WORD
+    read_s = 20.0  # by the pace of a short prompt; each token of a long one takes longer
+    words = pace().prompt_tokens(read_s) // TOKENS_PER_WORD
     config = serve(port=free_port(), slots=2, slot_tokens=8192, args=PATIENT_ARGS, timeouts=timeouts)
     with LlamaWorker(config) as worker:
         before = worker.get_worker_status().get(timeout=patience())
@@ -255,7 +256,7 @@ def test_two_long_prefills_side_by_side_outlast_timeouts_of_a_fraction_of_their_
             submitted(worker, about, prompt_of(words, about), **forced("Read."), return_progress=False)
             for about in ("Alpha", "Omega")
         ]
-        results = [ended(worker, request_id) for request_id in ids]
+        results = [ended(worker, request_id, work_s=2 * len(ids) * read_s) for request_id in ids]
         after = worker.get_worker_status().get(timeout=patience())
     assert [result["text"] for result in results] == ["Read.", "Read."]
     assert min(result["usage"]["prompt_tokens"] for result in results) >= 6 * words
@@ -268,7 +269,8 @@ def test_a_request_that_no_server_slot_can_take_waits_without_headers_while_its_
     serve: Serve, free_port: Callable[[], int]
 ) -> None:
     """With the default probe interval of 5 s, which is longer than either timeout."""
-    words = pace().prompt_tokens(12.0) // TOKENS_PER_WORD
+    read_s = 12.0
+    words = pace().prompt_tokens(read_s) // TOKENS_PER_WORD
     timeouts = TimeoutProfile(headers_timeout_s=1.0, prefill_liveness_timeout_s=2.0, idle_stream_timeout_s=2.0)
     with LlamaWorker(one_slot_too_few(serve, free_port(), timeouts)) as worker:
         before = worker.get_worker_status().get(timeout=patience())
@@ -277,7 +279,7 @@ def test_a_request_that_no_server_slot_can_take_waits_without_headers_while_its_
         read = submitted(worker, "Alpha", prompt_of(words, "Alpha"), **forced("Read."), return_progress=False)
         wait_status(worker, read, lambda status: status["phase"] is RequestPhase.PREFILL)
         waiting = submitted(worker, "Omega", "Omega", **forced("Read."), return_progress=False)
-        results = [ended(worker, request_id) for request_id in (read, waiting)]
+        results = [ended(worker, request_id, work_s=2 * read_s) for request_id in (read, waiting)]
         after = worker.get_worker_status().get(timeout=patience())
     assert [result["text"] for result in results] == ["Read.", "Read."]
     assert results[1]["timings"]["ttft_s"] > 5 * timeouts.headers_timeout_s
