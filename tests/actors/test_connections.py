@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from llama_worker.messages import StreamFailure
 from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint
 from llama_worker.runtime.connections import Abort
 from llama_worker.stream.events import StreamEvent, TextDelta
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually
 
