@@ -137,7 +137,11 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
 
     def _start_actor_loop(self) -> None:
         """Pykka's point of extension: on a daemon thread, so that a host that forgets close() can still exit."""
-        self._runner.run_actor(self._actor_loop, self)
+        try:
+            self._runner.run_actor(self._actor_loop, self)
+        except BaseException:  # Pykka has registered it already, and calls neither hook: a WorkerActor owns others
+            self._stop()
+            raise
 
     def me(self) -> Ref[M]:
         """This actor's own address, for the messages and threads that answer to it."""

@@ -7,6 +7,8 @@ server process, and is the only reader of the log.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
@@ -94,7 +96,9 @@ class ProcessActor(SupervisedActor[ProcessMessage]):
         server = self._server
         if server is not None:
             server.send(Signal.KILL)
-            self._runtime.call_at(self._runtime.now() + FORCE_S, lambda: server.send(Signal.FORCE))
+            now = self._runtime.now()
+            self._runtime.call_at(now + FORCE_S, lambda: server.send(Signal.FORCE))
+            self._runtime.call_at(now + self._kill_timeout_s, self._unkillable_unless_ended(server))
 
     def will_report(self) -> bool:
         """A server that is being killed tells the worker itself once it is gone.
@@ -117,6 +121,13 @@ class ProcessActor(SupervisedActor[ProcessMessage]):
         processes = self._runtime.process_evidence(self._pid) if self._pid is not None else {}
         tail = self._runtime.log.tail(_EVIDENCE_LINES)
         self._worker.tell(EvidenceKept(epoch=epoch, processes=processes, log_tail=tail))
+
+    def _unkillable_unless_ended(self, server: ServerProcess) -> Callable[[], object]:
+        """For when this actor, which would see that SIGKILL has no effect, is gone."""
+        if isinstance(self._state, Absent):
+            return lambda: None
+        worker, given_up = self._worker, Unkillable(epoch=self._state.epoch, detail=describe_stuck(self._pid, {}))
+        return lambda: server.ended or worker.tell(given_up)
 
     def _give_up(self) -> None:
         assert not isinstance(self._state, Absent)

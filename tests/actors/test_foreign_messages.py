@@ -79,7 +79,7 @@ def assert_nothing_changed(
     assert EAR.heard == []
 
 
-@pytest.mark.parametrize("message", ["hello", {"command": "pykka_stop"}, None, 7, object()], ids=repr)
+@pytest.mark.parametrize("message", ["hello", {"command": "pykka_stop"}, None, 7, object()], ids=type)
 def test_a_broadcast_changes_nothing(
     make_worker: MakeWorker, make_gate: Callable[[], GatePath], caplog: pytest.LogCaptureFixture, message: Any
 ) -> None:

@@ -536,6 +536,7 @@ def test_after_a_timeout_the_turns_other_calls_are_not_run(make_rig: Callable[..
     rig = make_rig(tool_timeout_s=0.2)
     result = rig.run(Turns([calling(call("hold"), call("add", 1, a=1, b=2)), plain_reply()]))
     assert outcome(result) == ("failed", "tool_execution_error")
+    eventually(lambda: stuck(rig) == 1, "a batch that was dropped")
     tools.released.set()
     eventually(lambda: stuck(rig) == 0, "end of the thread")
     assert [name for name, _ in tools.calls] == ["hold"]

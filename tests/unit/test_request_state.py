@@ -74,16 +74,6 @@ REFUSED = StreamFailure(
 )
 
 
-class Unread:
-    """A stream on which nothing waits."""
-
-    def flush(self) -> bool:
-        return False
-
-    def hurry(self) -> None:
-        pass
-
-
 class Runner:
     def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
         raise AssertionError("nothing here runs a tool")
@@ -118,6 +108,19 @@ class Reply:
         raise AssertionError("not the request's to answer") from error
 
 
+class NoStream:
+    """A stream that the machine has no business with: the RequestActor asks it."""
+
+    def flush(self) -> bool:
+        raise AssertionError("not the machine's to ask")
+
+    def hurry(self) -> None:
+        raise AssertionError("not the machine's to ask")
+
+
+NO_STREAM = NoStream()
+
+
 class Driven(Request):
     """A request with a method for each thing that it may hear; its BIOS is written on the spot."""
 
@@ -128,7 +131,7 @@ class Driven(Request):
         return self._prompted_at_once(self.step(message, at), at)
 
     def opened(self, turn_id: TurnId, at: float) -> Effects:
-        return self.hears(StreamOpened(turn_id=turn_id, at=at, stream=Unread()), at)
+        return self.hears(StreamOpened(turn_id=turn_id, at=at, stream=NO_STREAM), at)
 
     def keepalive(self, turn_id: TurnId, at: float) -> Effects:
         return self.hears(StreamEvents(turn_id=turn_id, events=(), at=at), at)
@@ -926,6 +929,143 @@ def test_a_request_that_is_broken_off_keeps_what_was_shown_and_leaves_its_turn_a
     assert request.break_off(RequestFailReason.UNKNOWN_ERROR, "a bug", 104.0) == []
 
 
+# ---------------------------------------------------------------- calls that are not run
+
+
+def test_calls_that_are_not_run_are_in_the_trace_as_the_model_wrote_them() -> None:
+    request = begun(with_tools())
+    hear(request, call("add", '{"a": 1}'), call("signal", "{}", 1), call("zap", "{", 2), Finish("tool_calls"))
+    record = failed(hear(request, Done(), at=102.0), "tool_parse_error", CLOSE)
+    assert record.result["tool_trace"] == [
+        {
+            "tool_call_id": f"id{index}",
+            "tool_name": name,
+            "arguments": arguments,
+            "iteration": 1,
+            "started_at": 1102.0,
+            "duration_s": 0.0,
+            "ok": False,
+            "error": "not run: tool_parse_error",
+        }
+        for index, name, arguments in [(0, "add", '{"a": 1}'), (2, "zap", "{")]
+    ]
+
+
+@pytest.mark.parametrize("reason", [reason for reason in CUT_SHORT if reason != "unknown_error"])
+def test_calls_that_were_on_their_way_are_in_the_trace_whatever_ends_the_request(reason: str) -> None:
+    request = begun(with_tools())
+    hear(request, TextDelta("a"), call("add", '{"a": 1'))
+    effects = CUT_SHORT[reason](request) or request.closed(FIRST, None, 105.1)
+    assert not_run(ended(effects, CLOSE)) == [("add", '{"a": 1', reason)]
+
+
+def test_a_malformed_call_in_the_text_is_in_the_trace_whole() -> None:
+    text = '<tool_call>{"name": "add"}</tool_call>'
+    request = begun(with_tools(), prompted=True)
+    record = failed(hear(request, TextDelta(text), Finish("stop"), Done()), "tool_parse_error", CLOSE)
+    assert not_run(record) == [("", text, "tool_parse_error")]
+
+
+def test_calls_that_ran_are_not_said_not_to_have_run() -> None:
+    request = in_tools()
+    returned(request, "3")
+    hear(request, TextDelta("3"), call("add", "{}"), stream=SECOND)
+    record = ended(request.cancel(105.0), CloseStream(turn_id=SECOND))
+    assert [(entry["ok"], entry["iteration"]) for entry in record.result["tool_trace"]] == [(True, 1), (False, 2)]
+
+
+# ---------------------------------------------------------------- a BIOS that takes its time
+
+
+def prompting(**changed: Any) -> Request:
+    """A plain request, which has asked for its first BIOS."""
+    request = Request(**arguments(**changed))
+    order = only(RunBios, request.begin(100.0))
+    assert (order.turn_id, order.iterations_left, order.prompted) == (FIRST, 8, False)
+    return request
+
+
+def written(request: Request, text: str = "bios", *, turn_id: TurnId = FIRST, at: float = 101.0) -> Effects:
+    return request.step(BiosWritten(turn_id=turn_id, bios=text, error=None), at)
+
+
+def test_while_the_bios_is_written_a_request_waits_and_its_watch_has_nothing_to_judge() -> None:
+    request = prompting()
+    status = request.status()
+    assert (status["state"], status["phase"], request.deadline) == ("running", "waiting", 105.0)
+    assert request.progress().concluding
+    opened = only(OpenStream, written(request))
+    assert opened.body["messages"][0]["content"].startswith("bios")
+    assert (request.deadline, request.progress().turn_started_at) == (None, 101.0)
+
+
+def test_a_bios_that_does_not_come_in_time_is_a_prompt_error() -> None:
+    request = prompting()
+    assert request.step(Tick(), 104.9) == []
+    record = failed(request.step(Tick(), 105.0), "prompt_error")
+    assert record.result["fail_detail"] == "the BIOS provider did not return within bios_timeout_s 5 s"
+    assert written(request, at=106.0) == []
+
+
+def test_whoever_ends_the_request_does_not_wait_for_the_bios() -> None:
+    canceled = prompting().step(CancelRequest(request_id=7, reply=Reply()), 101.0)
+    assert ended(canceled).result["state"] == "canceled"
+    died = Abandon(request_id=7, reason=RequestFailReason.SERVER_DIED, detail="signal 9")
+    failed(prompting().step(died, 101.0), "server_died")
+
+
+@pytest.mark.parametrize("turn_id", [(7, 0), SECOND, (8, 1)])
+def test_a_bios_of_another_turn_changes_nothing(turn_id: TurnId) -> None:
+    request = prompting()
+    assert written(request, turn_id=turn_id) == []
+    assert request.phase == "waiting"
+    only(OpenStream, written(request))
+    assert written(request) == [], "said twice"
+
+
+# ---------------------------------------------------------------- a host that did not run for a while
+
+
+def test_a_tick_that_is_a_second_late_is_just_late() -> None:
+    failed(prompting().step(Tick(), 106.0), "prompt_error")
+
+
+def waiting(kind: str) -> tuple[Driven | Request, float]:
+    """A request that waits, and the instant that it waits for."""
+    made_so: dict[str, Callable[[], Driven | Request]] = {
+        "bios": prompting,
+        "settling": lambda: settling(begun()),
+        "broken": lambda: broken(begun()),
+        "dead": lambda: dead(generating(begun())),
+        "tools": in_tools,
+    }
+    request = made_so[kind]()
+    assert request.deadline is not None
+    return request, request.deadline
+
+
+@pytest.mark.parametrize("kind", ["bios", "settling", "broken", "dead", "tools"])
+@pytest.mark.parametrize(("gap_s", "most_s"), [(1.5, 1.5), (3600.0, 10.0)])
+def test_a_gap_in_which_nothing_ran_puts_off_what_was_waited_for_once(kind: str, gap_s: float, most_s: float) -> None:
+    request, due_at = waiting(kind)
+    now = due_at + gap_s
+    assert request.step(Tick(), now) == []
+    again_at = request.deadline
+    assert again_at is not None
+    assert now < again_at <= now + most_s
+    assert request.step(Tick(), again_at - 0.01) == []
+    assert isinstance(request.step(Tick(), again_at + gap_s)[-1], RequestEnded), "one gap is forgiven, not every one"
+
+
+def test_what_was_waited_for_may_come_after_the_gap() -> None:
+    request = in_tools()
+    assert request.tick(4000.0) == []
+    assert [type(effect) for effect in returned(request, "3", at=4001.0)] == [OpenStream]
+    late = prompting()
+    assert late.step(Tick(), 4000.0) == []
+    only(OpenStream, written(late, at=4001.0))
+
+
 # ---------------------------------------------------------------- loops
 
 
@@ -1149,7 +1289,7 @@ class RandomRequest(RuleBasedStateMachine):
     @listens
     @rule()
     def headers(self) -> None:
-        self.tell(StreamOpened(turn_id=self.stream or (7, 99), at=self.now, stream=Unread()))
+        self.tell(StreamOpened(turn_id=self.stream or (7, 99), at=self.now, stream=NO_STREAM))
 
     @listens
     @rule(mix=st.lists(st.sampled_from(("text", "reasoning", *_TAGS)), min_size=1, max_size=6))
@@ -1239,7 +1379,7 @@ class RandomRequest(RuleBasedStateMachine):
             for message in (
                 BiosWritten(turn_id=stale, bios="stale", error=None),
                 BiosWritten(turn_id=stale, bios="", error="stale"),
-                StreamOpened(turn_id=stale, at=self.now, stream=Unread()),
+                StreamOpened(turn_id=stale, at=self.now, stream=NO_STREAM),
                 StreamEvents(turn_id=stale, events=(TextDelta("stale"),), at=self.now),
                 StreamClosed(turn_id=stale, failure=None, at=self.now),
                 CallEnded(turn_id=stale, ok=True, text="1", at=self.now),

@@ -1,0 +1,214 @@
+"""A moment without threads or descriptors: what cannot be done says so, and the server is not blamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from llama_worker import LlamaWorker, RestartPolicy, WorkerStartError
+from llama_worker.actors.watchdog import WatchdogActor
+from llama_worker.messages import Probed, ProbeOutcome
+from llama_worker.runtime import reader_thread
+from llama_worker.runtime.reader_thread import ReaderThread
+from llama_worker.types import StartFailReason, WorkerState
+from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, fast_timeouts
+from tests.conftest import Leftovers
+from tests.fake_script import Gate, Headers, Text, ToolCall, Turns, plain_reply
+
+TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+SUSPICIOUS = RestartPolicy(transport_failures_before_restart=1, restart_backoff_s=0.05)
+
+
+class Runner:
+    def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+        return "seen"
+
+
+@contextlib.contextmanager
+def no_threads(monkeypatch: pytest.MonkeyPatch, kind: str = "") -> Iterator[threading.Event]:
+    """No thread with that word in its name can be started; the event is set once one was asked for."""
+    refused = threading.Event()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("llama_worker-") and kind in thread.name:
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", refuse)
+        yield refused
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Every descriptor that this process may have is taken. Nothing may be opened meanwhile, by the test neither."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    filler: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                filler.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in filler:
+            os.close(fd)
+
+
+def assert_as_before(rig: Rig) -> None:
+    assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
+    status = rig.status()
+    assert (status["state"], status["restart_count"], status["slots_used"]) == (WorkerState.READY, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("-reader", "unknown_error"), ("-tool-", "tool_execution_error"), ("-bios", "prompt_error")],
+)
+def test_without_a_thread_a_request_fails_and_the_server_stays(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
+) -> None:
+    rig = make_worker(normal_tools=[TOOL], tool_runner=Runner(), bios_provider=lambda _: "bios", restart=SUSPICIOUS)
+    turns = Turns([plain_reply(ToolCall("look"), reason="tool_calls"), plain_reply(Text("done"))])
+    with monkeypatch.context() as fresh, no_threads(monkeypatch, kind) as refused:
+        fresh.setattr(reader_thread, "_reader", ReaderThread())  # as if this were the process's first stream
+        result = rig.run(turns)
+    assert refused.is_set()
+    assert result["fail_reason"] == reason
+    assert "can't start new thread" in result["fail_detail"]
+    assert_as_before(rig)
+
+
+def test_without_threads_for_probes_a_stream_goes_on_and_the_server_stays(
+    make_worker: MakeWorker, make_gate: Callable[[], GatePath], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts = fast_timeouts(
+        health_probe_interval_s=0.1, health_failures_before_restart=1, liveness_probe_interval_s=0.1
+    )
+    gate = make_gate()
+    rig = make_worker(timeouts=timeouts)
+    request = rig.submit(Headers(), Text("a"), Gate(gate.path), Text("b"), *plain_reply(Text("c"))[1:])
+    rig.wait_text(request, "a")
+    for kind in ("-probe", "-look"):
+        with no_threads(monkeypatch, kind) as refused:
+            assert refused.wait(WAIT_S)
+            refused.clear()
+            assert refused.wait(WAIT_S), "it asks again"
+    gate.open()
+    assert rig.ended(request)["text"] == "abc"
+    assert_as_before(rig)
+
+
+def test_a_worker_that_gets_no_threads_raises_and_leaves_nothing(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_worker(start=False).config
+    before = Leftovers()
+    for actor in ("worker", "process", "transport", "tool_loop", "watchdog", "request"):
+        with no_threads(monkeypatch, f"llama_worker-{actor}"), pytest.raises(RuntimeError, match="new thread"):
+            LlamaWorker(config)
+        assert before.wait_none() == []
+
+
+def test_without_descriptors_a_request_fails_and_the_server_stays(make_worker: MakeWorker) -> None:
+    rig = make_worker(restart=SUSPICIOUS, slots=2)
+    with no_descriptors():
+        results = [rig.worker.result(request) for request in (submitted(rig), submitted(rig))]
+        told: list[Any] = [result.get(timeout=WAIT_S) for result in results]
+    for result in told:
+        assert (result["fail_reason"], "Too many open files" in result["fail_detail"]) == ("unknown_error", True)
+    assert_as_before(rig)
+
+
+def submitted(rig: Rig) -> int:
+    told = rig.worker.submit("job", "", "x").get(timeout=WAIT_S)
+    assert told["ok"]
+    return told["request_id"]
+
+
+def test_without_descriptors_no_probe_accuses_the_server(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts = fast_timeouts(health_probe_interval_s=0.1, health_failures_before_restart=1)
+    rig = make_worker(timeouts=timeouts)
+    outcomes: SimpleQueue[ProbeOutcome] = SimpleQueue()
+    handle = WatchdogActor.handle
+
+    def listening(actor: WatchdogActor, message: Any) -> None:
+        handle(actor, message)
+        if isinstance(message, Probed):
+            outcomes.put(message.outcome)
+
+    monkeypatch.setattr(WatchdogActor, "handle", listening)
+    with no_descriptors():
+        while outcomes.get(timeout=WAIT_S) is not ProbeOutcome.NO_NEWS:
+            pass  # one that was under way
+        assert [outcomes.get(timeout=WAIT_S) for _ in range(3)] == [ProbeOutcome.NO_NEWS] * 3
+        assert rig.status()["state"] is WorkerState.READY
+    while outcomes.get(timeout=WAIT_S) is not ProbeOutcome.READY:
+        pass
+    assert_as_before(rig)
+
+
+def test_without_descriptors_a_start_fails_with_the_cause_and_may_be_repeated(make_worker: MakeWorker) -> None:
+    rig = make_worker(start=False)
+    with no_descriptors(), pytest.raises(WorkerStartError) as failure:
+        rig.worker.start().get(timeout=WAIT_S)
+    assert failure.value.reason is StartFailReason.SPAWN_FAILED
+    assert "Too many open files" in str(failure.value)
+    assert rig.status()["state"] is WorkerState.FAILED
+    rig.start()
+    assert_as_before(rig)
+
+
+def test_without_descriptors_a_stop_still_stops(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    with no_descriptors():
+        rig.worker.stop().get(timeout=WAIT_S)
+    assert rig.status()["state"] is WorkerState.STOPPED
+    rig.wait_gone(0.0)
+
+
+# ------------------------------------------------------------ a host that ignores SIGCHLD
+
+
+@pytest.fixture
+def sigchld_ignored() -> Iterator[None]:
+    """The disposition is inherited by what the host starts: its children are nobody's to wait for."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("sigchld_ignored")
+def test_a_host_that_ignores_sigchld_hears_of_every_end(make_worker: MakeWorker, leftovers: Leftovers) -> None:
+    rig = make_worker()
+    os.kill(rig.status()["pid"], signal.SIGKILL)
+    rig.wait_restarted()
+    (event,) = [e for e in rig.worker.get_debug_info().get()["recent_events"] if e["event"] == "exited"]
+    assert event["returncode"] == -signal.SIGKILL
+    assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
+    rig.stop()
+    rig.wait_gone(0.0)
+    rig.worker.close()
+    assert leftovers.wait_none() == []
+
+
+@pytest.mark.usefixtures("sigchld_ignored")
+def test_a_host_that_ignores_sigchld_is_told_why_nothing_started(make_worker: MakeWorker) -> None:
+    rig = make_worker(start=False, server_cmd=("/nowhere/llama-server",))
+    with pytest.raises(WorkerStartError, match="No such file") as failure:
+        rig.worker.start().get(timeout=WAIT_S)
+    assert failure.value.reason is StartFailReason.SPAWN_FAILED
