@@ -1,0 +1,82 @@
+"""An NVIDIA GPU, and workers whose servers compute on it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import pynvml
+import pytest
+
+from llama_worker import LlamaWorker, RestartPolicy
+from tests.server.pace import patience
+
+T = TypeVar("T")
+
+
+class Gpu:
+    """The first GPU of the machine."""
+
+    def __init__(self) -> None:
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+    @property
+    def used_bytes(self) -> int:
+        """By all processes."""
+        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+
+@pytest.fixture(scope="session")
+def gpu(llama_server: str) -> Gpu:
+    """Skips where there is no GPU, or a llama-server that cannot use it."""
+    try:
+        pynvml.nvmlInit()
+        if not pynvml.nvmlDeviceGetCount():
+            pytest.skip("no NVIDIA GPU")
+    except pynvml.NVMLError as error:
+        pytest.skip(f"no NVIDIA GPU: {error}")
+    listed = subprocess.run([llama_server, "--list-devices"], capture_output=True, text=True, check=True)
+    if "CUDA0" not in listed.stdout:
+        pytest.skip(f"{llama_server} was built without CUDA")
+    return Gpu()
+
+
+class MakeWorker(Protocol):
+    """`on_gpu`'s type."""
+
+    def __call__(self, *, restart_backoff_s: float = 0.01, **config: Any) -> LlamaWorker: ...
+
+
+@pytest.fixture
+def on_gpu(gpu: Gpu, llama_server: str, smollm2: str) -> Iterator[MakeWorker]:
+    """A factory of workers that are READY, all layers on the first GPU; closed at the end of the test."""
+    workers: list[LlamaWorker] = []
+
+    def make(*, restart_backoff_s: float = 0.01, **config: Any) -> LlamaWorker:
+        worker = LlamaWorker.from_model(
+            smollm2,
+            executable=llama_server,
+            extra_args=["--n-gpu-layers", "99", "--ctx-size", "8192", "--threads", "1"],
+            env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0"},
+            restart=RestartPolicy(restart_backoff_s=restart_backoff_s, backoff_factor=1.0, max_restarts_per_window=50),
+            max_tokens=None,
+            **config,
+        )
+        workers.append(worker)
+        worker.start().get(timeout=patience())
+        return worker
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+def eventually(check: Callable[[], T | None], what: str) -> T:
+    """The first value of `check` that is true."""
+    deadline = time.monotonic() + patience()
+    while not (value := check()):
+        assert time.monotonic() < deadline, f"never: {what}; last: {value!r}"
+        time.sleep(0.01)
+    return value
