@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from llama_worker.messages import Tick
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.server.termination import Signal
@@ -44,16 +46,15 @@ class Nature:
         self._reply_kinds = {KINDS[name]: w for name, w in kinds.items() if KINDS[name].scope is Scope.REPLY}
         self._mean_s = mean_s
         self._next_load: Kind | None = None
+        self._at_next_request: list[Kind] = []
         self._on_server: dict[int, list[Fault]] = {}  # by epoch: those that hurt every request
         self._loading_faults: dict[int, Fault] = {}
         self._unkillable: dict[int, Kind] = {}
         self._tool_kinds: dict[int, Kind] = {}
-        self._refusals: dict[int, int] = {}
         self._bios: tuple[float | None, str | None] | None = None
         machine.loads = self._load
         machine.launch_failure = self._launch_failure
         machine.twist = self._twist
-        machine.refuses = lambda turn_id: self._refusals.get(turn_id[0])
         machine.tool_call = self._tool_call
         machine.bios_call = self._bios_call
         machine.on_signal = self._on_signal
@@ -89,7 +90,15 @@ class Nature:
         if self.is_calm:
             return
         self._later(self._dice.waiting_time(self._mean_s), self._strike, "nature")
-        self.strike(self._dice.weighted(self._kinds))
+        kind = self._dice.weighted(self._kinds)
+        if kind.scope in (Scope.SERVER, Scope.HOST) and self._dice.chance(0.6):
+            self._at_next_request.append(kind)
+        else:
+            self.strike(kind)
+
+    def _strike_if_not_calm(self, kind: Kind) -> None:
+        if not self.is_calm:
+            self.strike(kind)
 
     def strike(self, kind: Kind) -> None:
         """Do it now, if there is anything to do it to."""
@@ -100,8 +109,10 @@ class Nature:
                 if server is not None and self._dice.chance(0.5):
                     self._crash(server, "crash", 139)
             case Scope.SERVER if server is not None and server.loaded:
-                self._to_server(kind, server)
-            case Scope.KILL if server is not None and not server.gone:
+                wedged = server.frozen or server.stopped or server.http_dead
+                if not wedged or kind.name in ("crash", "killed by the system", "guard killed"):
+                    self._to_server(kind, server)
+            case Scope.KILL if server is not None and not (server.frozen or server.stopped):
                 self._to_process(kind, server)
             case Scope.HOST:
                 self._to_host(kind)
@@ -163,7 +174,8 @@ class Nature:
     def _recover(self, fault: Fault, server: LlamaServer) -> None:
         if server.gone:
             return
-        fault.ended_at = self._scheduler.now
+        for each in (fault, *self._on_server.get(server.epoch, ())):
+            each.ended_at = self._scheduler.now
         server.http_dead = server.ignores_term = False
         server.thaw()
         self._resume(server)
@@ -193,6 +205,9 @@ class Nature:
                 )
 
     def _admitted(self, truth: Truth) -> None:
+        waiting, self._at_next_request = self._at_next_request, []
+        for kind in waiting:
+            self._later(self._dice.log_between(0.001, 60.0), partial(self._strike_if_not_calm, kind), "nature")
         for fault in self._on_server.get(truth.epoch, ()):
             if fault.ended_at is None:
                 self._expect(fault, truth)
@@ -220,7 +235,7 @@ class Nature:
         """A misbehaviour that is not the stream's own."""
         match reply.twist:
             case "status 500" | "status 400":
-                self._refusals[request_id] = int(reply.twist[-3:])
+                reply.status = int(reply.twist[-3:])
                 self._bound_reply(reply.twist, request_id)
                 reply.twist = None
             case "tool raises" | "tool never returns":

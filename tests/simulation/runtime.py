@@ -48,7 +48,7 @@ class SimRuntime:
 
     def __init__(self, config: WorkerConfig, scheduler: Scheduler, machine: Machine, dice: Dice) -> None:
         self.log = LogRing(config.log_lines, api_key=config.api_key)
-        self.probes_count = 1
+        self.probes_count = 1 + machine.has_foreign_probe
         self.streams: list[SimStream] = []  # those whose reader has not ended
         self._config = config
         self._scheduler = scheduler
@@ -101,10 +101,10 @@ class SimRuntime:
         scheduler = self._scheduler
 
         def looked() -> None:
-            if seen.fresh:
+            if seen.fresh and seen.probe == 0:
                 self._activity = ProcessActivity()
             alive, detail = False, ""
-            server = self._machine.find(root_pid)
+            server = self._machine.find(root_pid) if seen.probe == 0 else None
             if server is not None:
                 processes = {
                     (pid, 1.0): liveness.Counters(
@@ -128,7 +128,7 @@ class SimRuntime:
                 )
             )
 
-        if not self._machine.looks_hang:
+        if seen.probe == 0 or not self._machine.looks_hang:
             scheduler.at(scheduler.now + self._machine.thread_start_s(), looked, "look")
 
     def run_bios(self, order: RunBios) -> None:

@@ -57,6 +57,7 @@ class Reply:
     step_tokens: int = 8  # of the answer, in one record
     calls: tuple[str, ...] = ()  # names of tools, called behind the text
     finish: str = "stop"
+    status: int = 200
     twist: str | None = None  # a misbehaviour of faults.py
     twist_at: int = 0  # tokens of the answer before it
 
@@ -274,9 +275,13 @@ class LlamaServer:
         if not self.loaded:
             connection.headers(503)
             return None
+        reply = self._reply_to(*turn_id)
+        if reply.status != 200:
+            connection.headers(reply.status)
+            return None
         exchange = Exchange(
             connection=connection,
-            reply=self._reply_to(*turn_id),
+            reply=reply,
             request_id=turn_id[0],
             wants_progress=bool(body.get("return_progress")) and self.build.reports_progress,
             advanced_at=self._scheduler.now,
