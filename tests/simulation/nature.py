@@ -9,7 +9,7 @@ from llama_worker.profiles import TimeoutProfile
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
 from tests.simulation.dice import Dice
-from tests.simulation.faults import KINDS, Kind, Scope
+from tests.simulation.faults import KINDS, Kind, Scope, Stage
 from tests.simulation.invariants import Fault, Invariants, Truth
 from tests.simulation.machine import Machine
 from tests.simulation.runtime import SimServerProcess
@@ -195,7 +195,7 @@ class Nature:
         for request_id in self._invariants.active:
             self._expect(fault, self._invariants.requests[request_id])
         if fault.kind.name in ("HTTP thread dead", "SIGSTOP", "dead altogether"):
-            bound_s = KINDS["HTTP thread dead"].found_within(self._profile)
+            bound_s = KINDS["HTTP thread dead"].found_within(self._profile, Stage.UNKNOWN)
             if bound_s is not None:
                 self._invariants.expect(
                     4,
@@ -213,7 +213,7 @@ class Nature:
                 self._expect(fault, truth)
 
     def _expect(self, fault: Fault, truth: Truth) -> None:
-        bound_s = fault.kind.found_within(self._profile)
+        bound_s = fault.kind.found_within(self._profile, _stage(truth, fault.epoch))
         if fault.kind.name == "HTTP thread dead":
             return  # its requests go on
         self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
@@ -246,7 +246,7 @@ class Nature:
         truth = self._invariants.requests[request_id]
         fault = self._fault(name, epoch=epoch if epoch is not None else truth.epoch, request_id=request_id)
         if truth.ended_at is None:
-            self._invariants.expect_found(fault, fault.kind.found_within(self._profile), truth)
+            self._invariants.expect_found(fault, fault.kind.found_within(self._profile, Stage.UNKNOWN), truth)
         else:
             fault.ended_at = self._scheduler.now
         return fault
@@ -332,7 +332,7 @@ class Nature:
                 if self._profile.load_timeout_s is not None:
                     slow_s = min(slow_s, 0.5 * self._profile.load_timeout_s)
                 server.begin_load(slow_s)
-        bound_s = kind.found_within(self._profile)
+        bound_s = kind.found_within(self._profile, Stage.UNKNOWN)
         if bound_s is not None:
             self._invariants.expect(
                 4,
@@ -417,3 +417,12 @@ class Nature:
             return self._dice.log_between(0.001, 5.0), True
         self._bound_reply(kind.name, request_id)
         return (None, False) if kind.name == "tool never returns" else (0.01, False)
+
+
+def _stage(truth: Truth, epoch: int | None) -> Stage:
+    exchange = truth.exchanges[-1] if truth.exchanges else None
+    if exchange is None or exchange.over or truth.epoch != epoch:
+        return Stage.UNKNOWN
+    if not exchange.has_headers:
+        return Stage.WAITING
+    return Stage.SPEAKING if exchange.spoke else Stage.SILENT

@@ -100,6 +100,7 @@ class Exchange:
     processed: int = 0
     decoded: int = 0
     has_headers: bool = False
+    spoke: bool = False  # sent more than headers
     closed_by_client: bool = False
     over: bool = False
     twisted: bool = False  # its misbehaviour has begun
@@ -427,6 +428,7 @@ class LlamaServer:
         """Bytes of a body, headers first."""
         self._send_headers(exchange)
         if not exchange.over:
+            exchange.spoke = True
             exchange.connection.receive(data)
 
     def send_words(self, exchange: Exchange, words: str, *, reasons: bool = False) -> None:
