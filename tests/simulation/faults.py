@@ -89,7 +89,13 @@ def _startup(profile: TimeoutProfile, stage: Stage) -> float:
 
 
 def _load(profile: TimeoutProfile, stage: Stage) -> float | None:
-    return None if profile.load_timeout_s is None else profile.load_timeout_s + _looks(profile)
+    limit = longest_load_s(profile)
+    return None if limit is None else limit + _looks(profile)
+
+
+def longest_load_s(profile: TimeoutProfile) -> float | None:
+    """How long a load may work; None: for ever."""
+    return profile.silent_work_timeout_s if profile.load_timeout_s is None else profile.load_timeout_s
 
 
 def _at_once_killed(profile: TimeoutProfile, stage: Stage) -> float:

@@ -25,6 +25,7 @@ class Machine:
         self.has_foreign_probe = dice.chance(0.3)  # beside the one of processes; it never has any news
         self.looks_hang = False  # the foreign one's
         self.lacks_threads = False
+        self.gpu_watcher: Callable[[Any], object] = lambda fault: None
         self.launched: list[SimServerProcess] = []
         self.servers: list[LlamaServer] = []  # those whose process lives
         self.unanswered: list[tuple[LlamaServer, SimStream]] = []

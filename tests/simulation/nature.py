@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from llama_worker.messages import Tick
@@ -9,7 +10,7 @@ from llama_worker.profiles import TimeoutProfile
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
 from tests.simulation.dice import Dice
-from tests.simulation.faults import KINDS, Kind, Scope, Stage
+from tests.simulation.faults import KINDS, Kind, Scope, Stage, longest_load_s
 from tests.simulation.invariants import Fault, Invariants, Truth
 from tests.simulation.machine import Machine
 from tests.simulation.runtime import SimServerProcess
@@ -325,13 +326,11 @@ class Nature:
                 server.begin_load(None, works=False)
             case "load spins":
                 server.begin_load(None)
-                if self._profile.load_timeout_s is None:  # nothing ends it but a host that has had enough
+                if longest_load_s(self._profile) is None:  # nothing ends it but a host that has had enough
                     self._later(900.0, lambda: server.die(-6), "the load gives up")
             case _:
                 slow_s = load_s + self._dice.log_between(1.0, 1200.0)
-                if self._profile.load_timeout_s is not None:
-                    slow_s = min(slow_s, 0.5 * self._profile.load_timeout_s)
-                server.begin_load(slow_s)
+                server.begin_load(min(slow_s, 0.5 * (longest_load_s(self._profile) or math.inf)))
         bound_s = kind.found_within(self._profile, Stage.UNKNOWN)
         if bound_s is not None:
             self._invariants.expect(

@@ -44,6 +44,7 @@ class Build:
     cpu_shows: bool = True  # a GPU's work may not show in the CPU time
     headers: Headers = Headers.IN_SLOT
     reports_progress: bool = True
+    shows_slots: bool = True  # `--no-slots` and old builds do not
 
 
 @dataclass(slots=True, kw_only=True)
@@ -265,6 +266,11 @@ class LlamaServer:
         self.processes[pid] = Counters(cpu_rate=rate)
 
     # ------------------------------------------------------------ HTTP
+
+    @property
+    def shows_slots(self) -> bool:
+        """Whether `/slots` has an answer."""
+        return self.build.shows_slots
 
     @property
     def answers(self) -> bool:
