@@ -7,6 +7,7 @@ like a wedge, and excuses nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +16,15 @@ from typing import Final
 from llama_worker.profiles import TimeoutProfile
 
 SLACK_S: Final = 8.0  # threads that sleep, timers that are late, a window of 3 s of CPU time
+
+
+class Stage(Enum):
+    """How far a request is, as the server knows it, when a fault begins."""
+
+    UNKNOWN = "not at the server, or nothing is known"
+    WAITING = "no headers sent"
+    SILENT = "headers sent, and nothing else"
+    SPEAKING = "progress or answers sent"
 
 
 class Scope(Enum):
@@ -33,13 +43,13 @@ class Kind:
 
     name: str
     scope: Scope
-    found_within: Callable[[TimeoutProfile], float | None] = lambda profile: None
+    found_within: Callable[[TimeoutProfile, Stage], float | None] = lambda profile, stage: None
     honest: bool = False
     kills: bool = True  # excuses the end of the server
     weight: float = 1.0
 
 
-def _soon(profile: TimeoutProfile) -> float:
+def _soon(profile: TimeoutProfile, stage: Stage) -> float:
     return SLACK_S
 
 
@@ -47,41 +57,48 @@ def _looks(profile: TimeoutProfile) -> float:
     return 2 * profile.liveness_probe_interval_s + SLACK_S
 
 
-def _headers(profile: TimeoutProfile) -> float:
-    return profile.headers_timeout_s + _looks(profile)
+def _silence(profile: TimeoutProfile, stage: Stage) -> float | None:
+    """No CPU time and no data."""
+    limit = {
+        Stage.WAITING: profile.headers_timeout_s,
+        Stage.SILENT: profile.prefill_liveness_timeout_s,
+        Stage.SPEAKING: profile.idle_stream_timeout_s,
+        Stage.UNKNOWN: max(profile.headers_timeout_s, profile.prefill_liveness_timeout_s or math.inf),
+    }[stage]
+    return None if limit is None or limit == math.inf else limit + _looks(profile)
 
 
-def _silence(profile: TimeoutProfile) -> float | None:
-    """No CPU time and no data, in whatever phase."""
-    limits = (profile.headers_timeout_s, profile.prefill_liveness_timeout_s, profile.idle_stream_timeout_s)
-    return None if None in limits else max(limit for limit in limits if limit is not None) + _looks(profile)
-
-
-def _silent_work(profile: TimeoutProfile) -> float | None:
+def _silent_work(profile: TimeoutProfile, stage: Stage) -> float | None:
     limit = profile.silent_work_timeout_s
     return None if limit is None else limit + _looks(profile)
 
 
-def _suspected(profile: TimeoutProfile) -> float | None:
+def _suspected(profile: TimeoutProfile, stage: Stage) -> float | None:
     """Found by `/slots`: four looks, two seconds apart, once there is a suspicion."""
-    suspect_after_s: float | None = getattr(profile, "suspect_after_s", None)
-    return _silent_work(profile) if suspect_after_s is None else suspect_after_s + 12.0 + _looks(profile)
+    suspect_after_s = profile.suspect_after_s
+    return _silent_work(profile, stage) if suspect_after_s is None else suspect_after_s + 12.0 + _looks(profile)
 
 
-def _health(profile: TimeoutProfile) -> float | None:
+def _health(profile: TimeoutProfile, stage: Stage) -> float | None:
     interval_s = profile.health_probe_interval_s
     return None if interval_s is None else (profile.health_failures_before_restart + 1) * (interval_s + 12.0) + SLACK_S
 
 
-def _startup(profile: TimeoutProfile) -> float:
+def _startup(profile: TimeoutProfile, stage: Stage) -> float:
     return profile.startup_timeout_s + _looks(profile)
 
 
-def _load(profile: TimeoutProfile) -> float | None:
-    return None if profile.load_timeout_s is None else profile.load_timeout_s + _looks(profile)
+def _load(profile: TimeoutProfile, stage: Stage) -> float | None:
+    limit = longest_load_s(profile)
+    return None if limit is None else limit + _looks(profile)
 
 
-def _at_once_killed(profile: TimeoutProfile) -> float:
+def longest_load_s(profile: TimeoutProfile) -> float | None:
+    """How long a load may work; None: for ever."""
+    return profile.silent_work_timeout_s if profile.load_timeout_s is None else profile.load_timeout_s
+
+
+def _at_once_killed(profile: TimeoutProfile, stage: Stage) -> float:
     return float(getattr(profile, "kill_timeout_s", 10.0)) + SLACK_S
 
 
@@ -94,13 +111,13 @@ _KINDS = (
     Kind(name="status 500", scope=Scope.REPLY, found_within=_soon),
     Kind(name="status 400", scope=Scope.REPLY, found_within=_soon, kills=False),
     Kind(name="garbage", scope=Scope.REPLY, found_within=_soon),
-    Kind(name="repeated lines", scope=Scope.REPLY, found_within=lambda profile: 120.0, kills=False),
+    Kind(name="repeated lines", scope=Scope.REPLY, found_within=lambda profile, stage: 120.0, kills=False),
     Kind(name="tool raises", scope=Scope.REPLY, found_within=_soon, kills=False),
-    Kind(name="tool never returns", scope=Scope.REPLY, found_within=lambda profile: 10.0 + SLACK_S, kills=False),
+    Kind(name="tool never returns", scope=Scope.REPLY, found_within=lambda profile, stage: 10.0 + SLACK_S, kills=False),
     Kind(name="frozen progress", scope=Scope.REPLY, found_within=_silent_work),
     Kind(name="empty frames", scope=Scope.REPLY, found_within=_suspected),
-    Kind(name="endless characters", scope=Scope.REPLY, found_within=lambda profile: 240.0, kills=False),
-    Kind(name="endless arguments", scope=Scope.REPLY, found_within=lambda profile: 240.0, kills=False),
+    Kind(name="endless characters", scope=Scope.REPLY, found_within=lambda profile, stage: 240.0, kills=False),
+    Kind(name="endless arguments", scope=Scope.REPLY, found_within=lambda profile, stage: 240.0, kills=False),
     Kind(name="dead stream, live neighbour", scope=Scope.REPLY, found_within=_suspected),
     Kind(name="request lost", scope=Scope.REPLY, found_within=_suspected),
     # ---- the server at work
@@ -126,7 +143,7 @@ _KINDS = (
     # ---- a process that is to end
     Kind(name="SIGTERM ignored", scope=Scope.KILL, found_within=_at_once_killed),
     Kind(name="unkillable for minutes", scope=Scope.KILL, found_within=_at_once_killed),
-    Kind(name="unkillable for ever", scope=Scope.KILL, found_within=_at_once_killed),
+    Kind(name="unkillable for ever", scope=Scope.KILL, found_within=_at_once_killed, weight=0.2),
     # ---- the host program
     Kind(name="actor's exception", scope=Scope.HOST),
     Kind(name="a probe hangs", scope=Scope.HOST, honest=True),

@@ -15,8 +15,8 @@ from llama_worker.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState, WorkerState
 from tests.simulation.dice import Dice
-from tests.simulation.invariants import QUICK_S, Invariants, Violation
-from tests.simulation.scheduler import Scheduler
+from tests.simulation.invariants import QUICK_S, Invariants
+from tests.simulation.scheduler import Scheduler, Violation
 
 Plan = Generator[float | WorkerFuture[Any], None, None]
 

@@ -26,7 +26,7 @@ from llama_worker.server.lifecycle_states import Launching
 from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types import RequestFailReason, RequestState, WorkerState
 from tests.simulation.faults import Kind
-from tests.simulation.scheduler import Scheduler, SimulatedActor
+from tests.simulation.scheduler import Scheduler, SimulatedActor, Violation
 from tests.simulation.server import Exchange
 
 ARROWS = {
@@ -42,14 +42,6 @@ ARROWS = {
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
 _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_STOPPED})
-
-
-class Violation(AssertionError):
-    """An invariant is broken."""
-
-    def __init__(self, number: int, what: str) -> None:
-        super().__init__(f"invariant {number}: {what}")
-        self.number = number
 
 
 @dataclass(eq=False, slots=True)

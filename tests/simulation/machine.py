@@ -22,8 +22,10 @@ class Machine:
         self.build = build
         self.unix_jump_s = 0.0
         self.stranger_on_port = False
-        self.looks_hang = False
+        self.has_foreign_probe = dice.chance(0.3)  # beside the one of processes; it never has any news
+        self.looks_hang = False  # the foreign one's
         self.lacks_threads = False
+        self.gpu_watcher: Callable[[Any], object] = lambda fault: None
         self.launched: list[SimServerProcess] = []
         self.servers: list[LlamaServer] = []  # those whose process lives
         self.unanswered: list[tuple[LlamaServer, SimStream]] = []
@@ -33,7 +35,6 @@ class Machine:
         self.twist: Callable[[LlamaServer, Exchange], None] = lambda server, exchange: None
         self.tool_call: Callable[[int], tuple[float | None, bool]] = lambda request_id: (0.1, True)
         self.bios_call: Callable[[], tuple[float | None, str | None]] = lambda: (0.001, None)
-        self.refuses: Callable[[tuple[int, int]], int | None] = lambda turn_id: None
         self.on_signal: Callable[[SimServerProcess, Signal], object] = lambda process, signal: None
         self.on_launch: Callable[[int], object] = lambda epoch: None
         self.on_death: Callable[[LlamaServer], object] = lambda server: None
@@ -76,10 +77,6 @@ class Machine:
 
     def serve(self, server: LlamaServer, stream: SimStream, body: dict[str, Any]) -> None:
         """A request has arrived at a server that answers."""
-        status = self.refuses(stream.turn_id)
-        if status is not None and server.loaded:
-            stream.headers(status)
-            return
         stream.exchange = server.accept(stream, stream.turn_id, body)
         if stream.exchange is not None:
             self.exchanges(stream.exchange)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 from llama_worker.messages import Tick
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
 from tests.simulation.dice import Dice
-from tests.simulation.faults import KINDS, Kind, Scope
+from tests.simulation.faults import KINDS, Kind, Scope, Stage, longest_load_s
 from tests.simulation.invariants import Fault, Invariants, Truth
 from tests.simulation.machine import Machine
 from tests.simulation.runtime import SimServerProcess
@@ -44,16 +47,15 @@ class Nature:
         self._reply_kinds = {KINDS[name]: w for name, w in kinds.items() if KINDS[name].scope is Scope.REPLY}
         self._mean_s = mean_s
         self._next_load: Kind | None = None
+        self._at_next_request: list[Kind] = []
         self._on_server: dict[int, list[Fault]] = {}  # by epoch: those that hurt every request
         self._loading_faults: dict[int, Fault] = {}
         self._unkillable: dict[int, Kind] = {}
         self._tool_kinds: dict[int, Kind] = {}
-        self._refusals: dict[int, int] = {}
         self._bios: tuple[float | None, str | None] | None = None
         machine.loads = self._load
         machine.launch_failure = self._launch_failure
         machine.twist = self._twist
-        machine.refuses = lambda turn_id: self._refusals.get(turn_id[0])
         machine.tool_call = self._tool_call
         machine.bios_call = self._bios_call
         machine.on_signal = self._on_signal
@@ -89,7 +91,15 @@ class Nature:
         if self.is_calm:
             return
         self._later(self._dice.waiting_time(self._mean_s), self._strike, "nature")
-        self.strike(self._dice.weighted(self._kinds))
+        kind = self._dice.weighted(self._kinds)
+        if kind.scope in (Scope.SERVER, Scope.HOST) and self._dice.chance(0.6):
+            self._at_next_request.append(kind)
+        else:
+            self.strike(kind)
+
+    def _strike_if_not_calm(self, kind: Kind) -> None:
+        if not self.is_calm:
+            self.strike(kind)
 
     def strike(self, kind: Kind) -> None:
         """Do it now, if there is anything to do it to."""
@@ -100,8 +110,10 @@ class Nature:
                 if server is not None and self._dice.chance(0.5):
                     self._crash(server, "crash", 139)
             case Scope.SERVER if server is not None and server.loaded:
-                self._to_server(kind, server)
-            case Scope.KILL if server is not None and not server.gone:
+                wedged = server.frozen or server.stopped or server.http_dead
+                if not wedged or kind.name in ("crash", "killed by the system", "guard killed"):
+                    self._to_server(kind, server)
+            case Scope.KILL if server is not None and not (server.frozen or server.stopped):
                 self._to_process(kind, server)
             case Scope.HOST:
                 self._to_host(kind)
@@ -163,7 +175,8 @@ class Nature:
     def _recover(self, fault: Fault, server: LlamaServer) -> None:
         if server.gone:
             return
-        fault.ended_at = self._scheduler.now
+        for each in (fault, *self._on_server.get(server.epoch, ())):
+            each.ended_at = self._scheduler.now
         server.http_dead = server.ignores_term = False
         server.thaw()
         self._resume(server)
@@ -183,7 +196,7 @@ class Nature:
         for request_id in self._invariants.active:
             self._expect(fault, self._invariants.requests[request_id])
         if fault.kind.name in ("HTTP thread dead", "SIGSTOP", "dead altogether"):
-            bound_s = KINDS["HTTP thread dead"].found_within(self._profile)
+            bound_s = KINDS["HTTP thread dead"].found_within(self._profile, Stage.UNKNOWN)
             if bound_s is not None:
                 self._invariants.expect(
                     4,
@@ -193,12 +206,15 @@ class Nature:
                 )
 
     def _admitted(self, truth: Truth) -> None:
+        waiting, self._at_next_request = self._at_next_request, []
+        for kind in waiting:
+            self._later(self._dice.log_between(0.001, 60.0), partial(self._strike_if_not_calm, kind), "nature")
         for fault in self._on_server.get(truth.epoch, ()):
             if fault.ended_at is None:
                 self._expect(fault, truth)
 
     def _expect(self, fault: Fault, truth: Truth) -> None:
-        bound_s = fault.kind.found_within(self._profile)
+        bound_s = fault.kind.found_within(self._profile, _stage(truth, fault.epoch))
         if fault.kind.name == "HTTP thread dead":
             return  # its requests go on
         self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
@@ -220,7 +236,7 @@ class Nature:
         """A misbehaviour that is not the stream's own."""
         match reply.twist:
             case "status 500" | "status 400":
-                self._refusals[request_id] = int(reply.twist[-3:])
+                reply.status = int(reply.twist[-3:])
                 self._bound_reply(reply.twist, request_id)
                 reply.twist = None
             case "tool raises" | "tool never returns":
@@ -231,7 +247,7 @@ class Nature:
         truth = self._invariants.requests[request_id]
         fault = self._fault(name, epoch=epoch if epoch is not None else truth.epoch, request_id=request_id)
         if truth.ended_at is None:
-            self._invariants.expect_found(fault, fault.kind.found_within(self._profile), truth)
+            self._invariants.expect_found(fault, fault.kind.found_within(self._profile, Stage.UNKNOWN), truth)
         else:
             fault.ended_at = self._scheduler.now
         return fault
@@ -310,14 +326,12 @@ class Nature:
                 server.begin_load(None, works=False)
             case "load spins":
                 server.begin_load(None)
-                if self._profile.load_timeout_s is None:  # nothing ends it but a host that has had enough
+                if longest_load_s(self._profile) is None:  # nothing ends it but a host that has had enough
                     self._later(900.0, lambda: server.die(-6), "the load gives up")
             case _:
                 slow_s = load_s + self._dice.log_between(1.0, 1200.0)
-                if self._profile.load_timeout_s is not None:
-                    slow_s = min(slow_s, 0.5 * self._profile.load_timeout_s)
-                server.begin_load(slow_s)
-        bound_s = kind.found_within(self._profile)
+                server.begin_load(min(slow_s, 0.5 * (longest_load_s(self._profile) or math.inf)))
+        bound_s = kind.found_within(self._profile, Stage.UNKNOWN)
         if bound_s is not None:
             self._invariants.expect(
                 4,
@@ -402,3 +416,12 @@ class Nature:
             return self._dice.log_between(0.001, 5.0), True
         self._bound_reply(kind.name, request_id)
         return (None, False) if kind.name == "tool never returns" else (0.01, False)
+
+
+def _stage(truth: Truth, epoch: int | None) -> Stage:
+    exchange = truth.exchanges[-1] if truth.exchanges else None
+    if exchange is None or exchange.over or truth.epoch != epoch:
+        return Stage.UNKNOWN
+    if not exchange.has_headers:
+        return Stage.WAITING
+    return Stage.SPEAKING if exchange.spoke else Stage.SILENT

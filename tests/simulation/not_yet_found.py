@@ -14,12 +14,8 @@ NOT_YET_FOUND = frozenset(
         "dead stream, live neighbour",
         "request lost",
         "sidecar's CPU",
-        "unkillable for ever",
-        "unkillable for minutes",
         "host stalled",
         "host and server stalled",
-        "host lacks threads",
-        "BIOS provider blocks",
         "waiting behind a neighbour",
     }
 )

@@ -13,6 +13,7 @@ from llama_worker.messages import (
     Died,
     EvidenceSeen,
     Exited,
+    GpuFaulted,
     Launched,
     LaunchFailed,
     Mailbox,
@@ -21,6 +22,7 @@ from llama_worker.messages import (
     ProbeOutcome,
     RunBios,
     RunTools,
+    SlotsSeen,
     StreamClosed,
     StreamEvents,
     StreamOpened,
@@ -30,6 +32,7 @@ from llama_worker.runtime.ports import Waitable
 from llama_worker.server import liveness
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.liveness import ProcessActivity, ProcessSample
+from llama_worker.server.slots import SlotsLook, parse_slots
 from llama_worker.server.termination import Signal
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.decoder import ProtocolError, StreamDecoder
@@ -41,6 +44,7 @@ from tests.simulation.scheduler import Event, Scheduler
 from tests.simulation.server import Exchange, LlamaServer
 
 UNIX_EPOCH = 1_700_000_000.0
+_SLOTS_TIMEOUT_S = 2.0
 
 
 class SimRuntime:
@@ -48,7 +52,7 @@ class SimRuntime:
 
     def __init__(self, config: WorkerConfig, scheduler: Scheduler, machine: Machine, dice: Dice) -> None:
         self.log = LogRing(config.log_lines, api_key=config.api_key)
-        self.probes_count = 1
+        self.probes_count = 1 + machine.has_foreign_probe
         self.streams: list[SimStream] = []  # those whose reader has not ended
         self._config = config
         self._scheduler = scheduler
@@ -70,6 +74,9 @@ class SimRuntime:
     def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
         self._machine.need_thread()
         self._scheduler.start_actor(actor)
+
+    def write_log(self, *record: Any) -> None:
+        """Nobody reads it."""
 
     # ------------------------------------------------------------ the server's process
 
@@ -101,10 +108,10 @@ class SimRuntime:
         scheduler = self._scheduler
 
         def looked() -> None:
-            if seen.fresh:
+            if seen.fresh and seen.probe == 0:
                 self._activity = ProcessActivity()
             alive, detail = False, ""
-            server = self._machine.find(root_pid)
+            server = self._machine.find(root_pid) if seen.probe == 0 else None
             if server is not None:
                 processes = {
                     (pid, 1.0): liveness.Counters(
@@ -128,8 +135,16 @@ class SimRuntime:
                 )
             )
 
-        if not self._machine.looks_hang:
+        if seen.probe == 0 or not self._machine.looks_hang:
             scheduler.at(scheduler.now + self._machine.thread_start_s(), looked, "look")
+
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SimSlotsRequest:
+        self._machine.need_thread()
+        return SimSlotsRequest(self._scheduler, self._machine, epoch, reply_to)
+
+    def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
+        self._machine.need_thread()
+        self._machine.gpu_watcher = lambda fault: reply_to.tell(GpuFaulted(epoch=epoch, fault=fault))
 
     def run_bios(self, order: RunBios) -> None:
         if self._config.bios_provider is default_bios:
@@ -273,6 +288,16 @@ class SimStream:
             )
         self._read_soon()
 
+    def flush(self) -> bool:
+        """Tell now what has come."""
+        if self._ended or not self._opened or not self._buffer:
+            return False
+        self._decode_all()
+        return True
+
+    def hurry(self) -> None:
+        """Nothing waits here."""
+
     # ------------------------------------------------------------ the server's end
 
     def headers(self, status: int) -> None:
@@ -337,8 +362,10 @@ class SimStream:
                 self._fail(RequestFailReason.HTTP_ERROR, detail, status)
                 return
             self._opened = True
-            self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=scheduler.now))
+            self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=scheduler.now, stream=self))
         if self._aborted:
+            if (self._opened and self._buffer and not self._decode_all()) or self._ended:
+                return
             self._finish(StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail="aborted"))
             return
         if self._opened and self._buffer:
@@ -356,6 +383,11 @@ class SimStream:
                 detail = "the connection ended in the middle of a record"
                 self._end = StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
             self._finish(self._end)
+
+    def _decode_all(self) -> bool:
+        data = bytes(self._buffer)
+        self._buffer.clear()
+        return self._decode(data)
 
     def _decode(self, data: bytes) -> bool:
         failure: StreamFailure | None = None
@@ -443,6 +475,40 @@ class SimProbe:
         self._event.cancel()
         traits = ServerTraits(slots=self._machine.build.slots, tools=True)
         self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
+
+
+class SimSlotsRequest:
+    """One `GET /slots`."""
+
+    def __init__(self, scheduler: Scheduler, machine: Machine, epoch: int, reply_to: Mailbox[SlotsSeen]) -> None:
+        self._scheduler = scheduler
+        self._machine = machine
+        self._epoch = epoch
+        self._reply_to = reply_to
+        self._asked_at = scheduler.now
+        self._event = scheduler.at(scheduler.now + machine.probe_s(), self._asked, "GET /slots")
+
+    def abort(self) -> None:
+        """There is no answer then."""
+        if self._event.call is not None:
+            self._event.cancel()
+            self._event = self._scheduler.at(self._scheduler.now + 0.001, lambda: self._tell(None), "slots aborted")
+
+    def _asked(self) -> None:
+        server = self._machine.listening()
+        if server is None or not server.shows_slots or not server.loaded:
+            self._tell(None)
+        elif not server.answers:
+            at = self._scheduler.now + _SLOTS_TIMEOUT_S
+            self._event = self._scheduler.at(at, lambda: self._tell(None), "slots time out")
+        else:
+            slots = parse_slots(server.slots_view())
+            assert slots is not None
+            self._tell(SlotsLook(asked_at=self._asked_at, slots=slots))
+
+    def _tell(self, look: SlotsLook | None) -> None:
+        self._event.cancel()
+        self._reply_to.tell(SlotsSeen(epoch=self._epoch, look=look))
 
 
 class SimToolThread:

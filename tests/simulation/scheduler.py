@@ -21,6 +21,14 @@ from tests.simulation.trace import Trace
 _MANY = 1 << 30
 
 
+class Violation(AssertionError):
+    """An invariant is broken: the run ends, wherever that was found."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(f"invariant {number}: {what}")
+        self.number = number
+
+
 class Choices(Protocol):
     """What decides where reality leaves the order open."""
 
@@ -266,10 +274,14 @@ class Scheduler:
                 self._breaks.remove(simulated.name)
                 raise RuntimeError("planted in the actor")
             actor._handle_receive(message)
+        except Violation:
+            raise
         except Exception:
             actor._handle_failure(*sys.exc_info())
             try:
                 actor.on_failure(*sys.exc_info())
+            except Violation:
+                raise
             except Exception:
                 actor._handle_failure(*sys.exc_info())
         finally:

@@ -44,6 +44,7 @@ class Build:
     cpu_shows: bool = True  # a GPU's work may not show in the CPU time
     headers: Headers = Headers.IN_SLOT
     reports_progress: bool = True
+    shows_slots: bool = True  # `--no-slots` and old builds do not
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Reply:
     step_tokens: int = 8  # of the answer, in one record
     calls: tuple[str, ...] = ()  # names of tools, called behind the text
     finish: str = "stop"
+    status: int = 200
     twist: str | None = None  # a misbehaviour of faults.py
     twist_at: int = 0  # tokens of the answer before it
 
@@ -99,6 +101,7 @@ class Exchange:
     processed: int = 0
     decoded: int = 0
     has_headers: bool = False
+    spoke: bool = False  # sent more than headers
     closed_by_client: bool = False
     over: bool = False
     twisted: bool = False  # its misbehaviour has begun
@@ -265,6 +268,11 @@ class LlamaServer:
     # ------------------------------------------------------------ HTTP
 
     @property
+    def shows_slots(self) -> bool:
+        """Whether `/slots` has an answer."""
+        return self.build.shows_slots
+
+    @property
     def answers(self) -> bool:
         """Whether the HTTP thread does."""
         return not self.gone and not self.http_dead and not self.stopped
@@ -274,9 +282,13 @@ class LlamaServer:
         if not self.loaded:
             connection.headers(503)
             return None
+        reply = self._reply_to(*turn_id)
+        if reply.status != 200:
+            connection.headers(reply.status)
+            return None
         exchange = Exchange(
             connection=connection,
-            reply=self._reply_to(*turn_id),
+            reply=reply,
             request_id=turn_id[0],
             wants_progress=bool(body.get("return_progress")) and self.build.reports_progress,
             advanced_at=self._scheduler.now,
@@ -422,6 +434,7 @@ class LlamaServer:
         """Bytes of a body, headers first."""
         self._send_headers(exchange)
         if not exchange.over:
+            exchange.spoke = True
             exchange.connection.receive(data)
 
     def send_words(self, exchange: Exchange, words: str, *, reasons: bool = False) -> None:

@@ -16,12 +16,12 @@ from llama_worker.worker import _open_backends
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS
 from tests.simulation.host import Host, Plan
-from tests.simulation.invariants import Invariants, Violation
+from tests.simulation.invariants import Invariants
 from tests.simulation.machine import Machine
 from tests.simulation.nature import Nature
 from tests.simulation.not_yet_found import NOT_YET_FOUND
 from tests.simulation.runtime import SimRuntime
-from tests.simulation.scheduler import Choices, Scheduler, SeededChoices
+from tests.simulation.scheduler import Choices, Scheduler, SeededChoices, Violation
 from tests.simulation.server import Build, Exchange, Headers, Reply
 from tests.simulation.trace import Trace
 
@@ -213,7 +213,7 @@ class World:
             lambda: self.invariants.state in rest and not self.invariants.active, self.scheduler.now + rest_s
         ):
             raise Violation(8, f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after the faults")
-        for attempt in range(4):  # what a fault left behind (a frozen server, say) may have to be found first
+        for _ in range(4):  # what a fault left behind (a frozen server, say) may have to be found first
             done: list[str] = []
             self.host.run(self._fresh_request(done))
             bound_s = 2 * rest_s
@@ -221,6 +221,7 @@ class World:
                 raise Violation(8, f"a fresh request has no answer {bound_s:.0f} s after the faults")
             if done[0] == "completed":
                 return
+            self._until(self.scheduler.now + 300.0)
         raise Violation(8, f"fresh requests do not complete after the faults: {done[0]}")
 
     def _fresh_request(self, done: list[str]) -> Plan:

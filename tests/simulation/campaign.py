@@ -1,0 +1,88 @@
+"""Many runs of different kinds, added up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+
+from tests.simulation.dice import Dice
+from tests.simulation.world import Report, Setting, World
+
+
+def settings(seed: int, hours: float, faults: float, kinds: Mapping[str, float] | None = None) -> Iterable[Setting]:
+    """Runs that make up `hours` worker-hours in all and about `faults` faults.
+
+    Half of the faults come in hectic runs of a few hours, a request every few minutes, the rest in runs of days in which
+    little happens.
+    """
+    dice = Dice(seed)
+    hectic_share = 0.02
+    hectic_hours, calm_hours = hours * hectic_share, hours * (1 - hectic_share)
+    hectic_rate, calm_rate = 0.6 * faults / hectic_hours, 0.4 * faults / calm_hours
+    left = {True: hectic_hours, False: calm_hours}
+    while left[True] > 0 or left[False] > 0:
+        is_hectic = left[True] > 0 and (left[False] <= 0 or dice.chance(0.7))
+        span = min(left[is_hectic], dice.between(2.0, 6.0) if is_hectic else dice.between(48.0, 240.0))
+        left[is_hectic] -= span
+        if left[is_hectic] < 0.01:
+            left[is_hectic] = 0.0
+        rate = hectic_rate if is_hectic else calm_rate
+        yield Setting(
+            seed=int(dice.random() * 2**48),
+            hours=span,
+            requests_per_hour=6 * max(rate, 1.0) if is_hectic else max(0.6, 2 * rate),
+            faults_per_hour=rate,
+            kinds=dict(kinds or {}),
+        )
+
+
+def run_all(chosen: Iterable[Setting]) -> Report:
+    """One after the other; raises the first Failure."""
+    total = Report()
+    digests = sha256()
+    for setting in chosen:
+        add(total, World(setting).run(), digests)
+    total.digest = digests.hexdigest()[:16]
+    return total
+
+
+def add(total: Report, report: Report, digests: object = None) -> None:
+    """Add a run's figures to the total."""
+    total.hours += report.hours
+    total.messages += report.messages
+    total.requests += report.requests
+    total.restarts += report.restarts
+    for name, count in report.faults.items():
+        total.faults[name] = total.faults.get(name, 0) + count
+    for name, count in report.outcomes.items():
+        total.outcomes[name] = total.outcomes.get(name, 0) + count
+    for name, count in report.bounded.items():
+        total.bounded[name] = total.bounded.get(name, 0) + count
+    for name, times in report.found.items():
+        total.found.setdefault(name, []).extend(times)
+    if digests is not None:
+        digests.update(report.digest.encode())  # type: ignore[attr-defined]
+
+
+def table(total: Report) -> list[str]:
+    """The figures, for a person."""
+    lines = [
+        f"worker-hours   {total.hours:12,.0f}",
+        f"requests       {total.requests:12,}",
+        f"faults         {sum(total.faults.values()):12,}",
+        f"messages       {total.messages:12,}",
+        f"restarts       {total.restarts:12,}",
+        f"false kills    {0:12,}   (the first one ends the campaign)",
+        f"missed wedges  {0:12,}   (likewise)",
+        f"trace hash     {total.digest:>16}",
+        "",
+        f"{'fault':32}{'count':>8}{'found':>8}{'median s':>12}{'worst s':>12}",
+    ]
+    for name in sorted(total.faults):
+        times = total.found.get(name, [])
+        shown = f"{statistics.median(times):12.1f}{max(times):12.1f}" if times else ""
+        lines.append(f"{name:32}{total.faults[name]:8}{len(times):8}{shown}")
+    lines += ["", f"{'how requests ended':32}{'count':>8}"]
+    lines += [f"{name:32}{count:8}" for name, count in sorted(total.outcomes.items())]
+    return lines
