@@ -122,7 +122,10 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopDetector:
-    """When repeated lines are a loop; counts of characters and of consecutive repeats."""
+    """When output that repeats itself is a loop: counts of characters and of consecutive repeats.
+
+    By lines, and by any period of the last `min_repeated_chars` characters.
+    """
 
     min_line_chars: int = 32
     long_line_chars: int = 64
@@ -130,12 +133,17 @@ class LoopDetector:
     long_line_repeats: int = 8
     min_output_chars: int = 256
     max_period: int = 8
+    max_period_chars: int = 8192
+    min_repeated_chars: int = 8192
+    min_text_repeats: int = 4
 
     def __post_init__(self) -> None:
         for name in ("min_line_chars", "long_line_chars"):
             checked_int(name, getattr(self, name), at_least=1)
         checked_int("max_period", self.max_period, at_least=1, at_most=1000)
-        for name in ("short_line_repeats", "long_line_repeats"):
+        checked_int("max_period_chars", self.max_period_chars, at_least=1, at_most=1 << 20)
+        checked_int("min_repeated_chars", self.min_repeated_chars, at_least=1, at_most=1 << 24)
+        for name in ("short_line_repeats", "long_line_repeats", "min_text_repeats"):
             checked_int(name, getattr(self, name), at_least=2)
         checked_int("min_output_chars", self.min_output_chars, at_least=0)
         if self.long_line_chars < self.min_line_chars:

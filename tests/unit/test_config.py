@@ -172,6 +172,9 @@ def test_loop_detector_defaults() -> None:
         "long_line_repeats": 8,
         "min_output_chars": 256,
         "max_period": 8,
+        "max_period_chars": 8192,
+        "min_repeated_chars": 8192,
+        "min_text_repeats": 4,
     }
 
 

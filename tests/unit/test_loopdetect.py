@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.profiles import LoopDetector
-from llama_worker.stream.loops import LoopFound, LoopWatch
+from llama_worker.stream.loops import LineLoopWatch, LoopFound, LoopWatch
 
 SHORT = "x" * 32  # the shortest line that counts
 LONG = "y" * 64  # the shortest that needs fewer repeats
@@ -15,7 +15,7 @@ SHORT_2, LONG_2 = "s" * 63, "l" * 64
 
 
 def watch(text: str, config: LoopDetector | None = None) -> LoopFound | None:
-    return LoopWatch(config or LoopDetector()).feed(text)
+    return LineLoopWatch(config or LoopDetector()).feed(text)
 
 
 def lines(*block: str, times: int = 1) -> str:
@@ -131,7 +131,7 @@ def test_splits_do_not_matter(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for split in (pieces, list(text)):
-        loop_watch = LoopWatch(LoopDetector())
+        loop_watch = LineLoopWatch(LoopDetector())
         assert next((found for piece in split if (found := loop_watch.feed(piece))), None) == whole
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from llama_worker.runtime.liveness_probes import (
     process_evidence,
     thread_states,
 )
+from llama_worker.runtime.shortage import is_shortage
 from llama_worker.types import LivenessEvidence
 
 pytestmark = pytest.mark.timeout(60)
@@ -105,8 +107,45 @@ def test_an_idle_process_never_gives_evidence(children: Children) -> None:
     assert not any(told)
 
 
-def test_work_of_a_child_counts(children: Children) -> None:
-    assert look(ProcessProbe(), children.start(PARENT).pid, seconds=1.5)[-1]
+@pytest.mark.parametrize(
+    ("root_listens", "child_listens", "counts"),
+    [
+        pytest.param(True, False, False, id="a tool or a log shipper"),
+        pytest.param(True, True, True, id="a child that serves, as in router mode"),
+        pytest.param(False, True, True, id="a server started by a script"),
+        pytest.param(False, False, True, id="a start in which nobody listens yet"),
+    ],
+)
+def test_work_of_a_child_counts_where_it_serves(
+    children: Children, root_listens: bool, child_listens: bool, counts: bool
+) -> None:
+    listens = "import socket; listener = socket.create_server(('127.0.0.1', 0))\n"
+    child = f"{listens if child_listens else ''}print('up', flush=True)\nwhile True: pass"
+    root = (
+        f"{listens if root_listens else ''}import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)"
+    )
+    assert look(ProcessProbe(), children.start(root).pid, seconds=1.5)[-1] is counts
+
+
+def test_a_look_without_a_descriptor_is_no_look(children: Children) -> None:
+    pid = children.start(IDLE).pid
+    probe = ProcessProbe()
+    probe.probe(pid, 0.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        with pytest.raises(OSError) as raised:
+            probe.probe(pid, 5.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert is_shortage(raised.value)
+    assert probe.probe(pid, 10.0) is not None
 
 
 def test_a_child_is_found_at_the_next_refresh(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:

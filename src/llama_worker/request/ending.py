@@ -8,7 +8,7 @@ from llama_worker.stream.calls import Partition
 from llama_worker.stream.events import ServerError
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.http_errors import reports_malformed_call
-from llama_worker.stream.loops import LoopFound
+from llama_worker.stream.loops import LoopFound, TextLoopFound
 from llama_worker.types import RequestFailReason, RequestFinishReason, RequestState
 
 
@@ -57,8 +57,11 @@ def after_turn(finish_reason: str | None, found: Partition, iterations_left: int
     return None
 
 
-def after_loop(loop: LoopFound) -> Ending:
+def after_loop(loop: LoopFound | TextLoopFound) -> Ending:
     """The output repeats itself."""
+    if isinstance(loop, TextLoopFound):
+        what = f"the last {loop.chars} characters repeat {loop.period_chars} of them, which begin with {loop.sample!r}"
+        return failed(RequestFailReason.REPEATED_TEXT_LOOP, what)
     what = f"the line {loop.line!r}"
     if loop.period > 1:
         what = f"a block of {loop.period} lines that ends in {loop.line!r}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llama_worker.profiles import LoopDetector
-from llama_worker.stream.loops import LoopFound, LoopWatch
+from llama_worker.stream.loops import LoopFound, LoopWatch, TextLoopFound
 from llama_worker.types import OutputChunk
 
 
@@ -15,8 +15,8 @@ class _Text:
         self._parts: list[str] = []
         self._watch = LoopWatch(detector) if detector is not None else None
 
-    def add(self, piece: str) -> LoopFound | None:
-        """Append; where a loop is found, only up to the end of the line that decided."""
+    def add(self, piece: str) -> LoopFound | TextLoopFound | None:
+        """Append; where a loop is found, only up to its end."""
         found = self._watch.feed(piece) if self._watch is not None else None
         if found is not None:
             piece = piece[: found.end - self.chars]
@@ -39,7 +39,7 @@ class Output:
     """Text and reasoning of every turn, in order, with nothing inserted. `loop` is set once one was found."""
 
     def __init__(self, detector: LoopDetector | None) -> None:
-        self.loop: LoopFound | None = None
+        self.loop: LoopFound | TextLoopFound | None = None
         self._text = _Text(detector)
         self._reasoning = _Text(detector)
 

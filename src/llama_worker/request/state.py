@@ -225,8 +225,9 @@ class Request:
         for kind, run in runs:
             if kind not in _LAST_WORDS:
                 output.add(*self._turn.take(kind, run, at))
-                if output.loop is not None:
-                    return self._end(after_loop(output.loop), at)
+                loop = output.loop or self._turn.arguments_loop
+                if loop is not None:
+                    return self._end(after_loop(loop), at)
                 continue
             for event in run:
                 self._turn.note(event, at)

@@ -19,6 +19,7 @@ from llama_worker.stream.events import (
     ToolCallDelta,
     Usage,
 )
+from llama_worker.stream.loops import TextLoopFound, TextLoopWatch
 from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.tagged_calls import TaggedCallFilter
 
@@ -63,6 +64,8 @@ class Turn:
         self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
         self._filter = TaggedCallFilter(strict=prompted, loop_detector=loop_detector) if with_tools else None
         self._assembler = ToolCallAssembler()
+        self.arguments_loop: TextLoopFound | None = None  # a call whose arguments repeat themselves
+        self._arguments = TextLoopWatch(loop_detector) if loop_detector is not None else None
         self._said: tuple[list[str], list[str]] = ([], [])
         self._finished = False
 
@@ -146,6 +149,8 @@ class Turn:
                 if advanced:
                     self._count(1, at)
                 self._assembler.feed(event)
+                if self._arguments is not None and self.arguments_loop is None and event.arguments:
+                    self.arguments_loop = self._arguments.feed(event.arguments)
                 return self._put_back_tagged_calls()
             case PromptProgress():
                 self.prompt_progress = event

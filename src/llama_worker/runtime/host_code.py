@@ -15,6 +15,7 @@ from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.messages import BiosWritten, CallEnded, EvidenceSeen, Mailbox, RunBios, RunTools
 from llama_worker.request.tool_results import ToolResultError, encode_result
+from llama_worker.runtime.shortage import is_shortage
 from llama_worker.types import BiosContext, LivenessProbe
 
 _logger = logging.getLogger("llama_worker")
@@ -88,13 +89,15 @@ def write_bios(order: RunBios, config: WorkerConfig, unix_now: float) -> BiosWri
 
 def look(probe: LivenessProbe, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
     """One probe's look at the server's processes. One that raises, or returns something odd, brings no news."""
-    alive, detail = False, ""
+    alive, detail, blind = False, "", False
     try:
         if seen.fresh:
             probe.reset()
         evidence = probe.probe(root_pid, time.monotonic())
         if evidence is not None:
             alive, detail = bool(evidence.alive), str(evidence.detail)
-    except Exception:
-        _logger.exception("a liveness probe failed")
-    reply_to.tell(replace(seen, alive=alive, detail=detail, at=time.monotonic()))
+    except Exception as error:
+        blind = is_shortage(error)
+        if not blind:
+            _logger.exception("a liveness probe failed")
+    reply_to.tell(replace(seen, alive=alive, detail=detail, blind=blind, at=time.monotonic()))

@@ -33,7 +33,7 @@ def default_probes() -> tuple[LivenessProbe, ...]:
 
 
 class ProcessProbe:
-    """Evidence from CPU time, disk reads and major faults of the tree, by rate."""
+    """Evidence from CPU time, disk reads and major faults of the processes that serve, by rate."""
 
     def __init__(self, *, proc: str = PROC) -> None:
         self._proc = proc
@@ -47,15 +47,20 @@ class ProcessProbe:
         self._activity = ProcessActivity(self._ticks_per_second)
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
-        """What the tree did lately; None at the first look, and where the root is gone or cannot be read."""
+        """What the server did lately; None at the first look, and where the root is gone or cannot be read.
+
+        Raises OSError where this machine lacks a descriptor for the look.
+        """
         root = _read_stat(f"{self._proc}/{root_pid}/stat")
+        if root is None:
+            os.close(os.open(os.devnull, os.O_RDONLY))  # raises where there is no descriptor left
         if root is None or root.dead:
             return None
         if self._root != root.key(root_pid):  # another process, be it with the same pid
             self.reset()
             self._root = root.key(root_pid)
         processes = {}
-        for pid in self._tree.pids(root_pid, now):
+        for pid in self._tree.serving_pids(root_pid, now):
             stat = root if pid == root_pid else _read_stat(f"{self._proc}/{pid}/stat")
             if stat is not None:
                 processes[stat.key(pid)] = Counters(
@@ -68,7 +73,7 @@ class ProcessProbe:
 
 
 class NvidiaProbe:
-    """Evidence from the use of NVIDIA GPUs by the tree's processes, over all devices.
+    """Evidence from the use of NVIDIA GPUs by the processes that serve, over all devices.
 
     Needs the package nvidia-ml-py (`pynvml`). NVML stays initialised for the life of the host process. In a
     container with a pid namespace of its own NVML may tell foreign pids: then there is never any news.
@@ -86,11 +91,11 @@ class NvidiaProbe:
         self._seen_until: dict[int, int] = {}  # device -> newest sample, in NVML's own microseconds
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
-        """What the tree did on the GPUs since the last look; None where nothing was told about it.
+        """What the server did on the GPUs since the last look; None where nothing was told about it.
 
         The first look at a device only sets the mark: NVML's buffer holds samples from before watching began.
         """
-        pids = frozenset(self._tree.pids(root_pid, now))
+        pids = frozenset(self._tree.serving_pids(root_pid, now))
         used = [(device, sample) for device, sample in self._new_samples() if sample.pid in pids]
         if not used:
             return None
@@ -176,18 +181,39 @@ def thread_states(pid: int) -> list[dict[str, Any]]:
 
 
 class _Tree:
-    """The pids of a process and its descendants, the latter looked up rarely."""
+    """The processes of a server that serve, looked up rarely."""
 
     def __init__(self) -> None:
         self._pids: tuple[int, ...] = ()
         self._refreshed_at: float | None = None
 
-    def pids(self, root_pid: int, now: float) -> tuple[int, ...]:
+    def serving_pids(self, root_pid: int, now: float) -> tuple[int, ...]:
+        """The root first."""
         known = self._refreshed_at is not None and self._pids[0] == root_pid
         if not known or self._refreshed_at is None or now - self._refreshed_at >= CHILDREN_REFRESH_S:
-            self._pids = tree_pids(root_pid)
+            self._pids = serving_pids(tree_pids(root_pid))
             self._refreshed_at = now
         return self._pids
+
+
+def serving_pids(pids: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a tree, root first, whose work is the server's: the root's, and that of children that listen.
+
+    A child that does not (a tool, a log shipper) works for itself. As long as nobody listens, as at a start by a
+    script, or where it cannot be learnt, all count.
+    """
+    root_pid, *children = pids
+    if not children:
+        return pids
+    listening = [pid for pid in pids if _listens(pid)]
+    return (root_pid, *(pid for pid in children if pid in listening)) if listening else pids
+
+
+def _listens(pid: int) -> bool:
+    try:
+        return any(c.status == psutil.CONN_LISTEN for c in psutil.Process(pid).net_connections(kind="tcp"))
+    except (psutil.Error, OSError, ValueError):
+        return False
 
 
 def tree_pids(root_pid: int) -> tuple[int, ...]:

@@ -1,9 +1,15 @@
-"""Output that repeats itself line by line without end. Pure; one watch per text, one thread at a time."""
+"""Output that repeats itself without end, by lines or without line ends. Sans-IO; one watch per text, one thread."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llama_worker.profiles import LoopDetector
+
+_STEP_CHARS = 1024
+_END_CHARS = 64
+_CANDIDATES = 8
+_SAMPLE_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +26,101 @@ class LoopFound:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class TextLoopFound:
+    """The last `chars` characters are repeats of one of `period_chars`, which is `sample` or begins so.
+
+    `end`: where it was found, in all the text that was fed.
+    """
+
+    sample: str
+    period_chars: int
+    chars: int
+    end: int
+
+
 class LoopWatch:
     """Feed it the text as it grows, split anywhere. After it has found a loop it is of no use."""
+
+    def __init__(self, config: LoopDetector) -> None:
+        self._lines = LineLoopWatch(config)
+        self._text = TextLoopWatch(config)
+
+    def feed(self, text: str) -> LoopFound | TextLoopFound | None:
+        """The loop that this text completes, if it does: the first."""
+        by_line, by_text = self._lines.feed(text), self._text.feed(text)
+        if by_line is None or (by_text is not None and by_text.end < by_line.end):
+            return by_text
+        return by_line
+
+
+class TextLoopWatch:
+    """Finds a loop that needs no line ends, and any period up to `max_period_chars`.
+
+    Looked for at fixed positions of the text, whatever its pieces were. Most text costs one search for its last few
+    characters then.
+    """
+
+    def __init__(self, config: LoopDetector) -> None:
+        self._config = config
+        self._window_chars = max(config.min_repeated_chars, config.min_text_repeats * config.max_period_chars)
+        self._step_chars = max(1, min(_STEP_CHARS, config.min_repeated_chars // 8))
+        self._next = config.min_repeated_chars  # where to look
+        self._chars = 0  # fed so far
+        self._pieces: list[str] = []  # the end of what was fed, a window and a step at most
+
+    def feed(self, text: str) -> TextLoopFound | None:
+        """The loop that this text completes, if it does."""
+        if self._chars + len(text) < self._next:
+            self._pieces.append(text)
+            self._chars += len(text)
+            return None
+        start = 0
+        while self._chars + len(text) - start >= self._next:
+            cut = start + self._next - self._chars
+            self._pieces.append(text[start:cut])
+            start, self._chars = cut, self._next
+            self._next += self._step_chars
+            found = self._look()
+            if found is not None:
+                return found
+        self._pieces.append(text[start:])
+        self._chars += len(text) - start
+        return None
+
+    def _look(self) -> TextLoopFound | None:
+        window = "".join(self._pieces)[-self._window_chars :]
+        self._pieces = [window]
+        for period_chars in _periods(window, self._config.max_period_chars):
+            chars = max(self._config.min_repeated_chars, self._config.min_text_repeats * period_chars)
+            if chars <= len(window) and window[-chars:-period_chars] == window[period_chars - chars :]:
+                return TextLoopFound(window[-period_chars:][:_SAMPLE_CHARS], period_chars, chars, self._chars)
+        return None
+
+
+def _periods(window: str, longest: int) -> Iterator[int]:
+    """What the period of the window's end may be: how far back its last characters were there before.
+
+    Nearest first. Where they come too often to try each, the one that a longer piece allows: a piece at least as long
+    as the period comes again after one period, and not earlier.
+    """
+    size = len(window)
+    end = window[-_END_CHARS:]
+    before = size - len(end)  # where it is now
+    for _ in range(_CANDIDATES):
+        before = window.rfind(end, max(0, size - len(end) - longest), before + len(end) - 1)
+        if before < 0:
+            return
+        yield size - len(end) - before
+    backwards = window[::-1]  # searching forwards takes linear time, whatever the text is
+    piece = backwards[: min(longest, size // 2)]
+    again = backwards.find(piece, 1, longest + len(piece))
+    if again > 0:
+        yield again
+
+
+class LineLoopWatch:
+    """Finds a line, or a block of lines, that comes again and again; decided by completed lines alone."""
 
     def __init__(self, config: LoopDetector) -> None:
         self._config = config
