@@ -39,6 +39,7 @@ from llama_worker.messages import (
     WorkerMessage,
 )
 from llama_worker.request.state import Effects, Request
+from llama_worker.request.waiting_reads import WaitingReads, is_answered_by
 from llama_worker.runtime.ports import Runtime
 from llama_worker.types import RequestFailReason
 
@@ -68,7 +69,7 @@ class RequestActor(SupervisedActor[RequestMessage]):
         self._transport: Mailbox[TransportMessage] | None = None
         self._tools: Mailbox[ToolMessage] | None = None
         self._stream: LiveStream | None = None  # the newest that was opened
-        self._readers: list[ReadOutput] = []  # who wait for more output
+        self._waiting_reads = WaitingReads()
         self._alarm = Alarm(runtime, self.me())
 
     def handle(self, message: RequestMessage) -> None:
@@ -129,16 +130,32 @@ class RequestActor(SupervisedActor[RequestMessage]):
         match question:
             case GetStatus():
                 question.reply.answer(request.status())
-            case ReadOutput(text_offset=text_offset, reasoning_offset=reasoning_offset, wait=wait):
-                chunk = request.read_output(text_offset, reasoning_offset)
-                if wait and not (chunk["text"] or chunk["reasoning"]):
-                    self._readers.append(question)
-                    if self._stream is not None:
-                        self._stream.hurry()
+            case ReadOutput():
+                if is_answered_by(question, *request.output_chars):
+                    self._answer_read(question, request)
                 else:
-                    question.reply.answer(chunk)
+                    self._waiting_reads.add(question)
+                    self._hurry()
             case _:
                 assert_never(question)
+
+    def _answer_read(self, question: ReadOutput, request: Request) -> None:
+        question.reply.answer(request.read_output(question.text_offset, question.reasoning_offset))
+
+    def _answer_waiting(self) -> None:
+        """Those who wait for output, where there is some, or the request has ended: then the answer is its record."""
+        request = self._request
+        if request is None:
+            for question in self._waiting_reads.take():
+                self._worker.tell(question)
+        else:
+            for question in self._waiting_reads.take(*request.output_chars):
+                self._answer_read(question, request)
+            self._hurry()
+
+    def _hurry(self) -> None:
+        if self._waiting_reads and self._stream is not None:
+            self._stream.hurry()
 
     def _report(self, order: ReportProgress) -> None:
         request = self._request
@@ -165,7 +182,6 @@ class RequestActor(SupervisedActor[RequestMessage]):
                     self._worker.tell(effect)
                 case _:
                     assert_never(effect)
-        readers, self._readers = self._readers, []
-        for reader in readers:
-            self._answer(reader)
+        if self._waiting_reads:
+            self._answer_waiting()
         self._alarm.set(self._request.deadline if self._request is not None else None)

@@ -22,6 +22,7 @@ from llama_worker.request.output import read_output
 from llama_worker.request.record import RequestRecord
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import Admitted, RequestTable
+from llama_worker.request.waiting_reads import WaitingReads
 from llama_worker.runtime.futures import WeakList
 from llama_worker.types import NotFound, NotReady, RequestFailReason, RequestResult, RequestState
 
@@ -40,6 +41,7 @@ class RequestDispatcher:
         self._result_waiters: dict[int, WeakList[Reply[RequestResult | NotFound]]] = {}
         self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
         self._asked: list[list[Question]] = [[] for _ in range(slots)]  # by slot: passed on, some answered since
+        self._waiting_reads = [WaitingReads() for _ in range(slots)]  # likewise; they may wait for long
 
     def question(self, question: Question) -> None:
         """Pass it on to the request that can answer it, or answer it from the record."""
@@ -47,9 +49,7 @@ class RequestDispatcher:
             return
         admitted = self._table.find(question.request_id)
         if admitted is not None:
-            if len(self._asked[admitted.slot]) > _MANY_QUESTIONS:
-                self._asked[admitted.slot] = _unanswered(self._asked[admitted.slot])
-            self._asked[admitted.slot].append(question)  # to ask again, should the actor die before it answers
+            self._remember(question, admitted.slot)
             self._children.requests[admitted.slot].tell(question)
             return
         record = self._table.record(question.request_id)
@@ -129,8 +129,17 @@ class RequestDispatcher:
     def ask_again(self, slot: int) -> None:
         """The slot's actor died: what it did not answer is asked anew."""
         asked, self._asked[slot] = self._asked[slot], []
-        for question in asked:
+        for question in (*asked, *self._waiting_reads[slot].take()):
             self.question(question)
+
+    def _remember(self, question: Question, slot: int) -> None:
+        """To ask again, should the slot's actor die before it answers."""
+        if isinstance(question, ReadOutput) and question.wait:
+            self._waiting_reads[slot].add(question)
+            return
+        if len(self._asked[slot]) > _MANY_QUESTIONS:
+            self._asked[slot] = _unanswered(self._asked[slot])
+        self._asked[slot].append(question)
 
 
 def _unanswered(asked: list[Question]) -> list[Question]:

@@ -17,7 +17,7 @@ from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.actors.server_life import ServerLife
 from llama_worker.config import WorkerConfig
-from llama_worker.errors import WorkerClosed
+from llama_worker.errors import ConfigError, WorkerClosed
 from llama_worker.messages import (
     ActorDied,
     AddLogs,
@@ -48,6 +48,7 @@ from llama_worker.server.command import masked_server_cmd
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
 from llama_worker.server.suspicion import Trouble
+from llama_worker.server.traits import unsupported
 from llama_worker.types import WorkerState, WorkerStatus
 
 _REPLACE_AGAIN_S = 1.0
@@ -145,6 +146,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         if state is not WorkerState.READY:
             order.reply.answer({"ok": False, "error": "WORKER_NOT_READY"})
             return
+        if refusal := unsupported(order.submission.part_kinds, self._server.traits):
+            order.reply.fail(ConfigError(refusal))
+            return
         admitted = self._table.admit(order.submission.job_name, now)
         if admitted is None:
             order.reply.answer({"ok": False, "error": "NO_SLOT_AVAILABLE"})
@@ -241,6 +245,12 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             status["last_error"] = server.lifecycle.last_error
         if server.last_ready_at is not None:
             status["last_ready_at"] = server.last_ready_at + self._unix_offset
+        if server.traits.n_ctx is not None:
+            status["n_ctx"] = server.traits.n_ctx
+        if server.traits.modalities is not None:
+            status["modalities"] = dict(server.traits.modalities)
+        if server.traits.model is not None:
+            status["model"] = server.traits.model
         match server.lifecycle.state:
             case BackingOff(resume_at=at) | Ending(goal=ToRestart(resume_at=at)):
                 status["next_restart_at"] = at + self._unix_offset

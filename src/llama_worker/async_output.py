@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from llama_worker.types import OutputChunk
 from llama_worker.validation import checked_seconds
-from llama_worker.worker import LlamaWorker
+from llama_worker.worker import LlamaWorker, no_such_request
 
 
 def stream(
@@ -20,9 +20,9 @@ def stream(
 ) -> AsyncGenerator[OutputChunk, None]:
     """Yield what the request puts out, from the offsets on; the last chunk, and no other, has `done` True.
 
-    Each chunk holds what is new since the one before. The output is asked for every `poll_interval_s`, and at once
-    where the consumer took longer than that. The result is not released, and an iteration that ends early (`break`,
-    a cancelled task) leaves the request running. A request that has ended already gives one chunk.
+    Each chunk holds what is new since the one before; there is at most one in `poll_interval_s`, and none is asked for
+    in vain. The result is not released, and an iteration that ends early (`break`, a cancelled task) leaves the request
+    running. A request that has ended already gives one chunk.
 
     Raises LookupError where there is no such request, or no more, because its result was taken in the meantime;
     WorkerClosed after `close`.
@@ -37,14 +37,13 @@ async def _chunks(
     now = asyncio.get_running_loop().time
     while True:
         next_at = now() + poll_interval_s
-        chunk = await worker.read_output(request_id, text_offset=text_offset, reasoning_offset=reasoning_offset)
+        chunk = await worker.read_output(
+            request_id, text_offset=text_offset, reasoning_offset=reasoning_offset, wait=True
+        )
         if not chunk["ok"]:
-            raise LookupError(
-                f"there is no request {request_id}, or no more: a result that is taken takes the output along"
-            )
+            raise LookupError(no_such_request(request_id))
         text_offset, reasoning_offset = chunk["text_offset"], chunk["reasoning_offset"]
-        if chunk["text"] or chunk["reasoning"] or chunk["done"]:
-            yield chunk
+        yield chunk
         if chunk["done"]:
             return
         await asyncio.sleep(max(0.0, next_at - now()))

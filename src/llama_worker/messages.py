@@ -109,11 +109,13 @@ class GetStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOutput:
+    """`wait`: answered once something lies behind the offsets, or the request has ended."""
+
     request_id: int
     text_offset: int
     reasoning_offset: int
     reply: Reply[OutputChunk | NotFound]
-    wait: bool = False  # for something behind the offsets, or the end
+    wait: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

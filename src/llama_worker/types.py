@@ -91,6 +91,8 @@ class RequestFailReason(StrEnum):
     REPEATED_LINE_LOOP = "repeated_line_loop"
     REPEATED_TEXT_LOOP = "repeated_text_loop"
     REQUEST_LOST = "request_lost"
+    CONTEXT_EXCEEDED = "context_exceeded"
+    """The server said that the prompt does not fit into its context."""
     CANCELED = "canceled"
     UNKNOWN_ERROR = "unknown_error"
 
@@ -220,6 +222,14 @@ class Usage(TypedDict):
     cached_tokens: int
 
 
+class ContextUse(TypedDict):
+    """A prompt that did not fit, in tokens."""
+
+    n_prompt_tokens: int
+    n_ctx: int
+    """The context of a slot."""
+
+
 class Timings(TypedDict, total=False):
     """`ttft_s` is absent where no token came, `tokens_per_second` where it is not known."""
 
@@ -285,6 +295,8 @@ class RequestResult(TypedDict):
     timings: NotRequired[Timings]
     fail_reason: NotRequired[RequestFailReason]
     fail_detail: NotRequired[str]
+    context: NotRequired[ContextUse]
+    """With `context_exceeded`, where the server told the numbers."""
 
 
 class WorkerStatus(TypedDict):
@@ -303,6 +315,11 @@ class WorkerStatus(TypedDict):
     last_error: NotRequired[str]
     last_ready_at: NotRequired[float]
     next_restart_at: NotRequired[float]
+    n_ctx: NotRequired[int]
+    """Tokens of context of a slot, as the server says it; so are the two below."""
+    modalities: NotRequired[dict[str, bool]]
+    """What the model takes beside text, such as `{"vision": False, "audio": False}`."""
+    model: NotRequired[str]
 
 
 class RestartRecord(TypedDict):

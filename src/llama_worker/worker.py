@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -53,12 +53,18 @@ from llama_worker.types import (
     WorkerDebugInfo,
     WorkerStatus,
 )
+from llama_worker.validation import shown
 
 _logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
 _LEAVE_S = 5.0  # for the actors to end, once the server is gone
 T = TypeVar("T")
 F = TypeVar("F", bound=WorkerFuture[Any])
+
+
+def no_such_request(request_id: int) -> str:
+    """For a LookupError."""
+    return f"there is no request {request_id}, or no more: a result that is taken takes the output along"
 
 
 class LlamaWorker(Startable):
@@ -195,16 +201,43 @@ class LlamaWorker(Startable):
         return backend.ask(AwaitResult(request_id=request_id, reply=future), future)
 
     def read_output(
-        self, request_id: int, *, text_offset: int = 0, reasoning_offset: int = 0
+        self, request_id: int, *, text_offset: int = 0, reasoning_offset: int = 0, wait: bool = False
     ) -> WorkerFuture[OutputChunk | NotFound]:
-        """What was added behind the offsets (in characters), for live display; releases nothing."""
+        """What was added behind the offsets (in characters), for live display; releases nothing.
+
+        With `wait` the future resolves once something was added, or the request has ended: nobody has to poll.
+        """
         future: WorkerFuture[OutputChunk | NotFound] = WorkerFuture()
         if self._refuse(future, request_id=request_id, text_offset=text_offset, reasoning_offset=reasoning_offset):
             return future
+        if not isinstance(wait, bool):
+            future.fail(TypeError(f"wait must be a bool, not {type(wait).__name__}: {shown(wait)}"))
+            return future
         question = ReadOutput(
-            request_id=request_id, text_offset=text_offset, reasoning_offset=reasoning_offset, reply=future
+            request_id=request_id,
+            text_offset=text_offset,
+            reasoning_offset=reasoning_offset,
+            wait=wait,
+            reply=future,
         )
         return self._backend.ask(question, future)
+
+    def iter_output(self, request_id: int) -> Iterator[OutputChunk]:
+        """Yield the output as it comes, from its beginning; the last chunk, and no other, has `done` True.
+
+        Blocks the caller between the chunks, and polls nothing. The result is not released; to leave the loop early
+        leaves the request running. Raises LookupError where there is no such request, or no more, because its result
+        was taken in the meantime; WorkerClosed after `close`.
+        """
+        text_offset = reasoning_offset = 0
+        done = False
+        while not done:
+            more = self.read_output(request_id, text_offset=text_offset, reasoning_offset=reasoning_offset, wait=True)
+            chunk = more.get()
+            if not chunk["ok"]:
+                raise LookupError(no_such_request(request_id))
+            text_offset, reasoning_offset, done = chunk["text_offset"], chunk["reasoning_offset"], chunk["done"]
+            yield chunk
 
     def cancel(self, request_id: int) -> WorkerFuture[bool]:
         """Cancel a running request. True once it is cancelled and its slot is free; False where it was not running."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import shlex
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from llama_worker import ConfigError, LlamaWorker, RequestRefused, WorkerClosed, WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, eventually, fast_timeouts
-from tests.fake_script import Gate, Script, Text, fake_server_cmd, plain_reply, steps_json
+from tests.fake_script import Gate, Reasoning, Script, Text, fake_server_cmd, plain_reply, steps_json
 
 HELLO = "Hello"  # what a scripted server says unless it is told otherwise
 
@@ -188,3 +190,70 @@ def test_content_parts_reach_the_server_as_they_are(make_worker: MakeWorker) -> 
 def steps(gate: GatePath) -> Any:
     """A reply that waits for the gate."""
     return steps_json(*plain_reply(Gate(gate.path), Text("done")))
+
+
+# ---------------------------------------------------------------- output as it comes
+
+
+def test_iter_output_gives_what_comes_and_ends_with_done(make_worker: MakeWorker, make_gate: Any) -> None:
+    rig, gate = make_worker(), make_gate()
+    request_id = rig.submit(*plain_reply(Reasoning("hm"), Text("one"), Gate(gate.path), Text("two")))
+    seen = []
+    for chunk in rig.worker.iter_output(request_id):
+        seen.append(chunk)
+        if "".join(part["text"] for part in seen) == "one":
+            gate.open()  # only now there is more: the first chunk did not wait for it
+    assert "".join(chunk["reasoning"] for chunk in seen) == "hm"
+    assert "".join(chunk["text"] for chunk in seen) == "onetwo"
+    assert [chunk["done"] for chunk in seen[:-1]] == [False] * (len(seen) - 1)
+    assert seen[-1]["done"]
+    assert rig.ended(request_id)["text"] == "onetwo"
+
+
+def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(make_worker: MakeWorker, make_gate: Any) -> None:
+    rig, gate = make_worker(), make_gate()
+    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate.path)))
+    rig.wait_text(request_id, "a")
+    waiting = rig.worker.read_output(request_id, text_offset=1, wait=True)
+    assert not rig.worker.read_output(request_id, text_offset=1).get(timeout=WAIT_S).get("done")
+    assert not waiting.done()
+    gate.open()
+    chunk = waiting.get(timeout=WAIT_S)
+    assert chunk["ok"]
+    assert (chunk["text"], chunk["text_offset"], chunk["done"]) == ("", 1, True)
+
+
+@pytest.mark.parametrize("end", ["cancel", "stop", "kill"])
+def test_a_waiting_read_resolves_however_the_request_ends(make_worker: MakeWorker, make_gate: Any, end: str) -> None:
+    rig = make_worker()
+    request_id = rig.submit(*plain_reply(Gate(make_gate().path)))
+    waiting = rig.worker.read_output(request_id, wait=True)
+    match end:
+        case "cancel":
+            rig.worker.cancel(request_id)
+        case "stop":
+            rig.worker.stop()
+        case _:
+            os.kill(rig.status()["pid"], signal.SIGKILL)
+    chunk = waiting.get(timeout=WAIT_S)
+    assert chunk["ok"]
+    assert chunk["done"]
+
+
+def test_to_leave_early_leaves_the_request_running(make_worker: MakeWorker, make_gate: Any) -> None:
+    rig, gate = make_worker(), make_gate()
+    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate.path), Text("b")))
+    for chunk in rig.worker.iter_output(request_id):
+        assert chunk["text"] == "a"
+        break
+    assert rig.request(request_id)["state"] == "running"
+    gate.open()
+    assert rig.ended(request_id)["text"] == "ab"
+    with pytest.raises(LookupError, match=f"no request {request_id}"):
+        next(rig.worker.iter_output(request_id))
+
+
+def test_a_wait_that_is_no_bool_is_refused(make_worker: MakeWorker) -> None:
+    rig = make_worker(start=False)
+    with pytest.raises(TypeError, match="wait must be a bool, not int: 1"):
+        rig.worker.read_output(1, wait=1).get(timeout=WAIT_S)  # type: ignore[arg-type]

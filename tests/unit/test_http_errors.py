@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,8 @@ from llama_worker.types import RequestFailReason
     [
         (
             400,
-            b'{"error":{"code":400,"message":"too long","type":"exceed_context_size_error","n_ctx":64}}',
-            "HTTP 400: too long (exceed_context_size_error)",
+            b'{"error":{"code":400,"message":"too long","type":"invalid_request_error","n_ctx":64}}',
+            "HTTP 400: too long (invalid_request_error)",
         ),
         (500, b'{"error":{"message":"bad schema"}}', "HTTP 500: bad schema"),
         (500, b'{"error":"just a text"}', "HTTP 500: just a text"),
@@ -36,6 +37,28 @@ from llama_worker.types import RequestFailReason
 def test_the_servers_own_message_and_the_status(status: int, body: bytes, detail: str) -> None:
     reason = RequestFailReason.HTTP_ERROR
     assert describe_http_error(status, body) == StreamFailure(reason=reason, detail=detail, http_status=status)
+
+
+OVERFLOW = {
+    "code": 400,
+    "message": "the request exceeds the available context size",
+    "type": "exceed_context_size_error",
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "context"),
+    [
+        (OVERFLOW | {"n_prompt_tokens": 5000, "n_ctx": 4096}, {"n_prompt_tokens": 5000, "n_ctx": 4096}),
+        (OVERFLOW | {"message": "request (5000 tokens) is too long"}, None),
+        (OVERFLOW | {"type": "invalid_request_error"}, None),  # builds before September 2025
+        (OVERFLOW | {"n_prompt_tokens": "5000", "n_ctx": 4096}, None),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_told_with_its_numbers(error: dict[str, Any], context: Any) -> None:
+    failure = describe_http_error(400, json.dumps({"error": error}).encode())
+    assert (failure.reason, failure.context) == (RequestFailReason.CONTEXT_EXCEEDED, context)
+    assert failure.detail.startswith("HTTP 400: ")
 
 
 def test_a_long_message_is_cut_short() -> None:

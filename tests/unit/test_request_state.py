@@ -380,6 +380,19 @@ def test_an_error_record_after_a_finish_reason_fails_it() -> None:
     assert record.result["fail_detail"] == "boom (server_error), code 500"
 
 
+@pytest.mark.parametrize("context", [None, {"n_prompt_tokens": 5000, "n_ctx": 4096}])
+def test_a_prompt_that_does_not_fit_has_a_reason_of_its_own(context: Any) -> None:
+    by_record = hear(begun(), ServerError("no room", 400, "exceed_context_size_error", context))
+    refusal = StreamFailure(
+        reason=RequestFailReason.CONTEXT_EXCEEDED, detail="HTTP 400: no room", http_status=400, context=context
+    )
+    by_status = begun().closed(FIRST, refusal, 105.0)
+    for effects in (by_record, by_status):
+        record = failed(effects, "context_exceeded", CLOSE)
+        assert record.result.get("context") == context
+        assert "no room" in record.result["fail_detail"]
+
+
 def test_an_error_record_ends_it_whatever_follows() -> None:
     request = begun()
     record = failed(hear(request, TextDelta("a"), ServerError("boom", None, None), Done()), "server_error", CLOSE)
@@ -682,6 +695,7 @@ ENDINGS: dict[str, Callable[[Driven], Effects]] = {
         *hear(r, Finish("stop")),
         *r.abandon(RequestFailReason.WORKER_STOPPED, "stop", 105.0),
     ],
+    "overflow": lambda r: hear(r, ServerError("no room", 400, "exceed_context_size_error")),
     "error record": lambda r: hear(r, ServerError("boom", 500, None)),
     "error record settling": lambda r: [*hear(r, Finish("stop")), *hear(r, ServerError("boom", 500, None))],
     "disconnected": lambda r: [*r.closed(FIRST, None, 105.0), *r.tick(106.0)],

@@ -53,7 +53,7 @@ def for_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
     reason = result.get("fail_reason")
     if reason is None or reason is RequestFailReason.CANCELED:
         return None
-    if _CONTEXT.search(result.get("fail_detail", "")):
+    if reason is RequestFailReason.CONTEXT_EXCEEDED or _CONTEXT.search(result.get("fail_detail", "")):
         return "the context is too small for prompt and answer: more --ctx-size, or a shorter prompt"
     if reason is RequestFailReason.SERVER_DIED and _BY_SIGILL.search(result.get("fail_detail", "")):
         return NOT_EXECUTED

@@ -139,14 +139,13 @@ def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Tri
 def trial_of(props: Mapping[str, Any], *, started_in_s: float, proc_stat: bool, proc_io: bool) -> Trial:
     """With what the body of `/props` says; builds differ in what that is. Pure."""
     traits = server_traits(props, {})
-    defaults, caps = props.get("default_generation_settings"), props.get("chat_template_caps")
-    n_ctx = defaults.get("n_ctx") if isinstance(defaults, Mapping) else None
+    caps = props.get("chat_template_caps")
     system_role = caps.get("supports_system_role") if isinstance(caps, Mapping) else None
     return Trial(
         started_in_s=started_in_s,
         proc_stat=proc_stat,
         proc_io=proc_io,
-        n_ctx=n_ctx if isinstance(n_ctx, int) else None,
+        n_ctx=traits.n_ctx,
         slots=traits.slots,
         tools=traits.tools,
         system_role=system_role if isinstance(system_role, bool) else None,

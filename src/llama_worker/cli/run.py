@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,25 +119,28 @@ class _Session:
             todo = advice.for_refusal(admitted["error"])
             raise Problem(admitted["error"], f"the request was refused: {admitted['error']}", todo)
         request_id = admitted["request_id"]
-        result = self._worker.result(request_id)
-        flow, offsets, cancelled = Flow(), {"text_offset": 0, "reasoning_offset": 0}, False
-        while True:
-            over = result.done()  # asked before the output: then this is all of it
-            chunk = self._worker.read_output(request_id, **offsets).get()
-            assert chunk["ok"], chunk
-            offsets = {"text_offset": chunk["text_offset"], "reasoning_offset": chunk["reasoning_offset"]}
-            self._screen.show(flow.feed(chunk["reasoning"], chunk["text"]))
-            if over:
-                break
+        flow, cancelled, over = Flow(), False, False
+        more = self._worker.read_output(request_id, wait=True)
+        while not over:
+            if more.wait(_TICK_S):
+                chunk = more.get()
+                assert chunk["ok"], chunk
+                self._screen.show(flow.feed(chunk["reasoning"], chunk["text"]))
+                over = chunk["done"]
+                more = self._worker.read_output(
+                    request_id,
+                    text_offset=chunk["text_offset"],
+                    reasoning_offset=chunk["reasoning_offset"],
+                    wait=True,
+                )
             if self._interrupts.asked and not cancelled:
                 self._worker.cancel(request_id)
                 cancelled = True
             if flow.is_empty or talk.as_json:
                 self._show_work(request_id)
-            time.sleep(_TICK_S)
         self._screen.show(flow.end())
         self._screen.activity_over()
-        ended = result.get()
+        ended = self._worker.result(request_id).get()
         assert ended["ok"], ended
         return ended
 

@@ -18,8 +18,11 @@ class Stopped(Exception):
 
 def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> None:
     """Start the server unless it is there. Raises WorkerStartError, Stopped."""
-    if worker.get_worker_status().get()["state"] is WorkerState.READY:
+    state = worker.get_worker_status().get()["state"]
+    if state is WorkerState.READY:
         return
+    if state is not WorkerState.STOPPED:
+        worker.stop().get()  # a server that died: what is left of it goes first, or a start would share its failure
     starting = worker.start()
     while not starting.done():
         if interrupts.asked:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from llama_worker.stream.calls import Partition
 from llama_worker.stream.events import ServerError
-from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.failure import StreamFailure, exceeds_context
 from llama_worker.stream.http_errors import reports_malformed_call
 from llama_worker.stream.loops import LoopFound, TextLoopFound
-from llama_worker.types import RequestFailReason, RequestFinishReason, RequestState
+from llama_worker.types import ContextUse, RequestFailReason, RequestFinishReason, RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class Ending:
     fail_reason: RequestFailReason | None = None
     fail_detail: str | None = None  # may hold secrets
     http_status: int | None = None  # the server's own error code; for the worker, not for the host
+    context: ContextUse | None = None
 
 
 COMPLETED = Ending(state=RequestState.COMPLETED, finish_reason=RequestFinishReason.STOP)
@@ -30,7 +31,9 @@ CANCELED = Ending(
 )
 
 
-def failed(reason: RequestFailReason, detail: str, *, http_status: int | None = None) -> Ending:
+def failed(
+    reason: RequestFailReason, detail: str, *, http_status: int | None = None, context: ContextUse | None = None
+) -> Ending:
     """A failure; `detail` is for a person."""
     return Ending(
         state=RequestState.FAILED,
@@ -38,6 +41,7 @@ def failed(reason: RequestFailReason, detail: str, *, http_status: int | None = 
         fail_reason=reason,
         fail_detail=detail,
         http_status=http_status,
+        context=context,
     )
 
 
@@ -75,6 +79,8 @@ def after_server_error(error: ServerError, *, offers_tools: bool) -> Ending:
         detail = f"{detail}, code {error.code}"
     if offers_tools and reports_malformed_call(error.message):
         return failed(RequestFailReason.TOOL_PARSE_ERROR, detail)
+    if exceeds_context(error.message, error.type):
+        return failed(RequestFailReason.CONTEXT_EXCEEDED, detail, http_status=error.code, context=error.context)
     return failed(RequestFailReason.SERVER_ERROR, detail, http_status=error.code)
 
 
@@ -83,4 +89,4 @@ def after_failure(failure: StreamFailure, *, offers_tools: bool) -> Ending:
     refused = failure.reason is RequestFailReason.HTTP_ERROR
     if refused and offers_tools and reports_malformed_call(failure.detail):
         return failed(RequestFailReason.TOOL_PARSE_ERROR, failure.detail)
-    return failed(failure.reason, failure.detail, http_status=failure.http_status)
+    return failed(failure.reason, failure.detail, http_status=failure.http_status, context=failure.context)

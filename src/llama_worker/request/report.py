@@ -155,6 +155,8 @@ def build_record(totals: Totals, turn: Turn, progress: Progress, ending: Ending,
         status["fail_reason"] = result["fail_reason"] = ending.fail_reason
     if ending.fail_detail is not None:
         status["fail_detail"] = result["fail_detail"] = ending.fail_detail
+    if ending.context is not None:
+        result["context"] = ending.context
     return RequestRecord(
         request_id=totals.request_id,
         job_name=totals.job_name,

@@ -358,6 +358,11 @@ class Request:
         """A snapshot."""
         return build_status(self._totals, self._turn, self.progress())
 
+    @property
+    def output_chars(self) -> tuple[int, int]:
+        """How much text and reasoning there is."""
+        return self._totals.output.text_chars, self._totals.output.reasoning_chars
+
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
         """What was added since the offsets."""
         output, done = self._totals.output, isinstance(self._waiting, _Ended)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ class Submission:
     user_prompt: str | list[ContentPart]
     params: dict[str, Any]
     messages: tuple[ChatMessage, ...]
+    part_kinds: frozenset[str] = frozenset()  # of the content parts
 
 
 def validate_submit(
@@ -48,13 +49,21 @@ def validate_submit(
         if plain.get("content") is not None:
             _checked_content(f"{name}['content']", plain["content"])
         checked.append(plain)  # type: ignore[arg-type]
+    prompt = _checked_content("user_prompt", user_prompt)
     return Submission(
         job_name=job_name,
         system_prompt=system_prompt,
-        user_prompt=_checked_content("user_prompt", user_prompt),
+        user_prompt=prompt,
         params=checked_json_object("params", params if params is not None else {}),
         messages=tuple(checked),
+        part_kinds=frozenset(_part_kinds(prompt, *(message.get("content") for message in checked))),
     )
+
+
+def _part_kinds(*contents: str | Sequence[ContentPart] | None) -> Iterator[str]:
+    for content in contents:
+        if content is not None and not isinstance(content, str):
+            yield from (part["type"] for part in content)
 
 
 def _checked_content(name: str, value: object) -> str | list[ContentPart]:

@@ -79,6 +79,12 @@ def cache_ram_mib(command: Sequence[str]) -> float:
     return limit if limit >= 0 else float("inf")
 
 
+def commanded_n_ctx(command: Sequence[str], env: Mapping[str, str], slots: int) -> int | None:
+    """The tokens of context that the command asks for, of each slot; None where it leaves that to the server."""
+    given = [value for _, value in flag_values(command, ("-c", "--ctx-size"))] or [env.get("LLAMA_ARG_CTX_SIZE", "")]
+    return int(given[-1]) // slots if given[-1].isdecimal() and int(given[-1]) > 0 else None
+
+
 def memory_warning(commands: Mapping[str, Sequence[str]], memory_bytes: int) -> str | None:
     """A line for a person where the prompt caches of these servers, by worker, may outgrow the machine's memory."""
     limits = {name: cache_ram_mib(command) for name, command in commands.items()}

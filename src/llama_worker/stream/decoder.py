@@ -23,6 +23,7 @@ from llama_worker.stream.events import (
     ToolCallDelta,
     Usage,
 )
+from llama_worker.stream.failure import context_use
 from llama_worker.stream.sse import SseDecoder, SseRecord
 
 _TOO_MANY = 1 << 63  # of anything: not a count, and too much for who adds counts up
@@ -276,6 +277,7 @@ def _error(error: Any) -> ServerError:
         message=_text(error.get("message")) or json.dumps(error, ensure_ascii=False),
         code=_count(code),
         type=_text(error.get("type")),
+        context=context_use(error),
     )
 
 

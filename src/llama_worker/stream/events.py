@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from llama_worker.types import ContextUse
+
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
@@ -70,6 +72,7 @@ class ServerError:
     message: str
     code: int | None
     type: str | None
+    context: ContextUse | None = None  # of a prompt that does not fit
 
 
 @dataclass(frozen=True, slots=True)

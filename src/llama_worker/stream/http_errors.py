@@ -5,29 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.failure import StreamFailure, context_use, exceeds_context
 from llama_worker.types import RequestFailReason
 
 _MAX_MESSAGE_CHARS = 2000
 
 
 def describe_http_error(status: int, body: bytes) -> StreamFailure:
-    """An `http_error` with the server's own message and the status."""
+    """A failure with the server's own message and the status: `http_error`, or a reason that is plainer."""
     text = body.decode(errors="replace").strip()
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):
         told = None
     error = told.get("error") if isinstance(told, Mapping) else None
+    reason, context = RequestFailReason.HTTP_ERROR, None
     if isinstance(error, Mapping):
         message, kind = error.get("message"), error.get("type")
         text = f"{message}" + (f" ({kind})" if kind else "")
+        if exceeds_context(str(message), kind):
+            reason, context = RequestFailReason.CONTEXT_EXCEEDED, context_use(error)
     elif isinstance(error, str):
         text = error
     return StreamFailure(
-        reason=RequestFailReason.HTTP_ERROR,
+        reason=reason,
         detail=f"HTTP {status}: {text[:_MAX_MESSAGE_CHARS] or 'no message'}",
         http_status=status,
+        context=context,
     )
 
 
