@@ -22,7 +22,7 @@ from tests.server.pace import HANG_GUARD_S
 from tools.found import find_model, find_server
 
 # One per host process, for as long as it lives.
-PROCESS_WIDE_THREADS = {"llama_worker-timers", "llama_worker-callbacks", "llama_worker-log", "llama_worker-reader"}
+PROCESS_WIDE_THREADS = {"llama_worker-timers", "llama_worker-callbacks", "llama_worker-log", "llama_worker-loop"}
 _SETTLE_S = 3.0
 
 hypothesis.settings.register_profile("busy machine", deadline=None)  # an example that takes long shows nothing there

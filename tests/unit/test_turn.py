@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from llama_worker.profiles import LoopDetector
-from llama_worker.request.turn import Turn
+from llama_worker.request.turn import Said, Turn
 from llama_worker.stream.calls import MalformedCall, RawCall
 from llama_worker.stream.events import ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
 
@@ -25,19 +26,24 @@ def turn(*, prompted: bool = False, with_tools: bool = True, opens_thinking: boo
     )
 
 
+def take(it: Turn, events: Sequence[Said], at: float) -> tuple[str, str]:
+    shown = [it.take(event, at) for event in events]
+    return "".join(reasoning for reasoning, _ in shown), "".join(said for _, said in shown)
+
+
 def text(it: Turn, *pieces: str, at: float = 1.0) -> tuple[str, str]:
-    return it.take(TextDelta, [TextDelta(piece) for piece in pieces], at)
+    return take(it, [TextDelta(piece) for piece in pieces], at)
 
 
 def reasoning(it: Turn, *pieces: str) -> tuple[str, str]:
-    return it.take(ReasoningDelta, [ReasoningDelta(piece) for piece in pieces], 1.0)
+    return take(it, [ReasoningDelta(piece) for piece in pieces], 1.0)
 
 
 def tool_call(it: Turn, *pieces: str) -> tuple[str, str]:
     """A call of `add` whose arguments come in these pieces."""
     first, *others = pieces
     deltas = [ToolCallDelta(0, "x", "add", first), *(ToolCallDelta(0, None, None, piece) for piece in others)]
-    return it.take(ToolCallDelta, deltas, 1.0)
+    return take(it, deltas, 1.0)
 
 
 def timings(**told: Any) -> Timings:

@@ -6,10 +6,8 @@ A `Request` is driven by one actor, which sends the messages that `begin` and `s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, assert_never, cast
+from typing import assert_never
 
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import masked
@@ -127,7 +125,6 @@ class _Ended:
 
 _Waiting = _Prompting | _Streaming | _Settling | _Broken | _Draining | _InTools | _Ended
 _LastWord = Finish | ServerError | Done
-_LAST_WORDS = frozenset({Finish, ServerError, Done})
 
 
 class Request:
@@ -221,19 +218,17 @@ class Request:
         at = batch.at
         self._turn.last_stream_byte_at = at
         output = self._totals.output
-        runs = cast("Iterator[tuple[type[Any], Iterator[Any]]]", groupby(batch.events, type))
-        for kind, run in runs:
-            if kind not in _LAST_WORDS:
-                output.add(*self._turn.take(kind, run, at))
-                loop = output.loop or self._turn.arguments_loop
-                if loop is not None:
-                    return self._end(after_loop(loop), at)
-                continue
-            for event in run:
+        for event in batch.events:
+            if isinstance(event, _LastWord):
                 self._turn.note(event, at)
                 effects = self._last_word(event, at)
                 if effects is not None:
                     return effects
+                continue
+            output.add(*self._turn.take(event, at))
+            loop = output.loop or self._turn.arguments_loop
+            if loop is not None:
+                return self._end(after_loop(loop), at)
         return []
 
     def _last_word(self, event: _LastWord, at: float) -> Effects | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, assert_never
+from typing import assert_never
 
 from llama_worker.profiles import LoopDetector
 from llama_worker.stream.advance import Advance
@@ -96,20 +95,19 @@ class Turn:
             return None
         return (self._deltas - 1) / (self.last_token_at - self.first_token_at)
 
-    def take(self, kind: type[Said], run: Iterable[Any], at: float) -> tuple[str, str]:
-        """Events of that kind in a row; a batch is mostly one run of text, taken apart once and not event by event."""
-        if kind is TextDelta:
-            events = list(run)
-            self._count(sum(event.count for event in events), at)
-            piece = self._splitter.feed_text(encodable("".join(event.text for event in events)))
-            return self._show(piece.reasoning, piece.text)
-        if kind is ReasoningDelta:
-            events = list(run)
-            self._count(sum(event.count for event in events), at)
-            self.had_reasoning_deltas = True
-            piece = self._splitter.feed_reasoning(encodable("".join(event.text for event in events)))
-            return self._show(piece.reasoning, piece.text)
-        return "", "".join([self._take_other(event, at) for event in run])
+    def take(self, event: Said, at: float) -> tuple[str, str]:
+        """What the event adds to what may be shown."""
+        match event:
+            case TextDelta(text=text, count=count):
+                self._count(count, at)
+                piece = self._splitter.feed_text(encodable(text))
+            case ReasoningDelta(text=text, count=count):
+                self._count(count, at)
+                self.had_reasoning_deltas = True
+                piece = self._splitter.feed_reasoning(encodable(text))
+            case _:
+                return "", self._take_other(event, at)
+        return self._show(piece.reasoning, piece.text)
 
     def finish(self, *, cut_off: bool = True) -> tuple[str, str]:
         """The turn is over, cut off or not: what was held back. A second call returns nothing."""

@@ -29,6 +29,7 @@ from llama_worker.runtime.gpu_watch import watch_gpus
 from llama_worker.runtime.host_code import ToolBatchThread, start_thread
 from llama_worker.runtime.liveness_probes import default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.loop_thread import loop_thread
 from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.readiness import ReadinessProbe
 from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
@@ -37,14 +38,18 @@ from llama_worker.runtime.stream_reader import StreamReader
 from llama_worker.runtime.timers import Timer, call_at, start_timers
 
 _logger = logging.getLogger("llama_worker")
+_ON_LOOP_THREAD = frozenset({"request", "transport"})  # the roles that every token passes
 
 
 class ActorThreads:
-    """Runs each actor on a daemon thread of its own: a host that forgets `close()` can still exit."""
+    """Runs actors on daemon threads: a host that forgets `close()` can still exit."""
 
     def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
-        """Start the thread; raises RuntimeError where the system has none left."""
-        start_thread(f"llama_worker-{actor.role}", loop)
+        """On a thread of its own, or on the loop's; raises RuntimeError where the system has none left."""
+        if actor.role in _ON_LOOP_THREAD:
+            loop_thread().run_actor(actor)
+        else:
+            start_thread(f"llama_worker-{actor.role}", loop)
 
     def write_log(self, level: int, line: str) -> None:
         """Log it under `llama_worker`, on the thread that all share."""

@@ -1,7 +1,7 @@
 """One open stream on a socket that never blocks: posts the request, reads the reply, tells what it parsed.
 
 No thread belongs to it. The caller's thread connects and sends as far as that goes at once; all that has to wait is
-done by the reader thread that all streams of the process share.
+done by the loop's thread that all streams of the process share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llama_worker.runtime.chat_exchange import (
     no_connection,
 )
 from llama_worker.runtime.connections import shut_down
-from llama_worker.runtime.reader_thread import MUCH_BYTES, TICK_S, reader
+from llama_worker.runtime.loop_thread import MUCH_BYTES, TICK_S, loop_thread
 from llama_worker.runtime.timers import Timer, call_at
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
@@ -59,8 +59,8 @@ class StreamReader:
         self._on_closed = on_closed
         self._endpoint = endpoint
         self._lock = threading.Lock()
-        self._reader = reader()
-        self._reader.start()
+        self._loop = loop_thread()
+        self._loop.start()
         self._unsent: memoryview | None = memoryview(endpoint.chat_request(order.body))
         self._addresses_left: Iterator[Address] = iter(())
         self._socket: socket.socket | None = None
@@ -98,9 +98,9 @@ class StreamReader:
         with self._lock:
             if not self._closed and not self._tell():
                 self._is_hurried = True
-                self._reader.rouse(self)
+                self._loop.rouse(self)
 
-    # ---------------------------------------------------------------- called on the reader thread
+    # ---------------------------------------------------------------- called on the loop's thread
 
     def on_ready(self, mask: int) -> None:
         """The socket can be read or written, or has an error, which reading or writing brings out."""
@@ -112,20 +112,13 @@ class StreamReader:
                 if not self._closed:
                     self._tell_or_rest()
 
-    def on_tick(self) -> bool:
-        """50 ms are over: what has come is told; where nothing has, the next token wakes the reader thread."""
+    def on_tick(self) -> None:
+        """50 ms are over: what has come is told; where nothing has, the next token is read when it comes."""
         with self._lock:
-            if self._closed:
-                return False
-            self._take_in()
-            if not self._has_news():
-                self._reader.rouse(self)
-            return self._has_news()
-
-    def on_ticked(self) -> None:
-        """Other resting streams have been read as well."""
-        with self._lock:
-            self._tell()
+            if not self._closed:
+                self._take_in()
+                if not self._tell():
+                    self._loop.rouse(self)
 
     def on_error(self, error: Exception) -> None:
         """The host lacks something, or this code is wrong: no news of the server."""
@@ -191,7 +184,7 @@ class StreamReader:
             self._unsent = self._unsent[sent:] if sent < len(self._unsent) else None
         elif not self._connected and self._timer is None:
             self._timer = call_at(time.monotonic() + self._endpoint.connect_timeout_s, self._connect_is_late)
-        self._reader.watch(self._socket, self, writable=self._unsent is not None)
+        self._loop.watch(self._socket, self, writable=self._unsent is not None)
 
     def _connect_is_late(self) -> None:
         with self._lock:
@@ -248,11 +241,11 @@ class StreamReader:
         is_late = time.monotonic() >= self._told_at + TICK_S
         is_much = self._response.bytes_read - self._told_bytes >= MUCH_BYTES
         if not is_text:
-            self._reader.rouse(self)
+            self._loop.rouse(self)
         if not is_text or is_late or is_much or self._is_hurried:
             self._tell()
         elif self._socket is not None:
-            self._reader.rest(self._socket, self)
+            self._loop.rest(self._socket, self)
 
     def _tell(self) -> bool:
         """Tell what came since the last time; keepalives alone are told too, as bytes without events."""
@@ -262,7 +255,7 @@ class StreamReader:
         self._told_at = time.monotonic()
         self._reply_to.tell(StreamEvents(turn_id=self._turn_id, events=tuple(events), at=self._told_at))
         self._told_bytes = self._response.bytes_read
-        if any(type(event) in _TEXT for event in events):
+        if self._is_hurried and any(type(event) in _TEXT for event in events):
             self._is_hurried = False
         return True
 
@@ -284,7 +277,7 @@ class StreamReader:
 
     def _drop_socket(self) -> None:
         if self._socket is not None:
-            self._reader.forget(self._socket, self)
+            self._loop.forget(self._socket, self)
             self._socket.close()
             self._socket = None
 

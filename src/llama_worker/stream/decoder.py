@@ -37,6 +37,9 @@ class StreamDecoder:
         self.data_records = 0  # records with data so far: each is progress, even where it gave no event
         self.error: str | None = None  # why the stream cannot be read; nothing is decoded any more
         self._sse = SseDecoder()
+        self._events: list[StreamEvent] = []  # of the bytes fed just now
+        self._run_kind: type[TextDelta] | type[ReasoningDelta] = TextDelta
+        self._run: list[str] = []  # deltas of that kind in a row, on their way to one event
         self._delta_kinds: set[type[StreamEvent]] = set()
 
     def feed(self, data: bytes) -> list[StreamEvent]:
@@ -47,23 +50,41 @@ class StreamDecoder:
         """
         if self.error is not None:
             return []
-        events: list[StreamEvent] = []
-        run = _Run(events)
+        records = self._sse.feed(data)
         try:
-            for record in self._sse.feed(data):
+            for record in records:
                 self.data_records += 1
-                if not _add_plain_delta(record, run):
-                    run.end()
-                    self._delta_kinds.update(map(type, events))
-                    events += decode_record(record, self._delta_kinds)
+                delta = _plain_delta(record)
+                if delta is None:
+                    self._end_run()
+                    decoded = decode_record(record, self._delta_kinds)
+                    self._delta_kinds.update(map(type, decoded))
+                    self._events += decoded
+                    continue
+                if delta.reasoning_content:
+                    self._add_to_run(ReasoningDelta, delta.reasoning_content)
+                if delta.content:
+                    self._add_to_run(TextDelta, delta.content)
         except ProtocolError as error:
             self.error = str(error)
         except RecursionError:  # parsed at the very limit, and a part of it is written as JSON again
             self.error = "a record of the stream is nested too deeply"
-        run.end()
-        self._delta_kinds.update(map(type, events))
+        self._end_run()
         self.error = self.error or self._sse.error
+        events, self._events = self._events, []
         return events
+
+    def _add_to_run(self, kind: type[TextDelta] | type[ReasoningDelta], text: str) -> None:
+        if kind is not self._run_kind:
+            self._end_run()
+            self._run_kind = kind
+        self._run.append(text)
+
+    def _end_run(self) -> None:
+        if self._run:
+            self._events.append(self._run_kind("".join(self._run), len(self._run)))
+            self._run.clear()
+            self._delta_kinds.add(self._run_kind)
 
     @property
     def partial(self) -> bool:
@@ -73,28 +94,6 @@ class StreamDecoder:
 
 class ProtocolError(Exception):
     """A record cannot be read as a part of a chat completion; the text is for a person."""
-
-
-class _Run:
-    """Deltas of one kind in a row, on their way to one event."""
-
-    def __init__(self, events: list[StreamEvent]) -> None:
-        self._events = events
-        self._kind: type[TextDelta] | type[ReasoningDelta] = TextDelta
-        self._texts: list[str] = []
-
-    def add(self, kind: type[TextDelta] | type[ReasoningDelta], text: str) -> None:
-        """One more delta."""
-        if kind is not self._kind:
-            self.end()
-            self._kind = kind
-        self._texts.append(text)
-
-    def end(self) -> None:
-        """Something else follows."""
-        if self._texts:
-            self._events.append(self._kind("".join(self._texts), len(self._texts)))
-            self._texts.clear()
 
 
 # ---------------------------------------------------------------- the short way: nearly all records are just a delta
@@ -124,19 +123,14 @@ class _Chunk(msgspec.Struct):
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-def _add_plain_delta(record: SseRecord, run: _Run) -> bool:
-    """Add the record's delta to the run; False for a record with anything else in it."""
-    try:
-        delta = _decode_chunk(record.data).choices[0].delta
-    except (msgspec.MsgspecError, RecursionError):
-        return False
+def _plain_delta(record: SseRecord) -> _Delta | None:
+    """What a record says that is just one delta; None for any other."""
     if record.is_error:
-        return False
-    if delta.reasoning_content:
-        run.add(ReasoningDelta, delta.reasoning_content)
-    if delta.content:
-        run.add(TextDelta, delta.content)
-    return True
+        return None
+    try:
+        return _decode_chunk(record.data).choices[0].delta
+    except (msgspec.MsgspecError, RecursionError):
+        return None
 
 
 # ---------------------------------------------------------------- any record

@@ -2,19 +2,20 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from llama_worker.types import ContextUse
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+
+class TextDelta(msgspec.Struct, frozen=True):  # there are many of these: it costs a fifth of a dataclass
     """Text of the answer; `count` deltas of the server that came together and follow one another."""
 
     text: str
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True):
     """Reasoning, likewise."""
 
     text: str

@@ -105,11 +105,12 @@ class SseDecoder:
     def _read(self, block: bytes, records: list[SseRecord]) -> None:
         one_data_line_each = block.startswith(b"data:") and block.count(b"\n") == 2 * block.count(b"\n\ndata:") + 2
         if one_data_line_each and len(block) <= MAX_RECORD_BYTES:  # nearly always
-            for line in block.split(b"\n\n"):
-                data = line[5:].decode().removeprefix(" ")
-                if data:
-                    records.append(SseRecord(data, False))
-            return
+            try:
+                lines = block.decode().split("\n\n")
+                records += [SseRecord(data, False) for line in lines if (data := line[5:].removeprefix(" "))]
+                return
+            except UnicodeDecodeError:
+                pass  # one by one: those before the bad one are good
         for record in block.split(b"\n\n"):
             self._read_by_line(record, records)
 
