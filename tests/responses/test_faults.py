@@ -8,7 +8,7 @@ from collections.abc import Callable
 import openai
 import pytest
 
-from llama_worker.responses import wsgi
+from llama_worker.responses import app
 from tests.fake_script import (
     DoneMarker,
     ErrorData,
@@ -18,17 +18,14 @@ from tests.fake_script import (
     Headers,
     HttpError,
     KillSelf,
-    Ping,
     Raw,
     Reasoning,
     Record,
     Reset,
     Role,
-    Sleep,
     Step,
     Text,
     ToolCall,
-    Usage,
     WaitClose,
     plain_reply,
     steps_json,
@@ -96,11 +93,6 @@ def test_usage_that_never_comes_is_not_waited_for_long(fake: Client) -> None:
     fake.journal.wait("client_closed")
 
 
-def test_keepalives_are_passed_on_as_comments(fake: Client) -> None:
-    reply = fake.create(*HALF, Sleep(0.05), Ping(), Sleep(0.05), Text("more"), Finish(), Usage(), stream=True)
-    assert b"\n: keepalive\n\n" in reply.data
-
-
 @pytest.mark.parametrize(
     ("status", "kind", "error_type", "code"),
     [
@@ -117,6 +109,7 @@ def test_a_refusal_of_the_server_keeps_its_status(
     reply = fake.create(HttpError(status, "because", kind), stream=stream)
     error = reply.json["error"]
     assert (reply.status, error["type"], error["code"]) == (status, error_type, code)
+    assert ("retry-after" in reply.headers) == (status == 503)
     assert "because" in error["message"]
 
 
@@ -176,7 +169,7 @@ def test_a_fault_of_the_proxy_is_a_500_that_tells_nothing(
     def broken(*_: object) -> None:
         raise LookupError("hush")
 
-    monkeypatch.setattr(wsgi, "normalise", broken)
+    monkeypatch.setattr(app, "normalise", broken)
     reply = fake.create()
     assert (reply.status, reply.json["error"]["type"]) == (500, "server_error")
     assert "LookupError" in caplog.text

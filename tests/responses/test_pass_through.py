@@ -116,19 +116,21 @@ def test_a_chunked_request_body_passes_through(through: Through) -> None:
         assert connection.getresponse().read() == b"a"
     finally:
         connection.close()
-    body = upstream.requests[0].partition(b"\r\n\r\n")[2]
-    assert b"".join(body.split(b"\r\n")[1::2]) == b"abcdef"
+    head, _, body = upstream.requests[0].lower().partition(b"\r\n\r\n")
+    assert b"content-length: 6" in head
+    assert body == b"abcdef"
 
 
-def test_a_length_beside_chunks_counts_for_nothing(through: Through) -> None:
+def test_a_client_that_asks_before_it_sends_its_body_is_told_to_go_on(through: Through) -> None:
     client, upstream = through(answer(b"a"))
     with dial(client) as connection:
-        head = b"POST /any HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
-        connection.sendall(head + b"6\r\nabcdef\r\n0\r\n\r\n")
+        connection.sendall(
+            b"POST /any HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert connection.recv(65536) == b"HTTP/1.1 100 \r\n\r\n"
+        connection.sendall(b"abcdef")
         assert b"200 OK" in connection.recv(65536)
-    head, _, body = upstream.requests[0].lower().partition(b"\r\n\r\n")
-    assert b"content-length" not in head
-    assert body == b"6\r\nabcdef\r\n0\r\n\r\n"
+    assert upstream.requests[0].endswith(b"abcdef")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,12 @@ def test_a_length_beside_chunks_counts_for_nothing(through: Through) -> None:
     [
         pytest.param(b"POST /any HTTP/1.1\r\nContent-Length: -5\r\n", id="negative length"),
         pytest.param(b"POST /any HTTP/1.1\r\nContent-Length: +5\r\n", id="signed length"),
+        pytest.param(b"POST /any HTTP/1.1\r\nContent-Length: 1_0\r\n", id="length with an underscore"),
+        pytest.param(b"POST /any HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 3\r\n", id="two lengths"),
+        pytest.param(
+            b"POST /any HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n", id="length and chunks"
+        ),
+        pytest.param(b"GET /any HTTP/1.1\r\nHost: localhost\r\n", id="two hosts"),
         pytest.param(b"GET /any HTTP/1.1\r\nX-A: a\rX-B: sk-hush\r\n", id="line break in a value"),
         pytest.param(b"GET /any HTTP/1.1\r\nX-A: a\0b\r\n", id="NUL in a value"),
         pytest.param(b"GET /any HTTP/1.1\r\nX A: b\r\n", id="space in a name"),
@@ -147,7 +155,7 @@ def test_a_malformed_head_is_a_400_and_goes_no_further(
 ) -> None:
     client, upstream = through(answer(b"a"))
     with dial(client) as connection:
-        connection.sendall(head + b"Host: a\r\nConnection: close\r\n\r\n")
+        connection.sendall(head + b"Host: localhost\r\nConnection: close\r\n\r\n")
         said = connection.recv(65536)
     assert said.startswith(b"HTTP/1.1 400 ")
     assert upstream.requests == []
@@ -157,7 +165,7 @@ def test_a_malformed_head_is_a_400_and_goes_no_further(
 
 def test_requests_in_one_packet_are_answered_in_turn(fake: Client) -> None:
     request = request_bytes("/v1/responses", {"input": "Hi", "stream": True}, port=fake.proxy.port)
-    last = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     said = b""
     with dial(fake) as connection:
         connection.sendall(request + request + last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -17,12 +18,17 @@ from tests.conftest import Leftovers
 from tests.fake_script import (
     Gate,
     Headers,
+    HttpError,
+    PingEvery,
     Record,
     Repeat,
     Reply,
     Role,
     Script,
+    Sleep,
+    Step,
     Text,
+    ToolCall,
     WaitClose,
     plain_reply,
     steps_json,
@@ -81,6 +87,55 @@ def test_closing_the_proxy_cuts_what_runs(fake: Client, leftovers: Leftovers) ->
             pass
 
 
+# ---------------------------------------------------------------- heartbeats
+
+
+def beats(data: bytes) -> int:
+    """How often `response.in_progress` came."""
+    return data.count(b"event: response.in_progress\n")
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([], id="no headers yet"),
+        pytest.param([Headers(), Role()], id="a long prompt"),
+        pytest.param([Headers(), Role(), Text("Once "), PingEvery(0.01)], id="in mid-stream, the server pings"),
+        pytest.param([Headers(), Role(), ToolCall("apply_patch", '{"input": "', pieces=1)], id="a long patch"),
+    ],
+)
+def test_a_client_that_waits_gets_events(make_client: MakeClient, tmp_path: Path, steps: list[Step]) -> None:
+    fake, gate = make_client(heartbeat_s=0.02), tmp_path / "gate"
+    script = [*steps, Gate(gate), *plain_reply(Text("done"))[0 if not steps else 2 :]]
+    tools = [{"type": "custom", "name": "apply_patch"}]
+    body = {"stream": True, "input": "Hi", "tools": tools, "fake_script": steps_json(*script)}
+    with contextlib.closing(fake.connection()) as connection:
+        connection.request("POST", "/v1/responses", json.dumps(body).encode())
+        with connection.getresponse() as response:
+            data = b""
+            while beats(data) < 5:
+                data += response.read1()
+            gate.touch()
+            data += response.read()
+    assert check_events(read_sse(data))["status"] == "completed"
+
+
+def test_a_refusal_that_comes_after_a_heartbeat_is_an_event(make_client: MakeClient, tmp_path: Path) -> None:
+    fake, gate = make_client(heartbeat_s=0.02), tmp_path / "gate"
+    refusal = HttpError(400, "too long", "exceed_context_size_error")
+    with fake.begun(Gate(gate), refusal, until=b"response.in_progress") as (data, response):
+        gate.touch()
+        data += response.read()
+    events = read_sse(data)
+    assert check_events(events)["status"] == "failed"
+    assert events[-2]["code"] == "context_length_exceeded"
+
+
+def test_a_reply_in_one_piece_has_no_heartbeats(make_client: MakeClient) -> None:
+    fake = make_client(heartbeat_s=0.01)
+    assert fake.create(Headers(), Role(), Sleep(0.1), *plain_reply(Text("a"))[2:]).json["status"] == "completed"
+
+
 # ---------------------------------------------------------------- slow readers and many
 
 
@@ -136,7 +191,8 @@ def test_no_more_than_allowed_run_at_once(make_client: MakeClient) -> None:
         client.sendall(request_bytes("/v1/responses", body, port=fake.proxy.port))
         fake.journal.wait("started", timeout=WAIT_S)
         refused = fake.create()
-        assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert (refused.status, refused.json["error"]["code"]) == (503, "overloaded")
+        assert int(refused.headers["retry-after"]) > 0
         assert fake.send("GET", "/health").status == 200
     eventually(lambda: fake.create().status == 200, "a free place")
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.responses.request import References
-from llama_worker.responses.store import ResponseStore, StoredResponse
+from llama_worker.responses.store import ResponseStore, StoredResponse, stored_response
 
 
 def stored(number: int, previous: int | None = None, text: str = "a") -> StoredResponse:
     said = {"id": f"msg_{number}", "type": "message", "role": "assistant", "content": text}
     response: dict[str, Any] = {"id": f"resp_{number}", "output": [said]}
-    return StoredResponse(
-        response=response,
-        input_items=({"type": "message", "role": "user", "content": f"q{number}"},),
-        previous_response_id=None if previous is None else f"resp_{previous}",
-    )
+    asked = {"type": "message", "role": "user", "content": f"q{number}"}
+    return stored_response(response, [asked], None if previous is None else f"resp_{previous}")
 
 
 def history(store: ResponseStore, number: int) -> list[Any] | None:
-    found = store.recall(References(previous_response_id=f"resp_{number}")).history
+    found = store.recall(References(previous_response_id=f"resp_{number}")).recalled().history
     return None if found is None else [item["content"] for item in found]
 
 
@@ -74,28 +70,28 @@ def test_items_are_found_by_id_as_long_as_their_response_is() -> None:
     store = store_of(max_count=1)
     store.put(stored(1))
     wanted = References(item_ids=("msg_1", "msg_9"))
-    assert list(store.recall(wanted).items) == ["msg_1"]
+    assert list(store.recall(wanted).recalled().items) == ["msg_1"]
     store.put(stored(2))
-    assert store.recall(wanted).items == {}
+    assert store.recall(wanted).recalled().items == {}
 
 
 def test_an_item_that_was_sent_again_outlives_either_response() -> None:
-    (said,) = stored(1).response["output"]
-    again = StoredResponse(response={"id": "resp_2", "output": []}, input_items=(said,))
+    (said,) = stored(1).response()["output"]
+    again = stored_response({"id": "resp_2", "output": []}, [said], None)
     for gone, left in (("resp_1", "resp_2"), ("resp_2", "resp_1")):
         store = store_of()
         store.put(stored(1))
         store.put(again)
         assert store.delete(gone)
-        assert store.recall(References(item_ids=("msg_1",))).items == {"msg_1": said}
+        assert store.recall(References(item_ids=("msg_1",))).recalled().items == {"msg_1": said}
         assert store.delete(left)
-        assert store.recall(References(item_ids=("msg_1",))).items == {}
+        assert store.recall(References(item_ids=("msg_1",))).recalled().items == {}
 
 
 def test_one_that_is_too_large_is_not_kept_and_costs_no_other() -> None:
-    store = store_of(max_bytes=1000)
+    store = store_of(max_bytes=4000)
     store.put(stored(1))
-    store.put(stored(2, text="x" * 1000))
+    store.put(stored(2, text="x" * 4000))
     assert store.get("resp_1") is not None
     assert store.get("resp_2") is None
 
@@ -103,7 +99,7 @@ def test_one_that_is_too_large_is_not_kept_and_costs_no_other() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.none() | st.integers(0, 20), st.integers(0, 300))),
     st.integers(0, 5),
-    st.integers(0, 2000),
+    st.integers(0, 9000),
 )
 def test_it_stays_within_its_bounds_and_counts_right(
     puts: list[tuple[int, int | None, int]], max_count: int, max_bytes: int
@@ -116,5 +112,5 @@ def test_it_stays_within_its_bounds_and_counts_right(
         kept[one.id] = one
         assert len(store) <= max_count
         assert store.size_bytes <= max_bytes
-    sizes = [len(json.dumps([one.response, one.input_items])) for one in kept.values() if store.get(one.id) is not None]
+    sizes = [one.size_bytes for one in kept.values() if store.get(one.id) is not None]
     assert (len(sizes), sum(sizes)) == (len(store), store.size_bytes)

@@ -219,7 +219,11 @@ def responses_proxy_command(
         str | None, typer.Option(metavar="FILE", help="Whom to trust for an https upstream [public authorities].")
     ] = None,
     max_concurrent: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Refuse (429) more than N responses at once.")
+        int | None, typer.Option(min=1, metavar="N", help="Refuse (503) more than N responses at once.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="A web page that may use the proxy, or a name for it; may come again."),
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="FILE", help="Start a llama-server with this GGUF file.")] = None,
     server: ServerOption = None,
@@ -244,6 +248,7 @@ def responses_proxy_command(
             api_key_env=api_key_env,
             ca_file=ca_file,
             max_concurrent=max_concurrent,
+            allow_origins=tuple(allow_origin or ()),
             model=model,
             server=server,
             slots=slots,

@@ -38,6 +38,7 @@ class ProxyOptions:
     api_key_env: str | None
     ca_file: str | None
     max_concurrent: int | None
+    allow_origins: tuple[str, ...]
     model: str | None
     server: str | None
     slots: int
@@ -71,6 +72,7 @@ def _serve(options: ProxyOptions, ended: threading.Event) -> None:
             api_key=api_key,
             ca_file=options.ca_file,
             max_concurrent=options.max_concurrent,
+            allow_origins=options.allow_origins,
         )
         proxy = ResponsesProxy(config)
         try:

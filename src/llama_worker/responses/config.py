@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from llama_worker.errors import ConfigError
+from llama_worker.responses.access import is_origin
 from llama_worker.validation import checked_int, checked_seconds, checked_str, optional
 
 _MIB = 1024 * 1024
@@ -17,7 +18,8 @@ class ResponsesProxyConfig:
 
     `port` 0: any free one. `api_key` is shown to the upstream; without one the client's own passes through.
     `ca_file`: whom to trust for an https upstream; None: the public authorities.
-    `max_concurrent`: requests for a response that run at once; more are refused with 429. None: no bound.
+    `max_concurrent`: requests for a response that run at once; more are refused with 503. None: no bound.
+    `allow_origins`: web pages that may use the proxy, e.g. `http://localhost:3000`, and names that it may be called by.
     """
 
     upstream: str
@@ -25,10 +27,12 @@ class ResponsesProxyConfig:
     port: int = 9998
     api_key: str | None = field(default=None, repr=False)
     max_concurrent: int | None = None
+    allow_origins: tuple[str, ...] = ()
     ca_file: str | None = None
     connect_timeout_s: float = 10.0
-    client_timeout_s: int = 600  # without a byte that the client sends or takes
-    max_body_bytes: int = 64 * _MIB  # of a request; one for a response is held in memory
+    client_timeout_s: float = 120.0  # in which a client takes no byte of its reply
+    heartbeat_s: float = 10.0  # without an event for the client, before `response.in_progress` comes again
+    max_body_bytes: int = 64 * _MIB  # of a request; it is held in memory
     max_responses: int = 1000
     max_stored_bytes: int = 64 * _MIB
 
@@ -49,7 +53,12 @@ class ResponsesProxyConfig:
         optional(checked_int, "max_concurrent", self.max_concurrent, at_least=1)
         optional(checked_str, "ca_file", self.ca_file, empty=False, nul=False)
         checked_seconds("connect_timeout_s", self.connect_timeout_s, above=0)
-        checked_int("client_timeout_s", self.client_timeout_s, at_least=1)
+        checked_seconds("client_timeout_s", self.client_timeout_s, above=0)
+        checked_seconds("heartbeat_s", self.heartbeat_s, above=0)
+        for origin in self.allow_origins:
+            checked_str("allow_origins", origin)
+            if not is_origin(origin):
+                raise ConfigError(f"allow_origins must hold origins like http://localhost:3000, not {origin!r}")
         checked_int("max_body_bytes", self.max_body_bytes, at_least=1)
         checked_int("max_responses", self.max_responses, at_least=0)
         checked_int("max_stored_bytes", self.max_stored_bytes, at_least=0)

@@ -1,62 +1,51 @@
-"""One request of a client of the Responses proxy: what it has open, who may end it, and the stream that it gets."""
+"""One request of a client: what it has open, who may end it, and the response that it makes."""
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import pykka
 import requests
 
 from llama_worker.messages import Mailbox
-from llama_worker.responses.client_watch import ClientWatch
-from llama_worker.responses.events import ResponseEvents, sse
-from llama_worker.responses.http import Environ
+from llama_worker.responses.client import Client
+from llama_worker.responses.events import Event, ResponseEvents, sse
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage
 from llama_worker.responses.refusal import RequestRefused
 from llama_worker.runtime.chat_exchange import ChatExchange
 from llama_worker.runtime.connections import Abort, session
 from llama_worker.runtime.futures import WorkerFuture
-from llama_worker.runtime.timers import Timer, call_at
-from llama_worker.stream.events import StreamEvent
 
 T = TypeVar("T")
 
-AT_THE_END = "llama_worker.at_the_end"  # in the environ: what the server is to call when the request is over
-CLIENT_SOCKET = "llama_worker.client_socket"
-KEEPALIVE = b": keepalive\n\n"
 _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
 
 
 class Exchange:
     """One request of a client and what it has open. `cut` is for any thread, the rest for the request's own."""
 
-    def __init__(
-        self, number: int, environ: Environ, proxy: Mailbox[ProxyMessage], watch: ClientWatch, ca_file: str | None
-    ) -> None:
+    def __init__(self, number: int, client: Client, proxy: Mailbox[ProxyMessage], ca_file: str | None) -> None:
         self.abort = Abort()
-        self._ca_file = ca_file
         self._number = number
-        self._client: socket.socket | None = environ.get(CLIENT_SOCKET)
+        self._client = client
         self._proxy = proxy
-        self._watch = watch
+        self._ca_file = ca_file
         self._http: requests.Session | None = None
-        self._entered = False
+        self._has_entered = False
 
     def enter(self, response_id: str | None = None) -> None:
-        """Ask for admission, for the response of that id if it makes one.
+        """Ask for admission, for the response of that id if it makes one. Raises RequestRefused.
 
         From now on a client that leaves takes the upstream's work along.
         """
-        self._entered = True
+        self._has_entered = True
         reply: WorkerFuture[bool] = WorkerFuture()
         entering = Enter(exchange_id=self._number, cut=self.cut, response_id=response_id, reply=reply)
         if not ask(self._proxy, entering, reply):
-            raise RequestRefused(429, "too many requests run at once", code="rate_limit_exceeded")
-        if self._client is not None:
-            self._watch.watch(self._client, self.abort.abort)
+            raise RequestRefused(503, "too many requests run at once", code="overloaded", retry_after_s=2)
+        self._client.when_left(self.abort.abort)
 
     def http(self) -> requests.Session:
         """The one session."""
@@ -67,19 +56,13 @@ class Exchange:
     def cut(self) -> None:
         """End both connections now."""
         self.abort.abort()
-        if self._client is not None:
-            try:
-                self._client.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # it is gone already
+        self._client.cut()
 
     def leave(self) -> None:
         """Idempotent; a stream that has not ended is ended."""
-        if not self._entered:
+        if not self._has_entered:
             return
-        self._entered = False
-        if self._client is not None:
-            self._watch.unwatch(self._client)
+        self._has_entered = False
         self.abort.abort()
         self.abort.detach()
         if self._http is not None:
@@ -88,57 +71,88 @@ class Exchange:
 
 
 class Run:
-    """Drives a response from its chat completion, on the thread that wants the bytes."""
+    """Makes a response from its chat completion, on the request's thread: what is read is written before more is read.
+
+    `send` gets the events as they come; None: nobody wants them. `heartbeat_s`: after so long without an event there is
+    one nevertheless, also while the upstream has not sent its headers: it may be busy for minutes.
+    """
 
     def __init__(
-        self, chat: ChatExchange, exchange: Exchange, events: ResponseEvents, remember: Callable[[], object]
+        self,
+        events: ResponseEvents,
+        abort: Abort,
+        *,
+        send: Callable[[bytes], None] | None,
+        heartbeat_s: float,
+        over: Callable[[], None],
     ) -> None:
-        self._chat = chat
-        self._exchange = exchange
         self._events = events
-        self._remember = remember
-        self._settled: Timer | None = None
+        self._abort = abort
+        self._send_bytes = send
+        self._heartbeat_s = heartbeat_s
+        self._over = over
+        self._begun = False
+        self._sent_at = time.monotonic()
 
-    def to_the_end(self) -> None:
-        """For a reply in one piece."""
-        for _ in self.stream():
-            pass
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has been sent anything."""
+        return self._begun and self._send_bytes is not None
 
-    def stream(self) -> Iterator[bytes]:
-        """The events, as they come."""
+    def wait(self) -> None:
+        """The upstream has nothing to read: keep the client until it has. What may follow a finish is not awaited."""
+        while True:
+            now = time.monotonic()
+            until = self._sent_at + self._heartbeat_s if self._send_bytes is not None else None
+            deadline = self._events.deadline
+            if deadline is not None:
+                if now >= deadline:
+                    self._abort.abort()
+                    return
+                until = deadline if until is None else min(until, deadline)
+            if self._abort.wait_readable(None if until is None else max(until - now, 0.0)):
+                return
+            self._beat()
+
+    def begin(self) -> None:
+        """The first events, once."""
+        if not self._begun:
+            self._begun = True
+            self._send(self._events.begin())
+
+    def to_the_end(self, chat: ChatExchange) -> None:
+        """Drive it. Raises OSError where the client has left; the response is over in any case."""
         try:
-            yield sse(self._events.begin())
+            self.begin()
             while not self._events.over:
-                told = self._chat.read()
-                yield self._written(told) if told is not None else self._ended()
+                read = chat.read()
+                now = time.monotonic()
+                if read is None:
+                    self._send(self._events.closed(chat.failure.detail if chat.failure is not None else None))
+                else:
+                    self._send([event for each in read for event in self._events.feed(each, now)])
+                    self._beat()
         finally:
-            if self._settled is not None:
-                self._settled.cancel()
-            self._chat.close()
-            if not self._events.over:  # it may go on from what it has got
+            chat.close()
+            if not self._events.over:  # the client may go on from what it has got
                 self._events.fail("the client has left")
-                self._leave()
+                self._over()
 
-    def _written(self, told: list[StreamEvent]) -> bytes:
-        out = [event for said in told for event in self._events.feed(said, time.monotonic())]
-        if self._events.over:
-            self._leave()
-        elif self._events.deadline is not None and self._settled is None:
-            self._settled = call_at(self._events.deadline, self._exchange.abort.abort)
-        if not told and not self._chat.in_record:
-            return KEEPALIVE
-        return sse(out)
+    def fail(self, refused: RequestRefused) -> None:
+        """The upstream refused, after the client was sent the first events."""
+        self._send(self._events.fail(refused.message, code=refused.code))
 
-    def _ended(self) -> bytes:
-        failure = self._chat.failure
-        out = self._events.closed(failure.detail if failure else None)
-        self._leave()
-        return sse(out)
+    def _beat(self) -> None:
+        if self._send_bytes is not None and time.monotonic() >= self._sent_at + self._heartbeat_s:
+            self.begin()
+            self._send(self._events.heartbeat())
 
-    def _leave(self) -> None:
-        """Before the last event is sent: who has read it may refer to the response, and have its place."""
-        self._remember()
-        self._exchange.leave()
+    def _send(self, events: list[Event]) -> None:
+        if self._events.over:  # first: who has read the end may refer to the response, and have its place
+            self._over()
+        if events and self._send_bytes is not None:
+            self._send_bytes(sse(events))
+            self._sent_at = time.monotonic()
 
 
 def ask(proxy: Mailbox[ProxyMessage], question: ProxyMessage, reply: WorkerFuture[T]) -> T:
@@ -148,4 +162,4 @@ def ask(proxy: Mailbox[ProxyMessage], question: ProxyMessage, reply: WorkerFutur
             return reply.get(timeout=_ANSWER_S)
     except pykka.Timeout:
         pass
-    raise RequestRefused(503, "the proxy is going down, or waits for a response that still runs")
+    raise RequestRefused(503, "the proxy is going down, or waits for a response that still runs", retry_after_s=2)

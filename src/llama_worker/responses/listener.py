@@ -1,124 +1,285 @@
-"""The threaded HTTP server (`cheroot`) that runs the Responses proxy's WSGI application."""
+"""Takes the clients' connections: one thread for all that wait, and one more for each request that runs.
+
+A connection costs a thread only from a request's last byte to its reply's last byte. Whoever is silent, slow or stops
+halfway costs a descriptor and what it has sent; where descriptors run out, those who wait longest make room.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import os
 import queue
+import resource
+import select
 import socket
 import threading
-from typing import Any
+import time
+from collections.abc import Callable
 
-from cheroot import wsgi
+import h11
 
-from llama_worker.messages import Mailbox
-from llama_worker.responses.client_watch import ClientWatch
+from llama_worker.responses.access import access_policy
+from llama_worker.responses.client import Client, refusal_bytes
+from llama_worker.responses.client_connection import ClientConnection, Phase, Request
 from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses.exchange import AT_THE_END, CLIENT_SOCKET
-from llama_worker.responses.http import READ_BYTES
-from llama_worker.responses.messages import ProxyMessage
-from llama_worker.responses.wsgi import ResponsesApp
+from llama_worker.responses.lobby import Lobby
+from llama_worker.responses.refusal import RequestRefused
 
-_THREADS = 8  # grows with the number of requests that run
-_LOOK_UP_S = 30.0  # how often connections that nobody uses are looked for; what comes is noticed at once
-_POKE_S = 0.01
+Serve = Callable[[Request, Client], None]
+"""Answers one request, on a thread of its own. OSError: the client's connection is broken."""
+
+_READ_BYTES = 65536
+_SEND_BUFFER_BYTES = 128 * 1024  # else the kernel takes megabytes before a slow reader slows the upstream
+_BACKLOG = 1024
+_MAX_CLIENTS = 10_000
+_MAX_BUSY = 512
+_PENDING_BODIES = 4  # so many bodies of full size may wait for their ends, together
+_PENDING_HEADS_BYTES = 64 * 1024 * 1024
+_PAUSE_S = 0.25  # where there is no descriptor, and nobody to take one from
+_SHORT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _logger = logging.getLogger("llama_worker.responses")
 
 
-class _Gateway(wsgi.Gateway_10):
-    """Lets the application know the client's socket."""
+class SocketListener:
+    """The constructor binds the port: OSError where it cannot. `serve` and `stop` are the `Listener` protocol's."""
 
-    def get_environ(self) -> dict[str, Any]:  # type: ignore[override]  # cheroot's types are a sketch
-        environ: dict[str, Any] = super().get_environ()  # type: ignore[no-untyped-call]
-        environ[CLIENT_SOCKET] = self.req.conn.socket
-        return environ
-
-    def respond(self) -> None:
-        self.req.server.more_threads()
-        try:
-            super().respond()
-        finally:  # the application's iterable is not closed where the headers of an empty reply cannot be sent
-            self.env.get(AT_THE_END, lambda: None)()
-
-    def start_response(self, *args: Any) -> Any:
-        """Replies that come before the request was read end the connection: the rest is no next request."""
-        body = self.req.rfile
-        unread = not body.closed if self.req.chunked_read else body.remaining > READ_BYTES
-        if unread:
-            self.req.close_connection = True
-        return super().start_response(*args)
-
-
-class _Server(wsgi.Server):
-    """Grows its threads with the requests that run: a stream holds one for as long as it lasts."""
-
-    def __init__(self, config: ResponsesProxyConfig, app: ResponsesApp) -> None:
-        super().__init__(
-            (config.host, config.port),
-            app,
-            numthreads=_THREADS,
-            server_name="llama-worker",
-            request_queue_size=128,
-            timeout=config.client_timeout_s,
-        )
-        self.gateway = _Gateway
-        self.expiration_interval = _LOOK_UP_S
-        self.max_request_body_size = config.max_body_bytes + READ_BYTES  # ours comes first, and says it in JSON
-        self._growing = threading.Lock()
-
-    def more_threads(self) -> None:
-        """Called on a thread that is about to be busy."""
-        with self._growing:
-            if self.ready and self.requests.idle == 0:
-                self.requests.grow(_THREADS)
-
-    def error_log(self, msg: str = "", level: int = 20, traceback: bool = False) -> None:
-        """The error's name: its text and its traceback could show what is nobody's business."""
-        _logger.log(level, "%s", msg.partition("(")[0])
-
-
-class CherootListener:
-    """The server and its threads. The constructor binds the port: OSError where it cannot."""
-
-    def __init__(self, config: ResponsesProxyConfig, proxy: Mailbox[ProxyMessage]) -> None:
-        self._watch = ClientWatch("llama_worker-responses-watch")
-        self._server = _Server(config, ResponsesApp(config, proxy, self._watch))
-        self._served = threading.Event()
-        self._stops: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
-        try:
-            self._server.prepare()
-        except BaseException:
-            self._watch.stop()
-            raise
+    def __init__(self, config: ResponsesProxyConfig, serve: Serve) -> None:
+        self._config = config
+        self._answer = serve
+        self._access = access_policy(config.host, config.allow_origins)
+        self._lobby: Lobby[Client] = Lobby()
+        self._clients: dict[int, Client] = {}  # by descriptor; only this thread closes one
+        self._busy: set[Client] = set()
+        self._returned: queue.SimpleQueue[Client] = queue.SimpleQueue()
+        self._pending_bytes = 0
+        self._stopped = False
+        self._accept_at: float | None = None  # when connections are taken again; None: they are
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_clients = min(_MAX_CLIENTS, descriptors // 2)
+        self._max_busy = min(_MAX_BUSY, max(descriptors // 4, 1))
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        self._socket.setblocking(False)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.Lock()
+        self._is_closed = False
+        self._epoll = select.epoll()
+        self._epoll.register(self._socket, select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
 
     @property
     def port(self) -> int:
         """Where it listens."""
-        return int(self._server.bind_addr[1])
+        return int(self._socket.getsockname()[1])
 
     def serve(self) -> None:
-        """Take connections until stopped. Blocks until every thread has ended."""
+        """Take connections until stopped. Blocks until every thread of a request has ended."""
         try:
-            self._server.serve()
+            while not self._stopped:
+                self._turn()
         finally:
-            self._served.set()
-            if self._stops.empty():  # it ended by itself
-                self.stop()
-            self._stops.get().join()
-            self._watch.stop()
+            self._close()
 
     def stop(self) -> None:
-        """Let `serve` return. Never blocks."""
-        thread = threading.Thread(target=self._stop, name="llama_worker-responses-stop", daemon=True)
-        thread.start()
-        self._stops.put(thread)
+        """Let `serve` return. Any thread; never blocks."""
+        self._stopped = True
+        self._wake_up()
 
-    def _stop(self) -> None:
-        host, port = self._server.bind_addr[:2]
-        stopping = threading.Thread(target=self._server.stop, name="llama_worker-responses-join", daemon=True)
-        stopping.start()
-        while not self._served.wait(_POKE_S):
+    def _wake_up(self) -> None:
+        with self._wake_lock:
+            if not self._is_closed:  # else the descriptor may be somebody else's
+                os.eventfd_write(self._wake, 1)
+
+    # ------------------------------------------------------------ the listener's thread
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and see to it."""
+        for descriptor, events in self._epoll.poll(self._wait_s()):
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+            elif descriptor == self._socket.fileno():
+                self._accept()
+            elif (client := self._clients.get(descriptor)) is not None:
+                self._stirred(client, events)
+        while not self._returned.empty():
+            self._take_back(self._returned.get())
+        now = time.monotonic()
+        for client in self._lobby.late(now):
+            self._drop(client)
+        if self._accept_at is not None and now >= self._accept_at:
+            self._accept_at = None
+            self._epoll.modify(self._socket, select.EPOLLIN)
+
+    def _wait_s(self) -> float | None:
+        due = [at for at in (self._lobby.deadline(), self._accept_at) if at is not None]
+        return max(min(due) - time.monotonic(), 0.0) if due else None
+
+    def _accept(self) -> None:
+        for _ in range(_BACKLOG):
             try:
-                socket.create_connection((host, port), timeout=1.0).close()  # the server looks up when somebody comes
-            except OSError:
-                continue
-        stopping.join()
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _SHORT_OF_DESCRIPTORS and not self._make_room():
+                    self._epoll.modify(self._socket, 0)
+                    self._accept_at = time.monotonic() + _PAUSE_S
+                    return
+                continue  # that client has left, or there is room now
+            while len(self._clients) >= self._max_clients and self._make_room():
+                pass
+            self._welcome(connection)
+
+    def _make_room(self) -> bool:
+        """Whether a client that waits has given its place up."""
+        client = self._lobby.first_to_go()
+        if client is not None:
+            self._drop(client)
+        return client is not None
+
+    def _welcome(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        try:
+            local_address = str(connection.getsockname()[0])
+        except OSError:
+            connection.close()
+            return
+        client: Client
+        http = ClientConnection(
+            max_body_bytes=self._config.max_body_bytes, check_head=lambda request: self._check(client, request)
+        )
+        client = Client(connection, http, local_address, self._config.client_timeout_s)
+        self._clients[connection.fileno()] = client
+        self._epoll.register(connection, select.EPOLLIN)
+        self._lobby.enter(client, Phase.SILENT, time.monotonic())
+
+    def _check(self, client: Client, request: Request) -> None:
+        client.origin = self._access.allowed_origin(request, client.local_address)
+
+    def _stirred(self, client: Client, events: int) -> None:
+        if client in self._busy:
+            client.left()
+            return
+        try:
+            data = client.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(client)
+        elif client.http.phase is not Phase.BUSY:  # else it lingers
+            self._read(client, lambda: client.http.receive(data))
+
+    def _read(self, client: Client, receive: Callable[[], Request | None]) -> None:
+        """Take what has come of a request; run it once it is whole."""
+        try:
+            request = receive()
+            if request is not None:
+                self._run(client, request)
+                return
+            self._send(client, client.http.wanted_continue())
+        except RequestRefused as refused:
+            self._refuse(client, refused)
+            return
+        self._lobby.enter(client, client.http.phase, time.monotonic())
+        self._count_pending(client, client.http.pending_bytes)
+
+    def _count_pending(self, client: Client, pending_bytes: int) -> None:
+        """What has come of requests that are not whole is bounded in all; whoever holds most of it loses it."""
+        self._pending_bytes += pending_bytes - client.pending_bytes
+        client.pending_bytes = pending_bytes
+        if self._pending_bytes > _PENDING_BODIES * self._config.max_body_bytes + _PENDING_HEADS_BYTES:
+            largest = max(self._lobby, key=lambda waiting: waiting.pending_bytes)
+            self._refuse(largest, RequestRefused(503, "too many requests are being sent at once", retry_after_s=1))
+
+    def _refuse(self, client: Client, refused: RequestRefused) -> None:
+        with contextlib.suppress(h11.LocalProtocolError):  # a reply has been begun: to the request before
+            self._send(client, refusal_bytes(client.http, refused))
+        self._linger(client)
+
+    def _send(self, client: Client, data: bytes) -> None:
+        """A few bytes, which the socket has room for; a client without it has not read what came before."""
+        if data:
+            with contextlib.suppress(OSError):
+                client.socket.send(data)
+
+    def _linger(self, client: Client) -> None:
+        """Let it read to the end: closing with unread data would destroy what is on its way."""
+        client.http.phase = Phase.BUSY
+        self._count_pending(client, 0)
+        try:
+            client.socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._drop(client)
+            return
+        self._lobby.enter(client, None, time.monotonic())
+
+    def _drop(self, client: Client) -> None:
+        self._leave_lobby(client)
+        del self._clients[client.socket.fileno()]
+        client.socket.close()  # which takes it out of epoll
+
+    # ------------------------------------------------------------ requests
+
+    def _leave_lobby(self, client: Client) -> None:
+        self._lobby.leave(client)
+        self._count_pending(client, 0)
+
+    def _run(self, client: Client, request: Request) -> None:
+        self._leave_lobby(client)
+        thread = threading.Thread(
+            target=self._run_request, args=(client, request), name="llama_worker-response", daemon=True
+        )
+        try:
+            if len(self._busy) >= self._max_busy:
+                raise RequestRefused(503, "too many requests run at once", retry_after_s=2)
+            thread.start()
+        except RuntimeError:
+            raise RequestRefused(503, "no thread can be started", retry_after_s=2) from None
+        self._busy.add(client)
+        self._epoll.modify(client.socket, select.EPOLLRDHUP | select.EPOLLONESHOT)
+
+    def _run_request(self, client: Client, request: Request) -> None:
+        """The request's own thread."""
+        try:
+            self._answer(request, client)
+        except Exception as error:  # the client has left, or the reply broke off: its connection says so
+            _logger.debug("a reply ended early: %s", type(error).__name__)
+        finally:
+            self._returned.put(client)
+            self._wake_up()
+
+    def _take_back(self, client: Client) -> None:
+        """From its request's thread: for another request, or to be closed."""
+        self._busy.discard(client)
+        client.when_left(lambda: None)
+        client.socket.setblocking(False)
+        if not client.http.is_complete:
+            self._drop(client)
+        elif not client.http.can_go_on or self._stopped:
+            self._epoll.modify(client.socket, select.EPOLLIN)
+            self._linger(client)
+        else:
+            self._epoll.modify(client.socket, select.EPOLLIN)
+            self._read(client, client.http.next_request)
+
+    def _close(self) -> None:
+        self._epoll.unregister(self._socket)
+        self._socket.close()
+        for client in tuple(self._lobby):
+            self._drop(client)
+        for client in self._busy:
+            client.cut()
+        while self._busy:
+            client = self._returned.get()
+            self._busy.discard(client)
+            self._drop(client)
+        self._epoll.close()
+        with self._wake_lock:
+            self._is_closed = True
+            os.close(self._wake)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from llama_worker.responses.request import Recalled, References
-from llama_worker.responses.store import StoredResponse
+from llama_worker.responses.request import References
+from llama_worker.responses.store import Found, StoredResponse
 
 T_contra = TypeVar("T_contra", contravariant=True)
 
@@ -30,7 +30,7 @@ class Listener(Protocol):
         """Where it listens."""
 
     def serve(self) -> None:
-        """Take connections until stopped. Blocks until every thread of the listener has ended."""
+        """Take connections until stopped. Blocks until every thread of a request has ended."""
 
     def stop(self) -> None:
         """Let `serve` return. Never blocks."""
@@ -92,7 +92,7 @@ class Recall:
     """
 
     wanted: References
-    reply: Reply[Recalled]
+    reply: Reply[Found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

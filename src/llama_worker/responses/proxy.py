@@ -9,8 +9,9 @@ import pykka
 
 from llama_worker.actors.base import LiveCount, Ref
 from llama_worker.responses.actor import ResponsesProxyActor
+from llama_worker.responses.app import ResponsesApp
 from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses.listener import CherootListener
+from llama_worker.responses.listener import SocketListener
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.runtime.startable import Startable
@@ -32,7 +33,7 @@ class ResponsesProxy(Startable):
         self.config = config
         self._live_count = LiveCount()
         self._port: WorkerFuture[int] = WorkerFuture()
-        self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(self._live_count, config, CherootListener)
+        self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(self._live_count, config, _listener)
         self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
 
     @property
@@ -60,3 +61,7 @@ class ResponsesProxy(Startable):
                 future.get(timeout=_STOP_S)
             self._ref.stop()
         self._live_count.wait(_LEAVE_S)
+
+
+def _listener(config: ResponsesProxyConfig, proxy: Ref[ProxyMessage]) -> SocketListener:
+    return SocketListener(config, ResponsesApp(config, proxy).serve)

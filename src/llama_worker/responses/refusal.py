@@ -10,14 +10,24 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+_LOADING_S = 5
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
 class RequestRefused(Exception):
     """The HTTP status and the fields of the error object; the text is for a person."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
         self.status = status
         self.message = message
         self.code = code
@@ -28,10 +38,19 @@ class RequestRefused(Exception):
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def headers(self) -> list[tuple[str, str]]:
+        """What the reply says beside the body."""
+        return [("Retry-After", str(self.retry_after_s))] if self.retry_after_s is not None else []
+
 
 def refused_by_server(status: int, detail: str) -> RequestRefused:
     """The server's own refusal, passed on: `detail` is what `describe_http_error` made of it."""
-    return RequestRefused(status if 400 <= status < 600 else 502, detail, code=error_code(detail))
+    return RequestRefused(
+        status if 400 <= status < 600 else 502,
+        detail,
+        code=error_code(detail),
+        retry_after_s=_LOADING_S if status == 503 else None,
+    )
 
 
 def error_code(detail: str) -> str | None:

@@ -1,28 +1,87 @@
-"""The responses that can be referred to: bounded by count and bytes, the least recently used go first. Pure."""
+"""The responses that can be referred to: bounded by count and bytes, the least recently used go first. Pure.
+
+They are kept as JSON text: what the store counts is what it holds, where parsed objects would take several times that.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llama_worker.responses.conversation import Item
 from llama_worker.responses.request import Recalled, References
 
+_ENTRY_BYTES = 1024  # of a response beside its text: the entry, its id, its places in the tables
+_ITEM_ID_BYTES = 256  # of each id that can be referred to, likewise
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """One response, and the input items of its own request."""
+    """One response, and the input items of its own request, as JSON. `item_ids`: of both, the output's last."""
 
-    response: Mapping[str, Any]
-    input_items: tuple[Item, ...]
+    id: str
+    response_json: bytes
+    input_json: bytes
+    item_ids: tuple[str, ...]
     previous_response_id: str | None = None
 
     @property
-    def id(self) -> str:
-        return str(self.response["id"])
+    def size_bytes(self) -> int:
+        """What it costs the process."""
+        texts = sys.getsizeof(self.response_json) + sys.getsizeof(self.input_json)
+        ids = sum(_ITEM_ID_BYTES + len(item_id) for item_id in self.item_ids)
+        return _ENTRY_BYTES + texts + ids
+
+    def response(self) -> dict[str, Any]:
+        """The response."""
+        found: dict[str, Any] = json.loads(self.response_json)
+        return found
+
+    def input_items(self) -> list[Item]:
+        """The items of its request."""
+        found: list[Item] = json.loads(self.input_json)
+        return found
+
+    def items(self) -> list[Item]:
+        """The part of the conversation that it adds."""
+        return [*self.input_items(), *self.response()["output"]]
+
+
+def stored_response(
+    response: Mapping[str, Any], input_items: Sequence[Item], previous_response_id: str | None
+) -> StoredResponse:
+    """In the form that is kept."""
+    ids = [item.get("id") for item in (*input_items, *response["output"])]
+    return StoredResponse(
+        id=response["id"],
+        response_json=_json(response),
+        input_json=_json(input_items),
+        item_ids=tuple(dict.fromkeys(item_id for item_id in ids if isinstance(item_id, str))),
+        previous_response_id=previous_response_id,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was asked for. `chain`: the responses of the conversation, oldest first; None where one is missing.
+
+    `holders`: by item id a response that has it.
+    """
+
+    chain: tuple[StoredResponse, ...] | None
+    holders: Mapping[str, StoredResponse]
+
+    def recalled(self) -> Recalled:
+        """The items themselves. It reads the JSON: for the thread that asked."""
+        items = {}
+        for item_id, holder in self.holders.items():
+            items[item_id] = next(item for item in reversed(holder.items()) if item.get("id") == item_id)
+        history = None if self.chain is None else tuple(item for stored in self.chain for item in stored.items())
+        return Recalled(history=history, items=items)
 
 
 class ResponseStore:
@@ -31,8 +90,8 @@ class ResponseStore:
     def __init__(self, *, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()  # the least recently used first
-        self._items: dict[str, dict[str, Item]] = {}  # by item id, and by the response that has it: it may come again
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()  # the least recently used first
+        self._owners: dict[str, dict[str, None]] = {}  # by item id the responses that have it, the latest last
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -40,61 +99,52 @@ class ResponseStore:
 
     @property
     def size_bytes(self) -> int:
-        """As JSON."""
+        """What it costs the process, about."""
         return self._bytes
 
     def put(self, stored: StoredResponse) -> None:
         """Keep it; one that is larger than the whole store is not kept."""
         self.delete(stored.id)
-        size = len(json.dumps([stored.response, stored.input_items]))
-        if size > self._max_bytes or self._max_count < 1:
+        if stored.size_bytes > self._max_bytes or self._max_count < 1:
             return
         self._chain(stored.previous_response_id)  # as recently used as its successor
-        self._stored[stored.id] = (stored, size)
-        self._bytes += size
-        for item in _items(stored):
-            if isinstance(item.get("id"), str):
-                self._items.setdefault(item["id"], {})[stored.id] = item
+        self._stored[stored.id] = stored
+        self._bytes += stored.size_bytes
+        for item_id in stored.item_ids:
+            self._owners.setdefault(item_id, {})[stored.id] = None
         while len(self._stored) > self._max_count or self._bytes > self._max_bytes:
             self.delete(next(iter(self._stored)))
 
     def get(self, response_id: str) -> StoredResponse | None:
         """The response, which counts as a use."""
-        found = self._stored.get(response_id)
-        if found is None:
-            return None
+        return self._used(response_id) if response_id in self._stored else None
+
+    def _used(self, response_id: str) -> StoredResponse:
         self._stored.move_to_end(response_id)
-        return found[0]
+        return self._stored[response_id]
 
     def delete(self, response_id: str) -> bool:
         """Whether it was there."""
-        found = self._stored.pop(response_id, None)
-        if found is None:
+        stored = self._stored.pop(response_id, None)
+        if stored is None:
             return False
-        stored, size = found
-        self._bytes -= size
-        for item in _items(stored):
-            item_id = str(item.get("id"))
-            owners = self._items.get(item_id, {})
-            owners.pop(response_id, None)
+        self._bytes -= stored.size_bytes
+        for item_id in stored.item_ids:
+            owners = self._owners[item_id]
+            del owners[response_id]
             if not owners:
-                self._items.pop(item_id, None)
+                del self._owners[item_id]
         return True
 
-    def recall(self, wanted: References) -> Recalled:
+    def recall(self, wanted: References) -> Found:
         """The conversation up to a response, and the items asked for."""
-        history: tuple[Item, ...] | None = ()
-        if wanted.previous_response_id is not None:
-            chain = self._chain(wanted.previous_response_id)
-            history = None if chain is None else tuple(item for stored in chain for item in _items(stored))
-        items = {}
-        for item_id in wanted.item_ids:
-            if item_id in self._items:
-                owner, items[item_id] = next(reversed(self._items[item_id].items()))
-                self.get(owner)
-        return Recalled(history=history, items=items)
+        owners = {item_id: self._owners[item_id] for item_id in wanted.item_ids if item_id in self._owners}
+        return Found(
+            chain=() if wanted.previous_response_id is None else self._chain(wanted.previous_response_id),
+            holders={item_id: self._used(next(reversed(known))) for item_id, known in owners.items()},
+        )
 
-    def _chain(self, response_id: str | None) -> list[StoredResponse] | None:
+    def _chain(self, response_id: str | None) -> tuple[StoredResponse, ...] | None:
         """The response and all before it, oldest first; None where one is missing.
 
         All are used, the oldest last: of a conversation that is forgotten, the end goes first.
@@ -106,8 +156,9 @@ class ResponseStore:
                 return None
             chain.append(stored)
             response_id = stored.previous_response_id
-        return chain[::-1]
+        return tuple(chain[::-1])
 
 
-def _items(stored: StoredResponse) -> tuple[Item, ...]:
-    return (*stored.input_items, *stored.response["output"])
+def _json(value: object) -> bytes:
+    """Lone surrogates, which JSON can hold and UTF-8 cannot, are escaped."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -7,7 +7,7 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.client import BadStatusLine, RemoteDisconnected
 from pathlib import Path
@@ -105,22 +105,26 @@ def send(
 class ChatExchange:
     """A chat completion as a stream of events, for a thread that waits for them; only the Abort is for others.
 
-    `ca_file`: the certificates that an https server's is checked with; None: those of `certifi`.
+    `ca_file`: the certificates that an https server's is checked with; None: those of `certifi`. `before_reading` is
+    called each time; what it raises, `open` and `read` raise.
     """
 
-    def __init__(self, abort: Abort, endpoint: Endpoint, *, ca_file: str | None = None) -> None:
+    def __init__(
+        self,
+        abort: Abort,
+        endpoint: Endpoint,
+        *,
+        ca_file: str | None = None,
+        before_reading: Callable[[], object] = lambda: None,
+    ) -> None:
         self.failure: StreamFailure | None = None
         self._abort = abort
         self._endpoint = endpoint
         self._ca_file = ca_file
+        self._before_reading = before_reading
         self._socket: socket.socket | None = None
         self._response = ChatResponse()
         self._events: list[StreamEvent] = []  # that came along with the headers
-
-    @property
-    def in_record(self) -> bool:
-        """A record has begun and not ended."""
-        return self._response.decoder.partial
 
     def open(self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bool:
         """Post it and wait for the headers; False where `failure` says why there is no stream."""
@@ -167,6 +171,7 @@ class ChatExchange:
         if self._socket is None:
             self._response.end()
             return []
+        self._before_reading()
         try:
             data = self._socket.recv(_READ_BYTES)
         except OSError as error:

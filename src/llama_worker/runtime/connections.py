@@ -10,6 +10,7 @@ import errno
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 from functools import partial
@@ -54,6 +55,18 @@ class Abort:
             self._aborted = True
             if self._socket is not None:
                 shut_down(self._socket)
+
+    def wait_readable(self, timeout_s: float | None) -> bool:
+        """Wait until there is something to read, or the connection's end, however it comes; False: not in time.
+
+        For the thread that reads.
+        """
+        connection = self._socket
+        if connection is None or (isinstance(connection, ssl.SSLSocket) and connection.pending()):
+            return True
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else min(timeout_s, _MAX_WAIT_S) * 1000))
 
     def attach(self, connection: socket.socket) -> None:
         """Hand over the socket, as soon as it connects. Raises Aborted where `abort` came first."""

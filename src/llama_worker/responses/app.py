@@ -1,0 +1,220 @@
+"""What the Responses proxy does with a request, on the request's own thread, from its first to its last byte.
+
+What is read from the upstream is written to the client before more is read, so a slow reader slows the upstream.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import h11
+import requests
+import urllib3.exceptions
+
+from llama_worker.messages import Mailbox
+from llama_worker.responses.body import parse_body
+from llama_worker.responses.client import Client
+from llama_worker.responses.client_connection import Request
+from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.events import ResponseEvents
+from llama_worker.responses.exchange import Exchange, Run, ask
+from llama_worker.responses.http import forwarded, passed_back, warning_headers
+from llama_worker.responses.ids import item_id_of, response_id_of
+from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall, Remember
+from llama_worker.responses.refusal import RequestRefused, error_code, refused_by_server
+from llama_worker.responses.request import (
+    NOTHING_RECALLED,
+    ChatRequest,
+    Recalled,
+    References,
+    normalise,
+    references,
+)
+from llama_worker.responses.store import Found, StoredResponse, stored_response
+from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint, cause, send
+from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.response import disconnected
+from llama_worker.types import RequestFailReason
+
+_READ_BYTES = 65536
+# Ours are JSON and a stream; the last one lets llama-server go on working for a client that has left (b11434).
+_NOT_FOR_CHAT = frozenset({"accept", "accept-encoding", "content-encoding", "content-type", "x-conversation-id"})
+_CREATE = re.compile(r"(/v1)?/responses/?")
+_STORED = re.compile(r"(?:/v1)?/responses/(?P<id>resp_[^/]+?)(?P<input>/input_items)?/?")
+_logger = logging.getLogger("llama_worker.responses")
+
+
+class ResponsesApp:
+    """`serve` is the listener's `Serve`. Its questions of state go to the actor that `proxy` names."""
+
+    def __init__(self, config: ResponsesProxyConfig, proxy: Mailbox[ProxyMessage]) -> None:
+        self._config = config
+        self._proxy = proxy
+        self._endpoint = Endpoint(
+            base_url=config.base_url, connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
+        )
+        self._numbers = itertools.count(1)
+
+    def serve(self, request: Request, client: Client) -> None:
+        """Answer it. Raises OSError where the client's connection is broken, or is to be."""
+        exchange = Exchange(next(self._numbers), client, self._proxy, self._config.ca_file)
+        try:
+            self._route(exchange, request, client)
+        except RequestRefused as refused:
+            exchange.leave()
+            client.reply(request, refused.status, refused.body(), refused.headers())
+        except OSError:  # the client's connection
+            raise
+        except Exception as error:
+            _logger.error("a request failed: %s", type(error).__name__)
+            if not client.http.can_begin:
+                raise
+            failed = RequestRefused(500, f"the proxy failed: {type(error).__name__}")
+            client.reply(request, failed.status, failed.body())
+        finally:
+            exchange.leave()
+
+    def _route(self, exchange: Exchange, request: Request, client: Client) -> None:
+        method, path = request.method, request.target.partition("?")[0]
+        stored = _STORED.fullmatch(path)
+        if method == "OPTIONS" and client.origin is not None and request.header("access-control-request-method"):
+            client.begin(request, 204, [])  # what an allowed page's browser asks first
+            client.end()
+        elif method == "POST" and _CREATE.fullmatch(path):
+            self._create(exchange, request, client)
+        elif method in ("GET", "DELETE") and stored is not None:
+            client.reply(request, 200, self._stored(method, stored["id"], input_items=bool(stored["input"])))
+        else:
+            self._pass_through(exchange, request, client)
+
+    # ------------------------------------------------------------ responses
+
+    def _create(self, exchange: Exchange, request: Request, client: Client) -> None:
+        if request.header("content-encoding") not in ("", "identity"):
+            raise RequestRefused(415, "the request's body must not be compressed")
+        body = parse_body(request.body)
+        chat_request = normalise(body, self._recall(references(body)))
+        unique, numbers = uuid.uuid4().hex, itertools.count(1)
+        exchange.enter(response_id_of(unique))
+        events = ResponseEvents(
+            response_id=response_id_of(unique),
+            created_at=int(time.time()),
+            echo=chat_request.echo,
+            new_id=lambda prefix: item_id_of(unique, prefix, next(numbers)),
+            tools=chat_request.tools,
+            seal=chat_request.seal_reasoning,
+        )
+        warnings = warning_headers(chat_request.warnings)
+
+        def send_events(data: bytes) -> None:
+            if client.http.can_begin:
+                headers = [("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache"), *warnings]
+                client.begin(request, 200, headers)
+            client.write(data)
+
+        def over() -> None:
+            self._remember(chat_request, events)
+            exchange.leave()
+
+        run = Run(
+            events,
+            exchange.abort,
+            send=send_events if chat_request.stream else None,
+            heartbeat_s=self._config.heartbeat_s,
+            over=over,
+        )
+        chat = ChatExchange(exchange.abort, self._endpoint, ca_file=self._config.ca_file, before_reading=run.wait)
+        if chat.open(chat_request.body, forwarded(request, exclude=_NOT_FOR_CHAT)):
+            run.to_the_end(chat)
+        else:
+            assert chat.failure is not None
+            if not run.has_begun:
+                raise _no_stream(chat.failure)
+            run.fail(_no_stream(chat.failure))
+        if chat_request.stream:
+            client.end()
+        elif events.failure is not None:
+            refused = RequestRefused(502, events.failure, code=error_code(events.failure))
+            # What was generated is lost: a retry costs it all again, and is the client's to decide.
+            client.reply(request, 502, refused.body(), [("X-Should-Retry", "false"), *warnings])
+        else:
+            client.reply(request, 200, events.response, warnings)
+
+    def _recall(self, wanted: References) -> Recalled:
+        if not wanted:
+            return NOTHING_RECALLED
+        reply: WorkerFuture[Found] = WorkerFuture()
+        return ask(self._proxy, Recall(wanted=wanted, reply=reply), reply).recalled()
+
+    def _remember(self, request: ChatRequest, events: ResponseEvents) -> None:
+        if request.store:
+            self._proxy.tell(
+                Remember(stored=stored_response(events.stored, request.input_items, request.previous_response_id))
+            )
+
+    def _stored(self, method: str, response_id: str, *, input_items: bool) -> Mapping[str, Any]:
+        if method == "DELETE" and not input_items:
+            forgotten: WorkerFuture[bool] = WorkerFuture()
+            if ask(self._proxy, Forget(response_id=response_id, reply=forgotten), forgotten):
+                return {"id": response_id, "object": "response", "deleted": True}
+        else:
+            fetched: WorkerFuture[StoredResponse | None] = WorkerFuture()
+            stored = ask(self._proxy, Fetch(response_id=response_id, reply=fetched), fetched)
+            if stored is not None:
+                return _input_list(stored) if input_items else stored.response()
+        raise RequestRefused(404, f"Response with id {response_id!r} not found.", code="response_not_found")
+
+    # ------------------------------------------------------------ all else
+
+    def _pass_through(self, exchange: Exchange, request: Request, client: Client) -> None:
+        exchange.enter()
+        prepared = requests.Request(request.method, self._endpoint.base_url).prepare()
+        prepared.url = self._endpoint.base_url + request.target
+        headers = {**forwarded(request), **self._endpoint.headers()}
+        prepared.headers = requests.structures.CaseInsensitiveDict({**headers, "Connection": "close"})
+        if request.body or request.header("content-length") or request.header("transfer-encoding"):
+            prepared.headers["Content-Length"] = str(len(request.body))
+            prepared.body = request.body
+        answer = send(exchange.http(), exchange.abort, self._endpoint, prepared)
+        if isinstance(answer, StreamFailure):
+            raise _no_stream(answer)
+        raw = answer.raw
+        try:
+            client.begin(request, answer.status_code, passed_back(raw.headers.iteritems()), answer.reason or "")
+        except h11.LocalProtocolError:
+            raise RequestRefused(502, "the upstream server: its reply is malformed", code="upstream_failed") from None
+        for piece in _pieces(raw) if request.method != "HEAD" else ():
+            client.write(piece)
+        client.end()
+
+
+def _no_stream(failure: StreamFailure) -> RequestRefused:
+    if failure.http_status is not None:
+        return refused_by_server(failure.http_status, failure.detail)
+    code = "upstream_unreachable" if failure.reason is RequestFailReason.CONNECT_FAILED else "upstream_failed"
+    return RequestRefused(502, f"the upstream server: {failure.detail}", code=code)
+
+
+def _pieces(raw: urllib3.response.BaseHTTPResponse) -> Iterator[bytes]:
+    """The body as it comes, not decoded. What raises ends the client's connection before the body's end."""
+    try:
+        while data := raw.read1(_READ_BYTES, decode_content=False):
+            yield data
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise ConnectionAbortedError(disconnected("in mid-stream", cause(error)).detail) from error
+
+
+def _input_list(stored: StoredResponse) -> dict[str, Any]:
+    data = [
+        {"id": f"item_{number}", **({"type": "message"} if "role" in item else {}), **item}
+        for number, item in enumerate(stored.input_items())
+    ]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, **ends, "has_more": False}

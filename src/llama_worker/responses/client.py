@@ -1,0 +1,91 @@
+"""A connection of a client: the socket, and what is spoken on it.
+
+It belongs to the listener's thread while it waits for a request, and to the request's own thread until the reply is
+complete. `cut` and `left` are for any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from llama_worker.responses.access import page_headers
+from llama_worker.responses.client_connection import ClientConnection, Request
+from llama_worker.responses.refusal import RequestRefused
+
+Headers = Iterable[tuple[str, str]]
+
+
+class Client:
+    """`write_timeout_s`: how long a client may take nothing of its reply."""
+
+    def __init__(
+        self, connection: socket.socket, http: ClientConnection, local_address: str, write_timeout_s: float
+    ) -> None:
+        self.socket = connection
+        self.http = http
+        self.local_address = local_address
+        self.origin: str | None = None  # the allowed page that sent the request
+        self.pending_bytes = 0  # of a request that is not whole; for the listener's thread
+        self._write_timeout_s = write_timeout_s
+        self._has_left = False
+        self._on_left: Callable[[], object] | None = None
+
+    # ------------------------------------------------------------ the request's own thread
+
+    def reply(self, request: Request, status: int, value: Mapping[str, Any], headers: Headers = ()) -> None:
+        """A whole reply in JSON."""
+        body = json.dumps(value).encode()
+        self.begin(
+            request, status, [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *headers]
+        )
+        self.write(body)
+        self.end()
+
+    def begin(self, request: Request, status: int, headers: Headers, reason: str = "") -> None:
+        """The reply's head. Raises OSError where the client has left or takes nothing, as `write` and `end` do."""
+        own = page_headers(request, self.origin) if self.origin is not None else []
+        self.socket.settimeout(self._write_timeout_s)
+        self.socket.sendall(self.http.begin(status, [*headers, *own], reason))
+
+    def write(self, data: bytes) -> None:
+        """A piece of its body; blocks while the client does not take it."""
+        self.socket.sendall(self.http.data(data))
+
+    def end(self) -> None:
+        """The end of its body."""
+        self.socket.sendall(self.http.end())
+
+    def when_left(self, call: Callable[[], object]) -> None:
+        """Call it, on the listener's thread, when the client has left; at once where it has. It must not block."""
+        self._on_left = call
+        if self._has_left:
+            call()
+
+    # ------------------------------------------------------------ any thread
+
+    def left(self) -> None:
+        """The client has closed its connection, or its sending side, which counts as much with llama-server."""
+        self._has_left = True
+        if self._on_left is not None:
+            self._on_left()
+
+    def cut(self) -> None:
+        """End the connection now."""
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is gone already
+
+
+def refusal_bytes(http: ClientConnection, refused: RequestRefused) -> bytes:
+    """The whole reply to a request that could not be read, or was not to be."""
+    body = json.dumps(refused.body()).encode()
+    headers = [*_json_headers(body), ("Connection", "close"), *refused.headers()]
+    return http.begin(refused.status, headers) + http.data(body) + http.end()
+
+
+def _json_headers(body: bytes) -> list[tuple[str, str]]:
+    return [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]

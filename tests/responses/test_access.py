@@ -1,0 +1,66 @@
+"""A web page is not a client, unless it was named: over the wire, with what the upstream says of pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.responses.conftest import HOST, Client, MakeClient
+from tests.responses.test_pass_through import MakeUpstream, answer
+
+PAGE = "http://localhost:3000"
+ANY_PAGE = b"Access-Control-Allow-Origin: *\r\nAccess-Control-Allow-Credentials: true\r\n"
+
+
+@pytest.fixture
+def open_to(make_client: MakeClient, make_upstream: MakeUpstream) -> tuple[Client, list[bytes]]:
+    """A proxy that lets one page in, with a key, in front of a server that lets all pages in; and what that got."""
+    upstream = make_upstream(lambda _: answer(b"{}", headers=ANY_PAGE))
+    url = f"http://{HOST}:{upstream.port}"
+    return make_client(upstream=url, allow_origins=(PAGE,), api_key="secret"), upstream.requests
+
+
+@pytest.mark.parametrize("target", ["/v1/responses", "/v1/chat/completions", "/health", "/v1/responses/resp_1"])
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Host": "evil.example"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+    ids=str,
+)
+def test_a_foreign_page_gets_nothing_and_moves_nothing(
+    open_to: tuple[Client, list[bytes]], method: str, target: str, headers: dict[str, str]
+) -> None:
+    client, reached_upstream = open_to
+    reply = client.send(method, target, b'{"input": "Hi"}' if method == "POST" else None, headers)
+    assert (reply.status, reply.json["error"]["code"]) == (403, "forbidden")
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+    assert reached_upstream == []
+
+
+def test_a_page_that_was_named_is_served_and_may_read(open_to: tuple[Client, list[bytes]]) -> None:
+    client, reached_upstream = open_to
+    asks = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    preflight = client.send("OPTIONS", "/v1/responses", headers=asks)
+    assert (preflight.status, preflight.headers["access-control-allow-headers"]) == (204, "authorization")
+    assert reached_upstream == []
+    reply = client.send("GET", "/v1/models", headers={"Origin": PAGE})
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "access-control-allow-credentials" not in reply.headers
+
+
+def test_a_program_is_not_told_of_pages(open_to: tuple[Client, list[bytes]]) -> None:
+    reply = open_to[0].send("GET", "/v1/models")
+    assert reply.status == 200
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+def test_an_allowed_page_reads_streams_and_refusals(make_client: MakeClient) -> None:
+    client = make_client(allow_origins=(PAGE,))
+    headers = {"Origin": PAGE}
+    for body, status in ((b'{"input": "Hi", "stream": true}', 200), (b"{", 400)):
+        reply = client.send("POST", "/v1/responses", body, headers)
+        assert (reply.status, reply.headers["access-control-allow-origin"]) == (status, PAGE)

@@ -1,0 +1,209 @@
+"""Nobody who is silent, slow, malformed or greedy disturbs a client; memory and descriptors stay bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llama_worker.responses.store import StoredResponse, stored_response
+from tests.actors.conftest import eventually
+from tests.fake_script import Headers, Repeat, Role, Text, steps_json
+from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, dial, request_bytes
+
+ROOT = Path(__file__).parents[2]
+MIB = 1024 * 1024
+CROWD = 1000
+_ROUNDS = 8
+HALVES = {
+    "silent": b"",
+    "half a head": b"POST /v1/responses HTTP/1.1\r\nHost: local",
+    "half a body": b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+    "half a chunk": b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{",
+}
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Of the test and the proxy, which share a process."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, before[1]), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextlib.contextmanager
+def crowd(client: Client, said: bytes, count: int) -> Iterator[list[socket.socket]]:
+    """So many connections that have said that and nothing more."""
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(dial(client)) for _ in range(count)]
+        for connection in connections:
+            connection.sendall(said)
+        yield connections
+
+
+def first_event_s(client: Client) -> float:
+    """From a new client's connect to its first event: the least of many, since other work only ever adds."""
+    taken = []
+    for _ in range(25):
+        began = time.perf_counter()
+        with client.begun(until=b"response.created"):
+            taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+@pytest.mark.usefixtures("many_descriptors")
+@pytest.mark.parametrize("said", HALVES.values(), ids=HALVES.keys())
+def test_a_crowd_that_sends_no_whole_request_delays_nobody(fake: Client, said: bytes) -> None:
+    """Alone and beside the crowd in turns: what else the machine does falls on both."""
+    alone, crowded = math.inf, math.inf
+    threads = threading.active_count()
+    for _ in range(_ROUNDS):
+        alone = min(alone, first_event_s(fake))
+        with crowd(fake, said, CROWD):
+            crowded = min(crowded, first_event_s(fake))
+            assert threading.active_count() <= threads + 5
+        if crowded < 1.5 * alone:
+            return
+    pytest.fail(f"{crowded} s beside the crowd, {alone} s alone")
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_clients_that_never_read_leave_the_others_alone(make_client: MakeClient) -> None:
+    fake = make_client(slots=200)
+    flood = steps_json(Headers(), Role(), Repeat(None, [Text("x" * 4096)]))
+    request = request_bytes(
+        "/v1/responses", {"input": "Hi", "stream": True, "fake_script": flood}, port=fake.proxy.port
+    )
+    before = psutil.Process().memory_info().rss
+    with crowd(fake, request, 60):
+        fake.journal.wait("headers", timeout=WAIT_S, count=60)
+        assert fake.create().status == 200
+        assert psutil.Process().memory_info().rss - before < 120 * MIB
+
+
+def test_threads_are_given_back(fake: Client) -> None:
+    before = threading.active_count()
+    with crowd(fake, request_bytes("/v1/responses", {"input": "Hi"}, port=fake.proxy.port), 40) as connections:
+        for connection in connections:
+            assert b"200 OK" in connection.recv(65536)
+        eventually(lambda: threading.active_count() <= before, "threads that have ended")
+
+
+def test_a_body_beyond_what_may_wait_costs_its_sender(make_client: MakeClient) -> None:
+    fake = make_client(max_body_bytes=MIB * 32)
+    head = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (MIB * 32)
+    with crowd(fake, head, 8) as connections:
+        half = b"x" * (MIB * 31)
+        for connection in connections:
+            with contextlib.suppress(OSError):  # a refused one is closed in the middle
+                connection.sendall(half)
+        assert fake.create().status == 200
+
+
+# ---------------------------------------------------------------- descriptors
+
+STARVED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from llama_worker.cli.__main__ import main
+sys.argv = ["llama-worker", "responses-proxy", "--upstream", sys.argv[1], "--port", "0"]
+main()
+"""
+
+
+@pytest.fixture
+def starved(fake: Client) -> Iterator[tuple[psutil.Process, int]]:
+    """A proxy with 64 descriptors, in front of the same server: its process and port."""
+    command = [sys.executable, "-c", STARVED, fake.proxy.config.upstream]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().split()[0]
+            yield psutil.Process(process.pid), int(url.split(":")[2].split("/")[0])
+        finally:
+            process.kill()
+
+
+def test_where_descriptors_run_out_the_silent_make_room(starved: tuple[psutil.Process, int]) -> None:
+    process, port = starved
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((HOST, port), timeout=WAIT_S))
+        with socket.create_connection((HOST, port), timeout=WAIT_S) as client:
+            client.sendall(request_bytes("/v1/responses", {"input": "Hi"}, port=port))
+            assert b"200 OK" in client.recv(65536)
+        used = sum(process.cpu_times()[:2])
+        stack.enter_context(socket.create_connection((HOST, port), timeout=WAIT_S)).settimeout(1.0)
+        threading.Event().wait(1.0)
+        assert sum(process.cpu_times()[:2]) - used < 0.2  # of one second: it waits, it does not spin
+
+
+def test_where_all_descriptors_are_taken_it_waits_without_spinning(fake: Client) -> None:
+    """Taken by the host program: there is nobody to take one from."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        waiting = [socket.socket() for _ in range(3)]
+        for one in waiting:
+            stack.callback(one.close)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limit[1]))
+        try:
+            for one in waiting:
+                one.connect((HOST, fake.proxy.port))
+            began, used = time.monotonic(), time.process_time()
+            threading.Event().wait(1.0)
+            assert time.process_time() - used < 0.3 * (time.monotonic() - began)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        waiting[-1].settimeout(WAIT_S)
+        waiting[-1].sendall(request_bytes("/health", port=fake.proxy.port))
+        assert b"200 OK" in waiting[-1].recv(65536)
+
+
+# ---------------------------------------------------------------- the store
+
+FULL = """
+import json, os
+from llama_worker.responses.store import ResponseStore, stored_response
+from tests.responses.test_attacks import resident_bytes, sample
+limit = 16 * 1024 * 1024
+store = ResponseStore(max_count=5000, max_bytes=limit)
+store.put(sample(0))
+before = resident_bytes()
+for number in range(5000):
+    store.put(sample(number))
+print(json.dumps([len(store), (resident_bytes() - before) / limit]))
+"""
+
+
+def resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def sample(number: int) -> StoredResponse:
+    """Of conversations of ten turns."""
+    said = {"type": "output_text", "text": f"{number} " + "word " * 600}
+    item = {"id": f"msg_{number}", "type": "message", "role": "assistant", "content": [said]}
+    asked = [{"type": "message", "role": "user", "content": f"Question {number}"}] * 20
+    return stored_response(
+        {"id": f"resp_{number}", "output": [item]}, asked, f"resp_{number - 1}" if number % 10 else None
+    )
+
+
+def test_five_thousand_responses_cost_what_the_limit_says() -> None:
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=True, cwd=ROOT)
+    count, ratio = json.loads(done.stdout)
+    assert count > 1000
+    assert 0.4 < ratio < 2.0

@@ -1,0 +1,189 @@
+"""Requests are read whole, in any pieces, and strictly."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_worker.responses.client_connection import MAX_HEAD_BYTES, ClientConnection, Phase, Request
+from llama_worker.responses.lobby import BODY_S, HEAD_S, LINGER_S, SILENT_S, Lobby
+from llama_worker.responses.refusal import RequestRefused
+
+HEAD = b"POST /v1/responses?a=%2F HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def connection(max_body_bytes: int = 100) -> ClientConnection:
+    return ClientConnection(max_body_bytes=max_body_bytes, check_head=lambda _: None)
+
+
+def read(*pieces: bytes, max_body_bytes: int = 100) -> Request | None:
+    client = connection(max_body_bytes)
+    request = None
+    for piece in pieces:
+        assert request is None
+        request = client.receive(piece)
+    return request
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"Content-Length: 5\r\n\r\nhello",
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nTrailer: a\r\n\r\n",
+    ],
+)
+@given(data=st.data())
+def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject) -> None:
+    whole = HEAD + rest
+    cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=6))})
+    request = read(*(whole[a:b] for a, b in pairwise(cuts)))
+    assert request is not None
+    assert (request.method, request.target, request.body) == ("POST", "/v1/responses?a=%2F", b"hello")
+    assert request.header("host") == "localhost"
+
+
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        (b"Content-Length: -5\r\n\r\n", 400),
+        (b"Content-Length: +5\r\n\r\n", 400),
+        (b"Content-Length: 1_0\r\n\r\n", 400),
+        (b"Content-Length: 0x5\r\n\r\n", 400),
+        (b"Content-Length: 5, 6\r\n\r\n", 400),
+        (b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nhello", 400),
+        (b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+        (b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
+        (b"Transfer-Encoding: chunked\r\n\r\n+5\r\nhello\r\n0\r\n\r\n", 400),
+        (b"Transfer-Encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n", 400),
+        (b"Transfer-Encoding: chunked\r\n\r\n0x5\r\nhello\r\n0\r\n\r\n", 400),
+        (b"Transfer-Encoding: chunked\r\n\r\n1_0\r\nhello\r\n0\r\n\r\n", 400),
+        (b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello!\r\n0\r\n\r\n", 400),
+        (b"Content-Length : 5\r\n\r\n", 400),
+        (b"Host: a\r\n\r\n", 400),
+        (b"X-A: a\0b\r\n\r\n", 400),
+        (b"X-A: a\rX-B: b\r\n\r\n", 400),
+        (b"Content-Length: 101\r\n\r\n", 413),
+        (b"Content-Length: 99999999999999999999\r\n\r\n", 413),
+        (b"Transfer-Encoding: chunked\r\n\r\n65\r\n" + b"x" * 101, 413),
+        (b"X-A: " + b"a" * MAX_HEAD_BYTES, 431),
+    ],
+)
+def test_what_another_server_might_read_differently_is_refused(rest: bytes, status: int) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        read(HEAD + rest)
+    assert refused.value.status == status
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"GET http://a/ HTTP/1.1", b"GET * HTTP/1.1", b"G@T / HTTP/1.1", b"GET / HTTP/2.0", b"\x16\x03\x01\x02"],
+)
+def test_a_request_line_of_another_kind_is_refused(line: bytes) -> None:
+    with pytest.raises(RequestRefused):
+        read(line + b"\r\nHost: localhost\r\n\r\n")
+
+
+def test_the_head_is_checked_before_the_body_is_read() -> None:
+    def check(request: Request) -> None:
+        raise RequestRefused(403, request.target)
+
+    client = ClientConnection(max_body_bytes=100, check_head=check)
+    with pytest.raises(RequestRefused, match="/v1/responses"):
+        client.receive(HEAD + b"Content-Length: 50\r\n\r\n")
+
+
+def test_what_follows_a_request_waits_for_its_reply() -> None:
+    client = connection()
+    get = b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    first = client.receive(get % 1 + get % 2 + b"GET /3")
+    assert first is not None
+    targets = [first.target]
+    assert client.phase is Phase.BUSY
+    for _ in range(2):
+        assert client.begin(200, [("Content-Length", "2")]).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert client.data(b"ok") + client.end() == b"ok"
+        assert client.can_go_on
+        request = client.next_request()
+        targets += [request.target] if request else []
+    assert (targets, client.phase) == (["/1", "/2"], Phase.HEAD)
+
+
+def test_a_request_that_came_early_is_read_as_strictly() -> None:
+    client = connection()
+    client.receive(HEAD + b"\r\n" + HEAD + b"Content-Length: 1\r\nContent-Length: 1\r\n\r\na")
+    client.begin(200, [("Content-Length", "0")])
+    client.end()
+    with pytest.raises(RequestRefused, match="more than one"):
+        client.next_request()
+
+
+def test_a_body_may_look_like_a_head() -> None:
+    body = b"\nContent-Length: 1\nContent-Length: 2\n"
+    request = read(HEAD.replace(b"\r", b"") + b"Content-Length: %d\n\n" % len(body) + body)
+    assert request is not None
+    assert request.body == body
+
+
+def test_a_reply_without_a_length_is_framed_as_the_client_understands_it() -> None:
+    for version, framed in ((b"1.1", b"2\r\nok\r\n"), (b"1.0", b"ok")):
+        client = connection()
+        client.receive(b"GET / HTTP/%b\r\nHost: localhost\r\n\r\n" % version)
+        client.begin(200, [])
+        assert client.data(b"ok") == framed
+        client.end()
+        assert client.is_complete
+        assert client.can_go_on is (version == b"1.1")
+
+
+# ---------------------------------------------------------------- who waits
+
+
+@pytest.mark.parametrize(
+    ("phase", "allowed_s"),
+    [(Phase.SILENT, SILENT_S), (Phase.HEAD, HEAD_S), (Phase.BODY, BODY_S), (None, LINGER_S)],
+)
+def test_nobody_waits_for_ever(phase: Phase | None, allowed_s: float) -> None:
+    lobby: Lobby[str] = Lobby()
+    assert lobby.deadline() is None
+    lobby.enter("a", phase, 10.0)
+    assert lobby.deadline() == 10.0 + allowed_s
+    assert lobby.late(10.0 + allowed_s - 0.1) == []
+    assert lobby.late(10.0 + allowed_s) == ["a"]
+    lobby.leave("a")
+    lobby.leave("a")
+    assert (len(lobby), lobby.deadline()) == (0, None)
+
+
+def test_a_head_that_drips_gets_no_more_time_and_a_body_does() -> None:
+    lobby: Lobby[str] = Lobby()
+    for at in (0.0, 10.0):
+        lobby.enter("head", Phase.HEAD, at)
+        lobby.enter("body", Phase.BODY, at)
+    assert lobby.late(HEAD_S) == ["head"]
+    assert lobby.late(10.0 + BODY_S) == ["head", "body"]
+
+
+def test_a_head_gets_its_own_time_after_silence_and_after_a_reply() -> None:
+    lobby: Lobby[str] = Lobby()
+    lobby.enter("a", Phase.SILENT, 0.0)
+    lobby.enter("a", Phase.HEAD, 100.0)
+    lobby.leave("a")
+    lobby.enter("a", Phase.HEAD, 200.0)
+    assert lobby.deadline() == 200.0 + HEAD_S
+
+
+def test_whoever_waits_longest_makes_room_the_silent_first() -> None:
+    lobby: Lobby[str] = Lobby()
+    for number, (client, phase) in enumerate([("body", Phase.BODY), ("head", Phase.HEAD), ("s1", Phase.SILENT),
+                                              ("s2", Phase.SILENT), ("end", None)]):  # fmt: skip
+        lobby.enter(client, phase, float(number))
+    gone = []
+    while (client_to_go := lobby.first_to_go()) is not None:
+        gone.append(client_to_go)
+        lobby.leave(client_to_go)
+    assert gone == ["end", "s1", "s2", "head", "body"]
