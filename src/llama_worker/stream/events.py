@@ -7,7 +7,6 @@ import msgspec
 from llama_worker.types import ContextUse
 
 
-
 class TextDelta(msgspec.Struct, frozen=True):  # there are many of these: it costs a fifth of a dataclass
     """Text of the answer; `count` deltas of the server that came together and follow one another."""
 
