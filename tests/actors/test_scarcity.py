@@ -16,6 +16,8 @@ import pytest
 from llama_worker import LlamaWorker, RestartPolicy, WorkerStartError
 from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.messages import Probed, ProbeOutcome
+from llama_worker.runtime import loop_thread
+from llama_worker.runtime.loop_thread import LoopThread
 from llama_worker.types import StartFailReason, WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, fast_timeouts
 from tests.conftest import Leftovers
@@ -73,14 +75,15 @@ def assert_as_before(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("-tool-", "tool_execution_error"), ("-bios", "prompt_error")],
+    [("-loop", "unknown_error"), ("-tool-", "tool_execution_error"), ("-bios", "prompt_error")],
 )
 def test_without_a_thread_a_request_fails_and_the_server_stays(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
 ) -> None:
     rig = make_worker(normal_tools=[TOOL], tool_runner=Runner(), bios_provider=lambda _: "bios", restart=SUSPICIOUS)
     turns = Turns([plain_reply(ToolCall("look"), reason="tool_calls"), plain_reply(Text("done"))])
-    with no_threads(monkeypatch, kind) as refused:
+    with monkeypatch.context() as fresh, no_threads(monkeypatch, kind) as refused:
+        fresh.setattr(loop_thread, "_loop", LoopThread())  # as if this were the process's first stream
         result = rig.run(turns)
     assert refused.is_set()
     assert result["fail_reason"] == reason
@@ -113,7 +116,7 @@ def test_a_worker_that_gets_no_threads_raises_and_leaves_nothing(
 ) -> None:
     config = make_worker(start=False).config
     before = Leftovers()
-    for actor in ("worker", "process", "transport", "tool_loop", "watchdog", "request"):
+    for actor in ("worker", "process", "tool_loop", "watchdog"):  # the others are run by the shared loop
         with no_threads(monkeypatch, f"llama_worker-{actor}"), pytest.raises(RuntimeError, match="new thread"):
             LlamaWorker(config)
         assert before.wait_none() == []
