@@ -91,12 +91,14 @@ def test_the_token_limit_ends_a_request_with_max_tokens(chat: LlamaWorker) -> No
 
 def test_a_prompt_beyond_the_context_fails_with_the_servers_own_words(chat: LlamaWorker) -> None:
     result = ended(chat, submitted(chat, "long", "x " * 3000))
-    assert (result["state"], result.get("fail_reason")) == (RequestState.FAILED, RequestFailReason.HTTP_ERROR)
+    assert (result["state"], result.get("fail_reason")) == (RequestState.FAILED, RequestFailReason.CONTEXT_EXCEEDED)
     detail = result["fail_detail"]
     assert "400" in detail
     assert "exceed_context_size_error" in detail
     assert "exceeds the available context size (2048 tokens)" in detail
     assert result["text"] == ""
+    assert result["context"]["n_ctx"] == 2048
+    assert result["context"]["n_prompt_tokens"] > 2048
 
 
 def test_a_cancel_in_prefill_frees_the_servers_slots(chat: LlamaWorker, chat_url: str) -> None:
