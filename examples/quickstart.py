@@ -59,6 +59,8 @@ def main() -> None:
         for name, request_id in jobs.items():
             result = worker.result(request_id).get(timeout=60)
             assert result["ok"], result
+            if result["state"] == "failed":
+                raise SystemExit(f"error: {name}: {result['fail_reason']}: {result['fail_detail']}")
             tokens = result.get("usage", {}).get("completion_tokens")
             speed = result["timings"].get("tokens_per_second", 0.0)
             print(f"{name}: {tokens} tokens, {speed:.0f} tokens/s, ended by {result['finish_reason']}")

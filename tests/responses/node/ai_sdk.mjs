@@ -4,7 +4,7 @@
 
 import { readFileSync } from "node:fs";
 
-const WAIT_MS = 20_000;
+const WAIT_MS = 240_000;
 const { baseURL, jobs } = JSON.parse(readFileSync(0, "utf8"));
 const done = [];
 for (const job of jobs) done.push(await run(job));

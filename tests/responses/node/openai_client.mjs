@@ -5,7 +5,7 @@ import { readFileSync } from "node:fs";
 import OpenAI from "openai";
 
 const { baseURL, jobs } = JSON.parse(readFileSync(0, "utf8"));
-const client = new OpenAI({ baseURL, apiKey: "sk-test", maxRetries: 0, timeout: 20_000 });
+const client = new OpenAI({ baseURL, apiKey: "sk-test", maxRetries: 0, timeout: 240_000 });
 const results = [];
 for (const body of jobs) results.push(await run(body));
 console.log(JSON.stringify(results));

@@ -11,7 +11,7 @@ from typing import Any
 
 Json = dict[str, Any]
 NODE = Path(__file__).parents[1] / "node"
-WAIT_S = 300.0  # for all jobs; the scripts give up on each of them much sooner
+WAIT_S = 1500.0  # for all jobs; the scripts give up on each of them much sooner
 
 
 def is_installed() -> bool:
