@@ -15,6 +15,7 @@ import pytest
 from tests.server.pace import lean_server, patience
 
 pytestmark = pytest.mark.server
+SLOW_STEP = re.compile(r"Executing <.*> took \d+\.\d+ seconds")  # asyncio's debug mode, on a machine that is busy
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,7 +32,8 @@ def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # nothing that was never awaited, closed or retrieved
+    said = [line for line in done.stderr.splitlines() if not SLOW_STEP.fullmatch(line)]
+    assert said == []  # nothing that was never awaited, closed or retrieved
     lines = done.stdout.splitlines()
     assert lines[-1] == "stopped."
     for name in ("haiku", "sum"):
