@@ -183,6 +183,19 @@ def test_the_watch_ends_with_the_server_and_frees_its_set(watching: Watching) ->
     assert nvml.freed == set(nvml.sets) == {1}
 
 
+def test_gpus_in_use_are_those_on_which_the_driver_sees_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        (ScriptedNvml(Gpu(), Gpu(pids={STRANGER, os.getpid()})), ("GPU 1",)),
+        (ScriptedNvml(Gpu(pids={STRANGER})), ()),
+        (ScriptedNvml(Gpu(lost=True)), ()),
+        (ScriptedNvml(), None),
+        (None, None),
+    ]
+    for module, expected in cases:
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        assert gpu_watch.gpus_in_use(os.getpid()) == expected
+
+
 def test_the_scripted_nvml_has_the_names_and_numbers_of_the_real_one() -> None:
     for name, value in vars(ScriptedNvml).items():
         if name.lower().startswith("nvml"):
