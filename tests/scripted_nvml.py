@@ -75,7 +75,7 @@ class ScriptedNvml:
         self._arrive(gpu, self.nvmlEventTypeDoubleBitEccError)
 
     def lose(self, gpu: Gpu) -> None:
-        """The GPU falls off the bus: no question about it is answered any more, and waits end with an error."""
+        """The GPU falls off the bus: questions about it, and from now on every wait, end with an error at once."""
         gpu.lost = True
         self._end_waits(self.NVML_ERROR_GPU_IS_LOST)
 
@@ -135,10 +135,11 @@ class ScriptedNvml:
     def nvmlEventSetWait_v2(self, events: int, timeout_ms: int) -> Event:
         self.waits.release()
         self._released.wait()
+        is_one_lost = any(gpu.lost for gpu in self.gpus)
         try:
-            arrival = self._arrivals[events].get(timeout=timeout_ms / 1000)
+            arrival = self._arrivals[events].get(timeout=0 if is_one_lost else timeout_ms / 1000)
         except queue.Empty:
-            raise NVMLError(self.NVML_ERROR_TIMEOUT) from None
+            raise NVMLError(self.NVML_ERROR_GPU_IS_LOST if is_one_lost else self.NVML_ERROR_TIMEOUT) from None
         if isinstance(arrival, NVMLError):
             raise arrival
         return arrival

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -19,7 +21,7 @@ from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.types import WorkerState
 from tests.actors.conftest import GatePath, MakeWorker, eventually, fast_timeouts
 from tests.fake_script import Finish, Gate, Text, WaitClose
-from tests.scripted_nvml import Gpu, ScriptedNvml
+from tests.scripted_nvml import Gpu, NVMLError, ScriptedNvml
 
 WAIT_S = 20.0  # for what takes milliseconds
 STRANGER = 2**22 + 7
@@ -123,10 +125,23 @@ def test_a_lost_gpu_is_told_once(watching: Watching, monkeypatch: pytest.MonkeyP
     nvml = ScriptedNvml(Gpu(pids={watching.pid}), Gpu(pids={watching.pid}))
     watching.begin(nvml)
     nvml.lose(nvml.gpus[1])
-    nvml.lose(nvml.gpus[1])
-    nvml.report(nvml.gpus[0], 13)
     assert watching.told.next() == GpuFault(fatal=True, detail="GPU 1: the GPU is lost")
+    nvml.report(nvml.gpus[0], 13)
     assert watching.told.next().detail.startswith("GPU 0: Xid 13")
+
+
+def test_a_lost_gpu_is_asked_again_after_a_pause_each_time(watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    def pause(seconds: float) -> None:
+        pauses.put(seconds)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(gpu_watch, "time", SimpleNamespace(sleep=pause))
+    nvml = ScriptedNvml(Gpu(pids={watching.pid}))
+    watching.begin(nvml)
+    nvml.lose(nvml.gpus[0])
+    assert [pauses.get(timeout=WAIT_S) for _ in range(2)] == [gpu_watch.WAIT_S] * 2
 
 
 def test_another_gpu_that_is_lost_is_no_news(watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +153,16 @@ def test_another_gpu_that_is_lost_is_no_news(watching: Watching, monkeypatch: py
     assert watching.told.next().detail.startswith("GPU 0: Xid 13")
 
 
-def test_an_event_of_a_gpu_that_cannot_be_asked_any_more_counts(watching: Watching) -> None:
+def test_an_event_of_a_gpu_that_cannot_be_asked_any_more_counts(
+    watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvml = ScriptedNvml(Gpu(pids={watching.pid}))
     watching.begin(nvml)
-    nvml.gpus[0].lost = True
+
+    def fail(gpu: Gpu) -> int:
+        raise NVMLError(nvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetIndex", fail)
     nvml.report(nvml.gpus[0], 79)
     assert watching.told.next() == GpuFault(fatal=True, detail="a GPU: Xid 79, the GPU has fallen off the bus")
 
@@ -181,6 +202,19 @@ def test_the_watch_ends_with_the_server_and_frees_its_set(watching: Watching) ->
     nvml.release()
     watching.join()
     assert nvml.freed == set(nvml.sets) == {1}
+
+
+def test_gpus_in_use_are_those_on_which_the_driver_sees_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        (ScriptedNvml(Gpu(), Gpu(pids={STRANGER, os.getpid()})), ("GPU 1",)),
+        (ScriptedNvml(Gpu(pids={STRANGER})), ()),
+        (ScriptedNvml(Gpu(lost=True)), ()),
+        (ScriptedNvml(), None),
+        (None, None),
+    ]
+    for module, expected in cases:
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        assert gpu_watch.gpus_in_use(os.getpid()) == expected
 
 
 def test_the_scripted_nvml_has_the_names_and_numbers_of_the_real_one() -> None:

@@ -159,6 +159,24 @@ def test_instructions_that_the_cpu_does_not_execute_are_named(returncode: int, s
     assert found.todo.index("--no-repack") < found.todo.index("a portable build")
 
 
+@pytest.mark.parametrize(
+    ("gpus", "server", "expected"),
+    [
+        (None, ON_GPU, []),
+        (("GPU 0",), ON_GPU, [("GPUs", "ok")]),
+        ((), ON_GPU, [("GPUs", "problem")]),
+        ((), SERVER, []),  # computes on the CPU
+        ((), replace(SERVER, devices=("Vulkan0: A (8188 MiB, 4100 MiB free)",)), []),
+        ((), replace(SERVER, devices=None), []),
+    ],
+)
+def test_a_server_with_cuda_must_be_seen_on_a_gpu(
+    gpus: tuple[str, ...] | None, server: ServerFacts, expected: list[tuple[str, str]]
+) -> None:
+    found = doctor_findings.of_server_on_gpus(replace(trial(), gpus=gpus), server)
+    assert [(finding.subject, finding.level) for finding in found] == expected
+
+
 def test_a_program_that_is_no_llama_server() -> None:
     (found,) = doctor_findings.of_server(replace(SERVER, version=None, said="\x1b[31musage:\n" + "x" * 999))
     assert found.level == "problem"

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from llama_worker.errors import WorkerStartError, WorkerStopError
-from llama_worker.messages import CloseAllStreams, Launch, Terminate
+from llama_worker.messages import CloseAllStreams, GpuFaulted, Launch, Terminate
 from llama_worker.profiles import RestartPolicy
-from llama_worker.server.lifecycle import Lifecycle, request_completed
+from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.lifecycle import Lifecycle, request_completed, step
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Effects,
@@ -62,6 +63,23 @@ def error_of(effects: Effects) -> WorkerStartError:
     (error,) = [e.error for e in effects if isinstance(e, ResolveStarts)]
     assert error is not None
     return error
+
+
+def test_a_gpu_that_fails_restarts_the_server() -> None:
+    lost = GpuFaulted(epoch=1, fault=GpuFault(fatal=True, detail="GPU 0: the GPU is lost"))
+    life, effects = step(ready(), lost, 2.0)
+    assert effects == (
+        RecordRestart(reason="gpu_failed", detail="GPU 0: the GPU is lost", delay_s=5.0),
+        FailRequests(reason=RequestFailReason.WORKER_RESTARTED, detail="gpu_failed: GPU 0: the GPU is lost"),
+        CloseAllStreams(epoch=1),
+        Terminate(epoch=1, grace_s=0.0, keep_evidence=True),
+    )
+    assert step(life, lost, 2.1) == (life, ())
+
+
+def test_an_error_of_a_gpu_that_is_not_fatal_changes_nothing() -> None:
+    life = ready()
+    assert step(life, GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="Xid 31")), 2.0) == (life, ())
 
 
 def test_start_on_a_ready_worker_resolves_at_once() -> None:

@@ -70,6 +70,8 @@ def _examine(
                     findings += doctor_commands.of_command("command", config, doctor_facts.known_flags(server.path))
             findings += doctor_commands.of_caches({"it": config}, machine.memory_bytes)
             trial = _trial(config, interrupts, findings)
+    if server is not None and trial is not None:
+        findings += doctor_findings.of_server_on_gpus(trial, server)
     findings += doctor_findings.of_machine(machine, trial)
     facts = {"server": server, "model": model, "machine": machine, "trial": trial}
     told = {name: asdict(fact) if fact is not None else None for name, fact in facts.items()}

@@ -21,6 +21,7 @@ from llama_worker import LlamaWorker, WorkerConfig, free_port
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
 from llama_worker.cli.starting import make_ready
+from llama_worker.runtime.gpu_watch import gpus_in_use
 from llama_worker.runtime.liveness_probes import NvidiaProbe
 from llama_worker.runtime.machine import CGROUP, memory_bytes, read_number
 from llama_worker.runtime.server_program import FoundServer
@@ -69,6 +70,7 @@ class Trial:
     proc_io: bool
     n_ctx: int | None  # of a slot
     slots: int | None
+    gpus: tuple[str, ...] | None  # where NVML sees the server; None: there is no NVML or no GPU
     tools: bool | None  # the chat template can offer tools and show calls
     system_role: bool | None
 
@@ -133,10 +135,18 @@ def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Tri
             started_in_s=started_in_s,
             proc_stat=_is_readable(f"/proc/{pid}/stat"),
             proc_io=_is_readable(f"/proc/{pid}/io"),
+            gpus=gpus_in_use(pid),
         )
 
 
-def trial_of(props: Mapping[str, Any], *, started_in_s: float, proc_stat: bool, proc_io: bool) -> Trial:
+def trial_of(
+    props: Mapping[str, Any],
+    *,
+    started_in_s: float,
+    proc_stat: bool,
+    proc_io: bool,
+    gpus: tuple[str, ...] | None = None,
+) -> Trial:
     """With what the body of `/props` says; builds differ in what that is. Pure."""
     traits = server_traits(props, {})
     caps = props.get("chat_template_caps")
@@ -147,6 +157,7 @@ def trial_of(props: Mapping[str, Any], *, started_in_s: float, proc_stat: bool, 
         proc_io=proc_io,
         n_ctx=traits.n_ctx,
         slots=traits.slots,
+        gpus=gpus,
         tools=traits.tools,
         system_role=system_role if isinstance(system_role, bool) else None,
     )

@@ -86,6 +86,19 @@ def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Findi
         )
 
 
+def of_server_on_gpus(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
+    """Whether what a server does on NVIDIA GPUs is seen."""
+    if trial.gpus:
+        yield Finding("ok", "GPUs", f"the server is seen on {', '.join(trial.gpus)}")
+    elif trial.gpus is not None and any(device.startswith("CUDA") for device in server.devices or ()):
+        yield Finding(
+            "problem",
+            "GPUs",
+            "the server is seen on none of them: its work and errors there would not be seen either",
+            "start a container with --pid=host; outside of one, see whether the server computes on a GPU at all",
+        )
+
+
 def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
     """The model and its context against the memory."""
     yield Finding("ok", "model", f"{model.path}, {size(model.size_bytes)}")

@@ -40,6 +40,16 @@ def watch_gpus(root_pid: int, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None
         _logger.exception("errors of GPUs are not seen any more")
 
 
+def gpus_in_use(root_pid: int) -> tuple[str, ...] | None:
+    """Where the driver sees the process tree; None: there is no NVML or no GPU. May hang with a lost GPU."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        return tuple(_gpus_of(nvml, frozenset(tree_pids(root_pid)))) if nvml.nvmlDeviceGetCount() else None
+    except Exception:  # as above
+        return None
+
+
 def _watch(nvml: Any, server: psutil.Process, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None:
     gpus = _gpus_of(nvml, frozenset(tree_pids(server.pid)))
     events = _events_of(nvml, gpus)
