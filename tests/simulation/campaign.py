@@ -57,8 +57,6 @@ def add(total: Report, report: Report, digests: object = None) -> None:
         total.faults[name] = total.faults.get(name, 0) + count
     for name, count in report.outcomes.items():
         total.outcomes[name] = total.outcomes.get(name, 0) + count
-    for name, count in report.bounded.items():
-        total.bounded[name] = total.bounded.get(name, 0) + count
     for name, times in report.found.items():
         total.found.setdefault(name, []).extend(times)
     if digests is not None:

@@ -47,6 +47,8 @@ class Kind:
     honest: bool = False
     kills: bool = True  # excuses the end of the server
     weight: float = 1.0
+    neighbours_spare: bool = False  # where others of the server receive data, the bound counts from the last of it
+    most_records: int | None = None  # of nonsense, before the request is over
 
 
 def _soon(profile: TimeoutProfile, stage: Stage) -> float:
@@ -71,12 +73,6 @@ def _silence(profile: TimeoutProfile, stage: Stage) -> float | None:
 def _silent_work(profile: TimeoutProfile, stage: Stage) -> float | None:
     limit = profile.silent_work_timeout_s
     return None if limit is None else limit + _looks(profile)
-
-
-def _suspected(profile: TimeoutProfile, stage: Stage) -> float | None:
-    """Found by `/slots`: four looks, two seconds apart, once there is a suspicion."""
-    suspect_after_s = profile.suspect_after_s
-    return _silent_work(profile, stage) if suspect_after_s is None else suspect_after_s + 12.0 + _looks(profile)
 
 
 def _health(profile: TimeoutProfile, stage: Stage) -> float | None:
@@ -111,15 +107,15 @@ _KINDS = (
     Kind(name="status 500", scope=Scope.REPLY, found_within=_soon),
     Kind(name="status 400", scope=Scope.REPLY, found_within=_soon, kills=False),
     Kind(name="garbage", scope=Scope.REPLY, found_within=_soon),
-    Kind(name="repeated lines", scope=Scope.REPLY, found_within=lambda profile, stage: 120.0, kills=False),
+    Kind(name="repeated lines", scope=Scope.REPLY, most_records=20, kills=False),
     Kind(name="tool raises", scope=Scope.REPLY, found_within=_soon, kills=False),
     Kind(name="tool never returns", scope=Scope.REPLY, found_within=lambda profile, stage: 10.0 + SLACK_S, kills=False),
-    Kind(name="frozen progress", scope=Scope.REPLY, found_within=_silent_work),
-    Kind(name="empty frames", scope=Scope.REPLY, found_within=_suspected),
-    Kind(name="endless characters", scope=Scope.REPLY, found_within=lambda profile, stage: 240.0, kills=False),
-    Kind(name="endless arguments", scope=Scope.REPLY, found_within=lambda profile, stage: 240.0, kills=False),
-    Kind(name="dead stream, live neighbour", scope=Scope.REPLY, found_within=_suspected),
-    Kind(name="request lost", scope=Scope.REPLY, found_within=_suspected),
+    Kind(name="frozen progress", scope=Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
+    Kind(name="empty frames", scope=Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
+    Kind(name="endless characters", scope=Scope.REPLY, most_records=200, kills=False),
+    Kind(name="endless arguments", scope=Scope.REPLY, most_records=200, kills=False),
+    Kind(name="dead stream, live neighbour", scope=Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
+    Kind(name="request lost", scope=Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
     # ---- the server at work
     Kind(name="decode dead, HTTP alive", scope=Scope.SERVER, found_within=_silence),
     Kind(name="livelock", scope=Scope.SERVER, found_within=_silent_work),
@@ -132,7 +128,6 @@ _KINDS = (
     Kind(name="pause", scope=Scope.SERVER, honest=True, weight=2.0),
     Kind(name="short SIGSTOP", scope=Scope.SERVER, honest=True),
     Kind(name="sidecar's CPU", scope=Scope.SERVER, found_within=_silence),
-    Kind(name="waiting behind a neighbour", scope=Scope.SERVER, honest=True),
     # ---- a launch
     Kind(name="load crashes", scope=Scope.LOAD, found_within=_soon),
     Kind(name="load hangs", scope=Scope.LOAD, found_within=_startup),

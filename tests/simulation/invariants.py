@@ -81,7 +81,7 @@ class Invariants:
         self.requests: dict[int, Truth] = {}
         self.killed_at: dict[int, float] = {}  # by epoch
         self.found: dict[str, list[float]] = {}  # seconds from the fault to its discovery, by kind
-        self.bounded: dict[str, int] = {}  # how many of a kind had to be found
+        self._awaited: dict[int, list[tuple[Fault, float]]] = {}  # by request: what it is to be ended for, and since when
         self.stop_called_at = -math.inf  # by stop() or close()
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
         self.restarts_count = 0
@@ -195,6 +195,7 @@ class Invariants:
         truth.record, truth.ended_at = record, self._scheduler.now
         result = record.result
         self._check_excuse(truth, result["state"], result.get("fail_reason"))
+        self._note_found(truth)
         for fault in self.faults[-20:]:
             if fault.request_id == truth.request_id and fault.ended_at is None:
                 fault.ended_at = self._scheduler.now
@@ -284,9 +285,15 @@ class Invariants:
             raise Violation(3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}")
 
     def expect(
-        self, number: int, bound_s: float, what: str, done: Callable[[], bool], *, since: float | None = None
+        self,
+        number: int,
+        bound_s: float,
+        what: str,
+        done: Callable[[], bool],
+        *,
+        otherwise: Callable[[], object] | None = None,
     ) -> None:
-        """Raise Violation unless `done` within so many seconds of the host's time."""
+        """Raise Violation, or do `otherwise`, unless `done` within so many seconds of the host's time."""
         scheduler = self._scheduler
         due = scheduler.host_time + bound_s
 
@@ -296,27 +303,43 @@ class Invariants:
             left = due - scheduler.host_time
             if left > 1e-6:
                 scheduler.at(scheduler.now + left, check, "a bound is due", of_host=False)
+            elif otherwise is not None:
+                otherwise()
             else:
                 raise Violation(number, f"not within {bound_s:.1f} s: {what}")
 
         scheduler.at(scheduler.now + bound_s, check, "a bound is due", of_host=False)
 
     def expect_found(self, fault: Fault, bound_s: float | None, truth: Truth) -> None:
-        """The request must have ended within the bound, for whatever reason."""
+        """The request must have ended within the bound, for whatever reason; None: it is only noted when."""
+        name = fault.kind.name
+        self._awaited.setdefault(truth.request_id, []).append((fault, self._scheduler.now))
         if bound_s is None:
             return
-        name, began_at = fault.kind.name, self._scheduler.now
-        self.bounded[name] = self.bounded.get(name, 0) + 1
 
-        def ended() -> bool:
-            if truth.ended_at is None:
-                return fault.ended_at is not None
-            reason = truth.record.result.get("fail_reason") if truth.record is not None else None
-            if reason not in _BY_THE_HOST and reason is not None:
-                self.found.setdefault(name, []).append(truth.ended_at - began_at)
-            return True
+        def over() -> bool:
+            return truth.ended_at is not None or fault.ended_at is not None
 
-        self.expect(4, bound_s, f"request {truth.request_id} under the fault {name!r}", ended)
+        def due() -> None:
+            spared_s = bound_s - (self._scheduler.now - self._neighbours_heard_at(truth))
+            if fault.kind.neighbours_spare and spared_s > 0:
+                self.expect(4, spared_s, f"request {truth.request_id} under the fault {name!r}", over, otherwise=due)
+            else:
+                raise Violation(4, f"not within {bound_s:.1f} s: request {truth.request_id} under the fault {name!r}")
+
+        self.expect(4, bound_s, f"request {truth.request_id} under the fault {name!r}", over, otherwise=due)
+
+    def _neighbours_heard_at(self, truth: Truth) -> float:
+        others = [each for each in self.requests.values() if each is not truth and each.epoch == truth.epoch]
+        return max((each.advanced_at for other in others[-50:] for each in other.exchanges), default=0.0)
+
+    def _note_found(self, truth: Truth) -> None:
+        reason = truth.record.result.get("fail_reason") if truth.record is not None else None
+        if reason is None or reason in _BY_THE_HOST:
+            return
+        for fault, since in self._awaited.pop(truth.request_id, ()):
+            if fault.ended_at is None:
+                self.found.setdefault(fault.kind.name, []).append(self._scheduler.now - since)
 
     def expect_answer(self, future: Any, bound_s: float, what: str) -> None:
         """The future must have resolved within the bound."""

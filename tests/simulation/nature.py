@@ -14,13 +14,15 @@ from tests.simulation.faults import KINDS, Kind, Scope, Stage, longest_load_s
 from tests.simulation.invariants import Fault, Invariants, Truth
 from tests.simulation.machine import Machine
 from tests.simulation.runtime import SimServerProcess
-from tests.simulation.scheduler import Scheduler
+from tests.simulation.scheduler import Scheduler, Violation
 from tests.simulation.server import Exchange, LlamaServer, Reply
 
 _TOOL_S = 12.0  # a request may be in its tools when a fault of the server begins
 _EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
 _ERROR = b'data: {"error":{"code":500,"message":"CUDA error","type":"server_error"}}\n\n'
-_ARGUMENTS = b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"1,2,"}}]}}]}\n\n'
+_ARGUMENTS = b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"%s"}}]}}]}\n\n' % (
+    b"1,2," * 16
+)
 
 
 class Nature:
@@ -143,8 +145,6 @@ class Nature:
                 self._fault(name, epoch=server.epoch)
                 server.stop_signal()
                 self._later(dice.between(0.1, within_s), lambda: self._resume(server), "SIGCONT")
-            case "waiting behind a neighbour":
-                self._fault(name, epoch=server.epoch)  # a matter of the build: see world.py
             case "sidecar's CPU":
                 fault = self._hurt(name, server)
                 server.spare_time(server.pid + 1, 95.0)
@@ -256,8 +256,12 @@ class Nature:
         """The moment has come, or comes again, for what the reply's `twist` says."""
         name = exchange.reply.twist
         assert name is not None
-        first = not exchange.twisted
-        exchange.twisted = True
+        first = not exchange.twists
+        if first or not self._scheduler.host_is_halted:
+            exchange.twists += 1
+        most = KINDS[name].most_records
+        if most is not None and exchange.twists > most:
+            raise Violation(4, f"request {exchange.request_id} took {most} records of {name!r}")
         if first:
             fault = self._bound_reply(name, exchange.request_id, server.epoch)
         match name:
@@ -339,7 +343,6 @@ class Nature:
                 f"{kind.name} of launch {server.epoch}",
                 lambda: server.gone or server.killed,
             )
-            self._invariants.bounded[kind.name] = self._invariants.bounded.get(kind.name, 0) + 1
             self._loading_faults[server.epoch] = fault
 
     def _to_process(self, kind: Kind, server: LlamaServer) -> None:
@@ -379,6 +382,8 @@ class Nature:
             case "a probe hangs":
                 machine.looks_hang = True
                 self._later(dice.log_between(1.0, 300.0), self._looks_work, "looks return again")
+            case "host stalled" | "host and server stalled" if self._scheduler.host_is_halted:
+                return
             case "host stalled":
                 self._scheduler.halt_host(dice.log_between(1.0, 4000.0))
             case "host and server stalled":

@@ -118,6 +118,7 @@ class SimRuntime:
                         cpu_ticks=int(used.cpu_ticks), read_bytes=int(used.read_bytes), major_faults=0
                     )
                     for pid, used in server.counters().items()
+                    if pid == server.pid or not server.loaded  # once somebody listens, a child that does not is no server
                 }
                 sample = ProcessSample(at=scheduler.now, processes=processes)
                 self._activity, evidence = self._activity.observe(sample)

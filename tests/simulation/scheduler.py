@@ -117,7 +117,7 @@ class Scheduler:
     @property
     def host_time(self) -> float:
         """Seconds that the host has run: the clock without the times in which it did not."""
-        return self.now - self._halted_s
+        return self.now - self._halted_s + max(0.0, self._halted_until - self.now)
 
     def at(self, when: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
         """Make the call at `when`, or now if that is past."""

@@ -104,7 +104,7 @@ class Exchange:
     spoke: bool = False  # sent more than headers
     closed_by_client: bool = False
     over: bool = False
-    twisted: bool = False  # its misbehaviour has begun
+    twists: int = 0  # how often it misbehaved
     dead: bool = False  # its slot is stuck while the others go on
     text: str = ""  # sent so far
     reasoning: str = ""

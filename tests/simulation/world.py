@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -63,7 +64,6 @@ class Report:
     faults: dict[str, int] = field(default_factory=dict)
     outcomes: dict[str, int] = field(default_factory=dict)
     found: dict[str, list[float]] = field(default_factory=dict)
-    bounded: dict[str, int] = field(default_factory=dict)
     digest: str = ""
 
 
@@ -204,6 +204,7 @@ class World:
     def _come_to_rest(self) -> None:
         """Invariant 8: once nothing new goes wrong, the worker comes to rest, and a fresh request completes."""
         self.nature.calm()
+        self.scheduler.run_until(lambda: not self.scheduler.host_is_halted, math.inf)
         self.host.is_leaving = True
         for server in self.machine.servers:
             server.become_killable()
@@ -265,7 +266,6 @@ class World:
             faults=self.nature.counts,
             outcomes=self.host.outcomes,
             found=self.invariants.found,
-            bounded=self.invariants.bounded,
             digest=self.trace.digest,
         )
 
@@ -286,7 +286,7 @@ def _build(dice: Dice, profile: TimeoutProfile, slots: int) -> Build:
     batch = 2048 if cpu_shows else 256
     headers = dice.choice(tuple(Headers)) if cpu_shows else Headers.IN_SLOT
     return Build(
-        slots=slots,
+        slots=slots if dice.chance(0.8) else 1,  # fewer than the worker's: requests wait behind a neighbour
         prefill_tokens_per_s=prefill,
         decode_tokens_per_s=dice.log_between(1.0, 20.0) / slowness**1.5,
         batch_tokens=min(batch, int(prefill * 0.1 * profile.headers_timeout_s)) if not cpu_shows else batch,
@@ -295,4 +295,5 @@ def _build(dice: Dice, profile: TimeoutProfile, slots: int) -> Build:
         cpu_shows=cpu_shows,
         headers=headers,
         reports_progress=dice.chance(0.7) or not cpu_shows,
+        shows_slots=dice.chance(0.8),
     )
