@@ -1136,6 +1136,44 @@ def test_what_was_held_back_is_no_loop_and_not_cut_when_the_request_ends_for_ano
     assert result["fail_reason"] != "repeated_line_loop"
 
 
+def test_a_loop_without_line_ends_fails_the_request_where_it_was_found() -> None:
+    request = begun()
+    record = failed(hear(request, TextDelta("So: " + "ha " * 10_000)), "repeated_text_loop", CLOSE)
+    assert record.result["text"].startswith("So: ha ha")
+    assert 8192 <= len(record.result["text"]) < 8192 + 1024 + 4
+    assert "repeat 3 of them" in record.result["fail_detail"]
+
+
+def test_arguments_that_repeat_themselves_are_a_loop_too() -> None:
+    request = begun(with_tools())
+    piece = ToolCallDelta(0, "c1", "add", '{"a": "')
+    more = [ToolCallDelta(0, None, None, "1, 2, ") for _ in range(2000)]
+    failed(hear(request, piece, *more), "repeated_text_loop", CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "is_over"),
+    [
+        ({"max_tokens": 100}, 189, False),
+        ({"max_tokens": 100}, 190, True),
+        ({"max_tokens": 100, "n_predict": 1000}, 1000, False),
+        ({"max_tokens": -1}, 100_000, False),
+        ({}, 4096 * 5 // 4 + 65, True),
+    ],
+)
+def test_a_server_that_keeps_to_no_limit_is_cut_off_far_beyond_it(
+    params: dict[str, Any], tokens: int, is_over: bool
+) -> None:
+    request = begun(params=params)
+    said = [TextDelta(f"{number} ") for number in range(tokens)]
+    effects = hear(request, *said)
+    assert bool(effects) is is_over
+    if is_over:
+        result = ended(effects, CLOSE).result
+        assert (result["state"], result["finish_reason"]) == ("completed", "max_tokens")
+        assert result["text"] == "".join(delta.text for delta in said)
+
+
 def test_a_loop_in_the_reasoning_counts_too() -> None:
     request = begun()
     record = failed(hear(request, ReasoningDelta(LINE * 30), TextDelta("a")), "repeated_line_loop", CLOSE)

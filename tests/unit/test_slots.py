@@ -280,6 +280,14 @@ def test_an_honest_server_is_spared(seen: list[SlotsLook], suspect: Progress, ot
     assert judge(seen, suspect, *others) is None
 
 
+def test_a_prefill_whose_stream_only_repeats_itself_is_in_no_batch() -> None:
+    seen = looks(still(slot(prompt=512)))
+    assert judge(seen, silent(PREFILL, prompt_progress_at=40.0, repeats=2)) is None
+    found = judge(seen, silent(PREFILL, prompt_progress_at=40.0, repeats=3))
+    assert found is not None
+    assert found.verdict.reason is STALL
+
+
 def test_a_step_of_six_seconds_of_a_neighbour_that_got_data_lately_is_no_livelock() -> None:
     seen = looks(still(slot(decoded=11)))
     assert judge(seen, silent(WAITING), served(99.0)) is None

@@ -10,7 +10,15 @@ import pytest
 from llama_worker.profiles import LoopDetector
 from llama_worker.request.turn import Said, Turn
 from llama_worker.stream.calls import MalformedCall, RawCall
-from llama_worker.stream.events import ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
+from llama_worker.stream.events import (
+    PromptProgress,
+    ReasoningDelta,
+    RoleOnly,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    Usage,
+)
 
 TAGGED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 CALL = RawCall(None, "add", '{"a": 1}', TAGGED)
@@ -206,3 +214,35 @@ def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
     assert (it.first_token_at, it.last_token_at) == (1.0, 2.0)
     it.timings = timings(predicted_per_second=40.0)
     assert it.tokens_per_second() == 40.0
+
+
+# ---------------------------------------------------------------- what brings it forward
+
+
+def progress(it: Turn, processed: int, at: float) -> None:
+    it.take(PromptProgress, [PromptProgress(processed=processed, total=100, cached=0)], at)
+
+
+def test_prompt_progress_is_data_only_where_it_grows() -> None:
+    it = turn()
+    for at, processed in ((1.0, 0), (5.0, 40), (6.0, 40), (7.0, 20), (9.0, 60), (10.0, 60)):
+        progress(it, processed, at)
+    assert (it.last_data_at, it.prompt_progress_at) == (9.0, 9.0)
+    assert it.longest_batch_s == 4.0
+    assert it.repeats == 1
+
+
+def test_repeats_are_counted_from_the_latest_that_was_new() -> None:
+    it = turn()
+    it.take(RoleOnly, [RoleOnly()] * 5, 1.0)
+    assert (it.repeats, it.last_data_at, it.first_token_at) == (5, None, None)
+    text(it, "a", at=2.0)
+    assert (it.repeats, it.last_data_at) == (0, 2.0)
+    it.take(ToolCallDelta, [ToolCallDelta(0, None, None, "")] * 4, 3.0)
+    assert (it.repeats, it.last_data_at) == (4, 2.0)
+
+
+def test_a_call_without_a_name_or_arguments_is_no_token() -> None:
+    it = turn()
+    it.take(ToolCallDelta, [ToolCallDelta(0, None, None, None)] * 9, 1.0)
+    assert (it.tokens, it.first_token_at) == (0, None)

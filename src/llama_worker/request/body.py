@@ -27,6 +27,9 @@ _TEMPLATE_PARAMS = frozenset(
     }
 )
 
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
+_MORE_TOKENS = 64
+
 
 def request_body(
     config: WorkerConfig, params: Mapping[str, Any], messages: Sequence[ChatMessage], tools: Sequence[ToolDef]
@@ -49,6 +52,24 @@ def request_body(
         body["tools"] = list(tools)
     body["stream"] = True
     return body
+
+
+def runaway_tokens(body: Mapping[str, Any]) -> int | None:
+    """How many tokens of a turn are far beyond what its body allows: its server keeps to no limit. None: unlimited.
+
+    Counted on our side, where a token may come in more than one piece: hence a quarter more, and some.
+    """
+    limits: list[int] = []
+    for key in _TOKEN_LIMITS:
+        limit = body.get(key)
+        if limit is None:
+            continue
+        if not isinstance(limit, int) or limit <= 0:
+            return None
+        limits.append(limit)
+    if not limits:
+        return None
+    return max(limits) * 5 // 4 + _MORE_TOKENS
 
 
 def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:

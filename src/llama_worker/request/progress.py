@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from llama_worker.types import RequestPhase
 
+_MANY_REPEATS = 3  # the first chunk may say nothing, and a report of progress may come twice
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
@@ -22,7 +24,13 @@ class Progress:
     last_stream_byte_at: float | None = None  # any byte, keepalives too: decides nothing
     longest_batch_s: float | None = None  # of the prompt, between two reports of prompt progress
     tokens: int = 0  # generated, as far as they were told
+    repeats: int = 0  # records that brought nothing new, since the latest that did
     concluding: bool = False  # finished or broken off: what may still follow has a short deadline of its own
+
+    @property
+    def only_repeats(self) -> bool:
+        """The server sends on and says nothing new: no batch is under way, its loop goes in circles."""
+        return self.repeats >= _MANY_REPEATS
 
     @property
     def data_at(self) -> float | None:

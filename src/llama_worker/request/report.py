@@ -85,6 +85,7 @@ def build_progress(totals: Totals, turn: Turn, phase: RequestPhase, *, concludin
         last_stream_byte_at=turn.last_stream_byte_at,
         longest_batch_s=turn.longest_batch_s,
         tokens=turn.tokens,
+        repeats=turn.repeats,
         concluding=concluding,
     )
 

@@ -30,10 +30,11 @@ from llama_worker.messages import (
     Tick,
     ToolsRefused,
 )
-from llama_worker.request.body import begin_conversation, keeps_prompt_end, request_body
+from llama_worker.request.body import begin_conversation, keeps_prompt_end, request_body, runaway_tokens
 from llama_worker.request.conversation import Conversation
 from llama_worker.request.ending import (
     CANCELED,
+    TOKEN_LIMIT,
     Ending,
     after_failure,
     after_loop,
@@ -153,6 +154,7 @@ class Request:
         self._waiting: _Waiting = _Streaming()
         self._gap_forgiven: float | None = None  # the deadline that a gap has put off already
         self._turns_count = 0
+        self._runaway_tokens: int | None = None  # a turn with more of them keeps to no limit
         self._turn = self._new_turn(now)
         self._conversation: Conversation | None = None
         self._unrun: Partition | None = None  # the turn's calls, as long as nothing has become of them
@@ -229,6 +231,8 @@ class Request:
             loop = output.loop or self._turn.arguments_loop
             if loop is not None:
                 return self._end(after_loop(loop), at)
+            if self._runaway_tokens is not None and self._turn.tokens > self._runaway_tokens:
+                return self._end(TOKEN_LIMIT, at)
         return []
 
     def _last_word(self, event: _LastWord, at: float) -> Effects | None:
@@ -427,6 +431,7 @@ class Request:
         self._turn = self._new_turn(now)
         tools = [] if self._prompted else [*self._config.normal_tools, *self._config.exit_tools]
         body = request_body(self._config, self._submission.params, conversation.messages(), tools)
+        self._runaway_tokens = runaway_tokens(body)
         return [OpenStream(turn_id=self._turn_id, body=body, reply_to=self._reply_to)]
 
     def _can_try_prompted(self, failure: StreamFailure) -> bool:

@@ -51,6 +51,7 @@ class Turn:
         self.prompt_progress: PromptProgress | None = None
         self.prompt_progress_at: float | None = None  # the latest report of more than before
         self.longest_batch_s: float | None = None  # between two such reports
+        self.repeats = 0  # events that brought nothing new, since the latest that did
         self.usage: Usage | None = None
         self.timings: Timings | None = None
         self.finish_reason: str | None = None
@@ -135,6 +136,7 @@ class Turn:
     def note(self, event: StreamEvent, at: float) -> bool:
         """Whether the event brings the turn forward: then it is its latest data."""
         advanced = self._advance.by(event)
+        self.repeats = 0 if advanced else self.repeats + 1
         if advanced:
             self.last_data_at = at
         return advanced
@@ -182,6 +184,7 @@ class Turn:
         """So many deltas with something in them came."""
         self._deltas += tokens
         self.last_token_at = self.last_data_at = at
+        self.repeats = 0
         if self.first_token_at is None:
             self.first_token_at = at
 

@@ -174,6 +174,9 @@ class _Round:
         if all(slot.decoded_tokens for slot in busy):
             detail = f"no slot of the server moved in {self._still_s:.1f} s, and none is in prefill"
             return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
+        if self._suspect.only_repeats:
+            detail = f"no slot of the server moved in {self._still_s:.1f} s, and it sends the same again and again"
+            return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
         longest_s = self._suspect.longest_batch_s
         if self._suspect.phase is _PREFILL and longest_s is not None:
             limit_s = max(BATCH_MIN_S, BATCH_MULTIPLE * longest_s)

@@ -110,6 +110,14 @@ def _limits(
             timeout_s=profile.idle_stream_timeout_s,
             since=working_at,
         )
+    if (prefill or generating) and progress.only_repeats and profile.idle_stream_timeout_s is not None:
+        yield _Limit(
+            reason=RequestFailReason.STALL_TIMEOUT,
+            what="nothing new, only the same again,",
+            setting="idle_stream_timeout_s",
+            timeout_s=profile.idle_stream_timeout_s,
+            since=newest(progress.turn_started_at, progress.data_at),
+        )
     if (waiting or prefill) and profile.ttft_timeout_s is not None:
         yield _Limit(
             reason=RequestFailReason.TTFT_TIMEOUT,
