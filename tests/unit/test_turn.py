@@ -234,15 +234,18 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
 
 def test_repeats_are_counted_from_the_latest_that_was_new() -> None:
     it = turn()
-    it.take(RoleOnly, [RoleOnly()] * 5, 1.0)
+    for _ in range(5):
+        it.take(RoleOnly(), 1.0)
     assert (it.repeats, it.last_data_at, it.first_token_at) == (5, None, None)
     text(it, "a", at=2.0)
     assert (it.repeats, it.last_data_at) == (0, 2.0)
-    it.take(ToolCallDelta, [ToolCallDelta(0, None, None, "")] * 4, 3.0)
+    for _ in range(4):
+        it.take(ToolCallDelta(0, None, None, ""), 3.0)
     assert (it.repeats, it.last_data_at) == (4, 2.0)
 
 
 def test_a_call_without_a_name_or_arguments_is_no_token() -> None:
     it = turn()
-    it.take(ToolCallDelta, [ToolCallDelta(0, None, None, None)] * 9, 1.0)
+    for _ in range(9):
+        it.take(ToolCallDelta(0, None, None, None), 1.0)
     assert (it.tokens, it.first_token_at) == (0, None)
