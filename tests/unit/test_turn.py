@@ -220,7 +220,7 @@ def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
 
 
 def progress(it: Turn, processed: int, at: float) -> None:
-    it.take(PromptProgress, [PromptProgress(processed=processed, total=100, cached=0)], at)
+    it.take(PromptProgress(processed=processed, total=100, cached=0), at)
 
 
 def test_prompt_progress_is_data_only_where_it_grows() -> None:
