@@ -31,6 +31,7 @@ from llama_worker.messages import (
     ReadOutput,
     ReleaseResult,
     RequestEnded,
+    SignalEmitted,
     Stalled,
     Submit,
     Tick,
@@ -112,6 +113,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                     self._server.stalled(message, admitted, now)
             case Observed():
                 self._journal.observed = message
+            case SignalEmitted():
+                self._signal_emitted(message)
             case ToolsRefused(detail=detail):
                 self._tools_refused = True
                 self._journal.warn(f"the server refuses tools ({detail}); they are offered in prompted mode", now)
@@ -181,6 +184,14 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         )
         self._dispatcher.ended(record)
         self._server.request_ended(record, now)
+
+    def _signal_emitted(self, emitted: SignalEmitted) -> None:
+        request_id, job_name, signal = emitted.request_id, emitted.job_name, emitted.signal
+        self._journal.totals.signal_emitted(signal["tool_name"])
+        self._note("signal", request_id=request_id, job_name=job_name, tool_name=signal["tool_name"])
+        handler = self._config.on_signal
+        if handler is not None:
+            self._runtime.call_host(lambda: handler(signal, request_id=request_id, job_name=job_name))
 
     def _expire(self, now: float) -> None:
         ttl_s = self._config.result_ttl_s

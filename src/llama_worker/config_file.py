@@ -25,7 +25,7 @@ KeyPath = tuple[str, ...]
 Table = Mapping[str, Any]
 T = TypeVar("T")
 
-_IN_CODE_ONLY = {"normal_tools", "exit_tools", "tool_runner", "bios_provider", "liveness_probes"}
+_IN_CODE_ONLY = {"normal_tools", "exit_tools", "tool_runner", "bios_provider", "on_signal", "liveness_probes"}
 _COMMAND_KEYS = {"model", "executable", "extra_args", "cache_ram_mib"}  # what llama_server_cmd makes a server_cmd of
 _WORKER_KEYS = {field.name for field in fields(WorkerConfig)} - _IN_CODE_ONLY - {"name"} | _COMMAND_KEYS
 _OFF = "off"  # TOML has no None

@@ -25,6 +25,7 @@ from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import (
     BiosText,
+    ExitSignal,
     NotFound,
     NotReady,
     OutputChunk,
@@ -282,6 +283,15 @@ class RequestEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SignalEmitted:
+    """A request's model called an exit tool."""
+
+    request_id: int
+    job_name: str
+    signal: ExitSignal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamsClosed:
     """No connection to the server is open any more."""
 
@@ -341,7 +351,16 @@ ServerMessage = (  # what decides about the server's life
     | StreamsClosed
 )
 WorkerMessage = (
-    HostMessage | ServerMessage | Stalled | Observed | RequestEnded | ToolsRefused | ToolThreadStuck | ActorDied | Tick
+    HostMessage
+    | ServerMessage
+    | Stalled
+    | Observed
+    | RequestEnded
+    | SignalEmitted
+    | ToolsRefused
+    | ToolThreadStuck
+    | ActorDied
+    | Tick
 )
 
 

@@ -82,6 +82,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "tool_timeout_s": 10.0,
         "tool_call_mode": "auto",
         "exit_tools": (),
+        "on_signal": None,
         "bios_provider": default_bios,
         "system_prompt_mode": "merged",
         "timezone_name": "UTC",
@@ -351,6 +352,8 @@ BAD_CONFIGS = [
     bad("tool_runner", object(), TypeError, "run_tool", "object"),
     bad("tool_runner", len, TypeError, "run_tool"),
     bad("tool_runner", AsyncRunner(), TypeError, "AsyncRunner.run_tool", "must not be async", "asyncio.run("),
+    bad("on_signal", "ring", TypeError, "callable", "'ring'"),
+    bad("on_signal", async_bios, TypeError, "must not be async", "run_coroutine_threadsafe"),
     bad("bios_provider", async_bios, TypeError, "must not be async", "def"),
 ]
 

@@ -24,7 +24,7 @@ from llama_worker.messages import (
 )
 from llama_worker.runtime import host_code
 from llama_worker.runtime.chat_exchange import Endpoint
-from llama_worker.runtime.futures import write_log
+from llama_worker.runtime.futures import call_host, write_log
 from llama_worker.runtime.gpu_watch import watch_gpus
 from llama_worker.runtime.host_code import ToolBatchThread, start_thread
 from llama_worker.runtime.liveness_probes import default_probes, process_evidence
@@ -50,6 +50,9 @@ class ActorThreads:
             loop_thread().run_actor(actor)
         else:
             start_thread(f"llama_worker-{actor.role}", loop)
+
+    def call_host(self, call: Callable[[], object]) -> None:
+        call_host(call)
 
     def write_log(self, level: int, line: str) -> None:
         """Log it under `llama_worker`, on the thread that all share."""
