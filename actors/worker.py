@@ -81,7 +81,13 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._children = Children(me, live_count, runtime, config, self._unix_offset)
         self._dispatcher = RequestDispatcher(self._table, self._children, config.slots)
         self._server = ServerLife(
-            config, self._children, self._dispatcher, self._table, self._journal, status=self._status
+            config,
+            self._children,
+            self._dispatcher,
+            self._table,
+            self._journal,
+            status=self._status,
+            anon_bytes=runtime.anon_bytes,
         )
 
     def handle(self, message: WorkerMessage) -> None:  # noqa: C901  one line for each case, nearly
@@ -126,6 +132,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._alarm.rang()
                 self._expire(now)
                 self._server.handle(message, now)
+                self._server.recycle_if_due(now)
             case _:
                 self._server.handle(message, now)
         self._alarm.set(min(self._due_times(), default=None))
@@ -205,6 +212,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             yield oldest + ttl_s + 0.001  # a record of just that age is kept
         if self._server.lifecycle.deadline is not None:
             yield self._server.lifecycle.deadline
+        if self._server.too_old_at is not None:
+            yield self._server.too_old_at
 
     # ------------------------------------------------------------ supervision
 

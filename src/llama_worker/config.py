@@ -18,7 +18,7 @@ from zoneinfo import ZoneInfo
 
 from llama_worker.bios import default_bios
 from llama_worker.errors import MASK, ConfigError
-from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
+from llama_worker.profiles import Canary, LoopDetector, Recycle, RestartPolicy, TimeoutProfile
 from llama_worker.server.command import check_command, checked_words, ip_address_of, masked_server_cmd
 from llama_worker.server.command_flags import command_warnings
 from llama_worker.types import (
@@ -70,6 +70,7 @@ class WorkerConfig:
     default_params: Mapping[str, Any] = field(default_factory=dict)
     loop_detector: LoopDetector | None = field(default_factory=LoopDetector)
     liveness_probes: Sequence[LivenessProbe] | None = None
+    canary: Canary | None = None
     api_key: str | None = field(default=None, repr=False)
     log_lines: int = 500
     result_ttl_s: float | None = None
@@ -108,6 +109,8 @@ class WorkerConfig:
         self._set("default_params", given)
         if self.loop_detector is not None:
             _checked_type("loop_detector", self.loop_detector, LoopDetector)
+        if self.canary is not None:
+            _checked_type("canary", self.canary, Canary)
         if self.liveness_probes is not None:
             self._set("liveness_probes", _checked_probes(self.liveness_probes))
         if self.api_key is not None:
@@ -257,7 +260,7 @@ def _canonical(value: object) -> object:
             return {name: _canonical(item) for name, item in value.items()}
         case list() | tuple():
             return [_canonical(item) for item in value]
-        case TimeoutProfile() | RestartPolicy() | LoopDetector():
-            return {f.name: _canonical(getattr(value, f.name)) for f in fields(value)}
+        case TimeoutProfile() | RestartPolicy() | LoopDetector() | Recycle() | Canary():
+            return {f.name: _canonical(getattr(value, f.name)) for f in fields(value) if f.name != "check"}
         case _:
             return value

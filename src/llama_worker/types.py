@@ -33,6 +33,7 @@ class StartFailReason(StrEnum):
     EXITED = "exited"
     STARTUP_TIMEOUT = "startup_timeout"
     STOPPED = "stopped"
+    CANARY_FAILED = "canary_failed"
     UNKILLABLE = "unkillable"
 
 

@@ -130,6 +130,9 @@ class Runtime(Clock, ActorRunner, Protocol):
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         """What is to be seen of the process tree at this instant, fit for JSON. Takes about a millisecond."""
 
+    def anon_bytes(self, pid: int) -> int | None:
+        """The anonymous memory of the process tree, swapped out or not; None where it cannot be seen. Quick."""
+
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> Abortable:
         """Post the order's body.
 

@@ -27,7 +27,7 @@ from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.futures import call_host, write_log
 from llama_worker.runtime.gpu_watch import watch_gpus
 from llama_worker.runtime.host_code import ToolBatchThread, start_thread
-from llama_worker.runtime.liveness_probes import default_probes, process_evidence
+from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.loop_thread import loop_thread
 from llama_worker.runtime.ports import Waitable
@@ -96,6 +96,9 @@ class RealRuntime(ActorThreads):
 
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         return process_evidence(pid)
+
+    def anon_bytes(self, pid: int) -> int | None:
+        return anon_bytes(pid)
 
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> StreamReader:
         return StreamReader(order, self._endpoint, on_closed=on_closed, name=self._name)
