@@ -31,6 +31,7 @@ from llama_worker.messages import (
     RequestMessage,
     RunBios,
     RunTools,
+    SignalEmitted,
     StreamOpened,
     Tick,
     ToolMessage,
@@ -175,7 +176,7 @@ class RequestActor(SupervisedActor[RequestMessage]):
                 case RunTools() | DropTools() | RunBios():
                     assert self._tools is not None
                     self._tools.tell(effect)
-                case ToolsRefused():
+                case ToolsRefused() | SignalEmitted():
                     self._worker.tell(effect)
                 case RequestEnded():
                     self._request = self._stream = None

@@ -40,7 +40,8 @@ from llama_worker.server.lifecycle_states import (
     ResolveStarts,
     ResolveStops,
 )
-from llama_worker.server.suspicion import Doubt, Suspicion, Trouble
+from llama_worker.server.recycling import Worn, worn
+from llama_worker.server.suspicion import Doubt, Suspicion, Trouble, is_degenerate
 from llama_worker.server.traits import ServerTraits, shortcomings
 from llama_worker.types import RequestState, WorkerState, WorkerStatus
 
@@ -57,6 +58,7 @@ class ServerLife:
         journal: Journal,
         *,
         status: Callable[[], WorkerStatus],
+        anon_bytes: Callable[[int], int | None],
     ) -> None:
         self.pid: int | None = None
         self.last_ready_at: float | None = None
@@ -67,6 +69,8 @@ class ServerLife:
         self._table = table
         self._journal = journal
         self._status = status  # the answer to a start
+        self._anon_bytes = anon_bytes  # of the tree of a pid
+        self._requests_count = 0  # ended since READY
         self._life = Lifecycle(policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s)
         self._suspicion = Suspicion()
         self._starts: list[Reply[WorkerStatus]] = []
@@ -80,7 +84,7 @@ class ServerLife:
 
     # ------------------------------------------------------------ what is heard of the server
 
-    def handle(self, message: ServerMessage | Trouble | Tick, now: float) -> None:
+    def handle(self, message: ServerMessage | Trouble | Worn | Tick, now: float) -> None:
         """Take note, step the lifecycle, carry out what follows. News of another launch changes nothing."""
         if getattr(message, "epoch", self._life.epoch) != self._life.epoch:
             return
@@ -123,7 +127,9 @@ class ServerLife:
         self._answer_stops()
         if self._life.public_state is not WorkerState.READY:
             return
-        if record.result["state"] is RequestState.COMPLETED:
+        self._requests_count += 1
+        counts = self._config.restart.degenerate_outputs_before_restart is None or not is_degenerate(record)
+        if record.result["state"] is RequestState.COMPLETED and counts:
             self._life = lifecycle.request_completed(self._life, now)
         self._suspicion, found = self._suspicion.ended(record, self._config.restart)
         match found:
@@ -131,6 +137,33 @@ class ServerLife:
                 self.handle(found, now)
             case Doubt(cause=cause):
                 self._children.watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=cause))
+        self.recycle_if_due(now)
+
+    def recycle_if_due(self, now: float) -> None:
+        """A planned restart, of a server that is idle and worn."""
+        policy, ready_at = self._config.restart.recycle, self.last_ready_at
+        if policy is None or ready_at is None or not self._is_idle:
+            return
+        found = worn(
+            policy,
+            ready_for_s=now - ready_at,
+            requests_count=self._requests_count,
+            anon_bytes=self._anon_bytes(self.pid) if policy.max_anon_mib and self.pid is not None else None,
+        )
+        if found is not None:
+            self.handle(found, now)
+
+    @property
+    def too_old_at(self) -> float | None:
+        """When an idle server is to be replaced for its age; None: never, or not as long as it works."""
+        policy, ready_at = self._config.restart.recycle, self.last_ready_at
+        if policy is None or policy.max_age_s is None or ready_at is None or not self._is_idle:
+            return None
+        return ready_at + policy.max_age_s
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._life.public_state is WorkerState.READY and not self._table.active
 
     def stalled(self, stalled: Stalled, admitted: Admitted, now: float) -> None:
         """A verdict on a request that runs: it is given up, and perhaps the server, too."""
@@ -158,6 +191,7 @@ class ServerLife:
             self._journal.note("state", now, state=str(state), before=str(before), error=self._life.last_error)
             if state is WorkerState.READY:
                 self.last_ready_at = now
+                self._requests_count = 0
                 self._suspicion = Suspicion()
             else:
                 self._children.watchdog.tell(StandDown())  # a launch calls it up again

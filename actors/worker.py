@@ -31,6 +31,7 @@ from llama_worker.messages import (
     ReadOutput,
     ReleaseResult,
     RequestEnded,
+    SignalEmitted,
     Stalled,
     Submit,
     Tick,
@@ -80,7 +81,13 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._children = Children(me, live_count, runtime, config, self._unix_offset)
         self._dispatcher = RequestDispatcher(self._table, self._children, config.slots)
         self._server = ServerLife(
-            config, self._children, self._dispatcher, self._table, self._journal, status=self._status
+            config,
+            self._children,
+            self._dispatcher,
+            self._table,
+            self._journal,
+            status=self._status,
+            anon_bytes=runtime.anon_bytes,
         )
 
     def handle(self, message: WorkerMessage) -> None:  # noqa: C901  one line for each case, nearly
@@ -112,6 +119,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                     self._server.stalled(message, admitted, now)
             case Observed():
                 self._journal.observed = message
+            case SignalEmitted():
+                self._signal_emitted(message)
             case ToolsRefused(detail=detail):
                 self._tools_refused = True
                 self._journal.warn(f"the server refuses tools ({detail}); they are offered in prompted mode", now)
@@ -123,6 +132,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._alarm.rang()
                 self._expire(now)
                 self._server.handle(message, now)
+                self._server.recycle_if_due(now)
             case _:
                 self._server.handle(message, now)
         self._alarm.set(min(self._due_times(), default=None))
@@ -182,6 +192,14 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._dispatcher.ended(record)
         self._server.request_ended(record, now)
 
+    def _signal_emitted(self, emitted: SignalEmitted) -> None:
+        request_id, job_name, signal = emitted.request_id, emitted.job_name, emitted.signal
+        self._journal.totals.signal_emitted(signal["tool_name"])
+        self._note("signal", request_id=request_id, job_name=job_name, tool_name=signal["tool_name"])
+        handler = self._config.on_signal
+        if handler is not None:
+            self._runtime.call_host(lambda: handler(signal, request_id=request_id, job_name=job_name))
+
     def _expire(self, now: float) -> None:
         ttl_s = self._config.result_ttl_s
         if ttl_s is not None:
@@ -194,6 +212,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             yield oldest + ttl_s + 0.001  # a record of just that age is kept
         if self._server.lifecycle.deadline is not None:
             yield self._server.lifecycle.deadline
+        if self._server.too_old_at is not None:
+            yield self._server.too_old_at
 
     # ------------------------------------------------------------ supervision
 

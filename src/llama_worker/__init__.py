@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         WorkerStartError,
         WorkerStopError,
     )
-    from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
+    from llama_worker.profiles import Canary, LoopDetector, Recycle, RestartPolicy, TimeoutProfile
     from llama_worker.runtime.free_port import free_port
     from llama_worker.server.command import llama_server_cmd
     from llama_worker.types import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         RequestResult,
         RequestState,
         RequestStatus,
+        SignalHandler,
         StartFailReason,
         SubmitErr,
         SubmitOk,
@@ -65,6 +66,7 @@ __all__ = [
     "BiosContext",
     "BiosProvider",
     "BiosText",
+    "Canary",
     "ChatMessage",
     "ConfigError",
     "ContentPart",
@@ -78,6 +80,7 @@ __all__ = [
     "NotFound",
     "NotReady",
     "OutputChunk",
+    "Recycle",
     "RequestFailReason",
     "RequestFinishReason",
     "RequestPhase",
@@ -86,6 +89,7 @@ __all__ = [
     "RequestState",
     "RequestStatus",
     "RestartPolicy",
+    "SignalHandler",
     "StartFailReason",
     "SubmitErr",
     "SubmitOk",
@@ -113,10 +117,12 @@ __all__ = [
 
 # The modules of the public names; `types` has those that are not here.
 _MODULES = {
+    "Canary": "profiles",
     "ConfigError": "errors",
     "LlamaWorker": "worker",
     "LlamaWorkerError": "errors",
     "LoopDetector": "profiles",
+    "Recycle": "profiles",
     "RequestRefused": "errors",
     "RestartPolicy": "profiles",
     "TimeoutProfile": "profiles",

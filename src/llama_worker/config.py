@@ -18,12 +18,13 @@ from zoneinfo import ZoneInfo
 
 from llama_worker.bios import default_bios
 from llama_worker.errors import MASK, ConfigError
-from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
+from llama_worker.profiles import Canary, LoopDetector, Recycle, RestartPolicy, TimeoutProfile
 from llama_worker.server.command import check_command, checked_words, ip_address_of, masked_server_cmd
 from llama_worker.server.command_flags import command_warnings
 from llama_worker.types import (
     BiosProvider,
     LivenessProbe,
+    SignalHandler,
     SystemPromptMode,
     ToolCallMode,
     ToolDef,
@@ -61,6 +62,7 @@ class WorkerConfig:
     tool_timeout_s: float = 10.0
     tool_call_mode: ToolCallMode = "auto"
     exit_tools: Sequence[ToolDef] = ()
+    on_signal: SignalHandler | None = None
     bios_provider: BiosProvider = default_bios
     system_prompt_mode: SystemPromptMode = "merged"
     timezone_name: str = "UTC"
@@ -68,6 +70,7 @@ class WorkerConfig:
     default_params: Mapping[str, Any] = field(default_factory=dict)
     loop_detector: LoopDetector | None = field(default_factory=LoopDetector)
     liveness_probes: Sequence[LivenessProbe] | None = None
+    canary: Canary | None = None
     api_key: str | None = field(default=None, repr=False)
     log_lines: int = 500
     result_ttl_s: float | None = None
@@ -93,12 +96,21 @@ class WorkerConfig:
             raise TypeError(f"bios_provider must be callable, not {shown(self.bios_provider)}")
         if inspect.iscoroutinefunction(self.bios_provider):
             raise TypeError("bios_provider must not be async: write it with 'def'; it is quick and waits for nothing")
+        if self.on_signal is not None and not callable(self.on_signal):
+            raise TypeError(f"on_signal must be callable, not {shown(self.on_signal)}")
+        if inspect.iscoroutinefunction(self.on_signal):
+            raise TypeError(
+                "on_signal must not be async: write it with 'def', and in it loop.call_soon_threadsafe(...) or"
+                " asyncio.run_coroutine_threadsafe(..., loop)"
+            )
         _checked_zone(self.timezone_name)
         optional(checked_int, "max_tokens", self.max_tokens, at_least=1)
         given = checked_json_object("default_params", self.default_params)
         self._set("default_params", given)
         if self.loop_detector is not None:
             _checked_type("loop_detector", self.loop_detector, LoopDetector)
+        if self.canary is not None:
+            _checked_type("canary", self.canary, Canary)
         if self.liveness_probes is not None:
             self._set("liveness_probes", _checked_probes(self.liveness_probes))
         if self.api_key is not None:
@@ -131,7 +143,7 @@ class WorkerConfig:
 
         Secrets are `api_key`, what `masked_server_cmd` masks, and the values of variables with a name as `HF_TOKEN`.
         """
-        left_out = {"api_key", "tool_runner", "bios_provider", "liveness_probes"}
+        left_out = {"api_key", "tool_runner", "bios_provider", "on_signal", "liveness_probes"}
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         data["env"] = {name: MASK if _SECRET_VARIABLE.search(name) else text for name, text in self.env.items()}
         data["server_cmd"] = masked_server_cmd(self.server_cmd, self.api_key)
@@ -248,7 +260,7 @@ def _canonical(value: object) -> object:
             return {name: _canonical(item) for name, item in value.items()}
         case list() | tuple():
             return [_canonical(item) for item in value]
-        case TimeoutProfile() | RestartPolicy() | LoopDetector():
-            return {f.name: _canonical(getattr(value, f.name)) for f in fields(value)}
+        case TimeoutProfile() | RestartPolicy() | LoopDetector() | Recycle() | Canary():
+            return {f.name: _canonical(getattr(value, f.name)) for f in fields(value) if f.name != "check"}
         case _:
             return value

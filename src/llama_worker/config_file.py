@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError
-from llama_worker.profiles import LoopDetector, RestartPolicy, TimeoutProfile
+from llama_worker.profiles import LoopDetector, Recycle, RestartPolicy, TimeoutProfile
 from llama_worker.runtime.machine import memory_bytes
 from llama_worker.server.command import llama_server_cmd
 from llama_worker.server.command_flags import memory_warning
@@ -25,7 +25,7 @@ KeyPath = tuple[str, ...]
 Table = Mapping[str, Any]
 T = TypeVar("T")
 
-_IN_CODE_ONLY = {"normal_tools", "exit_tools", "tool_runner", "bios_provider", "liveness_probes"}
+_IN_CODE_ONLY = {"normal_tools", "exit_tools", "tool_runner", "bios_provider", "on_signal", "liveness_probes", "canary"}
 _COMMAND_KEYS = {"model", "executable", "extra_args", "cache_ram_mib"}  # what llama_server_cmd makes a server_cmd of
 _WORKER_KEYS = {field.name for field in fields(WorkerConfig)} - _IN_CODE_ONLY - {"name"} | _COMMAND_KEYS
 _OFF = "off"  # TOML has no None
@@ -187,12 +187,22 @@ def _profile(merged: _Merged, make: type[Any], presets: Mapping[str, Callable[[]
         if key not in allowed:
             raise _Misfit(merged.origins[key], _unknown(key, allowed))
     changes = {k: None if v == _OFF and may_be_none.get(k) else v for k, v in merged.values.items()}
+    if isinstance(changes.get("recycle"), Mapping):
+        at = merged.origins["recycle"]
+        changes["recycle"] = _recycle(_Level(at, _table(at, changes["recycle"])))
     preset = changes.pop("preset", None)
     if preset is None:
         return merged.build(make, **changes)
     if not (isinstance(preset, str) and preset in presets):
         raise _Misfit(merged.origins["preset"], f"must be one of {', '.join(map(repr, presets))}, not {preset!r}")
     return merged.build(partial(replace, presets[preset]()), **changes)
+
+
+def _recycle(level: _Level) -> Recycle:
+    for key in level.table:
+        if key not in (allowed := {field.name for field in fields(Recycle)}):
+            raise _Misfit((*level.at, key), _unknown(key, allowed))
+    return _Merged.of([level]).build(Recycle, **level.table)
 
 
 def _table(at: KeyPath, value: object) -> Table:

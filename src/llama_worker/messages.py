@@ -25,6 +25,7 @@ from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import (
     BiosText,
+    ExitSignal,
     NotFound,
     NotReady,
     OutputChunk,
@@ -191,6 +192,7 @@ class Died:
 
     epoch: int
     returncode: int  # negative: the signal's number
+    lack_of_memory: str | None = None  # what tells that this was it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +211,7 @@ class Exited:
     returncode: int | None  # negative: the signal's number; None: never learnt
     log_tail: tuple[str, ...]
     port_taken: bool = False  # somebody else listens on the server's port
+    lack_of_memory: str | None = None  # what tells that it ended for this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +285,15 @@ class RequestEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SignalEmitted:
+    """A request's model called an exit tool."""
+
+    request_id: int
+    job_name: str
+    signal: ExitSignal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamsClosed:
     """No connection to the server is open any more."""
 
@@ -341,7 +353,16 @@ ServerMessage = (  # what decides about the server's life
     | StreamsClosed
 )
 WorkerMessage = (
-    HostMessage | ServerMessage | Stalled | Observed | RequestEnded | ToolsRefused | ToolThreadStuck | ActorDied | Tick
+    HostMessage
+    | ServerMessage
+    | Stalled
+    | Observed
+    | RequestEnded
+    | SignalEmitted
+    | ToolsRefused
+    | ToolThreadStuck
+    | ActorDied
+    | Tick
 )
 
 
@@ -576,6 +597,7 @@ class ProbeOutcome(Enum):
     LOADING = "loading"  # 503: alive, and not ready
     FAILED = "failed"  # no answer, or not the right one
     STRANGER = "stranger"  # an answer, from somebody else's process
+    UNFIT = "unfit"  # it answers, and its canary's answer was not the right one
     NO_NEWS = "no_news"  # it was not asked: this machine had no thread or descriptor for it
 
 

@@ -91,6 +91,9 @@ class _Families:
             "Ended requests; the reason is the fail reason, or the finish reason where nothing failed.",
             labels=["worker", "outcome", "reason"],
         )
+        self._signals = CounterMetricFamily(
+            "llama_worker_exit_signals", "Calls of exit tools, as they come.", labels=["worker", "tool"]
+        )
         self._prompt_tokens = CounterMetricFamily(
             "llama_worker_prompt_tokens",
             "Prompt tokens of requests whose server told its usage, cached ones included.",
@@ -127,6 +130,8 @@ class _Families:
         for outcome, reasons in totals["requests"].items():
             for reason, count in reasons.items():
                 self._requests.add_metric([name, outcome, reason], count)
+        for tool, count in totals["signals"].items():
+            self._signals.add_metric([name, tool], count)
         self._prompt_tokens.add_metric([name], totals["prompt_tokens"])
         self._cached_tokens.add_metric([name], totals["cached_tokens"])
         self._generated_tokens.add_metric([name], totals["generated_tokens"])

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 from llama_worker.errors import ConfigError
-from llama_worker.validation import checked_bool, checked_int, checked_number, checked_seconds, optional
+from llama_worker.validation import (
+    checked_bool,
+    checked_int,
+    checked_number,
+    checked_seconds,
+    checked_str,
+    optional,
+    shown,
+)
 
 _NEVER_S = 10 * 365 * 86400.0
 
@@ -91,6 +101,42 @@ class TimeoutProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recycle:
+    """When an idle server is replaced as planned, because it leaks or ages; at least one limit. None: no limit."""
+
+    max_anon_mib: int | None = None
+    max_requests: int | None = None
+    max_age_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_anon_mib", "max_requests"):
+            optional(checked_int, name, getattr(self, name), at_least=1)
+        optional(checked_seconds, "max_age_s", self.max_age_s, above=0)
+        if self.max_anon_mib is self.max_requests is self.max_age_s is None:
+            raise ConfigError("recycle needs one of max_anon_mib, max_requests and max_age_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """One greedy completion that a server has to get right before it is READY.
+
+    `check` gets the answer's text and says whether it will do; it runs on a thread of its own.
+    """
+
+    prompt: str
+    check: Callable[[str], bool]
+    max_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        checked_str("canary prompt", self.prompt, empty=False)
+        if not callable(self.check):
+            raise TypeError(f"canary check must be callable, not {shown(self.check)}")
+        if inspect.iscoroutinefunction(self.check):
+            raise TypeError("canary check must not be async: write it with 'def'; it gets a str and returns a bool")
+        checked_int("canary max_tokens", self.max_tokens, at_least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
     """When a server is started again, how soon, and how often before the worker gives up."""
 
@@ -103,6 +149,8 @@ class RestartPolicy:
     restart_on_stall: bool = True
     transport_failures_before_restart: int = 2
     server_errors_before_restart: int = 5
+    degenerate_outputs_before_restart: int | None = None
+    recycle: Recycle | None = None
 
     def __post_init__(self) -> None:
         for name in ("restart_backoff_s", "backoff_max_s", "stable_after_s"):
@@ -113,6 +161,10 @@ class RestartPolicy:
         checked_bool("restart_on_stall", self.restart_on_stall)
         for name in ("transport_failures_before_restart", "server_errors_before_restart"):
             checked_int(name, getattr(self, name), at_least=1)
+        name = "degenerate_outputs_before_restart"
+        optional(checked_int, name, self.degenerate_outputs_before_restart, at_least=1)
+        if self.recycle is not None and not isinstance(self.recycle, Recycle):
+            raise TypeError(f"recycle must be a Recycle or None, not {type(self.recycle).__name__}")
 
     @classmethod
     def never(cls) -> Self:

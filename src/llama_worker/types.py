@@ -33,6 +33,7 @@ class StartFailReason(StrEnum):
     EXITED = "exited"
     STARTUP_TIMEOUT = "startup_timeout"
     STOPPED = "stopped"
+    CANARY_FAILED = "canary_failed"
     UNKILLABLE = "unkillable"
 
 
@@ -340,12 +341,14 @@ class Durations(TypedDict):
 
 
 class WorkerTotals(TypedDict):
-    """What was counted since the worker was constructed; nothing of it ever falls."""
+    """What was counted since the worker was constructed. Counters are monotonic."""
 
     requests: dict[str, dict[str, int]]
     """Ended requests by terminal state, then by fail reason, or by finish reason where nothing failed."""
     restarts: dict[str, int]
     """Automatic restarts by cause."""
+    signals: dict[str, int]
+    """Calls of exit tools, by tool, as they come."""
     prompt_tokens: int
     """Of requests whose server told its usage; cached ones included."""
     cached_tokens: int
@@ -404,6 +407,12 @@ class BiosProvider(Protocol):
     """Writes the BIOS text: pure and quick, since it runs on the request's actor."""
 
     def __call__(self, ctx: BiosContext, /) -> BiosText | str: ...
+
+
+class SignalHandler(Protocol):
+    """Hears of exit tools called, one call after the other; it may use the worker, and should not wait long."""
+
+    def __call__(self, signal: ExitSignal, /, *, request_id: int, job_name: str) -> object: ...
 
 
 @runtime_checkable

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
-from llama_worker.types import RequestResult, ToolDef
+from llama_worker.types import ExitSignal, RequestResult, ToolDef
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.fake_script import (
+    DoneMarker,
     ErrorData,
     Fin,
     Finish,
+    Gate,
     Headers,
     KillSelf,
     Role,
@@ -95,6 +98,29 @@ def test_a_signal_says_when_it_was_emitted(rig: Rig) -> None:
     status = rig.wait_ended(request_id)
     (signal,) = rig.ended(request_id)["signals"]
     assert status["created_at"] <= signal["emitted_at"] <= status["completed_at"]
+
+
+def test_a_signal_is_seen_while_the_model_still_speaks(make_worker: MakeWorker, make_gate: Any) -> None:
+    heard: SimpleQueue[tuple[Any, int, str]] = SimpleQueue()
+
+    def on_signal(signal: ExitSignal, *, request_id: int, job_name: str) -> None:
+        heard.put((signal, request_id, job_name))
+        raise RuntimeError("and nobody minds")
+
+    gate = make_gate()
+    rig = make_worker(exit_tools=ALL_EXIT_TOOLS, on_signal=on_signal)
+    first, second = issue(), ToolCall("declare_outcome", {"outcome": "success", "summary": "s"}, index=1)
+    request_id = rig.submit(Headers(), Role(), first, Gate(gate.path), second, Finish("tool_calls"), DoneMarker())
+    signal, *whose = heard.get(timeout=WAIT_S)
+    assert (signal["tool_name"], whose) == ("signal_issue", [request_id, "job"])
+    status = rig.request(request_id)
+    assert (status["state"], status["signals"]) == ("running", [signal])
+    assert rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]["signals"] == {"signal_issue": 1}
+    gate.open()
+    result = rig.ended(request_id)
+    assert [told["tool_name"] for told in result["signals"]] == ["signal_issue", "declare_outcome"]
+    assert heard.get(timeout=WAIT_S)[0]["tool_name"] == "declare_outcome"
+    assert heard.empty()
 
 
 def test_beside_normal_calls_they_leave_no_trace_in_the_continuation_and_take_no_id(rig: Rig, looking: Looking) -> None:

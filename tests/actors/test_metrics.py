@@ -215,8 +215,8 @@ def test_the_dashboard_asks_for_every_metric_and_no_other() -> None:
 
 
 def test_the_dashboard_groups_by_labels_that_the_metrics_have(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    rig.run(Headers(), Text("a"), KillSelf())
+    rig = make_worker(exit_tools=ALL_EXIT_TOOLS)
+    rig.run(Headers(), Text("a"), ToolCall("declare_outcome", {}), KillSelf())
     rig.wait_restarted()
     labels: dict[str, set[str]] = {}
     for name, pairs in scrape(rig.worker):

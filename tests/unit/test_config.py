@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llama_worker import ConfigError, LoopDetector, RestartPolicy, TimeoutProfile, WorkerConfig
+from llama_worker import Canary, ConfigError, LoopDetector, Recycle, RestartPolicy, TimeoutProfile, WorkerConfig
 from llama_worker.bios import default_bios
 from llama_worker.errors import MASK
 from llama_worker.request.submission import validate_submit
@@ -82,6 +82,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "tool_timeout_s": 10.0,
         "tool_call_mode": "auto",
         "exit_tools": (),
+        "on_signal": None,
         "bios_provider": default_bios,
         "system_prompt_mode": "merged",
         "timezone_name": "UTC",
@@ -159,6 +160,8 @@ def test_restart_policy_defaults() -> None:
         "restart_on_stall": True,
         "transport_failures_before_restart": 2,
         "server_errors_before_restart": 5,
+        "degenerate_outputs_before_restart": None,
+        "recycle": None,
     }
     assert dataclasses.asdict(RestartPolicy()) == defaults
     assert dataclasses.asdict(RestartPolicy.never()) == defaults | {"max_restarts_per_window": 0}
@@ -249,6 +252,8 @@ def test_a_timeout_profile_refuses(field: str, value: Any, error: type[Exception
         bad("restart_on_stall", "no", TypeError, "bool", "'no'"),
         bad("transport_failures_before_restart", 0, ConfigError, "1 or more"),
         bad("server_errors_before_restart", True, TypeError, "int", "True"),
+        bad("degenerate_outputs_before_restart", 0, ConfigError, "1 or more", "None is allowed"),
+        bad("recycle", 600, TypeError, "Recycle", "int"),
     ],
 )
 def test_a_restart_policy_refuses(field: str, value: Any, error: type[Exception], says: tuple[str, ...]) -> None:
@@ -350,7 +355,10 @@ BAD_CONFIGS = [
     bad("result_ttl_s", "day", TypeError, "number", "'day'"),
     bad("tool_runner", object(), TypeError, "run_tool", "object"),
     bad("tool_runner", len, TypeError, "run_tool"),
+    bad("canary", "2 + 2?", TypeError, "Canary", "'2 + 2?'"),
     bad("tool_runner", AsyncRunner(), TypeError, "AsyncRunner.run_tool", "must not be async", "asyncio.run("),
+    bad("on_signal", "ring", TypeError, "callable", "'ring'"),
+    bad("on_signal", async_bios, TypeError, "must not be async", "run_coroutine_threadsafe"),
     bad("bios_provider", async_bios, TypeError, "must not be async", "def"),
 ]
 
@@ -636,6 +644,7 @@ DATA_CHANGES: dict[str, Any] = {
     "max_tokens": None,
     "default_params": {"temperature": 0},
     "loop_detector": None,
+    "canary": Canary(prompt="2 + 2?", check=bool),
     "log_lines": 501,
     "result_ttl_s": 60,
 }
@@ -648,7 +657,7 @@ def test_every_field_of_data_changes_the_hash(field: str) -> None:
 
 
 def test_no_field_was_forgotten_in_these_tests() -> None:
-    not_data = {"api_key", "tool_runner", "bios_provider", "liveness_probes"}
+    not_data = {"api_key", "tool_runner", "bios_provider", "on_signal", "liveness_probes"}
     assert {f.name for f in dataclasses.fields(WorkerConfig)} == DATA_CHANGES.keys() | not_data
 
 
@@ -660,6 +669,8 @@ def test_every_field_of_the_parts_changes_the_hash(kind: type[Any]) -> None:
     for part in parts:
         value = getattr(kind(), part.name)
         changed = (not value) if isinstance(value, bool) else (value or 0) + 1
+        if part.name == "recycle":
+            changed = Recycle(max_requests=1)
         hashes.add(config(**{holder: kind(**{part.name: changed})}).config_hash)
     assert len(hashes) == len(parts) + 1
 

@@ -13,6 +13,7 @@ import pytest
 from llama_worker import (
     ConfigError,
     LoopDetector,
+    Recycle,
     RestartPolicy,
     TimeoutProfile,
     WorkerConfig,
@@ -190,7 +191,7 @@ def test_every_key_that_a_file_can_hold_reaches_the_config(tmp_path: Path) -> No
     assert {key: getattr(made, key) for key in given} == given
     elsewhere = {"env", "timeouts", "restart", "loop_detector", "default_params", "max_tokens", "slots"}
     in_file = {"host", "port", "server_cmd", *given, *elsewhere}
-    in_code = {"normal_tools", "exit_tools", "tool_runner", "bios_provider", "liveness_probes"}
+    in_code = {"normal_tools", "exit_tools", "tool_runner", "bios_provider", "on_signal", "liveness_probes", "canary"}
     assert in_file | in_code | {"name"} == {field.name for field in dataclasses.fields(WorkerConfig)}
 
 
@@ -348,3 +349,24 @@ def test_servers_that_may_outgrow_the_machine_are_warned_of(tmp_path: Path, monk
         warnings.simplefilter("error")
         bounded = load(tmp_path, f"[defaults]\ncache_ram_mib = 1024\n{two}")
     assert bounded["b"].server_cmd[-2:] == ("--cache-ram", "1024")
+
+
+# ---------------------------------------------------------------- recycling
+
+
+def test_a_restart_table_may_hold_a_recycle_table(tmp_path: Path) -> None:
+    made = one(tmp_path, "[workers.a.restart]\nrestart_backoff_s = 1\nrecycle = { max_requests = 100, max_age_s = 3600 }\n")
+    assert made.restart == RestartPolicy(restart_backoff_s=1, recycle=Recycle(max_requests=100, max_age_s=3600))
+
+
+@pytest.mark.parametrize(
+    ("recycle", "told"),
+    [
+        ("{ max_request = 1 }", "fleet.toml:6: workers.a.restart.recycle.max_request: unknown key; did you mean"),
+        ("{ max_requests = 0 }", "fleet.toml:6: workers.a.restart.recycle.max_requests: max_requests must be 1 or more"),
+        ("{}", "fleet.toml:6: workers.a.restart.recycle: recycle needs one of"),
+        ("7", "fleet.toml:6: workers.a.restart: recycle must be a Recycle or None"),
+    ],
+)
+def test_a_recycle_table_that_cannot_be_is_named(tmp_path: Path, recycle: str, told: str) -> None:
+    assert told in refusal(tmp_path, f"{ONE}[workers.a.restart]\nrecycle = {recycle}\n")

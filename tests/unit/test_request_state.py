@@ -26,6 +26,7 @@ from llama_worker.messages import (
     RequestMessage,
     RunBios,
     RunTools,
+    SignalEmitted,
     StreamClosed,
     StreamEvents,
     StreamOpened,
@@ -198,7 +199,7 @@ def ended(effects: Effects, *others: object) -> RequestRecord:
     """The record, where the effects are those others and the end."""
     *before, last = effects
     assert isinstance(last, RequestEnded)
-    assert before == list(others)
+    assert [effect for effect in before if not isinstance(effect, SignalEmitted)] == list(others)
     return last.record
 
 
@@ -510,7 +511,7 @@ def test_a_turn_with_calls_goes_to_the_tools() -> None:
     status = request.status()
     assert (status["state"], status["phase"]) == ("tool_running", "tool")
     assert (status["tool_iters_remaining"], status["tool_calls_count"]) == (7, 2)
-    assert status["signals"] == [{"tool_name": "signal", "arguments": {"s": 1}, "emitted_at": 1102.0}]
+    assert status["signals"] == [{"tool_name": "signal", "arguments": {"s": 1}, "emitted_at": 1101.0}]
 
 
 def test_a_continuation_repeats_the_first_turn_to_the_letter_and_holds_only_normal_calls() -> None:
@@ -683,6 +684,50 @@ def test_a_malformed_exit_call_is_recorded_with_its_text() -> None:
     record = ended(hear(request, call("signal", '{"s":'), Finish("stop"), Done()), CLOSE)
     (signal,) = record.result["signals"]
     assert (signal["arguments"], signal["malformed"]) == ({}, '{"s":')
+
+
+def emitted(effects: Effects) -> list[Any]:
+    return [effect.signal["arguments"] for effect in effects if isinstance(effect, SignalEmitted)]
+
+
+def test_an_exit_call_is_recorded_once_it_is_complete_in_the_stream() -> None:
+    request = begun(with_tools())
+    name = ToolCallDelta(index=0, call_id="x", name="signal", arguments='{"s": {"t": 1')
+    assert emitted(hear(request, TextDelta("a"), name, at=101.0)) == []
+    assert request.status()["signals"] == []
+    more = ToolCallDelta(index=0, call_id=None, name=None, arguments="}")
+    assert emitted(hear(request, more, at=102.0)) == []  # of the inner object
+    assert emitted(hear(request, more, at=103.0)) == [{"s": {"t": 1}}]
+    (signal,) = request.status()["signals"]
+    assert (signal["arguments"], signal["emitted_at"]) == ({"s": {"t": 1}}, 103.0 + UNIX)
+    effects = hear(request, TextDelta("b"), Finish("stop"), Done(), at=110.0)
+    assert emitted(effects) == []
+    assert len(ended(effects, CLOSE).result["signals"]) == 1
+
+
+def test_in_prompted_mode_an_exit_call_is_recorded_with_its_closing_tag() -> None:
+    request = begun(with_tools(), prompted=True)
+    written = '<tool_call>{"name": "signal", "arguments": {"s": 1}}</tool_call>'
+    assert emitted(hear(request, TextDelta(written[:-1]))) == []
+    assert emitted(hear(request, TextDelta(written[-1:]))) == [{"s": 1}]
+    effects = hear(request, TextDelta(written), TextDelta("b"), Finish("stop"), Done())
+    assert emitted(effects) == [{"s": 1}]
+    assert [signal["arguments"] for signal in ended(effects, CLOSE).result["signals"]] == [{"s": 1}, {"s": 1}]
+
+
+def test_in_native_mode_an_exit_call_in_the_text_is_recorded_at_the_end_of_its_turn() -> None:
+    request = begun(with_tools())
+    written = '<tool_call>{"name": "signal", "arguments": {"s": 1}}</tool_call>'
+    assert emitted(hear(request, TextDelta(written))) == []
+    assert emitted(hear(request, Finish("stop"), Done())) == [{"s": 1}]
+
+
+def test_exit_calls_beside_a_normal_one_are_told_apart_early() -> None:
+    request = begun(with_tools())
+    effects = hear(request, call("signal", '{"s": 1}'), call("add", '{"a": 1}', index=1))
+    assert emitted(effects) == [{"s": 1}]
+    run = [e for e in hear(request, Finish("tool_calls"), Done()) if isinstance(e, RunTools)]
+    assert [c.name for c in run[0].calls] == ["add"]
 
 
 ENDINGS: dict[str, Callable[[Driven], Effects]] = {
@@ -1313,7 +1358,7 @@ class RandomRequest(RuleBasedStateMachine):
                     assert effect is effects[-1]
                     self.finished, self.snapshot = record, copy.deepcopy((record.status, record.result))
                     self.asked = None
-                case ToolsRefused():
+                case ToolsRefused() | SignalEmitted():
                     pass
                 case _:
                     assert_never(effect)

@@ -42,6 +42,8 @@ def for_start(error: WorkerStartError) -> str:
             return "give --server (or --server-cmd) the path of a llama-server that can be executed here"
         case StartFailReason.STARTUP_TIMEOUT:
             return f"it hangs, or the disk is slower than the limit allows; {_SLOWER}"
+        case StartFailReason.CANARY_FAILED:
+            return "try the model by hand: it does not answer as the canary's check wants"
         case StartFailReason.STOPPED:
             return "start again"
         case StartFailReason.EXITED:

@@ -6,6 +6,8 @@ A `Request` is driven by one actor, which sends the messages that `begin` and `s
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -24,6 +26,7 @@ from llama_worker.messages import (
     RequestMessage,
     RunBios,
     RunTools,
+    SignalEmitted,
     StreamClosed,
     StreamEvents,
     StreamOpened,
@@ -48,12 +51,13 @@ from llama_worker.request.report import Totals, build_progress, build_record, bu
 from llama_worker.request.submission import Submission
 from llama_worker.request.tool_batch import ToolBatch, unrun_entry
 from llama_worker.request.turn import Turn, TurnId
-from llama_worker.stream.calls import ParsedCall, Partition, partition
+from llama_worker.stream.calls import MalformedCall, ParsedCall, Partition, RawCall, partition
 from llama_worker.stream.events import Done, Finish, ServerError
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.http_errors import refuses_tools
 from llama_worker.types import (
     BiosText,
+    ExitSignal,
     OutputChunk,
     RequestFailReason,
     RequestPhase,
@@ -66,7 +70,7 @@ DEATH_NEWS_S = 0.29  # after a disconnect: news of the process's death may follo
 LAST_WORDS_S = 2.0  # after news of the process's death: what it sent may still be on its way through the reader
 LATE_S = 1.0  # a Tick so late comes after a gap (the host was stopped): what was due waits as long as it lasted, once
 
-Effect = RunBios | OpenStream | CloseStream | RunTools | DropTools | ToolsRefused | RequestEnded
+Effect = RunBios | OpenStream | CloseStream | RunTools | DropTools | SignalEmitted | ToolsRefused | RequestEnded
 Effects = list[Effect]
 
 # ---------------------------------------------------------------- what a request waits for
@@ -149,6 +153,9 @@ class Request:
         self._config = config
         self._reply_to = reply_to
         self._offers_tools = bool(config.normal_tools or config.exit_tools)
+        self._normal_names = [tool["function"]["name"] for tool in config.normal_tools]
+        self._exit_names = [tool["function"]["name"] for tool in config.exit_tools]
+        self._emitted: list[SignalEmitted] = []  # not told yet
         self._prompted = prompted
         self._opens_thinking = opens_thinking and keeps_prompt_end(config, submission.params)
         self._waiting: _Waiting = _Streaming()
@@ -175,6 +182,13 @@ class Request:
 
     def step(self, message: RequestMessage, now: float) -> Effects:
         """What follows from a message. One of a turn that is over, or of another request, changes nothing."""
+        effects = self._step(message, now)
+        if not self._emitted:
+            return effects
+        emitted, self._emitted = self._emitted, []
+        return [*emitted, *effects]
+
+    def _step(self, message: RequestMessage, now: float) -> Effects:
         match message:
             case StreamEvents():
                 return self._stream_events(message) if self._is_current(message.turn_id) else []
@@ -228,6 +242,8 @@ class Request:
                     return effects
                 continue
             output.add(*self._turn.take(event, at))
+            if self._exit_names and (exits := self._turn.take_exits(self._exit_names)):
+                self._record_exits(self._partition(exits, at).exits)
             loop = output.loop or self._turn.arguments_loop
             if loop is not None:
                 return self._end(after_loop(loop), at)
@@ -467,16 +483,25 @@ class Request:
     def _take_calls(self, now: float) -> Partition:
         """Tell the turn's calls apart, once. Exit calls are recorded whatever becomes of turn and request."""
         self._turn.calls_taken = True
-        found = partition(
-            self._turn.calls(),
-            [tool["function"]["name"] for tool in self._config.normal_tools],
-            [tool["function"]["name"] for tool in self._config.exit_tools],
+        found = self._partition(self._turn.calls(), now)
+        self._record_exits(found.exits)
+        self._unrun = found
+        return found
+
+    def _partition(self, calls: Sequence[RawCall | MalformedCall], now: float) -> Partition:
+        return partition(
+            calls,
+            self._normal_names,
+            self._exit_names,
             emitted_at=self._totals.unix(now),
             first_number=self._totals.calls_count + 1,
         )
-        self._totals.signals += found.exits
-        self._unrun = found
-        return found
+
+    def _record_exits(self, signals: Sequence[ExitSignal]) -> None:
+        for signal in signals:
+            self._totals.signals.append(signal)
+            emitted = SignalEmitted(request_id=self.request_id, job_name=self.job_name, signal=copy.deepcopy(signal))
+            self._emitted.append(emitted)
 
     def _start_tools(self, calls: tuple[ParsedCall, ...], now: float) -> Effects:
         closing = self._close_turn()

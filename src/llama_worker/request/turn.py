@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import assert_never
 
 from llama_worker.profiles import LoopDetector
@@ -127,6 +128,14 @@ class Turn:
             self._said[1].append(rest)
             text += rest
         return reasoning, text
+
+    def take_exits(self, names: Collection[str]) -> list[RawCall]:
+        """Calls of these tools that are complete by now, before the turn ends; `calls` leaves them out.
+
+        In native mode those in the text count at the end only: a structured call would make text of them.
+        """
+        tagged = self._filter.take(names) if self._filter is not None and self._prompted else []
+        return [*self._assembler.take_complete(names), *tagged]
 
     def calls(self) -> list[RawCall | MalformedCall]:
         """The calls of the turn, structured ones and those found in the text. Call `finish` before."""

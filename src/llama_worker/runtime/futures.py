@@ -260,6 +260,11 @@ _callbacks = _CallbackThread()
 _lines = _CallbackThread("llama_worker-log")
 
 
+def call_host(call: Callable[[], object]) -> None:
+    """Make the call on the callback thread that all workers of this process share; an exception in it is logged."""
+    _callbacks.run(call)
+
+
 def write_log(logger: logging.Logger, level: int, text: str) -> None:
     """Log the line on a thread of its own: a handler of the host's that blocks delays lines, and no actor."""
     if logger.isEnabledFor(level):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ CHILDREN_REFRESH_S: Final = 5.0  # a walk over all processes costs about 1 ms, a
 MAX_THREADS: Final = 64
 MAX_PROCESSES: Final = 16
 PROC: Final = "/proc"
+_ANON: Final = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
 
 def default_probes() -> tuple[LivenessProbe, ...]:
@@ -126,6 +128,13 @@ class NvidiaProbe:
             if since is not None:
                 # Only what is newer counts, whatever the driver was asked: old use would pass for work.
                 yield from ((device, sample) for sample in samples if sample.timeStamp > since)
+
+
+def anon_bytes(root_pid: int) -> int | None:
+    """RssAnon and VmSwap of the tree: what a leak grows, and mapped model files do not. None: it cannot be seen."""
+    found = [_ANON.findall(_read(f"{PROC}/{pid}/status") or "") for pid in tree_pids(root_pid)]
+    sizes = [int(kib) * 1024 for lines in found for kib in lines]
+    return sum(sizes) if sizes else None
 
 
 def process_evidence(root_pid: int) -> dict[str, Any]:

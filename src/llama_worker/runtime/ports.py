@@ -99,6 +99,9 @@ class ActorRunner(Protocol):
     def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
         """Run an actor: `loop` on a thread of its own, or message by message by whoever simulates one."""
 
+    def call_host(self, call: Callable[[], object]) -> None:
+        """Make a call into the host's code, in order with the others, on a thread that may wait for long."""
+
     def write_log(self, level: int, line: str) -> None:
         """Give the line to the host's `logging`, whose handlers may block, and not here."""
 
@@ -126,6 +129,9 @@ class Runtime(Clock, ActorRunner, Protocol):
 
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         """What is to be seen of the process tree at this instant, fit for JSON. Takes about a millisecond."""
+
+    def anon_bytes(self, pid: int) -> int | None:
+        """The anonymous memory of the process tree, swapped out or not; None where it cannot be seen. Quick."""
 
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> Abortable:
         """Post the order's body.

@@ -7,7 +7,9 @@ from typing import Any
 import psutil
 
 from llama_worker.config import WorkerConfig
+from llama_worker.errors import described_error
 from llama_worker.messages import Mailbox, Probed, ProbeOutcome
+from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.connections import Abort
 from llama_worker.runtime.host_code import start_thread
@@ -17,6 +19,7 @@ from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.traits import ServerTraits, server_traits
 
 _TRAITS_TIMEOUT_S = 2.0
+_CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
 
 
 class ReadinessProbe:
@@ -57,6 +60,7 @@ class ReadinessProbe:
                     outcome, detail = ProbeOutcome.STRANGER, f"another process answers on port {self._config.port}"
                 else:
                     traits = self._ask_traits()
+                    outcome, detail = self._try_canary(outcome, detail)
         except Exception as error:
             outcome, detail = _outcome(error), f"{type(error).__name__}: {error}"
         self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
@@ -84,6 +88,18 @@ class ReadinessProbe:
                 status, answer = 0, None
             told.append(answer if status == 200 and isinstance(answer, dict) else {})
         return server_traits(*told)
+
+    def _try_canary(self, outcome: ProbeOutcome, detail: str) -> tuple[ProbeOutcome, str]:
+        """As long as it takes: the startup's limits end it."""
+        canary = self._config.canary
+        if canary is None:
+            return outcome, detail
+        try:
+            status, answer = self._ask("POST", "/v1/chat/completions", _CANARY_TIMEOUT_S, canary_body(canary))
+        except NO_ANSWER as error:
+            return _outcome(error), f"the canary: {described_error(error)}"
+        problem = canary_problem(canary.check, status, answer)
+        return (outcome, detail) if problem is None else (ProbeOutcome.UNFIT, problem)
 
     def _ask(self, method: str, path: str, timeout_s: float, body: object = None) -> tuple[int, Any]:
         return ask(self._abort, self._config, self._endpoint, method, path, timeout_s=timeout_s, body=body)

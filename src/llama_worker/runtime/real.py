@@ -24,10 +24,10 @@ from llama_worker.messages import (
 )
 from llama_worker.runtime import host_code
 from llama_worker.runtime.chat_exchange import Endpoint
-from llama_worker.runtime.futures import write_log
+from llama_worker.runtime.futures import call_host, write_log
 from llama_worker.runtime.gpu_watch import watch_gpus
 from llama_worker.runtime.host_code import ToolBatchThread, start_thread
-from llama_worker.runtime.liveness_probes import default_probes, process_evidence
+from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.loop_thread import loop_thread
 from llama_worker.runtime.ports import Waitable
@@ -50,6 +50,9 @@ class ActorThreads:
             loop_thread().run_actor(actor)
         else:
             start_thread(f"llama_worker-{actor.role}", loop)
+
+    def call_host(self, call: Callable[[], object]) -> None:
+        call_host(call)
 
     def write_log(self, level: int, line: str) -> None:
         """Log it under `llama_worker`, on the thread that all share."""
@@ -93,6 +96,9 @@ class RealRuntime(ActorThreads):
 
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         return process_evidence(pid)
+
+    def anon_bytes(self, pid: int) -> int | None:
+        return anon_bytes(pid)
 
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> StreamReader:
         return StreamReader(order, self._endpoint, on_closed=on_closed, name=self._name)

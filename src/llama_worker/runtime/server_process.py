@@ -24,6 +24,8 @@ from llama_worker.messages import Died, Exited, Launched, LaunchFailed, Mailbox,
 from llama_worker.runtime import guard
 from llama_worker.runtime.free_port import can_listen
 from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.oom_watch import OomWatch
+from llama_worker.server.memory_death import lack_of_memory
 from llama_worker.server.start_advice import not_executed
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
@@ -89,6 +91,8 @@ class ServerProcess:
         self._reaped = False  # the guard said that nothing of the tree is left
         self._returncode: int = -signal.SIGKILL  # what a killed guard could not report: the kernel killed it
         self._failure: str | None = None
+        self._oom: OomWatch | None = None
+        self._lack_of_memory: str | None = None
         self.ended = False  # nothing of it is left; set before the last word is told
         log.begin_launch()
         threading.Thread(target=self._run, name=f"{name}-server", daemon=True).start()
@@ -210,12 +214,16 @@ class ServerProcess:
         match word:
             case "started":
                 pid = int(rest)
+                self._oom = OomWatch(pid)
                 with self._lock:
                     self._server = _Server(pid, _pidfd(pid))
                 self._reply_to.tell(Launched(epoch=self._epoch, pid=pid))
             case "died":
                 self._returncode = int(rest)
-                self._reply_to.tell(Died(epoch=self._epoch, returncode=self._returncode))
+                self._lack_of_memory = self._judge_memory()
+                self._reply_to.tell(
+                    Died(epoch=self._epoch, returncode=self._returncode, lack_of_memory=self._lack_of_memory)
+                )
             case "gone":
                 self._reaped = True
             case "failed":
@@ -241,6 +249,17 @@ class ServerProcess:
             returncode=self._returncode,
             log_tail=self._log.tail(40),
             port_taken=not can_listen(self._address),
+            lack_of_memory=self._lack_of_memory or self._judge_memory(),
+        )
+
+    def _judge_memory(self) -> str | None:
+        if self._oom is None:
+            return None
+        return lack_of_memory(
+            self._returncode,
+            oom_kills=self._oom.kills(),
+            kernel_line=self._oom.kernel_line() if self._returncode == -signal.SIGKILL else None,
+            log_tail=self._log.tail(5),
         )
 
     def _not_started(self, reason: StartFailReason, detail: str) -> LaunchFailed:

@@ -44,6 +44,7 @@ from llama_worker.server.lifecycle_states import (
     ToRestart,
     ToStopped,
 )
+from llama_worker.server.recycling import Worn
 from llama_worker.server.restart_budget import Lockout, RestartBudget
 from llama_worker.server.start_advice import described
 from llama_worker.server.suspicion import Trouble
@@ -54,7 +55,7 @@ CLOSING_S = 1.0  # how long SIGTERM waits for our own connections to be closed; 
 LaunchNews = (
     BecameReady | LaunchFailed | StartupFailed | HealthLost | GpuFaulted | Died | Unkillable | Exited | StreamsClosed
 )
-LifecycleMessage = Start | Stop | LaunchNews | Trouble | Tick
+LifecycleMessage = Start | Stop | LaunchNews | Trouble | Worn | Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,9 @@ class Lifecycle:
                 return None
 
 
-def step(life: Lifecycle, message: LifecycleMessage, now: float) -> tuple[Lifecycle, Effects]:
+def step(  # noqa: C901  one line per case
+    life: Lifecycle, message: LifecycleMessage, now: float
+) -> tuple[Lifecycle, Effects]:
     """What follows from a message. News of another launch than the current one changes nothing."""
     if isinstance(message, LaunchNews) and message.epoch != life.epoch:
         return life, ()
@@ -106,8 +109,8 @@ def step(life: Lifecycle, message: LifecycleMessage, now: float) -> tuple[Lifecy
             return _launch_failed(life, now, WorkerStartError(reason, detail))
         case StartupFailed(reason=reason, detail=detail):
             return _startup_failed(life, now, WorkerStartError(reason, detail))
-        case Died(returncode=returncode):
-            return _died(life, now, returncode)
+        case Died():
+            return _died(life, now, message)
         case Exited():
             return _exited(life, now, message)
         case Unkillable(detail=detail):
@@ -118,6 +121,8 @@ def step(life: Lifecycle, message: LifecycleMessage, now: float) -> tuple[Lifecy
             return _trouble(life, now, "gpu_failed", fault.detail) if fault.fatal else (life, ())
         case Trouble(reason=reason, detail=detail):
             return _trouble(life, now, reason, detail)
+        case Worn(detail=detail):
+            return _recycle(life, now, detail)
         case StreamsClosed():
             return _streams_closed(life)
         case Tick():
@@ -210,17 +215,19 @@ def _startup_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tup
     return replace(life, state=ending, last_error=str(error)), kill
 
 
-def _died(life: Lifecycle, now: float, returncode: int) -> tuple[Lifecycle, Effects]:
+def _died(life: Lifecycle, now: float, died: Died) -> tuple[Lifecycle, Effects]:
     """The server's first process has ended, and its guard kills the rest; Exited follows."""
     if not isinstance(life.state, Ready):
         return life, ()
-    return _server_died(life, now, returncode, Terminate(epoch=life.epoch, grace_s=0.0))
+    return _server_died(life, now, died, Terminate(epoch=life.epoch, grace_s=0.0))
 
 
 def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Effects]:
     """Nothing of the launch's tree is left."""
     returncode, log_tail = exited.returncode, exited.log_tail
     detail = f"the server ended with {described(returncode)}"
+    if exited.lack_of_memory is not None:
+        detail = f"{detail}: {exited.lack_of_memory}"
     reason = StartFailReason.PORT_IN_USE if exited.port_taken else StartFailReason.EXITED
     match life.state:
         case Launching(first=True):
@@ -230,7 +237,7 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
             error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
             return _restart(life, now, "exited", f"{detail} before it was ready", lives=False, failure=error)
         case Ready():
-            return _server_died(life, now, returncode)
+            return _server_died(life, now, exited)
         case Ending(start_error=WorkerStartError() as error) as ending:
             whole = WorkerStartError(error.reason, error.detail, returncode=error.returncode, log_tail=log_tail)
             return _gone(replace(life, state=replace(ending, start_error=whole)), now)
@@ -308,11 +315,27 @@ def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, 
     return replace(life, state=state, last_error=str(error)), (ResolveStarts(error),)
 
 
-def _server_died(life: Lifecycle, now: float, returncode: int | None, *ending: Terminate) -> tuple[Lifecycle, Effects]:
+def _server_died(life: Lifecycle, now: float, death: Died | Exited, *ending: Terminate) -> tuple[Lifecycle, Effects]:
     """It was READY: what it was working on is lost. `ending`: what is left of its tree still goes."""
-    detail = f"the server ended with {described(returncode)}"
-    failed = FailRequests(reason=RequestFailReason.SERVER_DIED, detail=detail)
-    return _restart(life, now, "server_died", detail, (failed, *ending), lives=bool(ending))
+    detail = f"the server ended with {described(death.returncode)}"
+    if death.lack_of_memory is not None:
+        detail = f"{detail}: {death.lack_of_memory}"
+    effects: Effects = (FailRequests(reason=RequestFailReason.SERVER_DIED, detail=detail), *ending)
+    if death.lack_of_memory is not None:
+        return _restart(life, now, "out_of_memory", detail, effects, lives=bool(ending))
+    return _restart(life, now, "server_died", detail, effects, lives=bool(ending))
+
+
+def _recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effects]:
+    """A planned restart of an idle server: no failure, so without backoff, and nothing for the lockout to count."""
+    if not isinstance(life.state, Ready):
+        return life, ()
+    ending = Ending(epoch=life.epoch, goal=ToRestart(now), grace_s=life.stop_grace_s, closing_until=now + CLOSING_S)
+    effects: Effects = (
+        RecordRestart(reason="recycled", detail=detail, delay_s=0.0),
+        CloseAllStreams(epoch=life.epoch),
+    )
+    return replace(life, state=ending, budget=life.budget.recycled(now)), effects
 
 
 def _restart(

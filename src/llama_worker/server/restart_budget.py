@@ -54,6 +54,10 @@ class RestartBudget:
         made = RestartBudget(restart_count=left.restart_count + 1, recent=(*recent, now), row_count=row_count + 1)
         return made, RestartAfter(delay_s=backoff_s(row_count + 1, policy))
 
+    def recycled(self, now: float) -> RestartBudget:
+        """A planned restart: counted, and nothing else. Implies `left_ready`."""
+        return replace(self.left_ready(now), restart_count=self.restart_count + 1)
+
     def became_ready(self, now: float) -> RestartBudget:
         return replace(self, ready_at=now)
 

@@ -13,6 +13,7 @@ from llama_worker.types import RequestFailReason, RequestState
 _TRANSPORT_FAILURES = frozenset(
     {RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECTED, RequestFailReason.PROTOCOL_ERROR}
 )
+_LOOPS = frozenset({RequestFailReason.REPEATED_LINE_LOOP, RequestFailReason.REPEATED_TEXT_LOOP})
 _APPLICATION_ERRORS = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
 
 
@@ -31,6 +32,15 @@ class Trouble:
     detail: str
 
 
+def is_degenerate(record: RequestRecord) -> bool:
+    """Whether the request ended in a loop, or completed with nothing at all."""
+    result = record.result
+    if result["state"] is RequestState.COMPLETED:
+        said = result["text"].strip() or result["reasoning"].strip() or result["signals"] or result["tool_trace"]
+        return not said
+    return result.get("fail_reason") in _LOOPS
+
+
 @dataclass(frozen=True, slots=True)
 class Suspicion:
     """What there is against one launch of the server; it begins with none."""
@@ -38,10 +48,17 @@ class Suspicion:
     triage: Triage = field(default_factory=Triage)
     transport_failures: TransportFailures = field(default_factory=TransportFailures)
     server_errors: ServerErrors = field(default_factory=ServerErrors)
+    degenerate_jobs: frozenset[str] = frozenset()  # that ended so since one ended well
 
     def ended(self, record: RequestRecord, policy: RestartPolicy) -> tuple[Suspicion, Doubt | Trouble | None]:
         """A request reached its terminal state."""
         reason = record.result.get("fail_reason")
+        limit = policy.degenerate_outputs_before_restart
+        if limit is not None and is_degenerate(record):
+            jobs = self.degenerate_jobs | {record.job_name}
+            detail = f"{len(jobs)} jobs in a row ended in a loop or in nothing"
+            told = Trouble("degenerate_outputs", f"{detail} (limit: degenerate_outputs_before_restart {limit})")
+            return replace(self, degenerate_jobs=jobs), told if len(jobs) >= limit else None
         if record.result["state"] is RequestState.COMPLETED:
             return Suspicion(triage=self.triage.request_completed(record.request_id)), None
         if reason in _TRANSPORT_FAILURES:

@@ -13,11 +13,12 @@ _OUTCOMES = (RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELED)
 
 
 class Totals:
-    """It belongs to the WorkerActor. Nothing of it ever falls."""
+    """It belongs to the WorkerActor. Counters are monotonic."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Counter[str]] = {str(outcome): Counter() for outcome in _OUTCOMES}
         self._restarts: Counter[str] = Counter()
+        self._signals: Counter[str] = Counter()
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._generated_tokens = 0
@@ -42,11 +43,16 @@ class Totals:
         """Count an automatic restart."""
         self._restarts[cause] += 1
 
+    def signal_emitted(self, tool_name: str) -> None:
+        """Count a call of an exit tool."""
+        self._signals[tool_name] += 1
+
     def snapshot(self) -> WorkerTotals:
         """A copy, for a host to keep."""
         return {
             "requests": {outcome: dict(counter) for outcome, counter in self._requests.items()},
             "restarts": dict(self._restarts),
+            "signals": dict(self._signals),
             "prompt_tokens": self._prompt_tokens,
             "cached_tokens": self._cached_tokens,
             "generated_tokens": self._generated_tokens,

@@ -293,6 +293,8 @@ class ServerWatch:
                     self._set_health_probe(now)
                     self._effects.append(BecameReady(epoch=self._epoch, traits=probed.traits))
                     self._effects.append(WatchGpus(epoch=self._epoch, root_pid=self._pid))
+                elif probed.outcome is ProbeOutcome.UNFIT:
+                    self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
                 elif probed.outcome is ProbeOutcome.STRANGER:
                     self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail, now)
             case HealthCounter():

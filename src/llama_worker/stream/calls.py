@@ -20,6 +20,7 @@ from llama_worker.types import ExitSignal
 MAX_JSON_DEPTH = 128  # of a call's arguments: far below where Python's parser, or a copy of them, gives up
 
 _EXCERPT_CHARS = 200
+_EARLY_CHARS = 1 << 14  # of arguments that are parsed again and again while they grow; longer ones: once, at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ class _Fragments:
     call_id: str | None
     name: str
     arguments: list[str]
+    grew: bool = False  # since it was last looked at
+    taken: bool = False
+
+    def raw(self) -> RawCall:
+        return RawCall(self.call_id, encodable(self.name), encodable("".join(self.arguments)))
 
 
 class ToolCallAssembler:
@@ -90,11 +96,32 @@ class ToolCallAssembler:
         call.name = delta.name or call.name
         if delta.arguments:
             call.arguments.append(delta.arguments)
+            call.grew = True
+
+    def take_complete(self, names: Collection[str]) -> list[RawCall]:
+        """Calls of these tools whose arguments are a whole JSON object by now: nothing can follow that."""
+        complete = []
+        for call in self._by_index.values():
+            if not call.grew or call.taken or call.name not in names:
+                continue
+            call.grew = False
+            if _may_be_whole(call.arguments):
+                raw = call.raw()
+                try:
+                    parse_arguments(raw.arguments)
+                except ValueError:
+                    continue
+                call.taken = True
+                complete.append(raw)
+        return complete
 
     def calls(self) -> tuple[RawCall, ...]:
-        """The calls so far, by index (gaps do not matter); the last may be half a call."""
-        ordered = [call for _, call in sorted(self._by_index.items())]
-        return tuple(RawCall(c.call_id, encodable(c.name), encodable("".join(c.arguments))) for c in ordered)
+        """The other calls so far, by index (gaps do not matter); the last may be half a call."""
+        return tuple(call.raw() for _, call in sorted(self._by_index.items()) if not call.taken)
+
+
+def _may_be_whole(arguments: list[str]) -> bool:
+    return arguments[-1].rstrip().endswith("}") and sum(map(len, arguments)) <= _EARLY_CHARS
 
 
 # --- judging --------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from enum import Enum, auto
 
 from llama_worker.profiles import LoopDetector
@@ -48,6 +49,13 @@ class TaggedCallFilter:
         if text:
             self._run(text, final=False)
         return self._take_visible()
+
+    def take(self, names: Collection[str]) -> list[RawCall]:
+        """The well-formed calls of these tools so far; they are in `calls` no more."""
+        taken = [call for call in self.calls if isinstance(call, RawCall) and call.name in names]
+        if taken:
+            self.calls = [call for call in self.calls if call not in taken]
+        return taken
 
     def put_back(self) -> str:
         """The turn has a structured call, so tagged ones are text; returns all that was held back. The last call."""
