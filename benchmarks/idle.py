@@ -1,4 +1,4 @@
-"""What an idle worker costs: CPU, wake-ups, threads, memory; 1 and 16 workers with 4 slots each.
+"""What idle workers cost: CPU, wake-ups, threads, memory; 16 workers without a health probe, and 256 with it.
 
 python -m benchmarks.idle [--json FILE]
 """
@@ -19,9 +19,10 @@ from benchmarks.common import config, report, script, table
 from llama_worker import LlamaWorker, TimeoutProfile
 from tests.fake_script import Text, plain_reply
 
-SLOTS = 4
+SLOTS, SIDE_BY_SIDE = 4, 8
+WORKERS = 256
 PROBE_EVERY_S = TimeoutProfile.normal().health_probe_interval_s
-WATCHED_S = 65.0  # two health probes of each worker
+WATCHED_S = 31.0  # a health probe of each worker
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,19 @@ def measure(workers: int, *, probed: bool) -> Idle:
     memory = psutil.Process().memory_full_info().uss
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
+        started = []
         for number in range(workers):
             served = script(*plain_reply(Text("x")))
             idle = config(served, slots=SLOTS, name=f"idle-{number}")
             if not probed:
                 idle = replace(idle, timeouts=replace(idle.timeouts, health_probe_interval_s=None))
-            stack.enter_context(LlamaWorker(idle))
+            worker = LlamaWorker(idle)
+            stack.callback(worker.close)
+            started.append(worker.start())
+            if len(started) % SIDE_BY_SIDE == 0:
+                started[-SIDE_BY_SIDE].get()
+        for start in started:
+            start.get()
         time.sleep(3.0)
         used = psutil.Process().memory_full_info().uss - memory
         guards = [child for child in psutil.Process().children() if "guard.py" in " ".join(child.cmdline())]
@@ -88,19 +96,15 @@ def measure(workers: int, *, probed: bool) -> Idle:
 def main() -> None:
     """Measure and print."""
     assert PROBE_EVERY_S is not None
-    header = ["workers", "CPU % of a core", "wake-ups/s without probes", "per probe", "threads", "that poll"]
-    header += ["memory MB", "guard MB"]
-    rows: list[list[object]] = []
-    data = {}
-    for workers in (1, 16):
-        bare, full = measure(workers, probed=False), measure(workers, probed=True)
-        per_probe = (full.wakeups_per_s - bare.wakeups_per_s) * PROBE_EVERY_S
-        memory = [full.memory_mb, full.guard_mb]
-        rows.append(
-            [workers, f"{full.cpu_percent:.4f}", bare.wakeups_per_s, per_probe, full.threads, full.polling, *memory]
-        )
-        data[str(workers)] = {**asdict(full), "wakeups_per_s": bare.wakeups_per_s, "wakeups_per_probe": per_probe}
-    report("idle", table(header, rows), data)
+    header = ["workers", "CPU % of a core, all", "wake-ups/s of one without probes", "per probe", "threads of one"]
+    header += ["that poll", "memory MB, all", "guard MB"]
+    bare, full = measure(16, probed=False), measure(WORKERS, probed=True)
+    per_probe = (full.wakeups_per_s - bare.wakeups_per_s) * PROBE_EVERY_S
+    row: list[object] = [WORKERS, f"{full.cpu_percent * WORKERS:.2f}", bare.wakeups_per_s, per_probe]
+    row += [full.threads, full.polling, full.memory_mb * WORKERS, full.guard_mb]
+    data = {**asdict(full), "wakeups_per_s": bare.wakeups_per_s, "wakeups_per_probe": per_probe}
+    data |= {"all_cpu_percent": full.cpu_percent * WORKERS, "all_memory_mb": full.memory_mb * WORKERS}
+    report("idle", table(header, [row]), data)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CPU per stream event: the worker against a bare loop, the `openai` client and httpx-sse.
+"""CPU per stream event, one stream: the worker against a bare loop, the `openai` client and httpx-sse.
 
     python -m benchmarks.stream [--json FILE]
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import httpx
 import httpx_sse
@@ -21,7 +21,7 @@ from benchmarks.common import HOST, complete, config, interleave, report, script
 from llama_worker import LlamaWorker
 from tests.fake_script import Tokens, plain_reply
 
-BULK, PACED, RATE_HZ, EACH = 20_000, 1_000, 500, 3_000
+BULK, PACED, RATE_HZ = 20_000, 1_000, 500
 BODY = {"messages": [{"role": "user", "content": "x"}], "stream": True, "model": "m"}
 
 
@@ -71,44 +71,29 @@ def cpu_us(events: int, run: Callable[[], object]) -> float:
     return (time.process_time() - before) / events * 1e6
 
 
-def compare(events: int, interval_s: float, rounds: int, *, peers: bool) -> dict[str, float]:
+def compare(events: int, interval_s: float, rounds: int) -> dict[str, float]:
     """The least CPU per event of each client, for one stream."""
     settings = config(script(*plain_reply(Tokens(events, interval_s))), slots=1)
     with LlamaWorker(settings) as worker:
+        complete(worker, 1)
         measures: dict[str, Callable[[], float]] = {
             "bare loop": lambda: cpu_us(events, lambda: bare_loop(settings.port)),
             "worker": lambda: cpu_us(events, lambda: complete(worker, 1)),
+            "openai": lambda: cpu_us(events, lambda: openai_client(settings.port)),
+            "httpx-sse": lambda: cpu_us(events, lambda: httpx_client(settings.port)),
         }
-        if peers:
-            measures["openai"] = lambda: cpu_us(events, lambda: openai_client(settings.port))
-            measures["httpx-sse"] = lambda: cpu_us(events, lambda: httpx_client(settings.port))
-        complete(worker, 1)
         return {name: min(values) for name, values in interleave(rounds, measures).items()}
-
-
-def side_by_side(counts: Sequence[int], events: int, rounds: int) -> dict[int, float]:
-    """The least CPU per event of a worker with so many streams at once, each of so many events."""
-    with LlamaWorker(config(script(*plain_reply(Tokens(events))), slots=max(counts))) as worker:
-
-        def measure(streams: int) -> Callable[[], float]:
-            return lambda: cpu_us(events * streams, lambda: complete(worker, streams))
-
-        complete(worker, max(counts))
-        seen = interleave(rounds, {str(streams): measure(streams) for streams in counts})
-    return {int(streams): min(values) for streams, values in seen.items()}
 
 
 def main() -> None:
     """Measure and print."""
-    bulk = compare(BULK, 0.0, 8, peers=True)
-    paced = compare(PACED, 1 / RATE_HZ, 8, peers=True)
-    many = side_by_side((1, 8, 64), EACH, 4)
+    bulk = compare(BULK, 0.0, 4)
+    paced = compare(PACED, 1 / RATE_HZ, 4)
     rows: list[list[object]] = []
     for name in bulk:
         rows.append([name, bulk[name], bulk[name] / bulk["bare loop"], paced[name], paced[name] / paced["bare loop"]])
     text = table(["client", "bulk us", "x bare", f"{RATE_HZ} Hz us", "x bare"], rows)
-    text += "\n\n" + table(["streams", "us per event", "x 1"], [[n, us, us / many[1]] for n, us in many.items()])
-    report("stream", text, {"bulk_us": bulk, "paced_us": paced, "streams_us": many})
+    report("stream", text, {"bulk_us": bulk, "paced_us": paced})
 
 
 if __name__ == "__main__":

@@ -456,7 +456,8 @@ def do_tokens(
         records = []
         for i in numbers:
             extra = {"timings": {**s.timings(), "predicted_n": i - start + 1}} if timings else None
-            records.append(s.record(s.chunk({field: text.replace("{i}", str(i))}, extra=extra)))
+            said = text.replace("{i}", str(i)).replace("{at}", f"{time.time():.6f}")
+            records.append(s.record(s.chunk({field: said}, extra=extra)))
         s.send(*records)
         s.deltas_sent(len(numbers))
         next_at += interval_s * len(numbers)

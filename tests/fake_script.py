@@ -178,7 +178,7 @@ class DoneMarker(Step):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Step):
-    """`n` numbered deltas, `interval_s` apart; `batch` of them in one send."""
+    """`n` deltas, `interval_s` apart, `batch` of them in one send; in `text` {i} is the number, {at} the Unix time."""
 
     n: int
     interval_s: float = 0.0
