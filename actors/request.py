@@ -32,6 +32,7 @@ from llama_worker.messages import (
     RunBios,
     RunTools,
     SignalEmitted,
+    StreamEvents,
     StreamOpened,
     Tick,
     ToolMessage,
@@ -76,6 +77,9 @@ class RequestActor(SupervisedActor[RequestMessage]):
     def handle(self, message: RequestMessage) -> None:
         """Step the request, and send what follows. What belongs to a request that has ended is dropped."""
         match message:
+            case StreamEvents():  # nearly all of them
+                if self._request is not None:
+                    self._send(self._request.step(message, message.at))
             case Begin():
                 self._begin(message)
             case GetStatus() | ReadOutput():

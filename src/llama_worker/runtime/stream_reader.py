@@ -39,8 +39,8 @@ from llama_worker.stream.response import ChatResponse, disconnected
 from llama_worker.types import RequestFailReason
 
 _HOST_LACKS = frozenset({errno.EAGAIN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})  # ports, memory
-_READ_BYTES = 65536
-_READS = 16  # at a time; the other streams want their turn
+_READ_BYTES = 16 * 1024  # to make room for 64 KiB each time takes longer than to read a token
+_READS = 64  # at a time; the other streams want their turn
 _TEXT = frozenset({TextDelta, ReasoningDelta})
 
 
@@ -113,11 +113,12 @@ class StreamReader:
                     self._tell_or_rest()
 
     def on_tick(self) -> None:
-        """50 ms are over: what has come is told; where nothing has, the next token is read when it comes."""
+        """50 ms are over: what has come is told. After anything but text, the socket rests no more."""
         with self._lock:
             if not self._closed:
                 self._take_in()
-                if not self._tell():
+                is_text = self._is_text()
+                if not self._tell() or not is_text:
                     self._loop.rouse(self)
 
     def on_error(self, error: Exception) -> None:
@@ -233,11 +234,14 @@ class StreamReader:
     def _has_news(self) -> bool:
         return self._response.bytes_read > self._told_bytes
 
+    def _is_text(self) -> bool:
+        return all(type(event) in _TEXT for event in self._events)
+
     def _tell_or_rest(self) -> None:
         """After reading without a tick: tell what matters; where text comes fast, wait for more of it."""
         if not self._has_news():
             return
-        is_text = all(type(event) in _TEXT for event in self._events)
+        is_text = self._is_text()
         is_late = time.monotonic() >= self._told_at + TICK_S
         is_much = self._response.bytes_read - self._told_bytes >= MUCH_BYTES
         if not is_text:

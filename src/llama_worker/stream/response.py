@@ -140,11 +140,11 @@ class ChatResponse:
         return disconnected("before the response headers", f"the reply is not HTTP: it begins with {shown!r}")
 
     def _judge_end(self) -> None:
-        if self.decoder.partial:
-            self.failure = disconnected("in the middle of a record")
-        elif not self.decoder.data_records and "text/event-stream" not in self._content_type:
+        if not self.decoder.data_records and "text/event-stream" not in self._content_type:
             detail = f"the reply is {self._content_type or 'of no type'}, not text/event-stream"
             self.failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=detail)
+        elif self.decoder.partial:
+            self.failure = disconnected("in the middle of a record")
 
 
 def disconnected(where: str, cause: str | None = None) -> StreamFailure:

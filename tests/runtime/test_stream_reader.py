@@ -1,0 +1,221 @@
+"""A stream on a socket: what is told at once, what waits, and who may fetch it. The loop's calls are made by hand."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from llama_worker.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
+from llama_worker.runtime import stream_reader
+from llama_worker.runtime.chat_exchange import Endpoint
+from llama_worker.runtime.loop_thread import LoopThread
+from llama_worker.runtime.stream_reader import StreamReader
+from llama_worker.stream.events import Finish, PromptProgress, TextDelta, ToolCallDelta
+from llama_worker.types import RequestFailReason
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def record(delta: dict[str, Any], **beside: Any) -> bytes:
+    chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}], **beside}
+    data = f"data: {json.dumps(chunk)}\n\n".encode()
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def text(said: str) -> bytes:
+    return record({"content": said})
+
+
+class HandMadeLoop(LoopThread):
+    """Nothing runs; who rests is seen."""
+
+    def start(self) -> select.epoll:
+        if self._epoll is None:
+            self._epoll = select.epoll()
+        return self._epoll
+
+    @property
+    def resting(self) -> bool:
+        return bool(self._resting)
+
+    def close(self) -> None:
+        self.start().close()
+
+
+@dataclass
+class Rig:
+    """A stream, and the server's end of its connection."""
+
+    loop: HandMadeLoop
+    reader: StreamReader
+    server: socket.socket
+    told: list[Any] = field(default_factory=list)
+
+    def tell(self, message: Any) -> bool:
+        self.told.append(message)
+        return True
+
+    def arrives(self, data: bytes) -> None:
+        """The server sends, and the loop sees to what that makes ready: of a resting socket, nothing."""
+        self.server.sendall(data)
+        self.serve()
+
+    def serve(self) -> None:
+        for _, mask in self.loop.start().poll(0.05):
+            self.reader.on_ready(mask)
+
+    def events(self) -> list[Any]:
+        """Of every message since the last time, in order."""
+        told, self.told = self.told, []
+        return [event for message in told if isinstance(message, StreamEvents) for event in message.events]
+
+
+@pytest.fixture
+def never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_reader, "TICK_S", 1e9)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch, never_late: None) -> Iterator[Rig]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        loop = HandMadeLoop()
+        monkeypatch.setattr(stream_reader, "loop_thread", lambda: loop)
+        made = Rig(loop, None, None)  # type: ignore[arg-type]
+        endpoint = Endpoint(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0)
+        order = OpenStream(turn_id=(1, 1), body={"stream": True}, reply_to=made)
+        made.reader = StreamReader(order, endpoint, on_closed=made, name="test")
+        made.server, _ = listener.accept()
+        made.serve()
+        yield made
+        made.reader.abort()
+        made.server.close()
+        loop.close()
+
+
+@pytest.fixture
+def streaming(rig: Rig) -> Rig:
+    """The first token has been told."""
+    rig.arrives(HEAD + text("first"))
+    assert isinstance(rig.told[0], StreamOpened)
+    assert rig.told[0].stream is rig.reader
+    assert rig.events() == [TextDelta("first")]
+    return rig
+
+
+def test_the_request_is_sent_whole(rig: Rig) -> None:
+    head, _, body = rig.server.recv(65536).partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
+    assert json.loads(body) == {"stream": True}
+
+
+def test_text_that_comes_fast_waits_for_more_and_wakes_nobody(streaming: Rig) -> None:
+    streaming.arrives(text("a"))
+    assert streaming.loop.resting
+    streaming.arrives(text("b"))
+    assert streaming.told == []
+    streaming.reader.on_tick()
+    assert streaming.events() == [TextDelta("a"), TextDelta("b")]
+    assert streaming.loop.resting
+
+
+def test_a_tick_without_news_ends_the_rest(streaming: Rig) -> None:
+    streaming.arrives(text("a"))
+    streaming.reader.on_tick()
+    streaming.events()
+    streaming.reader.on_tick()
+    assert not streaming.loop.resting
+    assert streaming.told == []
+
+
+@pytest.mark.parametrize("was_resting", [False, True])
+def test_flush_tells_what_lies_in_the_socket(streaming: Rig, was_resting: bool) -> None:
+    if was_resting:
+        streaming.arrives(text("a"))
+        assert streaming.reader.flush()
+        streaming.events()
+    streaming.server.sendall(text("b"))
+    assert streaming.reader.flush()
+    assert streaming.events() == [TextDelta("b")]
+    assert not streaming.reader.flush()
+
+
+def test_who_waits_gets_the_next_text_at_once(streaming: Rig) -> None:
+    streaming.arrives(text("a"))
+    streaming.reader.hurry()  # something waits already
+    assert streaming.events() == [TextDelta("a")]
+    streaming.reader.hurry()
+    streaming.arrives(text("b"))
+    assert streaming.events() == [TextDelta("b")]
+    streaming.arrives(text("c"))
+    assert streaming.told == []
+
+
+def test_what_is_not_text_is_told_at_once_and_ends_the_rest(streaming: Rig) -> None:
+    streaming.arrives(text("a"))
+    call = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "add", "arguments": "{"}}]}
+    streaming.server.sendall(record(call))
+    streaming.reader.on_tick()  # which finds it
+    streaming.arrives(record(call))  # and this one is not waited for
+    assert streaming.events() == [TextDelta("a"), *[ToolCallDelta(0, "c", "add", "{")] * 2]
+    assert not streaming.loop.resting
+
+
+def test_progress_does_not_use_up_the_hurry_of_the_first_token(rig: Rig) -> None:
+    rig.arrives(HEAD + record({}, prompt_progress={"total": 9, "processed": 1, "cache": 0}))
+    rig.arrives(text("first"))
+    assert rig.events() == [PromptProgress(1, 9, 0), TextDelta("first")]
+
+
+def test_the_end_is_told_at_once_with_all_that_came_before(streaming: Rig) -> None:
+    streaming.arrives(text("a"))
+    streaming.server.sendall(text("b") + record({}, choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]))
+    streaming.server.sendall(b"0\r\n\r\n")
+    streaming.server.shutdown(socket.SHUT_WR)
+    streaming.serve()
+    *events, closed, closed_too = streaming.told
+    assert [event for batch in events for event in batch.events] == [TextDelta("a"), TextDelta("b"), Finish("stop")]
+    assert isinstance(closed, StreamClosed)
+    assert closed.failure is None
+    assert closed_too is closed
+
+
+def test_much_at_once_is_told_at_once_though_the_socket_rests(streaming: Rig) -> None:
+    streaming.arrives(text("a"))
+    assert streaming.loop.resting
+    streaming.arrives(text("x" * 40_000))
+    assert sum(len(event.text) for event in streaming.events()) == 40_001
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [lambda rig: None, lambda rig: rig.arrives(HEAD), lambda rig: rig.arrives(HEAD + text("a") + text("b"))],
+    ids=["before the headers", "after them", "in the text"],
+)
+def test_an_abort_is_the_last_word_in_every_phase(rig: Rig, prepare: Callable[[Rig], None]) -> None:
+    prepare(rig)
+    rig.reader.abort()
+    rig.reader.abort()
+    closed = [message for message in rig.told if isinstance(message, StreamClosed)]
+    assert len(closed) == 2  # to who reads, and to who opened it
+    assert closed[0].failure is not None
+    assert closed[0].failure.reason is RequestFailReason.STREAM_DISCONNECTED
+    told = list(rig.told)
+    rig.reader.on_ready(select.EPOLLIN)
+    rig.reader.on_tick()
+    rig.reader.hurry()
+    assert not rig.reader.flush()
+    assert rig.told == told
+
+
+def test_a_mistake_of_our_own_ends_the_stream_and_is_no_news_of_the_server(streaming: Rig) -> None:
+    streaming.reader.on_error(RuntimeError("a mistake"))
+    closed = streaming.told[-1]
+    assert isinstance(closed, StreamClosed)
+    assert closed.failure is not None
+    assert closed.failure.reason is RequestFailReason.UNKNOWN_ERROR
