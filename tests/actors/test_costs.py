@@ -23,7 +23,7 @@ from llama_worker.runtime.timers import Timer, TimerThread
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, eventually, fast_timeouts
 from tests.fake_script import Note, Reply, Script, Sleep, Tokens, WaitClose, plain_reply, steps_json
 
-EVENTS = 8000
+EVENTS = 4000  # below the bound on tokens
 PROBES = 10
 
 

@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.parser import text_string_to_metric_families
 
 from llama_worker import ConfigError, LlamaWorker, RestartPolicy, WorkerState
+from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.metrics import WorkerCollector
 from llama_worker.server.totals import BOUNDS_S
 from tests.actors.conftest import WAIT_S, MakeWorker
-from tests.fake_script import Headers, KillSelf, Text, Tokens, WaitClose, plain_reply
+from tests.fake_script import Headers, KillSelf, Text, Tokens, ToolCall, WaitClose, plain_reply
 
 DOCS = Path(__file__).parents[2] / "docs"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

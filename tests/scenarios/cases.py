@@ -675,7 +675,7 @@ _death = (
         asks=(Ask(name="a", reply=HI, fails=DIED, found=Found(since="submit a", limit_s=0.0), text=""),),
         launches=(_crash, Script()),
         restarts=1,
-        restart_reason="server_died",
+        restart_reason="out_of_memory",
         evidence=False,
     ),
     Scenario(
@@ -757,7 +757,7 @@ _death = (
         moves=(Submit("a"), AwaitState(WorkerState.RUNNING), Stop(within_s=1.0)),
         restart=RestartPolicy(restart_backoff_s=60.0),
         restarts=1,
-        restart_reason="server_died",
+        restart_reason="out_of_memory",
         ends=WorkerState.STOPPED,
         evidence=False,
     ),
