@@ -52,7 +52,7 @@ class Fault:
     began_at: float
     epoch: int | None = None  # of the launch it happened to; None: the host
     request_id: int | None = None  # None: every one of the launch
-    ended_at: float | None = None
+    ended_at: float | None = None  # in the host's time
 
 
 @dataclass(eq=False, slots=True)
@@ -198,7 +198,7 @@ class Invariants:
         self._note_found(truth)
         for fault in self.faults[-20:]:
             if fault.request_id == truth.request_id and fault.ended_at is None:
-                fault.ended_at = self._scheduler.now
+                fault.ended_at = self._scheduler.host_time
         self._check_output(truth, record)
 
     def _check_excuse(self, truth: Truth, state: RequestState, reason: RequestFailReason | None) -> None:
@@ -266,7 +266,7 @@ class Invariants:
 
     def excuse(self, epoch: int, request_id: int | None) -> Fault | None:
         """A fault for which the request, or (None) the server, may be given up."""
-        now = self._scheduler.now
+        now = self._scheduler.host_time
         for fault in reversed(self.faults):
             if fault.kind.honest or (fault.ended_at is not None and now - fault.ended_at > OLD_EXCUSE_S):
                 continue

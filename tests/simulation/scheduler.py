@@ -11,6 +11,7 @@ Two kinds of event: the *host's* (timers, threads, what a program calls) wait wh
 from __future__ import annotations
 
 import heapq
+import math
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -197,8 +198,8 @@ class Scheduler:
 
     # ------------------------------------------------------------ steps
 
-    def step(self) -> bool:
-        """One message or one event; False where nothing will ever happen any more."""
+    def step(self, deadline: float = math.inf) -> bool:
+        """One message or one event; False where nothing happens any more until `deadline`."""
         heap, due, ready = self._heap, self._due, self._ready
         while True:
             while heap and heap[0][0] <= self.now:
@@ -228,26 +229,17 @@ class Scheduler:
                 return True
             while heap and heap[0][2].call is None:
                 heapq.heappop(heap)
-            if not heap:
+            if not heap or heap[0][0] > deadline:
                 return False
             self.now = heap[0][0]
 
     def run_until(self, done: Callable[[], bool], deadline: float) -> bool:
         """Steps until `done`, or until the clock would pass `deadline`; whether it was done."""
         while not done():
-            if self.next_instant() > deadline:
+            if not self.step(deadline):
                 self.now = max(self.now, deadline)
                 return done()
-            self.step()
         return True
-
-    def next_instant(self) -> float:
-        """When the next step is; infinity where there is none."""
-        if self._due or (self._ready and self.now >= self._halted_until):
-            return self.now
-        while self._heap and self._heap[0][2].call is None:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else float("inf")
 
     def pending(self, what: str) -> int:
         """How many events of that name are still to come."""
