@@ -110,7 +110,7 @@ class Scheduler:
         self._events_count = 0
         self._starts: dict[str, int] = {}
         self._breaks: set[str] = set()
-        self._halted_until = now
+        self.halted_until = now  # the host does not run before
         self._halted_s = 0.0
 
     # ------------------------------------------------------------ time
@@ -118,7 +118,7 @@ class Scheduler:
     @property
     def host_time(self) -> float:
         """Seconds that the host has run: the clock without the times in which it did not."""
-        return self.now - self._halted_s + max(0.0, self._halted_until - self.now)
+        return self.now - self._halted_s + max(0.0, self.halted_until - self.now)
 
     def at(self, when: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
         """Make the call at `when`, or now if that is past."""
@@ -133,15 +133,15 @@ class Scheduler:
 
     def halt_host(self, seconds: float) -> None:
         """The host does not run for so long: no actor, no thread, no timer of it."""
-        until = max(self._halted_until, self.now) + seconds
+        until = max(self.halted_until, self.now) + seconds
         self._halted_s += seconds
-        self._halted_until = until
+        self.halted_until = until
         self.at(until, lambda: None, "the host runs again", of_host=False)
 
     @property
     def host_is_halted(self) -> bool:
         """Whether the host does not run at this instant."""
-        return self.now < self._halted_until
+        return self.now < self.halted_until
 
     # ------------------------------------------------------------ actors
 
@@ -206,12 +206,12 @@ class Scheduler:
                 event = heapq.heappop(heap)[2]
                 if event.call is None:
                     continue
-                if event.of_host and self.now < self._halted_until:
+                if event.of_host and self.now < self.halted_until:
                     self._events_count += 1
-                    heapq.heappush(heap, (self._halted_until, self._events_count, event))
+                    heapq.heappush(heap, (self.halted_until, self._events_count, event))
                     continue
                 due.append(event)
-            ready_count = 0 if self.now < self._halted_until else len(ready)
+            ready_count = 0 if self.now < self.halted_until else len(ready)
             count = ready_count + len(due)
             if count:
                 chosen = self._choices.pick(count) if count > 1 else 0
@@ -220,9 +220,9 @@ class Scheduler:
                 event = due.pop(chosen - ready_count)
                 if event.call is None:
                     continue
-                if event.of_host and self.now < self._halted_until:  # halted since it came due
+                if event.of_host and self.now < self.halted_until:  # halted since it came due
                     self._events_count += 1
-                    heapq.heappush(heap, (self._halted_until, self._events_count, event))
+                    heapq.heappush(heap, (self.halted_until, self._events_count, event))
                     continue
                 self.trace.event(self.now, event.what)
                 event.call()
