@@ -31,7 +31,7 @@ def settings(seed: int, hours: float, faults: float, kinds: Mapping[str, float] 
         yield Setting(
             seed=int(dice.random() * 2**48),
             hours=span,
-            requests_per_hour=6 * max(rate, 1.0) if is_hectic else max(0.6, 2 * rate),
+            requests_per_hour=11 * max(rate, 1.0) if is_hectic else max(1.0, 2 * rate),
             faults_per_hour=rate,
             kinds=dict(kinds or {}),
         )

@@ -113,6 +113,12 @@ class Host:
         future._on_resolved(resolved)
         return future
 
+    def result(self, request_id: int) -> WorkerFuture[Any]:
+        """`result()`, which resolves soon after the request has ended."""
+        future = self.worker.result(request_id)
+        self._invariants.awaits_result(request_id, future)
+        return future
+
     def close(self) -> None:
         """`close()`, which blocks this thread and must return in good time."""
         self._invariants.stop_called_at = self._scheduler.now
@@ -194,8 +200,8 @@ class Host:
             self.outcomes[reason] = self.outcomes.get(reason, 0) + 1
 
     def _await(self, request_id: int) -> Plan:
-        future = self.worker.result(request_id)
-        also = self.worker.result(request_id) if self._dice.chance(0.1) else None
+        future = self.result(request_id)
+        also = self.result(request_id) if self._dice.chance(0.1) else None
         yield future
         ended_at = self._invariants.requests[request_id].ended_at
         if ended_at is None:
@@ -239,7 +245,7 @@ class Host:
             text, reasoning, done = text + chunk["text"], reasoning + chunk["reasoning"], chunk["done"]
             if len(text) != chunk["text_offset"]:
                 raise Violation(2, f"request {request_id}: text_offset {chunk['text_offset']}, {len(text)} read")
-        future = self.worker.result(request_id)
+        future = self.result(request_id)
         yield future
         result = future.get(timeout=0)
         self._took(request_id, result)
@@ -255,7 +261,7 @@ class Host:
         yield future
         if twice is not None:
             yield twice
-        answer = self.worker.result(request_id)
+        answer = self.result(request_id)
         yield answer
         result = answer.get(timeout=0)
         self._took(request_id, result)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from llama_worker.messages import RequestEnded, StreamEvents
@@ -52,7 +53,7 @@ class Fault:
     began_at: float
     epoch: int | None = None  # of the launch it happened to; None: the host
     request_id: int | None = None  # None: every one of the launch
-    ended_at: float | None = None
+    ended_at: float | None = None  # in the host's time
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +71,7 @@ class Truth:
     record: RequestRecord | None = None
     ended_at: float | None = None
     result: Any = None
-    calls: int = 0
+    waiting: list[Any] = field(default_factory=list)  # futures of `result()`
 
 
 class Invariants:
@@ -196,9 +197,14 @@ class Invariants:
         result = record.result
         self._check_excuse(truth, result["state"], result.get("fail_reason"))
         self._note_found(truth)
+        for future in truth.waiting:
+            self.expect_answer(future, QUICK_S, f"result({truth.request_id}), which has ended")
+        for exchange in truth.exchanges:
+            what = f"request {truth.request_id} has ended, and its connection is closed"
+            self.expect(9, QUICK_S, what, partial(_is_closed, exchange))
         for fault in self.faults[-20:]:
             if fault.request_id == truth.request_id and fault.ended_at is None:
-                fault.ended_at = self._scheduler.now
+                fault.ended_at = self._scheduler.host_time
         self._check_output(truth, record)
 
     def _check_excuse(self, truth: Truth, state: RequestState, reason: RequestFailReason | None) -> None:
@@ -226,10 +232,19 @@ class Invariants:
             ended, came = (result["text"], text) if result["text"] != text else (result["reasoning"], reasoning)
             shown = f"{ended[:40]!r}...{ended[-40:]!r}, and {came[:40]!r}...{came[-40:]!r} had come"
             raise Violation(2, f"request {truth.request_id} ({reason}) ended with {shown}")
-        if result["state"] is RequestState.COMPLETED:
-            sent = "".join(each.text for each in truth.exchanges)
-            if result["text"] != sent:
-                raise Violation(2, f"request {truth.request_id} completed without a part of what was sent")
+        sent = "".join(each.text for each in truth.exchanges)
+        whole = result["state"] is RequestState.COMPLETED or reason is RequestFailReason.STREAM_DISCONNECTED
+        if reason is RequestFailReason.SERVER_DIED:  # the reader has 2 s for what the server had sent
+            whole = self._scheduler.now - self._scheduler.halted_until > 5.0
+        if whole and result["text"] != sent:
+            raise Violation(2, f"request {truth.request_id} ended ({reason}) without a part of what was sent")
+
+    def awaits_result(self, request_id: int, future: Any) -> None:
+        """A host waits for a result."""
+        truth = self.requests[request_id]
+        truth.waiting.append(future)
+        if truth.ended_at is not None:
+            self.expect_answer(future, QUICK_S, f"result({request_id}), which had ended")
 
     def admission_answered(self, error: str | None) -> None:
         """A `submit()` is being answered: admitted, or refused for a reason that is true now."""
@@ -266,7 +281,7 @@ class Invariants:
 
     def excuse(self, epoch: int, request_id: int | None) -> Fault | None:
         """A fault for which the request, or (None) the server, may be given up."""
-        now = self._scheduler.now
+        now = self._scheduler.host_time
         for fault in reversed(self.faults):
             if fault.kind.honest or (fault.ended_at is not None and now - fault.ended_at > OLD_EXCUSE_S):
                 continue
@@ -360,3 +375,7 @@ class Invariants:
         for process in processes:
             if process.server is not None and not process.server.gone:
                 raise Violation(6, f"stop() resolved while launch {process.epoch} still lives")
+
+
+def _is_closed(exchange: Exchange) -> bool:
+    return exchange.over or exchange.closed_by_client

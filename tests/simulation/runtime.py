@@ -75,6 +75,12 @@ class SimRuntime:
         self._machine.need_thread()
         self._scheduler.start_actor(actor)
 
+    def call_host(self, call: Callable[[], object]) -> None:
+        self._scheduler.at(self._scheduler.now, call, "callback")
+
+    def anon_bytes(self, pid: int) -> int | None:
+        return None
+
     def write_log(self, *record: Any) -> None:
         """Nobody reads it."""
 

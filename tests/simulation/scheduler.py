@@ -11,6 +11,7 @@ Two kinds of event: the *host's* (timers, threads, what a program calls) wait wh
 from __future__ import annotations
 
 import heapq
+import math
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -109,7 +110,7 @@ class Scheduler:
         self._events_count = 0
         self._starts: dict[str, int] = {}
         self._breaks: set[str] = set()
-        self._halted_until = now
+        self.halted_until = now  # the host does not run before
         self._halted_s = 0.0
 
     # ------------------------------------------------------------ time
@@ -117,7 +118,7 @@ class Scheduler:
     @property
     def host_time(self) -> float:
         """Seconds that the host has run: the clock without the times in which it did not."""
-        return self.now - self._halted_s + max(0.0, self._halted_until - self.now)
+        return self.now - self._halted_s + max(0.0, self.halted_until - self.now)
 
     def at(self, when: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
         """Make the call at `when`, or now if that is past."""
@@ -132,15 +133,15 @@ class Scheduler:
 
     def halt_host(self, seconds: float) -> None:
         """The host does not run for so long: no actor, no thread, no timer of it."""
-        until = max(self._halted_until, self.now) + seconds
+        until = max(self.halted_until, self.now) + seconds
         self._halted_s += seconds
-        self._halted_until = until
+        self.halted_until = until
         self.at(until, lambda: None, "the host runs again", of_host=False)
 
     @property
     def host_is_halted(self) -> bool:
         """Whether the host does not run at this instant."""
-        return self.now < self._halted_until
+        return self.now < self.halted_until
 
     # ------------------------------------------------------------ actors
 
@@ -197,20 +198,20 @@ class Scheduler:
 
     # ------------------------------------------------------------ steps
 
-    def step(self) -> bool:
-        """One message or one event; False where nothing will ever happen any more."""
+    def step(self, deadline: float = math.inf) -> bool:
+        """One message or one event; False where nothing happens any more until `deadline`."""
         heap, due, ready = self._heap, self._due, self._ready
         while True:
             while heap and heap[0][0] <= self.now:
                 event = heapq.heappop(heap)[2]
                 if event.call is None:
                     continue
-                if event.of_host and self.now < self._halted_until:
+                if event.of_host and self.now < self.halted_until:
                     self._events_count += 1
-                    heapq.heappush(heap, (self._halted_until, self._events_count, event))
+                    heapq.heappush(heap, (self.halted_until, self._events_count, event))
                     continue
                 due.append(event)
-            ready_count = 0 if self.now < self._halted_until else len(ready)
+            ready_count = 0 if self.now < self.halted_until else len(ready)
             count = ready_count + len(due)
             if count:
                 chosen = self._choices.pick(count) if count > 1 else 0
@@ -219,35 +220,26 @@ class Scheduler:
                 event = due.pop(chosen - ready_count)
                 if event.call is None:
                     continue
-                if event.of_host and self.now < self._halted_until:  # halted since it came due
+                if event.of_host and self.now < self.halted_until:  # halted since it came due
                     self._events_count += 1
-                    heapq.heappush(heap, (self._halted_until, self._events_count, event))
+                    heapq.heappush(heap, (self.halted_until, self._events_count, event))
                     continue
                 self.trace.event(self.now, event.what)
                 event.call()
                 return True
             while heap and heap[0][2].call is None:
                 heapq.heappop(heap)
-            if not heap:
+            if not heap or heap[0][0] > deadline:
                 return False
             self.now = heap[0][0]
 
     def run_until(self, done: Callable[[], bool], deadline: float) -> bool:
         """Steps until `done`, or until the clock would pass `deadline`; whether it was done."""
         while not done():
-            if self.next_instant() > deadline:
+            if not self.step(deadline):
                 self.now = max(self.now, deadline)
                 return done()
-            self.step()
         return True
-
-    def next_instant(self) -> float:
-        """When the next step is; infinity where there is none."""
-        if self._due or (self._ready and self.now >= self._halted_until):
-            return self.now
-        while self._heap and self._heap[0][2].call is None:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else float("inf")
 
     def pending(self, what: str) -> int:
         """How many events of that name are still to come."""

@@ -14,7 +14,7 @@ _BLOCK = 2000
 
 
 class Trace:
-    """The hash covers the instant, the place and the name of every step; nothing in it depends on the process."""
+    """The hash covers the instant, the receiver and the name of every message, and every fault; nothing in it depends on the process."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -29,17 +29,18 @@ class Trace:
         if getter is None:
             names = [name for name in _HASHED_FIELDS if name in getattr(kind, "__dataclass_fields__", ())]
             getter = self._getters[kind] = attrgetter(*names) if names else _nothing
-        self._add(f"{now!r} {actor} {kind.__name__} {getter(message)}")
+        self._block.append(f"{now!r} {actor} {kind.__name__} {getter(message)}")
         self._last.append((now, actor, message))
+        if len(self._block) >= _BLOCK:
+            self._flush()
 
     def event(self, now: float, what: str) -> None:
-        """Something happens outside the actors."""
-        self._add(f"{now!r} {what}")
+        """Something happens outside the actors; the messages that follow from it are in the hash."""
         self._last.append((now, "", what))
 
     def note(self, now: float, what: str) -> None:
         """For the story: what it means."""
-        self._add(what)
+        self._block.append(f"{now!r} {what}")
         self._last.append((now, "*", what))
 
     @property
@@ -53,11 +54,6 @@ class Trace:
         steps = list(self._last)[-count:]
         end = steps[-1][0] if steps else 0.0
         return [f"{now - end:+12.4f} s  {_told(actor, step)}" for now, actor, step in steps]
-
-    def _add(self, line: str) -> None:
-        self._block.append(line)
-        if len(self._block) >= _BLOCK:
-            self._flush()
 
     def _flush(self) -> None:
         self._hash.update("\n".join([*self._block, ""]).encode())
