@@ -76,7 +76,8 @@ class Case:
     def __init__(self, seed: int, wedge: Callable[[Case], bool] | None = None, *, trace: Trace | None = None) -> None:
         dice = self.dice = Dice(seed)
         self.build = _build(dice)
-        self.has_strangers = dice.chance(0.5)
+        # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that anybody works.
+        self.has_strangers = self.build.cpu_shows and dice.chance(0.5)
         self.wedge = wedge
         self.wedged_at: float | None = None
         self.promised_s: float | None = None
@@ -268,8 +269,7 @@ class Case:
     def _hold_back(self, server: LlamaServer, exchange: Exchange) -> None:
         """It generates, and what it says may be the start of something: nothing is sent for minutes."""
         reply = exchange.reply
-        if not exchange.twisted:
-            exchange.twisted = True
+        if exchange.request_id not in self._held_since:
             self._held_since[exchange.request_id] = exchange.decoded
             seen = self.build.shows_slots or self.build.cpu_shows
             self.later(self.dice.log_between(1.0, 600.0 if seen else 60.0), partial(_let_go, exchange))

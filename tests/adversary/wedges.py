@@ -112,7 +112,7 @@ def lost(case: Case) -> bool:
     target = case.dice.choice(targets)
     case.server.release_slot(target)
     target.dead = True
-    case.promised_s = _promise_by_slots(case, clear=target.has_headers and len(targets) == 1)
+    case.promised_s = _promise_by_slots(case, clear=target.has_headers and len(targets) == 1 and not case.server.queue)
     return True
 
 
@@ -123,7 +123,8 @@ def dead_stream(case: Case) -> bool:
         return False
     case.dice.choice(targets).dead = True
     others = [each for each in case.server.slots if each is not None]
-    case.promised_s = _promise_by_slots(case, clear=all(each.decoded and not each.reply.twist for each in others))
+    calm = all(each.decoded and not each.reply.twist for each in others) and not case.server.queue
+    case.promised_s = _promise_by_slots(case, clear=calm)
     return True
 
 
