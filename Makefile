@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NO_INDEX := echo "error: pip could not install what is needed: check the network and pip's settings (pip config list)" >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all-pythons test-responses bench-responses demo server unit scenarios chaos docs lint format clean
+.PHONY: help adversary test test-all-pythons test-responses bench-responses demo server unit scenarios chaos docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -53,6 +53,9 @@ BURNERS ?= 0
 
 chaos: $(VENV)/.test ## random faults and callers: N steps of the plan that SEED makes, BURNERS cores kept busy
 	$(BIN)/python -m tests.chaos --steps $(N) --seed $(SEED) --burners $(BURNERS)
+
+adversary: $(VENV)/.test ## N generated honest servers and as many wedged ones, in virtual time: who is given up, and when
+	$(BIN)/python -m tests.adversary --count $(N) --seed $(SEED)
 
 docs: $(VENV)/.test ## the documentation as a site, in build/site
 	$(BIN)/mkdocs build --strict

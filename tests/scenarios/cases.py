@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llama_worker import RequestFailReason, RestartPolicy, StartFailReason, ToolDef, WorkerState
+from llama_worker.server.slots import LOOK_INTERVAL_S, LOOKS_COUNT
 from tests.fake_script import (
     Answer,
     Burn,
@@ -815,6 +816,165 @@ _load = (
     ),
 )
 
+# ---------------------------------------------------------------- what only /slots can tell
+
+LOST = RequestFailReason.REQUEST_LOST
+SUSPECT_S = 1.0
+FOUND_S = SUSPECT_S + (LOOKS_COUNT - 1) * LOOK_INTERVAL_S
+_SUSPICIOUS = {"suspect_after_s": SUSPECT_S, "idle_stream_timeout_s": 60.0, "prefill_liveness_timeout_s": 60.0}
+
+
+def _slot(index: int = 0, *, busy: bool = True, prompt: int = 20, decoded: int = 0) -> dict[str, Any]:
+    """As b11434 tells it."""
+    return {
+        "id": index,
+        "is_processing": busy,
+        "id_task": 7 + index,
+        "n_prompt_tokens": 20,
+        "n_prompt_tokens_processed": prompt if busy else 0,
+        "next_token": [{"has_next_token": busy, "n_remain": -1, "n_decoded": decoded if busy else 0}],
+    }
+
+
+def _shows(*slots: dict[str, Any]) -> Sequence[Script]:
+    """A server whose `/slots` stands still."""
+    return (Script(slots=[Answer(body=list(slots))]),)
+
+
+def _moves(look: Callable[[int], list[dict[str, Any]]]) -> Sequence[Script]:
+    """One whose `/slots` says something else each time."""
+    return (Script(slots=[Answer(body=look(number), times=1) for number in range(40)]),)
+
+
+_slots = (
+    hung(
+        "a livelock: 100 % CPU, and no slot moves",
+        [Tokens(3), silent("a"), PINGS, work(None)],
+        FOUND_S,
+        text=toks(3),
+        timeouts=_SUSPICIOUS,
+        launches=_shows(_slot(decoded=3)),
+    ),
+    slow(
+        "text that is held back while its slot moves",
+        [Tokens(3), work(9.0), *HI],
+        text=toks(3) + "hi",
+        timeouts=_SUSPICIOUS,
+        launches=_moves(lambda number: [_slot(decoded=3 + number)]),
+    ),
+    hung(
+        "a request that the server lost: its slot is idle, its connection open",
+        [Headers(), PINGS, silent("a"), work(None)],
+        FOUND_S,
+        fails=LOST,
+        timeouts=_SUSPICIOUS,
+        launches=_shows(_slot(busy=False)),
+        restarts=0,
+        restart_reason="",
+    ),
+    slow(
+        "one long batch: nothing moves, and a slot is in prefill",
+        [Headers(), Role(), PINGS, work(9.0), *HI],
+        timeouts=_SUSPICIOUS,
+        launches=_shows(_slot(prompt=0)),
+    ),
+    slow(
+        "an hour of silent work, scaled down, on a server without /slots",
+        [Headers(), work(9.0), *HI],
+        timeouts=_SUSPICIOUS,
+        launches=(Script(slots=[Answer(status=501)]),),
+    ),
+    slow(
+        "/slots hangs, the request does not",
+        [Headers(), work(9.0), *HI],
+        timeouts=_SUSPICIOUS,
+        launches=(Script(slots=[Answer(hang=True)]),),
+    ),
+    Scenario(
+        name="a dead stream beside a live neighbour ends alone",
+        truth=HUNG,
+        slots=2,
+        asks=(
+            Ask(
+                name="a",
+                reply=[Tokens(3), silent("a"), PINGS, work(None)],
+                fails=STALL,
+                found=found("a", FOUND_S),
+                text=toks(3),
+            ),
+            Ask(name="b", reply=[Tokens(100, 0.1), *END], text=toks(100)),
+        ),
+        timeouts=_SUSPICIOUS,
+        launches=_moves(lambda number: [_slot(decoded=3), _slot(1, decoded=50 + number)]),
+    ),
+    Scenario(
+        name="held-back text beside a live neighbour, both slots move",
+        truth=SLOW,
+        slots=2,
+        asks=(
+            Ask(name="a", reply=[Tokens(3), work(9.0), *HI], text=toks(3) + "hi"),
+            Ask(name="b", reply=[Tokens(100, 0.1), *END], text=toks(100)),
+        ),
+        timeouts=_SUSPICIOUS,
+        launches=_moves(lambda number: [_slot(decoded=3 + number), _slot(1, decoded=50 + number)]),
+    ),
+    hung(
+        "the same prompt progress for ever, at work",
+        [PromptProgress(1, 9), silent("a"), Repeat(None, [PromptProgress(1, 9), work(0.2)])],
+        FOUND_S,
+        timeouts=_SUSPICIOUS,
+        launches=_shows(_slot(prompt=1)),
+    ),
+    slow(
+        "prompt progress that grows, in batches of two seconds",
+        [Prefill(total=5, batch=1, interval_s=2.0, work_kind="cpu"), *HI],
+        timeouts=_SUSPICIOUS,
+        launches=_shows(_slot(prompt=1)),
+    ),
+    hung(
+        "prompt progress in circles, at work, without /slots",
+        [PromptProgress(5, 9), silent("a"), Repeat(None, [PromptProgress(1, 9), PromptProgress(5, 9), work(0.1)])],
+        IDLE_S,
+    ),
+    hung(
+        "role chunks for ever, at work",
+        [Tokens(1), silent("a"), Repeat(None, [Role(), work(0.1)])],
+        IDLE_S,
+        text=toks(1),
+    ),
+    Scenario(
+        name="queued behind a neighbour that gets data, no CPU seen",
+        truth=SLOW,
+        slots=2,
+        asks=(
+            Ask(name="a", reply=[Tokens(60, 0.1), *END], text=toks(60)),
+            Ask(name="b", reply=[Sleep(4.0), *HI], text="hi"),
+        ),
+        moves=(Submit("a"), Heard("a", 1), Submit("b")),
+    ),
+    Scenario(
+        name="queued for ever although a slot is idle",
+        truth=HUNG,
+        slots=2,
+        asks=(
+            Ask(name="a", reply=[Tokens(100, 0.1), *END], text=toks(100)),
+            Ask(name="b", reply=[silent("b"), WaitClose()], fails=LOST, found=found("b", FOUND_S), text=""),
+        ),
+        moves=(Submit("a"), Heard("a", 1), Submit("b")),
+        timeouts=_SUSPICIOUS,
+        launches=_moves(lambda number: [_slot(decoded=10 + number), _slot(1, busy=False)]),
+    ),
+    hung(
+        "one character for ever",
+        [silent("a"), Repeat(None, [Text("/" * 64)])],
+        0.0,
+        fails=RequestFailReason.REPEATED_TEXT_LOOP,
+        text=None,
+        restarts=0,
+        restart_reason="",
+    ),
+)
+
 GROUPS: Mapping[str, Sequence[Scenario]] = {
     "headers": _headers,
     "prefill": _prefill,
@@ -824,4 +984,5 @@ GROUPS: Mapping[str, Sequence[Scenario]] = {
     "transport": _transport,
     "death": _death,
     "load": _load,
+    "slots": _slots,
 }

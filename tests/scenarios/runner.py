@@ -56,6 +56,8 @@ _GIVEN_UP = {
     RequestFailReason.HEADERS_TIMEOUT,
     RequestFailReason.TTFT_TIMEOUT,
     RequestFailReason.STALL_TIMEOUT,
+    RequestFailReason.REQUEST_LOST,
+    RequestFailReason.REPEATED_TEXT_LOOP,
     RequestFailReason.ABSOLUTE_TIMEOUT,
     RequestFailReason.WORKER_RESTARTED,
     RequestFailReason.SERVER_DIED,

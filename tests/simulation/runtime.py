@@ -91,6 +91,9 @@ class SimRuntime:
         self.log.begin_launch()
         return SimServerProcess(self._scheduler, self._machine, self._dice, epoch, reply_to, self.log)
 
+    def anon_bytes(self, pid: int) -> int | None:
+        return None
+
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         return {"root_pid": pid, "processes_count": 1, "processes": []}
 

@@ -19,6 +19,7 @@ from llama_worker.server.slots import (
     LOOKS_COUNT,
     PAUSE_S,
     Slot,
+    SlotMoves,
     SlotsLook,
     SlotsVerdict,
     judge_by_slots,
@@ -143,7 +144,7 @@ def judge(
     *others: Progress,
     all_are_silent: bool | None = None,
     still_since: float = 100.0,
-) -> SlotsVerdict | None:
+) -> SlotsVerdict | SlotMoves | None:
     if all_are_silent is None:
         all_are_silent = all((other.data_at or 0.0) < 50.0 for other in others)
     return judge_by_slots(seen, suspect, others=others, all_are_silent=all_are_silent, still_since=still_since, now=NOW)
@@ -212,7 +213,7 @@ def test_a_wedge_is_found_in_one_round(
     seen: list[SlotsLook], suspect: Progress, others: tuple[Progress, ...], reason: RequestFailReason, alone: bool
 ) -> None:
     found = judge(seen, suspect, *others)
-    assert found is not None
+    assert isinstance(found, SlotsVerdict)
     assert (found.verdict.reason, found.alone, found.verdict.restart) == (reason, alone, True)
     assert "request 1 in phase" in found.verdict.detail
 
@@ -277,14 +278,31 @@ def test_a_wedge_is_found_in_one_round(
     ],
 )
 def test_an_honest_server_is_spared(seen: list[SlotsLook], suspect: Progress, others: tuple[Progress, ...]) -> None:
-    assert judge(seen, suspect, *others) is None
+    assert not isinstance(judge(seen, suspect, *others), SlotsVerdict)
+
+
+@pytest.mark.parametrize(
+    ("seen", "suspect", "others", "moves"),
+    [
+        pytest.param(looks(generates(0)), silent(), (), True, id="text that is held back"),
+        pytest.param(looks(reads(0)), silent(PREFILL), (), True, id="prefill without reports"),
+        pytest.param(looks(reads(0), still(idle(1))), silent(WAITING), (), True, id="prefill without headers"),
+        pytest.param(looks(generates(0)), silent(WAITING), (served(),), False, id="what moves is another's"),
+        pytest.param(looks(still(slot(prompt=512))), silent(PREFILL), (), False, id="one long batch"),
+        pytest.param(looks(generates(0, first=1)), silent(tokens=99), (), False, id="another's, which has said less"),
+    ],
+)
+def test_what_moves_and_may_be_its_own_is_a_sign_of_work(
+    seen: list[SlotsLook], suspect: Progress, others: tuple[Progress, ...], moves: bool
+) -> None:
+    assert isinstance(judge(seen, suspect, *others), SlotMoves) is moves
 
 
 def test_a_prefill_whose_stream_only_repeats_itself_is_in_no_batch() -> None:
     seen = looks(still(slot(prompt=512)))
     assert judge(seen, silent(PREFILL, prompt_progress_at=40.0, repeats=2)) is None
     found = judge(seen, silent(PREFILL, prompt_progress_at=40.0, repeats=3))
-    assert found is not None
+    assert isinstance(found, SlotsVerdict)
     assert found.verdict.reason is STALL
 
 

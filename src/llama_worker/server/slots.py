@@ -21,8 +21,8 @@ LOOK_INTERVAL_S = 2.0  # more often would disturb the server, which restarts its
 PAUSE_S = 5.0  # after a round without a verdict
 NO_ANSWER_PAUSE_S = 60.0  # after `--no-slots` (501), a key that is missing (401), an old build, or silence
 
-# A prompt is read in batches, and while one is computed nothing moves. The later ones of a prompt take longer than the
-# first, since each attends to all before it: up to about twice as long was seen. Four times is no batch any more.
+# A prompt is read in batches, and while one is computed nothing moves. Each takes longer than the one before, since it
+# attends to all before it, by about as much each time: hardly ever twice as long as the longest so far.
 BATCH_MULTIPLE = 4.0
 BATCH_MIN_S = 60.0
 
@@ -54,6 +54,11 @@ class SlotsVerdict:
 
     verdict: Verdict
     alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMoves:
+    """What moved may be the request's own: a sign of work."""
 
 
 def parse_slots(body: Any) -> tuple[Slot, ...] | None:
@@ -107,7 +112,7 @@ def judge_by_slots(
     all_are_silent: bool,
     still_since: float,
     now: float,
-) -> SlotsVerdict | None:
+) -> SlotsVerdict | SlotMoves | None:
     """What a round of looks tells about one suspected request; None: nothing.
 
     `others` are the other requests in flight, as they are now; `all_are_silent`: no request, of those that have ended
@@ -129,6 +134,7 @@ class _Round:
     ) -> None:
         self._looks = looks
         self._suspect = suspect
+        self._others = others
         self._all_are_silent = all_are_silent
         self._still_s = now - still_since
         self._now = now
@@ -138,7 +144,7 @@ class _Round:
         self._tracks = list(zip(*(look.slots for look in looks), strict=False))
         self._same_slots = len({tuple(slot.slot_id for slot in look.slots) for look in looks}) == 1
 
-    def judge(self) -> SlotsVerdict | None:
+    def judge(self) -> SlotsVerdict | SlotMoves | None:
         suspect = self._suspect
         heard_at = suspect.data_at if suspect.data_at is not None else suspect.turn_started_at
         if not self._same_slots or heard_at >= self._began_at:
@@ -151,7 +157,8 @@ class _Round:
         if self._is_left_behind():
             detail = "its slot stands still while another slot of the server moves"
             return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=True)
-        return None
+        moved = [track for track in self._tracks if _moved(track) and self._could_be_its(track)]
+        return SlotMoves() if len(moved) > len(self._explained) else None
 
     def _is_lost(self) -> bool:
         """Every slot that works is explained by another request, and one is free, at every look.
@@ -177,16 +184,21 @@ class _Round:
         if self._suspect.only_repeats:
             detail = f"no slot of the server moved in {self._still_s:.1f} s, and it sends the same again and again"
             return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
-        longest_s = self._suspect.longest_batch_s
-        if self._suspect.phase is _PREFILL and longest_s is not None:
-            limit_s = max(BATCH_MIN_S, BATCH_MULTIPLE * longest_s)
-            if self._still_s >= limit_s:
-                detail = (
-                    f"no slot of the server moved in {self._still_s:.1f} s, and the longest batch of its prompt took"
-                    f" {longest_s:.1f} s (limit: {limit_s:.1f} s)"
-                )
-                return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
-        return None
+        longest_s = self._longest_batch_s(sum(not slot.decoded_tokens for slot in busy))
+        limit_s = None if longest_s is None else max(BATCH_MIN_S, BATCH_MULTIPLE * longest_s)
+        if limit_s is None or self._still_s < limit_s:
+            return None
+        detail = (
+            f"no slot of the server moved in {self._still_s:.1f} s, and the longest batch of the prompts that it reads"
+            f" took {longest_s:.1f} s (limit: {limit_s:.1f} s)"
+        )
+        return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
+
+    def _longest_batch_s(self, prompts_count: int) -> float | None:
+        """Of the prompts that are being read; None where one of them is a stranger's, or reported no batch yet."""
+        readers = [each for each in (self._suspect, *self._others) if each.phase is _PREFILL]
+        learnt = [each.longest_batch_s for each in readers if each.longest_batch_s is not None]
+        return max(learnt) if len(learnt) == len(readers) and len(learnt) >= prompts_count else None
 
     def _is_left_behind(self) -> bool:
         """Others move at every interval, one that may be its slot never does, and none that moved may be its slot."""
@@ -194,19 +206,29 @@ class _Round:
             return False
         its = [track for track in self._tracks if self._may_be_its(track)]
         moved = [track for track in its if _moved(track)]
-        explained = [other for other in self._served if other.phase is self._suspect.phase]
-        return len(moved) < len(its) and len(moved) <= len(explained)
+        return len(moved) < len(its) and len(moved) <= len(self._explained)
 
-    def _may_be_its(self, track: tuple[Slot, ...]) -> bool:
-        """Whether the slot may be the suspect's: it worked on one task at every look, in the suspect's own phase."""
+    @property
+    def _explained(self) -> list[Progress]:
+        """Others that are served, whose slot may look like the suspect's."""
+        generating = self._suspect.phase is _GENERATING
+        return [other for other in self._served if not generating or other.phase is _GENERATING]
+
+    def _could_be_its(self, track: tuple[Slot, ...]) -> bool:
+        """Whether the slot worked on one task at every look, and not on one that has said less than the suspect."""
         if not all(slot.is_processing for slot in track) or len({slot.task for slot in track}) > 1:
             return False
         first = track[0].decoded_tokens
-        if self._suspect.phase is _GENERATING:
-            return first > 0 and first >= self._suspect.tokens // 2  # it has told that many; a token may be two deltas
+        # It has told that many; a token may come in two pieces.
+        return self._suspect.phase is not _GENERATING or (first > 0 and first >= self._suspect.tokens // 2)
+
+    def _may_be_its(self, track: tuple[Slot, ...]) -> bool:
+        """Likewise, and in the suspect's own phase."""
+        if self._suspect.phase is _GENERATING or not self._could_be_its(track):
+            return self._suspect.phase is _GENERATING and self._could_be_its(track)
         # In prefill only where no other prompt is read, which would fill the batches.
         alone = sum(1 for other in self._tracks if any(s.is_processing and not s.decoded_tokens for s in other)) == 1
-        return self._suspect.phase is _PREFILL and first == 0 and alone
+        return self._suspect.phase is _PREFILL and track[0].decoded_tokens == 0 and alone
 
     def _has_been_served(self, other: Progress) -> bool:
         """It has a slot of its own at every look, and has brought data since the first."""

@@ -46,7 +46,7 @@ from llama_worker.request.progress import Progress
 from llama_worker.server.gaps import FORGIVEN_IN_A_ROW, LATE_S, NO_GAPS
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.look_rounds import LookRounds
-from llama_worker.server.slots import SlotsWatch, judge_by_slots
+from llama_worker.server.slots import SlotMoves, SlotsVerdict, SlotsWatch, judge_by_slots
 from llama_worker.server.startup import StartupWatch
 from llama_worker.server.timeouts import DataLedger, Inquiry, Verdict, busy_neighbour, verdict
 from llama_worker.types import RequestPhase, StartFailReason
@@ -125,6 +125,7 @@ class ServerWatch:
         self._liveness_at: float | None = None
         self._activity: dict[int, str] = {}  # what each liveness probe said last
         self._slots = SlotsWatch()
+        self._moved_at: dict[int, float] = {}  # when what may be a request's slot was seen to have moved
         self._gaps = NO_GAPS
         self._gaps_in_a_row = 0
         self._probe_is_stale = False  # the one under way was begun before a gap
@@ -341,6 +342,7 @@ class ServerWatch:
 
     def _unwatch(self, request_id: int, data_at: float | None, now: float) -> None:
         self._progress.pop(request_id, None)
+        self._moved_at.pop(request_id, None)
         if self._requests.pop(request_id, None) is not None:
             self._ledger = self._ledger.heard(request_id, data_at)
             self._inquiry = self._inquiry.without(request_id)
@@ -431,7 +433,7 @@ class ServerWatch:
         neighbour_data_at = self._ledger.of_others(progress.request_id)
         found = verdict(
             progress,
-            liveness_at=self._liveness_at,
+            liveness_at=self._worked_at(progress.request_id),
             neighbour_data_at=neighbour_data_at,
             profile=self._profile,
             now=now,
@@ -448,8 +450,16 @@ class ServerWatch:
                 still_since=self._slots.still_since,
                 now=now,
             )
-            if by_slots is not None:
-                self._give_up(progress, by_slots.verdict, now, alone=by_slots.alone)
+            match by_slots:
+                case SlotsVerdict(verdict=given, alone=alone):
+                    self._give_up(progress, given, now, alone=alone)
+                case SlotMoves():
+                    self._moved_at[progress.request_id] = self._slots.looks[-1].asked_at
+
+    def _worked_at(self, request_id: int) -> float | None:
+        """The newest sign of work: by the server's processes, or by what may be the request's slot."""
+        signs = (self._liveness_at, self._moved_at.get(request_id))
+        return max((at for at in signs if at is not None), default=None)
 
     def _give_up(self, progress: Progress, found: Verdict, now: float, *, alone: bool) -> None:
         """`alone`: the server serves others, also where they received no data lately."""

@@ -1,0 +1,327 @@
+"""One generated server against the real worker, in virtual time: is it given up, and when?
+
+An honest one does what honest servers do: it is slow, computes long batches, pauses, holds text back, queues, refuses
+`/slots`. A wedged one is honest up to a random moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pykka
+
+from llama_worker import LlamaWorker
+from llama_worker.config import WorkerConfig
+from llama_worker.profiles import RestartPolicy, TimeoutProfile
+from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.types import RequestState
+from llama_worker.worker import _open_backends
+from tests.simulation.dice import Dice
+from tests.simulation.machine import Machine
+from tests.simulation.runtime import SimRuntime
+from tests.simulation.scheduler import Scheduler, SeededChoices
+from tests.simulation.server import Build, Exchange, Headers, LlamaServer, Reply
+from tests.simulation.trace import Trace
+
+PROFILE = TimeoutProfile.normal()
+HORIZON_S = 3 * 3600.0
+FOREIGN = 1_000_000  # request ids of other clients of the same server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one case."""
+
+    is_void: bool = False  # the wedge never had anybody to hurt
+    given_up_after_s: float | None = None  # since the wedge began, or (honest) since the start; None: spared
+    promised_s: float | None = None  # by the profile, for such a wedge; None: nothing was promised
+    detail: str = ""
+    slots_asked: int = 0
+    messages: int = 0
+
+
+class Client:
+    """A connection of a foreign client, which reads nothing."""
+
+    def headers(self, status: int) -> None:
+        """Unread."""
+
+    def receive(self, data: bytes) -> None:
+        """Unread."""
+
+    def end(self, *, regular: bool) -> None:
+        """Unread."""
+
+
+class Silence(Trace):
+    """Nobody wants the story: half the time of a run."""
+
+    def message(self, now: float, actor: str, message: Any) -> None:
+        """Unheard."""
+
+    def event(self, now: float, what: str) -> None:
+        """Unheard."""
+
+    def note(self, now: float, what: str) -> None:
+        """Unheard."""
+
+
+class Case:
+    """See the module. `wedge` hurts somebody and says whom, or says that there is nobody yet."""
+
+    def __init__(self, seed: int, wedge: Callable[[Case], bool] | None = None, *, trace: Trace | None = None) -> None:
+        dice = self.dice = Dice(seed)
+        self.build = _build(dice)
+        # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that anybody works.
+        self.has_strangers = self.build.cpu_shows and dice.chance(0.5)
+        self.wedge = wedge
+        self.wedged_at: float | None = None
+        self.promised_s: float | None = None
+        self.replies: dict[tuple[int, int], Reply] = {}
+        self.twists: dict[str, Callable[[LlamaServer, Exchange], object]] = {"held back": self._hold_back}
+        self.trace = trace or Silence()
+        choices = SeededChoices(dice.fork().random, preempts=0.02, sleeps=0.005, late=0.02)
+        self.scheduler = Scheduler(choices, self.trace, now=1000.0)
+        self.machine = Machine(self.scheduler, dice.fork(), self.build)
+        self.machine.reply_to = self._reply
+        self.machine.twist = self._twist
+        self.machine.on_signal = lambda process, signal: self._given_up(str(worker._server.lifecycle.last_error))
+        self.config = WorkerConfig(
+            name="adversary",
+            host="127.0.0.1",
+            port=8080,
+            server_cmd=("llama-server",),
+            slots=self.build.slots + dice.below(3),  # some wait in the server
+            timeouts=PROFILE,
+            restart=RestartPolicy(),
+            loop_detector=None,  # its words are all alike
+        )
+        self.runtime = SimRuntime(self.config, self.scheduler, self.machine, dice.fork())
+        self.worker = LlamaWorker(self.config, _runtime=self.runtime)
+        worker = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
+        self.to_come = 0
+        self._running = 0
+        self._gave_up: tuple[float, str] | None = None
+        self._slots_asked = 0
+        self._held_since: dict[int, int] = {}  # tokens, by request
+        self._delays_tokenizing()
+        self._counts_slots()
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> Outcome:
+        """All of it."""
+        logging.disable(logging.CRITICAL)
+        try:
+            started = self.worker.start()
+            if not self.scheduler.run_until(started.done, self.scheduler.now + 600.0):
+                return self._outcome("the server did not start")
+            started.get(timeout=0)
+            self._plan()
+            end = self.scheduler.now + HORIZON_S
+            self.scheduler.run_until(lambda: self._gave_up is not None or self._is_over(), end)
+            return self._outcome()
+        finally:
+            logging.disable(logging.NOTSET)
+            for simulated in self.scheduler.actors:
+                pykka.ActorRegistry.unregister(simulated.actor.actor_ref)
+            _open_backends.discard(self.worker._backend)
+
+    def _is_over(self) -> bool:
+        return not self.to_come and not self._running
+
+    def _outcome(self, detail: str = "") -> Outcome:
+        gave_up = self._gave_up
+        since = self.wedged_at if self.wedged_at is not None else 1000.0
+        promised_s = self.promised_s
+        if promised_s is not None and promised_s > (PROFILE.silent_work_timeout_s or 0.0):
+            promised_s += max(0.0, self.machine.servers[0].advanced_at - since)  # from the last data of anybody
+        return Outcome(
+            is_void=self.wedge is not None and self.wedged_at is None,
+            given_up_after_s=None if gave_up is None else gave_up[0] - since,
+            promised_s=promised_s,
+            detail=detail or ("" if gave_up is None else gave_up[1]),
+            slots_asked=self._slots_asked,
+            messages=self.scheduler.messages_count,
+        )
+
+    def _given_up(self, detail: str) -> None:
+        if self._gave_up is None:
+            self._gave_up = self.scheduler.now, detail
+
+    # ------------------------------------------------------------ the host, and what happens
+
+    def later(self, seconds: float, call: Callable[[], object], what: str = "adversary") -> None:
+        """The world's doing, not the host's."""
+        self.scheduler.at(self.scheduler.now + seconds, call, what, of_host=False)
+
+    @property
+    def server(self) -> LlamaServer:
+        """The one that runs."""
+        server = self.machine.listening()
+        assert server is not None
+        return server
+
+    def _plan(self) -> None:
+        dice = self.dice
+        self.to_come = 1 + dice.below(2 * self.config.slots)
+        for _ in range(self.to_come):
+            self.later(dice.log_between(0.01, 300.0), self._submit)
+        for _ in range(dice.below(4)):
+            self.later(dice.log_between(1.0, 1000.0), self._oddity)
+        if self.wedge is not None:
+            self.later(dice.log_between(0.1, 300.0), self._strike)
+
+    def _submit(self) -> None:
+        self.to_come -= 1
+        answer = self.worker.submit("job", "", "hello")
+        self._running += 1
+        answer._on_resolved(partial(self._admitted, answer))
+
+    def _admitted(self, answer: WorkerFuture[Any]) -> None:
+        told = answer.get(timeout=0)
+        if not told["ok"]:
+            self._running -= 1
+            return
+        result = self.worker.result(told["request_id"])
+        result._on_resolved(partial(self._ended, result))
+
+    def _ended(self, result: WorkerFuture[Any]) -> None:
+        told = result.get(timeout=0)
+        self._running -= 1
+        if told["state"] is not RequestState.COMPLETED:
+            self._given_up(f"{told['fail_reason']}: {told['fail_detail']}")
+
+    def _strike(self) -> None:
+        assert self.wedge is not None
+        if self.wedge(self):
+            self.wedged_at = self.scheduler.now
+            self.trace.note(self.scheduler.now, "WEDGED")
+        elif not self._is_over():
+            self.later(self.dice.log_between(0.1, 10.0), self._strike)
+
+    def _oddity(self) -> None:
+        """Something honest: a pause, a stop, a foreign client. A wedged server has no more of them."""
+        server, dice = self.machine.listening(), self.dice
+        if server is None or self.wedged_at is not None or server.frozen or server.stopped:
+            return
+        seconds = dice.log_between(0.1, 15.0)
+        match dice.below(4):
+            case 0:
+                if any(each.reply.twist for each in server.exchanges):
+                    seconds = min(seconds, 4.0)  # where all text is held back, a longer one cannot be told from a hang
+                server.freeze(spins=dice.chance(0.5))
+                self.later(seconds, partial(self._unless_wedged, server.thaw))
+            case 1:
+                server.stop_signal()
+                self.later(seconds, partial(self._go_on, server))
+            case 2 if self.has_strangers:
+                server.accept(Client(), (FOREIGN + dice.below(1000), 1), {})
+            case 3:
+                halted_s = dice.log_between(1.0, 2000.0)
+                self.scheduler.halt_host(halted_s)
+                server.stop_signal()  # a machine that sleeps
+                self.later(halted_s, partial(self._go_on, server))
+
+    def _unless_wedged(self, call: Callable[[], object]) -> None:
+        if self.wedged_at is None:
+            call()
+
+    def _go_on(self, server: LlamaServer) -> None:
+        server.continue_signal()
+        self.machine.answer_waiting(server)
+
+    # ------------------------------------------------------------ what the server says
+
+    def _reply(self, request_id: int, turn: int) -> Reply:
+        dice, build = self.dice, self.build
+        silent_s = 500.0 / build.slots if not build.reports_progress else 2000.0 / build.slots
+        if request_id >= FOREIGN:  # what it gets, nobody sees
+            silent_s = 50.0
+        longest = max(2, int(build.prefill_tokens_per_s * silent_s))
+        holds_back = dice.chance(0.2) and request_id < FOREIGN
+        steps = 1 + int(dice.log_between(1, 60))
+        # One step makes one token: a step of more of them, as here, is short. A server of half a minute a token shows
+        # that it works by its tokens, but not to who waits behind a stranger's request.
+        step_s = dice.log_between(0.05, (2.0 if holds_back else 4.5 if self.has_strangers else 30.0) / build.slots)
+        step_tokens = max(1, int(build.decode_tokens_per_s * step_s))
+        reply = Reply(
+            key=f"r{request_id}",
+            prompt_tokens=1 + int(dice.log_between(1, longest)),
+            reasoning_tokens=0,
+            text_tokens=steps * step_tokens,
+            step_tokens=step_tokens,
+        )
+        if holds_back:
+            reply.twist, reply.twist_at = "held back", dice.below(reply.text_tokens)
+        self.replies[request_id, turn] = reply
+        return reply
+
+    def _twist(self, server: LlamaServer, exchange: Exchange) -> None:
+        name = exchange.reply.twist
+        assert name is not None
+        self.twists[name](server, exchange)
+
+    def _hold_back(self, server: LlamaServer, exchange: Exchange) -> None:
+        """It generates, and what it says may be the start of something: nothing is sent for minutes."""
+        reply = exchange.reply
+        if exchange.request_id not in self._held_since:
+            self._held_since[exchange.request_id] = exchange.decoded
+            seen = self.build.shows_slots or self.build.cpu_shows
+            self.later(self.dice.log_between(1.0, 600.0 if seen else 60.0), partial(_let_go, exchange))
+        exchange.decoded = min(reply.answer_tokens, exchange.decoded + 1)
+        if exchange.decoded == reply.answer_tokens:
+            _let_go(exchange)
+        if reply.twist is None:
+            held = range(self._held_since[exchange.request_id], exchange.decoded)
+            server.send_words(exchange, "".join(reply.word(index) for index in held))
+
+    # ------------------------------------------------------------ around the simulated machine
+
+    def _delays_tokenizing(self) -> None:
+        serve, dice = self.machine.serve, self.dice.fork()
+
+        def delayed(server: LlamaServer, stream: Any, body: dict[str, Any]) -> None:
+            def arrives() -> None:
+                if not stream._aborted and not server.gone:
+                    serve(server, stream, body)
+
+            self.later(dice.log_between(0.001, 10.0) if dice.chance(0.2) else 0.0, arrives)
+
+        self.machine.serve = delayed  # type: ignore[method-assign]
+
+    def _counts_slots(self) -> None:
+        look = self.runtime.look_at_slots
+
+        def counted(*args: Any) -> Any:
+            self._slots_asked += 1
+            return look(*args)
+
+        self.runtime.look_at_slots = counted  # type: ignore[method-assign,assignment]
+
+
+def _let_go(exchange: Exchange) -> None:
+    exchange.reply.twist = None
+
+
+def _build(dice: Dice) -> Build:
+    """An honest server, within what `PROFILE` states."""
+    cpu_shows = dice.chance(0.8)
+    slots = 1 + dice.below(4)
+    batch_tokens = dice.choice((64, 256, 512, 2048))
+    batch_s = dice.log_between(0.05, 250.0 / slots) if cpu_shows else dice.log_between(0.05, 8.0 / slots)
+    return Build(
+        slots=slots,
+        prefill_tokens_per_s=batch_tokens / batch_s,
+        decode_tokens_per_s=dice.log_between(0.5 * slots, 100.0),
+        batch_tokens=batch_tokens,
+        load_s=dice.log_between(0.5, 20.0),
+        cpu_shows=cpu_shows,
+        headers=dice.choice(tuple(Headers)) if cpu_shows else Headers.IN_SLOT,
+        reports_progress=dice.chance(0.7) or not cpu_shows,
+        shows_slots=dice.chance(0.85),
+    )
