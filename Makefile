@@ -5,12 +5,14 @@ PYTHON ?= python3
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 NODE_CLIENTS := tests/responses/node/node_modules
+CODING_CLIENTS := tests/responses/clients/npm/node_modules
+LOOPBACK_ONLY := unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' sh
 PYTHONS := python3.11 python3.12 python3.13
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NO_INDEX := echo "error: pip could not install what is needed: check the network and pip's settings (pip config list)" >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help adversary test test-all-pythons test-responses bench-responses demo server unit scenarios chaos docs lint format clean
+.PHONY: help adversary simulate test test-all-pythons test-responses test-clients bench-responses demo server unit scenarios chaos docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -40,11 +42,19 @@ scenarios: $(VENV)/.test ## hung or only slow? every scenario, with its verdict 
 test-responses: $(VENV)/.test server $(NODE_CLIENTS)/.stamp ## the Responses layer with every client, those of Node too (needs npm)
 	$(BIN)/python -m pytest tests/responses $(PYTEST_ARGS)
 
+test-clients: $(VENV)/.test $(CODING_CLIENTS)/.stamp ## Codex, OpenCode and a browser in front of a scripted server, without a network (needs npm; installs Debian's chromium)
+	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; }
+	$(LOOPBACK_ONLY) $(BIN)/python -m tests.responses.clients $(CLIENTS_ARGS)
+
 bench-responses: $(VENV)/.test server $(NODE_CLIENTS)/.stamp ## what those clients get from llama-server itself and through the proxy; PEER='command' for another proxy
 	$(BIN)/python -m benchmarks.responses $(if $(PEER),--peer '$(PEER)')
 
 $(NODE_CLIENTS)/.stamp: tests/responses/node/package.json
 	npm install --prefix tests/responses/node --no-package-lock --no-audit --no-fund --loglevel=error
+	touch $@
+
+$(CODING_CLIENTS)/.stamp: tests/responses/clients/npm/package.json
+	npm install --prefix tests/responses/clients/npm --no-package-lock --no-audit --no-fund --loglevel=error
 	touch $@
 
 N ?= 2000

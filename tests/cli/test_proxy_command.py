@@ -103,7 +103,7 @@ def test_a_signal_ends_it_while_its_server_starts(start: Start, tmp_path: Path, 
     words = fake_server_cmd(never, host=HOST, port=11111, slots=22222, journal=journal.path)
     command = shlex.join(words).replace("11111", "{port}").replace("22222", "{slots}")
     process = start("responses-proxy", "--server-cmd", command, "--port", "0")
-    server = journal.wait("launched")["pid"]
+    server = journal.wait("launched", timeout=WAIT_S)["pid"]
     journal.wait("bound", timeout=WAIT_S)
     assert end(process, number)[0] == 0
     assert not psutil.pid_exists(server)

@@ -94,6 +94,18 @@ def test_clients_that_never_read_leave_the_others_alone(make_client: MakeClient)
         assert psutil.Process().memory_info().rss - before < 120 * MIB
 
 
+def test_a_client_that_takes_nothing_is_cut_off(make_client: MakeClient) -> None:
+    fake = make_client(client_timeout_s=0.05)
+    body = {
+        "input": "Hi",
+        "stream": True,
+        "fake_script": steps_json(Headers(), Role(), Repeat(None, [Text("x" * 4096)])),
+    }
+    with dial(fake) as client:
+        client.sendall(request_bytes("/v1/responses", body, port=fake.proxy.port))
+        fake.journal.wait("client_closed", timeout=WAIT_S)
+
+
 def test_threads_are_given_back(fake: Client) -> None:
     before = threading.active_count()
     with crowd(fake, request_bytes("/v1/responses", {"input": "Hi"}, port=fake.proxy.port), 40) as connections:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import http.client
 import http.server
@@ -67,6 +68,18 @@ def test_statuses_pass_through(through: Through, status: str) -> None:
     client, _ = through(answer(b"" if empty else b"no", status.encode()))
     reply = client.send("GET", "/any")
     assert (reply.status, reply.data) == (int(status[:3]), b"" if empty else b"no")
+
+
+def test_a_reply_to_head_has_no_body(through: Through, make_client: MakeClient, free_port: Callable[[], int]) -> None:
+    client, _ = through(PLAIN % (b"200 OK", 5, b""))
+    absent = make_client(upstream=f"http://{HOST}:{free_port()}")
+    for one, status in ((client, 200), (absent, 502)):
+        with contextlib.closing(one.connection()) as connection:
+            for _ in range(2):  # the connection is as good as before
+                connection.request("HEAD", "/any")
+                response = connection.getresponse()
+                assert (response.status, response.read()) == (status, b"")
+                assert int(response.headers["Content-Length"]) > 0
 
 
 def test_compressed_bodies_stay_compressed(through: Through) -> None:

@@ -16,6 +16,7 @@ from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from tests.actors.conftest import eventually
 from tests.conftest import Leftovers
 from tests.fake_script import (
+    Answer,
     Gate,
     Headers,
     HttpError,
@@ -231,3 +232,37 @@ def test_a_port_that_is_taken_is_an_error(fake: Client, make_client: MakeClient)
             proxy.start().get(timeout=WAIT_S)
     finally:
         proxy.close()
+
+
+LATE = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yes?"},
+    {"role": "developer", "content": "Be terse."},
+    {"role": "user", "content": "More"},
+]
+
+
+@pytest.mark.parametrize(
+    ("answers", "role"),
+    [
+        pytest.param([], "system", id="a template that shows every system message"),
+        pytest.param([Answer(body={"prompt": "probe-head"})], "user", id="one that loses the second"),
+        pytest.param([Answer(500)], "user", id="one that fails on it"),
+        pytest.param([Answer(reset=True)], "user", id="a server that does not tell"),
+    ],
+)
+def test_late_instructions_are_sent_as_the_template_takes_them(
+    make_client: MakeClient, answers: list[Answer], role: str
+) -> None:
+    fake = make_client(Script(apply_template=answers))
+    assert fake.create(input=LATE, instructions="A").status == 200
+    assert [message["role"] for message in fake.last_chat()["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        role,
+        "user",
+    ]
+    asked = len(fake.journal.facts("request", path="/apply-template"))
+    assert fake.create(instructions="A").status == 200
+    assert len(fake.journal.facts("request", path="/apply-template")) == asked

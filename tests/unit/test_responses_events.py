@@ -134,7 +134,7 @@ def test_any_stream_of_events_is_valid(
 @given(st.lists(st.one_of(st.builds(TextDelta, texts), calls), max_size=30))
 def test_no_text_is_lost_or_made_up(said: list[StreamEvent]) -> None:
     plain = [TextDelta(one.text.replace("<", "(")) if isinstance(one, TextDelta) else one for one in said]
-    response = response_of(*plain, Finish("length"))
+    response = response_of(*plain, Finish("stop"))
     texts = [item["content"][0]["text"] for item in response["output"] if item["type"] == "message"]
     assert "".join(texts) == "".join(one.text for one in plain if isinstance(one, TextDelta))
 
@@ -240,11 +240,16 @@ def test_the_finish_reason_decides_the_terminal_event(reason: str, status: str, 
     assert response["output"][0]["status"] == status
 
 
-def test_a_call_that_the_limit_cut_is_incomplete() -> None:
-    response = response_of(call(0, "{}", "f", "c1"), call(1, '{"a": ', "g", "c2"), Finish("length"), Done())
-    assert [(item["status"], item["arguments"]) for item in response["output"]] == [
-        ("completed", "{}"),
-        ("incomplete", '{"a": '),
+@pytest.mark.parametrize("arguments", ['{"a": ', "{}"])
+def test_a_call_that_the_limit_cut_is_never_reported_done(arguments: str) -> None:
+    events = new_events()
+    events.begin()
+    for one in (call(0, "{}", "f", "c1"), call(1, arguments, "g", "c2"), Finish("length"), Done()):
+        events.feed(one, NOW)
+    assert [(item["name"], item["status"]) for item in events.response["output"]] == [("f", "completed")]
+    assert [(item["name"], item["status"]) for item in events.stored["output"]] == [
+        ("f", "completed"),
+        ("g", "incomplete"),
     ]
 
 
@@ -328,6 +333,16 @@ def test_calls_come_back_as_the_client_knows_the_tool(name: str, shown_as: tuple
         assert item["input"] == "+a\n"
     else:
         assert json.loads(item["arguments"]) == {"input": "+a\n"}
+
+
+SEARCH = {"type": "tool_search", "execution": "client", "description": "d", "parameters": TOOL["parameters"]}
+
+
+@pytest.mark.parametrize(("arguments", "given"), [('{"query": "words"}', {"query": "words"}), ("[", {})])
+def test_a_search_for_tools_comes_back_as_one(arguments: str, given: Any) -> None:
+    said = [call(0, arguments, "tool_search", "c1"), Finish("tool_calls"), Done()]
+    (item,) = response_of(*said, body={"input": "a", "tools": [SEARCH]})["output"]
+    assert (item["type"], item["execution"], item["arguments"]) == ("tool_search_call", "client", given)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.responses.body import parse_body
-from llama_worker.responses.conversation import LateRole, chat_messages, seal_reasoning, unseal_reasoning
+from llama_worker.responses.conversation import (
+    TEMPLATE_PROBE,
+    LateRole,
+    chat_messages,
+    late_role_of,
+    seal_reasoning,
+    unseal_reasoning,
+)
 from llama_worker.responses.refusal import RequestRefused, refused_by_server
 from llama_worker.responses.request import ENCRYPTED_REASONING, ChatRequest, Recalled, normalise, references
 from llama_worker.responses.tools import NO_TOOLS, ToolSet
@@ -28,7 +35,7 @@ ANSWER = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": T
 def messages(
     *items: dict[str, Any], instructions: str = "", tools: ToolSet = NO_TOOLS, late_role: LateRole = "user"
 ) -> list[dict[str, Any]]:
-    return chat_messages(instructions, items, tools, late_role)[0]
+    return chat_messages(instructions, items, tools, late_role).messages
 
 
 def call(call_id: str, arguments: str = "{}", name: str = "add") -> dict[str, Any]:
@@ -96,6 +103,24 @@ def test_no_instruction_comes_between_a_call_and_its_result() -> None:
     late = {"role": "developer", "content": "B"}
     found = messages(USER, call("x"), call("y"), late, output("x"), output("y"), SAID)
     assert [message["role"] for message in found] == ["user", "assistant", "tool", "tool", "user", "assistant"]
+
+
+PROBED = [message["content"] for message in TEMPLATE_PROBE["messages"]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "role"),
+    [
+        (" ".join(PROBED), "system"),
+        (" ".join([PROBED[0], *PROBED[3:4], *PROBED[1:3], PROBED[4]]), "user"),  # moved to the head
+        (" ".join([*PROBED[:3], PROBED[4]]), "user"),  # dropped
+        (" ".join(PROBED[1:]), "user"),  # the first one dropped
+        (None, "user"),
+        (3, "user"),
+    ],
+)
+def test_the_template_decides_how_late_instructions_are_sent(prompt: object, role: str) -> None:
+    assert late_role_of(prompt) == role
 
 
 def turn_items(draw: st.DrawFn, number: int) -> list[dict[str, Any]]:
@@ -473,6 +498,19 @@ def test_calls_in_the_history_have_the_names_that_the_model_knows(tools: list[An
     assert [one["name"] for one in calls] == ["mcp__dict__lookup", "apply_patch"]
     assert calls[1]["arguments"] == '{"input": "é\\"\\n"}'
     assert [message["content"] for message in sent[2:]] == ["3", "Done!"]
+
+
+def test_tools_that_the_client_found_are_offered_and_named_to_the_model() -> None:
+    items = [
+        USER,
+        {"type": "tool_search_call", "call_id": "x", "execution": "client", "arguments": {"query": "words"}},
+        {"type": "tool_search_output", "call_id": "x", "execution": "client", "tools": [MCP]},
+    ]
+    request = normalise({"input": items, "tools": [ADD, {"type": "tool_search", "execution": "client"}]})
+    assert list(offered(request)) == ["add", "tool_search", "mcp__dict__lookup"]
+    _, asked, found = request.body["messages"]
+    assert asked["tool_calls"][0]["function"] == {"name": "tool_search", "arguments": '{"query": "words"}'}
+    assert found["content"] == "These tools can be called now: mcp__dict__lookup"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from llama_worker.responses.body import parse_body
 from llama_worker.responses.client import Client
 from llama_worker.responses.client_connection import Request
 from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.conversation import TEMPLATE_PROBE, LateRole, late_role_of
 from llama_worker.responses.events import ResponseEvents
 from llama_worker.responses.exchange import Exchange, Run, ask
 from llama_worker.responses.http import forwarded, passed_back, warning_headers
@@ -44,6 +45,7 @@ from llama_worker.stream.response import disconnected
 from llama_worker.types import RequestFailReason
 
 _READ_BYTES = 65536
+_TEMPLATE_S = 5.0  # for a small question, which the server answers within milliseconds
 # Ours are JSON and a stream; the last one lets llama-server go on working for a client that has left (b11434).
 _NOT_FOR_CHAT = frozenset({"accept", "accept-encoding", "content-encoding", "content-type", "x-conversation-id"})
 _CREATE = re.compile(r"(/v1)?/responses/?")
@@ -100,9 +102,12 @@ class ResponsesApp:
         if request.header("content-encoding") not in ("", "identity"):
             raise RequestRefused(415, "the request's body must not be compressed")
         body = parse_body(request.body)
-        chat_request = normalise(body, self._recall(references(body)))
+        recalled = self._recall(references(body))
+        chat_request = normalise(body, recalled)
         unique, numbers = uuid.uuid4().hex, itertools.count(1)
         exchange.enter(response_id_of(unique))
+        if chat_request.has_late_instructions and self._late_role(exchange, request) == "system":
+            chat_request = normalise(body, recalled, late_role="system")
         events = ResponseEvents(
             response_id=response_id_of(unique),
             created_at=int(time.time()),
@@ -147,6 +152,19 @@ class ResponsesApp:
         else:
             client.reply(request, 200, events.response, warnings)
 
+    def _late_role(self, exchange: Exchange, request: Request) -> LateRole:
+        """As the server's template has it now; "user", which every template takes, where it does not say."""
+        headers = {"Authorization": request.header("authorization"), **self._endpoint.headers()}
+        url, timeout = f"{self._endpoint.base_url}/apply-template", (self._config.connect_timeout_s, _TEMPLATE_S)
+        try:
+            with exchange.http().post(url, json=TEMPLATE_PROBE, headers=headers, timeout=timeout) as reply:
+                told = reply.json()
+        except (OSError, ValueError, urllib3.exceptions.HTTPError):
+            return "user"
+        finally:
+            exchange.abort.detach()
+        return late_role_of(told.get("prompt") if isinstance(told, Mapping) else None)
+
     def _recall(self, wanted: References) -> Recalled:
         if not wanted:
             return NOTHING_RECALLED
@@ -190,7 +208,7 @@ class ResponsesApp:
             client.begin(request, answer.status_code, passed_back(raw.headers.iteritems()), answer.reason or "")
         except h11.LocalProtocolError:
             raise RequestRefused(502, "the upstream server: its reply is malformed", code="upstream_failed") from None
-        for piece in _pieces(raw) if request.method != "HEAD" else ():
+        for piece in _pieces(raw):
             client.write(piece)
         client.end()
 

@@ -54,6 +54,7 @@ class ClientConnection:
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._head_bytes = bytearray()
         self._head: Request | None = None
+        self._wants_body = True
         self._body: list[bytes] = []
 
     # ------------------------------------------------------------ requests
@@ -113,6 +114,7 @@ class ClientConnection:
             headers=tuple((name.decode("ascii"), value.decode("latin-1")) for name, value in head.headers.raw_items()),
             body=b"",
         )
+        self._wants_body = request.method != "HEAD"
         if not request.target.startswith("/"):
             raise RequestRefused(400, "the request's target must be a path")
         length = request.header("content-length")
@@ -165,8 +167,8 @@ class ClientConnection:
         return self._h11.send(reply) or b""
 
     def data(self, data: bytes) -> bytes:
-        """A piece of its body, as it goes over the wire."""
-        return self._h11.send(h11.Data(data=data)) or b""
+        """A piece of its body, as it goes over the wire: not at all in reply to HEAD."""
+        return (self._h11.send(h11.Data(data=data)) or b"") if self._wants_body else b""
 
     def end(self) -> bytes:
         """The end of its body. Raises h11.LocalProtocolError where it is shorter than its Content-Length."""

@@ -12,10 +12,11 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from llama_worker.responses.refusal import RequestRefused
-from llama_worker.responses.tools import ToolSet, custom_arguments
+from llama_worker.responses.tools import TOOL_SEARCH, ToolSet, custom_arguments, tool_set
 from llama_worker.stream.calls import parse_arguments, tool_call_id
 
 Item = Mapping[str, Any]
@@ -40,6 +41,29 @@ def unseal_reasoning(sealed: object) -> str | None:
         return None
 
 
+TEMPLATE_PROBE: Message = {
+    "messages": [
+        {"role": role, "content": text}
+        for role, text in (
+            ("system", "probe-head"),
+            ("user", "probe-question"),
+            ("assistant", "probe-answer"),
+            ("system", "probe-late"),
+            ("user", "probe-end"),
+        )
+    ]
+}
+"""For `/apply-template`, whose answer `late_role_of` reads."""
+
+
+def late_role_of(prompt: object) -> LateRole:
+    """How a system message reaches the model in the middle of a conversation: templates drop, move or refuse one."""
+    places = (
+        [prompt.find(message["content"]) for message in TEMPLATE_PROBE["messages"]] if isinstance(prompt, str) else [-1]
+    )
+    return "system" if -1 not in places and places == sorted(places) else "user"
+
+
 def item_type(item: Item) -> str:
     """The item's type, also where it is left out: a message has a role, a reference has only an id."""
     kind = item.get("type")
@@ -50,19 +74,27 @@ def item_type(item: Item) -> str:
     return "item_reference" if "id" in item else ""
 
 
-def chat_messages(
-    instructions: str, items: Sequence[Item], tools: ToolSet, late_role: LateRole
-) -> tuple[list[Message], tuple[str, ...]]:
-    """The messages, and warnings about items that were left out. Raises RequestRefused for what is malformed."""
+@dataclass(frozen=True, slots=True)
+class ChatMessages:
+    """`warnings`: about items that were left out. `has_late`: instructions came after the conversation had begun."""
+
+    messages: list[Message]
+    warnings: tuple[str, ...]
+    has_late: bool
+
+
+def chat_messages(instructions: str, items: Sequence[Item], tools: ToolSet, late_role: LateRole) -> ChatMessages:
+    """Raises RequestRefused for what is malformed."""
     writer = _Writer(instructions, tools, late_role)
     for item in items:
         writer.add(item)
-    return writer.messages(), tuple(dict.fromkeys(writer.warnings))
+    return ChatMessages(writer.messages(), tuple(dict.fromkeys(writer.warnings)), writer.has_late)
 
 
 class _Writer:
     def __init__(self, instructions: str, tools: ToolSet, late_role: LateRole) -> None:
         self.warnings: list[str] = []
+        self.has_late = False
         self._tools = tools
         self._late_role = late_role
         self._unanswered: set[str] = set()  # call ids
@@ -89,8 +121,12 @@ class _Writer:
                 if not isinstance(text, str):
                     raise RequestRefused(400, "a custom_tool_call needs its input as a string", param="input")
                 self._call(item, custom_arguments(text))
+            case "tool_search_call":
+                self._call({**item, "name": TOOL_SEARCH}, _as_json(item.get("arguments") or {}))
             case "function_call_output" | "custom_tool_call_output":
                 self._output(item)
+            case "tool_search_output":
+                self._output({**item, "output": self._names(item.get("tools"))})
             case "additional_tools":
                 pass  # they count like `tools`
             case kind:
@@ -124,6 +160,7 @@ class _Writer:
         if not self._messages and self._turn is None:
             self._system.append(text)
             return
+        self.has_late = True
         self._held.append({"role": self._late_role, "content": text})
         if not self._unanswered:
             self._end_turn()
@@ -175,6 +212,12 @@ class _Writer:
         self._unanswered.discard(call_id)
         if not self._unanswered:
             self._release_held()
+
+    def _names(self, tools: object) -> str:
+        """Of tools that were found, as the model knows them; they are offered like the others."""
+        found, _ = tool_set(tools)
+        names = [self._tools.model_name(tool.namespace, tool.name) for tool in found.tools]
+        return f"These tools can be called now: {', '.join(names)}" if names else "No tool was found."
 
     def _begun_turn(self) -> Message:
         if self._turn is None:

@@ -33,6 +33,7 @@ from llama_worker.stream.turn_end import CutOff, Finished, TurnEnd
 
 Event = dict[str, Any]
 
+_CALL_PREFIXES = {"function": "fc", "custom": "ctc", "tool_search": "tsc"}  # of ids
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}  # by finish reason
 
 
@@ -50,8 +51,8 @@ class ResponseEvents:
     `new_id` makes an id of a prefix. Instants are monotonic seconds. After the terminal event everything returns [],
     and `response` is final.
 
-    An item that is still open when the stream fails is never reported done: clients act on what is done, and make it
-    part of their history.
+    An item that is still open when the stream fails, or a call when the token limit is met, is never reported done:
+    clients act on what is done, and make it part of their history.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class ResponseEvents:
                 call_id = self._new_id("call")
             self._call_ids.add(call_id)
             tool = self._tools.called(name)
-            prefix = "ctc" if tool is not None and tool.kind == "custom" else "fc"
+            prefix = _CALL_PREFIXES[tool.kind] if tool is not None else "fc"
             self._begin_item(Call(self._new_id(prefix), index=delta.index, call_id=call_id, model_name=name, tool=tool))
         return True
 
@@ -278,18 +279,22 @@ class ResponseEvents:
         self.response["output"].append(done)
 
     def _close_all(self, status: ItemStatus) -> None:
-        """The turn is over: pass on what was held back and what waits, and close the last item."""
+        """The turn is over: pass on what was held back and what waits, and close the last item.
+
+        A call that the limit cut stays open: clients run what is done.
+        """
         self._finish_splitter()
         while self._waiting:
             self._work_off()
-            if not self._waiting:
+            if not self._waiting or (status == "incomplete" and isinstance(self._open, Call)):
                 break
             if self._open is None:  # a call that never got a name is none
                 nameless = self._waiting[0].index
                 self._waiting = deque(delta for delta in self._waiting if delta.index != nameless)
             else:
                 self._close(status)
-        self._close(status)
+        if not (status == "incomplete" and isinstance(self._open, Call)):
+            self._close(status)
 
     @property
     def _index(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llama_worker.responses.conversation import seal_reasoning
-from llama_worker.responses.tools import Tool, custom_input
+from llama_worker.responses.tools import Tool, ToolKind, custom_input
 from llama_worker.stream.calls import ToolCallAssembler, parse_arguments
 from llama_worker.stream.events import ToolCallDelta
 
@@ -133,7 +133,7 @@ class Call:
     def append(self, delta: Delta) -> Emitted:
         assert delta.call is not None
         self._assembler.feed(delta.call)
-        if self._is_custom or not delta.call.arguments:  # free text is known once its JSON string is whole
+        if self._kind != "function" or not delta.call.arguments:  # free text is known once its JSON string is whole
             return []
         return [("response.function_call_arguments.delta", {"delta": delta.call.arguments})]
 
@@ -145,7 +145,9 @@ class Call:
             return False
 
     def closing(self, status: ItemStatus) -> Emitted:
-        if self._is_custom:
+        if self._kind == "tool_search":
+            return []
+        if self._kind == "custom":
             text = custom_input(self._arguments())
             delta: Emitted = [("response.custom_tool_call_input.delta", {"delta": text})] if text else []
             return [*delta, ("response.custom_tool_call_input.done", {"input": text})]
@@ -156,24 +158,36 @@ class Call:
         return [*emitted, ("response.function_call_arguments.done", arguments)]
 
     def done(self, status: ItemStatus) -> dict[str, Any]:
-        arguments = self._arguments()
-        return self._item(status, custom_input(arguments) if self._is_custom else arguments)
+        return self._item(status, self._arguments())
 
     @property
-    def _is_custom(self) -> bool:
-        return self.tool is not None and self.tool.kind == "custom"
+    def _kind(self) -> ToolKind:
+        return self.tool.kind if self.tool is not None else "function"
 
     @property
     def _name(self) -> str:
         return self.tool.name if self.tool is not None else self.model_name
 
-    def _item(self, status: str, given: str) -> dict[str, Any]:
-        kind, field_name = ("custom_tool_call", "input") if self._is_custom else ("function_call", "arguments")
-        item = {"id": self.id, "type": kind, "status": status, "call_id": self.call_id, "name": self._name}
+    def _item(self, status: str, arguments: str) -> dict[str, Any]:
+        item = {"id": self.id, "type": f"{self._kind}_call", "status": status, "call_id": self.call_id}
+        match self._kind:
+            case "tool_search":
+                return {**item, "execution": "client", "arguments": _object(arguments)}
+            case "custom":
+                given = {"type": "custom_tool_call", "input": custom_input(arguments)}
+            case "function":
+                given = {"arguments": arguments}
         if self.tool is not None and self.tool.namespace is not None:
             item["namespace"] = self.tool.namespace
-        return {**item, field_name: given}
+        return {**item, "name": self._name, **given}
 
     def _arguments(self) -> str:
         calls = self._assembler.calls()
         return calls[0].arguments if calls else ""
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    try:
+        return parse_arguments(arguments)
+    except ValueError:
+        return {}

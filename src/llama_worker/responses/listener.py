@@ -57,8 +57,9 @@ class SocketListener:
         self._stopped = False
         self._accept_at: float | None = None  # when connections are taken again; None: they are
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        descriptors = 4 * _MAX_CLIENTS if descriptors == resource.RLIM_INFINITY else max(descriptors, 8)
         self._max_clients = min(_MAX_CLIENTS, descriptors // 2)
-        self._max_busy = min(_MAX_BUSY, max(descriptors // 4, 1))
+        self._max_busy = min(_MAX_BUSY, descriptors // 4)  # each takes another for its upstream
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
@@ -96,13 +97,13 @@ class SocketListener:
 
     def _turn(self) -> None:
         """Wait for something to happen, and see to it."""
-        for descriptor, events in self._epoll.poll(self._wait_s()):
+        for descriptor, _ in self._epoll.poll(self._wait_s()):
             if descriptor == self._wake:
                 os.eventfd_read(self._wake)
             elif descriptor == self._socket.fileno():
                 self._accept()
             elif (client := self._clients.get(descriptor)) is not None:
-                self._stirred(client, events)
+                self._stirred(client)
         while not self._returned.empty():
             self._take_back(self._returned.get())
         now = time.monotonic()
@@ -160,7 +161,8 @@ class SocketListener:
     def _check(self, client: Client, request: Request) -> None:
         client.origin = self._access.allowed_origin(request, client.local_address)
 
-    def _stirred(self, client: Client, events: int) -> None:
+    def _stirred(self, client: Client) -> None:
+        """A client has sent something, or has left."""
         if client in self._busy:
             client.left()
             return
@@ -185,6 +187,10 @@ class SocketListener:
             self._send(client, client.http.wanted_continue())
         except RequestRefused as refused:
             self._refuse(client, refused)
+            return
+        except Exception as error:  # one client's request must not end all others'
+            _logger.error("a request could not be read: %s", type(error).__name__)
+            self._drop(client)
             return
         self._lobby.enter(client, client.http.phase, time.monotonic())
         self._count_pending(client, client.http.pending_bytes)

@@ -65,6 +65,7 @@ class ChatRequest:
     echo: dict[str, Any]
     input_items: tuple[Item, ...]  # this request's own, references resolved
     previous_response_id: str | None
+    has_late_instructions: bool
     stream: bool
     store: bool
     seal_reasoning: bool
@@ -106,13 +107,13 @@ def normalise(
     text_format = _text_format(body.get("text"))
     conflict = _settle_conflict(choice, text_format)
     instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
-    messages, warnings = chat_messages(instructions, items, tools, late_role)
-    if not messages:
+    chat_input = chat_messages(instructions, items, tools, late_role)
+    if not chat_input.messages:
         raise RequestRefused(400, "the input is empty", param="input")
 
     chat: dict[str, Any] = {key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None}
     parallel = chat.pop("parallel_tool_calls", None)
-    chat["messages"] = messages
+    chat["messages"] = chat_input.messages
     chat["stream"] = True
     chat["stream_options"] = {"include_usage": True}
     chat.setdefault("reasoning_format", "deepseek")
@@ -136,10 +137,11 @@ def normalise(
         input_items=own_items,
         previous_response_id=wanted.previous_response_id,
         stream=body.get("stream") is True,
+        has_late_instructions=chat_input.has_late,
         store=store,
         seal_reasoning=not store or ENCRYPTED_REASONING in include,  # without a store nothing else brings it back
         warnings=(
-            *warnings,
+            *chat_input.warnings,
             *tool_warnings,
             *choice.warnings,
             *conflict.warnings,
@@ -173,7 +175,7 @@ def _input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
 
 
 def _brings_tools(item: Item) -> bool:
-    return item_type(item) == "additional_tools"
+    return item_type(item) in ("additional_tools", "tool_search_output")
 
 
 def _resolved(item: Item, recalled: Recalled) -> Item:

@@ -1,7 +1,8 @@
 """The tools of a request, what the model is offered of them, and which it is to call. Pure.
 
 A chat completion knows functions with flat names. A tool in a namespace is offered as `namespace__name`; a custom
-tool, which takes free text, as a function with one string, `input`.
+tool, which takes free text, as a function with one string, `input`; the search for tools that a client keeps back as
+the function `tool_search`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any, Literal
 from llama_worker.responses.refusal import RequestRefused
 
 Json = Mapping[str, Any]
-ToolKind = Literal["function", "custom"]
+ToolKind = Literal["function", "custom", "tool_search"]
 
+TOOL_SEARCH = "tool_search"
 _JOINT = "__"
 _NO_PARAMETERS: Json = {"type": "object", "properties": {}}
 _FREE_TEXT: Json = {
@@ -119,6 +121,8 @@ def _flat(
             yield namespace, _function(entry)
         case "custom":
             yield namespace, _custom(entry)
+        case "tool_search" if entry.get("execution") == "client":
+            yield namespace, _tool_search(entry)
         case "namespace" if namespace is None:
             name, inner = entry.get("name"), entry.get("tools")
             if not isinstance(name, str) or not name or not isinstance(inner, list):
@@ -150,6 +154,18 @@ def _custom(entry: Json) -> dict[str, Any]:
     return {**tool, "format": dict(form)} if isinstance(form, Mapping) else tool
 
 
+def _tool_search(entry: Json) -> dict[str, Any]:
+    """The client looks for tools that it has not offered; those that it finds are in the next request."""
+    parameters = entry.get("parameters")
+    return {
+        "type": "tool_search",
+        "name": TOOL_SEARCH,
+        "execution": "client",
+        "description": _text(entry.get("description")),
+        "parameters": dict(parameters) if isinstance(parameters, Mapping) else None,
+    }
+
+
 def _name(tool: Json, what: str) -> str:
     name = tool.get("name")
     if not isinstance(name, str) or not name:
@@ -164,7 +180,7 @@ def _text(value: object) -> str | None:
 def _tool(tool: Json, namespace: str | None, model_name: str) -> Tool:
     custom = tool["type"] == "custom"
     return Tool(
-        kind="custom" if custom else "function",
+        kind=tool["type"],
         name=tool["name"],
         namespace=namespace,
         model_name=model_name,
@@ -186,6 +202,8 @@ def _custom_description(tool: Json) -> str | None:
 
 
 def _echo(entry: Json, kept: Sequence[Json]) -> list[Json]:
+    if entry.get("type") == TOOL_SEARCH:
+        return [{key: value for key, value in tool.items() if key != "name"} for tool in kept]
     if entry.get("type") != "namespace":
         return list(kept)
     head = {"type": "namespace", "name": entry["name"], "description": _text(entry.get("description")) or ""}

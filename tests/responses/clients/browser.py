@@ -1,0 +1,137 @@
+"""A page in a real browser (headless Chromium) that tries to read what the proxy says, and to make the model work."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import http.server
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from llama_worker import free_port
+from tests.responses.clients.codex import said
+from tests.responses.clients.stage import HOST, Json, Stage, stage
+
+EVIL = "evil.example"
+PAGE = """<!doctype html><pre id="out"></pre><form id="form" method="post" target="frame"><input name="input"></form>
+<iframe name="frame"></iframe><script>
+const url = %(url)s, found = {}, wait = (s) => new Promise((done) => setTimeout(done, s * 1000));
+async function attempt(name, act) {
+  try { found[name] = await Promise.race([act(), wait(3).then(() => "no answer")]); }
+  catch (error) { found[name] = "refused"; }
+}
+const body = JSON.stringify({model: "m", input: "Hi", stream: true});
+const loaded = (tag, path) => new Promise((done, failed) => {
+  const element = document.createElement(tag);
+  element.onload = () => done("loaded"); element.onerror = failed; element.src = url + path;
+  document.body.append(element);
+});
+(async () => {
+  await attempt("read", async () => (await fetch(url + "/v1/models")).text());
+  await attempt("create", async () => (await fetch(url + "/v1/responses",
+    {method: "POST", body, headers: {"Content-Type": "application/json"}})).text());
+  await attempt("create as text", async () => (await fetch(url + "/v1/responses", {method: "POST", body})).text());
+  await attempt("chat, not to be read", async () => (await fetch(url + "/v1/chat/completions",
+    {method: "POST", body: '{"messages": []}', mode: "no-cors"})).type);
+  await attempt("beacon", async () => { navigator.sendBeacon(url + "/v1/responses", body); return "sent"; });
+  await attempt("image", () => loaded("img", "/v1/models"));
+  await attempt("script", () => loaded("script", "/v1/models"));
+  await attempt("events", () => new Promise((done, failed) => {
+    const source = new EventSource(url + "/v1/models"); source.onopen = () => done("open");
+    source.onerror = () => { source.close(); failed(); };
+  }));
+  await attempt("socket", () => new Promise((done, failed) => {
+    const socket = new WebSocket(url.replace("http", "ws") + "/v1/models");
+    socket.onopen = () => done("open"); socket.onerror = failed;
+  }));
+  const form = document.getElementById("form"); form.action = url + "/v1/responses"; form.submit();
+  await wait(1);
+  document.getElementById("out").textContent = "FOUND" + JSON.stringify(found) + "END";
+})();
+</script>"""
+
+
+def a_foreign_page_gets_nothing_and_moves_nothing() -> list[Json]:
+    """Of another origin on this machine: what is reached is refused, and nothing reaches the server."""
+    with stage(said("secret"), api_key="secret") as on, _page(f"http://{HOST}:{on.proxy.port}") as page:
+        found = _browse(on, page)
+        assert set(found.values()) <= {"refused", "opaque", "sent", "no answer"}, found
+        assert on.bodies == []
+        assert on.journal.facts("request") == []
+        return []
+
+
+def a_page_under_a_rebound_name_gets_nothing() -> list[Json]:
+    """Its own name leads to this machine, so that to the browser the proxy is the page's own server."""
+    port = free_port()
+    with stage(said("secret"), api_key="secret") as on, _page(f"http://{EVIL}:{on.proxy.port}") as page:
+        found = _browse(on, page, f"--host-resolver-rules=MAP {EVIL} {HOST}")
+        assert "secret" not in json.dumps(found)
+        assert on.journal.facts("request") == []
+        shown = _dump(on, f"http://{EVIL}:{on.proxy.port}/v1/models", f"--host-resolver-rules=MAP {EVIL} {HOST}")
+        assert "not an address of this machine" in shown, (shown, port)
+        return []
+
+
+def an_allowed_page_is_served() -> list[Json]:
+    """The one that was named reads a stream."""
+    port = free_port()
+    with stage(said("Hello, page."), allow_origins=(f"http://{HOST}:{port}",)) as on:
+        with _page(f"http://{HOST}:{on.proxy.port}", port) as page:
+            found = _browse(on, page)
+        assert "Hello, page." in found["create"], found
+        assert "Hello, page." in found["create as text"], found
+        return []
+
+
+@contextlib.contextmanager
+def _page(target: str, port: int = 0) -> Iterator[str]:
+    """The address of a page that tries everything with `target`."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = (PAGE % {"url": json.dumps(target)}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer((HOST, port), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://{HOST}:{server.server_port}/"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _browse(on: Stage, page: str, *options: str) -> dict[str, Any]:
+    """What the page found out."""
+    shown = _dump(on, page, *options)
+    told = re.search(r"<pre id=\"out\">FOUND(.*?)END</pre>", shown, re.DOTALL)
+    assert told is not None, shown
+    found: dict[str, Any] = json.loads(html.unescape(told[1]))
+    assert len(found) == 9, found
+    return found
+
+
+def _dump(on: Stage, address: str, *options: str) -> str:
+    """The page as it is after its scripts have run."""
+    program = shutil.which("chromium") or "chromium"
+    fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--timeout=30000"]
+    wait = ["--virtual-time-budget=40000", "--dump-dom"]
+    return on.run([program, *fixed, f"--user-data-dir={on.home}/chromium", *options, *wait, address], {}, None).stdout
+
+
+SCENARIOS = [a_foreign_page_gets_nothing_and_moves_nothing, a_page_under_a_rebound_name_gets_nothing,
+             an_allowed_page_is_served]  # fmt: skip

@@ -1,0 +1,78 @@
+"""What Codex and OpenCode sent (`make test-clients` keeps it) becomes what the model and its prompt cache need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import requests
+
+from llama_worker import LlamaWorker
+from llama_worker.responses.request import normalise
+from tests.responses.clients.recorded import recorded
+from tests.responses.conftest import Json, MakeClient
+from tests.responses.scenarios import PARROT_ARGS
+from tests.server.conftest import NO_PROBES, Serve
+
+RECORDED = recorded()
+GROWING = [  # one conversation each, which nothing shortens
+    "codex-applies_a_freeform_patch", "codex-calls_a_tool_of_an_mcp_server", "codex-resumes_a_conversation",
+    "codex-resumes_with_another_policy", "codex-shows_reasoning_and_gives_it_back", "codex-takes_tools_among_the_input",
+    "codex-works_in_several_turns", "opencode-calls_a_tool_of_an_mcp_server", "opencode-resumes_a_conversation",
+    "opencode-shows_reasoning_and_gives_it_back", "opencode-works_in_several_turns",
+]  # fmt: skip
+CACHE_SHARE = 0.95
+KNOWN_WARNINGS = {"beside tools, text.format is only asked for in the prompt"}  # of answers_in_a_given_form
+
+
+@pytest.mark.parametrize("bodies", RECORDED.values(), ids=RECORDED.keys())
+def test_what_clients_send_is_taken_whole(bodies: list[Json]) -> None:
+    for body in bodies:
+        request = normalise(body)
+        assert set(request.warnings) <= KNOWN_WARNINGS
+        assert request.body["messages"]
+        offered = [tool["function"]["name"] for tool in request.body.get("tools", [])]
+        assert len(set(offered)) == len(offered) == len(request.tools.tools)
+        given = [*(body.get("tools") or []), *(tool for item in body["input"] for tool in item.get("tools") or [])]
+        assert len(offered) == sum(len(tool.get("tools", [tool])) for tool in given)
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_each_turns_prompt_begins_with_the_one_before(name: str) -> None:
+    sent = [normalise(body).body for body in RECORDED[name]]
+    assert len(sent) > 1
+    for before, after in pairwise(sent):
+        assert json.dumps(after.get("tools")) == json.dumps(before.get("tools"))
+        count = len(before["messages"])
+        assert json.dumps(after["messages"][:count]) == json.dumps(before["messages"])
+
+
+@pytest.fixture(scope="module")
+def roomy_url(serve: Serve, lasting_port: object) -> Iterator[str]:
+    """The real llama-server with one slot that holds a long conversation."""
+    config = serve(
+        port=lasting_port(),  # type: ignore[operator]
+        slots=1,
+        timeouts=NO_PROBES,
+        args=("--ctx-size", "16384", "--no-ui", *PARROT_ARGS),
+    )
+    with LlamaWorker(config):
+        yield f"http://{config.host}:{config.port}"
+
+
+@pytest.mark.server
+@pytest.mark.timeout(1800)  # as long as it takes to read some thousand tokens on whatever machine this is
+@pytest.mark.parametrize("client", ["codex", "opencode"])
+def test_the_prompt_cache_covers_what_was_sent_before(make_client: MakeClient, roomy_url: str, client: str) -> None:
+    """Ten turns: of each prompt, at least 95 % of the one before is not read again."""
+    base_url = make_client(upstream=roomy_url).proxy.base_url
+    bodies = RECORDED[f"{client}-works_in_several_turns"]
+    assert len(bodies) == 10
+    usages = []
+    for body in bodies:
+        short = {**body, "stream": False, "max_output_tokens": 1}
+        usages.append(requests.post(f"{base_url}/responses", json=short).json()["usage"])
+    for before, after in pairwise(usages):
+        assert after["input_tokens_details"]["cached_tokens"] >= CACHE_SHARE * before["input_tokens"]
