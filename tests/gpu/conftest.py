@@ -29,7 +29,7 @@ class Gpu:
 
 
 @pytest.fixture(scope="session")
-def gpu(llama_server: str) -> Gpu:
+def gpu(request: pytest.FixtureRequest) -> Gpu:
     """Skips where there is no GPU, or a llama-server that cannot use it."""
     try:
         pynvml.nvmlInit()
@@ -37,6 +37,7 @@ def gpu(llama_server: str) -> Gpu:
             pytest.skip("no NVIDIA GPU")
     except pynvml.NVMLError as error:
         pytest.skip(f"no NVIDIA GPU: {error}")
+    llama_server: str = request.getfixturevalue("llama_server")
     listed = subprocess.run([llama_server, "--list-devices"], capture_output=True, text=True, check=True)
     if "CUDA0" not in listed.stdout:
         pytest.skip(f"{llama_server} was built without CUDA")
