@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from llama_worker.messages import GpuFaulted
 from llama_worker.runtime import gpu_watch
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.types import WorkerState
-from tests.actors.conftest import GatePath, MakeWorker, eventually, fast_timeouts
+from tests.actors.conftest import GatePath, MakeWorker, eventually
 from tests.fake_script import Finish, Gate, Text, WaitClose
 from tests.scripted_nvml import Gpu, NVMLError, ScriptedNvml
 
@@ -274,20 +273,6 @@ def test_an_error_of_one_process_is_a_warning_and_costs_a_healthy_server_nothing
     status = rig.status()
     assert (status["state"], status["restart_count"]) == (WorkerState.READY, 0)
     assert status["warnings"] == ["GPU 0: Xid 31, a memory page fault"]
-
-
-def test_an_error_of_one_process_and_a_server_that_does_not_answer_restart_it(
-    nvml: ScriptedNvml, make_worker: MakeWorker
-) -> None:
-    rig = make_worker(timeouts=fast_timeouts(health_probe_interval_s=2.0, health_failures_before_restart=99))
-    wait_watched(nvml, 1)
-    pid = rig.status()["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    nvml.report(nvml.gpus[0], 13)
-    rig.wait_restarted()
-    (restart,) = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]
-    assert restart["reason"] == "health_lost"
-    assert restart["detail"].startswith("GPU 0: Xid 13, an exception of the graphics engine, and then the probe failed")
 
 
 def test_nvml_that_hangs_holds_up_neither_requests_nor_the_end(nvml: ScriptedNvml, make_worker: MakeWorker) -> None:

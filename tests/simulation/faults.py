@@ -122,6 +122,8 @@ _KINDS = (
     Kind(name="SIGSTOP", scope=Scope.SERVER, found_within=_silence),
     Kind(name="dead altogether", scope=Scope.SERVER, found_within=_silence),
     Kind(name="HTTP thread dead", scope=Scope.SERVER, found_within=_health),
+    Kind(name="GPU lost", scope=Scope.SERVER, found_within=_soon),
+    Kind(name="another process's GPU error", scope=Scope.SERVER, honest=True),
     Kind(name="crash", scope=Scope.SERVER, found_within=_soon),
     Kind(name="killed by the system", scope=Scope.SERVER, found_within=_soon),
     Kind(name="guard killed", scope=Scope.SERVER, found_within=_soon),

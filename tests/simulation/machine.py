@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
 from tests.simulation.dice import Dice
@@ -25,7 +26,7 @@ class Machine:
         self.has_foreign_probe = dice.chance(0.3)  # beside the one of processes; it never has any news
         self.looks_hang = False  # the foreign one's
         self.lacks_threads = False
-        self.gpu_watcher: Callable[[Any], object] = lambda fault: None
+        self.gpu_watch: tuple[int, Callable[[GpuFault], object]] = (0, lambda fault: None)  # of which launch
         self.launched: list[SimServerProcess] = []
         self.servers: list[LlamaServer] = []  # those whose process lives
         self.unanswered: list[tuple[LlamaServer, SimStream]] = []

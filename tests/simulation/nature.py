@@ -7,6 +7,7 @@ from functools import partial
 
 from llama_worker.messages import Tick
 from llama_worker.profiles import TimeoutProfile
+from llama_worker.server.gpu_faults import GpuFault, gpu_lost
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
 from tests.simulation.dice import Dice
@@ -20,8 +21,9 @@ from tests.simulation.server import Exchange, LlamaServer, Reply
 _TOOL_S = 12.0  # a request may be in its tools when a fault of the server begins
 _EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
 _ERROR = b'data: {"error":{"code":500,"message":"CUDA error","type":"server_error"}}\n\n'
-_ARGUMENTS = b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"%s"}}]}}]}\n\n' % (
-    b"1,2," * 16
+_ARGUMENTS = (
+    b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"%s"}}]}}]}\n\n'
+    % (b"1,2," * 16)
 )
 
 
@@ -145,6 +147,8 @@ class Nature:
                 self._fault(name, epoch=server.epoch)
                 server.stop_signal()
                 self._later(dice.between(0.1, within_s), lambda: self._resume(server), "SIGCONT")
+            case "GPU lost" | "another process's GPU error":
+                self._gpu_error(name, server)
             case "sidecar's CPU":
                 fault = self._hurt(name, server)
                 server.spare_time(server.pid + 1, 95.0)
@@ -152,6 +156,20 @@ class Nature:
                 self._bound(fault, server)
             case _:
                 self._wedge(name, server)
+
+    def _gpu_error(self, name: str, server: LlamaServer) -> None:
+        """It is told only of a launch that is watched: one that became READY while there was a thread for that."""
+        epoch, tell = self._machine.gpu_watch
+        if epoch != server.epoch:
+            return
+        if name == "GPU lost":
+            fault = self._hurt(name, server)
+            server.freeze(spins=True)
+            self._bound(fault, server)
+            tell(gpu_lost("GPU 0"))
+        else:
+            self._fault(name, epoch=epoch)
+            tell(GpuFault(fatal=False, detail="GPU 0: Xid 31"))
 
     def _wedge(self, name: str, server: LlamaServer) -> None:
         fault = self._hurt(name, server)

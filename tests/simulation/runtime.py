@@ -154,7 +154,7 @@ class SimRuntime:
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         self._machine.need_thread()
-        self._machine.gpu_watcher = lambda fault: reply_to.tell(GpuFaulted(epoch=epoch, fault=fault))
+        self._machine.gpu_watch = epoch, lambda fault: reply_to.tell(GpuFaulted(epoch=epoch, fault=fault))
 
     def run_bios(self, order: RunBios) -> None:
         if self._config.bios_provider is default_bios:

@@ -121,25 +121,15 @@ def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
     assert step(probed(ProbeOutcome.FAILED), 30.4) == [HealthLost(epoch=1, detail=detail)]
 
 
-def test_a_gpu_that_fails_is_told_as_it_is() -> None:
+@pytest.mark.parametrize("fatal", [False, True])
+def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready(fatal: bool) -> None:
     step = Watched(TimeoutProfile())
     step.become_ready(0.0)
-    lost = GpuFaulted(epoch=1, fault=GpuFault(fatal=True, detail="GPU 0: the GPU is lost"))
-    assert step(lost, 1.0) == [lost]
-    assert step(replace(lost, epoch=2), 1.0) == []
+    error = GpuFaulted(epoch=1, fault=GpuFault(fatal=fatal, detail="GPU 0: Xid 31"))
+    assert step(error, 1.0) == [error]
+    assert step(replace(error, epoch=2), 1.0) == []
     step(StandDown(), 2.0)
-    assert step(lost, 3.0) == []
-
-
-def test_an_error_that_may_be_another_process_s_is_told_and_the_server_is_asked() -> None:
-    step = Watched(TimeoutProfile(health_failures_before_restart=99))
-    step.become_ready(0.0)
-    error = GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31, a memory page fault"))
-    assert step(error, 1.0) == [error, ProbeReadiness(epoch=1, root_pid=7, first=False)]
-    assert step(probed(ProbeOutcome.READY), 1.1) == []
-    assert step(error, 2.0) == [error, ProbeReadiness(epoch=1, root_pid=7, first=False)]
-    detail = "GPU 0: Xid 31, a memory page fault, and then the probe failed: told"
-    assert step(probed(ProbeOutcome.FAILED), 2.1) == [HealthLost(epoch=1, detail=detail)]
+    assert step(error, 3.0) == []
 
 
 def test_evidence_comes_before_the_question_and_the_question_before_the_verdict() -> None:

@@ -39,7 +39,7 @@ _HARMLESS_XIDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFault:
-    """An error of a GPU that the server uses. `fatal`: the GPU computes nothing more for any process."""
+    """An error of a GPU that the server uses. `fatal`: the GPU computes nothing more, for any process."""
 
     fatal: bool
     detail: str

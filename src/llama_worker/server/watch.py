@@ -200,7 +200,8 @@ class ServerWatch:
                     self._progress_reported(progress, now, for_verdict=for_verdict)
             case GpuFaulted(epoch=epoch):
                 if epoch == self._epoch and isinstance(self._stage, HealthCounter):
-                    self._gpu_faulted(seen, now)
+                    self._tell_observed(now)
+                    self._effects.append(seen)
 
     def _stand_down(self) -> None:
         self._reset()
@@ -317,14 +318,6 @@ class ServerWatch:
             self._effects.append(HealthLost(epoch=self._epoch, detail=lost))
         elif self._doubt is not None:
             self._probe()  # the one that is done had begun before the doubt
-
-    def _gpu_faulted(self, faulted: GpuFaulted, now: float) -> None:
-        """One that is not fatal may be another process's: only a probe that fails shows that it was the server's."""
-        self._tell_observed(now)
-        self._effects.append(faulted)
-        if not faulted.fault.fatal:
-            self._doubt = self._doubt or faulted.fault.detail
-            self._probe()
 
     def _fail_startup(self, reason: StartFailReason, detail: str, now: float) -> None:
         self._tell_observed(now)
