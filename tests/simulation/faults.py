@@ -108,6 +108,7 @@ _KINDS = (
     Kind(name="status 400", scope=Scope.REPLY, found_within=_soon, kills=False),
     Kind(name="garbage", scope=Scope.REPLY, found_within=_soon),
     Kind(name="repeated lines", scope=Scope.REPLY, most_records=20, kills=False),
+    Kind(name="crash in the answer", scope=Scope.REPLY, found_within=_soon),
     Kind(name="tool raises", scope=Scope.REPLY, found_within=_soon, kills=False),
     Kind(name="tool never returns", scope=Scope.REPLY, found_within=lambda profile, stage: 10.0 + SLACK_S, kills=False),
     Kind(name="frozen progress", scope=Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
@@ -132,6 +133,7 @@ _KINDS = (
     Kind(name="sidecar's CPU", scope=Scope.SERVER, found_within=_silence),
     # ---- a launch
     Kind(name="load crashes", scope=Scope.LOAD, found_within=_soon),
+    Kind(name="crash loop", scope=Scope.LOAD, found_within=_soon, weight=0.5),
     Kind(name="load hangs", scope=Scope.LOAD, found_within=_startup),
     Kind(name="load spins", scope=Scope.LOAD, found_within=_load),
     Kind(name="slow load", scope=Scope.LOAD, honest=True, weight=2.0),

@@ -21,8 +21,10 @@ class Machine:
 
     def __init__(self, scheduler: Scheduler, dice: Dice, build: Build) -> None:
         self.build = build
+        self.slowness = 1.0  # of everything below; 0.0: all that can happen happens at the same instant
         self.unix_jump_s = 0.0
         self.stranger_on_port = False
+        self.slow_reads = dice.choice((0.02, 0.3))  # how often a reader sleeps before it reads
         self.has_foreign_probe = dice.chance(0.3)  # beside the one of processes; it never has any news
         self.looks_hang = False  # the foreign one's
         self.lacks_threads = False
@@ -104,15 +106,21 @@ class Machine:
 
     def thread_start_s(self) -> float:
         """Until a new thread runs."""
-        return 0.0002
+        return 0.0002 * self.slowness
 
     def read_delay_s(self) -> float:
         """Until a reader that has something to read runs."""
-        return 0.0003 if not self._dice.chance(0.02) else self._dice.log_between(0.001, 0.2)
+        if self._dice.chance(self.slow_reads):
+            return self._dice.log_between(0.001, 0.2) * self.slowness
+        return 0.0003 * self.slowness
 
     def probe_s(self) -> float:
         """Until a probe has its answer."""
-        return 0.004
+        return 0.004 * self.slowness
+
+    def between_s(self, low_s: float, high_s: float) -> float:
+        """A delay of that order."""
+        return self._dice.log_between(low_s, high_s) * self.slowness
 
 
 def _no_reply(request_id: int, exchange: int) -> Reply:

@@ -51,6 +51,7 @@ class Nature:
         self._reply_kinds = {KINDS[name]: w for name, w in kinds.items() if KINDS[name].scope is Scope.REPLY}
         self._mean_s = mean_s
         self._next_load: Kind | None = None
+        self._crashes_left: int | None = None  # of a crash loop
         self._at_next_request: list[Kind] = []
         self._on_server: dict[int, list[Fault]] = {}  # by epoch: those that hurt every request
         self._loading_faults: dict[int, Fault] = {}
@@ -297,6 +298,9 @@ class Nature:
             case "garbage":
                 server.send(exchange, b"data: {garbage\n\n")
                 server.hang_up(exchange, regular=True)
+            case "crash in the answer":
+                server.send_words(exchange, "the last words")
+                server.die(-11)
             case "repeated lines":
                 server.send_words(exchange, "the same line comes over and over again, for ever and ever\n" * 4)
             case "endless characters":
@@ -337,13 +341,17 @@ class Nature:
 
     def _load(self, server: LlamaServer) -> None:
         kind, self._next_load = self._next_load, None
+        if kind is not None and kind.name == "crash loop":
+            self._crashes_left = 8 if self._crashes_left is None else self._crashes_left - 1
+            self._next_load = kind if self._crashes_left else None
+            self._crashes_left = self._crashes_left or None
         load_s = server.build.load_s * self._dice.between(0.8, 1.2)
         if kind is None or kind.scope is not Scope.LOAD:
             server.begin_load(load_s)
             return
         fault = self._fault(kind.name, epoch=server.epoch)
         match kind.name:
-            case "load crashes":
+            case "load crashes" | "crash loop":
                 server.begin_load(load_s * self._dice.random(), returncode=1)
             case "load hangs":
                 server.begin_load(None, works=False)

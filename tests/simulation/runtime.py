@@ -194,7 +194,7 @@ class SimServerProcess:
         self.launched_at = scheduler.now
         machine.on_launch(epoch)
         machine.launched.append(self)
-        scheduler.at(scheduler.now + dice.log_between(0.005, 0.3), self._start, "spawn")
+        scheduler.at(scheduler.now + machine.between_s(0.005, 0.3), self._start, "spawn")
 
     def send(self, signal: Signal) -> None:
         """The guard takes the order as soon as it runs."""
@@ -205,7 +205,7 @@ class SimServerProcess:
         server = self.server
         act = server.terminate if signal is Signal.TERMINATE else server.kill
         self._scheduler.at(
-            self._scheduler.now + self._dice.log_between(0.0002, 0.02), act, f"{signal.name} arrives", of_host=False
+            self._scheduler.now + self._machine.between_s(0.0002, 0.02), act, f"{signal.name} arrives", of_host=False
         )
 
     def kill_guard(self) -> None:
@@ -240,7 +240,7 @@ class SimServerProcess:
         def died() -> None:
             if not self._guard_killed:
                 self._reply_to.tell(Died(epoch=self.epoch, returncode=returncode))
-            scheduler.at(scheduler.now + self._dice.log_between(0.0005, 0.2), lambda: gone(), "the tree is gone")
+            scheduler.at(scheduler.now + self._machine.between_s(0.0005, 0.2), lambda: gone(), "the tree is gone")
 
         def gone() -> None:
             self.ended = True
@@ -248,7 +248,7 @@ class SimServerProcess:
             port_taken = self._machine.stranger_on_port
             self._reply_to.tell(Exited(epoch=self.epoch, returncode=returncode, log_tail=tail, port_taken=port_taken))
 
-        scheduler.at(scheduler.now + self._dice.log_between(0.0005, 0.05), died, "the server has ended")
+        scheduler.at(scheduler.now + self._machine.between_s(0.0005, 0.05), died, "the server has ended")
 
 
 class SimStream:
@@ -291,7 +291,7 @@ class SimStream:
         if self._server is not None and self.exchange is not None and not self.exchange.over:
             server, exchange = self._server, self.exchange
             self._scheduler.at(
-                self._scheduler.now + 0.001,
+                self._scheduler.now + 0.001 * self._machine.slowness,
                 lambda: server.client_closed(exchange),
                 "the client hangs up",
                 of_host=False,
@@ -341,7 +341,7 @@ class SimStream:
         if server.stopped:
             pass  # the kernel takes the connection
         self._server = server
-        self._scheduler.at(self._scheduler.now + 0.0005, self._posted, "the request arrives", of_host=False)
+        self._scheduler.at(self._scheduler.now + 0.0005 * self._machine.slowness, self._posted, "the request arrives", of_host=False)
 
     def _posted(self) -> None:
         server = self._server
@@ -461,7 +461,7 @@ class SimProbe:
         if self._event.call is not None:
             self._event.cancel()
             self._event = self._scheduler.at(
-                self._scheduler.now + 0.001, lambda: self._tell(ProbeOutcome.FAILED, "Aborted"), "probe aborted"
+                self._scheduler.now + 0.001 * self._machine.slowness, lambda: self._tell(ProbeOutcome.FAILED, "Aborted"), "probe aborted"
             )
 
     def _asked(self) -> None:
@@ -502,7 +502,7 @@ class SimSlotsRequest:
         """There is no answer then."""
         if self._event.call is not None:
             self._event.cancel()
-            self._event = self._scheduler.at(self._scheduler.now + 0.001, lambda: self._tell(None), "slots aborted")
+            self._event = self._scheduler.at(self._scheduler.now + 0.001 * self._machine.slowness, lambda: self._tell(None), "slots aborted")
 
     def _asked(self) -> None:
         server = self._machine.listening()

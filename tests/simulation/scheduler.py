@@ -100,6 +100,7 @@ class Scheduler:
         self.actors: list[SimulatedActor] = []  # those that live
         self.before_message: Callable[[SimulatedActor, Any], object] = lambda actor, message: None
         self.after_message: Callable[[SimulatedActor, Any], object] = lambda actor, message: None
+        self.on_event: Callable[[str], object] = lambda what: None
         self.on_told: Callable[[Any], object] = lambda message: None
         self._choices = choices
         self._heap: list[tuple[float, int, Event]] = []
@@ -225,6 +226,7 @@ class Scheduler:
                     heapq.heappush(heap, (self.halted_until, self._events_count, event))
                     continue
                 self.trace.event(self.now, event.what)
+                self.on_event(event.what)
                 event.call()
                 return True
             while heap and heap[0][2].call is None:

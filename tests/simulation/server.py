@@ -255,6 +255,16 @@ class LlamaServer:
             self._batch = None
         self._rates(cpu=BUSY if spins else IDLE)
 
+    def finish_now(self) -> None:
+        """The requests under way are answered with the batch that ends at this instant."""
+        for exchange in self.exchanges:
+            exchange.processed = exchange.reply.prompt_tokens
+            exchange.reply.reasoning_tokens = min(exchange.reply.reasoning_tokens, exchange.decoded)
+            exchange.reply.text_tokens = exchange.decoded + 1 - exchange.reply.reasoning_tokens
+        if self._batch is not None:
+            self._batch.cancel()
+            self._start_batch(0.0)
+
     def thaw(self) -> None:
         """It goes on."""
         self.frozen = False

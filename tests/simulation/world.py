@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import pykka
@@ -86,8 +86,8 @@ def usual_kinds() -> dict[str, float]:
 class World:
     """See the module."""
 
-    def __init__(self, setting: Setting, choices: Choices | None = None) -> None:
-        dice = Dice(setting.seed)
+    def __init__(self, setting: Setting, choices: Choices | None = None, dice: Dice | None = None) -> None:
+        dice = dice or Dice(setting.seed)
         self.setting = setting
         self.profile = _profile(dice, idle=setting.hours > 24)
         slots = 1 + dice.below(4)
@@ -167,15 +167,23 @@ class World:
     def _exchange(self, exchange: Exchange) -> None:
         self.invariants.requests[exchange.request_id].exchanges.append(exchange)
 
+    def speaks(self) -> bool:
+        """Whether a request's answer has begun."""
+        return any(each.decoded for truth in self.invariants.requests.values() for each in truth.exchanges)
+
     # ------------------------------------------------------------ the run
 
     def run(self) -> Report:
         """All of it; raises Failure."""
+        self.do(self._live, self.come_to_rest, self.leave)
+        return self._report()
+
+    def do(self, *parts: Callable[[], object]) -> None:
+        """The parts, in order; raises Failure. Nothing of the world is left then."""
         logging.disable(logging.CRITICAL)
         try:
-            self._live()
-            self._come_to_rest()
-            self._leave()
+            for part in parts:
+                part()
         except Exception as broken:
             raise Failure(self.setting, broken, self.trace.story(60), self.trace.digest) from broken
         finally:
@@ -183,7 +191,6 @@ class World:
             for simulated in self.scheduler.actors:  # after a failure
                 pykka.ActorRegistry.unregister(simulated.actor.actor_ref)
             _open_backends.discard(self.worker._backend)
-        return self._report()
 
     def _live(self) -> None:
         setting, host, dice = self.setting, self.host, self._dice
@@ -199,7 +206,7 @@ class World:
     def _until(self, end: float) -> None:
         self.scheduler.run_until(lambda: False, end)
 
-    def _come_to_rest(self) -> None:
+    def come_to_rest(self) -> None:
         """Invariant 8: once nothing new goes wrong, the worker comes to rest, and a fresh request completes."""
         self.nature.calm()
         self.scheduler.run_until(lambda: not self.scheduler.host_is_halted, math.inf)
@@ -243,7 +250,7 @@ class World:
         completed = result["ok"] and result["state"] is RequestState.COMPLETED
         done.append("completed" if completed else str(result))
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Invariant 9: after `close()` nothing is left."""
         self.host.close()
         self.scheduler.run_until(lambda: not self.scheduler.actors, self.scheduler.now + 30.0)

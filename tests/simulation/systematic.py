@@ -1,0 +1,254 @@
+"""Small stories in every order: what happens at one instant is delivered in each possible sequence.
+
+A story is played again and again, each time with another list of choices, until there is none left. An actor is a
+function of the messages that it has had, and of the time: where every actor, and the world, has had the same as in an
+order played before, the rest is the same, and is not played again.
+
+`python -m tests.simulation.systematic [--limit N]` plays all stories and prints how many orders there were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llama_worker.messages import Stalled, Tick
+from llama_worker.server.timeouts import Verdict
+from llama_worker.types import RequestFailReason, WorkerState
+from tests.simulation.dice import Dice
+from tests.simulation.faults import KINDS
+from tests.simulation.scheduler import Scheduler, SimulatedActor
+from tests.simulation.world import Failure, Setting, World
+
+
+class _NoDice(Dice):
+    """Nothing is left to chance: the first of every choice, the middle of every range, and nothing unlikely."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.random = lambda: 0.0
+
+    def chance(self, probability: float) -> bool:
+        return probability > 0.5
+
+    def fork(self) -> Dice:
+        return self
+
+
+class _PlayedBeforeError(Exception):
+    """The rest of this order is known."""
+
+
+class _Orders:
+    """Choices taken from a list, then the first of each; remembers what there was to choose."""
+
+    def __init__(self, prefix: list[int], seen: set[int]) -> None:
+        self.taken: list[tuple[int, int]] = []  # (chosen, of how many)
+        self.is_open = False  # before, everything is delivered in the order in which it came
+        self._prefix = prefix
+        self._seen = seen
+        self._histories: dict[str, int] = {}
+        self._scheduler: Scheduler | None = None
+
+    def open(self, scheduler: Scheduler) -> None:
+        """From now on every order counts."""
+        self.is_open = True
+        self._scheduler = scheduler
+        before = scheduler.before_message
+
+        def heard(actor: SimulatedActor, message: object) -> None:
+            self._note(actor.name, f"{scheduler.now} {_name(message)}")
+            before(actor, message)
+
+        scheduler.before_message = heard
+        scheduler.on_event = lambda what: self._note("world", f"{scheduler.now} {what}")
+
+    def _note(self, who: str, what: str) -> None:
+        self._histories[who] = hash((self._histories.get(who, 0), what))
+
+    def pick(self, count: int) -> int:
+        if not self.is_open or self._scheduler is None:
+            return 0
+        index = len(self.taken)
+        if index < len(self._prefix):
+            chosen = self._prefix[index]
+        else:
+            chosen = 0
+            waiting = tuple(
+                (actor.name, *(_name(envelope.message) for envelope in actor.inbox)) for actor in self._scheduler.actors
+            )
+            state = hash((tuple(sorted(self._histories.items())), tuple(sorted(waiting)), self._scheduler.now))
+            if state in self._seen:
+                raise _PlayedBeforeError
+            self._seen.add(state)
+        self.taken.append((chosen, count))
+        return chosen
+
+    def preempt_after(self) -> int | None:
+        return None
+
+    def wake_delay_s(self) -> float:
+        return 0.0
+
+    def timer_delay_s(self) -> float:
+        return 0.0
+
+
+def _name(message: object) -> str:
+    ids = [str(getattr(message, name, "")) for name in ("epoch", "request_id", "turn_id")]
+    return " ".join([type(message).__name__, *ids])
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """`act` does, at one instant, what is to be tried in every order; the worker is READY then, or never started."""
+
+    name: str
+    act: Callable[[World], object]
+    started: bool = True
+    busy: bool = False  # a request is in flight, one step before its end
+
+
+def _submit(world: World) -> None:
+    world.host.submit("a job")
+
+
+def _crash(world: World) -> None:
+    server = world.machine.listening()
+    assert server is not None
+    world.invariants.fault(KINDS["crash"], epoch=server.epoch)
+    world.scheduler.at(world.scheduler.now, lambda: server.die(-11), "crash", of_host=False)
+
+
+def _break(world: World, role: str) -> None:
+    world.invariants.fault(KINDS["actor's exception"])
+    broken = next(each for each in world.scheduler.actors if each.actor.role == role)
+    world.scheduler.break_actor(broken)
+    broken.actor.actor_ref.tell(Tick())
+
+
+def _cancel(world: World) -> None:
+    (request_id,) = world.invariants.active
+    world.invariants.requests[request_id].canceled = True
+    world.host.quick(world.worker.cancel(request_id), "cancel()")
+
+
+def _stall(world: World) -> None:
+    (request_id,) = world.invariants.active
+    epoch = world.invariants.lifecycle.epoch
+    world.invariants.fault(KINDS["livelock"], epoch=epoch)
+    verdict = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="as if", restart=True)
+    world.actor.actor_ref.tell(Stalled(epoch=epoch, request_id=request_id, verdict=verdict, busy_neighbour=False))
+
+
+def _result(world: World) -> None:
+    (request_id,) = world.invariants.active
+    world.host.result(request_id)
+    world.host.quick(world.worker.get_result(request_id), "get_result()")
+
+
+def _finish(world: World) -> None:
+    """The request's last batch is done at this instant."""
+    server = world.machine.listening()
+    assert server is not None
+    server.finish_now()
+
+
+def _both(*acts: Callable[[World], object]) -> Callable[[World], object]:
+    return lambda world: [act(world) for act in acts]
+
+
+STORIES: tuple[Story, ...] = (
+    Story("start against stop", _both(lambda w: w.host.start(), lambda w: w.host.stop()), started=False),
+    Story("two stops", _both(lambda w: w.host.stop(), lambda w: w.host.stop())),
+    Story("stop, then start at once", _both(lambda w: w.host.stop(), lambda w: w.host.start())),
+    Story("submit against death", _both(_submit, _crash)),
+    Story("submit against stop", _both(_submit, lambda w: w.host.stop())),
+    Story("stop against death", _both(lambda w: w.host.stop(), _crash)),
+    Story("cancel against finish", _both(_cancel, _finish), busy=True),
+    Story("cancel against death", _both(_cancel, _crash), busy=True),
+    Story("verdict against completion", _both(_stall, _finish), busy=True),
+    Story("finish against death", _both(_finish, _crash), busy=True),
+    Story("finish against stop", _both(_finish, lambda w: w.host.stop()), busy=True),
+    Story("result against finish", _both(_result, _finish), busy=True),
+    Story("the request's actor dies while it finishes", _both(lambda w: _break(w, "request"), _finish), busy=True),
+    Story("the process's actor dies in a restart", _both(_crash, lambda w: _break(w, "process"))),
+    Story("the watchdog dies while a request is submitted", _both(lambda w: _break(w, "watchdog"), _submit)),
+    Story("the transport dies at a stop", _both(lambda w: _break(w, "transport"), lambda w: w.host.stop()), busy=True),
+)
+
+
+def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[int, int]], bool]:
+    """One order of the story; what there was to choose, and whether it was played to its end."""
+    orders = _Orders(prefix, seen)
+    world = World(Setting(seed=0, faults_per_hour=0.0), orders, _NoDice())
+    world.machine.slowness = 0.0
+    is_new = True
+
+    def act() -> None:
+        scheduler = world.scheduler
+        if story.started:
+            world.host.start()
+            scheduler.run_until(lambda: world.invariants.state is WorkerState.READY, scheduler.now + 600.0)
+        if story.busy:
+            _submit(world)
+            scheduler.run_until(lambda: world.speaks(), scheduler.now + 600.0)
+        orders.open(scheduler)
+        story.act(world)
+        scheduler.run_until(lambda: False, scheduler.now + 60.0)
+        orders.is_open = False
+
+    try:
+        world.do(act, world.come_to_rest, world.leave)
+    except Failure as failure:
+        if not isinstance(failure.broken, _PlayedBeforeError):
+            raise
+        is_new = False
+    return orders.taken, is_new
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """How far a story was played."""
+
+    played: int
+    known: int  # orders that were left when they came to a known state
+    complete: bool
+
+
+def explore(story: Story, limit: int) -> Explored:
+    """Every order, up to `limit` of them; raises Failure."""
+    prefix: list[int] = []
+    seen: set[int] = set()
+    played = known = 0
+    while played + known < limit:
+        taken, is_new = play(story, prefix, seen)
+        played, known = played + is_new, known + (not is_new)
+        while taken and taken[-1][0] + 1 >= taken[-1][1]:
+            taken.pop()
+        if not taken:
+            return Explored(played, known, True)
+        prefix = [chosen for chosen, _ in taken[:-1]] + [taken[-1][0] + 1]
+    return Explored(played, known, False)
+
+
+def main() -> int:
+    """Play all stories."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=20_000, help="orders of one story")
+    limit = parser.parse_args().limit
+    print(f"{'story':50}{'orders':>10}{'known':>10}")
+    for story in STORIES:
+        try:
+            found = explore(story, limit)
+        except Failure as failure:
+            print(*failure.story, "", f"{story.name}: {failure}", sep="\n")
+            return 1
+        print(f"{story.name:50}{found.played:10,}{found.known:10,}{'' if found.complete else '   (limit)'}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
