@@ -17,6 +17,8 @@ _BY_FAILURE = {
     RequestFailReason.TTFT_TIMEOUT: _SLOWER,
     RequestFailReason.STALL_TIMEOUT: f"the server showed no sign of work; {_SLOWER}",
     RequestFailReason.REPEATED_LINE_LOOP: "the model repeats itself: another --temperature, --seed or prompt",
+    RequestFailReason.REPEATED_TEXT_LOOP: "the model repeats itself: another --temperature, --seed or prompt",
+    RequestFailReason.REQUEST_LOST: "the server forgot the request: try again, or another build of llama-server",
     RequestFailReason.SERVER_ERROR: "the server refused to go on; the detail says why",
     RequestFailReason.TOOL_PARSE_ERROR: "the model wrote a call that is none: try again, or leave out --exit-tools",
 }
