@@ -109,7 +109,7 @@ def test_every_reason_is_explained_once_and_no_other(section: str) -> None:
 def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
-    said = r'(?:_restart\(life, now,|\.trouble\(|Trouble\(|RecordRestart\(reason=)\s*"(\w+)"'
+    said = r'(?:_restart\(life, now,|_trouble\(life, now,|Trouble\(|RecordRestart\(reason=)\s*"(\w+)"'
     sources = [Path(str(module.__file__)).read_text() for module in (lifecycle, server_life, worker_actor, suspicion)]
     in_code = {cause for source in sources for cause in re.findall(said, source)}
     launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.EXITED}

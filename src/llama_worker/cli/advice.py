@@ -18,7 +18,7 @@ _BY_FAILURE = {
     RequestFailReason.STALL_TIMEOUT: f"the server showed no sign of work; {_SLOWER}",
     RequestFailReason.REPEATED_LINE_LOOP: "the model repeats itself: another --temperature, --seed or prompt",
     RequestFailReason.SERVER_ERROR: "the server refused to go on; the detail says why",
-    RequestFailReason.TOOL_PARSE_ERROR: "the model wrote a call that is none: try again, or leave out --exit-tools",
+    RequestFailReason.TOOL_PARSE_ERROR: "the model wrote a malformed tool call: try again, or leave out --exit-tools",
 }
 _CONTEXT = re.compile("exceed.*context|context size|n_ctx", re.IGNORECASE)
 _BY_SIGILL = re.compile(rf"\b{described(-signal.SIGILL)}\b")
