@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from llama_worker import LlamaWorker, WorkerConfig, free_port, llama_server_cmd
+from llama_worker import LlamaWorker
 from llama_worker.async_output import stream
 
-HOST = "127.0.0.1"
 PROMPTS = {
     "haiku": "Write a haiku about the sea.",
     "sum": "What is 2 + 2? Answer in one short sentence.",
@@ -23,13 +22,16 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file")
-    parser.add_argument("--port", type=int, default=0, help="a free port (default: one is chosen)")
+    parser.add_argument("--port", type=int, help="a free port (default: one is chosen)")
     options = parser.parse_args()
-    port = options.port or free_port()
-    command = llama_server_cmd(
-        options.model, host=HOST, port=port, slots=2, executable=options.server, extra_args=("--ctx-size", "4096")
+    worker = LlamaWorker.from_model(
+        options.model,
+        slots=2,
+        name="async",
+        port=options.port,
+        executable=options.server,
+        extra_args=("--ctx-size", "4096"),
     )
-    worker = LlamaWorker(WorkerConfig(name="async", host=HOST, port=port, slots=2, server_cmd=command))
     heart = asyncio.create_task(heartbeat())
     try:
         print("starting the server ...", flush=True)

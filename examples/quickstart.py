@@ -6,11 +6,10 @@ python examples/quickstart.py --server llama-server --model model.gguf
 from __future__ import annotations
 
 import argparse
-import time
+import queue
 
-from llama_worker import LlamaWorker, WorkerConfig, free_port, llama_server_cmd
+from llama_worker import LlamaWorker, NotFound, OutputChunk
 
-HOST = "127.0.0.1"
 WIDTH = 72
 PROMPTS = {
     "sky": "Why is the sky blue?",
@@ -24,26 +23,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file")
-    parser.add_argument("--port", type=int, default=0, help="a free port (default: one is chosen)")
+    parser.add_argument("--port", type=int, help="a free port (default: one is chosen)")
     options = parser.parse_args()
-    port = options.port or free_port()
-    config = WorkerConfig(
-        name="quickstart",
-        host=HOST,
-        port=port,
-        slots=2,
-        server_cmd=llama_server_cmd(
-            options.model,
-            host=HOST,
-            port=port,
-            slots=2,
-            executable=options.server,
-            extra_args=("--ctx-size", "4096"),
-        ),
-    )
 
     print("starting the server ...", flush=True)
-    with LlamaWorker(config) as worker:
+    with LlamaWorker.from_model(
+        options.model,
+        slots=2,
+        name="quickstart",
+        port=options.port,
+        executable=options.server,
+        extra_args=("--ctx-size", "4096"),
+    ) as worker:
         status = worker.get_worker_status().get()
         print(f"{status['state']}, pid {status['pid']}, {status['slots_total']} slots\n")
 
@@ -69,21 +60,27 @@ def main() -> None:
 
 def show_live(worker: LlamaWorker, jobs: dict[str, int]) -> None:
     """Print each request's output line by line as it grows."""
-    offsets = dict.fromkeys(jobs, 0)
+    came: queue.SimpleQueue[tuple[str, OutputChunk | NotFound]] = queue.SimpleQueue()
     lines = dict.fromkeys(jobs, "")
-    running = set(jobs)
+
+    def wait_for_more(name: str, offset: int) -> None:
+        more = worker.read_output(jobs[name], text_offset=offset, wait=True)
+        more.add_done_callback(lambda more: came.put((name, more.get())))  # one loop for all, no thread that waits
+
+    for name in jobs:
+        wait_for_more(name, 0)
+    running = len(jobs)
     while running:
-        for name in sorted(running):
-            chunk = worker.read_output(jobs[name], text_offset=offsets[name]).get()
-            assert chunk["ok"], chunk
-            offsets[name] = chunk["text_offset"]
-            *whole, lines[name] = broken(lines[name] + chunk["text"])
-            if chunk["done"]:
-                whole.append(lines[name])
-                running.discard(name)
-            for line in whole:
-                print(f"{name:>6} | {line}", flush=True)
-        time.sleep(0.05)
+        name, chunk = came.get()
+        assert chunk["ok"], chunk
+        *whole, lines[name] = broken(lines[name] + chunk["text"])
+        if chunk["done"]:
+            whole.append(lines[name])
+            running -= 1
+        else:
+            wait_for_more(name, chunk["text_offset"])
+        for line in whole:
+            print(f"{name:>6} | {line}", flush=True)
     print()
 
 

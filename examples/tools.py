@@ -12,19 +12,9 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from llama_worker import (
-    BiosContext,
-    ChatMessage,
-    LlamaWorker,
-    ToolDef,
-    WorkerConfig,
-    default_bios,
-    free_port,
-    llama_server_cmd,
-)
+from llama_worker import BiosContext, ChatMessage, LlamaWorker, ToolDef, default_bios
 from llama_worker.exit_tools import DECLARE_OUTCOME
 
-HOST = "127.0.0.1"
 ADD: ToolDef = {
     "type": "function",
     "function": {
@@ -90,21 +80,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file")
-    parser.add_argument("--port", type=int, default=0, help="a free port (default: one is chosen)")
+    parser.add_argument("--port", type=int, help="a free port (default: one is chosen)")
     options = parser.parse_args()
-    port = options.port or free_port()
-    config = WorkerConfig(
+    worker = LlamaWorker.from_model(
+        options.model,
         name="tools",
-        host=HOST,
-        port=port,
-        server_cmd=llama_server_cmd(
-            options.model,
-            host=HOST,
-            port=port,
-            slots=1,
-            executable=options.server,
-            extra_args=("--ctx-size", "4096"),
-        ),
+        port=options.port,
+        executable=options.server,
+        extra_args=("--ctx-size", "4096"),
         normal_tools=[ADD],
         tool_runner=Calculator(),
         exit_tools=[DECLARE_OUTCOME],
@@ -113,17 +96,13 @@ def main() -> None:
     )
 
     print("starting the server ...", flush=True)
-    with LlamaWorker(config) as worker:
-        admitted = worker.submit(
-            "sum",
-            "You add numbers. Call add first, then answer with its result.",
+    with worker:
+        result = worker.ask(
             "What is 17 plus 25?",
+            system_prompt="You add numbers. Call add first, then answer with its result.",
             params={"grammar": GRAMMAR, "temperature": 0, "max_tokens": 200},
             messages=[*shown(12, 30), *shown(7, 51)],
-        ).get()
-        assert admitted["ok"], admitted
-        result = worker.result(admitted["request_id"]).get(timeout=120)
-        assert result["ok"], result
+        ).get(timeout=300)
     for call in result["tool_trace"]:
         print(f"called: {call['tool_name']}({call['arguments']}), {call['duration_s'] * 1000:.1f} ms")
     print("text:  ", result["text"])

@@ -24,7 +24,7 @@ def stream(
     in vain. The result is not released, and an iteration that ends early (`break`, a cancelled task) leaves the request
     running. A request that has ended already gives one chunk.
 
-    Raises LookupError where there is no such request, or no more, because its result was taken in the meantime;
+    Raises LookupError if the id is unknown, or the result was taken in the meantime;
     WorkerClosed after `close`.
     """
     checked_seconds("poll_interval_s", poll_interval_s, above=0)

@@ -404,7 +404,7 @@ class BiosContext:
 
 
 class BiosProvider(Protocol):
-    """Writes the BIOS text: pure and quick, since it runs on the request's actor."""
+    """Writes the BIOS text: pure and quick. It runs on a thread of its own, for `bios_timeout_s` at most."""
 
     def __call__(self, ctx: BiosContext, /) -> BiosText | str: ...
 

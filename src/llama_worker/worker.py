@@ -64,19 +64,20 @@ F = TypeVar("F", bound=WorkerFuture[Any])
 
 def no_such_request(request_id: int) -> str:
     """For a LookupError."""
-    return f"there is no request {request_id}, or no more: a result that is taken takes the output along"
+    return f"no request {request_id}: the id is unknown, or its result was taken, and the output with it"
 
 
 class LlamaWorker(Startable):
     """One llama-server under supervision, with a number of slots for chat requests.
 
-    Every method may be called from any thread. All but `close` return at once, with a future that any thread may
-    wait on, or await in asyncio. The futures of `start`, `stop` and `result` resolve when what they wait for has
-    happened, all others within milliseconds. After `close` every method raises WorkerClosed.
+    Every method may be called from any thread. All but `close` and `iter_output` return at once, with a future that
+    any thread may wait on, or await in asyncio. The futures of `start`, `stop`, `result`, `ask` and of a waiting
+    `read_output` resolve when what they wait for has happened, all others within milliseconds. After `close` every
+    method raises WorkerClosed.
     """
 
     def __init__(self, config: WorkerConfig, *, _runtime: Runtime | None = None) -> None:
-        """Start the worker's actors; no server yet. Raises TypeError for what is no WorkerConfig."""
+        """Start the worker's actors; no server yet. Raises TypeError if `config` is not a WorkerConfig."""
         if not isinstance(config, WorkerConfig):
             raise TypeError(f"config must be a WorkerConfig, not {type(config).__name__}")
         self._backend = _Backend(config, RealRuntime(config) if _runtime is None else _runtime)
@@ -102,7 +103,8 @@ class LlamaWorker(Startable):
             model: the path of a GGUF file.
             slots: requests at the same time.
             name: for logs and prompts; None: the file's name.
-            host, port: where the server will listen; None: a port that is free now.
+            host: where the server will listen.
+            port: its port; None: one that is free now.
             executable: the llama-server; None: LLAMA_SERVER, the PATH, then this Python environment.
             extra_args: further words of the server's command.
             config: further fields of WorkerConfig.
@@ -226,8 +228,8 @@ class LlamaWorker(Startable):
         """Yield the output as it comes, from its beginning; the last chunk, and no other, has `done` True.
 
         Blocks the caller between the chunks, and polls nothing. The result is not released; to leave the loop early
-        leaves the request running. Raises LookupError where there is no such request, or no more, because its result
-        was taken in the meantime; WorkerClosed after `close`.
+        leaves the request running. Raises LookupError if the id is unknown, or the result was taken in the
+        meantime; WorkerClosed after `close`.
         """
         text_offset = reasoning_offset = 0
         done = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 
 from llama_worker import Canary, Recycle, WorkerStartError, WorkerState
 from llama_worker.runtime import oom_watch
-from tests.actors.conftest import WAIT_S, MakeWorker, fast_restart
-from tests.fake_script import Gate, Reply, Script, Text, plain_reply
+from tests.actors.conftest import WAIT_S, MakeWorker, eventually, fast_restart
+from tests.fake_script import Gate, Reply, Script, Text, fake_server_cmd, plain_reply
 
 
 def restarts(rig: Any) -> list[str]:
@@ -90,10 +91,10 @@ def test_jobs_that_come_to_nothing_restart_the_server(make_worker: MakeWorker) -
 def test_a_kill_for_lack_of_memory_is_named(
     make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control group's file is a stand-in: to make a real one needs rights that a test has not."""
+    """The control group's file is a stand-in; the next test has a real one where it may make one."""
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 4\noom_kill 4\n")
-    monkeypatch.setattr(oom_watch, "_events_file", lambda pid: events)
+    monkeypatch.setattr(oom_watch, "_counter_file", lambda pid: events)
     rig = make_worker()
     events.write_text("low 0\noom 5\noom_kill 5\n")
     os.kill(rig.status()["pid"], signal.SIGKILL)
@@ -105,7 +106,54 @@ def test_a_kill_for_lack_of_memory_is_named(
     assert restarts(rig) == ["out_of_memory", "server_died"]
 
 
-def test_the_count_of_the_real_control_group_is_read() -> None:
-    watch = oom_watch.OomWatch(os.getpid())
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 192 MiB; needs root, and a hierarchy that may be written."""
+    counter = oom_watch._counter_file(os.getpid())
+    name = f"llama-worker-test-{os.getpid()}"
+    try:
+        assert counter is not None
+        group = counter.parent / name
+        group.mkdir()
+        limit = group / ("memory.max" if counter.name == "memory.events" else "memory.limit_in_bytes")
+        limit.write_text(str(192 << 20))
+    except (AssertionError, OSError) as error:
+        pytest.skip(f"no control group with a limit can be made here: {error}")
+    yield group
+    eventually(lambda: not (group / "cgroup.procs").read_text(), "the end of the group's processes")
+    group.rmdir()
+
+
+GREEDY = """
+import os, runpy, signal, sys
+open(sys.argv[1], "w").write(str(os.getpid()))
+signal.signal(signal.SIGUSR1, lambda *_: bytes(1 << 30).replace(b"\\0", b"x"))
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_kernels_own_kill_is_named(make_worker: MakeWorker, small_group: Path, free_port: Any) -> None:
+    port = free_port()
+    python, *flags_and_rest = fake_server_cmd(Script(), host="127.0.0.1", port=port, slots=1)
+    rest = [word for word in flags_and_rest if word not in ("-S", "-E")]
+    command = (python, "-S", "-E", "-c", GREEDY, str(small_group / "cgroup.procs"), *rest)
+    rig = make_worker(server_cmd=command, port=port)
+    eventually(lambda: small_group_has(small_group, rig.status()["pid"]), "the server in its group")
+    os.kill(rig.status()["pid"], signal.SIGUSR1)
+    rig.wait_restarted(1)
+    (told,) = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]
+    assert told["reason"] == "out_of_memory"
+    assert "the kernel killed it for lack of memory" in told["detail"]
+    rig.worker.close()  # before its group goes
+
+
+def small_group_has(group: Path, pid: int) -> bool:
+    return str(pid) in (group / "cgroup.procs").read_text().split()
+
+
+def test_the_real_counter_of_this_process_is_read() -> None:
+    watch = oom_watch.OomWatch(os.getpid(), now=0.0)
+    watch.look(now=5.0)
     assert watch.kills() == 0
     assert watch.kernel_line() is None

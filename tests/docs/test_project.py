@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import pytest
 
 import llama_worker
-from tests.docs.pages import PAGES, ROOT
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks
 
 
 def test_the_changelog_begins_with_this_version() -> None:
@@ -24,3 +27,12 @@ def test_the_navigation_has_every_page_once() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nvalidation:")[0]
     pages = {str(page.relative_to(ROOT)).removeprefix("docs/") for page in PAGES} - {"README.md"}
     assert sorted(re.findall(r": (\S+\.md)$", navigation, re.M)) == sorted(pages)
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", DOCS / "index.md", DOCS / "tutorial.md"], ids=lambda page: page.name
+)
+def test_the_first_example_is_short_and_runs_as_it_stands(page: Path) -> None:
+    first = next(block for block in blocks(page.read_text()) if block.language == "python")
+    assert len([line for line in first.code.splitlines() if line.strip()]) <= 4
+    assert first.mark in ("runnable", "first.py")  # what runs it: test_docs, test_tutorial

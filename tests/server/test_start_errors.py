@@ -50,7 +50,7 @@ def test_a_folder_and_a_text_instead_of_a_model(
 ) -> None:
     text = tmp_path / "text.gguf"
     text.write_text("hello, I am a text")
-    for model, told in ((tmp_path, "name the .gguf file itself"), (text, "the file is no GGUF model")):
+    for model, told in ((tmp_path, "name the .gguf file itself"), (text, "the file is not a GGUF model")):
         port = free_port()
         command = llama_server_cmd(str(model), host="127.0.0.1", port=port, slots=1, executable=llama_server)
         assert told in first_line(WorkerConfig("w", "127.0.0.1", port, command))

@@ -117,7 +117,7 @@ def test_a_model_that_is_none(clone: Path, bare_path: Path, tmp_path: Path) -> N
     model = tmp_path / "model.gguf"
     model.write_text("hello")
     said = refusal(make(clone, bare_path, LLAMA_SERVER=str(lean_server(tmp_path)), LLAMA_MODEL=str(model)))
-    assert "the file is no GGUF model" in said
+    assert "the file is not a GGUF model" in said
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "default_params": {},
         "loop_detector": LoopDetector(),
         "liveness_probes": None,  # process, and NVIDIA where its extra is installed
+        "canary": None,
         "api_key": None,
         "log_lines": 500,
         "result_ttl_s": None,

@@ -43,7 +43,7 @@ def test_a_start_error_without_a_process_says_just_why() -> None:
 
 
 def test_every_reason_of_a_failed_start() -> None:
-    reasons = {"port_in_use", "spawn_failed", "exited", "startup_timeout", "stopped", "unkillable"}
+    reasons = {"port_in_use", "spawn_failed", "exited", "startup_timeout", "stopped", "unkillable", "canary_failed"}
     assert {str(reason) for reason in StartFailReason} == reasons
 
 

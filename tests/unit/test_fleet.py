@@ -355,7 +355,9 @@ def test_servers_that_may_outgrow_the_machine_are_warned_of(tmp_path: Path, monk
 
 
 def test_a_restart_table_may_hold_a_recycle_table(tmp_path: Path) -> None:
-    made = one(tmp_path, "[workers.a.restart]\nrestart_backoff_s = 1\nrecycle = { max_requests = 100, max_age_s = 3600 }\n")
+    made = one(
+        tmp_path, "[workers.a.restart]\nrestart_backoff_s = 1\nrecycle = { max_requests = 100, max_age_s = 3600 }\n"
+    )
     assert made.restart == RestartPolicy(restart_backoff_s=1, recycle=Recycle(max_requests=100, max_age_s=3600))
 
 
@@ -363,9 +365,12 @@ def test_a_restart_table_may_hold_a_recycle_table(tmp_path: Path) -> None:
     ("recycle", "told"),
     [
         ("{ max_request = 1 }", "fleet.toml:6: workers.a.restart.recycle.max_request: unknown key; did you mean"),
-        ("{ max_requests = 0 }", "fleet.toml:6: workers.a.restart.recycle.max_requests: max_requests must be 1 or more"),
+        (
+            "{ max_requests = 0 }",
+            "fleet.toml:6: workers.a.restart.recycle.max_requests: max_requests must be 1 or more",
+        ),
         ("{}", "fleet.toml:6: workers.a.restart.recycle: recycle needs one of"),
-        ("7", "fleet.toml:6: workers.a.restart: recycle must be a Recycle or None"),
+        ("7", "fleet.toml:6: workers.a.restart.recycle: recycle must be a Recycle or None"),
     ],
 )
 def test_a_recycle_table_that_cannot_be_is_named(tmp_path: Path, recycle: str, told: str) -> None:

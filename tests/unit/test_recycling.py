@@ -95,7 +95,7 @@ LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
     ("returncode", "kills", "line", "log", "says"),
     [
         (-9, 0, None, (), None),  # somebody else's kill
-        (-9, 1, None, (), "the kernel killed it for lack of memory (its control group's memory.events: oom_kill +1)"),
+        (-9, 1, None, (), "the kernel killed it for lack of memory (its control group counts it: oom_kill +1)"),
         (-9, 0, LINE, (), f"the kernel killed it for lack of memory: {LINE}"),
         (-6, 1, LINE, (), None),  # it was another process that the kernel killed
         (1, 0, None, ("ggml: failed to allocate buffer", "bye"), "its last words: ggml: failed to allocate buffer"),

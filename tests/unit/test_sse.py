@@ -1,5 +1,6 @@
 """Bytes to SSE records: any line end, any split, any rubbish between the records."""
 
+import itertools
 import json
 import time
 from collections.abc import Iterable
@@ -218,3 +219,43 @@ def test_a_record_of_many_bytes_takes_time_in_proportion_however_it_comes() -> N
 def test_a_json_payload_survives() -> None:
     payload = json.dumps({"content": 'error: "\n\ndata: x\r\n: y'})
     assert decode([f"data: {payload}\n\n".encode()]) == [data(payload)]
+
+
+# ---------------------------------------------------------------- the short way and sseclient's
+
+
+class LineByLine(SseDecoder):
+    """Leaves every record to sseclient-py."""
+
+    def _read(self, block: bytes, records: list[SseRecord]) -> None:
+        for record in block.split(b"\n\n"):
+            self._read_by_line(record, records)
+
+
+PIECES = st.sampled_from(
+    [
+        b"data:",
+        b"data: ",
+        b"data",
+        b"error: ",
+        b": ping",
+        b"event: x",
+        b"id",
+        b"\n",
+        b"\n\n",
+        b"\r\n\r\n",
+        b"\r",
+        b"{}",
+        b" ",
+    ]
+)
+
+
+@given(st.lists(PIECES | st.binary(max_size=4), max_size=30), st.lists(st.integers(0, 60), max_size=6))
+def test_the_short_way_gives_what_sseclient_gives(pieces: list[bytes], cuts: list[int]) -> None:
+    body = b"".join(pieces)
+    at = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
+    short, long = SseDecoder(), LineByLine()
+    for start, end in itertools.pairwise(at):
+        assert short.feed(body[start:end]) == long.feed(body[start:end])
+        assert (short.error, short.has_partial()) == (long.error, long.has_partial())

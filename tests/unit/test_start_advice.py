@@ -22,7 +22,7 @@ from llama_worker.server.start_advice import described, not_executed
         (1, "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (No such file or directory)", "check the path"),
         (1, "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (Permission denied)", "chmod u+r"),
         (1, "E gguf_init_from_reader: failed to read magic", "name the .gguf file itself"),
-        (1, "E gguf_init_from_reader: invalid magic characters: 'hell', expected 'GGUF'", "no GGUF model"),
+        (1, "E gguf_init_from_reader: invalid magic characters: 'hell', expected 'GGUF'", "not a GGUF model"),
         (1, "E read: string length 20 exceeds remaining file size 8 bytes", "the model file is incomplete"),
         (1, "data is not within the file bounds, model is corrupted or incomplete", "download it again"),
         (1, "error loading model: unknown model architecture: 'new'", "newer build"),
@@ -77,7 +77,7 @@ def test_the_other_reasons_are_told_by_their_detail(reason: StartFailReason) -> 
         ("llama-server", errno.ENOENT, "no program 'llama-server' on the PATH: install"),
         ("./llama-server", errno.ENOENT, "No such file or directory; begin server_cmd with the path"),
         ("./llama-server", errno.EACCES, "chmod +x"),
-        ("./llama-server", errno.ENOEXEC, "no program for this system"),
+        ("./llama-server", errno.ENOEXEC, "not a program for this system"),
         ("./llama-server", errno.ENOMEM, "Cannot allocate memory"),
     ],
 )

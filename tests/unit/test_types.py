@@ -30,7 +30,8 @@ def words(text: str) -> set[str]:
             types.RequestFailReason,
             "worker_restarted worker_stopped server_died connect_failed headers_timeout ttft_timeout stall_timeout"
             " absolute_timeout stream_disconnected protocol_error http_error server_error prompt_error"
-            " tool_parse_error tool_execution_error repeated_line_loop canceled unknown_error",
+            " tool_parse_error tool_execution_error repeated_line_loop repeated_text_loop context_exceeded request_lost"
+            " canceled unknown_error",
         ),
     ],
 )
@@ -58,7 +59,7 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
         (
             types.RequestResult,
             "ok request_id job_name state finish_reason text reasoning signals tool_trace",
-            "usage timings fail_reason fail_detail",
+            "usage timings fail_reason fail_detail context",
         ),
         (types.Usage, "prompt_tokens completion_tokens cached_tokens", ""),
         (types.Timings, "total_s", "ttft_s tokens_per_second"),
@@ -67,7 +68,7 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
         (
             types.WorkerStatus,
             "name state slots_total slots_used active_request_ids active_jobs restart_count config_hash warnings",
-            "pid last_error last_ready_at next_restart_at",
+            "pid last_error last_ready_at next_restart_at n_ctx modalities model",
         ),
         (types.RestartRecord, "at reason detail", ""),
     ],

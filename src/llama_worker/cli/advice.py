@@ -20,7 +20,7 @@ _BY_FAILURE = {
     RequestFailReason.REPEATED_TEXT_LOOP: "the model repeats itself: another --temperature, --seed or prompt",
     RequestFailReason.REQUEST_LOST: "the server forgot the request: try again, or another build of llama-server",
     RequestFailReason.SERVER_ERROR: "the server refused to go on; the detail says why",
-    RequestFailReason.TOOL_PARSE_ERROR: "the model wrote a call that is none: try again, or leave out --exit-tools",
+    RequestFailReason.TOOL_PARSE_ERROR: "the model wrote a malformed tool call: try again, or leave out --exit-tools",
 }
 _CONTEXT = re.compile("exceed.*context|context size|n_ctx", re.IGNORECASE)
 _BY_SIGILL = re.compile(rf"\b{described(-signal.SIGILL)}\b")

@@ -48,7 +48,7 @@ def find_model(named: str) -> Model:
             "no_model", f"{named} cannot be read: {error.strerror}", f"chmod u+r {path}, or run as its owner"
         ) from None
     if misfit := not_a_gguf(head):
-        raise Problem("not_a_gguf", f"{named} is no GGUF model: {misfit[0]}", misfit[1])
+        raise Problem("not_a_gguf", f"{named} is not a GGUF model: {misfit[0]}", misfit[1])
     names = part_names(path.name)
     if names and path.name != names[0]:
         raise Problem("no_model", f"{named} is a later part of a model", f"give the first part: {names[0]}")

@@ -37,7 +37,7 @@ def _refuse_odd_keys(value: Any) -> None:
         if isinstance(item, dict):
             for key in item:
                 if not isinstance(key, str):
-                    raise TypeError(f"the key {key!r} is no string")
+                    raise TypeError(f"the key {key!r} is not a str")
             rest.extend(item.values())
         elif isinstance(item, (list, tuple)):
             rest.extend(item)

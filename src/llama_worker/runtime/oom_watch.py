@@ -10,19 +10,30 @@ from llama_worker.runtime.machine import CGROUP
 _KMSG = "/dev/kmsg"
 _RECORD_BYTES = 8192  # longer ones the kernel cuts off
 _MAX_RECORDS = 20_000
+_LOOK_AGAIN_S = 1.0
 
 
 class OomWatch:
-    """One process's control group (version 2), from the construction on."""
+    """One process's control group, from the construction on. `now` is monotonic seconds."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, now: float) -> None:
         self._pid = pid
-        self._events = _events_file(pid)
-        self._before = self._count()
+        self._counter = _counter_file(pid)
+        self._before = _count(self._counter)
+        self._looked_at = now
+
+    def look(self, now: float) -> None:
+        """Follow the process into another group: a wrapper script may have put it there. Seldom does anything."""
+        if now - self._looked_at < _LOOK_AGAIN_S:
+            return
+        self._looked_at = now
+        counter = _counter_file(self._pid)
+        if counter is not None and counter != self._counter:
+            self._counter, self._before = counter, _count(counter)
 
     def kills(self) -> int:
         """How many processes of the group were killed since; 0 where that cannot be seen."""
-        return max(0, self._count() - self._before)
+        return max(0, _count(self._counter) - self._before)
 
     def kernel_line(self) -> str | None:
         """What the kernel's log says of this process's end; None where it says nothing, or may not be read."""
@@ -47,19 +58,26 @@ class OomWatch:
             os.close(log)
         return found
 
-    def _count(self) -> int:
-        try:
-            lines = self._events.read_text().splitlines() if self._events is not None else []
-        except OSError:
-            return 0  # the group has gone with the server
-        counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
-        return int(counts.get("oom_kill", 0))
 
-
-def _events_file(pid: int) -> Path | None:
+def _counter_file(pid: int) -> Path | None:
+    """Where the process's group counts kills: `memory.events`, or `memory.oom_control` of version 1."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
         return None
-    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)
-    return CGROUP / path.lstrip("/") / "memory.events" if path is not None else None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return CGROUP / "memory" / path.lstrip("/") / "memory.oom_control"
+        if not controllers and (events := CGROUP / path.lstrip("/") / "memory.events").exists():
+            return events
+    return None
+
+
+def _count(counter: Path | None) -> int:
+    try:
+        lines = counter.read_text().splitlines() if counter is not None else []
+    except OSError:
+        return 0  # the group has gone with the server
+    counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    return int(counts.get("oom_kill", 0))

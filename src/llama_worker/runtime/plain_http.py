@@ -31,7 +31,7 @@ def exchange(
     """(status, body) of the reply. `deadline` in monotonic seconds.
 
     Raises Aborted; OSError where there is no connection, where it breaks before the reply's end, or (TimeoutError)
-    where the time is up; ValueError for what is no HTTP or longer than 4 MiB.
+    where the time is up; ValueError for what is not an HTTP response, or longer than 4 MiB.
     """
     # A reply to HTTP/1.0 is never chunked: it is as long as its head says, or ends with the connection.
     lines = [f"{method} {path} HTTP/1.0", "Connection: close", f"Content-Length: {len(body)}"]
@@ -65,7 +65,7 @@ def _read_reply(connection: socket.socket, deadline: float) -> tuple[int, bytear
     head, _, body = reply.partition(_END_OF_HEAD)
     protocol, status = head.split(maxsplit=2)[:2]
     if not protocol.startswith(b"HTTP/"):
-        raise ValueError("no HTTP")
+        raise ValueError("not an HTTP response")
     return int(status), body
 
 

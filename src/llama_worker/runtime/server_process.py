@@ -214,7 +214,7 @@ class ServerProcess:
         match word:
             case "started":
                 pid = int(rest)
-                self._oom = OomWatch(pid)
+                self._oom = OomWatch(pid, time.monotonic())
                 with self._lock:
                     self._server = _Server(pid, _pidfd(pid))
                 self._reply_to.tell(Launched(epoch=self._epoch, pid=pid))
@@ -272,6 +272,8 @@ class ServerProcess:
         except BlockingIOError:
             return True
         self._log.feed(data)
+        if self._oom is not None:
+            self._oom.look(time.monotonic())
         return bool(data)
 
 

@@ -24,7 +24,7 @@ def lack_of_memory(
     if returncode == -signal.SIGKILL and kernel_line is not None:
         return f"the kernel killed it for lack of memory: {kernel_line}"
     if returncode == -signal.SIGKILL and oom_kills > 0:
-        return f"the kernel killed it for lack of memory (its control group's memory.events: oom_kill +{oom_kills})"
+        return f"the kernel killed it for lack of memory (its control group counts it: oom_kill +{oom_kills})"
     if returncode == 0:
         return None
     said = next((line for line in reversed(log_tail[-_LAST_WORDS:]) if OUT_OF_MEMORY.search(line)), None)

@@ -59,7 +59,7 @@ _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile("unknown model architecture|unknown pre-tokenizer|unknown .*architecture", re.IGNORECASE),
         "this llama-server is too old for the model: take a newer build",
     ),
-    (re.compile("invalid magic"), "the file is no GGUF model: download it again, in the GGUF format"),
+    (re.compile("invalid magic"), "the file is not a GGUF model: download it again, in the GGUF format"),
     (
         re.compile("error while loading shared libraries|cannot open shared object|GLIBC(XX)?_", re.IGNORECASE),
         "the program lacks libraries: take a llama-server that was built for this system, or set LD_LIBRARY_PATH",
@@ -86,7 +86,7 @@ _BY_SIGNAL: dict[int, str] = {
 _PROGRAM = "begin server_cmd with the path of a llama-server"
 _BY_ERRNO = {
     errno.EACCES: "make it executable (chmod +x); a folder cannot be executed",
-    errno.ENOEXEC: "it is no program for this system; a script needs a first line such as #!/bin/sh",
+    errno.ENOEXEC: "it is not a program for this system; a script needs a first line such as #!/bin/sh",
 }
 
 
