@@ -34,6 +34,7 @@ def config(served: Script, *, slots: int, name: str = "bench", journal: Path | N
         port,
         fake_server_cmd(served, host=HOST, port=port, slots=slots, journal=journal),
         slots=slots,
+        max_tokens=None,
         timeouts=TimeoutProfile.normal(),
     )
 

@@ -101,7 +101,7 @@ def main() -> None:
     bare, full = measure(16, probed=False), measure(WORKERS, probed=True)
     per_probe = (full.wakeups_per_s - bare.wakeups_per_s) * PROBE_EVERY_S
     row: list[object] = [WORKERS, f"{full.cpu_percent * WORKERS:.2f}", bare.wakeups_per_s, per_probe]
-    row += [full.threads, full.polling, full.memory_mb * WORKERS, full.guard_mb]
+    row += [full.threads, bare.polling, full.memory_mb * WORKERS, full.guard_mb]
     data = {**asdict(full), "wakeups_per_s": bare.wakeups_per_s, "wakeups_per_probe": per_probe}
     data |= {"all_cpu_percent": full.cpu_percent * WORKERS, "all_memory_mb": full.memory_mb * WORKERS}
     report("idle", table(header, [row]), data)

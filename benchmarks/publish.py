@@ -19,35 +19,65 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
 DATA, PAGE, PLOT = DOCS / "performance.json", DOCS / "performance.md", DOCS / "images" / "performance.svg"
-NAMES = ("stream", "scale", "idle", "latency", "recovery")
+NAMES = ("instructions", "stream", "fleet", "latency", "recovery", "responses.cost", "idle")
 
 Figures = dict[str, Any]
 
 
-def _over(data: Figures, kind: str, peer: str) -> float:
-    return float(data["stream"][kind]["worker"] / data["stream"][kind][peer])
+def _over(data: Figures, bench: str, kind: str, ours: str, peer: str) -> float:
+    return float(data[bench][kind][ours] / data[bench][kind][peer])
 
 
 GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
-    ("CPU per event, worker / bare loop, bulk", 1.8, "", lambda d: _over(d, "bulk_us", "bare loop")),
-    ("CPU per event, worker / bare loop, paced at 500 Hz", 2.5, "", lambda d: _over(d, "paced_us", "bare loop")),
-    ("CPU per event, worker / `openai` client, bulk", 0.12, "", lambda d: _over(d, "bulk_us", "openai")),
-    ("CPU per event, worker / `openai` client, paced", 0.4, "", lambda d: _over(d, "paced_us", "openai")),
     (
-        "CPU per event, 64 streams / 1 stream",
-        1.3,
+        "instructions per event in bulk, worker / bare loop",
+        0.9,
         "",
-        lambda d: d["stream"]["streams_us"]["64"] / d["stream"]["streams_us"]["1"],
+        lambda d: float(d["instructions"]["worker"] / d["instructions"]["bare loop"]),
     ),
-    ("idle worker, CPU", 0.005, "% of a core", lambda d: d["idle"]["16"]["cpu_percent"]),
-    ("idle worker, wake-ups beside the health probe", 0.1, "/s", lambda d: d["idle"]["16"]["wakeups_per_s"]),
-    ("idle worker, wake-ups per health probe", 20, "", lambda d: d["idle"]["16"]["wakeups_per_probe"]),
-    ("idle worker, threads that poll", 0, "", lambda d: d["idle"]["16"]["polling"]),
-    ("idle worker of 4 slots, threads", 12, "", lambda d: d["idle"]["16"]["threads"]),
-    ("idle worker of 4 slots, memory", 1.5, "MB", lambda d: d["idle"]["16"]["memory_mb"]),
-    ("its guard process, memory", 6, "MB", lambda d: d["idle"]["16"]["guard_mb"]),
-    ("time to first token, added to a `requests` call", 2, "ms", lambda d: d["latency"]["added_ms"]["in all"]),
+    (
+        "CPU per event in bulk, worker / bare loop",
+        0.9,
+        "",
+        lambda d: _over(d, "stream", "bulk_us", "worker", "bare loop"),
+    ),
+    (
+        "CPU per event of one stream at 500 Hz, worker / bare loop",
+        0.8,
+        "",
+        lambda d: _over(d, "stream", "paced_us", "worker", "bare loop"),
+    ),
+    (
+        "CPU per event of 64 streams at 30 Hz, worker / 64 bare threads",
+        0.5,
+        "",
+        lambda d: _over(d, "fleet", "us", "worker", "bare loop"),
+    ),
+    (
+        "CPU per event of 64 streams at 30 Hz, worker / `openai` client",
+        0.08,
+        "",
+        lambda d: _over(d, "fleet", "us", "worker", "openai"),
+    ),
+    ("from send to a waiting reader, 64 streams at 30 Hz, p50", 5, "ms", lambda d: d["fleet"]["fresh_ms"]["p50"]),
+    ("from send to a waiting reader, 64 streams at 30 Hz, p99", 60, "ms", lambda d: d["fleet"]["fresh_ms"]["p99"]),
+    ("threads of a worker with 64 slots and 64 open streams", 74, "", lambda d: d["fleet"]["threads"]),
+    ("first token, added to a `requests` call", 0.7, "ms", lambda d: d["latency"]["added_ms"]["in all"]),
     ("`get_status` while 64 streams run, p99", 20, "ms", lambda d: d["latency"]["status_ms"]["p99"]),
+    ("proxy: added to the first token, p50", 1, "ms", lambda d: d["responses.cost"]["first_token_ms"]["p50"]),
+    ("proxy: added to the first token, p99", 4, "ms", lambda d: d["responses.cost"]["first_token_ms"]["p99"]),
+    (
+        "proxy: CPU per event in bulk, proxy / bare loop",
+        2,
+        "",
+        lambda d: _over(d, "responses.cost", "bulk_us", "proxy", "bare loop"),
+    ),
+    ("256 idle workers, CPU", 1, "% of a core", lambda d: d["idle"]["all_cpu_percent"]),
+    ("256 idle workers, memory beside the guards", 64, "MB", lambda d: d["idle"]["all_memory_mb"]),
+    ("idle worker, wake-ups beside the health probe", 0.1, "/s", lambda d: d["idle"]["wakeups_per_s"]),
+    ("idle worker, wake-ups per health probe", 20, "", lambda d: d["idle"]["wakeups_per_probe"]),
+    ("idle worker of 4 slots, threads", 12, "", lambda d: d["idle"]["threads"]),
+    ("guard process of a worker, memory", 6, "MB", lambda d: d["idle"]["guard_mb"]),
     ("death of the server to terminal status", 50, "ms", lambda d: d["recovery"]["death to terminal status"]),
     (
         "broken connection to terminal status",
@@ -101,12 +131,16 @@ def goals(figures: Figures) -> str:
 
 
 def plot(figures: Figures) -> str:
-    """CPU per event of each client as horizontal bars, in bulk and paced."""
+    """CPU per event of each client as horizontal bars: in bulk, paced, and many streams."""
     width, left, bar, gap = 720, 110, 18, 8
-    panels = [("bulk_us", "CPU per event in bulk, µs"), ("paced_us", "CPU per event at 500 events/s, µs")]
+    panels = [
+        (figures["stream"]["bulk_us"], "CPU per event in bulk, µs"),
+        (figures["stream"]["paced_us"], "CPU per event of one stream at 500 Hz, µs"),
+        (figures["fleet"]["us"], "CPU per event of 64 streams at 30 Hz, µs"),
+    ]
     shapes, y = [], 0
-    for kind, title in panels:
-        values = sorted(figures["stream"][kind].items(), key=lambda item: item[1])
+    for measured, title in panels:
+        values = sorted(measured.items(), key=lambda item: item[1])
         longest = max(value for _, value in values)
         y += 30
         shapes.append(f'<text x="10" y="{y}" font-weight="bold">{title}</text>')

@@ -42,7 +42,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
 
 
 def test_events_that_lie_ready_travel_in_batches(make_worker: MakeWorker, told: Counter[type]) -> None:
-    rig = make_worker()
+    rig = make_worker(max_tokens=None)
     result = rig.run(*plain_reply(Tokens(EVENTS, batch=64)))
     assert result["text"].endswith(f"tok{EVENTS - 1} ")
     assert told[StreamEvents] < EVENTS / 8
@@ -81,7 +81,7 @@ def test_a_question_is_answered_with_all_that_the_server_had_sent(make_worker: M
 
 def test_an_event_in_bulk_costs_no_more_than_a_bare_loop(make_worker: MakeWorker) -> None:
     # On a quiet machine it costs half as much; the least of interleaved rounds, since noise only ever adds.
-    rig = make_worker(Script(replies=[Reply(plain_reply(Tokens(EVENTS)))]))
+    rig = make_worker(Script(replies=[Reply(plain_reply(Tokens(EVENTS)))]), max_tokens=None)
     ours, bare = [], []
     for _ in range(4):
         bare.append(_cpu_s(lambda: _bare_loop(rig.config.port)))

@@ -1,0 +1,138 @@
+"""Instructions of one event in bulk, by callgrind: the same on every machine, however busy it is.
+
+    python -m benchmarks.instructions [--json FILE]
+
+Bytes as they come from the socket to text that can be read: the worker's way (HTTP, SSE, JSON, the request's machine
+with its loop detector) against `http.client` with `json.loads`. What the kernel and other threads add is left out.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+from benchmarks.common import HOST, report, table
+from llama_worker import WorkerConfig, llama_server_cmd
+from llama_worker.messages import BiosWritten, OpenStream, StreamEvents, StreamOpened
+from llama_worker.request.state import Request
+from llama_worker.request.submission import validate_submit
+from llama_worker.stream.response import ChatResponse
+
+FEW, MANY = 200, 1200
+READ_BYTES = 16 * 1024
+_CHUNK = {
+    "choices": [{"finish_reason": None, "index": 0, "delta": {"content": "token "}}],
+    "created": 1790000000,
+    "id": "chatcmpl-abcdefghijklmnopqrstuvwxyz012345",
+    "model": "model.gguf",
+    "system_fingerprint": "b11434-0123456789",
+    "object": "chat.completion.chunk",
+}
+
+
+def wire(events: int) -> bytes:
+    """A response with so many tokens."""
+    record = f"data: {json.dumps(_CHUNK, separators=(',', ':'))}\n\n".encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + (b"%x\r\n%b\r\n" % (len(record), record)) * events + b"0\r\n\r\n"
+
+
+def bare_loop(data: bytes) -> int:
+    """As benchmarks.stream has it."""
+
+    class Wire:
+        def makefile(self, mode: str) -> io.BufferedReader:
+            return io.BufferedReader(cast("Any", io.BytesIO(data)))
+
+    response = http.client.HTTPResponse(cast("socket.socket", Wire()))
+    response.begin()
+    texts, rest = [], b""
+    while piece := response.read1(65536):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                texts += [choice["delta"].get("content") for choice in json.loads(line[6:])["choices"]]
+    return len("".join(texts))
+
+
+class _Nobody:
+    """A mailbox and a stream that nothing comes of."""
+
+    def tell(self, message: object) -> bool:
+        return True
+
+    def flush(self) -> bool:
+        return False
+
+    def hurry(self) -> None:
+        pass
+
+
+def worker(data: bytes) -> int:
+    """What the loop's thread does for one stream."""
+    command = llama_server_cmd("model.gguf", host=HOST, port=20_000, slots=1)
+    config = WorkerConfig("bench", HOST, 20_000, command, max_tokens=None, loop_detector=None)
+    submission = validate_submit("bench", "", "x", None, None)
+    request = Request(
+        request_id=1, submission=submission, config=config, prompted=False, opens_thinking=False, unix_offset=0.0,
+        reply_to=_Nobody(), now=0.0,
+    )  # fmt: skip
+    request.begin(0.0)
+    (order,) = request.step(BiosWritten(turn_id=(1, 1), bios="", error=None), 0.0)
+    assert isinstance(order, OpenStream)
+    request.step(StreamOpened(turn_id=order.turn_id, at=0.0, stream=_Nobody()), 0.0)
+    response = ChatResponse()
+    for piece in _pieces(data):
+        events = tuple(response.feed(piece))
+        request.step(StreamEvents(turn_id=order.turn_id, events=events, at=0.0), 0.0)
+    return request.output_chars[0]
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    for begin in range(0, len(data), READ_BYTES):
+        yield data[begin : begin + READ_BYTES]
+
+
+WAYS: dict[str, Callable[[bytes], int]] = {"bare loop": bare_loop, "worker": worker}
+
+
+def count_instructions(runs: Sequence[tuple[str, int]]) -> list[int]:
+    """Of whole processes, side by side, that take so many events this way."""
+    command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", sys.executable, "-m", __spec__.name]
+    processes = [
+        subprocess.Popen([*command, "--run", name, str(events)], stderr=subprocess.PIPE, text=True)
+        for name, events in runs
+    ]
+    counts = []
+    for process in processes:
+        said = process.communicate()[1]
+        found = re.search(r"Collected : (\d+)", said)
+        assert found is not None, said
+        counts.append(int(found[1]))
+    return counts
+
+
+def main() -> None:
+    """Measure and print; or be what is measured."""
+    if sys.argv[1:2] == ["--run"]:
+        name, events = sys.argv[2], int(sys.argv[3])
+        assert WAYS[name](wire(events)) == len("token ") * events
+        return
+    counts = count_instructions([(name, events) for name in WAYS for events in (FEW, MANY)])
+    per_event = {
+        name: (many - few) / (MANY - FEW) for name, few, many in zip(WAYS, counts[::2], counts[1::2], strict=True)
+    }
+    bare = per_event["bare loop"]
+    rows = [[name, f"{count:.0f}", count / bare] for name, count in per_event.items()]
+    report("instructions", table(["one event in bulk", "instructions", "x bare"], rows), per_event)
+
+
+if __name__ == "__main__":
+    main()
