@@ -114,6 +114,25 @@ def test_threads_are_given_back(fake: Client) -> None:
         eventually(lambda: threading.active_count() <= before, "threads that have ended")
 
 
+@pytest.mark.parametrize(
+    ("begin", "more", "status"),
+    [
+        pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"X-A: " + b"a" * 1000 + b"\r\n", 431, id="head"),
+        pytest.param(b"GET /", b"a" * 1000, 431, id="target"),
+        pytest.param(HALVES["half a chunk"], b"a" * 254 + b"\r\nff\r\n{", 413, id="body"),
+    ],
+)
+def test_what_has_no_end_is_refused(make_client: MakeClient, begin: bytes, more: bytes, status: int) -> None:
+    fake = make_client(max_body_bytes=100_000)
+    with dial(fake) as client:
+        client.sendall(begin)
+        with contextlib.suppress(OSError):  # the end that the proxy makes
+            for _ in range(100_000):
+                client.sendall(more)
+        assert client.recv(65536).startswith(b"HTTP/1.1 %d " % status)
+    assert fake.create().status == 200
+
+
 def test_a_body_beyond_what_may_wait_costs_its_sender(make_client: MakeClient) -> None:
     fake = make_client(max_body_bytes=MIB * 32)
     head = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (MIB * 32)

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import http.client
 import http.server
+import json
 import ssl
 import threading
 from collections.abc import Callable
@@ -250,6 +251,8 @@ def test_an_https_upstream_is_verified(make_client: MakeClient, certificate: Pat
         upstream = f"https://localhost:{server.server_port}"
         trusting = make_client(upstream=upstream, ca_file=str(certificate))
         assert trusting.send("GET", "/any").data == b"hello"
+        said = check_events(read_sse(trusting.create(stream=True).data))["output"][0]["content"][0]["text"]
+        assert said == "hello" * 20_000  # more than one read takes out of a record of TLS
         assert make_client(upstream=upstream).send("GET", "/any").status == 502
     finally:
         server.shutdown()
@@ -263,6 +266,16 @@ class Hello(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", "5")
         self.end_headers()
         self.wfile.write(b"hello")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        chunk = {"choices": [{"index": 0, "delta": {"content": "hello" * 10}, "finish_reason": None}]}
+        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+        records = [*[json.dumps(chunk)] * 2000, json.dumps(end), "[DONE]"]
+        self.wfile.write("".join(f"data: {record}\n\n" for record in records).encode())
 
     def log_message(self, *args: object) -> None:
         pass

@@ -56,10 +56,16 @@ def roomy_url(serve: Serve, lasting_port: object) -> Iterator[str]:
         port=lasting_port(),  # type: ignore[operator]
         slots=1,
         timeouts=NO_PROBES,
-        args=("--ctx-size", "16384", "--no-ui", *PARROT_ARGS),
+        args=("--ctx-size", "8192", "--no-ui", *PARROT_ARGS),
     )
     with LlamaWorker(config):
         yield f"http://{config.host}:{config.port}"
+
+
+def slim(body: Json) -> Json:
+    """With the names of the tools alone: thousands of tokens less to read, in the same place of every prompt."""
+    tools = [{**tool, "description": "", "parameters": None} for tool in body["tools"] if tool["type"] == "function"]
+    return {**body, "tools": tools}
 
 
 @pytest.mark.server
@@ -72,7 +78,7 @@ def test_the_prompt_cache_covers_what_was_sent_before(make_client: MakeClient, r
     assert len(bodies) == 10
     usages = []
     for body in bodies:
-        short = {**body, "stream": False, "max_output_tokens": 1}
+        short = {**slim(body), "stream": False, "max_output_tokens": 1}
         usages.append(requests.post(f"{base_url}/responses", json=short).json()["usage"])
     for before, after in pairwise(usages):
         assert after["input_tokens_details"]["cached_tokens"] >= CACHE_SHARE * before["input_tokens"]

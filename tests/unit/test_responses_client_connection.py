@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.responses.client_connection import MAX_HEAD_BYTES, ClientConnection, Phase, Request
-from llama_worker.responses.lobby import BODY_S, HEAD_S, LINGER_S, SILENT_S, Lobby
 from llama_worker.responses.refusal import RequestRefused
+from llama_worker.responses.waiting_clients import BODY_S, HEAD_S, LINGER_S, SILENT_S, WaitingClients
 
 HEAD = b"POST /v1/responses?a=%2F HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -148,42 +148,42 @@ def test_a_reply_without_a_length_is_framed_as_the_client_understands_it() -> No
     [(Phase.SILENT, SILENT_S), (Phase.HEAD, HEAD_S), (Phase.BODY, BODY_S), (None, LINGER_S)],
 )
 def test_nobody_waits_for_ever(phase: Phase | None, allowed_s: float) -> None:
-    lobby: Lobby[str] = Lobby()
-    assert lobby.deadline() is None
-    lobby.enter("a", phase, 10.0)
-    assert lobby.deadline() == 10.0 + allowed_s
-    assert lobby.late(10.0 + allowed_s - 0.1) == []
-    assert lobby.late(10.0 + allowed_s) == ["a"]
-    lobby.leave("a")
-    lobby.leave("a")
-    assert (len(lobby), lobby.deadline()) == (0, None)
+    waiting: WaitingClients[str] = WaitingClients()
+    assert waiting.deadline() is None
+    waiting.enter("a", phase, 10.0)
+    assert waiting.deadline() == 10.0 + allowed_s
+    assert waiting.expired(10.0 + allowed_s - 0.1) == []
+    assert waiting.expired(10.0 + allowed_s) == ["a"]
+    waiting.leave("a")
+    waiting.leave("a")
+    assert (len(waiting), waiting.deadline()) == (0, None)
 
 
 def test_a_head_that_drips_gets_no_more_time_and_a_body_does() -> None:
-    lobby: Lobby[str] = Lobby()
+    waiting: WaitingClients[str] = WaitingClients()
     for at in (0.0, 10.0):
-        lobby.enter("head", Phase.HEAD, at)
-        lobby.enter("body", Phase.BODY, at)
-    assert lobby.late(HEAD_S) == ["head"]
-    assert lobby.late(10.0 + BODY_S) == ["head", "body"]
+        waiting.enter("head", Phase.HEAD, at)
+        waiting.enter("body", Phase.BODY, at)
+    assert waiting.expired(HEAD_S) == ["head"]
+    assert waiting.expired(10.0 + BODY_S) == ["head", "body"]
 
 
 def test_a_head_gets_its_own_time_after_silence_and_after_a_reply() -> None:
-    lobby: Lobby[str] = Lobby()
-    lobby.enter("a", Phase.SILENT, 0.0)
-    lobby.enter("a", Phase.HEAD, 100.0)
-    lobby.leave("a")
-    lobby.enter("a", Phase.HEAD, 200.0)
-    assert lobby.deadline() == 200.0 + HEAD_S
+    waiting: WaitingClients[str] = WaitingClients()
+    waiting.enter("a", Phase.SILENT, 0.0)
+    waiting.enter("a", Phase.HEAD, 100.0)
+    waiting.leave("a")
+    waiting.enter("a", Phase.HEAD, 200.0)
+    assert waiting.deadline() == 200.0 + HEAD_S
 
 
 def test_whoever_waits_longest_makes_room_the_silent_first() -> None:
-    lobby: Lobby[str] = Lobby()
+    waiting: WaitingClients[str] = WaitingClients()
     for number, (client, phase) in enumerate([("body", Phase.BODY), ("head", Phase.HEAD), ("s1", Phase.SILENT),
                                               ("s2", Phase.SILENT), ("end", None)]):  # fmt: skip
-        lobby.enter(client, phase, float(number))
+        waiting.enter(client, phase, float(number))
     gone = []
-    while (client_to_go := lobby.first_to_go()) is not None:
+    while (client_to_go := waiting.next_to_evict()) is not None:
         gone.append(client_to_go)
-        lobby.leave(client_to_go)
+        waiting.leave(client_to_go)
     assert gone == ["end", "s1", "s2", "head", "body"]

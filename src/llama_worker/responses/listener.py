@@ -24,8 +24,8 @@ from llama_worker.responses.access import access_policy
 from llama_worker.responses.client import Client, refusal_bytes
 from llama_worker.responses.client_connection import ClientConnection, Phase, Request
 from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses.lobby import Lobby
 from llama_worker.responses.refusal import RequestRefused
+from llama_worker.responses.waiting_clients import WaitingClients
 
 Serve = Callable[[Request, Client], None]
 """Answers one request, on a thread of its own. OSError: the client's connection is broken."""
@@ -49,7 +49,7 @@ class SocketListener:
         self._config = config
         self._answer = serve
         self._access = access_policy(config.host, config.allow_origins)
-        self._lobby: Lobby[Client] = Lobby()
+        self._waiting_clients: WaitingClients[Client] = WaitingClients()
         self._clients: dict[int, Client] = {}  # by descriptor; only this thread closes one
         self._busy: set[Client] = set()
         self._returned: queue.SimpleQueue[Client] = queue.SimpleQueue()
@@ -103,18 +103,18 @@ class SocketListener:
             elif descriptor == self._socket.fileno():
                 self._accept()
             elif (client := self._clients.get(descriptor)) is not None:
-                self._stirred(client)
+                self._on_ready(client)
         while not self._returned.empty():
             self._take_back(self._returned.get())
         now = time.monotonic()
-        for client in self._lobby.late(now):
+        for client in self._waiting_clients.expired(now):
             self._drop(client)
         if self._accept_at is not None and now >= self._accept_at:
             self._accept_at = None
             self._epoll.modify(self._socket, select.EPOLLIN)
 
     def _wait_s(self) -> float | None:
-        due = [at for at in (self._lobby.deadline(), self._accept_at) if at is not None]
+        due = [at for at in (self._waiting_clients.deadline(), self._accept_at) if at is not None]
         return max(min(due) - time.monotonic(), 0.0) if due else None
 
     def _accept(self) -> None:
@@ -124,23 +124,23 @@ class SocketListener:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _SHORT_OF_DESCRIPTORS and not self._make_room():
+                if error.errno in _SHORT_OF_DESCRIPTORS and not self._evict_one():
                     self._epoll.modify(self._socket, 0)
                     self._accept_at = time.monotonic() + _PAUSE_S
                     return
                 continue  # that client has left, or there is room now
-            while len(self._clients) >= self._max_clients and self._make_room():
+            while len(self._clients) >= self._max_clients and self._evict_one():
                 pass
-            self._welcome(connection)
+            self._register(connection)
 
-    def _make_room(self) -> bool:
+    def _evict_one(self) -> bool:
         """Whether a client that waits has given its place up."""
-        client = self._lobby.first_to_go()
+        client = self._waiting_clients.next_to_evict()
         if client is not None:
             self._drop(client)
         return client is not None
 
-    def _welcome(self, connection: socket.socket) -> None:
+    def _register(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -156,12 +156,12 @@ class SocketListener:
         client = Client(connection, http, local_address, self._config.client_timeout_s)
         self._clients[connection.fileno()] = client
         self._epoll.register(connection, select.EPOLLIN)
-        self._lobby.enter(client, Phase.SILENT, time.monotonic())
+        self._waiting_clients.enter(client, Phase.SILENT, time.monotonic())
 
     def _check(self, client: Client, request: Request) -> None:
         client.origin = self._access.allowed_origin(request, client.local_address)
 
-    def _stirred(self, client: Client) -> None:
+    def _on_ready(self, client: Client) -> None:
         """A client has sent something, or has left."""
         if client in self._busy:
             client.left()
@@ -192,15 +192,15 @@ class SocketListener:
             _logger.error("a request could not be read: %s", type(error).__name__)
             self._drop(client)
             return
-        self._lobby.enter(client, client.http.phase, time.monotonic())
-        self._count_pending(client, client.http.pending_bytes)
+        self._waiting_clients.enter(client, client.http.phase, time.monotonic())
+        self._account(client, client.http.pending_bytes)
 
-    def _count_pending(self, client: Client, pending_bytes: int) -> None:
+    def _account(self, client: Client, pending_bytes: int) -> None:
         """What has come of requests that are not whole is bounded in all; whoever holds most of it loses it."""
         self._pending_bytes += pending_bytes - client.pending_bytes
         client.pending_bytes = pending_bytes
         if self._pending_bytes > _PENDING_BODIES * self._config.max_body_bytes + _PENDING_HEADS_BYTES:
-            largest = max(self._lobby, key=lambda waiting: waiting.pending_bytes)
+            largest = max(self._waiting_clients, key=lambda waiting: waiting.pending_bytes)
             self._refuse(largest, RequestRefused(503, "too many requests are being sent at once", retry_after_s=1))
 
     def _refuse(self, client: Client, refused: RequestRefused) -> None:
@@ -217,27 +217,27 @@ class SocketListener:
     def _linger(self, client: Client) -> None:
         """Let it read to the end: closing with unread data would destroy what is on its way."""
         client.http.phase = Phase.BUSY
-        self._count_pending(client, 0)
+        self._account(client, 0)
         try:
             client.socket.shutdown(socket.SHUT_WR)
         except OSError:
             self._drop(client)
             return
-        self._lobby.enter(client, None, time.monotonic())
+        self._waiting_clients.enter(client, None, time.monotonic())
 
     def _drop(self, client: Client) -> None:
-        self._leave_lobby(client)
+        self._stop_waiting(client)
         del self._clients[client.socket.fileno()]
         client.socket.close()  # which takes it out of epoll
 
     # ------------------------------------------------------------ requests
 
-    def _leave_lobby(self, client: Client) -> None:
-        self._lobby.leave(client)
-        self._count_pending(client, 0)
+    def _stop_waiting(self, client: Client) -> None:
+        self._waiting_clients.leave(client)
+        self._account(client, 0)
 
     def _run(self, client: Client, request: Request) -> None:
-        self._leave_lobby(client)
+        self._stop_waiting(client)
         thread = threading.Thread(
             target=self._run_request, args=(client, request), name="llama_worker-response", daemon=True
         )
@@ -277,7 +277,7 @@ class SocketListener:
     def _close(self) -> None:
         self._epoll.unregister(self._socket)
         self._socket.close()
-        for client in tuple(self._lobby):
+        for client in tuple(self._waiting_clients):
             self._drop(client)
         for client in self._busy:
             client.cut()

@@ -26,16 +26,28 @@ CLIENTS: dict[str, Sequence[Scenario]] = {
 def passes(client: str, scenario: Scenario, *, keep: bool) -> bool:
     """Whether it does; why not goes to stderr."""
     began = time.monotonic()
+    print(f"{client} {scenario.__name__}", end=" ", file=sys.stderr, flush=True)
     try:
         bodies = scenario()
     except Exception:
         traceback.print_exc()
         return False
-    finally:
-        print(f"{client} {scenario.__name__}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    print(f"passes, {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
     if keep:
         record(client, scenario.__name__, bodies)
     return True
+
+
+def table(verdicts: dict[tuple[str, str], bool]) -> str:
+    """By client and scenario: whether it passes."""
+    names = dict.fromkeys(scenario for _, scenario in verdicts)
+    lines = [f"| scenario | {' | '.join(CLIENTS)} |", "| --- |" + " --- |" * len(CLIENTS)]
+    for name in names:
+        cells = [{True: "passes", False: "fails", None: ""}[verdicts.get((client, name))] for client in CLIENTS]
+        lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
+    passed = [[good for (of, _), good in verdicts.items() if of == client] for client in CLIENTS]
+    lines.append(f"| passed | {' | '.join(f'{sum(goods)} of {len(goods)}' for goods in passed)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -44,16 +56,14 @@ def main() -> None:
     parser.add_argument("--only", metavar="TEXT", default="", help="the scenarios whose names contain it")
     parser.add_argument("--record", action="store_true", help="keep what the clients sent")
     given = parser.parse_args()
-    failed = 0
-    print("| scenario | client | |\n| --- | --- | --- |")
-    for client, scenarios in CLIENTS.items():
-        for scenario in scenarios:
-            if given.only in f"{client} {scenario.__name__}":
-                good = passes(client, scenario, keep=given.record)
-                failed += not good
-                name = scenario.__name__.replace("_", " ")
-                print(f"| {name} | {client} | {'passes' if good else 'fails'} |", flush=True)
-    sys.exit(1 if failed else 0)
+    verdicts = {
+        (client, scenario.__name__): passes(client, scenario, keep=given.record)
+        for client, scenarios in CLIENTS.items()
+        for scenario in scenarios
+        if given.only in f"{client} {scenario.__name__}"
+    }
+    print(table(verdicts))
+    sys.exit(0 if all(verdicts.values()) else 1)
 
 
 if __name__ == "__main__":

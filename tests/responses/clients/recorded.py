@@ -13,12 +13,13 @@ from tests.responses.clients.stage import Json
 FOLDER = Path(__file__).parents[1] / "recorded"
 _KEPT = "input_items_kept"
 _MAX_CHARS = 200  # of a text: instructions and descriptions are long, and change with every version
+_NOTHING_NEW = ("survives_", "waits_", "lets_go_", "does_not_", "says_", "makes_room_", "is_told_")  # in their requests
 _FOLDERS = re.compile(r"/tmp/[A-Za-z0-9_]+/(home|project)")
 
 
 def record(client: str, scenario: str, bodies: list[Json]) -> None:
     """Keep the requests of a scenario."""
-    if not bodies:
+    if not bodies or scenario.startswith(_NOTHING_NEW):
         return
     FOLDER.mkdir(exist_ok=True)
     short = [_shortened(body) for body in bodies]

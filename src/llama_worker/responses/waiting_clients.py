@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Generic, TypeVar
 
 from llama_worker.responses.client_connection import Phase
@@ -17,7 +16,7 @@ LINGER_S = 2.0  # after the last reply: for the client to read it and to close
 _ALLOWED_S = {Phase.SILENT: SILENT_S, Phase.HEAD: HEAD_S, Phase.BODY: BODY_S, None: LINGER_S}
 
 
-class Lobby(Generic[C]):
+class WaitingClients(Generic[C]):
     """Clients by what they wait for, `None` for a connection's end. Instants are monotonic seconds."""
 
     def __init__(self) -> None:
@@ -44,15 +43,11 @@ class Lobby(Generic[C]):
         if client in self._phases:
             del self._waiting[self._phases.pop(client)][client]
 
-    def sending(self) -> Iterator[C]:
-        """Those who have sent a part of a request."""
-        return chain(self._waiting[Phase.HEAD], self._waiting[Phase.BODY])
-
     def deadline(self) -> float | None:
         """When the next one has waited long enough; None: nobody waits."""
         return min((next(iter(kind.values())) for kind in self._waiting.values() if kind), default=None)
 
-    def late(self, now: float) -> list[C]:
+    def expired(self, now: float) -> list[C]:
         """Those that have."""
         found = []
         for kind in self._waiting.values():
@@ -62,7 +57,7 @@ class Lobby(Generic[C]):
                 found.append(client)
         return found
 
-    def first_to_go(self) -> C | None:
+    def next_to_evict(self) -> C | None:
         """Whose place is given to another: whoever waits longest, the end of a connection or silence first."""
         order = (None, Phase.SILENT, Phase.HEAD, Phase.BODY)
         return next((next(iter(self._waiting[phase])) for phase in order if self._waiting[phase]), None)
