@@ -82,7 +82,9 @@ class Invariants:
         self.requests: dict[int, Truth] = {}
         self.killed_at: dict[int, float] = {}  # by epoch
         self.found: dict[str, list[float]] = {}  # seconds from the fault to its discovery, by kind
-        self._awaited: dict[int, list[tuple[Fault, float]]] = {}  # by request: what it is to be ended for, and since when
+        self._awaited: dict[
+            int, list[tuple[Fault, float]]
+        ] = {}  # by request: what it is to be ended for, and since when
         self.stop_called_at = -math.inf  # by stop() or close()
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
         self.restarts_count = 0

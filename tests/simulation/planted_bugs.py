@@ -14,19 +14,16 @@ from functools import wraps
 from typing import Any
 
 from llama_worker.messages import (
-    Begin,
     CancelRequest,
     Exited,
-    ReleaseResult,
     StreamClosed,
     StreamEvents,
-    Terminate,
     Tick,
     Unkillable,
 )
 from llama_worker.server.lifecycle_states import BackingOff, Ending, ResolveStops
 from llama_worker.server.restart_budget import Lockout, RestartAfter
-from llama_worker.server.termination import Signal, Terminating
+from llama_worker.server.termination import Terminating
 
 Function = Callable[..., Any]
 
@@ -240,7 +237,12 @@ BUGS: tuple[Bug, ...] = (
     Bug("the end of a stream is dropped", "request.state:Request", "step", ignores(StreamClosed)),
     Bug("a stream is not closed at a request's end", "actors.transport:TransportActor", "handle", _stays_open),
     Bug("a release is dropped", "request.table:RequestTable", "release", returns(None)),
-    Bug("who waits for a result is forgotten", "actors.request_dispatcher:RequestDispatcher", "ended", _waiters_are_forgotten),
+    Bug(
+        "who waits for a result is forgotten",
+        "actors.request_dispatcher:RequestDispatcher",
+        "ended",
+        _waiters_are_forgotten,
+    ),
     Bug("a long batch of events is cut", "request.state:Request", "_stream_events", _last_of_a_batch_is_lost),
     Bug("text is appended twice", "request.output:Output", "add", _text_comes_twice),
     Bug("what a dead server had sent is not read", "request.state:Request", "_abandon", _rest_of_the_dead_is_lost),
@@ -250,7 +252,12 @@ BUGS: tuple[Bug, ...] = (
     Bug("no verdict is ever given", _WATCH, "_give_up", returns(None)),
     Bug("gaps are not noticed", _WATCH, "_notice_gap", returns(None)),
     Bug("whatever comes is progress", "stream.advance:Advance", "by", returns(True)),
-    Bug("failed health probes do not add up", "server.health:HealthCounter", "probed", lambda right: lambda self, **named: (self, None)),
+    Bug(
+        "failed health probes do not add up",
+        "server.health:HealthCounter",
+        "probed",
+        lambda right: lambda self, **named: (self, None),
+    ),
     Bug("a load is never overdue", "server.startup:StartupWatch", "overdue", returns(None)),
     Bug("SIGKILL is never sent", "actors.process", "step", _without_kill),
     Bug("a process that cannot be killed is not reported", "actors.worker:WorkerActor", "handle", ignores(Unkillable)),

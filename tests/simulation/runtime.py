@@ -127,7 +127,8 @@ class SimRuntime:
                         cpu_ticks=int(used.cpu_ticks), read_bytes=int(used.read_bytes), major_faults=0
                     )
                     for pid, used in server.counters().items()
-                    if pid == server.pid or not server.loaded  # once somebody listens, a child that does not is no server
+                    if pid == server.pid
+                    or not server.loaded  # once somebody listens, a child that does not is no server
                 }
                 sample = ProcessSample(at=scheduler.now, processes=processes)
                 self._activity, evidence = self._activity.observe(sample)
@@ -341,7 +342,9 @@ class SimStream:
         if server.stopped:
             pass  # the kernel takes the connection
         self._server = server
-        self._scheduler.at(self._scheduler.now + 0.0005 * self._machine.slowness, self._posted, "the request arrives", of_host=False)
+        self._scheduler.at(
+            self._scheduler.now + 0.0005 * self._machine.slowness, self._posted, "the request arrives", of_host=False
+        )
 
     def _posted(self) -> None:
         server = self._server
@@ -461,7 +464,9 @@ class SimProbe:
         if self._event.call is not None:
             self._event.cancel()
             self._event = self._scheduler.at(
-                self._scheduler.now + 0.001 * self._machine.slowness, lambda: self._tell(ProbeOutcome.FAILED, "Aborted"), "probe aborted"
+                self._scheduler.now + 0.001 * self._machine.slowness,
+                lambda: self._tell(ProbeOutcome.FAILED, "Aborted"),
+                "probe aborted",
             )
 
     def _asked(self) -> None:
@@ -502,7 +507,9 @@ class SimSlotsRequest:
         """There is no answer then."""
         if self._event.call is not None:
             self._event.cancel()
-            self._event = self._scheduler.at(self._scheduler.now + 0.001 * self._machine.slowness, lambda: self._tell(None), "slots aborted")
+            self._event = self._scheduler.at(
+                self._scheduler.now + 0.001 * self._machine.slowness, lambda: self._tell(None), "slots aborted"
+            )
 
     def _asked(self) -> None:
         server = self._machine.listening()
