@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NO_INDEX := echo "error: pip could not install what is needed: check the network and pip's settings (pip config list)" >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help adversary simulate test test-all-pythons test-responses test-clients bench-responses demo server unit scenarios chaos docs lint format clean
+.PHONY: help adversary test test-all-pythons test-responses test-clients bench-responses demo server unit scenarios simulate chaos docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -35,6 +35,9 @@ server: $(VENV)/.package ## a llama-server and a small model: found or built, an
 
 unit: $(VENV)/.test ## the tests that need no server
 	$(BIN)/python -m pytest tests/unit tests/actors $(PYTEST_ARGS)
+
+simulate: $(VENV)/.test ## the worker in virtual time: HOURS worker-hours (a year) with FAULTS faults from SEED (a new one)
+	$(BIN)/python -m tests.simulation $(if $(filter-out file,$(origin SEED)),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS)) $(if $(FAULTS),--faults $(FAULTS))
 
 scenarios: $(VENV)/.test ## hung or only slow? every scenario, with its verdict and time
 	$(BIN)/python -m tests.scenarios

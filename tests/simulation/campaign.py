@@ -13,8 +13,8 @@ from tests.simulation.world import Report, Setting, World
 def settings(seed: int, hours: float, faults: float, kinds: Mapping[str, float] | None = None) -> Iterable[Setting]:
     """Runs that make up `hours` worker-hours in all and about `faults` faults.
 
-    Half of the faults come in hectic runs of a few hours, a request every few minutes, the rest in runs of days in which
-    little happens.
+    Most of the faults come in hectic runs of a few hours, with a request every few minutes; the rest in runs of days in
+    which little happens.
     """
     dice = Dice(seed)
     hectic_share = 0.02

@@ -36,7 +36,7 @@ class Dice:
 
     def log_between(self, low: float, high: float) -> float:
         """A float in [low, high) whose order of magnitude is drawn evenly."""
-        return low * (high / low) ** self.random()
+        return float(low * (high / low) ** self.random())
 
     def waiting_time(self, mean_s: float) -> float:
         """Seconds to the next of events that come at random, `mean_s` apart on average."""
@@ -53,7 +53,7 @@ class Dice:
             point -= weight
             if point < 0:
                 return option
-        return next(reversed(options))
+        return list(options)[-1]
 
     def fork(self) -> Dice:
         """Another generator: what one draws does not depend on how often the other is asked."""

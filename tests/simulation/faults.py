@@ -1,7 +1,7 @@
 """What goes wrong, by name: how it is done to the model, how soon it must be found, what it excuses.
 
-A `Kind` of the table is done by Nature at a random moment, or to a request when its turn comes. `found_within` is what the
-profile promises for it, from the moment when it begins to hurt; None: nothing to be found. `honest`: it only looks
+A `Kind` of the table is done by Nature at a random moment, or to a request when its turn comes. `found_within` is what
+the profile promises for it, from the moment when it begins to hurt; None: nothing to be found. `honest`: it only looks
 like a wedge, and excuses nothing.
 """
 

@@ -1,6 +1,7 @@
 """What must hold, checked after every step, or at the instant a bound is due.
 
-1. Every admitted request ends exactly once; the slots in use are the requests that have not ended; a refused one takes none.
+1. Every admitted request ends exactly once; the slots in use are those of requests that have not ended; a refused one
+   takes none.
 2. Output only grows, and after any ending it is exactly what had come up to the instant that decided.
 3. Nothing is given up, and no server ended, without a fault that excuses it.
 4. What is wedged is found within its kind's bound.

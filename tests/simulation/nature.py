@@ -20,7 +20,13 @@ from tests.simulation.server import Exchange, LlamaServer, Reply
 
 _TOOL_S = 12.0  # a request may be in its tools when a fault of the server begins
 _EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
-_ERROR = b'data: {"error":{"code":500,"message":"CUDA error","type":"server_error"}}\n\n'
+_LAST_BYTES = {  # what goes out before the connection ends, and whether the body ends in the regular way
+    "connection reset": (b"", False),
+    "cut in a record": (b'data: {"choices":[{"index":0,"del', True),
+    "ends without a finish": (b"", True),
+    "error record": (b'data: {"error":{"code":500,"message":"CUDA error","type":"server_error"}}\n\n', True),
+    "garbage": (b"data: {garbage\n\n", True),
+}
 _ARGUMENTS = (
     b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"%s"}}]}}]}\n\n'
     % (b"1,2," * 16)
@@ -284,20 +290,12 @@ class Nature:
             self._invariants.expect(4, QUICK_S, what, lambda: exchange.over)
         if first:
             fault = self._bound_reply(name, exchange.request_id, server.epoch)
+        if name in _LAST_BYTES:
+            data, regular = _LAST_BYTES[name]
+            server.send(exchange, data)
+            server.hang_up(exchange, regular=regular)
+            return
         match name:
-            case "connection reset":
-                server.hang_up(exchange, regular=False)
-            case "cut in a record":
-                server.send(exchange, b'data: {"choices":[{"index":0,"del')
-                server.hang_up(exchange, regular=True)
-            case "ends without a finish":
-                server.hang_up(exchange, regular=True)
-            case "error record":
-                server.send(exchange, _ERROR)
-                server.hang_up(exchange, regular=True)
-            case "garbage":
-                server.send(exchange, b"data: {garbage\n\n")
-                server.hang_up(exchange, regular=True)
             case "crash in the answer":
                 server.send_words(exchange, "the last words")
                 server.die(-11)

@@ -35,7 +35,7 @@ from llama_worker.server.liveness import ProcessActivity, ProcessSample
 from llama_worker.server.slots import SlotsLook, parse_slots
 from llama_worker.server.termination import Signal
 from llama_worker.server.traits import ServerTraits
-from llama_worker.stream.decoder import ProtocolError, StreamDecoder
+from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason, StartFailReason
 from tests.simulation.dice import Dice
@@ -77,9 +77,6 @@ class SimRuntime:
 
     def call_host(self, call: Callable[[], object]) -> None:
         self._scheduler.at(self._scheduler.now, call, "callback")
-
-    def anon_bytes(self, pid: int) -> int | None:
-        return None
 
     def write_log(self, *record: Any) -> None:
         """Nobody reads it."""
@@ -403,12 +400,7 @@ class SimStream:
         return self._decode(data)
 
     def _decode(self, data: bytes) -> bool:
-        failure: StreamFailure | None = None
-        try:
-            events = self._decoder.feed(data)
-        except ProtocolError as error:
-            events = list(error.events)
-            failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=str(error))
+        events = self._decoder.feed(data)
         self._order.reply_to.tell(
             StreamEvents(
                 turn_id=self.turn_id,
@@ -416,9 +408,9 @@ class SimStream:
                 at=self._scheduler.now,
             )
         )
-        if failure is not None:
+        if self._decoder.error is not None:
             self._hang_up()
-            self._finish(failure)
+            self._fail(RequestFailReason.PROTOCOL_ERROR, self._decoder.error)
             return False
         return True
 

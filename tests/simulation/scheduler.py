@@ -324,9 +324,9 @@ class SeededChoices:
     def wake_delay_s(self) -> float:
         if not self._sleeps or self._random() >= self._sleeps:
             return 0.0
-        return 0.0001 * 5000.0 ** self._random()  # 0.1 ms to 0.5 s
+        return float(0.0001 * 5000.0 ** self._random())  # 0.1 ms to 0.5 s
 
     def timer_delay_s(self) -> float:
         if not self._late or self._random() >= self._late:
             return 0.0
-        return 0.001 * 800.0 ** self._random()  # 1 ms to 0.8 s
+        return float(0.001 * 800.0 ** self._random())  # 1 ms to 0.8 s

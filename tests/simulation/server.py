@@ -313,10 +313,10 @@ class LlamaServer:
     def client_closed(self, exchange: Exchange) -> None:
         """The client is gone; noticed between two batches."""
         exchange.closed_by_client = True
-        if exchange in self.queue or exchange.slot is None or exchange.dead or self._batch is None:
-            if not self.frozen and not self.stopped:
-                self._drop(exchange)
-                self.work()
+        waits_for_no_batch = exchange in self.queue or exchange.slot is None or exchange.dead or self._batch is None
+        if waits_for_no_batch and not self.frozen and not self.stopped:
+            self._drop(exchange)
+            self.work()
         self._leave_when_free()
 
     def slots_view(self) -> list[dict[str, Any]]:

@@ -14,7 +14,10 @@ _BLOCK = 2000
 
 
 class Trace:
-    """The hash covers the instant, the receiver and the name of every message, and every fault; nothing in it depends on the process."""
+    """The hash covers the instant, the receiver and the name of every message, and every fault.
+
+    Nothing in it depends on the process: no address, no hash of a string, no order of a set.
+    """
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
