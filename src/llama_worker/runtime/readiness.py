@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from llama_worker.runtime.connections import Abort
 from llama_worker.runtime.host_code import start_thread
 from llama_worker.runtime.question import NO_ANSWER, ask
 from llama_worker.runtime.shortage import is_shortage
+from llama_worker.server.gaps import LATE_S
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.traits import ServerTraits, server_traits
 
@@ -66,10 +68,14 @@ class ReadinessProbe:
         self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
 
     def _probe(self) -> tuple[ProbeOutcome, str]:
+        timeout_s = probe_timeout_s(self._config.timeouts)
+        deadline = time.monotonic() + timeout_s
         try:
-            status, told = self._ask("GET", "/v1/models", probe_timeout_s(self._config.timeouts))
+            status, told = self._ask("GET", "/v1/models", timeout_s)
         except NO_ANSWER as error:
-            return _outcome(error), f"GET /v1/models: {type(error).__name__}"
+            # Long past its deadline, this thread did not run, and so perhaps nothing else did.
+            outcome = ProbeOutcome.NO_NEWS if time.monotonic() > deadline + LATE_S else _outcome(error)
+            return outcome, f"GET /v1/models: {type(error).__name__}"
         if status == 503:
             return ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model"
         if status != 200:
