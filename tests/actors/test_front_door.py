@@ -16,7 +16,7 @@ import pytest
 
 from llama_worker import ConfigError, LlamaWorker, RequestRefused, WorkerClosed, WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, eventually, fast_timeouts
-from tests.fake_script import Gate, Reasoning, Script, Text, fake_server_cmd, plain_reply, steps_json
+from tests.fake_script import Answer, Gate, HttpError, Reasoning, Script, Text, fake_server_cmd, plain_reply, steps_json
 
 HELLO = "Hello"  # what a scripted server says unless it is told otherwise
 
@@ -257,3 +257,44 @@ def test_a_wait_that_is_no_bool_is_refused(make_worker: MakeWorker) -> None:
     rig = make_worker(start=False)
     with pytest.raises(TypeError, match="wait must be a bool, not int: 1"):
         rig.worker.read_output(1, wait=1).get(timeout=WAIT_S)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- truths about the server
+
+
+def test_what_the_server_says_of_itself_is_in_the_status(make_worker: MakeWorker) -> None:
+    body = {
+        "total_slots": 1,
+        "default_generation_settings": {"n_ctx": 1024},
+        "modalities": {"vision": False, "audio": True},
+        "model_path": "/models/tiny.gguf",
+    }
+    rig = make_worker(Script(props=[Answer(body=body)]), env={"LLAMA_ARG_CTX_SIZE": "2048"})
+    status = rig.status()
+    assert (status["n_ctx"], status["modalities"], status["model"]) == (1024, body["modalities"], "tiny.gguf")
+    (warning,) = status["warnings"]
+    assert "a slot has 1024 tokens of context, fewer than the 2048" in warning
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    with pytest.raises(ValueError, match=r"image_url parts need a model with vision, which 'tiny.gguf' has not"):
+        rig.worker.submit("job", "", [picture]).get(timeout=WAIT_S)
+    with pytest.raises(ValueError, match="vision"):
+        rig.worker.ask("And this?", messages=[{"role": "user", "content": [picture]}]).get(timeout=WAIT_S)
+    assert rig.status()["slots_used"] == 0
+    sound = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
+    assert rig.worker.ask([sound]).get(timeout=WAIT_S)["state"] == "completed"
+
+
+def test_a_prompt_that_does_not_fit_fails_alone_and_with_its_numbers(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    numbers = {"n_prompt_tokens": 5000, "n_ctx": 4096}
+    result = rig.run(HttpError(400, "too long", "exceed_context_size_error", extra=numbers))
+    assert (result["fail_reason"], result["context"]) == ("context_exceeded", numbers)
+    assert rig.run()["state"] == "completed"
+    assert rig.status()["restart_count"] == 0
+
+
+def test_flags_that_break_a_promise_are_warnings_from_the_start(server: str, closing: ExitStack) -> None:
+    worker = LlamaWorker.from_model("m.gguf", executable=server, extra_args=["--tools", "all"])
+    closing.callback(worker.close)
+    (warning,) = worker.get_worker_status().get()["warnings"]
+    assert warning.startswith("server_cmd has --tools: ")

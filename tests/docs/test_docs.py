@@ -30,11 +30,11 @@ def test_the_code_of_a_page_runs(page: Path, smollm2: str, free_port: Callable[[
     text = re.sub(r'"[\w./~-]+\.gguf"', f'"{smollm2}"', with_ports(page.read_text(), free_port))
     for name, content in files(text).items():
         (tmp_path / name).write_text(content)
-    lean_server(tmp_path)
+    server = lean_server(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", runnable(text, "python")],
         cwd=tmp_path,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        env={**os.environ, "LLAMA_SERVER": str(server), "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=patience(),

@@ -90,7 +90,7 @@ def test_what_the_contract_names_is_public() -> None:
         " ConfigError WorkerStartError WorkerClosed WorkerState RequestState RequestFinishReason RequestFailReason"
         " SubmitOk SubmitErr NotFound NotReady RequestStatus OutputChunk RequestResult ExitSignal ToolTraceEntry"
         " WorkerStatus WorkerDebugInfo ChatMessage ToolDef ToolFunctionDef ToolCall BiosText BiosContext"
-        " BiosProvider ToolRunner LivenessProbe default_bios"
+        " BiosProvider ToolRunner LivenessProbe default_bios RequestRefused Recycle Canary SignalHandler ContentPart"
     )
     assert set(named.split()) <= set(llama_worker.__all__)
 
