@@ -18,11 +18,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-from benchmarks.common import HOST, report, table
-from llama_worker import WorkerConfig, llama_server_cmd
+from llama_worker.config import WorkerConfig
 from llama_worker.messages import BiosWritten, OpenStream, StreamEvents, StreamOpened
 from llama_worker.request.state import Request
 from llama_worker.request.submission import validate_submit
+from llama_worker.server.command import llama_server_cmd
 from llama_worker.stream.response import ChatResponse
 
 FEW, MANY = 200, 1200
@@ -77,8 +77,8 @@ class _Nobody:
 
 def worker(data: bytes) -> int:
     """What the loop's thread does for one stream."""
-    command = llama_server_cmd("model.gguf", host=HOST, port=20_000, slots=1)
-    config = WorkerConfig("bench", HOST, 20_000, command, max_tokens=None, loop_detector=None)
+    command = llama_server_cmd("model.gguf", host="127.0.0.1", port=20_000, slots=1)
+    config = WorkerConfig("bench", "127.0.0.1", 20_000, command, max_tokens=None, loop_detector=None)
     submission = validate_submit("bench", "", "x", None, None)
     request = Request(
         request_id=1, submission=submission, config=config, prompted=False, opens_thinking=False, unix_offset=0.0,
@@ -125,6 +125,8 @@ def main() -> None:
         name, events = sys.argv[2], int(sys.argv[3])
         assert WAYS[name](wire(events)) == len("token ") * events
         return
+    from benchmarks.common import report, table  # what is measured imports little: under callgrind that takes a minute
+
     counts = count_instructions([(name, events) for name in WAYS for events in (FEW, MANY)])
     per_event = {
         name: (many - few) / (MANY - FEW) for name, few, many in zip(WAYS, counts[::2], counts[1::2], strict=True)

@@ -9,6 +9,7 @@ that rest, and earlier where much lies ready or the connection ends: the kernel 
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -17,8 +18,13 @@ import time
 from collections import deque
 from typing import Any, Protocol
 
+from llama_worker.errors import described_error
+from llama_worker.runtime.futures import write_log
+
 TICK_S = 0.05
 MUCH_BYTES = 32 * 1024  # of a resting socket: so much is read at once
+
+_logger = logging.getLogger("llama_worker.loop")
 
 
 class Channel(Protocol):
@@ -136,14 +142,21 @@ class LoopThread:
         try:
             channel.on_ready(mask)
         except Exception as error:
-            channel.on_error(error)
+            self._forgive(channel, error)
 
     def _tick(self) -> None:
         for channel in tuple(self._resting):
             try:
                 channel.on_tick()
             except Exception as error:
-                channel.on_error(error)
+                self._forgive(channel, error)
+
+    def _forgive(self, channel: Channel, error: Exception) -> None:
+        """One stream's mistake is not the others'."""
+        try:
+            channel.on_error(error)
+        except Exception as another:
+            write_log(_logger, logging.ERROR, f"a stream could not be ended: {described_error(another)}")
 
 
 class _Empty(Exception):
