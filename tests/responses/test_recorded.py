@@ -13,8 +13,9 @@ from llama_worker import LlamaWorker
 from llama_worker.responses.request import normalise
 from tests.responses.clients.recorded import recorded
 from tests.responses.conftest import Json, MakeClient
-from tests.responses.scenarios import PARROT_ARGS
+from tests.responses.scenarios import TEMPLATE_ARGS
 from tests.server.conftest import NO_PROBES, Serve
+from tests.server.pace import SERVER_ARGS
 
 RECORDED = recorded()
 GROWING = [  # one conversation each, which nothing shortens
@@ -56,7 +57,7 @@ def roomy_url(serve: Serve, lasting_port: object) -> Iterator[str]:
         port=lasting_port(),  # type: ignore[operator]
         slots=1,
         timeouts=NO_PROBES,
-        args=("--ctx-size", "8192", "--no-ui", *PARROT_ARGS),
+        args=(*SERVER_ARGS, "--ctx-size", "8192", *TEMPLATE_ARGS),
     )
     with LlamaWorker(config):
         yield f"http://{config.host}:{config.port}"

@@ -55,6 +55,7 @@ from llama_worker.stream.calls import MalformedCall, ParsedCall, Partition, RawC
 from llama_worker.stream.events import Done, Finish, ServerError
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.http_errors import refuses_tools
+from llama_worker.stream.turn_end import NO_FINISH_REASON, SETTLE_S
 from llama_worker.types import (
     BiosText,
     ExitSignal,
@@ -65,7 +66,6 @@ from llama_worker.types import (
     ToolTraceEntry,
 )
 
-SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error may still follow
 DEATH_NEWS_S = 0.29  # after a disconnect: news of the process's death may follow; with the rest, 0.3 s
 LAST_WORDS_S = 2.0  # after news of the process's death: what it sent may still be on its way through the reader
 LATE_S = 1.0  # a Tick so late comes after a gap (the host was stopped): what was due waits as long as it lasted, once
@@ -272,8 +272,7 @@ class Request:
         if isinstance(self._waiting, _Draining):
             return self._give_up(self._waiting.ending, at)
         if failure is None:
-            detail = "the stream ended without a finish reason"
-            failure = StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
+            failure = StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=NO_FINISH_REASON)
         match failure.reason:
             case RequestFailReason.CONNECT_FAILED | RequestFailReason.STREAM_DISCONNECTED:
                 self._waiting = _Broken(failure, at + DEATH_NEWS_S)

@@ -8,8 +8,6 @@ behind a `Relay`, which breaks the streams that are to break.
 from pathlib import Path
 
 _PARROT = Path(__file__).parents[1] / "parrot.jinja"
-PARROT_ARGS = (
-    *("--jinja", "--chat-template-file", str(_PARROT), "--chat-template-kwargs", '{"parrot": true}'),
-    *("--temp", "0"),
-)
+TEMPLATE_ARGS = ("--jinja", "--chat-template-file", str(_PARROT))
+PARROT_ARGS = (*TEMPLATE_ARGS, "--chat-template-kwargs", '{"parrot": true}', "--temp", "0")
 """For the llama-server, beside two slots of 2048 tokens."""
