@@ -1,0 +1,17 @@
+"""Small stories, in as many orders as there is time for; `python -m tests.simulation.systematic` plays them all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.systematic import STORIES, Story, explore
+
+LIMIT = 60
+FEW = {"two stops": 2, "stop, then start at once": 10}  # orders of those that have few: all are played
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
+def test_a_story_holds_in_every_order(story: Story) -> None:
+    explored = explore(story, LIMIT)
+    assert explored.complete == (story.name in FEW)
+    assert explored.played >= FEW.get(story.name, 4)
