@@ -104,6 +104,7 @@ class Case:
         self.worker = LlamaWorker(self.config, _runtime=self.runtime)
         worker = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
         self.to_come = 0
+        self.was_halted = False  # a batch that took the machine's sleep, too, passes for a long one
         self._running = 0
         self._gave_up: tuple[float, str] | None = None
         self._slots_asked = 0
@@ -222,6 +223,7 @@ class Case:
             case 2 if self.has_strangers:
                 server.accept(Client(), (FOREIGN + dice.below(1000), 1), {})
             case 3:
+                self.was_halted = True
                 halted_s = dice.log_between(1.0, 2000.0)
                 self.scheduler.halt_host(halted_s)
                 server.stop_signal()  # a machine that sleeps
@@ -247,7 +249,9 @@ class Case:
         steps = 1 + int(dice.log_between(1, 60))
         # One step makes one token: a step of more of them, as here, is short. A server of half a minute a token shows
         # that it works by its tokens, but not to who waits behind a stranger's request.
-        step_s = dice.log_between(0.05, (2.0 if holds_back else 4.5 if self.has_strangers else 30.0) / build.slots)
+        slowest_s = 30.0 if build.cpu_shows else 8.0  # else who waits for headers sees nothing for too long
+        slowest_s = 2.0 if holds_back else 4.5 if self.has_strangers else slowest_s
+        step_s = dice.log_between(0.05, slowest_s / build.slots)
         step_tokens = max(1, int(build.decode_tokens_per_s * step_s))
         reply = Reply(
             key=f"r{request_id}",
@@ -257,7 +261,7 @@ class Case:
             step_tokens=step_tokens,
         )
         if holds_back:
-            reply.twist, reply.twist_at = "held back", dice.below(reply.text_tokens)
+            reply.twist, reply.twist_at = "held back", 1 + dice.below(reply.text_tokens)
         self.replies[request_id, turn] = reply
         return reply
 

@@ -47,7 +47,7 @@ def _promise_by_slots(case: Case, *, clear: bool = True) -> float:
 def _promise_in_prefill(case: Case, intervals: int) -> float:
     """A livelock while prompts are read is told from a long batch only by batches that were reported before."""
     build = case.build
-    learnt = build.shows_slots and build.reports_progress and intervals > 0 and not case.to_come
+    learnt = build.shows_slots and build.reports_progress and intervals > 0 and not case.to_come and not case.was_halted
     batch_s = build.slots * build.batch_tokens / build.prefill_tokens_per_s
     by_batches_s = SUSPECT_S + max(BATCH_MIN_S, BATCH_MULTIPLE * batch_s)
     return (min(by_batches_s, LAST_RESORT_S) if learnt else LAST_RESORT_S) + LATE_S

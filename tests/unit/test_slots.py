@@ -336,6 +336,15 @@ def test_a_prefill_that_stands_still_is_measured_by_its_own_batches(
     assert (found is not None) is given_up
 
 
+def test_batches_are_learnt_from_whoever_holds_a_slot() -> None:
+    def found(*tracks: list[Slot]) -> bool:
+        reader = silent(PREFILL, request_id=2, longest_batch_s=1.0)
+        return judge(looks(*tracks), silent(PREFILL), reader, still_since=NOW - BATCH_MIN_S) is not None
+
+    assert found(still(slot(prompt=512)))  # the suspect is queued behind one that reported its batches
+    assert not found(still(slot(prompt=512)), still(slot(1, prompt=0)))  # the suspect's own first batch, perhaps
+
+
 # ---------------------------------------------------------------- when it is asked
 
 PROFILE = TimeoutProfile.normal()

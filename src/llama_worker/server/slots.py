@@ -195,10 +195,13 @@ class _Round:
         return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
 
     def _longest_batch_s(self, prompts_count: int) -> float | None:
-        """Of the prompts that are being read; None where one of them is a stranger's, or reported no batch yet."""
+        """Of the prompts that are being read; None where one of them is a stranger's, or reported no batch yet.
+
+        Who has reported one holds a slot; who has not may still be queued, headers or not.
+        """
         readers = [each for each in (self._suspect, *self._others) if each.phase is _PREFILL]
         learnt = [each.longest_batch_s for each in readers if each.longest_batch_s is not None]
-        return max(learnt) if len(learnt) == len(readers) and len(learnt) >= prompts_count else None
+        return max(learnt) if len(learnt) >= prompts_count else None
 
     def _is_left_behind(self) -> bool:
         """Others move at every interval, one that may be its slot never does, and none that moved may be its slot."""

@@ -1,0 +1,130 @@
+"""A real server whose main thread is held: what only /slots can tell, and a long batch that is none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llama_worker import LlamaWorker, RequestFailReason, RequestState, TimeoutProfile
+from llama_worker.runtime import real
+from llama_worker.server.slots import LOOKS_COUNT
+from tests.server.conftest import (
+    ENDLESS,
+    TOKENS_PER_WORD,
+    Serve,
+    ended,
+    is_generating,
+    prompt_of,
+    submitted,
+    wait_ready,
+    wait_status,
+)
+from tests.server.pace import SERVER_ARGS, pace, patience
+
+pytestmark = pytest.mark.server
+
+_PTRACE_SEIZE, _PTRACE_INTERRUPT, _WALL = 0x4206, 0x4207, 0x40000000
+
+
+class Held:
+    """A thread of another process that is stopped by itself; a process that is killed goes all the same."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._reapers: list[threading.Thread] = []
+
+    def hold(self, tid: int) -> None:
+        """Stop one thread, from now on."""
+        for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
+            if self._libc.ptrace(request, tid, None, None) < 0:
+                pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
+        os.waitpid(tid, _WALL)  # it has stopped
+        # Whoever traces a thread has to see its end, or the server's parent never does.
+        reaper = threading.Thread(target=_wait_end, args=(tid,), daemon=True)
+        reaper.start()
+        self._reapers.append(reaper)
+
+    def close(self) -> None:
+        """Once the process is killed."""
+        for reaper in self._reapers:
+            reaper.join(patience())
+
+
+def _wait_end(tid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while not _is_over(os.waitpid(tid, _WALL)[1]):
+            pass
+
+
+def _is_over(status: int) -> bool:
+    return os.WIFEXITED(status) or os.WIFSIGNALED(status)
+
+
+def suspicious() -> TimeoutProfile:
+    """Suspects after a multiple of what a token takes here."""
+    after_s = 2.0 + 20 * pace().token_s
+    return TimeoutProfile(suspect_after_s=after_s, liveness_probe_interval_s=0.5, health_probe_interval_s=None)
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    it = Held()
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When /slots was asked."""
+    asked: list[float] = []
+    look = real.RealRuntime.look_at_slots
+
+    def counted(self: real.RealRuntime, *args: Any) -> Any:
+        asked.append(time.monotonic())
+        return look(self, *args)
+
+    monkeypatch.setattr(real.RealRuntime, "look_at_slots", counted)
+    return asked
+
+
+def pid_of(worker: LlamaWorker) -> int:
+    return worker.get_worker_status().get(timeout=patience())["pid"]
+
+
+def test_a_main_thread_that_stands_still_is_found_although_a_child_computes(
+    serve: Serve, free_port: Callable[[], int], held: Held, looks: list[float]
+) -> None:
+    config = serve(port=free_port(), timeouts=suspicious())
+    busy_child = 'nice -n 19 sh -c "while :; do :; done" & exec "$@"'
+    config = replace(config, server_cmd=("sh", "-c", busy_child, "sh", *config.server_cmd))
+    with LlamaWorker(config) as worker:
+        request_id = submitted(worker, "wedged", "Count.", max_tokens=100_000, **ENDLESS)
+        wait_status(worker, request_id, is_generating)
+        assert looks == []
+        held.hold(pid_of(worker))
+        result = ended(worker, request_id, work_s=60.0)
+        assert result["fail_reason"] is RequestFailReason.STALL_TIMEOUT
+        assert "none is in prefill" in result["fail_detail"]
+        assert len(looks) >= LOOKS_COUNT
+        wait_ready(worker, restarts=1)
+
+
+def test_one_long_batch_is_spared(serve: Serve, free_port: Callable[[], int], looks: list[float]) -> None:
+    profile = suspicious()
+    batch_s = (profile.suspect_after_s or 0.0) + 10.0  # long enough for four looks
+    words = pace().prompt_tokens(batch_s) // TOKENS_PER_WORD
+    config = serve(port=free_port(), slot_tokens=8192, args=(*SERVER_ARGS, "--batch-size", "8192"), timeouts=profile)
+    with LlamaWorker(config) as worker:
+        request_id = submitted(worker, "long", prompt_of(words, "Which is the largest"), max_tokens=4)
+        result = ended(worker, request_id, work_s=batch_s)
+        assert result["state"] is RequestState.COMPLETED, result
+        assert worker.get_worker_status().get(timeout=patience())["restart_count"] == 0
+        assert looks, f"the batch of {8 * words} tokens was too short to be suspected"
