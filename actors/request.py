@@ -83,10 +83,11 @@ class RequestActor(SupervisedActor[RequestMessage]):
             case Begin():
                 self._begin(message)
             case GetStatus() | ReadOutput():
-                if self._stream is not None and self._stream.flush():
-                    self.me().tell(AnswerNow(question=message))
-                else:
+                if self._stream is None:
                     self._answer(message)
+                else:  # behind what the stream has told, just now or a moment ago
+                    self._stream.flush()
+                    self.me().tell(AnswerNow(question=message))
             case AnswerNow(question=question):
                 self._answer(question)
             case ReportProgress():
