@@ -133,7 +133,7 @@ def test_a_server_that_dies_in_a_conversation_is_started_again(
 @pytest.mark.parametrize(
     ("script", "said", "todo"),
     [
-        (Script(replies=[Reply([TOO_LONG])]), "http_error", "--ctx-size"),
+        (Script(replies=[Reply([TOO_LONG])]), "context_exceeded", "--ctx-size"),
         (saying(Text("half"), KillSelf()), "server_died", "doctor"),
     ],
 )
