@@ -332,8 +332,8 @@ class _Backend:
         def hand_over(result: RequestResult | NotFound) -> None:
             self._handovers.discard(handover)
             if result["ok"]:
+                self.tell(ReleaseResult(request_id=result["request_id"]))  # first: who has the value finds it released
                 future.answer(result)
-                self.tell(ReleaseResult(request_id=result["request_id"]))
             else:
                 future.fail(LookupError("the result was taken by another call"))
 

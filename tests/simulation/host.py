@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from llama_worker import LlamaWorker
-from llama_worker.errors import WorkerClosed, WorkerStartError, WorkerStopError
+from llama_worker.errors import RequestRefused, WorkerClosed, WorkerStartError, WorkerStopError
 from llama_worker.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState, WorkerState
@@ -39,6 +39,7 @@ class Host:
         self.submitted = 0
         self.outcomes: dict[str, int] = {}
         self.wants_running = True
+        self.unresolved: list[tuple[str, WorkerFuture[Any]]] = []
         self._scheduler = scheduler
         self._invariants = invariants
         self._dice = dice
@@ -64,7 +65,7 @@ class Host:
             return
         scheduler = self._scheduler
         if isinstance(awaited, WorkerFuture):
-            awaited._on_resolved(lambda: scheduler.at(scheduler.now, lambda: self._resume(plan), "host"))
+            awaited._on_resolved(lambda: scheduler.wake_host(lambda: self._resume(plan)))
         else:
             scheduler.at(scheduler.now + awaited, lambda: self._resume(plan), "host")
 
@@ -177,6 +178,9 @@ class Host:
             yield dice.waiting_time(every_s)
             if self.is_leaving:
                 return
+            if dice.chance(0.15):
+                yield from self._ask()
+                continue
             future = self.submit(f"job-{dice.below(50)}")
             yield future
             answer = future.get(timeout=0)
@@ -216,6 +220,28 @@ class Host:
         if gone.get(timeout=0).get("error") != "NOT_FOUND":
             raise Violation(1, f"request {request_id} is still there after its result was taken")
 
+    def _ask(self) -> Plan:
+        """`submit` and `result` in one; its future must be resolved once the worker is at rest."""
+        future = self.worker.ask("hello", job_name=f"job-{self._dice.below(50)}")
+        self.unresolved.append(("ask()", future))
+        yield future
+        try:
+            result = future.get(timeout=0)
+        except RequestRefused as refused:
+            self.outcomes[refused.error] = self.outcomes.get(refused.error, 0) + 1
+            return
+        self._took(result["request_id"], result)
+        gone = self.quick(self.worker.get_result(result["request_id"]), "get_result()")
+        yield gone
+        if gone.get(timeout=0).get("error") != "NOT_FOUND":
+            raise Violation(1, f"request {result['request_id']} is still there after ask() resolved")
+
+    def check_unresolved(self) -> None:
+        """The worker is at rest with no request in flight: nobody waits any more."""
+        for what, future in self.unresolved:
+            if not future.done():
+                raise Violation(8, f"{what} has not resolved, and nothing is in flight")
+
     def _poll(self, request_id: int) -> Plan:
         while True:
             yield self._dice.log_between(0.1, 60.0)
@@ -233,10 +259,14 @@ class Host:
         while not done:
             yield self._dice.log_between(0.05, 30.0)
             status = self.quick(self.worker.get_status(request_id), "get_status()")
-            future = self.quick(
-                self.worker.read_output(request_id, text_offset=len(text), reasoning_offset=len(reasoning)),
-                "read_output()",
+            waits = self._dice.chance(0.5)
+            future = self.worker.read_output(
+                request_id, text_offset=len(text), reasoning_offset=len(reasoning), wait=waits
             )
+            if waits:
+                self._invariants.awaits_result(request_id, future)
+            else:
+                self.quick(future, "read_output()")
             yield status
             yield future
             chunk = future.get(timeout=0)

@@ -72,7 +72,7 @@ class SimulatedActor:
         self.actor = actor
         self.name = name
         self.inbox: deque[Any] = deque()
-        self.held: deque[tuple[SimulatedActor, Any]] = deque()  # what it told since it was preempted
+        self.held: deque[tuple[SimulatedActor | None, Any]] = deque()  # what it told since it was preempted
         self.is_ready = False
         self.stuck = False  # inside a call that has not returned
         self.served = 0
@@ -168,6 +168,13 @@ class Scheduler:
         self._sends_left -= 1
         self._put(receiver, envelope)
 
+    def wake_host(self, call: Callable[[], object]) -> None:
+        """A future was answered: a thread of the host's goes on, after what the actor had told before."""
+        if self._sends_left <= 0 and self._serving is not None:
+            self._serving.held.append((None, call))
+        else:
+            self.at(self.now, call, "host")
+
     def _put(self, receiver: SimulatedActor, envelope: Any) -> None:
         receiver.inbox.append(envelope)
         if not receiver.is_ready:
@@ -251,8 +258,11 @@ class Scheduler:
     def _serve(self, simulated: SimulatedActor) -> bool:
         """Resume the actor if it was preempted, else hand it its oldest message."""
         if simulated.held:
-            receiver, envelope = simulated.held.popleft()
-            self._put(receiver, envelope)
+            receiver, told = simulated.held.popleft()
+            if receiver is None:
+                self.at(self.now, told, "host")
+            else:
+                self._put(receiver, told)
             self._requeue(simulated)
             return True
         actor, message = simulated.actor, simulated.inbox.popleft().message

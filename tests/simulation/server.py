@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -106,10 +106,14 @@ class Exchange:
     over: bool = False
     twists: int = 0  # how often it misbehaved
     dead: bool = False  # its slot is stuck while the others go on
-    text: str = ""  # sent so far
-    reasoning: str = ""
+    said: list[str] = field(default_factory=list)  # text sent so far
     advanced_at: float = 0.0
     ping: Event | None = None
+
+    @property
+    def text(self) -> str:
+        """Sent so far."""
+        return "".join(self.said)
 
 
 @dataclass(slots=True)
@@ -364,7 +368,8 @@ class LlamaServer:
                 seconds += min(left, self.build.batch_tokens) / self.build.prefill_tokens_per_s
             else:
                 seconds += max(1, self._next_tokens(exchange)) / self.build.decode_tokens_per_s
-        self._start_batch(max(seconds, 0.001))
+        nonsense = any(exchange.twists for exchange in busy)  # it may go on for as long as the host stands still
+        self._start_batch(max(seconds, 0.05 if nonsense else 0.001))
 
     def _start_batch(self, seconds: float) -> None:
         self._rates(cpu=BUSY if self.build.cpu_shows else IDLE)
@@ -449,10 +454,8 @@ class LlamaServer:
 
     def send_words(self, exchange: Exchange, words: str, *, reasons: bool = False) -> None:
         """One delta of text or of reasoning."""
-        if reasons:
-            exchange.reasoning += words
-        else:
-            exchange.text += words
+        if not reasons:
+            exchange.said.append(words)
         self.send(exchange, _delta({"reasoning_content" if reasons else "content": words}))
 
     def send_progress(self, exchange: Exchange) -> None:

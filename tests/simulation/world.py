@@ -219,6 +219,8 @@ class World:
             lambda: self.invariants.state in rest and not self.invariants.active, self.scheduler.now + rest_s
         ):
             raise Violation(8, f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after the faults")
+        self._until(self.scheduler.now + 10.0)
+        self.host.check_unresolved()
         for _ in range(4):  # what a fault left behind (a frozen server, say) may have to be found first
             done: list[str] = []
             self.host.run(self._fresh_request(done))
