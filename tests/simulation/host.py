@@ -260,7 +260,7 @@ class Host:
             yield self._dice.log_between(0.05, 30.0)
             status = self.quick(self.worker.get_status(request_id), "get_status()")
             waits = self._dice.chance(0.5)
-            future = self.worker.read_output(
+            future: WorkerFuture[Any] = self.worker.read_output(
                 request_id, text_offset=len(text), reasoning_offset=len(reasoning), wait=waits
             )
             if waits:
@@ -277,7 +277,7 @@ class Host:
                 raise Violation(2, f"request {request_id}: text_offset {chunk['text_offset']}, {len(text)} read")
         future = self.result(request_id)
         yield future
-        result = future.get(timeout=0)
+        result: Any = future.get(timeout=0)
         self._took(request_id, result)
         if (result["text"], result["reasoning"]) != (text, reasoning):
             raise Violation(2, f"request {request_id}: what was read differs from the result")
