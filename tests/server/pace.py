@@ -42,7 +42,7 @@ class Pace:
 
     def prompt_tokens(self, seconds: float) -> int:
         """How many tokens of a prompt take so long to be read; one slot's worth of 7500 at most."""
-        return min(7500, round(seconds / self.prompt_token_s))
+        return round(min(7500, seconds / self.prompt_token_s))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -269,9 +270,12 @@ def test_a_request_that_no_server_slot_can_take_waits_without_headers_while_its_
     serve: Serve, free_port: Callable[[], int]
 ) -> None:
     """With the default probe interval of 5 s, which is longer than either timeout."""
-    read_s = 12.0
-    words = pace().prompt_tokens(read_s) // TOKENS_PER_WORD
-    timeouts = TimeoutProfile(headers_timeout_s=1.0, prefill_liveness_timeout_s=2.0, idle_stream_timeout_s=2.0)
+    words = pace().prompt_tokens(math.inf) // TOKENS_PER_WORD  # as long as the slot takes: many times the limits
+    read_s = words * TOKENS_PER_WORD * pace().prompt_token_s
+    limits_s = headers_s, prefill_s, idle_s = 1.0, 2.0, 2.0
+    timeouts = TimeoutProfile(
+        headers_timeout_s=headers_s, prefill_liveness_timeout_s=prefill_s, idle_stream_timeout_s=idle_s
+    )
     with LlamaWorker(one_slot_too_few(serve, free_port(), timeouts)) as worker:
         before = worker.get_worker_status().get(timeout=patience())
         (warning,) = before["warnings"]
@@ -282,7 +286,7 @@ def test_a_request_that_no_server_slot_can_take_waits_without_headers_while_its_
         results = [ended(worker, request_id, work_s=2 * read_s) for request_id in (read, waiting)]
         after = worker.get_worker_status().get(timeout=patience())
     assert [result["text"] for result in results] == ["Read.", "Read."]
-    assert results[1]["timings"]["ttft_s"] > 5 * timeouts.headers_timeout_s
+    assert results[1]["timings"]["ttft_s"] > max(limits_s)
     assert (after["pid"], after["restart_count"]) == (before["pid"], 0)
 
 

@@ -124,11 +124,7 @@ class LoopThread:
             had_resting = bool(self._resting)
             wait_s = max(0.0, tick_at - time.monotonic()) if had_resting else None
             for descriptor, mask in epoll.poll(0.0 if self._ready else wait_s):
-                if descriptor == self._wake_fd:
-                    os.eventfd_read(descriptor)
-                    self._is_woken = False  # before what is ready is looked at: what comes later wakes anew
-                elif (channel := self._channels.get(descriptor)) is not None:  # else it was closed meanwhile
-                    self._on_ready(channel, mask)
+                self._serve(descriptor, mask)
             now = time.monotonic()
             if not had_resting:
                 tick_at = now + TICK_S
@@ -137,6 +133,14 @@ class LoopThread:
                 self._tick()
             for _ in range(len(self._ready)):
                 self._ready.popleft().run()
+
+    def _serve(self, descriptor: int, mask: int) -> None:
+        """A function of its own: while the thread sleeps it must not hold on to the channel that it served last."""
+        if descriptor == self._wake_fd:
+            os.eventfd_read(descriptor)
+            self._is_woken = False  # before what is ready is looked at: what comes later wakes anew
+        elif (channel := self._channels.get(descriptor)) is not None:  # else it was closed meanwhile
+            self._on_ready(channel, mask)
 
     def _on_ready(self, channel: Channel, mask: int) -> None:
         try:
@@ -196,6 +200,9 @@ class _Inbox:
         """Let the actor handle what is in its mailbox."""
         self._is_scheduled = False  # before it is looked at: what comes later is scheduled anew
         actor = self._actor
+        if actor is None:
+            self._envelopes.clear()  # it has stopped
+            return
         if not self._is_set_up:
             self._is_set_up = True
             actor._actor_loop_setup()
@@ -204,6 +211,7 @@ class _Inbox:
         except _Empty:
             return
         actor._actor_loop_teardown()  # it has stopped
+        self._actor = None  # an address outlives its actor, and must not keep it
 
 
 _loop = LoopThread()
