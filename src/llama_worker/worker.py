@@ -363,9 +363,10 @@ class _Backend:
         self._runtime.wait(stopped, timeout_s)
         try:
             stopped.get(timeout=0)
-        except (WorkerClosed, pykka.Timeout):
-            pass  # the actor died, or the time is up: its release kills what is left
+        except (WorkerClosed, pykka.Timeout) as error:  # the actor died, or the time is up: its release kills the rest
+            error.__traceback__ = None  # its frames would keep the handle alive, as long as this object lives
         except WorkerStopError as error:
+            error.__traceback__ = None
             _logger.error("close() of worker %r: %s", self.config.name, error)
         self._worker.stop()
 
