@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llama_worker.server import watch
-from tests.adversary.__main__ import run
+from tests.adversary.__main__ import Figures, run, run_parts
 from tests.adversary.case import Case
 from tests.adversary.wedges import WEDGES
 
@@ -16,6 +16,15 @@ def test_no_honest_server_is_given_up_and_every_wedge_is_found_in_time() -> None
     assert figures.missed == []
     assert figures.late == []
     assert set(figures.found) == set(WEDGES)
+
+
+def test_a_campaign_in_parts_and_processes_is_the_same_campaign() -> None:
+    in_parts = Figures()
+    for first in range(0, 6, 2):
+        in_parts.add(run(2, seed=21, first=first))
+    by_processes = run_parts(6, 21, None, first=0, jobs=2)
+    in_parts.cpu_s = by_processes.cpu_s
+    assert in_parts == by_processes
 
 
 @pytest.mark.parametrize("name", [None, *WEDGES])

@@ -19,7 +19,13 @@ from tests.simulation.scheduler import Event, Scheduler
 
 IDLE, BUSY = 0.6, 95.0  # CPU ticks per second of a process that waits, and of one thread that computes (b11434)
 PING_S = 30.0
-ACCEPT_S = 0.002
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+# The record that is sent most, by far.
+_PROGRESS = (
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":null},"finish_reason":null}],'
+    b'"prompt_progress":{"total":%d,"cache":0,"processed":%d,"time_ms":1}}\n\n'
+)
 
 
 class Headers(Enum):
@@ -460,10 +466,7 @@ class LlamaServer:
 
     def send_progress(self, exchange: Exchange) -> None:
         """A report of the prompt's progress."""
-        total = exchange.reply.prompt_tokens
-        progress = {"total": total, "cache": 0, "processed": exchange.processed, "time_ms": 1}
-        choice = {"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}
-        self.send(exchange, _record({"choices": [choice], "prompt_progress": progress}))
+        self.send(exchange, _PROGRESS % (exchange.reply.prompt_tokens, exchange.processed))
 
     def hang_up(self, exchange: Exchange, *, regular: bool) -> None:
         """The server ends the response; its slot is free."""
@@ -529,7 +532,7 @@ class LlamaServer:
 
 
 def _record(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(chunk).encode() + b"\n\n"
 
 
 def _delta(delta: dict[str, Any], finish: str | None = None) -> bytes:
