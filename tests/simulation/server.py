@@ -168,6 +168,8 @@ class LlamaServer:
         self._accounted_at = scheduler.now
         self._batch: Event | None = None
         self._batch_left_s: float | None = None  # of one that SIGSTOP interrupted
+        self._load_works = True
+        self._after_stop: Callable[[], object] = _nothing  # what came to pass while it was stopped
         self._terms = 0
         self._used: dict[int, Exchange] = {}  # by slot: who had it last
 
@@ -175,12 +177,16 @@ class LlamaServer:
 
     def begin_load(self, seconds: float | None, *, works: bool = True, returncode: int | None = None) -> None:
         """Load for so long, None: for ever; then be ready, or end with the code."""
-        self._rates(cpu=(BUSY if works and not self.build.load_reads else IDLE), reads=works and self.build.load_reads)
+        self._load_works = works
+        self._show_load()
         if seconds is None:
             return
 
         def loaded() -> None:
             if self.gone:
+                return
+            if self.stopped:
+                self._after_stop = loaded
                 return
             if returncode is not None:
                 self.die(returncode)
@@ -191,6 +197,10 @@ class LlamaServer:
             self.work()
 
         self._scheduler.at(self._scheduler.now + seconds, loaded, "the load ends", of_host=False)
+
+    def _show_load(self) -> None:
+        works, reads = self._load_works, self.build.load_reads
+        self._rates(cpu=BUSY if works and not reads else IDLE, reads=works and reads)
 
     def terminate(self) -> None:
         """SIGTERM."""
@@ -237,9 +247,13 @@ class LlamaServer:
         if not self.stopped:
             return
         self.stopped = False
+        if not self.loaded:
+            self._show_load()
         if self._batch_left_s is not None and not self.frozen:
             self._start_batch(self._batch_left_s)
         self._batch_left_s = None
+        after_stop, self._after_stop = self._after_stop, _nothing
+        after_stop()
         self.work()
 
     def die(self, returncode: int) -> None:
@@ -529,6 +543,10 @@ class LlamaServer:
         for used in self.processes.values():
             used.cpu_ticks += used.cpu_rate * span_s
             used.read_bytes += used.read_rate * span_s
+
+
+def _nothing() -> None:
+    pass
 
 
 def _record(chunk: dict[str, Any]) -> bytes:
