@@ -774,6 +774,10 @@ def test_a_servers_report_of_a_malformed_call_is_a_parse_error_and_accuses_no_se
     assert (record.result["text"], record.http_status) == ("a", None)
     plain = begun()
     failed(hear(plain, ServerError(message, 500, None)), "server_error", CLOSE)
+    refusal = StreamFailure(reason=RequestFailReason.HTTP_ERROR, detail=f"HTTP 500: {message}", http_status=500)
+    record = failed(begun(with_tools()).closed(FIRST, refusal, 101.0), "tool_parse_error", CLOSE)
+    assert record.http_status is None
+    failed(begun().closed(FIRST, refusal, 101.0), "http_error", CLOSE)
 
 
 # ---------------------------------------------------------------- refused tools
@@ -828,6 +832,75 @@ def test_in_prompted_mode_a_malformed_call_fails_the_request_with_the_text_as_it
     text = 'Adding <tool_call>{"name": "add"}</tool_call> now'
     record = failed(hear(request, TextDelta(text), Finish("stop"), Done()), "tool_parse_error", CLOSE)
     assert record.result["text"] == text
+
+
+# ---------------------------------------------------------------- a think that the template opened
+
+
+NO_THINKING: list[dict[str, Any]] = [
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"enable_thinking": False},
+    {"reasoning_budget": 0},
+    {"thinking_budget_tokens": 0},
+    {"reasoning_effort": "none"},
+]
+
+
+@pytest.mark.parametrize("place", ["params", "default_params"])
+@pytest.mark.parametrize(
+    ("params", "said", "reason", "reasoning", "text"),
+    [
+        ({}, "abc\n</think>\n\nAns", "stop", "abc", "Ans"),
+        ({}, "The answer is 4.", "stop", "The answer is 4.", "The answer is 4."),  # the server parses reasoning itself
+        ({}, "a <", "stop", "a <", "a <"),
+        ({}, "abc", "length", "abc", ""),
+        *((params, "Answer", "stop", "", "Answer") for params in NO_THINKING),
+        *((params, "a</think>b", "stop", "", "a</think>b") for params in NO_THINKING),
+        *((params, "<think>a</think>b", "stop", "a", "b") for params in NO_THINKING),
+    ],
+)
+def test_what_follows_a_think_that_the_template_opened(
+    place: str, params: dict[str, Any], said: str, reason: str, reasoning: str, text: str
+) -> None:
+    of = config(default_params=params if place == "default_params" else {})
+    request = begun(of, params=params if place == "params" else {}, opens_thinking=True)
+    hear(request, *(TextDelta(char) for char in said))
+    result = ended(hear(request, Finish(reason), Done()), CLOSE).result
+    assert (result["state"], result["reasoning"], result["text"]) == ("completed", reasoning, text)
+
+
+def test_a_thought_whose_stream_broke_is_no_answer() -> None:
+    request = begun(opens_thinking=True)
+    hear(request, TextDelta("abc"))
+    request.closed(FIRST, None, 105.0)
+    result = failed(request.tick(106.0), "stream_disconnected", CLOSE).result
+    assert (result["reasoning"], result["text"]) == ("abc", "")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reasoning", "text", "sent_back"),
+    [
+        (TextDelta("a</think>b"), "c</think>d", "ac", "bd", ("a", "b")),
+        (TextDelta("Let me see."), "a</think>b", "Let me see.a", "Let me see.b", (None, "Let me see.")),
+        (ReasoningDelta("hm"), "Answer", "hm", "Answer", ("hm", "")),  # it parses reasoning itself, and is believed
+    ],
+)
+def test_in_each_turn_the_template_opens_a_think_of_its_own(
+    first: StreamEvent, second: str, reasoning: str, text: str, sent_back: tuple[str | None, str]
+) -> None:
+    request = begun(with_tools(), opens_thinking=True)
+    hear(request, first, call("add"), Finish("tool_calls"), Done())
+    assistant = only(OpenStream, returned(request, "3")).body["messages"][-2]
+    assert (assistant.get("reasoning_content"), assistant["content"]) == sent_back
+    effects = hear(request, TextDelta(second), Finish("stop"), Done(), stream=SECOND)
+    result = ended(effects, CloseStream(turn_id=SECOND)).result
+    assert (result["reasoning"], result["text"]) == (reasoning, text)
+
+
+def test_a_tagged_call_in_an_answer_without_any_thinking_is_run() -> None:
+    request = begun(with_tools(), opens_thinking=True, prompted=True)
+    tagged = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert any(isinstance(effect, RunTools) for effect in hear(request, TextDelta(tagged), Finish("stop"), Done()))
 
 
 # ---------------------------------------------------------------- cancel and abandon
