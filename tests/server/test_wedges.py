@@ -119,7 +119,7 @@ def test_a_main_thread_that_stands_still_is_found_although_a_child_computes(
 
 def test_one_long_batch_is_spared(serve: Serve, free_port: Callable[[], int], looks: list[float]) -> None:
     profile = suspicious()
-    batch_s = (profile.suspect_after_s or 0.0) + 10.0  # long enough for four looks
+    batch_s = (profile.suspect_after_s or 0.0) + 7.0  # long enough for four looks
     words = pace().prompt_tokens(batch_s) // TOKENS_PER_WORD
     config = serve(port=free_port(), slot_tokens=8192, args=(*SERVER_ARGS, "--batch-size", "8192"), timeouts=profile)
     with LlamaWorker(config) as worker:
