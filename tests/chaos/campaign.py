@@ -164,6 +164,14 @@ class Campaign:
 
     def run(self) -> None:
         """Episode after episode, until the steps or the seconds are used up."""
+        gc.collect()
+        gc.freeze()  # what is there already, as other tests' own records, is none of the campaign's
+        try:
+            self._run_episodes()
+        finally:
+            gc.unfreeze()
+
+    def _run_episodes(self) -> None:
         with _quiet(), tempfile.TemporaryDirectory(prefix="llama_worker-chaos-") as folder:
             end_at = time.monotonic() + self._seconds if self._seconds is not None else float("inf")
             number = 0
