@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pykka
 import pytest
 
 from llama_worker import LlamaWorker, WorkerClosed, WorkerConfig, WorkerStartError
@@ -367,3 +369,25 @@ def test_two_workers_side_by_side_do_not_know_of_each_other(make_worker: MakeWor
     assert rigs[2].status()["restart_count"] == 0
     rigs[0].wait_restarted()
     assert rigs[1].status()["state"] is WorkerState.STOPPED
+
+
+def test_polling_for_a_result_leaves_no_futures_behind(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    gate = rig.journal.path.with_suffix(".gate")
+    request_id = rig.submit(*plain_reply(Text("a"), Gate(str(gate)), Text("b")))
+    polled = []
+    for _ in range(20):
+        future = rig.worker.result(request_id)
+        with pytest.raises(pykka.Timeout):
+            future.get(timeout=0.005)
+        polled.append(weakref.ref(future))
+        del future
+    rig.status()  # the messages that carried them are handled
+    gc.collect()
+    assert [ref for ref in polled if ref() is not None] == []
+    called = threading.Event()
+    rig.worker.result(request_id).add_done_callback(lambda _: called.set())  # nobody else holds this one
+    gc.collect()
+    gate.touch()
+    assert called.wait(WAIT_S)
+    assert rig.ended(request_id)["text"] == "ab"
