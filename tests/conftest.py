@@ -29,13 +29,8 @@ hypothesis.settings.register_profile("busy machine", deadline=None)  # an exampl
 hypothesis.settings.load_profile("busy machine")
 
 _LONGEST_FIRST = (
-    "ray",
-    "test_supervision.py",
-    "test_scenarios.py",
-    "simulation",
-    "test_chaos.py",
-    "server",
-    "responses",
+    *("ray", "test_examples.py", "test_simulation.py", "test_supervision.py", "test_docs.py", "test_run_in_a_pipe.py"),
+    *("test_planted_bugs.py", "server", "test_tutorial.py", "test_host_death.py", "responses", "tools", "cli"),
 )
 
 

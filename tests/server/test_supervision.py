@@ -32,7 +32,6 @@ from tests.server.conftest import (
     ENDLESS,
     TOKENS_PER_WORD,
     Serve,
-    assert_all_slots_serve,
     ended,
     forced,
     is_generating,
@@ -277,19 +276,6 @@ def one_slot_too_few(serve: Serve, port: int, timeouts: TimeoutProfile) -> Worke
 
 
 # ---------------------------------------------------------------- a server that babbles
-
-
-def test_a_model_that_repeats_a_line_is_cut_after_twelve_and_the_servers_slot_is_free(
-    chat: LlamaWorker, chat_url: str
-) -> None:
-    line = "And so it goes on, line after line after line."
-    looping = {"grammar": f'root ::= "{line}\\n" root', "temperature": 0}
-    result = ended(chat, submitted(chat, "loop", "Go on.", **looping))
-    assert result["fail_reason"] is RequestFailReason.REPEATED_LINE_LOOP
-    assert result["text"].splitlines() == [line] * 12
-    assert line in result["fail_detail"]
-    assert "12 times" in result["fail_detail"]
-    assert_all_slots_serve(chat, chat_url)
 
 
 # ---------------------------------------------------------------- a server that does not start
