@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llama_worker.messages import CloseAllStreams, Launch, Terminate
+from llama_worker.errors import WorkerStartError
+from llama_worker.messages import Abandon, CloseAllStreams, Launch, Start, Terminate
 from llama_worker.profiles import RestartPolicy
 from llama_worker.server.lifecycle import CLOSING_S, Lifecycle, request_completed
 from llama_worker.server.lifecycle_states import (
@@ -19,12 +20,10 @@ from llama_worker.server.lifecycle_states import (
     Effects,
     Ending,
     Failed,
-    FailRequests,
     Launching,
     Ready,
     RecordRestart,
-    ResolveStarts,
-    ResolveStops,
+    Resolve,
     Stopped,
     ToStopped,
 )
@@ -377,7 +376,7 @@ class WorkerLife(RuleBasedStateMachine):
             case CloseAllStreams(epoch=epoch):
                 assert epoch == self.life.epoch
                 self.connections_open = False if self.closing_since is None else self.connections_open
-            case FailRequests(reason=reason):
+            case Abandon(reason=reason):
                 assert reason in (
                     RequestFailReason.SERVER_DIED,
                     RequestFailReason.WORKER_RESTARTED,
@@ -386,7 +385,7 @@ class WorkerLife(RuleBasedStateMachine):
                 self.requests.clear()
             case RecordRestart(delay_s=delay_s):
                 self.expect_restart(delay_s)
-            case ResolveStarts(error=error):
+            case Resolve(order=order, error=WorkerStartError() | None as error) if order is Start:
                 self.starts_waiting = 0
                 if error is None:
                     assert self.life.public_state is WorkerState.READY
@@ -395,11 +394,11 @@ class WorkerLife(RuleBasedStateMachine):
                     assert self.life.public_state is (WorkerState.STOPPED if stopped else WorkerState.FAILED)
                 else:
                     assert error.reason is StartFailReason.STOPPED
-            case ResolveStops(error=None):
+            case Resolve(error=None):
                 assert self.process is None
                 self.stops_waiting = 0
                 self.closing_since = None
-            case ResolveStops():
+            case Resolve():
                 assert self.process is not None
                 assert self.life.public_state is WorkerState.FAILED
                 self.stops_waiting = 0
