@@ -19,7 +19,7 @@ help: ## show the targets
 
 test: $(VENV)/.test server $(if $(shell command -v npm),$(NODE_CLIENTS)/.stamp) ## lint, types, import contracts and every test, on the real server too
 	$(MAKE) lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all-pythons: ## the same on every installed Python of 3.11, 3.12 and 3.13, each in an environment of its own
 	@set -e; tested=; for python in $(PYTHONS); do \

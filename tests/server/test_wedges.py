@@ -140,7 +140,7 @@ def test_a_request_that_got_lost_is_found_by_its_idle_slot_and_ends_alone(
 
 def test_one_long_batch_is_spared(serve: Serve, free_port: Callable[[], int], looks: list[float]) -> None:
     profile = suspicious()
-    batch_s = (profile.suspect_after_s or 0.0) + 10.0  # long enough for four looks
+    batch_s = (profile.suspect_after_s or 0.0) + 7.0  # long enough for four looks
     words = pace().prompt_tokens(batch_s) // TOKENS_PER_WORD
     config = serve(port=free_port(), slot_tokens=8192, args=(*SERVER_ARGS, "--batch-size", "8192"), timeouts=profile)
     with LlamaWorker(config) as worker:

@@ -410,18 +410,6 @@ def test_slots_are_never_asked_while_nobody_is_suspected() -> None:
     assert watch.slots_asked_at == []
 
 
-def test_a_livelock_is_found_within_the_suspicion_and_15_s() -> None:
-    watch = watched(lambda now: (slot(decoded=int(min(now, 100.0))),), generating_until(100.0))
-    found = watch.run(7200.0, Stalled)
-    assert found is not None
-    at, stalled = found
-    assert (stalled.verdict.reason, stalled.busy_neighbour) == (STALL, False)
-    assert 100.0 + ANSWER_S < at <= 100.0 + ANSWER_S + 15.0
-    asked = watch.slots_asked_at
-    assert len(asked) == LOOKS_COUNT
-    assert {round(two - one, 6) for one, two in pairwise(asked)} == {LOOK_INTERVAL_S}
-
-
 def test_one_that_holds_its_text_back_is_looked_at_again_and_again_and_spared() -> None:
     watch = watched(lambda now: (slot(decoded=int(now)),), generating_until(100.0))
     assert watch.run(1000.0, Stalled) is None
@@ -438,30 +426,6 @@ def test_a_suspicion_that_ends_ends_the_looks() -> None:
     assert watch.run(1000.0, Stalled) is None
     assert watch.slots_asked_at
     assert max(watch.slots_asked_at) < 180.0
-
-
-@pytest.mark.parametrize("beside", [True, False])
-def test_without_slots_the_limits_of_the_table_stand(beside: bool) -> None:
-    requests = [generating_until(100.0)] + ([generating_until(7200.0, 2)] if beside else [])
-    watch = watched(lambda now: None, *requests)
-    found = watch.run(7200.0, Stalled)
-    assert (found is None) is beside
-    assert found is None or found[0] >= 100.0 + (PROFILE.silent_work_timeout_s or 0.0)
-    asked = watch.slots_asked_at
-    assert all(two - one >= 60.0 for one, two in pairwise(asked))
-
-
-def test_the_dead_one_ends_alone_beside_one_that_gets_data() -> None:
-    watch = watched(
-        lambda now: (slot(0, decoded=int(min(now, 100.0))), slot(1, decoded=int(now))),
-        generating_until(100.0),
-        generating_until(7200.0, 2),
-    )
-    found = watch.run(7200.0, Stalled)
-    assert found is not None
-    at, stalled = found
-    assert (stalled.request_id, stalled.busy_neighbour) == (1, True)
-    assert at <= 100.0 + ANSWER_S + 15.0
 
 
 def test_a_livelock_in_prefill_is_told_from_a_long_batch_by_what_was_reported() -> None:
