@@ -969,7 +969,7 @@ _slots = (
             Ask(name="b", reply=[silent("b"), WaitClose()], fails=LOST, found=found("b", FOUND_S), text=""),
         ),
         moves=(Submit("a"), Heard("a", 1), Submit("b")),
-        timeouts=_SUSPICIOUS,
+        timeouts={**_SUSPICIOUS, "headers_timeout_s": 60.0},
         launches=_moves(lambda number: [_slot(decoded=10 + number), _slot(1, busy=False)]),
     ),
     hung(

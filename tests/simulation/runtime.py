@@ -475,6 +475,8 @@ class SimProbe:
             )
         elif not server.loaded:
             self._tell(ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model")
+        elif server.is_unfit:
+            self._tell(ProbeOutcome.UNFIT, "the canary's check refused the answer")
         else:
             self._tell(ProbeOutcome.READY, "GET /v1/models: 200")
 
