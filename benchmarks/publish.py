@@ -21,7 +21,7 @@ from typing import Any
 from tools.pages import DOCS, with_part
 
 DATA, PAGE, PLOT = DOCS / "performance.json", DOCS / "performance.md", DOCS / "images" / "performance.svg"
-NAMES = ("instructions", "stream", "fleet", "latency", "recovery", "responses.cost", "idle")
+NAMES = ("instructions", "parsers", "stream", "fleet", "latency", "recovery", "responses.cost", "idle")
 
 Figures = dict[str, Any]
 
@@ -80,6 +80,13 @@ GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
         "",
         lambda d: _over(d, "responses.cost", "many_us", "proxy", "bare loop"),
     ),
+    (
+        "proxy: first event of a new client beside 1000 connections that send no whole request / without",
+        1.5,
+        "",
+        lambda d: max(d["responses.cost"]["crowded"].values()),
+    ),
+    ("proxy: memory of a full store / its limit", 2, "", lambda d: d["responses.cost"]["full_store"]),
     ("256 idle workers, CPU", 1, "% of a core", lambda d: d["idle"]["all_cpu_percent"]),
     ("256 idle workers, memory beside the guards", 64, "MB", lambda d: d["idle"]["all_memory_mb"]),
     ("idle worker, wake-ups beside the health probe", 0.1, "/s", lambda d: d["idle"]["wakeups_per_s"]),
