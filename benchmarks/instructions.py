@@ -1,4 +1,4 @@
-"""Instructions of one event in bulk, by callgrind: the same on every machine, however busy it is.
+"""Instructions of one event in bulk, by cachegrind: the same on every machine, however busy it is.
 
     python -m benchmarks.instructions [--json FILE]
 
@@ -105,7 +105,8 @@ WAYS: dict[str, Callable[[bytes], int]] = {"bare loop": bare_loop, "worker": wor
 
 def count_instructions(runs: Sequence[tuple[str, int]]) -> list[int]:
     """Of whole processes, side by side, that take so many events this way."""
-    command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", sys.executable, "-m", __spec__.name]
+    command = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
+    command += [sys.executable, "-m", __spec__.name]
     processes = [
         subprocess.Popen([*command, "--run", name, str(events)], stderr=subprocess.PIPE, text=True)
         for name, events in runs
@@ -113,9 +114,9 @@ def count_instructions(runs: Sequence[tuple[str, int]]) -> list[int]:
     counts = []
     for process in processes:
         said = process.communicate()[1]
-        found = re.search(r"Collected : (\d+)", said)
+        found = re.search(r"I +refs: +([\d,]+)", said)
         assert found is not None, said
-        counts.append(int(found[1]))
+        counts.append(int(found[1].replace(",", "")))
     return counts
 
 
@@ -125,7 +126,7 @@ def main() -> None:
         name, events = sys.argv[2], int(sys.argv[3])
         assert WAYS[name](wire(events)) == len("token ") * events
         return
-    from benchmarks.common import report, table  # what is measured imports little: under callgrind that takes a minute
+    from benchmarks.common import report, table  # what is measured imports little: under valgrind that takes its time
 
     counts = count_instructions([(name, events) for name in WAYS for events in (FEW, MANY)])
     per_event = {

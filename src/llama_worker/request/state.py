@@ -68,7 +68,9 @@ from llama_worker.types import (
     ToolTraceEntry,
 )
 
-DEATH_NEWS_S = 0.29  # after a disconnect: news of the process's death may follow; with the rest, 0.3 s
+DEATH_NEWS_S = (
+    0.2  # after a disconnect: news of the process's death may follow, which takes 0.03 s (SIGKILL, idle machine)
+)
 LAST_WORDS_S = 2.0  # after news of the process's death: what it sent may still be on its way through the reader
 LATE_S = 1.0  # a Tick so late comes after a gap (the host was stopped): what was due waits as long as it lasted, once
 
