@@ -1,22 +1,23 @@
 """ProcessActor: the server's process tree and its output.
 
-Receives Launch, Terminate, AddLogs and, from the launch itself, Launched, LaunchFailed, Died, Exited, which it passes
-on to the WorkerActor. Sends that also Unkillable and, before a kill that asks for it, EvidenceKept. Owns at most one
-server process, and is the only reader of the log.
+Receives Launch, Terminate, GetDebugInfo and, from the launch itself, Launched, LaunchFailed, Died, Exited, which it
+passes on to the WorkerActor. Sends that also Unkillable and, before a kill that asks for it, EvidenceKept. Owns at most
+one server process, and is the only reader of the log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.messages import (
-    AddLogs,
     Died,
     EvidenceKept,
     Exited,
+    GetDebugInfo,
     Launch,
     Launched,
     LaunchFailed,
@@ -32,9 +33,9 @@ from llama_worker.runtime.ports import Runtime, ServerProcess
 from llama_worker.server.termination import (
     FORCE_S,
     Absent,
-    GiveUp,
     ProcessState,
     Signal,
+    Stuck,
     deadline,
     describe_stuck,
     step,
@@ -69,7 +70,7 @@ class ProcessActor(SupervisedActor[ProcessMessage]):
                 self._launch(epoch)
             case Terminate(epoch=epoch, keep_evidence=True):
                 self._keep_evidence(epoch)
-            case AddLogs(info=info, reply=reply):
+            case GetDebugInfo(info=dict(info), reply=reply):
                 reply.answer({**info, "recent_logs": self._runtime.log.lines()})
             case Launched(pid=pid):
                 self._pid = pid
@@ -83,11 +84,13 @@ class ProcessActor(SupervisedActor[ProcessMessage]):
                 self._alarm.rang()
             case _:
                 pass
-        self._state, what = step(self._state, message, self._runtime.now(), kill_timeout_s=self._kill_timeout_s)
-        if isinstance(what, GiveUp):
-            self._give_up()
-        elif what is not None and self._server is not None:
-            self._server.send(what)
+        before = self._state
+        self._state, signal = step(before, message, self._runtime.now(), kill_timeout_s=self._kill_timeout_s)
+        if isinstance(self._state, Stuck) and self._state != before:
+            detail = describe_stuck(self._pid, self._evidence())
+            self._worker.tell(Unkillable(epoch=self._state.epoch, detail=detail))
+        if signal is not None and self._server is not None:
+            self._server.send(signal)
         self._alarm.set(deadline(self._state))
 
     def release(self, failure: str | None) -> None:
@@ -117,22 +120,19 @@ class ProcessActor(SupervisedActor[ProcessMessage]):
             news.tell(LaunchFailed(epoch=epoch, reason=StartFailReason.SPAWN_FAILED, detail=detail))
 
     def _keep_evidence(self, epoch: int) -> None:
-        # Plain reads of /proc: they take a millisecond and wait for nothing.
-        processes = self._runtime.process_evidence(self._pid) if self._pid is not None else {}
         tail = self._runtime.log.tail(_EVIDENCE_LINES)
-        self._worker.tell(EvidenceKept(epoch=epoch, processes=processes, log_tail=tail))
+        self._worker.tell(EvidenceKept(epoch=epoch, processes=self._evidence(), log_tail=tail))
+
+    def _evidence(self) -> Mapping[str, Any]:
+        """Plain reads of /proc: they take a millisecond and wait for nothing."""
+        return self._runtime.process_evidence(self._pid) if self._pid is not None else {}
 
     def _unkillable_unless_ended(self, server: ServerProcess) -> Callable[[], object]:
         """For when this actor, which would see that SIGKILL has no effect, is gone."""
         if isinstance(self._state, Absent):
             return lambda: None
-        worker, given_up = self._worker, Unkillable(epoch=self._state.epoch, detail=describe_stuck(self._pid, {}))
-        return lambda: server.ended or worker.tell(given_up)
-
-    def _give_up(self) -> None:
-        assert not isinstance(self._state, Absent)
-        processes = self._runtime.process_evidence(self._pid) if self._pid is not None else {}
-        self._worker.tell(Unkillable(epoch=self._state.epoch, detail=describe_stuck(self._pid, processes)))
+        worker, stuck = self._worker, Unkillable(epoch=self._state.epoch, detail=describe_stuck(self._pid, {}))
+        return lambda: server.ended or worker.tell(stuck)
 
 
 class _News:

@@ -108,7 +108,7 @@ class RequestActor(SupervisedActor[RequestMessage]):
         reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
         detail = failure or "the worker was closed"
         try:
-            effects = request.step(Abandon(request_id=request.request_id, reason=reason, detail=detail), now)
+            effects = request.step(Abandon(reason=reason, detail=detail), now)
         except Exception:  # it runs the code that has just raised
             effects = request.break_off(reason, detail, now)
         self._send(effects)

@@ -24,7 +24,7 @@ from llama_worker.request.submission import Submission
 from llama_worker.request.table import Admitted, RequestTable
 from llama_worker.request.waiting_reads import WaitingReads
 from llama_worker.runtime.futures import WeakList
-from llama_worker.types import NotFound, NotReady, RequestFailReason, RequestResult, RequestState
+from llama_worker.types import NotFound, NotReady, RequestResult, RequestState
 
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
@@ -111,11 +111,9 @@ class RequestDispatcher:
         )
         self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
 
-    def abandon(self, admitted: Admitted, reason: RequestFailReason, detail: str) -> None:
+    def abandon(self, admitted: Admitted, order: Abandon) -> None:
         """Give the request up; its record follows."""
-        self._children.requests[admitted.slot].tell(
-            Abandon(request_id=admitted.request_id, reason=reason, detail=detail)
-        )
+        self._children.requests[admitted.slot].tell(order)
 
     def ended(self, record: RequestRecord) -> None:
         """A request is terminal: watch it no more, answer those who wait for that."""

@@ -8,7 +8,9 @@ from typing import assert_never
 from llama_worker.actors.children import Children
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.config import WorkerConfig
+from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.messages import (
+    Abandon,
     BecameReady,
     CloseAllStreams,
     EvidenceKept,
@@ -34,11 +36,9 @@ from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import (
     Effect,
     Effects,
-    FailRequests,
     Launching,
     RecordRestart,
-    ResolveStarts,
-    ResolveStops,
+    Resolve,
 )
 from llama_worker.server.recycling import Worn, worn
 from llama_worker.server.suspicion import Doubt, Suspicion, Trouble, is_degenerate
@@ -73,8 +73,7 @@ class ServerLife:
         self._requests_count = 0  # ended since READY
         self._life = Lifecycle(policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s)
         self._suspicion = Suspicion()
-        self._starts: list[Reply[WorkerStatus]] = []
-        self._stops: list[Reply[None]] = []
+        self._waiting: list[Start | Stop] = []
         self._due_stops: list[Reply[None]] = []  # the server is gone, a record is still to come
 
     @property
@@ -89,10 +88,8 @@ class ServerLife:
         if getattr(message, "epoch", self._life.epoch) != self._life.epoch:
             return
         match message:
-            case Start(reply=reply):
-                self._starts.append(reply)
-            case Stop(reply=stop_reply):
-                self._stops.append(stop_reply)
+            case Start() | Stop():
+                self._waiting.append(message)
             case Launched(epoch=epoch, pid=pid):
                 self.pid = pid
                 self._journal.note("launched", now, pid=pid, epoch=epoch)
@@ -176,7 +173,8 @@ class ServerLife:
             newest_request_id=self._table.newest_id,
             policy=self._config.restart,
         )
-        self._dispatcher.abandon(admitted, stalled.verdict.reason, stalled.verdict.detail)
+        given_up = Abandon(request_id=admitted.request_id, reason=stalled.verdict.reason, detail=stalled.verdict.detail)
+        self._dispatcher.abandon(admitted, given_up)
         if trouble is not None:
             self.handle(trouble, now)
 
@@ -203,9 +201,9 @@ class ServerLife:
             case Launch():
                 self._children.watchdog.tell(effect)
                 self._children.process.tell(effect)
-            case FailRequests(reason=reason, detail=detail):
+            case Abandon():
                 for admitted in self._table.active:
-                    self._dispatcher.abandon(admitted, reason, detail)
+                    self._dispatcher.abandon(admitted, effect)
             case CloseAllStreams():
                 self._children.watchdog.tell(StandDown())
                 self._children.transport.tell(effect)
@@ -217,23 +215,23 @@ class ServerLife:
                 self._children.process.tell(effect)
             case RecordRestart(reason=reason, detail=detail, delay_s=delay_s):
                 self._journal.restart_decided(reason, detail, delay_s, now)
-            case ResolveStarts(error=start_error):
-                waiting, self._starts = self._starts, []
-                for reply in waiting:
-                    if start_error is None:
-                        reply.answer(self._status())
-                    else:
-                        reply.fail(start_error)
-            case ResolveStops(error=stop_error):
-                stops, self._stops = self._stops, []
-                if stop_error is None:
-                    self._due_stops += stops
-                    self._answer_stops()
-                else:
-                    for stop in stops:
-                        stop.fail(stop_error)
+            case Resolve(order=order, error=error):
+                self._resolve(order, error)
             case _:
                 assert_never(effect)
+
+    def _resolve(self, order: type[Start] | type[Stop], error: WorkerStartError | WorkerStopError | None) -> None:
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            if not isinstance(each, order):
+                self._waiting.append(each)
+            elif error is not None:
+                each.reply.fail(error)
+            elif isinstance(each, Start):
+                each.reply.answer(self._status())
+            else:
+                self._due_stops.append(each.reply)
+        self._answer_stops()
 
     def _answer_stops(self) -> None:
         """`stop()` is done once the server is gone and every request in flight has its record."""

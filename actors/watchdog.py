@@ -8,17 +8,20 @@ the evidence of a kill, Observed. Owns what is being asked of the server.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.messages import (
+    BecameReady,
     Mailbox,
     Probed,
     ProbeOutcome,
     ReportProgress,
     SlotsSeen,
+    StandDown,
     Tick,
     WatchdogMessage,
     WorkerMessage,
@@ -26,14 +29,12 @@ from llama_worker.messages import (
 from llama_worker.runtime.ports import Abortable, Runtime
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import (
-    AbortProbes,
     Look,
     LookAtSlots,
     News,
     Order,
     ProbeReadiness,
     ServerWatch,
-    WatchGpus,
 )
 
 
@@ -77,9 +78,10 @@ class WatchdogActor(SupervisedActor[WatchdogMessage]):
                     self._runtime.look(seen, root_pid, self.me())
                 except RuntimeError:  # the system has no thread left
                     self.me().tell(replace(seen, blind=True))
-            case WatchGpus(epoch=epoch, root_pid=root_pid):
+            case BecameReady(epoch=epoch):
+                self._worker.tell(effect)
                 with contextlib.suppress(RuntimeError):  # no thread left: it is watched without
-                    self._runtime.watch_gpus(epoch, root_pid, self.me())
+                    self._runtime.watch_gpus(epoch, self._watch.root_pid, self.me())
             case ProbeReadiness():
                 self._probe(effect)
             case LookAtSlots(epoch=epoch):
@@ -87,7 +89,7 @@ class WatchdogActor(SupervisedActor[WatchdogMessage]):
                     self._slots = self._runtime.look_at_slots(epoch, self.me())
                 except RuntimeError:
                     self.me().tell(SlotsSeen(epoch=epoch, look=None))
-            case AbortProbes():
+            case StandDown():
                 self._abort_probes()
             case _:
                 self._worker.tell(effect)

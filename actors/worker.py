@@ -20,7 +20,6 @@ from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError, WorkerClosed
 from llama_worker.messages import (
     ActorDied,
-    AddLogs,
     AwaitResult,
     CancelRequest,
     GetDebugInfo,
@@ -244,7 +243,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
     def _add_logs(self, question: GetDebugInfo) -> None:
         """The ProcessActor owns the server's output, and answers."""
         shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
-        self._children.process.tell(AddLogs(info=self._journal.debug_info(shown), reply=question.reply))
+        self._children.process.tell(GetDebugInfo(info=self._journal.debug_info(shown), reply=question.reply))
 
     def _status(self) -> WorkerStatus:
         active, server = self._table.active, self._server

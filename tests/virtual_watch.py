@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from llama_worker.messages import (
     EvidenceSeen,
@@ -16,6 +17,7 @@ from llama_worker.messages import (
     ProgressReported,
     ReportProgress,
     SlotsSeen,
+    StandDown,
     Tick,
     Watch,
     WatchdogMessage,
@@ -24,7 +26,7 @@ from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
 from llama_worker.server.slots import Slot, SlotsLook
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import AbortProbes, Look, LookAtSlots, News, ProbeReadiness, ServerWatch, WatchGpus
+from llama_worker.server.watch import Look, LookAtSlots, News, ProbeReadiness, ServerWatch
 
 Evidence = Callable[[float, bool], bool]  # (now, fresh) -> whether the server's processes are at work
 Readiness = Callable[[float], ProbeOutcome]
@@ -105,7 +107,7 @@ class VirtualWatch:
                         slots = self._slots(self.now)
                         look = None if slots is None else SlotsLook(asked_at=self.now, slots=slots)
                         messages.append(SlotsSeen(epoch=epoch, look=look))
-                    case AbortProbes() | WatchGpus():
+                    case StandDown():
                         pass
                     case _:
                         self.news.append((self.now, effect))

@@ -8,9 +8,10 @@ stream its `turn_id`, so that news from a life that is over can be told and drop
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
+
+from msgspec import Struct
 
 from llama_worker.request.progress import Progress
 from llama_worker.request.record import RequestRecord
@@ -71,45 +72,39 @@ class Reply(Protocol[T_contra]):
 # ---------------------------------------------------------------- to whoever set a timer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class Tick(Struct, frozen=True, kw_only=True):
     """A timer that the receiver set has fired."""
 
 
 # ---------------------------------------------------------------- to the WorkerActor, from the host's handle
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(Struct, frozen=True, kw_only=True):
     """Launch the server; answered when READY, or with a WorkerStartError."""
 
     reply: Reply[WorkerStatus]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class Stop(Struct, frozen=True, kw_only=True):
     """End requests and server; answered when no process of the tree is left."""
 
     reply: Reply[None]
     grace_s: float | None = None  # None: as configured; the exit hook allows less
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
+class Submit(Struct, frozen=True, kw_only=True):
     """Admit the submission to a free slot, or refuse it, at once."""
 
     submission: Submission
     reply: Reply[SubmitResult]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetStatus:
+class GetStatus(Struct, frozen=True, kw_only=True):
     request_id: int
     reply: Reply[RequestStatus | NotFound]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadOutput:
+class ReadOutput(Struct, frozen=True, kw_only=True):
     """`wait`: answered once something lies behind the offsets, or the request has ended."""
 
     request_id: int
@@ -119,31 +114,27 @@ class ReadOutput:
     wait: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetResult:
+class GetResult(Struct, frozen=True, kw_only=True):
     """Return a terminal request's result and release it."""
 
     request_id: int
     reply: Reply[RequestResult | NotReady | NotFound]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AwaitResult:
+class AwaitResult(Struct, frozen=True, kw_only=True):
     """Answered when the request is terminal; the host's taking the value sends `ReleaseResult`."""
 
     request_id: int
     reply: Reply[RequestResult | NotFound]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseResult:
+class ReleaseResult(Struct, frozen=True, kw_only=True):
     """The host has taken the result: forget the request."""
 
     request_id: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelRequest:
+class CancelRequest(Struct, frozen=True, kw_only=True):
     """Answered True once the running request is cancelled and its slot free, else False.
 
     Passed on to the RequestActor; the WorkerActor answers.
@@ -153,14 +144,15 @@ class CancelRequest:
     reply: Reply[bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetWorkerStatus:
+class GetWorkerStatus(Struct, frozen=True, kw_only=True):
     reply: Reply[WorkerStatus]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetDebugInfo:
+class GetDebugInfo(Struct, frozen=True, kw_only=True):
+    """Passed on to the ProcessActor with all but the server's last lines; it adds them, and answers."""
+
     reply: Reply[WorkerDebugInfo]
+    info: WorkerDebugInfo | None = None
 
 
 Question = GetStatus | ReadOutput
@@ -169,16 +161,14 @@ Question = GetStatus | ReadOutput
 # ---------------------------------------------------------------- to the WorkerActor, from its own actors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class Launched(Struct, frozen=True, kw_only=True):
     """The server's process runs."""
 
     epoch: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchFailed:
+class LaunchFailed(Struct, frozen=True, kw_only=True):
     """No process came to be."""
 
     epoch: int
@@ -186,8 +176,7 @@ class LaunchFailed:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Died:
+class Died(Struct, frozen=True, kw_only=True):
     """The server's first process has ended; `Exited` follows once the rest of its tree is gone, too."""
 
     epoch: int
@@ -195,16 +184,14 @@ class Died:
     lack_of_memory: str | None = None  # what tells that this was it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unkillable:
+class Unkillable(Struct, frozen=True, kw_only=True):
     """SIGKILL has no effect on the launch's tree; `Exited` still follows, should it end one day."""
 
     epoch: int
     detail: str  # pid, state, what the kernel waits for
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exited:
+class Exited(Struct, frozen=True, kw_only=True):
     """No process of the server's tree is left; told once per `Launched`."""
 
     epoch: int
@@ -214,8 +201,7 @@ class Exited:
     lack_of_memory: str | None = None  # what tells that it ended for this
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvidenceKept:
+class EvidenceKept(Struct, frozen=True, kw_only=True):
     """What was seen of the server's processes just before they were killed."""
 
     epoch: int
@@ -223,16 +209,14 @@ class EvidenceKept:
     log_tail: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BecameReady:
+class BecameReady(Struct, frozen=True, kw_only=True):
     """The server answers, and it is ours."""
 
     epoch: int
     traits: ServerTraits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartupFailed:
+class StartupFailed(Struct, frozen=True, kw_only=True):
     """The launch will not become ready: its time is up, or a stranger answers on the port."""
 
     epoch: int
@@ -240,24 +224,21 @@ class StartupFailed:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthLost:
+class HealthLost(Struct, frozen=True, kw_only=True):
     """The server fails its readiness probe."""
 
     epoch: int
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFaulted:
+class GpuFaulted(Struct, frozen=True, kw_only=True):
     """A GPU that the server uses reported an error."""
 
     epoch: int
     fault: GpuFault
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stalled:
+class Stalled(Struct, frozen=True, kw_only=True):
     """A verdict on one request in flight."""
 
     epoch: int
@@ -266,8 +247,7 @@ class Stalled:
     busy_neighbour: bool  # another request of this server received data just now
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class Observed(Struct, frozen=True, kw_only=True):
     """What the watchdog knows at this instant; kept for the evidence of a kill."""
 
     epoch: int
@@ -277,15 +257,13 @@ class Observed:
     requests: tuple[Progress, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEnded:
+class RequestEnded(Struct, frozen=True, kw_only=True):
     """A request reached its terminal state; its record is handed over, whole."""
 
     record: RequestRecord
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignalEmitted:
+class SignalEmitted(Struct, frozen=True, kw_only=True):
     """A request's model called an exit tool."""
 
     request_id: int
@@ -293,29 +271,25 @@ class SignalEmitted:
     signal: ExitSignal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamsClosed:
+class StreamsClosed(Struct, frozen=True, kw_only=True):
     """No connection to the server is open any more."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolsRefused:
+class ToolsRefused(Struct, frozen=True, kw_only=True):
     """The server does not take `tools`: from now on requests use prompted mode."""
 
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolThreadStuck:
+class ToolThreadStuck(Struct, frozen=True, kw_only=True):
     """A tool thread runs on although nobody waits for it any more."""
 
     is_alive: Callable[[], bool]  # whether it still does; for any thread to ask, at any time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorDied:
+class ActorDied(Struct, frozen=True, kw_only=True):
     """One of the worker's actors ended with an exception."""
 
     role: str
@@ -369,15 +343,13 @@ WorkerMessage = (
 # ---------------------------------------------------------------- to the ProcessActor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(Struct, frozen=True, kw_only=True):
     """Start the server's process as launch number `epoch`."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terminate:
+class Terminate(Struct, frozen=True, kw_only=True):
     """End the tree of launch `epoch`: SIGTERM, and SIGKILL after `grace_s`; 0.0 kills at once."""
 
     epoch: int
@@ -385,24 +357,15 @@ class Terminate:
     keep_evidence: bool = False  # tell `EvidenceKept` first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AddLogs:
-    """Answer `reply` with `info` and the server's last lines."""
-
-    info: WorkerDebugInfo
-    reply: Reply[WorkerDebugInfo]
-
-
 ServerNews = Launched | LaunchFailed | Died | Exited
 """What a launch tells: Launched or LaunchFailed; after Launched, Died (unless the guard was killed) and one Exited."""
 
-ProcessMessage = Launch | Terminate | AddLogs | ServerNews | Tick
+ProcessMessage = Launch | Terminate | GetDebugInfo | ServerNews | Tick
 
 # ---------------------------------------------------------------- to the TransportActor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenStream:
+class OpenStream(Struct, frozen=True, kw_only=True):
     """POST `body` to the chat endpoint and send what comes to `reply_to`."""
 
     turn_id: TurnId
@@ -410,22 +373,19 @@ class OpenStream:
     reply_to: Mailbox[RequestMessage]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseStream:
+class CloseStream(Struct, frozen=True, kw_only=True):
     """Close the stream's connection at once, in whatever phase it is."""
 
     turn_id: TurnId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseAllStreams:
+class CloseAllStreams(Struct, frozen=True, kw_only=True):
     """Close every connection; answered by `StreamsClosed` when the last reader has ended."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamClosed:
+class StreamClosed(Struct, frozen=True, kw_only=True):
     """The stream is over. `failure` None: the server ended the body in the regular way."""
 
     turn_id: TurnId
@@ -438,8 +398,7 @@ TransportMessage = OpenStream | CloseStream | CloseAllStreams | StreamClosed
 # ---------------------------------------------------------------- to a RequestActor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
+class Begin(Struct, frozen=True, kw_only=True):
     """Carry out a request, from prompt to result."""
 
     request_id: int
@@ -450,17 +409,15 @@ class Begin:
     opens_thinking: bool  # the template ends the prompt inside a think tag
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abandon:
+class Abandon(Struct, frozen=True, kw_only=True):
     """Fail the request with this reason, keeping what it has."""
 
-    request_id: int
     reason: RequestFailReason
     detail: str
+    request_id: int | None = None  # None: whichever is under way
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamOpened:
+class StreamOpened(Struct, frozen=True, kw_only=True):
     """Response headers with status 200 have come."""
 
     turn_id: TurnId
@@ -468,8 +425,7 @@ class StreamOpened:
     stream: LiveStream
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamEvents:
+class StreamEvents(Struct, frozen=True, kw_only=True):
     """What was parsed since the batch before; no events where only keepalives came."""
 
     turn_id: TurnId
@@ -477,8 +433,7 @@ class StreamEvents:
     at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BiosWritten:
+class BiosWritten(Struct, frozen=True, kw_only=True):
     """From the thread of a BIOS provider: the text, or why there is none."""
 
     turn_id: TurnId
@@ -486,8 +441,7 @@ class BiosWritten:
     error: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallEnded:
+class CallEnded(Struct, frozen=True, kw_only=True):
     """From a tool thread: the batch's next call has ended; where it failed, the ones behind it are not run."""
 
     turn_id: TurnId
@@ -496,8 +450,7 @@ class CallEnded:
     at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportProgress:
+class ReportProgress(Struct, frozen=True, kw_only=True):
     """Tell `reply_to` how far the request is; `liveness_at` is the newest evidence of work by the server."""
 
     liveness_at: float | None
@@ -508,8 +461,7 @@ class ReportProgress:
 StreamNews = StreamOpened | StreamEvents | StreamClosed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerNow:
+class AnswerNow(Struct, frozen=True, kw_only=True):
     """A question once more, from the actor to itself, behind all that its stream had brought when it was asked."""
 
     question: Question
@@ -531,8 +483,7 @@ RequestMessage = (
 # ---------------------------------------------------------------- to the ToolLoopActor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunBios:
+class RunBios(Struct, frozen=True, kw_only=True):
     """Ask the BIOS provider for the turn that begins now; `reply_to` gets `BiosWritten`."""
 
     turn_id: TurnId
@@ -541,8 +492,7 @@ class RunBios:
     reply_to: Mailbox[RequestMessage]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunTools:
+class RunTools(Struct, frozen=True, kw_only=True):
     """Run the calls of one turn, in order; `reply_to` gets `CallEnded` for each."""
 
     turn_id: TurnId
@@ -551,8 +501,7 @@ class RunTools:
     reply_to: Mailbox[RequestMessage]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropTools:
+class DropTools(Struct, frozen=True, kw_only=True):
     """Nobody waits for this batch any more; a call that runs is left to end by itself."""
 
     turn_id: TurnId
@@ -563,32 +512,28 @@ ToolMessage = RunBios | RunTools | DropTools
 # ---------------------------------------------------------------- to the WatchdogActor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
+class Watch(Struct, frozen=True, kw_only=True):
     """A request is in flight on this mailbox."""
 
     request_id: int
     request: Mailbox[RequestMessage]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unwatch:
+class Unwatch(Struct, frozen=True, kw_only=True):
     """The request has ended; what it received stays true."""
 
     request_id: int
     data_at: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeNow:
+class ProbeNow(Struct, frozen=True, kw_only=True):
     """Something looked wrong: probe the server out of turn; one failure is enough for `HealthLost`."""
 
     epoch: int
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StandDown:
+class StandDown(Struct, frozen=True, kw_only=True):
     """The launch is over: probe nothing any more."""
 
 
@@ -601,8 +546,7 @@ class ProbeOutcome(Enum):
     NO_NEWS = "no_news"  # it was not asked: this machine had no thread or descriptor for it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+class Probed(Struct, frozen=True, kw_only=True):
     """From the thread of one readiness probe, its last word."""
 
     epoch: int
@@ -611,8 +555,7 @@ class Probed:
     traits: ServerTraits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvidenceSeen:
+class EvidenceSeen(Struct, frozen=True, kw_only=True):
     """From a probe's thread: what it said of one look at the server's processes."""
 
     epoch: int
@@ -625,16 +568,14 @@ class EvidenceSeen:
     blind: bool = False  # this machine lacked what it takes to look
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotsSeen:
+class SlotsSeen(Struct, frozen=True, kw_only=True):
     """From the thread of one look at `/slots`, its last word; None: no answer, or none that tells anything."""
 
     epoch: int
     look: SlotsLook | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressReported:
+class ProgressReported(Struct, frozen=True, kw_only=True):
     """A RequestActor's answer to `ReportProgress`; None where it is between two requests."""
 
     progress: Progress | None

@@ -16,12 +16,13 @@ from typing import Any
 from llama_worker.messages import (
     CancelRequest,
     Exited,
+    Stop,
     StreamClosed,
     StreamEvents,
     Tick,
     Unkillable,
 )
-from llama_worker.server.lifecycle_states import BackingOff, Ending, ResolveStops
+from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
 from llama_worker.server.restart_budget import Lockout, RestartAfter
 from llama_worker.server.termination import Terminating
 
@@ -146,7 +147,7 @@ def _without_kill(right: Function) -> Function:
 def _stops_too_soon(right: Function) -> Function:
     def stop(life: Any, now: float, grace_s: float) -> Any:
         stopping, effects = right(life, now, grace_s)
-        return stopping, (*effects, ResolveStops())
+        return stopping, (*effects, Resolve(Stop))
 
     return stop
 

@@ -30,7 +30,7 @@ class Trace:
         kind = type(message)
         getter = self._getters.get(kind)
         if getter is None:
-            names = [name for name in _HASHED_FIELDS if name in getattr(kind, "__dataclass_fields__", ())]
+            names = [name for name in _HASHED_FIELDS if name in getattr(kind, "__struct_fields__", ())]
             getter = self._getters[kind] = attrgetter(*names) if names else _nothing
         self._block.append(f"{now!r} {actor} {kind.__name__} {getter(message)}")
         self._last.append((now, actor, message))

@@ -18,6 +18,7 @@ PROFILE = TimeoutProfile(idle_stream_timeout_s=20.0, liveness_probe_interval_s=5
 def test_lost_time_is_what_lies_behind_the_instant() -> None:
     gaps = NO_GAPS.with_gap(20.0, 5.0).with_gap(100.0, 10.0)
     assert [gaps.lost_s(since) for since in (0.0, 15.0, 17.0, 20.0, 50.0, 95.0, 100.0)] == [15, 15, 13, 10, 10, 5, 0]
+    assert [gaps.lost_s(17.0, until) for until in (10.0, 17.0, 19.0, 20.0, 90.0, 91.0)] == [0, 0, 2, 3, 3, 4]
 
 
 def test_only_the_latest_gaps_are_kept() -> None:

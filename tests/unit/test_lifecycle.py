@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from llama_worker.errors import WorkerStartError, WorkerStopError
-from llama_worker.messages import CloseAllStreams, GpuFaulted, Launch, Terminate
+from llama_worker.messages import Abandon, CloseAllStreams, GpuFaulted, Launch, Start, Stop, Terminate
 from llama_worker.profiles import RestartPolicy
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.lifecycle import Lifecycle, step
@@ -17,11 +18,9 @@ from llama_worker.server.lifecycle_states import (
     Effects,
     Ending,
     Failed,
-    FailRequests,
     Launching,
     RecordRestart,
-    ResolveStarts,
-    ResolveStops,
+    Resolve,
     State,
     Stopped,
     ToRestart,
@@ -53,14 +52,14 @@ def launching() -> Lifecycle:
 
 def ready() -> Lifecycle:
     life, effects = became_ready(launching(), 1.0)
-    assert effects == (ResolveStarts(None),)
+    assert effects == (Resolve(Start),)
     assert life.public_state is WorkerState.READY
     return life
 
 
 def error_of(effects: Effects) -> WorkerStartError:
-    (error,) = [e.error for e in effects if isinstance(e, ResolveStarts)]
-    assert error is not None
+    (error,) = [e.error for e in effects if isinstance(e, Resolve) and e.order is Start]
+    assert isinstance(error, WorkerStartError)
     return error
 
 
@@ -69,7 +68,7 @@ def test_a_gpu_that_fails_restarts_the_server() -> None:
     life, effects = step(ready(), lost, 2.0)
     assert effects == (
         RecordRestart(reason="gpu_failed", detail="GPU 0: the GPU is lost", delay_s=5.0),
-        FailRequests(reason=RequestFailReason.WORKER_RESTARTED, detail="gpu_failed: GPU 0: the GPU is lost"),
+        Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail="gpu_failed: GPU 0: the GPU is lost"),
         CloseAllStreams(epoch=1),
         Terminate(epoch=1, grace_s=0.0, keep_evidence=True),
     )
@@ -83,22 +82,22 @@ def test_an_error_of_a_gpu_that_is_not_fatal_changes_nothing() -> None:
 
 def test_start_on_a_ready_worker_resolves_at_once() -> None:
     life = ready()
-    assert start(life, 2.0) == (life, (ResolveStarts(None),))
+    assert start(life, 2.0) == (life, (Resolve(Start),))
 
 
 def test_stop_on_a_stopped_worker_resolves_at_once() -> None:
     life = Lifecycle(policy=POLICY)
-    assert stop(life, 0.0, grace_s=10.0) == (life, (ResolveStops(),))
+    assert stop(life, 0.0, grace_s=10.0) == (life, (Resolve(Stop),))
 
 
 def test_stop_closes_connections_before_it_terminates() -> None:
     life, effects = stop(ready(), 2.0, grace_s=10.0)
-    assert [type(e) for e in effects] == [FailRequests, ResolveStarts, CloseAllStreams]
+    assert [type(e) for e in effects] == [Abandon, Resolve, CloseAllStreams]
     assert not any(isinstance(e, Terminate) for e in effects)
     life, effects = streams_closed(life, 2.1)
     assert effects == (Terminate(epoch=1, grace_s=10.0),)
     life, effects = exited(life, 2.2, returncode=0)
-    assert (life.state, effects) == (Stopped(), (ResolveStops(),))
+    assert (life.state, effects) == (Stopped(), (Resolve(Stop),))
 
 
 @pytest.mark.parametrize(("now", "terminated"), [(2.9, False), (3.0, True)])
@@ -119,7 +118,7 @@ def test_start_during_a_stop_launches_anew_when_the_old_server_is_gone() -> None
     life, effects = start(life, 2.1)
     assert effects == ()
     life, effects = exited(life, 2.5, returncode=0)
-    assert effects == (ResolveStops(), Launch(epoch=2))
+    assert effects == (Resolve(Stop), Launch(epoch=2))
     assert life.state == Launching(epoch=2, first=True)
 
 
@@ -129,7 +128,7 @@ def test_stop_after_that_start_ends_it_too() -> None:
     life, effects = stop(life, 2.2, grace_s=10.0)
     assert error_of(effects).reason is StartFailReason.STOPPED
     life, effects = exited(life, 2.5, returncode=0)
-    assert (life.state, effects) == (Stopped(), (ResolveStops(),))
+    assert (life.state, effects) == (Stopped(), (Resolve(Stop),))
 
 
 def test_a_hurried_stop_shortens_the_grace_of_one_under_way() -> None:
@@ -169,7 +168,7 @@ def test_a_launch_without_a_process_fails_the_start(reason: StartFailReason, sta
 def test_a_startup_timeout_kills_first_and_then_fails_with_what_the_server_said() -> None:
     life, effects = startup_failed(launching(), 120.0, StartFailReason.STARTUP_TIMEOUT)
     assert Terminate(epoch=1, grace_s=0.0, keep_evidence=True) in effects
-    assert not any(isinstance(e, ResolveStarts) for e in effects)
+    assert not any(isinstance(e, Resolve) and e.order is Start for e in effects)
     life, effects = exited(life, 120.1, returncode=-9)
     assert life.public_state is WorkerState.FAILED
     error = error_of(effects)
@@ -178,7 +177,7 @@ def test_a_startup_timeout_kills_first_and_then_fails_with_what_the_server_said(
 
 def test_death_while_ready_fails_requests_and_restarts_after_the_backoff() -> None:
     life, effects = exited(ready(), 10.0, returncode=-9)
-    assert effects[-1] == FailRequests(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9")
+    assert effects[-1] == Abandon(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9")
     assert life.state == BackingOff(resume_at=15.0)
     assert life.public_state is WorkerState.RUNNING
     assert tick(life, 14.9)[1] == ()
@@ -190,7 +189,7 @@ def test_death_while_ready_fails_requests_and_restarts_after_the_backoff() -> No
 def test_requests_hear_of_the_death_before_the_rest_of_the_tree_is_gone() -> None:
     life, effects = died(ready(), 10.0, -9)
     assert effects[1:] == (
-        FailRequests(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9"),
+        Abandon(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9"),
         Terminate(epoch=1, grace_s=0.0),
     )
     assert life.state == Ending(epoch=1, goal=ToRestart(15.0))
@@ -205,7 +204,7 @@ def test_the_last_death_is_failed_once_the_tree_is_gone() -> None:
     life, _ = start(life, 0.0)
     life, _ = became_ready(life, 1.0)
     life, effects = died(life, 10.0, 1)
-    assert not any(isinstance(e, ResolveStarts) for e in effects)
+    assert not any(isinstance(e, Resolve) and e.order is Start for e in effects)
     assert life.public_state is WorkerState.RUNNING
     life, effects = exited(life, 10.1)
     assert life.public_state is WorkerState.FAILED
@@ -237,7 +236,7 @@ def test_stop_during_backoff_is_immediate() -> None:
     life, _ = exited(ready(), 10.0)
     life, effects = stop(life, 10.1, grace_s=10.0)
     assert life.state == Stopped()
-    assert ResolveStops() in effects
+    assert Resolve(Stop) in effects
 
 
 def test_a_launch_that_ends_before_ready_counts_as_a_restart() -> None:
@@ -267,7 +266,7 @@ def test_locked_out_after_too_many_restarts_and_started_again_by_hand() -> None:
 
 @pytest.mark.parametrize("port_taken", [True, False])
 def test_who_joins_the_last_restart_is_told_what_the_server_said(port_taken: bool) -> None:
-    life, _ = exited(replace(ready(), policy=replace(POLICY, max_restarts_per_window=1)), 10.0)
+    life, _ = exited(structs.replace(ready(), policy=replace(POLICY, max_restarts_per_window=1)), 10.0)
     life, _ = tick(life, 15.0)
     assert start(life, 16.0) == (life, ())
     life, effects = exited(life, 17.0, returncode=3, log_tail=("out of memory",), port_taken=port_taken)
@@ -277,7 +276,7 @@ def test_who_joins_the_last_restart_is_told_what_the_server_said(port_taken: boo
 
 @pytest.mark.parametrize("reason", [StartFailReason.STARTUP_TIMEOUT, StartFailReason.SPAWN_FAILED])
 def test_the_last_restart_fails_a_start_with_its_own_reason(reason: StartFailReason) -> None:
-    life, _ = exited(replace(ready(), policy=replace(POLICY, max_restarts_per_window=1)), 10.0)
+    life, _ = exited(structs.replace(ready(), policy=replace(POLICY, max_restarts_per_window=1)), 10.0)
     life, _ = tick(life, 15.0)
     if reason is StartFailReason.SPAWN_FAILED:
         life, effects = launch_failed(life, 16.0, reason)
@@ -308,7 +307,7 @@ def ending(how: str) -> Lifecycle:
         "stop": lambda: stop(ready(), 2.0),
         "stop, start": lambda: start(stop(ready(), 2.0)[0], 2.1),
         "restart": lambda: trouble(ready(), 2.0),
-        "last restart": lambda: trouble(replace(ready(), policy=RestartPolicy.never()), 2.0),
+        "last restart": lambda: trouble(structs.replace(ready(), policy=RestartPolicy.never()), 2.0),
         "startup timeout": lambda: startup_failed(launching(), 2.0, StartFailReason.STARTUP_TIMEOUT),
         "a stranger's port": lambda: startup_failed(launching(), 2.0, StartFailReason.PORT_IN_USE),
     }
@@ -333,7 +332,7 @@ def test_a_server_that_cannot_be_killed_is_failed_and_keeps_nobody_waiting(how: 
     assert (life.public_state, life.deadline) == (WorkerState.FAILED, None)
     assert life.last_error == "unkillable: SIGKILL does not end process 5"
     assert error_of(effects).reason is StartFailReason.UNKILLABLE
-    (stops,) = [effect for effect in effects if isinstance(effect, ResolveStops)]
+    (stops,) = [effect for effect in effects if isinstance(effect, Resolve) and effect.order is Stop]
     assert isinstance(stops.error, WorkerStopError)
     assert str(stops.error) == "unkillable: SIGKILL does not end process 5"
     assert len(effects) == 2
@@ -349,7 +348,7 @@ def test_beside_it_no_second_server_is_started(how: str) -> None:
     assert len(effects) == 1
     assert tick(life, 1e6) == (life, ())
     life, effects = stop(life, 11.0)
-    assert [type(effect) for effect in effects] == [ResolveStops]
+    assert [effect.order for effect in effects if isinstance(effect, Resolve)] == [Stop]
     assert life.public_state is WorkerState.FAILED
     assert start(life, 12.0)[0] == life
 

@@ -8,7 +8,6 @@ from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, 
 from llama_worker.server import termination
 from llama_worker.server.termination import (
     Absent,
-    GiveUp,
     Killing,
     Present,
     ProcessState,
@@ -21,7 +20,7 @@ from llama_worker.server.termination import (
 from llama_worker.types import StartFailReason
 
 KILL_TIMEOUT_S = 4.0
-Step = tuple[ProcessState, Signal | GiveUp | None]
+Step = tuple[ProcessState, Signal | None]
 
 
 def step(state: ProcessState, message: ProcessMessage, now: float) -> Step:
@@ -101,7 +100,7 @@ def test_a_process_that_outlives_its_kill_timeout_is_given_up_once_and_waited_fo
     while (due := deadline(state)) is not None:
         state, what = tick(state, due)
         told.append((due, what))
-    assert told == [(6.0, Signal.FORCE), (7.0, Signal.FORCE), (8.0, Signal.FORCE), (9.0, GiveUp())]
+    assert told == [(6.0, Signal.FORCE), (7.0, Signal.FORCE), (8.0, Signal.FORCE), (9.0, None)]
     assert state == Stuck(1)
 
 
@@ -111,13 +110,13 @@ def test_a_short_kill_timeout_is_kept(kill_timeout_s: float) -> None:
     state, signal = termination.step(Present(1), order, 5.0, kill_timeout_s=kill_timeout_s)
     assert (signal, deadline(state)) == (Signal.KILL, 5.0 + kill_timeout_s)
     given_up = termination.step(state, Tick(), 5.0 + kill_timeout_s, kill_timeout_s=kill_timeout_s)
-    assert given_up == (Stuck(1), GiveUp())
+    assert given_up == (Stuck(1), None)
 
 
 @pytest.mark.parametrize(
     ("now", "after"),
     [
-        (17.0, (Stuck(1), GiveUp())),  # a second late: a busy machine
+        (17.0, (Stuck(1), None)),  # a second late: a busy machine
         (17.1, (Killing(1, 18.1, 18.1), Signal.FORCE)),  # the host did not run, nor perhaps did the process
     ],
 )
@@ -131,7 +130,7 @@ def test_after_a_gap_it_is_given_up_as_soon_as_time_passes_as_it_should() -> Non
     assert signal is Signal.FORCE
     due = deadline(state)
     assert due == 501.0
-    assert tick(state, due) == (Stuck(1), GiveUp())
+    assert tick(state, due) == (Stuck(1), None)
 
 
 @pytest.mark.parametrize("state", EVERY_STATE)

@@ -7,12 +7,22 @@ from typing import Any
 import pytest
 
 from llama_worker import Canary, ConfigError, Recycle, RestartPolicy
-from llama_worker.messages import BecameReady, CloseAllStreams, Died, Exited, Launch, Start, StreamsClosed, Terminate
+from llama_worker.messages import (
+    Abandon,
+    BecameReady,
+    CloseAllStreams,
+    Died,
+    Exited,
+    Launch,
+    Start,
+    StreamsClosed,
+    Terminate,
+)
 from llama_worker.request.record import RequestRecord
 from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.server import lifecycle
 from llama_worker.server.lifecycle import Lifecycle
-from llama_worker.server.lifecycle_states import FailRequests, RecordRestart
+from llama_worker.server.lifecycle_states import RecordRestart
 from llama_worker.server.memory_death import lack_of_memory
 from llama_worker.server.recycling import Worn, worn
 from llama_worker.server.suspicion import Suspicion, Trouble
@@ -118,7 +128,7 @@ def test_the_restarts_reason_names_it_and_the_requests_fail_as_ever(why: str | N
     _, effects = lifecycle.step(ready(), Died(epoch=1, returncode=-9, lack_of_memory=why), 10.0)
     record, failed = effects[:2]
     assert isinstance(record, RecordRestart)
-    assert isinstance(failed, FailRequests)
+    assert isinstance(failed, Abandon)
     assert (record.reason, failed.reason) == (reason, RequestFailReason.SERVER_DIED)
     assert record.detail == failed.detail
     assert (why or "signal 9") in record.detail

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from llama_worker.messages import (
     BecameReady,
@@ -32,7 +32,7 @@ from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import AbortProbes, Look, ProbeReadiness, ServerWatch, WatchGpus
+from llama_worker.server.watch import Look, ProbeReadiness, ServerWatch
 from llama_worker.types import RequestPhase
 from tests.virtual_watch import Nobody
 
@@ -58,7 +58,6 @@ class Watched:
                 self(effect.seen, now + 0.1)
         assert self(probed(ProbeOutcome.READY), now + 0.1) == [
             BecameReady(epoch=1, traits=ServerTraits()),
-            WatchGpus(epoch=1, root_pid=7),
         ]
 
 
@@ -175,7 +174,7 @@ def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing(mess
     step(Launch(epoch=1), 0.0)
     (look,) = step(Launched(epoch=1, pid=7), 0.0)
     step(Tick(), 0.1)
-    assert AbortProbes() in step(message, 0.2)
+    assert StandDown() in step(message, 0.2)
     assert step(probed(ProbeOutcome.READY), 0.3) == []
     assert step(Launched(epoch=1, pid=7), 0.3) == []
     assert step(ProbeNow(epoch=1, cause="late"), 0.3) == []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct, field
 from ray.actor import ActorHandle
 
 from llama_worker.ray.errors import NoLiveReplica, ReplicaLost
@@ -34,8 +34,7 @@ _REFUSALS: tuple[SubmitErrorCode, ...] = ("NO_SLOT_AVAILABLE", "WORKER_NOT_READY
 ResultWaiter = ResultFuture[RequestResult | NotFound]
 
 
-@dataclass(slots=True)
-class _Request:
+class _Request(Struct):
     """An admitted request, until its result was taken."""
 
     copy: RequestCopy

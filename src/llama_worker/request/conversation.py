@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
 from llama_worker.stream.calls import ParsedCall
@@ -18,8 +20,7 @@ from llama_worker.types import BiosText, ChatMessage, ContentPart, SystemPromptM
 SYSTEM_PROMPT_DELIMITER = "\n\n===== SYSTEM PROMPT OF THIS TASK =====\n\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class Conversation(Struct, frozen=True, kw_only=True):
     """All messages of a request. Each turn gives a new one; the old one stays as it was."""
 
     head: tuple[ChatMessage, ...]  # system messages: BIOS, then the caller's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from llama_worker.stream.calls import Partition
 from llama_worker.stream.events import ServerError
@@ -12,8 +12,7 @@ from llama_worker.stream.loops import LoopFound, TextLoopFound
 from llama_worker.types import ContextUse, RequestFailReason, RequestFinishReason, RequestState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(Struct, frozen=True, kw_only=True):
     """The terminal state and how it came about: the fields of the result."""
 
     state: RequestState

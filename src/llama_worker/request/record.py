@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from llama_worker.types import RequestResult, RequestStatus
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(Struct, frozen=True, kw_only=True):
     """A terminal request, as the worker keeps it until the host takes it."""
 
     request_id: int

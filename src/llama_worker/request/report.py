@@ -6,8 +6,9 @@ Instants (`*_at`, `now`) are monotonic seconds.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from typing import Any, cast
+
+from msgspec import Struct, field
 
 from llama_worker.request.ending import Ending, failed
 from llama_worker.request.output import Output
@@ -29,8 +30,7 @@ from llama_worker.types import (
 _TAIL_CHARS = 200
 
 
-@dataclass(slots=True, kw_only=True)
-class Totals:
+class Totals(Struct, kw_only=True):
     """Who a request is, and what its turns have brought so far. Not thread-safe."""
 
     request_id: int
@@ -83,7 +83,7 @@ def build_progress(totals: Totals, turn: Turn, phase: RequestPhase, *, concludin
         prompt_progress_at=turn.prompt_progress_at,
         last_data_at=turn.last_data_at,
         last_stream_byte_at=turn.last_stream_byte_at,
-        longest_batch_s=turn.longest_batch_s,
+        longest_batches=turn.longest_batches,
         tokens=turn.tokens,
         repeats=turn.repeats,
         concluding=concluding,

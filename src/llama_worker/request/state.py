@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import assert_never
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import masked
@@ -76,44 +78,38 @@ Effects = list[Effect]
 # ---------------------------------------------------------------- what a request waits for
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompting:
+class _Prompting(Struct, frozen=True):
     """For the BIOS provider's text of the next turn, which continues after `batch`, if it is not the first."""
 
     until: float
     batch: ToolBatch | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Streaming:
+class _Streaming(Struct, frozen=True):
     """For the server."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Settling:
+class _Settling(Struct, frozen=True):
     """For what may follow a finish reason."""
 
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Broken:
+class _Broken(Struct, frozen=True):
     """For news that would explain a broken connection better."""
 
     failure: StreamFailure
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Draining:
+class _Draining(Struct, frozen=True):
     """For the rest of what a dead server had sent."""
 
     ending: Ending
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class _InTools:
+class _InTools(Struct, frozen=True):
     """For the results of a turn's calls."""
 
     batch: ToolBatch
@@ -123,8 +119,7 @@ class _InTools:
         return self.batch.deadline
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
+class _Ended(Struct, frozen=True):
     """Terminal."""
 
 
@@ -204,8 +199,8 @@ class Request:
                 return self._call_ended(message) if turn_id == self._turn_id else []
             case CancelRequest(request_id=request_id) if request_id == self.request_id:
                 return self._end(CANCELED, now)
-            case Abandon(request_id=request_id, reason=reason, detail=detail) if request_id == self.request_id:
-                return self._abandon(reason, detail, now)
+            case Abandon(request_id=request_id) if request_id in (None, self.request_id):
+                return self._abandon(message.reason, message.detail, now)
             case Tick():
                 return self._tick(now)
             case _:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from llama_worker.errors import ConfigError
 from llama_worker.types import ChatMessage, ContentPart
@@ -14,8 +15,7 @@ from llama_worker.validation import checked_json_object, checked_str, shown
 _PARTS: dict[str, tuple[str, ...]] = {"text": (), "image_url": ("url",), "input_audio": ("data", "format")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
+class Submission(Struct, frozen=True, kw_only=True):
     """What a host asks of the model; checked and copied."""
 
     job_name: str

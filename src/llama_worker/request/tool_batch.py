@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker.stream.calls import MalformedCall, ParsedCall, RawCall
 from llama_worker.types import ToolTraceEntry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolBatch:
+class ToolBatch(Struct, frozen=True, kw_only=True):
     """How far a batch is. Instants are monotonic seconds, but those of the trace."""
 
     calls: tuple[ParsedCall, ...]

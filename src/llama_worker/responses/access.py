@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from llama_worker.responses.refusal import RequestRefused
 
@@ -29,8 +30,7 @@ class Head(Protocol):
         """Its value, "" where there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class AccessPolicy:
+class AccessPolicy(Struct, frozen=True):
     """`origins` as browsers send them; `hosts` lower-case, without ports."""
 
     origins: frozenset[str]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
 
 import h11
+from msgspec import Struct
 
 from llama_worker.responses.refusal import RequestRefused
 
@@ -29,8 +29,7 @@ class Phase(Enum):
     BUSY = auto()  # its reply
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, kw_only=True):
     """A whole request. `target`: path and query, beginning with a slash; `headers` as they were sent."""
 
     method: str

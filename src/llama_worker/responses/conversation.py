@@ -12,8 +12,9 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from llama_worker.responses.refusal import RequestRefused
 from llama_worker.responses.tools import TOOL_SEARCH, ToolSet, custom_arguments, tool_set
@@ -74,8 +75,7 @@ def item_type(item: Item) -> str:
     return "item_reference" if "id" in item else ""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessages:
+class ChatMessages(Struct, frozen=True):
     """`warnings`: about items that were left out. `has_late`: instructions came after the conversation had begun."""
 
     messages: list[Message]

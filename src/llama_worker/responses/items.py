@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from llama_worker.responses.conversation import seal_reasoning
 from llama_worker.responses.tools import Tool, ToolKind, custom_input
@@ -14,8 +15,7 @@ ItemStatus = Literal["completed", "incomplete"]
 Emitted = list[tuple[str, dict[str, Any]]]  # kinds of events, and the fields that are the item's
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """A piece of an item."""
 
     kind: Literal["reasoning", "text", "call"]
@@ -28,8 +28,7 @@ class Delta:
         return self.call.index if self.call is not None else -1
 
 
-@dataclass(slots=True)
-class Message:
+class Message(Struct):
     """Text."""
 
     id: str
@@ -60,8 +59,7 @@ class Message:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-@dataclass(slots=True)
-class Reasoning:
+class Reasoning(Struct):
     """The same text twice, as content and as summary: some clients show the one, some the other."""
 
     id: str
@@ -112,8 +110,7 @@ class Reasoning:
         return {"type": "reasoning_text", "text": text}
 
 
-@dataclass(slots=True)
-class Call:
+class Call(Struct):
     """A call of a tool; `index`: the server's number for it. `tool`: None for one that was not offered."""
 
     id: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 from llama_worker.responses.request import References
 from llama_worker.responses.store import Found, StoredResponse
@@ -36,56 +37,50 @@ class Listener(Protocol):
         """Let `serve` return. Never blocks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartListening:
+class StartListening(Struct, frozen=True, kw_only=True):
     """Answered with the port once connections are taken; fails with OSError where the port is not to be had."""
 
     reply: Reply[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopListening:
+class StopListening(Struct, frozen=True, kw_only=True):
     """Cut every exchange and end the listener; answered when its threads have ended."""
 
     reply: Reply[None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listening:
+class Listening(Struct, frozen=True, kw_only=True):
     """From the listener's thread: it is bound and takes connections."""
 
     listener: Listener
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListenerEnded:
+class ListenerEnded(Struct, frozen=True, kw_only=True):
     """From the listener's thread, its last word. `error`: why, where nobody asked for it."""
 
     error: BaseException | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Enter:
-    """An exchange begins; `cut` ends it at once, from any thread. Answered with False where it is one too many.
+class Enter(Struct, frozen=True, kw_only=True):
+    """An exchange begins; `cut` ends it at once, from any thread: also where the proxy is going down.
 
     `response_id`: of the response that it makes; None: it makes none, and is never one too many.
+    `reply`: answered with False where it is one too many; None: nobody asks.
     """
 
     exchange_id: int
     cut: Callable[[], object]
     response_id: str | None
-    reply: Reply[bool]
+    reply: Reply[bool] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class Leave(Struct, frozen=True, kw_only=True):
     """It is over; what is to be remembered of it has been told."""
 
     exchange_id: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recall:
+class Recall(Struct, frozen=True, kw_only=True):
     """Answered with what the store has, as soon as no response that is wanted still runs.
 
     A client that breaks off a stream may go on from it before the proxy has noticed.
@@ -95,23 +90,20 @@ class Recall:
     reply: Reply[Found]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remember:
+class Remember(Struct, frozen=True, kw_only=True):
     """Store it."""
 
     stored: StoredResponse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetch:
+class Fetch(Struct, frozen=True, kw_only=True):
     """Answered with the response, None where it is unknown."""
 
     response_id: str
     reply: Reply[StoredResponse | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
+class Forget(Struct, frozen=True, kw_only=True):
     """Answered with whether it was there."""
 
     response_id: str

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from llama_worker.responses.conversation import Item, LateRole, chat_messages, item_type, plain_text
 from llama_worker.responses.echo import echo_of
@@ -29,8 +30,7 @@ _OWN_KEYS = frozenset({
 _IGNORED_WITH_A_WARNING = ("background", "conversation", "max_tool_calls", "prompt", "context_management")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class References:
+class References(Struct, frozen=True, kw_only=True):
     """What the request wants from the store."""
 
     previous_response_id: str | None = None
@@ -45,8 +45,7 @@ class References:
         return {owner for owner in owners if owner is not None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recalled:
+class Recalled(Struct, frozen=True, kw_only=True):
     """What the store has of it. `history` is None where the response is unknown; unknown items are absent."""
 
     history: tuple[Item, ...] | None = ()
@@ -56,8 +55,7 @@ class Recalled:
 NOTHING_RECALLED = Recalled(items={})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
+class ChatRequest(Struct, frozen=True, kw_only=True):
     """What to send, and what the response must say of the request."""
 
     body: dict[str, Any]
@@ -238,8 +236,7 @@ def _text_format(text: object) -> dict[str, Any] | None:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Conflict:
+class _Conflict(Struct, frozen=True, kw_only=True):
     with_tools: bool = True
     with_format: bool = True
     instruction: str = ""

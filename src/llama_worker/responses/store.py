@@ -9,8 +9,9 @@ import json
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from llama_worker.responses.conversation import Item
 from llama_worker.responses.request import Recalled, References
@@ -19,8 +20,7 @@ _ENTRY_BYTES = 1024  # of a response beside its text: the entry, its id, its pla
 _ITEM_ID_BYTES = 256  # of each id that can be referred to, likewise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredResponse:
+class StoredResponse(Struct, frozen=True, kw_only=True):
     """One response, and the input items of its own request, as JSON. `item_ids`: of both, the output's last."""
 
     id: str
@@ -65,8 +65,7 @@ def stored_response(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Found(Struct, frozen=True, kw_only=True):
     """What was asked for. `chain`: the responses of the conversation, oldest first; None where one is missing.
 
     `holders`: by item id a response that has it.

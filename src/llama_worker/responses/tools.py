@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from llama_worker.responses.refusal import RequestRefused
 
@@ -27,8 +28,7 @@ _FREE_TEXT: Json = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
+class Tool(Struct, frozen=True, kw_only=True):
     """A tool that the client runs."""
 
     kind: ToolKind
@@ -46,8 +46,7 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-@dataclass(frozen=True, slots=True)
-class ToolSet:
+class ToolSet(Struct, frozen=True):
     """The tools of one request. `echo`: as its response repeats them."""
 
     tools: tuple[Tool, ...] = ()
@@ -224,8 +223,7 @@ def _unused(name: str, found: Mapping[Any, Tool]) -> str:
 # --- choosing -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Struct, frozen=True, kw_only=True):
     """What llama-server is told (`mode`, and the tools that are `offered`), and what the response says of it."""
 
     mode: str

@@ -8,7 +8,6 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from http.client import BadStatusLine, RemoteDisconnected
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 import certifi
 import requests
 import urllib3.exceptions
+from msgspec import Struct
 
 from llama_worker.config import WorkerConfig
 from llama_worker.runtime.connections import Abort, Aborted, connect
@@ -33,8 +33,7 @@ _SHOWN_CHARS = 40  # of what is not HTTP
 Address = tuple[int, int, int, str, Any]  # as getaddrinfo has it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class Endpoint(Struct, frozen=True, kw_only=True):
     """Where a server listens, and what it wants to be shown."""
 
     base_url: str

@@ -7,8 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
+
+from msgspec.structs import replace
 
 from llama_worker.bios import PromptError, run_bios
 from llama_worker.config import WorkerConfig

@@ -11,10 +11,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import psutil
+from msgspec import Struct
 
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
 from llama_worker.types import LivenessEvidence, LivenessProbe
@@ -233,8 +233,7 @@ def tree_pids(root_pid: int) -> tuple[int, ...]:
         return (root_pid,)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stat:
+class _Stat(Struct, frozen=True, kw_only=True):
     """A line of /proc/PID/stat: one read for what costs psutil three, and major faults, which it lacks."""
 
     name: str

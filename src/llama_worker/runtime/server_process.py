@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from llama_worker.messages import Died, Exited, Launched, LaunchFailed, Mailbox, ServerNews
 from llama_worker.runtime import guard
@@ -52,8 +53,7 @@ def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -
     return {**kept, "GGML_NO_BACKTRACE": "1", **configured}
 
 
-@dataclass(frozen=True, slots=True)
-class _Server:
+class _Server(Struct, frozen=True):
     pid: int
     pidfd: int | None  # None where it was gone before it could be looked at
 

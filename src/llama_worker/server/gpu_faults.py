@@ -6,7 +6,7 @@ https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 # The catalog's remedy is to reset the GPU or to restart the machine: nothing computes on it any more.
 _FATAL_XIDS = {
@@ -37,8 +37,7 @@ _HARMLESS_XIDS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFault:
+class GpuFault(Struct, frozen=True, kw_only=True):
     """An error of a GPU that the server uses. `fatal`: the GPU computes nothing more, for any process."""
 
     fatal: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from llama_worker.profiles import TimeoutProfile
 
@@ -18,8 +18,7 @@ def probe_timeout_s(profile: TimeoutProfile) -> float:
     return min(_PROBE_TIMEOUT_S, max(_PROBE_TIMEOUT_MIN_S, interval_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthCounter:
+class HealthCounter(Struct, frozen=True, kw_only=True):
     """Failed readiness probes in a row, of one launch while READY."""
 
     since: float  # the probe before, or the instant of becoming READY

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import assert_never
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.messages import (
+    Abandon,
     BecameReady,
     CloseAllStreams,
     Died,
@@ -32,12 +35,10 @@ from llama_worker.server.lifecycle_states import (
     Effects,
     Ending,
     Failed,
-    FailRequests,
     Launching,
     Ready,
     RecordRestart,
-    ResolveStarts,
-    ResolveStops,
+    Resolve,
     State,
     Stopped,
     ToFailed,
@@ -58,8 +59,7 @@ LaunchNews = (
 LifecycleMessage = Start | Stop | LaunchNews | Trouble | Worn | Tick
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lifecycle:
+class Lifecycle(Struct, frozen=True, kw_only=True):
     """Everything that decides about the server's life."""
 
     policy: RestartPolicy
@@ -137,14 +137,14 @@ def request_completed(life: Lifecycle, now: float) -> Lifecycle:
 
 
 def _start(life: Lifecycle) -> tuple[Lifecycle, Effects]:
-    """An explicit `start()`. Whoever waits is answered by a ResolveStarts, now or later."""
+    """An explicit `start()`. Whoever waits is answered by a Resolve, now or later."""
     match life.state:
         case Ready():
-            return life, (ResolveStarts(None),)
+            return life, (Resolve(Start),)
         case Stopped() | Failed():
             return _launch(replace(life, budget=life.budget.cleared(), last_error=None), first=True)
         case Ending(stuck=str(stuck)):
-            return life, (ResolveStarts(WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
+            return life, (Resolve(Start, WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
         case Ending(goal=ToStopped(), start_error=None) as ending:
             return replace(life, state=replace(ending, goal=ToStopped(then_start=True))), ()
         case _:
@@ -152,33 +152,33 @@ def _start(life: Lifecycle) -> tuple[Lifecycle, Effects]:
 
 
 def _stop(life: Lifecycle, now: float, grace_s: float) -> tuple[Lifecycle, Effects]:
-    """`stop()`. Whoever waits is answered by a ResolveStops, now or later."""
+    """`stop()`. Whoever waits is answered by a Resolve, now or later."""
     stopped = WorkerStartError(StartFailReason.STOPPED, "stop() was called")
     match life.state:
         case Stopped() | Failed():
-            return replace(life, state=Stopped()), (ResolveStops(),)
+            return replace(life, state=Stopped()), (Resolve(Stop),)
         case BackingOff():
-            return replace(life, state=Stopped()), (ResolveStarts(stopped), ResolveStops())
+            return replace(life, state=Stopped()), (Resolve(Start, stopped), Resolve(Stop))
         case Launching(epoch=epoch) | Ready(epoch=epoch):
             ending = Ending(epoch=epoch, goal=ToStopped(), grace_s=grace_s, closing_until=now + CLOSING_S)
             left = replace(life, state=ending, budget=life.budget.left_ready(now))
             effects: Effects = (
-                FailRequests(reason=RequestFailReason.WORKER_STOPPED, detail="the worker was stopped"),
-                ResolveStarts(stopped),
+                Abandon(reason=RequestFailReason.WORKER_STOPPED, detail="the worker was stopped"),
+                Resolve(Start, stopped),
                 CloseAllStreams(epoch=epoch),
             )
             return left, effects
         case Ending(stuck=str(stuck)) as ending:
-            return replace(life, state=replace(ending, goal=ToStopped())), (ResolveStops(_unstoppable(stuck)),)
+            return replace(life, state=replace(ending, goal=ToStopped())), (Resolve(Stop, _unstoppable(stuck)),)
         case Ending() as ending:
             kept = replace(ending, goal=ToStopped(), start_error=None)
             if ending.closing_until is None and ending.grace_s <= grace_s:
-                return replace(life, state=kept), (ResolveStarts(stopped),)
+                return replace(life, state=kept), (Resolve(Start, stopped),)
             sooner = replace(kept, grace_s=min(ending.grace_s, grace_s))
             hurry: Effects = ()
             if ending.closing_until is None:
                 hurry = (Terminate(epoch=ending.epoch, grace_s=sooner.grace_s),)
-            return replace(life, state=sooner), (ResolveStarts(stopped), *hurry)
+            return replace(life, state=sooner), (Resolve(Start, stopped), *hurry)
 
 
 def _became_ready(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
@@ -186,7 +186,7 @@ def _became_ready(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
     if not isinstance(life.state, Launching):
         return life, ()
     ready = replace(life, state=Ready(epoch=life.epoch), budget=life.budget.became_ready(now))
-    return ready, (ResolveStarts(None),)
+    return ready, (Resolve(Start),)
 
 
 def _launch_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
@@ -257,7 +257,7 @@ def _unkillable(life: Lifecycle, detail: str) -> tuple[Lifecycle, Effects]:
         goal = ToStopped()  # a start that waited for the end is answered now
     stuck = replace(life.state, goal=goal, start_error=None, closing_until=None, stuck=detail)
     known = replace(life, state=stuck, last_error=str(error))
-    return known, (ResolveStarts(error), ResolveStops(_unstoppable(detail)))
+    return known, (Resolve(Start, error), Resolve(Stop, _unstoppable(detail)))
 
 
 def _unstoppable(detail: str) -> WorkerStopError:
@@ -269,7 +269,7 @@ def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lif
     match life.state:
         case Ready(epoch=epoch) | Launching(epoch=epoch):
             effects: Effects = (
-                FailRequests(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
+                Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
                 CloseAllStreams(epoch=epoch),
                 Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True),
             )
@@ -312,7 +312,7 @@ def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, 
     """An explicit start failed and nothing is left of it."""
     leaves_nothing = error.reason is StartFailReason.PORT_IN_USE
     state: State = Stopped() if leaves_nothing else Failed()
-    return replace(life, state=state, last_error=str(error)), (ResolveStarts(error),)
+    return replace(life, state=state, last_error=str(error)), (Resolve(Start, error),)
 
 
 def _server_died(life: Lifecycle, now: float, death: Died | Exited, *ending: Terminate) -> tuple[Lifecycle, Effects]:
@@ -320,7 +320,7 @@ def _server_died(life: Lifecycle, now: float, death: Died | Exited, *ending: Ter
     detail = f"the server ended with {described(death.returncode)}"
     if death.lack_of_memory is not None:
         detail = f"{detail}: {death.lack_of_memory}"
-    effects: Effects = (FailRequests(reason=RequestFailReason.SERVER_DIED, detail=detail), *ending)
+    effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail), *ending)
     if death.lack_of_memory is not None:
         return _restart(life, now, "out_of_memory", detail, effects, lives=bool(ending))
     return _restart(life, now, "server_died", detail, effects, lives=bool(ending))
@@ -360,7 +360,7 @@ def _restart(
         note = RecordRestart(reason=reason, detail=f"{detail}; {decision.detail}", delay_s=None)
         if lives:
             return replace(told, state=Ending(epoch=life.epoch, goal=ToFailed(), start_error=error)), (note, *effects)
-        return replace(told, state=Failed()), (note, *effects, ResolveStarts(error))
+        return replace(told, state=Failed()), (note, *effects, Resolve(Start, error))
     resume_at = now + decision.delay_s
     note = RecordRestart(reason=reason, detail=detail, delay_s=decision.delay_s)
     state: State = Ending(epoch=life.epoch, goal=ToRestart(resume_at)) if lives else BackingOff(resume_at=resume_at)
@@ -383,12 +383,12 @@ def _gone(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
         case ToStopped(then_start=True):
             fresh = replace(life, state=Stopped(), budget=life.budget.cleared(), last_error=None)
             launched, effects = _launch(fresh, first=True)
-            return launched, (ResolveStops(), *effects)
+            return launched, (Resolve(Stop), *effects)
         case ToStopped():
-            failed: Effects = (ResolveStarts(error),) if error is not None else ()
-            return replace(life, state=Stopped()), (*failed, ResolveStops())
+            failed: Effects = (Resolve(Start, error),) if error is not None else ()
+            return replace(life, state=Stopped()), (*failed, Resolve(Stop))
         case ToFailed():
-            failed = (ResolveStarts(error),) if error is not None else ()
+            failed = (Resolve(Start, error),) if error is not None else ()
             last_error = str(error) if error is not None else life.last_error
             return replace(life, state=Failed(), last_error=last_error), failed
         case ToRestart(resume_at=at):

@@ -2,61 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from llama_worker.errors import WorkerStartError, WorkerStopError
-from llama_worker.messages import CloseAllStreams, Launch, Terminate
-from llama_worker.types import RequestFailReason
+from llama_worker.messages import Abandon, CloseAllStreams, Launch, Start, Stop, Terminate
 
 # ---------------------------------------------------------------- states
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Struct, frozen=True):
     """No server, and none wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Struct, frozen=True):
     """No server, until an explicit start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launching:
+class Launching(Struct, frozen=True, kw_only=True):
     """The process is being started, or loads its model."""
 
     epoch: int
     first: bool  # of an explicit start: a failure is not retried
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class Ready(Struct, frozen=True, kw_only=True):
     """Requests are dispatched."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class ToStopped:
+class ToStopped(Struct, frozen=True):
     """Ending because of `stop()`, or of a start that leaves nothing behind."""
 
     then_start: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ToFailed:
+class ToFailed(Struct, frozen=True):
     """Ending for good."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToRestart:
+class ToRestart(Struct, frozen=True):
     """Ending, to be launched again at `resume_at`, or as soon after as the tree is gone."""
 
     resume_at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(Struct, frozen=True, kw_only=True):
     """The tree is being ended. While `closing_until` is set, SIGTERM still waits for our connections."""
 
     epoch: int
@@ -67,8 +58,7 @@ class Ending:
     stuck: str | None = None  # unkillable: what is known of the process that SIGKILL does not end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackingOff:
+class BackingOff(Struct, frozen=True, kw_only=True):
     """No server; the next launch is at `resume_at`."""
 
     resume_at: float
@@ -79,30 +69,14 @@ State = Stopped | Failed | Launching | Ready | Ending | BackingOff
 # ---------------------------------------------------------------- effects
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailRequests:
-    """Fail every request in flight."""
+class Resolve(Struct, frozen=True):
+    """Answer everyone who waits on `start()` or on `stop()`; no error: it is READY, or nothing of it is left."""
 
-    reason: RequestFailReason
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class ResolveStarts:
-    """Answer everyone who waits on `start()`; None: it is READY."""
-
-    error: WorkerStartError | None
+    order: type[Start] | type[Stop]
+    error: WorkerStartError | WorkerStopError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ResolveStops:
-    """Answer everyone who waits on `stop()`; None: nothing of the server is left."""
-
-    error: WorkerStopError | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordRestart:
+class RecordRestart(Struct, frozen=True, kw_only=True):
     """An automatic restart was decided upon, or refused: into the journal."""
 
     reason: str
@@ -110,6 +84,6 @@ class RecordRestart:
     delay_s: float | None  # None: locked out
 
 
-Effect = Launch | Terminate | CloseAllStreams | FailRequests | ResolveStarts | ResolveStops | RecordRestart
-"""Messages to the worker's actors, and what the WorkerActor does itself."""
+Effect = Launch | Terminate | CloseAllStreams | Abandon | Resolve | RecordRestart
+"""Messages to the worker's actors (`Abandon`: to every request in flight), and what the WorkerActor does itself."""
 Effects = tuple[Effect, ...]

@@ -7,7 +7,8 @@ is probed every second; one that computes shows over 80 per thread, also under h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from llama_worker.types import LivenessEvidence
 
@@ -31,8 +32,7 @@ MIN_MAJOR_FAULTS_PER_S = 20.0
 ProcessKey = tuple[int, float]  # pid and creation time: a pid alone may come back as another process
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counters:
+class Counters(Struct, frozen=True, kw_only=True):
     """What one process used since it began; None where it cannot be read."""
 
     cpu_ticks: int  # user + system, in the clock ticks of the system
@@ -40,16 +40,14 @@ class Counters:
     major_faults: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSample:
+class ProcessSample(Struct, frozen=True, kw_only=True):
     """One look at a process tree."""
 
     at: float
     processes: Mapping[ProcessKey, Counters]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Point:
+class _Point(Struct, frozen=True, kw_only=True):
     """Use summed up since watching began."""
 
     at: float
@@ -58,8 +56,7 @@ class _Point:
     major_faults: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessActivity:
+class ProcessActivity(Struct, frozen=True):
     """What was seen of a tree during the window; watching begins with `ProcessActivity()`."""
 
     ticks_per_second: int = 100  # sysconf SC_CLK_TCK

@@ -5,27 +5,25 @@ Instants (`now`) are monotonic seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker.profiles import RestartPolicy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartAfter:
+class RestartAfter(Struct, frozen=True, kw_only=True):
     """Restart, `delay_s` from now."""
 
     delay_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lockout:
+class Lockout(Struct, frozen=True, kw_only=True):
     """Restart no more."""
 
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartBudget:
+class RestartBudget(Struct, frozen=True, kw_only=True):
     """The automatic restarts made so far, and what of it counts."""
 
     restart_count: int = 0  # since construction; never cleared
@@ -85,8 +83,7 @@ def backoff_s(number: int, policy: RestartPolicy) -> float:
     return float(min(raw, policy.backoff_max_s))
 
 
-@dataclass(frozen=True, slots=True)
-class TransportFailures:
+class TransportFailures(Struct, frozen=True):
     """Failed connections and broken streams in a row."""
 
     row_count: int = 0
@@ -101,8 +98,7 @@ class TransportFailures:
         return TransportFailures(count), cause
 
 
-@dataclass(frozen=True, slots=True)
-class ServerErrors:
+class ServerErrors(Struct, frozen=True):
     """Jobs that got a 5xx error with no success between.
 
     A 500 before the stream is mostly the fault of the request (b11434): one job that tries again and again

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker.profiles import TimeoutProfile
 
@@ -10,8 +11,7 @@ _FIRST_PROBE_S = 0.1
 _EARLY_S, _EARLY_INTERVAL_S, _LATE_INTERVAL_S = 30.0, 0.5, 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartupWatch:
+class StartupWatch(Struct, frozen=True, kw_only=True):
     """One launch that is not ready yet."""
 
     began_at: float

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from llama_worker.profiles import RestartPolicy
 from llama_worker.request.record import RequestRecord
@@ -17,15 +18,13 @@ _LOOPS = frozenset({RequestFailReason.REPEATED_LINE_LOOP, RequestFailReason.REPE
 _APPLICATION_ERRORS = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
 
 
-@dataclass(frozen=True, slots=True)
-class Doubt:
+class Doubt(Struct, frozen=True):
     """Reason to probe the server out of turn."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class Trouble:
+class Trouble(Struct, frozen=True):
     """Reason to restart it."""
 
     reason: str
@@ -41,8 +40,7 @@ def is_degenerate(record: RequestRecord) -> bool:
     return result.get("fail_reason") in _LOOPS
 
 
-@dataclass(frozen=True, slots=True)
-class Suspicion:
+class Suspicion(Struct, frozen=True):
     """What there is against one launch of the server; it begins with none."""
 
     triage: Triage = field(default_factory=Triage)

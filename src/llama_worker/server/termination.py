@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct
 
 from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
 
@@ -22,20 +23,17 @@ class Signal(Enum):
     FORCE = "SIGKILL past the guard"
 
 
-@dataclass(frozen=True, slots=True)
-class Absent:
+class Absent(Struct, frozen=True):
     """No process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Present:
+class Present(Struct, frozen=True):
     """Launched and not asked to end."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Terminating:
+class Terminating(Struct, frozen=True):
     """Asked to end; asked once more at `repeat_at`, killed at `kill_at`."""
 
     epoch: int
@@ -43,8 +41,7 @@ class Terminating:
     repeat_at: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Killing:
+class Killing(Struct, frozen=True):
     """Killed, through the guard; while its end is not seen, past the guard too, at `force_at` and again after it."""
 
     epoch: int
@@ -52,8 +49,7 @@ class Killing:
     give_up_at: float  # unkillable from then on
 
 
-@dataclass(frozen=True, slots=True)
-class Stuck:
+class Stuck(Struct, frozen=True):
     """SIGKILL has no effect: its end is waited for, however long that takes."""
 
     epoch: int
@@ -62,14 +58,9 @@ class Stuck:
 ProcessState = Absent | Present | Terminating | Killing | Stuck
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The process is unkillable: say so."""
-
-
 def step(
     state: ProcessState, message: ProcessMessage, now: float, *, kill_timeout_s: float
-) -> tuple[ProcessState, Signal | GiveUp | None]:
+) -> tuple[ProcessState, Signal | None]:
     """What follows. Orders for another launch change nothing; a later order only shortens the grace."""
     match state, message:
         case _, Launch(epoch=epoch):
@@ -91,7 +82,7 @@ def step(
         case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if now >= give_up_at:
             if now - min(force_at, give_up_at) > LATE_S:
                 return Killing(epoch, now + FORCE_S, now + FORCE_S), Signal.FORCE
-            return Stuck(epoch), GiveUp()
+            return Stuck(epoch), None
         case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if now >= force_at:
             return Killing(epoch, now + FORCE_S, give_up_at), Signal.FORCE
         case _:

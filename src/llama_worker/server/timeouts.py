@@ -6,7 +6,8 @@ Instants (`*_at`, `now`) are monotonic seconds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, newest
@@ -16,8 +17,7 @@ from llama_worker.types import RequestFailReason, RequestPhase
 BUSY_WINDOW_MIN_S = 1.0  # a neighbour that received data within this much proves that the server works
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(Struct, frozen=True, kw_only=True):
     """A request to be given up. `restart`: the server is suspect, and `Triage` decides about it."""
 
     reason: RequestFailReason
@@ -25,8 +25,7 @@ class Verdict:
     restart: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Limit:
+class _Limit(Struct, frozen=True, kw_only=True):
     reason: RequestFailReason
     what: str
     setting: str
@@ -176,8 +175,7 @@ def ages(progress: Progress, *, liveness_at: float | None, now: float) -> dict[s
     return {"phase": progress.phase.value, **told}
 
 
-@dataclass(frozen=True, slots=True)
-class DataLedger:
+class DataLedger(Struct, frozen=True):
     """When requests of one server last received data; keeps the two that did last, which is enough."""
 
     latest: tuple[tuple[int, float], ...] = ()  # (request id, instant), newest first, ids distinct
@@ -203,8 +201,7 @@ class DataLedger:
         return next((at for other, at in self.latest if other != request_id), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Inquiry:
+class Inquiry(Struct, frozen=True):
     """Before verdicts every request is asked how far it is; what one has heard lately may spare another's server."""
 
     owing: frozenset[int] = frozenset()  # ids that have not answered
@@ -229,14 +226,12 @@ def busy_neighbour(neighbour_data_at: float | None, *, profile: TimeoutProfile, 
     return now - neighbour_data_at <= max(BUSY_WINDOW_MIN_S, 2.0 * profile.liveness_probe_interval_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Spared:
+class _Spared(Struct, frozen=True, kw_only=True):
     culprit_id: int
     newest_request_id: int  # at the time; a later one is new
 
 
-@dataclass(frozen=True, slots=True)
-class Triage:
+class Triage(Struct, frozen=True):
     """Whether a verdict that accuses the server costs it, or only its request. A launch begins with `Triage()`."""
 
     spared: _Spared | None = None  # the verdict that ended its culprit alone, until a new request completed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
+
+from msgspec import Struct
 
 from llama_worker.config import WorkerConfig
 from llama_worker.server.command_flags import commanded_n_ctx
@@ -14,8 +15,7 @@ _MODALITIES = {"image_url": "vision", "input_audio": "audio", "input_video": "vi
 _THINK_OPENINGS = ("<think>", "[THINK]", "<seed:think>")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerTraits:
+class ServerTraits(Struct, frozen=True, kw_only=True):
     """None where the server did not say."""
 
     slots: int | None = None

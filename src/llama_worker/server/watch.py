@@ -14,8 +14,9 @@ program did not run: then nothing is concluded before the world has been looked 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import assert_never
+
+from msgspec import Struct
 
 from llama_worker.messages import (
     BecameReady,
@@ -54,8 +55,7 @@ from llama_worker.types import RequestPhase, StartFailReason
 _RETRY_S = 1.0  # a probe that could not be made is made again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeReadiness:
+class ProbeReadiness(Struct, frozen=True, kw_only=True):
     """Ask the server whether it is ready; `Probed` is to follow. `first`: it was not, so far."""
 
     epoch: int
@@ -63,36 +63,21 @@ class ProbeReadiness:
     first: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AbortProbes:
-    """Nobody waits for the server's answers any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Look(Struct, frozen=True, kw_only=True):
     """Ask the liveness probe `seen.probe`; `seen` is to follow, with what it said."""
 
     seen: EvidenceSeen
     root_pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchGpus:
-    """Wait for errors of the GPUs that the server uses; `GpuFaulted` follows for each kind, while the server lives."""
-
-    epoch: int
-    root_pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LookAtSlots:
+class LookAtSlots(Struct, frozen=True, kw_only=True):
     """Ask the server's `/slots`; `SlotsSeen` is to follow."""
 
     epoch: int
 
 
-# `ReportProgress` goes to every request.
-Order = ProbeReadiness | AbortProbes | Look | LookAtSlots | WatchGpus | ReportProgress
+# `ReportProgress` goes to every request; `StandDown`: nobody waits for the server's answers any more.
+Order = ProbeReadiness | StandDown | Look | LookAtSlots | ReportProgress
 _Ordered = Launch | Launched | StandDown | Watch | Unwatch | ProbeNow
 _Seen = EvidenceSeen | Probed | SlotsSeen | ProgressReported | GpuFaulted
 News = BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed  # to the WorkerActor
@@ -131,6 +116,11 @@ class ServerWatch:
         self._probe_is_stale = False  # the one under way was begun before a gap
         self._round_began_at = 0.0
         self._is_blind = False  # in the present round of looks
+
+    @property
+    def root_pid(self) -> int:
+        """Of the launch that is watched; 0 before there is one."""
+        return self._pid
 
     @property
     def requests(self) -> dict[int, Mailbox[RequestMessage]]:
@@ -208,7 +198,7 @@ class ServerWatch:
         self._rounds.end()
         if self._is_probing or self._is_looking_at_slots:
             self._is_probing = self._is_looking_at_slots = False
-            self._effects.append(AbortProbes())
+            self._effects.append(StandDown())
 
     def _tick(self, now: float) -> None:
         if self._probe_at is not None and now >= self._probe_at:
@@ -294,7 +284,6 @@ class ServerWatch:
                     self._stage = HealthCounter(since=now)
                     self._set_health_probe(now)
                     self._effects.append(BecameReady(epoch=self._epoch, traits=probed.traits))
-                    self._effects.append(WatchGpus(epoch=self._epoch, root_pid=self._pid))
                 elif probed.outcome is ProbeOutcome.UNFIT:
                     self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
                 elif probed.outcome is ProbeOutcome.STRANGER:
@@ -442,6 +431,7 @@ class ServerWatch:
                 all_are_silent=self._is_long_ago(self._ledger.newest_at, now),
                 still_since=self._slots.still_since,
                 now=now,
+                gaps=self._gaps,
             )
             match by_slots:
                 case SlotsVerdict(verdict=given, alone=alone):

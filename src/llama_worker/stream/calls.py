@@ -10,8 +10,9 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from llama_worker.stream.encodable import encodable
 from llama_worker.stream.events import ToolCallDelta
@@ -23,8 +24,7 @@ _EXCERPT_CHARS = 200
 _EARLY_CHARS = 1 << 14  # of arguments that are parsed again and again while they grow; longer ones: once, at the end
 
 
-@dataclass(frozen=True, slots=True)
-class RawCall:
+class RawCall(Struct, frozen=True):
     """One call as the model made it, not judged yet."""
 
     call_id: str | None  # the server's; a worker sends ids of its own, the Responses proxy passes it on
@@ -33,15 +33,13 @@ class RawCall:
     tagged: str | None = None  # the whole `<tool_call>...</tool_call>`, where it was found in the text
 
 
-@dataclass(frozen=True, slots=True)
-class MalformedCall:
+class MalformedCall(Struct, frozen=True):
     """Text that opens a tagged call and is none. It stays in the visible text too."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedCall:
+class ParsedCall(Struct, frozen=True):
     """A well-formed call of a normal tool."""
 
     id: str  # the worker's own, see `tool_call_id`
@@ -51,8 +49,7 @@ class ParsedCall:
     tagged: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(Struct, frozen=True):
     """The calls of one turn, told apart. `exits` are to be recorded whatever `problem` says."""
 
     normal: tuple[ParsedCall, ...]
@@ -71,8 +68,7 @@ def tool_call_id(number: int) -> str:
 # --- fragments ------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Fragments:
+class _Fragments(Struct):
     call_id: str | None
     name: str
     arguments: list[str]

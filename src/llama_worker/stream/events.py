@@ -1,8 +1,7 @@
 """What a chat-completion stream says, as events: what travels upward from it. Pure."""
 
-from dataclasses import dataclass
-
 import msgspec
+from msgspec import Struct
 
 from llama_worker.types import ContextUse
 
@@ -21,8 +20,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True):
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(Struct, frozen=True):
     """A piece of the turn's call number `index`.
 
     `call_id` and `name` come whole, and may come again: assign them. `arguments` is to be appended.
@@ -34,13 +32,11 @@ class ToolCallDelta:
     arguments: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class RoleOnly:
+class RoleOnly(Struct, frozen=True):
     """The answer's first chunk, with nothing in it yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptProgress:
+class PromptProgress(Struct, frozen=True):
     """Tokens of the prompt that are done (those from the cache included), all, and from the cache."""
 
     processed: int
@@ -48,15 +44,13 @@ class PromptProgress:
     cached: int
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(Struct, frozen=True):
     """The server's own measurements of this turn; a number that it did not give, or not finite, is None."""
 
     cache_n: int | None
@@ -65,8 +59,7 @@ class Timings:
     predicted_per_second: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class ServerError:
+class ServerError(Struct, frozen=True):
     """The server gave up this stream; terminal, even after a Finish."""
 
     message: str
@@ -75,15 +68,13 @@ class ServerError:
     context: ContextUse | None = None  # of a prompt that does not fit
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Struct, frozen=True):
     """The model is done: "stop", "length", "tool_calls", or what else the server said."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Struct, frozen=True):
     """The stream's own end mark, `[DONE]`."""
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from llama_worker.types import ContextUse, RequestFailReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamFailure:
+class StreamFailure(Struct, frozen=True, kw_only=True):
     """`connect_failed`, `stream_disconnected`, `protocol_error`, `http_error` or `context_exceeded`."""
 
     reason: RequestFailReason

@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from llama_worker.profiles import LoopDetector
 
@@ -12,8 +13,7 @@ _CANDIDATES = 8
 _SAMPLE_CHARS = 80
 
 
-@dataclass(frozen=True, slots=True)
-class LoopFound:
+class LoopFound(Struct, frozen=True):
     """A block of `period` lines came `count` times in a row.
 
     `line`: the one that decided, whitespace collapsed, in full. `end`: where it ends in all the text that was
@@ -26,8 +26,7 @@ class LoopFound:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class TextLoopFound:
+class TextLoopFound(Struct, frozen=True):
     """The last `chars` characters are repeats of one of `period_chars`, which is `sample` or begins so.
 
     `end`: where it was found, in all the text that was fed.

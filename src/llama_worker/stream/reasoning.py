@@ -6,14 +6,14 @@ both. Which of them a stream does is seen from the stream itself.
 
 import io
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import Enum, auto
+
+from msgspec import Struct
 
 _CLOSING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>"}  # by opening tag
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """What may be shown now; the reasoning comes before the text. Either may be empty."""
 
     reasoning: str

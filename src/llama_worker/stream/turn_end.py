@@ -6,7 +6,7 @@ A stream that ends without a finish reason was cut off, whatever its framing say
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from llama_worker.stream.events import Done, Finish, ServerError
 
@@ -16,15 +16,13 @@ NO_FINISH_REASON = "the stream ended without a finish reason"
 LastWord = Finish | ServerError | Done
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """The model came to its end; `reason` as the server names it."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class CutOff:
+class CutOff(Struct, frozen=True):
     """`detail`: why, for a person. `error`: the server's own record, where it sent one."""
 
     detail: str
