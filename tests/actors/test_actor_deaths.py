@@ -35,7 +35,7 @@ from llama_worker.messages import (
     OpenStream,
     Probed,
     RequestEnded,
-    RunTools,
+    RunTool,
     Start,
     Stop,
     StreamClosed,
@@ -117,7 +117,7 @@ DEATHS_IN_A_REQUEST = [
     (RequestActor, StreamEvents),
     (TransportActor, OpenStream),
     (TransportActor, StreamClosed),
-    (ToolLoopActor, RunTools),
+    (ToolLoopActor, RunTool),
     (WatchdogActor, Watch),
     (WatchdogActor, EvidenceSeen),
     (WatchdogActor, Unwatch),
@@ -214,7 +214,7 @@ def test_a_death_beside_a_running_tool_keeps_the_trace_and_counts_the_thread_unt
         calls = [ToolCall("look", index=0), ToolCall("look", {"wait": 1}, index=1), ToolCall("look", index=2)]
         request = rig.submit(*plain_reply(*calls, reason="tool_calls"))
         assert slow.entered.wait(WAIT_S)
-        accident.arm(ToolLoopActor, RunTools)
+        accident.arm(ToolLoopActor, RunTool)
         rig.submit(*plain_reply(ToolCall("look"), reason="tool_calls"))
         result = rig.ended(request)
         assert [entry["ok"] for entry in result["tool_trace"]] == [True, False]

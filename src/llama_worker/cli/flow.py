@@ -27,7 +27,6 @@ class Flow:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing has come yet."""
         return self._channel is None
 
     def feed(self, reasoning: str, text: str) -> list[Piece]:

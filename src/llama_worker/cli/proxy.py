@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from llama_worker import ConfigError, LlamaWorker, WorkerConfig, WorkerStartError, free_port, llama_server_cmd
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem, UsageProblem
-from llama_worker.cli.models import find_model
-from llama_worker.cli.servers import find_server
+from llama_worker.cli.models import find_model, find_server
 from llama_worker.cli.starting import Stopped
 
 if TYPE_CHECKING:  # it needs the extra `responses`

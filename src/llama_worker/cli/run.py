@@ -67,7 +67,6 @@ class _Session:
         self._warned: set[str] = set()
 
     def ask_once(self) -> int:
-        """One prompt, one answer."""
         try:
             self._make_ready()
         except Stopped:

@@ -35,7 +35,6 @@ class MetricsSource:
         self._history = MetricsHistory()
 
     def rows(self) -> list[Row]:
-        """See Source."""
         todo = "give the URL at which the host serves its metrics, such as http://127.0.0.1:8090/metrics"
         try:
             with _session() as http:

@@ -55,7 +55,6 @@ class Client:
         self.socket.sendall(self.http.data(data))
 
     def end(self) -> None:
-        """The end of its body."""
         self.socket.sendall(self.http.end())
 
     def when_left(self, call: Callable[[], object]) -> None:
@@ -73,7 +72,6 @@ class Client:
             self._on_left()
 
     def cut(self) -> None:
-        """End the connection now."""
         try:
             self.socket.shutdown(socket.SHUT_RDWR)
         except OSError:

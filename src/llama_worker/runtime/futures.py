@@ -183,7 +183,6 @@ class WeakList(Generic[W]):
             self._sweep_at = max(_SWEEP_MIN, 2 * len(self._refs))
 
     def alive(self) -> list[W]:
-        """Those that are still there."""
         return [thing for ref in self._refs if (thing := ref()) is not None]
 
 

@@ -190,7 +190,6 @@ def _became_ready(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
 
 
 def _launch_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
-    """No process came to be."""
     match life.state:
         case Launching(first=True):
             return _start_failed(life, error)
@@ -288,7 +287,6 @@ def _streams_closed(life: Lifecycle) -> tuple[Lifecycle, Effects]:
 
 
 def _tick(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
-    """What has come due."""
     match life.state:
         case Ending(closing_until=float() as at) as ending if now >= at:
             return _terminate(life, ending)
