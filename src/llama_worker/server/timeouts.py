@@ -104,32 +104,32 @@ def _limits(progress: Progress, liveness_at: float | None, neighbour_data_at: fl
 
 def describe(progress: Progress, *, liveness_at: float | None, now: float) -> str:
     """The request's phase and times, on one line, for a person."""
-
-    def ago(at: float | None) -> str:
-        return "never" if at is None else f"{now - at:.1f} s ago"
-
-    return (
-        f"request {progress.request_id} in phase {progress.phase.value}, "
-        f"turn began {ago(progress.turn_started_at)}, headers {ago(progress.headers_at)}, "
-        f"first token {ago(progress.first_token_at)}, "
-        f"prompt progress {ago(progress.prompt_progress_at)}, last data {ago(progress.last_data_at)}, "
-        f"last byte {ago(progress.last_stream_byte_at)}, last sign of work {ago(liveness_at)}"
+    told = (
+        f"{name} never" if at is None else f"{name} {now - at:.1f} s ago"
+        for name, at in _instants(progress, liveness_at).items()
     )
+    return f"request {progress.request_id} in phase {progress.phase.value}, {', '.join(told)}"
 
 
 def ages(progress: Progress, *, liveness_at: float | None, now: float) -> dict[str, str | float | None]:
     """The same for `get_debug_info`, fit for JSON: seconds since each instant, None where there was none."""
-    instants = {
-        "turn_began_ago_s": progress.turn_started_at,
-        "headers_ago_s": progress.headers_at,
-        "first_token_ago_s": progress.first_token_at,
-        "prompt_progress_ago_s": progress.prompt_progress_at,
-        "last_data_ago_s": progress.last_data_at,
-        "last_byte_ago_s": progress.last_stream_byte_at,
-        "last_sign_of_work_ago_s": liveness_at,
+    told = {
+        f"{name.replace(' ', '_')}_ago_s": None if at is None else round(now - at, 3)
+        for name, at in _instants(progress, liveness_at).items()
     }
-    told = {name: None if at is None else round(now - at, 3) for name, at in instants.items()}
     return {"phase": progress.phase.value, **told}
+
+
+def _instants(progress: Progress, liveness_at: float | None) -> dict[str, float | None]:
+    return {
+        "turn began": progress.turn_started_at,
+        "headers": progress.headers_at,
+        "first token": progress.first_token_at,
+        "prompt progress": progress.prompt_progress_at,
+        "last data": progress.last_data_at,
+        "last byte": progress.last_stream_byte_at,
+        "last sign of work": liveness_at,
+    }
 
 
 class DataLedger(Struct, frozen=True):
