@@ -19,7 +19,7 @@ help: ## show the targets
 
 test: $(VENV)/.test server $(if $(shell command -v npm),$(NODE_CLIENTS)/.stamp) ## lint, types, import contracts and every test, on the real server too
 	$(MAKE) lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all-pythons: ## the same on every installed Python of 3.11, 3.12 and 3.13, each in an environment of its own
 	@set -e; tested=; for python in $(PYTHONS); do \
@@ -63,12 +63,13 @@ $(CODING_CLIENTS)/.stamp: tests/responses/clients/npm/package.json
 N ?= 2000
 SEED ?= 1
 BURNERS ?= 0
+JOBS ?= 1
 
 chaos: $(VENV)/.test ## random faults and callers: N steps of the plan that SEED makes, BURNERS cores kept busy
 	$(BIN)/python -m tests.chaos --steps $(N) --seed $(SEED) --burners $(BURNERS)
 
-adversary: $(VENV)/.test ## N generated honest servers and as many wedged ones, in virtual time: who is given up, and when
-	$(BIN)/python -m tests.adversary --count $(N) --seed $(SEED)
+adversary: $(VENV)/.test ## N generated honest servers and as many wedged ones, in virtual time, by JOBS processes: who is given up, and when
+	$(BIN)/python -m tests.adversary --count $(N) --seed $(SEED) --jobs $(JOBS)
 
 docs: $(VENV)/.test ## the documentation as a site, in build/site
 	$(BIN)/mkdocs build --strict

@@ -11,8 +11,8 @@ import pytest
 
 from llama_worker import ConfigError, OutputChunk, WorkerClosed
 from llama_worker.async_output import stream
-from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually
-from tests.fake_script import Finish, Gate, Headers, KillSelf, Reasoning, Text, Tokens, WaitClose, plain_reply
+from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig
+from tests.fake_script import Gate, Headers, Reasoning, Text, Tokens, WaitClose, plain_reply
 
 T = TypeVar("T")
 MakeGate = Callable[[], GatePath]
@@ -71,41 +71,6 @@ def test_a_piece_comes_while_the_request_still_runs_and_the_event_loop_goes_on(
     assert turns == 100
 
 
-def test_a_request_that_has_ended_gives_one_chunk(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    request_id = rig.submit(*plain_reply(Text("all")))
-    rig.wait_ended(request_id)
-    (chunk,) = run(collect(rig, request_id))
-    assert (chunk["text"], chunk["done"]) == ("all", True)
-
-
-def test_it_goes_on_from_the_offsets(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    request_id = rig.submit(*plain_reply(Reasoning("abcd"), Text("efgh")))
-    rig.wait_ended(request_id)
-    (chunk,) = run(collect(rig, request_id, text_offset=1, reasoning_offset=3))
-    assert (chunk["text"], chunk["reasoning"]) == ("fgh", "d")
-
-
-def test_of_several_streams_of_one_request_each_gets_all(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    request_id = rig.submit(*plain_reply(Tokens(20, interval_s=0.005)))
-
-    async def main() -> list[list[OutputChunk]]:
-        return await asyncio.gather(*(collect(rig, request_id) for _ in range(5)))
-
-    texts = {text_of(chunks) for chunks in run(main())}
-    assert texts == {rig.ended(request_id)["text"]}
-
-
-def test_a_failed_request_gives_what_it_had(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    request_id = rig.submit(Headers(), Text("last words"), KillSelf())
-    chunks = run(collect(rig, request_id))
-    assert text_of(chunks) == "last words"
-    assert rig.ended(request_id)["state"] == "failed"
-
-
 def test_a_cancelled_task_leaves_the_request_running(make_worker: MakeWorker, make_gate: MakeGate) -> None:
     rig, gate = make_worker(), make_gate()
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate.path), Text("b")))
@@ -161,12 +126,6 @@ def test_cancelling_the_request_ends_the_iteration(make_worker: MakeWorker) -> N
     assert chunks[-1]["done"]
 
 
-def test_what_is_unknown_is_a_lookup_error(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    with pytest.raises(LookupError, match="request 7"):
-        run(collect(rig, 7))
-
-
 def test_a_result_that_is_taken_from_under_the_stream_is_no_silent_end(
     make_worker: MakeWorker, make_gate: MakeGate
 ) -> None:
@@ -207,23 +166,3 @@ def test_a_bad_interval_is_refused_at_once(
     rig = make_worker(start=False)
     with pytest.raises(error, match="poll_interval_s"):
         stream(rig.worker, 1, **how)
-
-
-def test_a_bad_offset_is_refused(make_worker: MakeWorker) -> None:
-    rig = make_worker(start=False)
-    with pytest.raises(ValueError, match="text_offset"):
-        run(collect(rig, 1, text_offset=-1))
-
-
-def test_a_slow_consumer_misses_nothing(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    request_id = rig.submit(*plain_reply(Tokens(30), Finish()))
-
-    async def main() -> str:
-        texts = []
-        async for chunk in stream(rig.worker, request_id, poll_interval_s=0.001):
-            texts.append(chunk["text"])
-            await asyncio.to_thread(lambda: eventually(lambda: rig.request(request_id)["phase"] == "done", "the end"))
-        return "".join(texts)
-
-    assert run(main()) == rig.ended(request_id)["text"]

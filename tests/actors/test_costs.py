@@ -20,8 +20,8 @@ from llama_worker.actors.request import RequestActor
 from llama_worker.messages import Probed, StreamEvents, Tick
 from llama_worker.runtime.loop_thread import TICK_S
 from llama_worker.runtime.timers import Timer, TimerThread
-from tests.actors.conftest import HOST, WAIT_S, MakeWorker, eventually, fast_timeouts
-from tests.fake_script import Note, Reply, Script, Sleep, Tokens, WaitClose, plain_reply, steps_json
+from tests.actors.conftest import HOST, MakeWorker, eventually, fast_timeouts
+from tests.fake_script import Reply, Script, Sleep, Tokens, plain_reply, steps_json
 
 EVENTS = 4000  # below the bound on tokens
 PROBES = 10
@@ -67,16 +67,6 @@ def test_events_far_apart_travel_at_once_and_alone(make_worker: MakeWorker, told
     rig = make_worker()
     rig.run(*plain_reply(Tokens(10, 3 * TICK_S)))
     assert 10 <= told[StreamEvents] <= 20
-
-
-def test_a_question_is_answered_with_all_that_the_server_had_sent(make_worker: MakeWorker, told: Counter[type]) -> None:
-    rig = make_worker()
-    request = rig.submit(Tokens(200, 0.002), Note("sent"), WaitClose())
-    rig.journal.wait("note", name="sent", timeout=WAIT_S)
-    assert rig.text(request).endswith("tok199 ")
-    assert rig.request(request)["tokens_received"] == 200
-    assert told[StreamEvents] < 50
-    assert rig.worker.cancel(request).get(timeout=WAIT_S)
 
 
 def test_an_event_in_bulk_costs_no_more_than_a_bare_loop(make_worker: MakeWorker) -> None:
@@ -126,17 +116,6 @@ def test_a_health_probe_costs_two_messages_one_timer_and_few_wakeups(
     assert set(told) == {Tick, Probed}
     assert max(timers, told[Tick]) <= probes + 1  # one may be under way
     assert woken / probes <= 20
-
-
-def test_neither_a_slot_nor_a_stream_costs_a_thread(make_worker: MakeWorker) -> None:
-    before = threading.active_count()
-    rig = make_worker(slots=64)
-    ids = [rig.submit(*plain_reply(Tokens(2000, 0.05))) for _ in range(64)]
-    for request_id in ids:
-        rig.wait_text(request_id, "tok0")
-    assert threading.active_count() - before <= 12
-    for request_id in ids:
-        assert rig.worker.cancel(request_id).get(timeout=WAIT_S)
 
 
 def _bare_loop(port: int) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import shlex
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from llama_worker import ConfigError, LlamaWorker, RequestRefused, WorkerClosed, WorkerState
+from llama_worker import ConfigError, LlamaWorker, RequestRefused, WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, eventually, fast_timeouts
-from tests.fake_script import Answer, Gate, HttpError, Reasoning, Script, Text, fake_server_cmd, plain_reply, steps_json
+from tests.fake_script import Answer, Gate, Reasoning, Script, Text, fake_server_cmd, plain_reply, steps_json
 
 HELLO = "Hello"  # what a scripted server says unless it is told otherwise
 
@@ -167,16 +165,6 @@ def test_bad_input_is_raised_by_the_future(make_worker: MakeWorker) -> None:
     assert rig.status()["slots_used"] == 0
 
 
-def test_an_ask_under_way_ends_with_the_worker(make_worker: MakeWorker, make_gate: Any) -> None:
-    rig = make_worker()
-    asked = rig.worker.ask("Hello?", params={"fake_script": steps(make_gate())})
-    eventually(lambda: rig.status()["slots_used"] == 1, "the request")
-    rig.worker.close()
-    assert asked.get(timeout=WAIT_S).get("fail_reason") == "worker_stopped"
-    with pytest.raises(WorkerClosed):
-        rig.worker.ask("Hello?")
-
-
 def test_content_parts_reach_the_server_as_they_are(make_worker: MakeWorker) -> None:
     rig = make_worker()
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
@@ -223,23 +211,6 @@ def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(make_worker: M
     assert (chunk["text"], chunk["text_offset"], chunk["done"]) == ("", 1, True)
 
 
-@pytest.mark.parametrize("end", ["cancel", "stop", "kill"])
-def test_a_waiting_read_resolves_however_the_request_ends(make_worker: MakeWorker, make_gate: Any, end: str) -> None:
-    rig = make_worker()
-    request_id = rig.submit(*plain_reply(Gate(make_gate().path)))
-    waiting = rig.worker.read_output(request_id, wait=True)
-    match end:
-        case "cancel":
-            rig.worker.cancel(request_id)
-        case "stop":
-            rig.worker.stop()
-        case _:
-            os.kill(rig.status()["pid"], signal.SIGKILL)
-    chunk = waiting.get(timeout=WAIT_S)
-    assert chunk["ok"]
-    assert chunk["done"]
-
-
 def test_to_leave_early_leaves_the_request_running(make_worker: MakeWorker, make_gate: Any) -> None:
     rig, gate = make_worker(), make_gate()
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate.path), Text("b")))
@@ -251,12 +222,6 @@ def test_to_leave_early_leaves_the_request_running(make_worker: MakeWorker, make
     assert rig.ended(request_id)["text"] == "ab"
     with pytest.raises(LookupError, match=f"no request {request_id}"):
         next(rig.worker.iter_output(request_id))
-
-
-def test_a_wait_that_is_no_bool_is_refused(make_worker: MakeWorker) -> None:
-    rig = make_worker(start=False)
-    with pytest.raises(TypeError, match="wait must be a bool, not int: 1"):
-        rig.worker.read_output(1, wait=1).get(timeout=WAIT_S)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- truths about the server
@@ -282,15 +247,6 @@ def test_what_the_server_says_of_itself_is_in_the_status(make_worker: MakeWorker
     assert rig.status()["slots_used"] == 0
     sound = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
     assert rig.worker.ask([sound]).get(timeout=WAIT_S)["state"] == "completed"
-
-
-def test_a_prompt_that_does_not_fit_fails_alone_and_with_its_numbers(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    numbers = {"n_prompt_tokens": 5000, "n_ctx": 4096}
-    result = rig.run(HttpError(400, "too long", "exceed_context_size_error", extra=numbers))
-    assert (result["fail_reason"], result["context"]) == ("context_exceeded", numbers)
-    assert rig.run()["state"] == "completed"
-    assert rig.status()["restart_count"] == 0
 
 
 def test_flags_that_break_a_promise_are_warnings_from_the_start(server: str, closing: ExitStack) -> None:

@@ -95,15 +95,11 @@ def _assert_nothing_is_left(host: Host, seen: Tree, ended_at: float) -> None:
 @pytest.mark.parametrize(
     ("way", "returncode", "script"),
     [
-        ("plain return", 0, OBEDIENT),
         ("plain return", 0, STUBBORN),
         ("plain return, forked children live on", 0, STUBBORN),
         ("unhandled exception", 1, OBEDIENT),
-        ("unhandled exception, forked children live on", 1, OBEDIENT),
         ("sys.exit", 3, OBEDIENT),
-        ("os._exit", 4, OBEDIENT),
         ("os._exit, forked children live on", 4, STUBBORN),
-        ("a thread calls sys.exit", 0, OBEDIENT),
         ("a thread waits for a result", 0, OBEDIENT),
     ],
 )
@@ -122,13 +118,9 @@ def test_a_host_that_exits_without_close_leaves_nothing(
 @pytest.mark.parametrize(
     ("way", "number", "script"),
     [
-        ("killed", signal.SIGKILL, OBEDIENT),
         ("killed", signal.SIGTERM, OBEDIENT),
-        ("killed", signal.SIGINT, OBEDIENT),
-        ("killed", signal.SIGSEGV, OBEDIENT),
         ("killed", signal.SIGKILL, STUBBORN),
         ("killed, forked children live on", signal.SIGKILL, STUBBORN),
-        ("killed, forked children live on", signal.SIGTERM, OBEDIENT),
     ],
 )
 def test_a_host_that_is_killed_leaves_nothing(
@@ -195,9 +187,8 @@ def test_a_child_forked_by_the_host_does_not_harm_the_worker(run_host: Callable[
 # ------------------------------------------------------------ the guard
 
 
-@pytest.mark.parametrize("ignore_term", [False, True])
-def test_the_server_does_not_outlive_its_guard(make_worker: MakeWorker, ignore_term: bool) -> None:
-    rig = make_worker(Script(ignore_term=ignore_term))
+def test_the_server_does_not_outlive_its_guard(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(ignore_term=True))
     request = rig.submit(Headers(), Tokens(3), WaitClose())
     rig.wait_text(request, "tok2")
     launched = rig.journal.wait("launched")

@@ -67,16 +67,16 @@ def trace(pid: int) -> Release:
     return let_go
 
 
-WAYS = [trace, *([freeze] if os.access(FREEZER, os.W_OK) and (FREEZER / "cgroup.procs").exists() else [])]
+KEEP = freeze if os.access(FREEZER, os.W_OK) and (FREEZER / "cgroup.procs").exists() else trace
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
-def hold(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Release]]:
+@pytest.fixture
+def hold() -> Iterator[Callable[[int], Release]]:
     """Makes a process outlive SIGKILL until what is returned is called, at the latest at the end of the test."""
     held: list[Release] = []
 
     def holding(pid: int) -> Release:
-        release = request.param(pid)
+        release = KEEP(pid)
         held.append(release)
 
         def once() -> None:

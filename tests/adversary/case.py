@@ -2,6 +2,10 @@
 
 An honest one does what honest servers do: it is slow, computes long batches, pauses, holds text back, queues, refuses
 `/slots`. A wedged one is honest up to a random moment.
+
+Honest is who shows some sign of work within each limit that the profile names. So the ranges below end where no sign
+is left: text is not held back for longer than `headers_timeout_s` while another request waits for its headers and
+neither CPU time nor data shows that anybody works.
 """
 
 from __future__ import annotations
@@ -132,6 +136,11 @@ class Case:
                 pykka.ActorRegistry.unregister(simulated.actor.actor_ref)
             _open_backends.discard(self.worker._backend)
 
+    @property
+    def all_have_come(self) -> bool:
+        """Whether every request of the plan is with the server, or has ended."""
+        return not self.to_come and self._running == sum(each.request_id < FOREIGN for each in self.server.exchanges)
+
     def _is_over(self) -> bool:
         return not self.to_come and not self._running
 
@@ -139,7 +148,9 @@ class Case:
         gave_up = self._gave_up
         since = self.wedged_at if self.wedged_at is not None else 1000.0
         promised_s = self.promised_s
-        if promised_s is not None and promised_s > (PROFILE.silent_work_timeout_s or 0.0):
+        if promised_s is not None and (
+            promised_s > (PROFILE.silent_work_timeout_s or 0.0) or not self._somebody_moves()
+        ):
             promised_s += max(0.0, self.machine.servers[0].advanced_at - since)  # from the last data of anybody
         return Outcome(
             is_void=self.wedge is not None and self.wedged_at is None,
@@ -149,6 +160,10 @@ class Case:
             slots_asked=self._slots_asked,
             messages=self.scheduler.messages_count,
         )
+
+    def _somebody_moves(self) -> bool:
+        server = self.machine.servers[0]
+        return not server.frozen and any(each is not None and not each.dead for each in server.slots)
 
     def _given_up(self, detail: str) -> None:
         if self._gave_up is None:
@@ -244,7 +259,10 @@ class Case:
         silent_s = 500.0 / build.slots if not build.reports_progress else 2000.0 / build.slots
         if request_id >= FOREIGN:  # what it gets, nobody sees
             silent_s = 50.0
-        longest = max(2, int(build.prefill_tokens_per_s * silent_s))
+        longest = build.prefill_tokens_per_s * silent_s
+        if not dice.chance(0.03):  # thousands of batches take long to simulate and tell little more
+            longest = min(longest, 100.0 * build.batch_tokens)
+        longest = max(2, int(longest))
         holds_back = dice.chance(0.2) and request_id < FOREIGN
         steps = 1 + int(dice.log_between(1, 60))
         # One step makes one token: a step of more of them, as here, is short. A server of half a minute a token shows
@@ -275,14 +293,19 @@ class Case:
         reply = exchange.reply
         if exchange.request_id not in self._held_since:
             self._held_since[exchange.request_id] = exchange.decoded
-            seen = self.build.shows_slots or self.build.cpu_shows
-            self.later(self.dice.log_between(1.0, 600.0 if seen else 60.0), partial(_let_go, exchange))
+            self.later(self.dice.log_between(1.0, self._longest_hold_s()), partial(_let_go, exchange))
         exchange.decoded = min(reply.answer_tokens, exchange.decoded + 1)
         if exchange.decoded == reply.answer_tokens:
             _let_go(exchange)
         if reply.twist is None:
             held = range(self._held_since[exchange.request_id], exchange.decoded)
             server.send_words(exchange, "".join(reply.word(index) for index in held))
+
+    def _longest_hold_s(self) -> float:
+        build = self.build
+        if not build.cpu_shows and self.config.slots > build.slots:
+            return 8.0  # a step of the others and a pause come on top, where somebody waits
+        return 600.0 if build.shows_slots or build.cpu_shows else 60.0
 
     # ------------------------------------------------------------ around the simulated machine
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llama_worker.server import watch
-from tests.adversary.__main__ import run
+from tests.adversary import __main__ as campaign
+from tests.adversary.__main__ import run, run_parts
 from tests.adversary.case import Case
 from tests.adversary.wedges import WEDGES
 
@@ -16,6 +17,14 @@ def test_no_honest_server_is_given_up_and_every_wedge_is_found_in_time() -> None
     assert figures.missed == []
     assert figures.late == []
     assert set(figures.found) == set(WEDGES)
+
+
+def test_a_campaign_in_parts_is_the_same_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(6, seed=21)
+    monkeypatch.setattr(campaign, "PART", 2)
+    in_parts = run_parts(6, 21, None, first=0, jobs=1)
+    in_parts.cpu_s = whole.cpu_s
+    assert in_parts == whole
 
 
 @pytest.mark.parametrize("name", [None, *WEDGES])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from llama_worker.server.slots import BATCH_MIN_S, BATCH_MULTIPLE
+from llama_worker.server.slots import BATCH_MIN_S, BATCH_MULTIPLE, LOOK_INTERVAL_S
 from tests.adversary.case import FOREIGN, PROFILE, Case
 from tests.simulation.server import Exchange
 
@@ -40,14 +40,16 @@ def _targets(case: Case, *, generating: bool | None = None) -> list[Exchange]:
 
 def _promise_by_slots(case: Case, *, clear: bool = True) -> float:
     """Where what the slots show is `clear`, and stays so: nobody new comes."""
-    found = case.build.shows_slots and clear and not case.to_come
+    found = case.build.shows_slots and clear and case.all_have_come
     return (SUSPECT_S if found else LAST_RESORT_S) + LATE_S
 
 
 def _promise_in_prefill(case: Case, intervals: int) -> float:
     """A livelock while prompts are read is told from a long batch only by batches that were reported before."""
     build = case.build
-    learnt = build.shows_slots and build.reports_progress and intervals > 0 and not case.to_come and not case.was_halted
+    learnt = (
+        build.shows_slots and build.reports_progress and intervals > 0 and case.all_have_come and not case.was_halted
+    )
     batch_s = build.slots * build.batch_tokens / build.prefill_tokens_per_s
     by_batches_s = SUSPECT_S + max(BATCH_MIN_S, BATCH_MULTIPLE * batch_s)
     return (min(by_batches_s, LAST_RESORT_S) if learnt else LAST_RESORT_S) + LATE_S
@@ -63,7 +65,12 @@ def _freeze(case: Case, *, spins: bool) -> bool:
     if all(each.decoded for each in busy):
         case.promised_s = _promise_by_slots(case)
     else:
-        done = [each.processed // case.build.batch_tokens for each in busy if not each.decoded]
+        # What a stranger's prompt has reported, nobody here has heard.
+        done = [
+            each.processed // case.build.batch_tokens if each.request_id < FOREIGN else 0
+            for each in busy
+            if not each.decoded
+        ]
         case.promised_s = _promise_in_prefill(case, min(done))
     return True
 
@@ -123,7 +130,9 @@ def dead_stream(case: Case) -> bool:
         return False
     case.dice.choice(targets).dead = True
     others = [each for each in case.server.slots if each is not None]
+    step_s = sum(each.reply.step_tokens for each in others) / case.build.decode_tokens_per_s
     calm = all(each.decoded and not each.reply.twist for each in others) and not case.server.queue
+    calm = calm and step_s < LOOK_INTERVAL_S  # so that the others move between any two looks
     case.promised_s = _promise_by_slots(case, clear=calm)
     return True
 

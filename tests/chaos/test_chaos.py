@@ -1,4 +1,4 @@
-"""About a minute of the campaign that `make chaos` runs at length."""
+"""A moment of the campaign that `make chaos` runs at length."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig
 from tests.chaos.campaign import HOST, Campaign
 from tests.fake_script import Script, fake_server_cmd
 
-SECONDS = 60.0
+SECONDS = 20.0
 
 
-@pytest.mark.timeout(300)
 def test_whatever_happens_every_request_ends_once_and_nothing_is_left(free_port: Callable[[], int]) -> None:
     """A failure prints the seed: `make chaos SEED=...` runs the same plan again."""
     campaign = Campaign(seed=time.time_ns() % (1 << 32), seconds=SECONDS, take_port=free_port, say=print)
@@ -25,7 +24,7 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_left(free_port:
     assert campaign.endings["completed"]
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.006, 0.009])
+@pytest.mark.parametrize("delay_s", [0.0, 0.006])
 def test_a_guard_that_is_stopped_while_it_obeys_does_not_hold_up_the_stop(
     free_port: Callable[[], int], delay_s: float
 ) -> None:

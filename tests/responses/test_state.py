@@ -15,16 +15,13 @@ from tests.fake_script import (
     Gate,
     Headers,
     Reasoning,
-    Reset,
     Role,
     Text,
-    ToolCall,
     Usage,
     WaitClose,
     plain_reply,
 )
-from tests.responses.conftest import Client, MakeClient, Reply
-from tests.responses.oracle import check_response
+from tests.responses.conftest import Client, Reply
 
 ANSWER = plain_reply(Reasoning("hm"), Text("Yes?"))
 
@@ -43,25 +40,6 @@ def test_a_conversation_goes_on_by_id(fake: Client) -> None:
     ]
 
 
-def test_items_are_referred_to_by_id(fake: Client) -> None:
-    calls = plain_reply(Reasoning("hm"), ToolCall("f", '{"a": 1}', call_id="call_x"), reason="tool_calls")
-    items = fake.create(*calls).json["output"]
-    result = {"type": "function_call_output", "call_id": "call_x", "output": "3"}
-    fake.create(input=[{"type": "item_reference", "id": item["id"]} for item in items] + [result])
-    assistant, tool = fake.last_chat()["messages"]
-    assert assistant["reasoning_content"] == "hm"
-    assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    assert (tool["role"], tool["tool_call_id"]) == ("tool", assistant["tool_calls"][0]["id"])
-
-
-def test_reasoning_round_trips_without_state(fake: Client) -> None:
-    include = ["reasoning.encrypted_content"]
-    items = fake.create(*ANSWER, store=False, include=include).json["output"]
-    kept = [{**items[0], "content": [], "summary": []}, *items[1:]]
-    fake.create(input=[*kept, {"role": "user", "content": "More"}], store=False, include=include)
-    assert fake.last_chat()["messages"][0]["reasoning_content"] == "hm"
-
-
 def test_a_response_can_be_fetched_and_deleted(fake: Client) -> None:
     made = fake.create(*ANSWER).json
     with fake.openai() as client:
@@ -74,11 +52,6 @@ def test_a_response_can_be_fetched_and_deleted(fake: Client) -> None:
             client.responses.retrieve(made["id"])
 
 
-def test_a_streamed_response_can_be_fetched_as_soon_as_it_has_ended(fake: Client) -> None:
-    final = fake.stream(*ANSWER)[-1]["response"]
-    assert fake.send("GET", f"/v1/responses/{final['id']}").json == final
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_not_to_be_stored_is_not(fake: Client, stream: bool) -> None:
     made = fake.stream(store=False)[-1]["response"] if stream else fake.create(store=False).json
@@ -88,19 +61,6 @@ def test_what_is_not_to_be_stored_is_not(fake: Client, stream: bool) -> None:
     assert (refused.status, refused.json["error"]["code"]) == (400, "previous_response_not_found")
     refused = fake.create(input=[{"type": "item_reference", "id": made["output"][0]["id"]}])
     assert (refused.status, refused.json["error"]["code"]) == (400, "previous_response_not_found")
-
-
-def test_the_store_is_bounded(make_client: MakeClient) -> None:
-    fake = make_client(max_responses=2)
-    ids = [fake.create().json["id"] for _ in range(3)]
-    assert [fake.send("GET", f"/v1/responses/{one}").status for one in ids] == [404, 200, 200]
-
-
-def test_a_response_that_failed_can_be_fetched_with_what_it_had(fake: Client) -> None:
-    failed = fake.stream(Headers(), Role(), Text("Once"), Reset())[-1]["response"]
-    found = fake.send("GET", f"/v1/responses/{failed['id']}").json
-    check_response(found)
-    assert (found["status"], found["output"][0]["content"][0]["text"]) == ("failed", "Once")
 
 
 def test_a_client_goes_on_from_what_it_broke_off(fake: Client) -> None:

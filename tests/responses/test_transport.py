@@ -26,7 +26,6 @@ from tests.fake_script import (
     Reply,
     Role,
     Script,
-    Sleep,
     Step,
     Text,
     ToolCall,
@@ -132,11 +131,6 @@ def test_a_refusal_that_comes_after_a_heartbeat_is_an_event(make_client: MakeCli
     assert events[-2]["code"] == "context_length_exceeded"
 
 
-def test_a_reply_in_one_piece_has_no_heartbeats(make_client: MakeClient) -> None:
-    fake = make_client(heartbeat_s=0.01)
-    assert fake.create(Headers(), Role(), Sleep(0.1), *plain_reply(Text("a"))[2:]).json["status"] == "completed"
-
-
 # ---------------------------------------------------------------- slow readers and many
 
 
@@ -204,9 +198,9 @@ def test_who_has_read_the_end_has_a_place(make_client: MakeClient, stream: bool)
     assert [fake.create(stream=stream).status for _ in range(40)] == [200] * 40
 
 
-@pytest.mark.parametrize("target", ["/v1/responses", "/v1/responses/", "/responses", "/responses/"])
-def test_responses_have_four_addresses(fake: Client, target: str) -> None:
-    assert fake.create(target=target).json["object"] == "response"
+def test_responses_have_four_addresses(fake: Client) -> None:
+    for target in ("/v1/responses", "/v1/responses/", "/responses", "/responses/"):
+        assert fake.create(target=target).json["object"] == "response"
 
 
 def test_a_body_that_is_too_large_is_a_413(make_client: MakeClient) -> None:

@@ -89,19 +89,6 @@ def running(*command: str, env: dict[str, str] | None = None) -> Iterator[subpro
         example.communicate()
 
 
-def test_fleet_answers_more_prompts_than_it_has_slots_on_all_its_workers(fleet_file: Path) -> None:
-    prompts = [f"Say something about the number {number}." for number in range(8)]
-    script = str(EXAMPLES / "fleet.py")
-    command = [sys.executable, script, str(fleet_file), *prompts]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=patience(), check=False)
-    assert (run.returncode, run.stderr) == (0, "")
-    answers = re.findall(r"^(job-\d+) by (\w+), max_tokens: '(.+)'$", run.stdout, re.M)
-    assert Counter(name for name, _, _ in answers) == Counter(f"job-{number}" for number in range(1, 9))
-    assert {worker for _, worker, _ in answers} == {"one", "two"}
-    assert all(is_ticking(text) for _, _, text in answers)
-    assert run.stdout.endswith("stopped.\n")
-
-
 def test_fleet_answers_every_prompt_though_a_server_is_killed(fleet_file: Path) -> None:
     prompts = [f"Count to {number} thousand." for number in range(1, 7)]
     with running(str(EXAMPLES / "fleet.py"), str(fleet_file), *prompts) as fleet:

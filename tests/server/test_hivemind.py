@@ -39,16 +39,6 @@ def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back
     assert re.search(r"^planner's draft: canceled\nplanner: \w.+\nstopped\.", told, re.M), told
 
 
-def test_a_small_model_calls_a_tool_answers_with_its_result_and_signals_the_outcome(
-    tmp_path: Path, smollm2: str
-) -> None:
-    told = run_example("tools.py", tmp_path, smollm2)
-    assert "called: add({'a': 17, 'b': 25})" in told
-    assert "text:   The sum of 17 and 25 is 42." in told
-    assert "signal: declare_outcome {'outcome': 'success'" in told
-    assert "completed, stop" in told
-
-
 class Looking:
     def run_tool(self, *, name: str, arguments: Mapping[str, Any], request_id: int, job_name: str) -> Any:
         return "seen"

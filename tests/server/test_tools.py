@@ -201,20 +201,3 @@ def test_two_prompted_requests_in_a_row_share_the_bios_in_the_prompt_cache(promp
     for prompt in ("Say one.", "Say two."):
         _, status = prompted.run(prompt, messages=[], params={"max_tokens": 1})
     assert status["prompt_progress"]["cached"] >= 0.8 * status["prompt_progress"]["total"]
-
-
-def test_a_bios_that_is_one_text_with_a_clock_at_its_head_loses_the_prompt_cache(
-    serve: Serve, free_port: Callable[[], int]
-) -> None:
-    """Why a BiosText has two parts."""
-    config = serve(
-        port=free_port(),
-        normal_tools=[ADD],
-        exit_tools=[REPORT],
-        tool_runner=Adder(),
-        bios_provider=lambda context: f"{context.tool_iters_remaining} left. " + default_bios(context).stable,
-    )
-    for bench in of_config(config):
-        result, status = bench.run("What is 2 + 3?", messages=[], params=FIRST_CALL_THEN_ANSWER)
-        assert result["state"] is RequestState.COMPLETED, result
-        assert status["prompt_progress"]["cached"] < 0.2 * status["prompt_progress"]["total"]

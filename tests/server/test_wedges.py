@@ -1,14 +1,16 @@
-"""A real server whose main thread is held: what only /slots can tell, and a long batch that is none of it."""
+"""Real servers whose main thread is held, or that lose a request: what only /slots can tell; and a long batch."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,9 +119,28 @@ def test_a_main_thread_that_stands_still_is_found_although_a_child_computes(
         wait_ready(worker, restarts=1)
 
 
+def test_a_request_that_got_lost_is_found_by_its_idle_slot_and_ends_alone(
+    serve: Serve, free_port: Callable[[], int], looks: list[float]
+) -> None:
+    config = serve(port=free_port(), slots=2, slot_tokens=8192, timeouts=suspicious())
+    swallower = (sys.executable, str(Path(__file__).with_name("swallower.py")), str(free_port()), "swallow-this")
+    with LlamaWorker(replace(config, server_cmd=(*swallower, *config.server_cmd))) as worker:
+        neighbour = submitted(worker, "neighbour", "Count.", max_tokens=100_000, **ENDLESS)
+        wait_status(worker, neighbour, is_generating)
+        lost = submitted(worker, "lost", "swallow-this", max_tokens=100_000, **ENDLESS)
+        result = ended(worker, lost, work_s=60.0)
+        assert result["fail_reason"] is RequestFailReason.REQUEST_LOST, result
+        assert len(looks) >= LOOKS_COUNT
+        status = worker.get_worker_status().get(timeout=patience())
+        assert (status["active_request_ids"], status["restart_count"]) == ([neighbour], 0)
+        seen = wait_status(worker, neighbour, is_generating)["output_chars"]
+        wait_status(worker, neighbour, lambda status: status["output_chars"] > seen)
+        assert worker.cancel(neighbour).get(timeout=patience())
+
+
 def test_one_long_batch_is_spared(serve: Serve, free_port: Callable[[], int], looks: list[float]) -> None:
     profile = suspicious()
-    batch_s = (profile.suspect_after_s or 0.0) + 10.0  # long enough for four looks
+    batch_s = (profile.suspect_after_s or 0.0) + 7.0  # long enough for four looks
     words = pace().prompt_tokens(batch_s) // TOKENS_PER_WORD
     config = serve(port=free_port(), slot_tokens=8192, args=(*SERVER_ARGS, "--batch-size", "8192"), timeouts=profile)
     with LlamaWorker(config) as worker:

@@ -420,7 +420,9 @@ class Nature:
                     self._later(seconds, lambda: self._resume(server), "all go on")
             case "host lacks threads":
                 machine.lacks_threads = True
-                self._later(dice.log_between(0.1, 30.0), self._threads_back, "there are threads again")
+                seconds = dice.log_between(0.1, 30.0)
+                self._invariants.blind_s += seconds
+                self._later(seconds, self._threads_back, "there are threads again")
             case "clock set":
                 machine.unix_jump_s += dice.between(-7200.0, 7200.0)
             case "BIOS provider raises":

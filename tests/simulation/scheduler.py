@@ -210,42 +210,49 @@ class Scheduler:
         """One message or one event; False where nothing happens any more until `deadline`."""
         heap, due, ready = self._heap, self._due, self._ready
         while True:
-            while heap and heap[0][0] <= self.now:
+            now = self.now
+            while heap and heap[0][0] <= now:
                 event = heapq.heappop(heap)[2]
                 if event.call is None:
                     continue
-                if event.of_host and self.now < self.halted_until:
-                    self._events_count += 1
-                    heapq.heappush(heap, (self.halted_until, self._events_count, event))
-                    continue
-                due.append(event)
-            ready_count = 0 if self.now < self.halted_until else len(ready)
+                if event.of_host and now < self.halted_until:
+                    self._postpone(event)
+                else:
+                    due.append(event)
+            ready_count = 0 if now < self.halted_until else len(ready)
             count = ready_count + len(due)
-            if count:
-                chosen = self._choices.pick(count) if count > 1 else 0
-                if chosen < ready_count:
-                    return self._serve(ready[chosen])
-                event = due.pop(chosen - ready_count)
-                if event.call is None:
-                    continue
-                if event.of_host and self.now < self.halted_until:  # halted since it came due
-                    self._events_count += 1
-                    heapq.heappush(heap, (self.halted_until, self._events_count, event))
-                    continue
-                self.trace.event(self.now, event.what)
-                self.on_event(event.what)
-                event.call()
+            if not count:
+                while heap and heap[0][2].call is None:
+                    heapq.heappop(heap)
+                if not heap or heap[0][0] > deadline:
+                    return False
+                self.now = heap[0][0]
+                continue
+            chosen = self._choices.pick(count) if count > 1 else 0
+            if chosen < ready_count:
+                self._serve(ready[chosen])
                 return True
-            while heap and heap[0][2].call is None:
-                heapq.heappop(heap)
-            if not heap or heap[0][0] > deadline:
-                return False
-            self.now = heap[0][0]
+            event = due.pop(chosen - ready_count)
+            if event.call is None:
+                continue
+            if event.of_host and now < self.halted_until:  # halted since it came due
+                self._postpone(event)
+                continue
+            self.trace.event(now, event.what)
+            self.on_event(event.what)
+            event.call()
+            return True
+
+    def _postpone(self, event: Event) -> None:
+        """Until the host runs again."""
+        self._events_count += 1
+        heapq.heappush(self._heap, (self.halted_until, self._events_count, event))
 
     def run_until(self, done: Callable[[], bool], deadline: float) -> bool:
         """Steps until `done`, or until the clock would pass `deadline`; whether it was done."""
+        step = self.step
         while not done():
-            if not self.step(deadline):
+            if not step(deadline):
                 self.now = max(self.now, deadline)
                 return done()
         return True
@@ -255,7 +262,7 @@ class Scheduler:
         waiting = [event for _, _, event in self._heap] + self._due
         return sum(1 for event in waiting if event.call is not None and event.what == what)
 
-    def _serve(self, simulated: SimulatedActor) -> bool:
+    def _serve(self, simulated: SimulatedActor) -> None:
         """Resume the actor if it was preempted, else hand it its oldest message."""
         if simulated.held:
             receiver, told = simulated.held.popleft()
@@ -264,7 +271,7 @@ class Scheduler:
             else:
                 self._put(receiver, told)
             self._requeue(simulated)
-            return True
+            return
         actor, message = simulated.actor, simulated.inbox.popleft().message
         self.messages_count += 1
         simulated.served += 1
@@ -290,12 +297,8 @@ class Scheduler:
                 actor._handle_failure(*sys.exc_info())
         finally:
             self._serving, self._sends_left = before, _MANY
-        if actor.actor_stopped.is_set() and not simulated.held:
-            self._ended(simulated)
-        else:
-            self._requeue(simulated)
+        self._requeue(simulated)
         self.after_message(simulated, message)
-        return True
 
     def _requeue(self, simulated: SimulatedActor) -> None:
         """Whether the actor has more to do, after a step of it."""

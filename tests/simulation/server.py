@@ -19,7 +19,13 @@ from tests.simulation.scheduler import Event, Scheduler
 
 IDLE, BUSY = 0.6, 95.0  # CPU ticks per second of a process that waits, and of one thread that computes (b11434)
 PING_S = 30.0
-ACCEPT_S = 0.002
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+# The record that is sent most, by far.
+_PROGRESS = (
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":null},"finish_reason":null}],'
+    b'"prompt_progress":{"total":%d,"cache":0,"processed":%d,"time_ms":1}}\n\n'
+)
 
 
 class Headers(Enum):
@@ -162,6 +168,8 @@ class LlamaServer:
         self._accounted_at = scheduler.now
         self._batch: Event | None = None
         self._batch_left_s: float | None = None  # of one that SIGSTOP interrupted
+        self._load_works = True
+        self._after_stop: Callable[[], object] = _nothing  # what came to pass while it was stopped
         self._terms = 0
         self._used: dict[int, Exchange] = {}  # by slot: who had it last
 
@@ -169,12 +177,16 @@ class LlamaServer:
 
     def begin_load(self, seconds: float | None, *, works: bool = True, returncode: int | None = None) -> None:
         """Load for so long, None: for ever; then be ready, or end with the code."""
-        self._rates(cpu=(BUSY if works and not self.build.load_reads else IDLE), reads=works and self.build.load_reads)
+        self._load_works = works
+        self._show_load()
         if seconds is None:
             return
 
         def loaded() -> None:
             if self.gone:
+                return
+            if self.stopped:
+                self._after_stop = loaded
                 return
             if returncode is not None:
                 self.die(returncode)
@@ -185,6 +197,10 @@ class LlamaServer:
             self.work()
 
         self._scheduler.at(self._scheduler.now + seconds, loaded, "the load ends", of_host=False)
+
+    def _show_load(self) -> None:
+        works, reads = self._load_works, self.build.load_reads
+        self._rates(cpu=BUSY if works and not reads else IDLE, reads=works and reads)
 
     def terminate(self) -> None:
         """SIGTERM."""
@@ -231,9 +247,13 @@ class LlamaServer:
         if not self.stopped:
             return
         self.stopped = False
+        if not self.loaded:
+            self._show_load()
         if self._batch_left_s is not None and not self.frozen:
             self._start_batch(self._batch_left_s)
         self._batch_left_s = None
+        after_stop, self._after_stop = self._after_stop, _nothing
+        after_stop()
         self.work()
 
     def die(self, returncode: int) -> None:
@@ -460,10 +480,7 @@ class LlamaServer:
 
     def send_progress(self, exchange: Exchange) -> None:
         """A report of the prompt's progress."""
-        total = exchange.reply.prompt_tokens
-        progress = {"total": total, "cache": 0, "processed": exchange.processed, "time_ms": 1}
-        choice = {"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}
-        self.send(exchange, _record({"choices": [choice], "prompt_progress": progress}))
+        self.send(exchange, _PROGRESS % (exchange.reply.prompt_tokens, exchange.processed))
 
     def hang_up(self, exchange: Exchange, *, regular: bool) -> None:
         """The server ends the response; its slot is free."""
@@ -528,8 +545,12 @@ class LlamaServer:
             used.read_bytes += used.read_rate * span_s
 
 
+def _nothing() -> None:
+    pass
+
+
 def _record(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(chunk).encode() + b"\n\n"
 
 
 def _delta(delta: dict[str, Any], finish: str | None = None) -> bytes:

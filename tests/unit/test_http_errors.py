@@ -93,6 +93,7 @@ def test_a_failure_without_a_status_refuses_no_tools() -> None:
     [
         ("The model produced output that does not match the expected peg-native format", True),
         ("Failed to parse tool call arguments as JSON", True),
+        ("Failed to parse input at pos 184: <tool_call>", True),
         ("Context size has been exceeded", False),
         ("expected format of the image", False),
     ],

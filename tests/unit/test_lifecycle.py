@@ -12,14 +12,13 @@ from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.messages import Abandon, CloseAllStreams, GpuFaulted, Launch, Start, Stop, Terminate
 from llama_worker.profiles import RestartPolicy
 from llama_worker.server.gpu_faults import GpuFault
-from llama_worker.server.lifecycle import Lifecycle, request_completed, step
+from llama_worker.server.lifecycle import Lifecycle, step
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Effects,
     Ending,
     Failed,
     Launching,
-    Ready,
     RecordRestart,
     Resolve,
     State,
@@ -286,33 +285,6 @@ def test_the_last_restart_fails_a_start_with_its_own_reason(reason: StartFailRea
         life, effects = exited(life, 16.1, returncode=-9)
     assert error_of(effects).reason is reason
     assert life.public_state is WorkerState.FAILED
-
-
-def test_a_server_that_crashes_a_minute_after_every_start_ends_in_failed() -> None:
-    life, now = ready(), 1.0
-    for _ in range(20):
-        now += 60.0
-        life, _ = exited(life, now)
-        if isinstance(life.state, Failed):
-            break
-        now += 60.0
-        life, _ = tick(life, now)
-        life, _ = became_ready(life, now)
-    assert life.public_state is WorkerState.FAILED
-
-
-def test_a_server_that_crashes_rarely_and_completes_requests_between_goes_on() -> None:
-    life, now = ready(), 1.0
-    for _ in range(20):
-        now += 60.0
-        life = request_completed(life, now)
-        life, _ = exited(life, now)
-        assert isinstance(life.state, BackingOff)
-        now += 60.0
-        life, _ = tick(life, now)
-        life, _ = became_ready(life, now)
-    assert isinstance(life.state, Ready)
-    assert life.budget.restart_count == 20
 
 
 def test_news_of_an_older_launch_changes_nothing() -> None:

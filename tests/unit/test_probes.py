@@ -101,12 +101,6 @@ def test_a_busy_process_gives_evidence_and_a_stopped_one_none(children: Children
     assert not look(probe, child.pid, seconds=4.0)[-1]
 
 
-def test_an_idle_process_never_gives_evidence(children: Children) -> None:
-    told = look(ProcessProbe(), children.start(IDLE).pid, seconds=2.0)
-    assert told
-    assert not any(told)
-
-
 @pytest.mark.parametrize(
     ("root_listens", "child_listens", "counts"),
     [

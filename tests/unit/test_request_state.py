@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeVar
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llama_worker.bios import STATUS_OPEN
 from llama_worker.config import WorkerConfig
@@ -772,6 +769,10 @@ def test_a_servers_report_of_a_malformed_call_is_a_parse_error_and_accuses_no_se
     assert (record.result["text"], record.http_status) == ("a", None)
     plain = begun()
     failed(hear(plain, ServerError(message, 500, None)), "server_error", CLOSE)
+    refusal = StreamFailure(reason=RequestFailReason.HTTP_ERROR, detail=f"HTTP 500: {message}", http_status=500)
+    record = failed(begun(with_tools()).closed(FIRST, refusal, 101.0), "tool_parse_error", CLOSE)
+    assert record.http_status is None
+    failed(begun().closed(FIRST, refusal, 101.0), "http_error", CLOSE)
 
 
 # ---------------------------------------------------------------- refused tools
@@ -826,6 +827,75 @@ def test_in_prompted_mode_a_malformed_call_fails_the_request_with_the_text_as_it
     text = 'Adding <tool_call>{"name": "add"}</tool_call> now'
     record = failed(hear(request, TextDelta(text), Finish("stop"), Done()), "tool_parse_error", CLOSE)
     assert record.result["text"] == text
+
+
+# ---------------------------------------------------------------- a think that the template opened
+
+
+NO_THINKING: list[dict[str, Any]] = [
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"enable_thinking": False},
+    {"reasoning_budget": 0},
+    {"thinking_budget_tokens": 0},
+    {"reasoning_effort": "none"},
+]
+
+
+@pytest.mark.parametrize("place", ["params", "default_params"])
+@pytest.mark.parametrize(
+    ("params", "said", "reason", "reasoning", "text"),
+    [
+        ({}, "abc\n</think>\n\nAns", "stop", "abc", "Ans"),
+        ({}, "The answer is 4.", "stop", "The answer is 4.", "The answer is 4."),  # the server parses reasoning itself
+        ({}, "a <", "stop", "a <", "a <"),
+        ({}, "abc", "length", "abc", ""),
+        *((params, "Answer", "stop", "", "Answer") for params in NO_THINKING),
+        *((params, "a</think>b", "stop", "", "a</think>b") for params in NO_THINKING),
+        *((params, "<think>a</think>b", "stop", "a", "b") for params in NO_THINKING),
+    ],
+)
+def test_what_follows_a_think_that_the_template_opened(
+    place: str, params: dict[str, Any], said: str, reason: str, reasoning: str, text: str
+) -> None:
+    of = config(default_params=params if place == "default_params" else {})
+    request = begun(of, params=params if place == "params" else {}, opens_thinking=True)
+    hear(request, *(TextDelta(char) for char in said))
+    result = ended(hear(request, Finish(reason), Done()), CLOSE).result
+    assert (result["state"], result["reasoning"], result["text"]) == ("completed", reasoning, text)
+
+
+def test_a_thought_whose_stream_broke_is_no_answer() -> None:
+    request = begun(opens_thinking=True)
+    hear(request, TextDelta("abc"))
+    request.closed(FIRST, None, 105.0)
+    result = failed(request.tick(106.0), "stream_disconnected", CLOSE).result
+    assert (result["reasoning"], result["text"]) == ("abc", "")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reasoning", "text", "sent_back"),
+    [
+        (TextDelta("a</think>b"), "c</think>d", "ac", "bd", ("a", "b")),
+        (TextDelta("Let me see."), "a</think>b", "Let me see.a", "Let me see.b", (None, "Let me see.")),
+        (ReasoningDelta("hm"), "Answer", "hm", "Answer", ("hm", "")),  # it parses reasoning itself, and is believed
+    ],
+)
+def test_in_each_turn_the_template_opens_a_think_of_its_own(
+    first: StreamEvent, second: str, reasoning: str, text: str, sent_back: tuple[str | None, str]
+) -> None:
+    request = begun(with_tools(), opens_thinking=True)
+    hear(request, first, call("add"), Finish("tool_calls"), Done())
+    assistant = only(OpenStream, returned(request, "3")).body["messages"][-2]
+    assert (assistant.get("reasoning_content"), assistant["content"]) == sent_back
+    effects = hear(request, TextDelta(second), Finish("stop"), Done(), stream=SECOND)
+    result = ended(effects, CloseStream(turn_id=SECOND)).result
+    assert (result["reasoning"], result["text"]) == (reasoning, text)
+
+
+def test_a_tagged_call_in_an_answer_without_any_thinking_is_run() -> None:
+    request = begun(with_tools(), opens_thinking=True, prompted=True)
+    tagged = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert any(isinstance(effect, RunTool) for effect in hear(request, TextDelta(tagged), Finish("stop"), Done()))
 
 
 # ---------------------------------------------------------------- cancel and abandon
@@ -1295,236 +1365,6 @@ def test_a_body_is_json_and_the_callers_params_stay_as_they_were() -> None:
     before = copy.deepcopy(params)
     assert json.loads(json.dumps(body(params=params)))["stop"] == ["x"]
     assert params == before
-
-
-# ---------------------------------------------------------------- random paths
-
-_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_", "<thi", "{", '"', " ", "\n")
-
-
-class RandomRequest(RuleBasedStateMachine):
-    """What holds on every path: one end, output that only grows, and everything received in the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 100.0
-        self.words: list[str] = []  # received, each but once
-        self.signals = 0  # exit calls received
-        self.text = self.reasoning = ""
-        self.finished: RequestRecord | None = None
-        self.snapshot: Any = None
-        self.asked: RunBios | None = None  # not answered yet
-        self.stream: TurnId | None = None  # open
-        self.batch: TurnId | None = None  # running
-        self.calls_ended = 0  # of all batches
-        self.calls = 0  # of this turn
-        self.not_run = 0  # of them, but for exit calls
-        self.heard = False  # anything of this turn
-
-    @initialize(prompted=st.booleans(), opens_thinking=st.booleans(), iterations=st.integers(0, 2))
-    def begin(self, prompted: bool, opens_thinking: bool, iterations: int) -> None:
-        of = with_tools(max_tool_iterations=iterations)
-        self.request = Request(**arguments(of, prompted=prompted, opens_thinking=opens_thinking))
-        self.take(self.request.begin(self.now))
-
-    def tell(self, message: RequestMessage) -> None:
-        self.take(self.request.step(message, self.now))
-
-    def take(self, effects: Effects) -> None:
-        assert self.finished is None or not effects, "nothing follows the end"
-        for effect in effects:
-            match effect:
-                case RunBios():
-                    assert self.stream is self.batch is None
-                    assert self.asked is None
-                    self.asked = effect
-                case OpenStream(turn_id=turn_id):
-                    assert self.stream is self.batch is None
-                    self.stream, self.calls, self.not_run, self.heard = turn_id, 0, 0, False
-                case CloseStream():
-                    self.stream = None
-                case RunTool(turn_id=turn_id):
-                    assert self.stream is self.batch is None
-                    self.batch, self.not_run = turn_id, 0
-                case DropTool(turn_id=turn_id):
-                    assert turn_id == self.batch
-                    self.batch = None
-                    self.calls_ended += 1  # it was given up
-                case RequestEnded(record=record):
-                    assert effect is effects[-1]
-                    self.finished, self.snapshot = record, copy.deepcopy((record.status, record.result))
-                    self.asked = None
-                case ToolsRefused() | SignalEmitted():
-                    pass
-                case _:
-                    assert_never(effect)
-
-    def hear(self, *events: StreamEvent) -> None:
-        self.now += 0.01
-        self.heard = True
-        self.tell(StreamEvents(turn_id=self.stream or (7, 99), events=events, at=self.now))
-
-    def word(self) -> str:
-        word = f"w{len(self.words)}w"
-        self.words.append(word)
-        return word
-
-    @precondition(lambda self: self.asked is not None)
-    @rule(error=st.sampled_from([None, None, None, "LookupError: no prompt today"]))
-    def bios(self, error: str | None) -> None:
-        asked, self.asked = self.asked, None
-        assert asked is not None
-        self.tell(BiosWritten(turn_id=asked.turn_id, bios="bios", error=error))
-        assert (self.stream is None) is (error is not None)
-
-    listens = precondition(lambda self: self.stream is not None)
-
-    @listens
-    @rule()
-    def headers(self) -> None:
-        self.tell(StreamOpened(turn_id=self.stream or (7, 99), at=self.now, stream=NO_STREAM))
-
-    @listens
-    @rule(mix=st.lists(st.sampled_from(("text", "reasoning", *_TAGS)), min_size=1, max_size=6))
-    def deltas(self, mix: list[str]) -> None:
-        events: list[StreamEvent] = []
-        for what in mix:
-            if what == "reasoning":
-                events.append(ReasoningDelta(self.word()))
-            else:
-                events.append(TextDelta(self.word() if what == "text" else what))
-        self.hear(*events)
-
-    @listens
-    @rule(name=st.sampled_from(["add", "signal", "signal", "zap"]), whole=st.booleans())
-    def tool_call(self, name: str, whole: bool) -> None:
-        self.calls += 1
-        self.not_run += name != "signal"
-        self.signals += name == "signal"
-        self.hear(call(name, "{}" if whole else "{", self.calls))
-
-    @listens
-    @rule(event=st.sampled_from([PromptProgress(1, 2, 0), Usage(3, 4, None), RoleOnly()]))
-    def news(self, event: StreamEvent) -> None:
-        self.hear(event)
-
-    @listens
-    @rule(reason=st.sampled_from(["stop", "length", "tool_calls"]), done=st.booleans())
-    def finish(self, reason: str, done: bool) -> None:
-        self.hear(*([Finish(reason), Done()] if done else [Finish(reason)]))
-
-    @listens
-    @rule(
-        event=st.sampled_from(
-            [Done(), ServerError("boom", 500, None), ServerError("failed to parse tool call", 500, None)]
-        )
-    )
-    def last_word(self, event: StreamEvent) -> None:
-        self.hear(event)
-
-    @listens
-    @rule(
-        failure=st.sampled_from(
-            [
-                None,
-                StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail="reset"),
-                StreamFailure(reason=RequestFailReason.CONNECT_FAILED, detail="refused"),
-                StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail="garbage"),
-            ]
-        )
-    )
-    def closed(self, failure: StreamFailure | None) -> None:
-        self.closed_with(failure)
-
-    def closed_with(self, failure: StreamFailure | None) -> None:
-        stream, self.stream = self.stream, None
-        self.tell(StreamClosed(turn_id=stream or (7, 99), failure=failure, at=self.now))
-
-    @precondition(lambda self: self.stream is not None and not self.heard)  # a reply is an error or a stream
-    @rule()
-    def refused(self) -> None:
-        self.closed_with(REFUSED)
-
-    @precondition(lambda self: self.batch is not None)
-    @rule(ok=st.sampled_from([True, True, False]))
-    def call_ends(self, ok: bool) -> None:
-        batch = self.batch
-        assert batch is not None
-        self.batch = None
-        self.calls_ended += 1
-        self.tell(CallEnded(turn_id=batch, ok=ok, text="1" if ok else "no", at=self.now))
-
-    @rule(after_s=st.sampled_from([0.01, 0.3, 2.0, 10.0]))
-    def time_passes(self, after_s: float) -> None:
-        self.now += after_s
-        self.tick()
-
-    @rule()
-    def tick(self) -> None:
-        self.tell(Tick())
-        assert self.request.deadline is None or self.request.deadline > self.now, "it would tick again and again"
-
-    @rule()
-    def stale_news(self) -> None:
-        for stale in ((7, 0), (8, 1)):
-            for message in (
-                BiosWritten(turn_id=stale, bios="stale", error=None),
-                BiosWritten(turn_id=stale, bios="", error="stale"),
-                StreamOpened(turn_id=stale, at=self.now, stream=NO_STREAM),
-                StreamEvents(turn_id=stale, events=(TextDelta("stale"),), at=self.now),
-                StreamClosed(turn_id=stale, failure=None, at=self.now),
-                CallEnded(turn_id=stale, ok=True, text="1", at=self.now),
-                CallEnded(turn_id=stale, ok=False, text="stale", at=self.now),
-            ):
-                assert self.request.step(message, self.now) == []
-        assert self.request.step(CancelRequest(request_id=8, reply=Reply()), self.now) == []
-
-    @precondition(lambda self: len(self.words) > 3)
-    @rule(cancelled=st.booleans())
-    def given_up(self, cancelled: bool) -> None:
-        over = self.finished is not None
-        if cancelled:
-            self.tell(CancelRequest(request_id=7, reply=Reply()))
-        else:
-            self.tell(Abandon(request_id=7, reason=RequestFailReason.WORKER_RESTARTED, detail="restart"))
-        assert self.finished is not None
-        assert not over or self.snapshot == (self.finished.status, self.finished.result)
-
-    @invariant()
-    def output_only_grows(self) -> None:
-        chunk = self.request.read_output(0, 0)
-        assert chunk["text"].startswith(self.text)
-        assert chunk["reasoning"].startswith(self.reasoning)
-        self.text, self.reasoning = chunk["text"], chunk["reasoning"]
-        assert chunk["done"] is (self.finished is not None)
-
-    @invariant()
-    def nothing_changes_after_the_end(self) -> None:
-        if self.finished is not None:
-            assert self.snapshot == (self.finished.status, self.finished.result)
-            assert self.stream is self.batch is None
-            assert self.request.deadline is None
-
-    @invariant()
-    def everything_received_is_in_the_result(self) -> None:
-        if self.finished is None:
-            return
-        result = self.finished.result
-        chunk = self.request.read_output(0, 0)
-        assert (result["text"], result["reasoning"]) == (chunk["text"], chunk["reasoning"])
-        everything = result["text"] + result["reasoning"]
-        assert [word for word in self.words if word not in everything] == []
-        assert "stale" not in everything
-        assert len(result["signals"]) >= self.signals
-        not_run = [entry for entry in result["tool_trace"] if entry.get("error", "").startswith("not run: ")]
-        assert len(result["tool_trace"]) == self.calls_ended + len(not_run)
-        assert len(not_run) >= self.not_run
-        assert result["state"].is_terminal
-        assert ("fail_reason" in result) is (result["state"] != "completed")
-
-
-TestRandomRequest = RandomRequest.TestCase
-TestRandomRequest.settings = settings(max_examples=100, stateful_step_count=25)
 
 
 def test_calls_of_a_turn_without_a_finish_reason_are_not_run() -> None:

@@ -284,34 +284,6 @@ def test_last_progress_is_the_latest_of_data_and_this_turns_evidence() -> None:
 # ---------------------------------------------------------------------------------------------- scenarios
 
 
-@pytest.mark.parametrize(
-    ("works_until", "gives_up_at"),
-    [(2400.0, None), (1500.0, 1530.0)],
-)
-def test_forty_minutes_of_prefill_without_headers_end_only_where_the_work_ended(
-    works_until: float, gives_up_at: float | None
-) -> None:
-    """A build that holds headers back: a probe every 5 s, a tick every second, and keepalives all along."""
-    profile = TimeoutProfile.slow_prefill()
-    verdict_at = None
-    liveness_at = None
-    for tick in range(2400):
-        now = float(tick)
-        if tick % 5 == 0 and now <= works_until:
-            liveness_at = now
-        at = progress(WAITING, dispatched_at=0.0, turn_started_at=0.0, last_stream_byte_at=now)
-        if reason_at(now, at, liveness_at=liveness_at, profile=profile) is not None:
-            verdict_at = now
-            break
-    assert verdict_at == gives_up_at
-
-
-def test_keepalives_of_a_dead_server_do_not_save_it_and_silent_work_beside_it_is_not_killed() -> None:
-    dead = progress(GENERATING, first_token_at=1001.0, last_data_at=1001.0, last_stream_byte_at=1120.9)
-    assert reason_at(1121.0, dead) is STALL
-    assert reason_at(1121.0, replace(dead, last_stream_byte_at=None), liveness_at=1116.0) is None
-
-
 # --------------------------------------------------------------------------------------------- properties
 
 offsets = st.floats(min_value=0.0, max_value=4000.0)

@@ -228,7 +228,7 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
     for at, processed in ((1.0, 0), (5.0, 40), (6.0, 40), (7.0, 20), (9.0, 60), (10.0, 60)):
         progress(it, processed, at)
     assert (it.last_data_at, it.prompt_progress_at) == (9.0, 9.0)
-    assert it.longest_batch_s == 4.0
+    assert [batch.length_s() for batch in it.longest_batches] == [4.0, 4.0]
     assert it.repeats == 1
 
 

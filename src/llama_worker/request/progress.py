@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llama_worker.types import RequestPhase
 
 _MANY_REPEATS = 3  # the first chunk may say nothing, and a report of progress may come twice
+
+
+class Batch(NamedTuple):
+    """Part of a prompt: the time between two reports of prompt progress."""
+
+    began_at: float
+    ended_at: float
+
+    def length_s(self) -> float:
+        """As the clock says, gaps included."""
+        return self.ended_at - self.began_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +34,7 @@ class Progress:
     prompt_progress_at: float | None = None  # the latest report of prompt progress
     last_data_at: float | None = None  # what brought the turn forward
     last_stream_byte_at: float | None = None  # any byte, keepalives too: decides nothing
-    longest_batch_s: float | None = None  # of the prompt, between two reports of prompt progress
+    longest_batches: tuple[Batch, ...] = ()  # of the prompt, longest first; a few, as one may have met a gap
     tokens: int = 0  # generated, as far as they were told
     repeats: int = 0  # records that brought nothing new, since the latest that did
     concluding: bool = False  # finished or broken off: what may still follow has a short deadline of its own

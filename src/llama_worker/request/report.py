@@ -80,7 +80,7 @@ def build_progress(totals: Totals, turn: Turn, phase: RequestPhase, *, concludin
         prompt_progress_at=turn.prompt_progress_at,
         last_data_at=turn.last_data_at,
         last_stream_byte_at=turn.last_stream_byte_at,
-        longest_batch_s=turn.longest_batch_s,
+        longest_batches=turn.longest_batches,
         tokens=turn.tokens,
         repeats=turn.repeats,
         concluding=concluding,

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import assert_never
 
 from llama_worker.profiles import LoopDetector
+from llama_worker.request.progress import Batch
 from llama_worker.stream.advance import Advance
 from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
 from llama_worker.stream.events import (
@@ -23,6 +24,8 @@ from llama_worker.stream.loops import TextLoopFound, TextLoopWatch
 from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.tagged_calls import TaggedCallFilter
 from llama_worker.stream.turn_end import TurnEnd
+
+_BATCHES_KEPT = 3
 
 TurnId = tuple[int, int]
 """Request id, and the number of the request's turn (one HTTP request each), from 1."""
@@ -52,7 +55,7 @@ class Turn:
         self.last_stream_byte_at: float | None = None
         self.prompt_progress: PromptProgress | None = None
         self.prompt_progress_at: float | None = None  # the latest report of more than before
-        self.longest_batch_s: float | None = None  # between two such reports
+        self.longest_batches: tuple[Batch, ...] = ()  # between two such reports; longest first
         self.repeats = 0  # events that brought nothing new, since the latest that did
         self.usage: Usage | None = None
         self.timings: Timings | None = None
@@ -178,7 +181,8 @@ class Turn:
 
     def _batch_done(self, at: float) -> None:
         if self.prompt_progress_at is not None:
-            self.longest_batch_s = max(self.longest_batch_s or 0.0, at - self.prompt_progress_at)
+            batches = (*self.longest_batches, Batch(self.prompt_progress_at, at))
+            self.longest_batches = tuple(sorted(batches, key=Batch.length_s, reverse=True)[:_BATCHES_KEPT])
         self.prompt_progress_at = at
 
     def _put_back_tagged_calls(self) -> str:

@@ -67,8 +67,8 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
                 self._end_all()
             case ListenerEnded(error=error):
                 self._ended(error)
-            case Enter(reply=reply):
-                reply.answer(self._enter(message))
+            case Enter():
+                self._enter(message)
             case Leave(exchange_id=exchange_id):
                 self._exchanges.pop(exchange_id, None)
                 self._recall_what_waits()
@@ -119,13 +119,15 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
             self._starting.answer(listener.port)
         self._starting = None
 
-    def _enter(self, entering: Enter) -> bool:
+    def _enter(self, entering: Enter) -> None:
         limit = self._config.max_concurrent
-        full = limit is not None and len(self._running()) >= limit
-        if self._stopped or (full and entering.response_id is not None):
-            return False
-        self._exchanges[entering.exchange_id] = entering
-        return True
+        is_full = limit is not None and entering.response_id is not None and len(self._running()) >= limit
+        if self._stopped:
+            entering.cut()
+        elif not is_full:
+            self._exchanges[entering.exchange_id] = entering
+        if entering.reply is not None:
+            entering.reply.answer(not self._stopped and not is_full)
 
     def _running(self) -> set[str]:
         """The responses that are being made."""

@@ -67,7 +67,7 @@ class ResponsesApp:
 
     def serve(self, request: Request, client: Client) -> None:
         """Answer it. Raises OSError where the client's connection is broken, or is to be."""
-        exchange = Exchange(next(self._numbers), client, self._proxy, self._config.ca_file)
+        exchange = Exchange(next(self._numbers), client, self._proxy, self._config)
         try:
             self._route(exchange, request, client)
         except RequestRefused as refused:
@@ -122,8 +122,9 @@ class ResponsesApp:
         def send_events(data: bytes) -> None:
             if client.http.can_begin:
                 headers = [("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache"), *warnings]
-                client.begin(request, 200, headers)
-            client.write(data)
+                client.begin(request, 200, headers, data=data)
+            else:
+                client.write(data)
 
         def over() -> None:
             self._remember(chat_request, events)
@@ -206,7 +207,7 @@ class ResponsesApp:
             raise _no_stream(answer)
         raw = answer.raw
         try:
-            client.begin(request, answer.status_code, passed_back(raw.headers.iteritems()), answer.reason or "")
+            client.begin(request, answer.status_code, passed_back(raw.headers.iteritems()), reason=answer.reason or "")
         except h11.LocalProtocolError:
             raise RequestRefused(502, "the upstream server: its reply is malformed", code="upstream_failed") from None
         for piece in _pieces(raw):

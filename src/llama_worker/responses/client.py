@@ -38,24 +38,26 @@ class Client:
     def reply(self, request: Request, status: int, value: Mapping[str, Any], headers: Headers = ()) -> None:
         """A whole reply in JSON."""
         body = json.dumps(value).encode()
-        self.begin(
-            request, status, [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *headers]
-        )
-        self.write(body)
+        self.begin(request, status, [*_json_headers(body), *headers], data=body)
         self.end()
 
-    def begin(self, request: Request, status: int, headers: Headers, reason: str = "") -> None:
-        """The reply's head. Raises OSError where the client has left or takes nothing, as `write` and `end` do."""
+    def begin(self, request: Request, status: int, headers: Headers, *, reason: str = "", data: bytes = b"") -> None:
+        """The reply's head, and the first of its body if that is here.
+
+        Raises OSError where the client has left or takes nothing, as `write` and `end` do.
+        """
         own = page_headers(request, self.origin) if self.origin is not None else []
+        head = self.http.begin(status, [*headers, *own], reason)
         self.socket.settimeout(self._write_timeout_s)
-        self.socket.sendall(self.http.begin(status, [*headers, *own], reason))
+        self.socket.sendall(head + self.http.data(data) if data else head)
 
     def write(self, data: bytes) -> None:
         """A piece of its body; blocks while the client does not take it."""
         self.socket.sendall(self.http.data(data))
 
     def end(self) -> None:
-        self.socket.sendall(self.http.end())
+        if end := self.http.end():  # after a body of a stated length there is none
+            self.socket.sendall(end)
 
     def when_left(self, call: Callable[[], object]) -> None:
         """Call it, on the listener's thread, when the client has left; at once where it has. It must not block."""

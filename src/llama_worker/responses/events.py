@@ -37,13 +37,12 @@ Event = dict[str, Any]
 _CALL_PREFIXES = {"function": "fc", "custom": "ctc", "tool_search": "tsc"}  # of ids
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}  # by finish reason
 
+_to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one each time
+
 
 def sse(events: list[Event]) -> bytes:
     """The events as a Responses stream has them; it has no end mark of its own."""
-    return b"".join(
-        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json.dumps(event, separators=(",", ":")).encode())
-        for event in events
-    )
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _to_json(event).encode()) for event in events)
 
 
 class ResponseEvents:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import pykka
@@ -11,6 +12,7 @@ import requests
 
 from llama_worker.messages import Mailbox
 from llama_worker.responses.client import Client
+from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.events import Event, ResponseEvents, sse
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage
 from llama_worker.responses.refusal import RequestRefused
@@ -26,12 +28,12 @@ _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
 class Exchange:
     """One request of a client and what it has open. `cut` is for any thread, the rest for the request's own."""
 
-    def __init__(self, number: int, client: Client, proxy: Mailbox[ProxyMessage], ca_file: str | None) -> None:
+    def __init__(self, number: int, client: Client, proxy: Mailbox[ProxyMessage], config: ResponsesProxyConfig) -> None:
         self.abort = Abort()
         self._number = number
         self._client = client
         self._proxy = proxy
-        self._ca_file = ca_file
+        self._config = config
         self._http: requests.Session | None = None
         self._has_entered = False
 
@@ -41,15 +43,18 @@ class Exchange:
         From now on a client that leaves takes the upstream's work along.
         """
         self._has_entered = True
-        reply: WorkerFuture[bool] = WorkerFuture()
-        entering = Enter(exchange_id=self._number, cut=self.cut, response_id=response_id, reply=reply)
-        if not ask(self._proxy, entering, reply):
-            raise RequestRefused(503, "too many requests run at once", code="overloaded", retry_after_s=2)
+        entering = Enter(exchange_id=self._number, cut=self.cut, response_id=response_id)
+        if self._config.max_concurrent is None:  # nothing to wait for
+            self._proxy.tell(entering)
+        else:
+            reply: WorkerFuture[bool] = WorkerFuture()
+            if not ask(self._proxy, replace(entering, reply=reply), reply):
+                raise RequestRefused(503, "too many requests run at once", code="overloaded", retry_after_s=2)
         self._client.when_left(self.abort.abort)
 
     def http(self) -> requests.Session:
         self._http = session(self.abort)
-        self._http.verify = self._ca_file or True
+        self._http.verify = self._config.ca_file or True
         return self._http
 
     def cut(self) -> None:

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import h11
 
@@ -25,6 +26,7 @@ from llama_worker.responses.client import Client, refusal_bytes
 from llama_worker.responses.client_connection import ClientConnection, Phase, Request
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.refusal import RequestRefused
+from llama_worker.responses.request_threads import RequestThreads
 from llama_worker.responses.waiting_clients import WaitingClients
 
 Serve = Callable[[Request, Client], None]
@@ -52,6 +54,7 @@ class SocketListener:
         self._waiting_clients: WaitingClients[Client] = WaitingClients()
         self._clients: dict[int, Client] = {}  # by descriptor; only this thread closes one
         self._busy: set[Client] = set()
+        self._threads = RequestThreads()
         self._returned: queue.SimpleQueue[Client] = queue.SimpleQueue()
         self._pending_bytes = 0
         self._stopped = False
@@ -237,13 +240,10 @@ class SocketListener:
 
     def _run(self, client: Client, request: Request) -> None:
         self._stop_waiting(client)
-        thread = threading.Thread(
-            target=self._run_request, args=(client, request), name="llama_worker-response", daemon=True
-        )
+        if len(self._busy) >= self._max_busy:
+            raise RequestRefused(503, "too many requests run at once", retry_after_s=2)
         try:
-            if len(self._busy) >= self._max_busy:
-                raise RequestRefused(503, "too many requests run at once", retry_after_s=2)
-            thread.start()
+            self._threads.run(partial(self._run_request, client, request))
         except RuntimeError:
             raise RequestRefused(503, "no thread can be started", retry_after_s=2) from None
         self._busy.add(client)
@@ -284,6 +284,7 @@ class SocketListener:
             client = self._returned.get()
             self._busy.discard(client)
             self._drop(client)
+        self._threads.close()
         self._epoll.close()
         with self._wake_lock:
             self._is_closed = True

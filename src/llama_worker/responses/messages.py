@@ -51,15 +51,16 @@ class ListenerEnded(Struct, frozen=True, kw_only=True):
 
 
 class Enter(Struct, frozen=True, kw_only=True):
-    """An exchange begins; `cut` ends it at once, from any thread. Answered with False where it is one too many.
+    """An exchange begins; `cut` ends it at once, from any thread: also where the proxy is going down.
 
     `response_id`: of the response that it makes; None: it makes none, and is never one too many.
+    `reply`: answered with False where it is one too many; None: nobody asks.
     """
 
     exchange_id: int
     cut: Callable[[], object]
     response_id: str | None
-    reply: Reply[bool]
+    reply: Reply[bool] | None = None
 
 
 class Leave(Struct, frozen=True, kw_only=True):

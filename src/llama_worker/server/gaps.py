@@ -5,6 +5,7 @@ Instants are monotonic seconds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 LATE_S = 1.0  # an alarm that rings so late rings after a gap: stopped, suspended, starved, the interpreter held
@@ -22,9 +23,10 @@ class Gaps:
         """With one that ends now."""
         return Gaps((*self.entries, (end, length_s))[-_KEPT:])
 
-    def lost_s(self, since: float) -> float:
-        """How much of the time since that instant was lost."""
-        return sum(min(length_s, end - since) for end, length_s in self.entries if end > since)
+    def lost_s(self, since: float, until: float = math.inf) -> float:
+        """How much of the time between the two instants was lost."""
+        spans = (min(end, until) - max(end - length_s, since) for end, length_s in self.entries)
+        return sum(span_s for span_s in spans if span_s > 0)
 
 
 NO_GAPS = Gaps()

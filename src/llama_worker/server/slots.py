@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from llama_worker.request.progress import Progress
+from llama_worker.server.gaps import NO_GAPS, Gaps
 from llama_worker.server.timeouts import Verdict, describe
 from llama_worker.types import RequestFailReason, RequestPhase
 
@@ -112,14 +113,15 @@ def judge_by_slots(
     all_are_silent: bool,
     still_since: float,
     now: float,
+    gaps: Gaps = NO_GAPS,
 ) -> SlotsVerdict | SlotMoves | None:
     """What a round of looks tells about one suspected request; None: nothing.
 
     `others` are the other requests in flight, as they are now; `all_are_silent`: no request, of those that have ended
     neither, received data for as long as it takes to be suspected; `still_since`: the first look, of this round or an
-    earlier one, since which nothing moved.
+    earlier one, since which nothing moved; time in `gaps` is no part of a batch.
     """
-    return _Round(looks, suspect, others, all_are_silent, still_since, now).judge()
+    return _Round(looks, suspect, others, all_are_silent, still_since, now, gaps).judge()
 
 
 class _Round:
@@ -131,6 +133,7 @@ class _Round:
         all_are_silent: bool,
         still_since: float,
         now: float,
+        gaps: Gaps,
     ) -> None:
         self._looks = looks
         self._suspect = suspect
@@ -138,6 +141,7 @@ class _Round:
         self._all_are_silent = all_are_silent
         self._still_s = now - still_since
         self._now = now
+        self._gaps = gaps
         self._began_at = looks[0].asked_at
         self._served = [other for other in others if self._has_been_served(other)]
         # The same slot at each look; a server that was started anew in between may have others.
@@ -200,8 +204,10 @@ class _Round:
         Who has reported one holds a slot; who has not may still be queued, headers or not.
         """
         readers = [each for each in (self._suspect, *self._others) if each.phase is _PREFILL]
-        learnt = [each.longest_batch_s for each in readers if each.longest_batch_s is not None]
-        return max(learnt) if len(learnt) >= prompts_count else None
+        learnt = [each.longest_batches for each in readers if each.longest_batches]
+        if len(learnt) < prompts_count:
+            return None
+        return max(batch.length_s() - self._gaps.lost_s(*batch) for batches in learnt for batch in batches)
 
     def _is_left_behind(self) -> bool:
         """Others move at every interval, one that may be its slot never does, and none that moved may be its slot."""

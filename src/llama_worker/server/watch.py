@@ -431,6 +431,7 @@ class ServerWatch:
                 all_are_silent=self._is_long_ago(self._ledger.newest_at, now),
                 still_since=self._slots.still_since,
                 now=now,
+                gaps=self._gaps,
             )
             match by_slots:
                 case SlotsVerdict(verdict=given, alone=alone):

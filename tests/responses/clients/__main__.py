@@ -1,6 +1,6 @@
-"""Runs the scenarios and prints the table of docs/responses.md.
+"""Runs the scenarios and prints the table of docs/responses.md; with `--publish` it is written there.
 
-python -m tests.responses.clients [--only TEXT] [--record]
+python -m tests.responses.clients [--only TEXT] [--record] [--publish]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from tests.responses.clients import browser, codex, opencode
 from tests.responses.clients.recorded import record
 from tests.responses.clients.stage import Json
+from tools.pages import DOCS, write_part
 
 Scenario = Callable[[], list[Json]]
 CLIENTS: dict[str, Sequence[Scenario]] = {
@@ -21,6 +22,7 @@ CLIENTS: dict[str, Sequence[Scenario]] = {
     "opencode": opencode.SCENARIOS,
     "chromium": browser.SCENARIOS,
 }
+TITLES = {"codex": "Codex", "opencode": "OpenCode", "chromium": "Chromium"}
 
 
 def passes(client: str, scenario: Scenario, *, keep: bool) -> bool:
@@ -41,7 +43,7 @@ def passes(client: str, scenario: Scenario, *, keep: bool) -> bool:
 def table(verdicts: dict[tuple[str, str], bool]) -> str:
     """By client and scenario: whether it passes."""
     names = dict.fromkeys(scenario for _, scenario in verdicts)
-    lines = [f"| scenario | {' | '.join(CLIENTS)} |", "| --- |" + " --- |" * len(CLIENTS)]
+    lines = [f"| scenario | {' | '.join(TITLES.values())} |", "| --- |" + " --- |" * len(CLIENTS)]
     for name in names:
         cells = [{True: "passes", False: "fails", None: ""}[verdicts.get((client, name))] for client in CLIENTS]
         lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
@@ -55,14 +57,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.responses.clients")
     parser.add_argument("--only", metavar="TEXT", default="", help="the scenarios whose names contain it")
     parser.add_argument("--record", action="store_true", help="keep what the clients sent")
+    parser.add_argument("--publish", action="store_true", help="write the table into docs/responses.md")
     given = parser.parse_args()
+    if given.only and given.publish:
+        parser.error("--publish is for a run of all of them")
     verdicts = {
         (client, scenario.__name__): passes(client, scenario, keep=given.record)
         for client, scenarios in CLIENTS.items()
         for scenario in scenarios
         if given.only in f"{client} {scenario.__name__}"
     }
-    print(table(verdicts))
+    text = table(verdicts)
+    print(text)
+    if given.publish:
+        write_part(DOCS / "responses.md", "clients", text)
     sys.exit(0 if all(verdicts.values()) else 1)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llama_worker import free_port
-from tests.responses.clients.codex import said
+from tests.responses.clients.coding import said
 from tests.responses.clients.stage import HOST, Json, Stage, stage
 
 EVIL = "evil.example"

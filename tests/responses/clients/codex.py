@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-import struct
 import subprocess
-import zlib
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable
 
 from tests.fake_script import (
     ErrorData,
@@ -23,13 +18,20 @@ from tests.fake_script import (
     Role,
     Sleep,
     Step,
-    Text,
     ToolCall,
     Usage,
-    WaitClose,
-    plain_reply,
 )
-from tests.responses.clients.stage import MCP_SERVER, PACKAGES, WAIT_S, Done, Json, Stage, stage
+from tests.responses.clients.coding import (
+    HALF,
+    CodingClient,
+    begins_with_the_one_before,
+    calls,
+    images,
+    png,
+    results,
+    said,
+)
+from tests.responses.clients.stage import MCP_SERVER, PACKAGES, Done, Json, Stage, stage
 
 CONFIG = """\
 model = "{model}"
@@ -86,33 +88,8 @@ def answer(done: Done) -> str:
     return str(said[-1]["text"]) if said else ""
 
 
-def said(text: str) -> list[Step]:
-    return plain_reply(Text(text))
-
-
-def calls(*tool_calls: tuple[str, Any], before: Sequence[Step] = ()) -> list[Step]:
-    steps = [
-        ToolCall(name, json.dumps(arguments), call_id=f"call{index:05}", index=index, pieces=3)
-        for index, (name, arguments) in enumerate(tool_calls)
-    ]
-    return plain_reply(*before, *steps, reason="tool_calls")
-
-
 def shell(command: str) -> tuple[str, Json]:
     return "exec_command", {"cmd": command}
-
-
-def results(on: Stage) -> list[str]:
-    """The results of tools in the last request."""
-    return [str(message["content"]) for message in on.messages() if message["role"] == "tool"]
-
-
-def begins_with_the_one_before(on: Stage) -> None:
-    """What the server was sent for each turn is what it was sent for the one before, and more."""
-    chats = on.chats()
-    for before, after in pairwise(chats):
-        assert after["messages"][: len(before["messages"])] == before["messages"]
-        assert after.get("tools") == before.get("tools")
 
 
 # ---------------------------------------------------------------- it works
@@ -123,32 +100,6 @@ def answers() -> list[Json]:
         done = codex(on, "Say hello.")
         assert answer(done) == "Hello there."
         assert done.events[-1]["usage"]["input_tokens"] == 10
-        return on.bodies
-
-
-def runs_a_command() -> list[Json]:
-    with stage(calls(shell("echo made > made.txt && cat made.txt")), said("Done.")) as on:
-        assert answer(codex(on, "Make a file.")) == "Done."
-        assert (on.project / "made.txt").read_text() == "made\n"
-        assert "made" in results(on)[0]
-        begins_with_the_one_before(on)
-        return on.bodies
-
-
-def runs_commands_in_parallel() -> list[Json]:
-    with stage(calls(shell("echo one > 1.txt"), shell("echo two > 2.txt")), said("Both.")) as on:
-        assert answer(codex(on, "Make two files.")) == "Both."
-        assert {file.name for file in on.project.iterdir()} == {"1.txt", "2.txt"}
-        assert len(results(on)) == 2
-        return on.bodies
-
-
-def works_in_several_turns() -> list[Json]:
-    turns = [calls(shell(f"echo {number} >> log.txt"), before=[Text(f"Step {number}.")]) for number in range(9)]
-    with stage(*turns, said("Nine.")) as on:
-        assert answer(codex(on, "Count.")) == "Nine."
-        assert (on.project / "log.txt").read_text() == "".join(f"{number}\n" for number in range(9))
-        begins_with_the_one_before(on)
         return on.bodies
 
 
@@ -258,15 +209,6 @@ def shows_reasoning_and_gives_it_back() -> list[Json]:
         return on.bodies
 
 
-def resumes_a_conversation() -> list[Json]:
-    with stage(said("First."), said("Second.")) as on:
-        assert answer(codex(on, "One?")) == "First."
-        assert answer(codex(on, "resume", "--last", "Two?")) == "Second."
-        begins_with_the_one_before(on)
-        assert [message["content"] for message in on.messages() if message["role"] == "assistant"] == ["First."]
-        return on.bodies
-
-
 def resumes_with_another_policy() -> list[Json]:
     """It tells the model so in a late developer message."""
     with stage(said("First."), said("Second.")) as on:
@@ -286,30 +228,6 @@ def compacts_a_long_conversation() -> list[Json]:
         return on.bodies
 
 
-def png() -> bytes:
-    """A red pixel."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0)
-    rows = b"".join(b"\0" + b"\xff\0\0" * 8 for _ in range(8))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
-def images(on: Stage) -> list[str]:
-    parts = [part for message in on.messages() if isinstance(message["content"], list) for part in message["content"]]
-    return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
-
-
-def shows_an_image() -> list[Json]:
-    with stage(said("Red.")) as on:
-        (on.project / "red.png").write_bytes(png())
-        assert answer(codex(on, "Which colour?", "-i", "red.png")) == "Red."
-        assert images(on)[0].startswith("data:image/")
-        return on.bodies
-
-
 def looks_at_an_image() -> list[Json]:
     with stage(calls(("view_image", {"path": "red.png"})), said("Red.")) as on:
         (on.project / "red.png").write_bytes(png())
@@ -319,8 +237,6 @@ def looks_at_an_image() -> list[Json]:
 
 
 # ---------------------------------------------------------------- what goes wrong
-
-HALF: list[Step] = [Headers(), Role(), Text("Half an ans")]
 
 
 def after_a_fault(*fault: Step) -> list[Json]:
@@ -344,26 +260,6 @@ def survives_an_end_in_mid_stream() -> list[Json]:
     return after_a_fault(*HALF, Fin())
 
 
-def survives_an_error_before_the_stream() -> list[Json]:
-    return after_a_fault(HttpError(500, "oops"))
-
-
-def does_not_run_half_a_call() -> list[Json]:
-    name, arguments = shell("touch ran.txt")
-    half: list[Step] = [Headers(), Role(), ToolCall(name, json.dumps(arguments)), ErrorData(500, "parse error")]
-    with stage(half, said("Nothing done.")) as on:
-        assert answer(codex(on, "Do it.")) == "Nothing done."
-        assert not (on.project / "ran.txt").exists()
-        return on.bodies
-
-
-def waits_while_the_model_is_loading() -> list[Json]:
-    loading = [HttpError(503, "Loading model", "unavailable_error")]
-    with stage(loading, loading, said("Loaded.")) as on:
-        assert answer(codex(on, "Hello.")) == "Loaded."
-        return on.bodies
-
-
 def says_that_the_context_is_full() -> list[Json]:
     with stage([HttpError(400, "the request exceeds the context size", "exceed_context_size_error")]) as on:
         done = codex(on, "Hello.")
@@ -383,18 +279,6 @@ def does_not_take_a_cut_answer_for_a_whole_one() -> list[Json]:
         return on.bodies
 
 
-def lets_go_when_interrupted() -> list[Json]:
-    with stage([*HALF, WaitClose()]) as on:
-
-        def interrupt(process: subprocess.Popen[str]) -> None:
-            on.journal.wait("headers", timeout=WAIT_S)
-            process.send_signal(signal.SIGINT)
-
-        codex(on, "Answer.", meanwhile=interrupt)
-        on.journal.wait("client_closed", timeout=WAIT_S)
-        return on.bodies
-
-
 def waits_for_a_long_prompt() -> list[Json]:
     """Four times its idle time: events keep it."""
     idle_s = 1.0
@@ -404,13 +288,14 @@ def waits_for_a_long_prompt() -> list[Json]:
         return on.bodies
 
 
+CODEX = CodingClient(run=codex, answer=answer, shell=shell, resume=("resume", "--last"), image="-i")
 SCENARIOS = [
-    answers, runs_a_command, runs_commands_in_parallel, works_in_several_turns, edits_a_file, applies_a_freeform_patch,
-    is_told_of_a_patch_that_does_not_fit, calls_a_tool_of_an_mcp_server,
-    finds_a_tool_that_it_kept_back, takes_tools_among_the_input, runs_a_sub_agent,
-    answers_in_a_given_form, shows_reasoning_and_gives_it_back, resumes_a_conversation, resumes_with_another_policy,
-    compacts_a_long_conversation, shows_an_image, looks_at_an_image, survives_an_error_in_mid_stream,
-    survives_a_reset_in_mid_stream, survives_an_end_in_mid_stream, survives_an_error_before_the_stream,
-    does_not_run_half_a_call, waits_while_the_model_is_loading, says_that_the_context_is_full,
-    does_not_take_a_cut_answer_for_a_whole_one, lets_go_when_interrupted, waits_for_a_long_prompt,
+    answers, CODEX.runs_a_command, CODEX.runs_commands_in_parallel, CODEX.works_in_several_turns, edits_a_file,
+    applies_a_freeform_patch, is_told_of_a_patch_that_does_not_fit, calls_a_tool_of_an_mcp_server,
+    finds_a_tool_that_it_kept_back, takes_tools_among_the_input, runs_a_sub_agent, answers_in_a_given_form,
+    shows_reasoning_and_gives_it_back, CODEX.resumes_a_conversation, resumes_with_another_policy,
+    compacts_a_long_conversation, CODEX.shows_an_image, looks_at_an_image, survives_an_error_in_mid_stream,
+    survives_a_reset_in_mid_stream, survives_an_end_in_mid_stream, CODEX.survives_an_error_before_the_stream,
+    CODEX.does_not_run_half_a_call, CODEX.waits_while_the_model_is_loading, says_that_the_context_is_full,
+    does_not_take_a_cut_answer_for_a_whole_one, CODEX.lets_go_when_interrupted, waits_for_a_long_prompt,
 ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 from collections.abc import Callable
 
@@ -19,13 +18,11 @@ from tests.fake_script import (
     Role,
     Sleep,
     Step,
-    Text,
     ToolCall,
     Usage,
-    WaitClose,
 )
-from tests.responses.clients.codex import HALF, begins_with_the_one_before, calls, images, png, results, said
-from tests.responses.clients.stage import MCP_SERVER, PACKAGES, WAIT_S, Done, Json, Stage, stage
+from tests.responses.clients.coding import HALF, CodingClient, begins_with_the_one_before, calls, results, said
+from tests.responses.clients.stage import MCP_SERVER, PACKAGES, Done, Json, Stage, stage
 
 DOCUMENTED: Json = {"reasoning": True, "limit": {"context": 32768, "output": 4096}}
 WITH_IMAGES: Json = {**DOCUMENTED, "attachment": True, "modalities": {"input": ["text", "image"], "output": ["text"]}}
@@ -104,33 +101,6 @@ def asks_for_a_title() -> list[Json]:
         return on.bodies
 
 
-def runs_a_command() -> list[Json]:
-    with stage(calls(bash("echo made > made.txt && cat made.txt")), said("Done.")) as on:
-        assert answer(opencode(on, "Make a file.")) == "Done."
-        assert (on.project / "made.txt").read_text() == "made\n"
-        assert "made" in results(on)[0]
-        begins_with_the_one_before(on)
-        return on.bodies
-
-
-def runs_commands_in_parallel() -> list[Json]:
-    with stage(calls(bash("echo one > 1.txt"), bash("echo two > 2.txt")), said("Both.")) as on:
-        assert answer(opencode(on, "Make two files.")) == "Both."
-        assert (on.project / "1.txt").exists()
-        assert (on.project / "2.txt").exists()
-        assert len(results(on)) == 2
-        return on.bodies
-
-
-def works_in_several_turns() -> list[Json]:
-    turns = [calls(bash(f"echo {number} >> log.txt"), before=[Text(f"Step {number}.")]) for number in range(9)]
-    with stage(*turns, said("Nine.")) as on:
-        assert answer(opencode(on, "Count.")) == "Nine."
-        assert (on.project / "log.txt").read_text() == "".join(f"{number}\n" for number in range(9))
-        begins_with_the_one_before(on)
-        return on.bodies
-
-
 def edits_a_file() -> list[Json]:
     path = "text.txt"
     with stage(
@@ -190,29 +160,12 @@ def shows_reasoning_and_gives_it_back() -> list[Json]:
         return on.bodies
 
 
-def resumes_a_conversation() -> list[Json]:
-    with stage(said("First."), said("Second.")) as on:
-        assert answer(opencode(on, "One?")) == "First."
-        assert answer(opencode(on, "--continue", "Two?")) == "Second."
-        assert [message["content"] for message in on.messages() if message["role"] == "assistant"] == ["First."]
-        begins_with_the_one_before(on)
-        return on.bodies
-
-
 def compacts_a_long_conversation() -> list[Json]:
     begin, call, end = [Headers(), Role()], ToolCall(bash("true")[0], json.dumps(bash("true")[1])), Finish("tool_calls")
     long = [*begin, call, end, Usage(prompt_tokens=31_000)]
     with stage(long, said("SUMMARY of it."), said("Went on.")) as on:
         assert answer(opencode(on, "Work.")) == "Went on."
         assert any("SUMMARY of it." in str(message["content"]) for message in on.messages())
-        return on.bodies
-
-
-def shows_an_image() -> list[Json]:
-    with stage(said("Red.")) as on:
-        (on.project / "red.png").write_bytes(png())
-        assert answer(opencode(on, "Which colour?", "--file", "red.png", model=WITH_IMAGES)) == "Red."
-        assert images(on)[0].startswith("data:image/")
         return on.bodies
 
 
@@ -241,28 +194,6 @@ def survives_an_end_in_mid_stream() -> list[Json]:
     return shows_an_error(*HALF, Fin(), hint="connection ended")
 
 
-def survives_an_error_before_the_stream() -> list[Json]:
-    with stage([HttpError(500, "oops")], said("Whole.")) as on:
-        assert answer(opencode(on, "Answer.")) == "Whole."
-        return on.bodies
-
-
-def does_not_run_half_a_call() -> list[Json]:
-    name, arguments = bash("touch ran.txt")
-    half: list[Step] = [Headers(), Role(), ToolCall(name, json.dumps(arguments)), ErrorData(500, "parse error")]
-    with stage(half, said("Nothing done.")) as on:
-        opencode(on, "Do it.")
-        assert not (on.project / "ran.txt").exists()
-        return on.bodies
-
-
-def waits_while_the_model_is_loading() -> list[Json]:
-    loading = [HttpError(503, "Loading model", "unavailable_error")]
-    with stage(loading, said("Loaded.")) as on:
-        assert answer(opencode(on, "Hello.")) == "Loaded."
-        return on.bodies
-
-
 def makes_room_when_the_context_is_full() -> list[Json]:
     full = [HttpError(400, "the request exceeds the available context size", "exceed_context_size_error")]
     with stage(said("First."), full, said("SUMMARY of it."), said("Went on.")) as on:
@@ -283,18 +214,6 @@ def does_not_run_a_call_that_the_limit_cut() -> list[Json]:
         return on.bodies
 
 
-def lets_go_when_interrupted() -> list[Json]:
-    with stage([*HALF, WaitClose()]) as on:
-
-        def interrupt(process: subprocess.Popen[str]) -> None:
-            on.journal.wait("headers", timeout=WAIT_S)
-            process.send_signal(signal.SIGINT)
-
-        opencode(on, "Answer.", meanwhile=interrupt)
-        on.journal.wait("client_closed", timeout=WAIT_S)
-        return on.bodies
-
-
 def waits_for_a_long_prompt() -> list[Json]:
     """Longer than the time that its user allows between two pieces of a reply: events keep it."""
     with stage([Headers(), Sleep(4.0), *said("Read it all.")[1:]], heartbeat_s=0.3) as on:
@@ -303,12 +222,20 @@ def waits_for_a_long_prompt() -> list[Json]:
         return on.bodies
 
 
+OPENCODE = CodingClient(run=opencode, answer=answer, shell=bash, resume=("--continue",), image="--file")
+
+
+def shows_an_image() -> list[Json]:
+    return OPENCODE.shows_an_image(model=WITH_IMAGES)
+
+
 SCENARIOS = [
-    answers, answers_with_the_least_configuration, asks_for_a_title, runs_a_command, runs_commands_in_parallel,
-    works_in_several_turns, edits_a_file, writes_a_file, calls_a_tool_of_an_mcp_server, runs_a_sub_agent,
-    is_told_of_a_tool_that_does_not_exist, shows_reasoning_and_gives_it_back, resumes_a_conversation,
-    compacts_a_long_conversation, shows_an_image, survives_an_error_in_mid_stream, survives_a_reset_in_mid_stream,
-    survives_an_end_in_mid_stream, survives_an_error_before_the_stream, does_not_run_half_a_call,
-    waits_while_the_model_is_loading, makes_room_when_the_context_is_full, does_not_run_a_call_that_the_limit_cut,
-    lets_go_when_interrupted, waits_for_a_long_prompt,
+    answers, answers_with_the_least_configuration, asks_for_a_title, OPENCODE.runs_a_command,
+    OPENCODE.runs_commands_in_parallel, OPENCODE.works_in_several_turns, edits_a_file, writes_a_file,
+    calls_a_tool_of_an_mcp_server, runs_a_sub_agent, is_told_of_a_tool_that_does_not_exist,
+    shows_reasoning_and_gives_it_back, OPENCODE.resumes_a_conversation, compacts_a_long_conversation,
+    shows_an_image, survives_an_error_in_mid_stream, survives_a_reset_in_mid_stream, survives_an_end_in_mid_stream,
+    OPENCODE.survives_an_error_before_the_stream, OPENCODE.does_not_run_half_a_call,
+    OPENCODE.waits_while_the_model_is_loading, makes_room_when_the_context_is_full,
+    does_not_run_a_call_that_the_limit_cut, OPENCODE.lets_go_when_interrupted, waits_for_a_long_prompt,
 ]  # fmt: skip
