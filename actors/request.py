@@ -97,16 +97,7 @@ class RequestActor(Child[RequestMessage]):
     def _begin(self, order: Begin) -> None:
         now = self._runtime.now()
         self._transport, self._tools = order.transport, order.tools
-        self._request = Request(
-            request_id=order.request_id,
-            submission=order.submission,
-            config=self._config,
-            prompted=order.prompted,
-            opens_thinking=order.opens_thinking,
-            unix_offset=self._unix_offset,
-            reply_to=self.me(),
-            now=now,
-        )
+        self._request = Request(order, config=self._config, unix_offset=self._unix_offset, reply_to=self.me(), now=now)
         self._send(self._request.begin(now))
 
     def _answer(self, question: Question) -> None:

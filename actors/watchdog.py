@@ -76,8 +76,12 @@ class WatchdogActor(Child[WatchdogMessage]):
                 self._worker.tell(effect)
                 with contextlib.suppress(RuntimeError):  # no thread left: it is watched without
                     self._runtime.watch_gpus(epoch, self._watch.root_pid, self.me())
-            case ProbeReadiness():
-                self._probe(effect)
+            case ProbeReadiness(epoch=epoch, root_pid=root_pid, first=first):
+                try:
+                    self._readiness = self._runtime.probe_readiness(epoch, root_pid, first=first, reply_to=self.me())
+                except RuntimeError as error:
+                    why, none = described_error(error), ServerTraits()
+                    self.me().tell(Probed(epoch=epoch, outcome=ProbeOutcome.NO_NEWS, detail=why, traits=none))
             case LookAtSlots(epoch=epoch):
                 try:
                     self._slots = self._runtime.look_at_slots(epoch, self.me())
@@ -87,21 +91,6 @@ class WatchdogActor(Child[WatchdogMessage]):
                 self._abort_probes()
             case _:
                 self._worker.tell(effect)
-
-    def _probe(self, order: ProbeReadiness) -> None:
-        try:
-            self._readiness = self._runtime.probe_readiness(
-                order.epoch, order.root_pid, first=order.first, reply_to=self.me()
-            )
-        except RuntimeError as error:
-            self.me().tell(
-                Probed(
-                    epoch=order.epoch,
-                    outcome=ProbeOutcome.NO_NEWS,
-                    detail=described_error(error),
-                    traits=ServerTraits(),
-                )
-            )
 
     def _abort_probes(self) -> None:
         for under_way in (self._readiness, self._slots):

@@ -28,6 +28,7 @@ from llama_worker.messages import (
     Launched,
     OpenStream,
     RequestEnded,
+    RunTool,
     Start,
     Stop,
     StreamEvents,

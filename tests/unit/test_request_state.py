@@ -13,6 +13,7 @@ from llama_worker.bios import STATUS_OPEN
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     Abandon,
+    Begin,
     BiosWritten,
     CallEnded,
     CancelRequest,
@@ -89,7 +90,7 @@ def with_tools(**changed: Any) -> WorkerConfig:
 class Nobody:
     """A mailbox that nothing is told to here."""
 
-    def tell(self, message: RequestMessage) -> bool:
+    def tell(self, message: object) -> bool:
         raise AssertionError(f"the machine itself tells nobody: {message}")
 
 
@@ -162,18 +163,11 @@ def made(of: WorkerConfig | None = None, *, params: dict[str, Any] | None = None
 
 def arguments(of: WorkerConfig | None = None, *, params: dict[str, Any] | None = None, **changed: Any) -> Any:
     """Of a Request."""
-    return {
-        "request_id": 7,
-        "submission": Submission(
-            job_name="j", system_prompt="Be terse.", user_prompt="Hi", params=params or {}, messages=()
-        ),
-        "config": of or config(),
-        "prompted": False,
-        "opens_thinking": False,
-        "unix_offset": UNIX,
-        "reply_to": Nobody(),
-        "now": 100.0,
-    } | changed
+    submission = Submission(job_name="j", system_prompt="Be terse.", user_prompt="Hi", params=params or {}, messages=())
+    told: dict[str, Any] = {"request_id": 7, "submission": submission, "prompted": False, "opens_thinking": False}
+    order = Begin(transport=Nobody(), tools=Nobody(), **(told | {k: v for k, v in changed.items() if k in told}))
+    given = {"order": order, "config": of or config(), "unix_offset": UNIX, "reply_to": Nobody(), "now": 100.0}
+    return given | {k: v for k, v in changed.items() if k not in told}
 
 
 def begun(of: WorkerConfig | None = None, **changed: Any) -> Driven:

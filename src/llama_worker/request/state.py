@@ -16,6 +16,7 @@ from llama_worker.config import WorkerConfig
 from llama_worker.errors import masked
 from llama_worker.messages import (
     Abandon,
+    Begin,
     BiosWritten,
     CallEnded,
     CancelRequest,
@@ -49,7 +50,6 @@ from llama_worker.request.ending import (
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress, last_progress_at
 from llama_worker.request.report import Totals, build_progress, build_record, build_status
-from llama_worker.request.submission import Submission
 from llama_worker.request.tool_batch import ToolBatch, unrun_entry
 from llama_worker.request.turn import Turn, TurnId
 from llama_worker.stream.calls import MalformedCall, ParsedCall, Partition, RawCall, partition
@@ -123,27 +123,24 @@ class Request:
 
     def __init__(
         self,
+        order: Begin,
         *,
-        request_id: int,
-        submission: Submission,
         config: WorkerConfig,
-        prompted: bool,
-        opens_thinking: bool,
         unix_offset: float,
         reply_to: Mailbox[RequestMessage],
         now: float,
     ) -> None:
-        self.request_id = request_id
-        self.job_name = submission.job_name
-        self._submission = submission
+        self.request_id = order.request_id
+        self.job_name = order.submission.job_name
+        self._submission = order.submission
         self._config = config
         self._reply_to = reply_to
         self._offers_tools = bool(config.normal_tools or config.exit_tools)
         self._normal_names = [tool["function"]["name"] for tool in config.normal_tools]
         self._exit_names = [tool["function"]["name"] for tool in config.exit_tools]
         self._emitted: list[SignalEmitted] = []  # not told yet
-        self._prompted = prompted
-        self._opens_thinking = opens_thinking and keeps_prompt_end(config, submission.params)
+        self._prompted = order.prompted
+        self._opens_thinking = order.opens_thinking and keeps_prompt_end(config, order.submission.params)
         self._waiting: _Waiting = _Streaming()
         self._gap_forgiven: float | None = None  # the deadline that a gap has put off already
         self._turns_count = 0
@@ -152,8 +149,8 @@ class Request:
         self._conversation: Conversation | None = None
         self._unrun: Partition | None = None  # the turn's calls, as long as nothing has become of them
         self._totals = Totals(
-            request_id=request_id,
-            job_name=submission.job_name,
+            request_id=self.request_id,
+            job_name=self.job_name,
             created_at=now,
             unix_offset=unix_offset,
             output=Output(config.loop_detector),
