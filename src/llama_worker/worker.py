@@ -53,7 +53,7 @@ from llama_worker.types import (
     WorkerDebugInfo,
     WorkerStatus,
 )
-from llama_worker.validation import checked_int, shown
+from llama_worker.validation import checked_bool, checked_int
 
 _logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
@@ -200,13 +200,9 @@ class LlamaWorker(Startable):
         With `wait` the future resolves once something was added, or the request has ended: nobody has to poll.
         """
         future: WorkerFuture[OutputChunk | NotFound] = WorkerFuture()
-        if not isinstance(wait, bool):
-            self._backend.check_open()
-            future.fail(TypeError(f"wait must be a bool, not {type(wait).__name__}: {shown(wait)}"))
-            return future
         offsets = {"text_offset": text_offset, "reasoning_offset": reasoning_offset}
         question = ReadOutput(request_id=request_id, **offsets, wait=wait, reply=future)
-        return self._ask_with(future, question, request_id=request_id, **offsets)
+        return self._ask_with(future, question, request_id=request_id, **offsets, wait=wait)
 
     def iter_output(self, request_id: int) -> Iterator[OutputChunk]:
         """Yield the output as it comes, from its beginning; the last chunk, and no other, has `done` True.
@@ -259,12 +255,12 @@ class LlamaWorker(Startable):
         future: WorkerFuture[T] = WorkerFuture()
         return self._ask_with(future, question(future), **numbers)
 
-    def _ask_with(self, future: F, message: HostMessage, **numbers: object) -> F:
-        """Send the message that carries the future, which fails if one of `numbers` is not a non-negative int."""
+    def _ask_with(self, future: F, message: HostMessage, **given: object) -> F:
+        """Send the message that carries the future, which fails if `wait` is no bool or another is no count."""
         self._backend.check_open()
-        for name, value in numbers.items():
+        for name, value in given.items():
             try:
-                checked_int(name, value, at_least=0)
+                checked_bool(name, value) if name == "wait" else checked_int(name, value, at_least=0)
             except (TypeError, ValueError) as error:
                 future.fail(error)
                 return future

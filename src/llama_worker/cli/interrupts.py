@@ -53,7 +53,7 @@ class Interrupts:
     @property
     def exit_code(self) -> int:
         """Of a command that ends because it was asked to."""
-        return exits.CANCELED if self.ended_by is None else exits.by_signal(self.ended_by)
+        return exits.CANCELED if self.ended_by is None else exits.BY_SIGNAL + self.ended_by
 
     def forgive(self) -> None:
         """What was pressed has had its effect."""
@@ -79,7 +79,7 @@ class Interrupts:
         if self.ended_by is not None or (number == signal.SIGINT and self.presses):
             with contextlib.suppress(OSError):
                 os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + b"\nstopped at once\n")
-            os._exit(exits.by_signal(number))
+            os._exit(exits.BY_SIGNAL + number)
         if number == signal.SIGINT:
             self.presses += 1
         else:

@@ -7,8 +7,9 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from llama_worker import (
     ChatMessage,
@@ -30,8 +31,7 @@ _LOG_LINES = 10  # of a server that died
 _JOB = "run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Talk:
+class Talk(Struct, frozen=True, kw_only=True):
     """What is to be said to the model."""
 
     prompt: str | None

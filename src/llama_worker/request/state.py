@@ -311,7 +311,7 @@ class Request:
             case _Prompting() as waiting:
                 self._waiting = replace(waiting, until=now + min(gap_s, self._config.timeouts.bios_timeout_s))
             case _Streaming():
-                self._turn.end.put_off(now + min(gap_s, SETTLE_S))
+                self._turn.end.settled_at = now + min(gap_s, SETTLE_S)
             case _Broken() | _Draining() as waiting:
                 self._waiting = replace(waiting, until=now + min(gap_s, SETTLE_S))
             case _:

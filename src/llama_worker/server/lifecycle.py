@@ -170,7 +170,9 @@ def _stop(life: Lifecycle, now: float, grace_s: float) -> tuple[Lifecycle, Effec
             )
             return left, effects
         case Ending(stuck=str(stuck)) as ending:
-            return replace(life, state=replace(ending, goal=ToStopped())), (Resolve(Stop, _unstoppable(stuck)),)
+            return replace(life, state=replace(ending, goal=ToStopped())), (
+                Resolve(Stop, WorkerStopError("unkillable", stuck)),
+            )
         case Ending() as ending:
             kept = replace(ending, goal=ToStopped(), start_error=None)
             if ending.closing_until is None and ending.grace_s <= grace_s:
@@ -207,10 +209,7 @@ def _startup_failed(life: Lifecycle, now: float, error: WorkerStartError, *, fir
 
 def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Effects]:
     """Nothing of the launch's tree is left."""
-    returncode, log_tail = exited.returncode, exited.log_tail
-    detail = f"the server ended with {described(returncode)}"
-    if exited.lack_of_memory is not None:
-        detail = f"{detail}: {exited.lack_of_memory}"
+    returncode, log_tail, detail = exited.returncode, exited.log_tail, _described(exited)
     reason = StartFailReason.PORT_IN_USE if exited.port_taken else StartFailReason.EXITED
     match life.state:
         case Launching(first=True):
@@ -237,11 +236,7 @@ def _unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle
     goal = ToStopped() if isinstance(ending.goal, ToStopped) else ending.goal
     stuck = replace(ending, goal=goal, start_error=None, closing_until=None, stuck=detail)
     known = replace(life, state=stuck, last_error=str(error))
-    return known, (Resolve(Start, error), Resolve(Stop, _unstoppable(detail)))
-
-
-def _unstoppable(detail: str) -> WorkerStopError:
-    return WorkerStopError("unkillable", detail)
+    return known, (Resolve(Start, error), Resolve(Stop, WorkerStopError("unkillable", detail)))
 
 
 def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lifecycle, Effects]:
@@ -273,13 +268,15 @@ def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, 
 
 def _server_died(life: Lifecycle, now: float, death: Died | Exited, *ending: Terminate) -> tuple[Lifecycle, Effects]:
     """It was READY: what it was working on is lost. `ending`: what is left of its tree still goes."""
-    detail = f"the server ended with {described(death.returncode)}"
-    if death.lack_of_memory is not None:
-        detail = f"{detail}: {death.lack_of_memory}"
+    detail = _described(death)
     effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail), *ending)
-    if death.lack_of_memory is not None:
-        return _restart(life, now, "out_of_memory", detail, effects, lives=bool(ending))
-    return _restart(life, now, "server_died", detail, effects, lives=bool(ending))
+    reason = "server_died" if death.lack_of_memory is None else "out_of_memory"
+    return _restart(life, now, reason, detail, effects, lives=bool(ending))
+
+
+def _described(death: Died | Exited) -> str:
+    how = f"the server ended with {described(death.returncode)}"
+    return how if death.lack_of_memory is None else f"{how}: {death.lack_of_memory}"
 
 
 def _recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effects]:

@@ -32,7 +32,7 @@ class TurnEnd:
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
-        self.settled_at: float | None = None  # monotonic; when `tick` ends a turn that has finished
+        self.settled_at: float | None = None  # monotonic; when `tick` ends a turn that has finished; it may be put off
 
     def feed(self, event: LastWord, now: float) -> Verdict | None:
         """An event that may be the last."""
@@ -56,7 +56,3 @@ class TurnEnd:
     def tick(self, now: float) -> Verdict | None:
         """The deadline `settled_at` may have come."""
         return Finished(self.finish_reason) if self.settled_at is not None and now >= self.settled_at else None
-
-    def put_off(self, until: float) -> None:
-        """Nothing ran in the meantime: what may follow the finish reason has time until then."""
-        self.settled_at = until
