@@ -22,7 +22,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.presses = 0  # of Ctrl-C, since the last `forgive`
+        self.presses = 0  # of Ctrl-C, since they had an effect
         self.ended_by: int | None = None  # SIGTERM or SIGHUP
         self._raises = False
         self._before: dict[int, Any] = {}
@@ -54,10 +54,6 @@ class Interrupts:
     def exit_code(self) -> int:
         """Of a command that ends because it was asked to."""
         return exits.CANCELED if self.ended_by is None else exits.BY_SIGNAL + self.ended_by
-
-    def forgive(self) -> None:
-        """What was pressed has had its effect."""
-        self.presses = 0
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:

@@ -91,7 +91,7 @@ class _Session:
                 history = run_report.history_with(history, prompt, result)
                 if self._interrupts.ended_by is not None:
                     break
-                self._interrupts.forgive()
+                self._interrupts.presses = 0
         except Stopped:
             return self._stopped_before("ended")
         return exits.DONE if self._interrupts.ended_by is None else self._interrupts.exit_code
