@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from llama_worker.config import WorkerConfig
-from llama_worker.messages import BiosWritten, OpenStream, StreamEvents, StreamOpened
+from llama_worker.messages import Begin, BiosWritten, OpenStream, StreamEvents, StreamOpened
 from llama_worker.request.state import Request
 from llama_worker.request.submission import validate_submit
 from llama_worker.server.command import llama_server_cmd
@@ -80,10 +80,11 @@ def worker(data: bytes) -> int:
     command = llama_server_cmd("model.gguf", host="127.0.0.1", port=20_000, slots=1)
     config = WorkerConfig("bench", "127.0.0.1", 20_000, command, max_tokens=None, loop_detector=None)
     submission = validate_submit("bench", "", "x", None, None)
-    request = Request(
-        request_id=1, submission=submission, config=config, prompted=False, opens_thinking=False, unix_offset=0.0,
-        reply_to=_Nobody(), now=0.0,
-    )  # fmt: skip
+    nobody = _Nobody()
+    begin = Begin(
+        request_id=1, submission=submission, transport=nobody, tools=nobody, prompted=False, opens_thinking=False
+    )
+    request = Request(begin, config=config, unix_offset=0.0, reply_to=nobody, now=0.0)
     request.begin(0.0)
     (order,) = request.step(BiosWritten(turn_id=(1, 1), bios="", error=None), 0.0)
     assert isinstance(order, OpenStream)

@@ -56,7 +56,6 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
         url = urlsplit(self.base_url)
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
@@ -160,7 +159,6 @@ class ChatExchange:
         return events
 
     def close(self) -> None:
-        """Give the connection back."""
         self._abort.detach()
         if self._socket is not None:
             self._socket.close()

@@ -8,15 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 from llama_worker.config import WorkerConfig
+from llama_worker.messages import Mailbox, SlotsSeen
 from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.connections import Abort, Aborted, shut_down
 from llama_worker.runtime.loop_connection import LoopConnection
 from llama_worker.runtime.plain_http import exchange, request_bytes
 from llama_worker.runtime.timers import call_at
+from llama_worker.server.slots import SlotsLook, parse_slots
 from llama_worker.stream.plain_reply import PlainReply
 
 NO_ANSWER = (Aborted, OSError, ValueError)  # what `ask` raises, and what a Question ends with
 _READ_BYTES = 65536
+_SLOTS_TIMEOUT_S = 2.0  # it answers within 0.21 s, also in the middle of a long batch (b11434)
 
 
 class Question(LoopConnection):
@@ -95,6 +98,18 @@ class Question(LoopConnection):
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(error or self._reply)
+
+
+def look_at_slots(endpoint: Endpoint, epoch: int, name: str, reply_to: Mailbox[SlotsSeen]) -> Question:
+    """Ask for `/slots`; one SlotsSeen follows. Raises as Question."""
+    asked_at = time.monotonic()
+
+    def tell(reply: PlainReply | Exception) -> None:
+        slots = parse_slots(json_of(reply.body)) if isinstance(reply, PlainReply) and reply.status == 200 else None
+        look = None if slots is None else SlotsLook(asked_at=asked_at, slots=slots)
+        reply_to.tell(SlotsSeen(epoch=epoch, look=look))
+
+    return Question(endpoint, "/slots", timeout_s=_SLOTS_TIMEOUT_S, name=name, on_end=tell)
 
 
 def ask(
