@@ -28,7 +28,7 @@ from llama_worker.messages import (
     Launched,
     OpenStream,
     RequestEnded,
-    RunTools,
+    RunTool,
     Start,
     Stop,
     StreamEvents,
@@ -102,7 +102,7 @@ def _assert_recovers(rig: Rig) -> None:
     ("actor", "kind", "error"),
     [
         (TransportActor, OpenStream, RuntimeError),
-        (ToolLoopActor, RunTools, RuntimeError),
+        (ToolLoopActor, RunTool, RuntimeError),
         (WatchdogActor, Watch, RuntimeError),
         (RequestActor, StreamEvents, SystemExit),
         (RequestActor, StreamEvents, Speechless),

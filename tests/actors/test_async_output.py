@@ -166,3 +166,11 @@ def test_a_bad_interval_is_refused_at_once(
     rig = make_worker(start=False)
     with pytest.raises(error, match="poll_interval_s"):
         stream(rig.worker, 1, **how)
+
+
+def test_it_goes_on_from_the_offsets(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    request_id = rig.submit(*plain_reply(Reasoning("abcd"), Text("efgh")))
+    rig.wait_ended(request_id)
+    (chunk,) = run(collect(rig, request_id, text_offset=1, reasoning_offset=3))
+    assert (chunk["text"], chunk["reasoning"]) == ("fgh", "d")

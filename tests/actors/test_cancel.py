@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from llama_worker.runtime.stream_reader import StreamReader
 from llama_worker.types import RequestState, WorkerState
-from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.fake_script import (
     Burn,
     Finish,
@@ -94,37 +92,6 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_it(
     readers[0].abort()
     rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
     go_on.set()
-
-
-@pytest.fixture
-def fill_backlog() -> Iterator[Callable[[int], None]]:
-    """Fill a listener's queue, so that the next connection has to wait."""
-    held: list[socket.socket] = []
-
-    def fill(port: int) -> None:
-        for _ in range(5000):
-            made = socket.socket()
-            held.append(made)
-            made.settimeout(0.5)
-            try:
-                made.connect((HOST, port))
-            except TimeoutError:
-                return
-        pytest.fail("the backlog takes everything")
-
-    yield fill
-    for made in held:
-        made.close()
-
-
-def test_a_request_that_still_connects_is_cancelled(rig: Rig, fill_backlog: Callable[[int], None]) -> None:
-    pid = rig.status()["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    fill_backlog(rig.config.port)
-    request = rig.submit()
-    _cancel(rig, request)
-    eventually(lambda: not _stream_threads(), "end of the reader thread", 2.0)
-    os.kill(pid, signal.SIGCONT)
 
 
 def _stream_threads() -> list[str]:

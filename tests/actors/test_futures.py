@@ -223,14 +223,6 @@ def test_a_callback_added_after_the_answer_runs_too() -> None:
     assert called.get(timeout=TIMEOUT_S) == (1, "llama_worker-callbacks")
 
 
-def test_a_callback_is_called_for_a_failure_too() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
-    called: SimpleQueue[bool] = SimpleQueue()
-    future.add_done_callback(lambda f: called.put(f.done()))
-    future.fail(LookupError())
-    assert called.get(timeout=TIMEOUT_S)
-
-
 @pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(3), KeyboardInterrupt()])
 def test_an_exception_in_a_callback_is_logged_and_the_next_one_runs(
     error: BaseException, caplog: pytest.LogCaptureFixture
@@ -248,21 +240,6 @@ def test_an_exception_in_a_callback_is_logged_and_the_next_one_runs(
     (entry,) = [record for record in caplog.records if record.name == "llama_worker.futures"]
     assert entry.exc_info is not None
     assert entry.exc_info[1] is error
-
-
-def test_a_slow_callback_does_not_keep_the_answerer() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
-    release, ended = threading.Event(), threading.Event()
-
-    def slow(_: object) -> None:
-        release.wait(TIMEOUT_S)
-        ended.set()
-
-    future.add_done_callback(slow)
-    future.answer(1)  # would block here
-    assert not ended.is_set()
-    release.set()
-    assert ended.wait(TIMEOUT_S)
 
 
 # ---------------------------------------------------------------- a value that is handed over
@@ -337,13 +314,6 @@ def derived() -> tuple[WorkerFuture[Any], WorkerFuture[Any]]:
     return source, source.map(plus_one)  # type: ignore[return-value]
 
 
-def test_a_mapped_future_can_be_waited_for() -> None:
-    source, mapped = derived()
-    answerer = in_thread(lambda: source.answer(1))
-    assert mapped.get(timeout=TIMEOUT_S) == 2
-    answerer.join(TIMEOUT_S)
-
-
 def test_a_mapped_future_can_be_awaited_and_the_event_loop_goes_on() -> None:
     source, mapped = derived()
 
@@ -354,14 +324,6 @@ def test_a_mapped_future_can_be_awaited_and_the_event_loop_goes_on() -> None:
         return await waiting
 
     assert asyncio.run(asyncio.wait_for(main(), TIMEOUT_S)) == 2
-
-
-def test_a_mapped_future_calls_back() -> None:
-    source, mapped = derived()
-    called: SimpleQueue[Any] = SimpleQueue()
-    mapped.add_done_callback(lambda f: called.put(f.get(timeout=0)))
-    source.answer(1)
-    assert called.get(timeout=TIMEOUT_S) == 2
 
 
 def test_futures_can_be_joined_and_awaited() -> None:
@@ -376,13 +338,6 @@ def test_futures_can_be_joined_and_awaited() -> None:
 
     assert list(asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))) == [1, 2]
     assert list(joined.get(timeout=TIMEOUT_S)) == [1, 2]
-
-
-def test_a_mapped_future_can_be_awaited_where_the_source_fails() -> None:
-    source, mapped = derived()
-    source.fail(LookupError("lost"))
-    with pytest.raises(LookupError, match="lost"):
-        asyncio.run(asyncio.wait_for(wait(mapped), TIMEOUT_S))
 
 
 def test_a_mapped_result_is_taken_through_the_map() -> None:

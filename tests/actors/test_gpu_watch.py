@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pynvml
@@ -17,9 +17,8 @@ import pytest
 from llama_worker.messages import GpuFaulted
 from llama_worker.runtime import gpu_watch
 from llama_worker.server.gpu_faults import GpuFault
-from llama_worker.types import WorkerState
-from tests.actors.conftest import GatePath, MakeWorker, eventually
-from tests.fake_script import Finish, Gate, Text, WaitClose
+from tests.actors.conftest import MakeWorker, eventually
+from tests.fake_script import Finish, Text, WaitClose
 from tests.scripted_nvml import Gpu, NVMLError, ScriptedNvml
 
 WAIT_S = 20.0  # for what takes milliseconds
@@ -257,22 +256,6 @@ def test_a_gpu_that_fails_restarts_the_server_and_its_requests_keep_their_output
     wait_watched(nvml, 2)
     nvml.report_ecc(nvml.gpus[0])
     assert rig.wait_restarted(2)["restart_count"] == 2
-
-
-def test_an_error_of_one_process_is_a_warning_and_costs_a_healthy_server_nothing(
-    nvml: ScriptedNvml, make_worker: MakeWorker, make_gate: Callable[[], GatePath]
-) -> None:
-    rig, gate = make_worker(), make_gate()
-    wait_watched(nvml, 1)
-    request_id = rig.submit(Text("a"), Gate(str(gate.path)), Text("b"), Finish())
-    rig.wait_text(request_id, "a")
-    nvml.report(nvml.gpus[0], 31)
-    eventually(lambda: rig.status()["warnings"], "a warning")
-    gate.open()
-    assert rig.ended(request_id)["text"] == "ab"
-    status = rig.status()
-    assert (status["state"], status["restart_count"]) == (WorkerState.READY, 0)
-    assert status["warnings"] == ["GPU 0: Xid 31, a memory page fault"]
 
 
 def test_nvml_that_hangs_holds_up_neither_requests_nor_the_end(nvml: ScriptedNvml, make_worker: MakeWorker) -> None:

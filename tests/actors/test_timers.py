@@ -61,22 +61,6 @@ def test_calls_are_made_in_the_order_of_their_deadlines() -> None:
     assert [called.get(timeout=TIMEOUT_S) for _ in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_equal_deadlines_keep_the_order_they_were_set_in() -> None:
-    called: SimpleQueue[int] = SimpleQueue()
-    at = time.monotonic() + 0.05
-    for number in range(20):
-        call_at(at, lambda number=number: called.put(number))  # type: ignore[misc]
-    assert [called.get(timeout=TIMEOUT_S) for _ in range(20)] == list(range(20))
-
-
-def test_a_past_deadline_is_due_at_once_also_behind_a_far_one() -> None:
-    far = call_at(time.monotonic() + 3600, lambda: None)
-    called = threading.Event()
-    call_at(time.monotonic() - 1, called.set)
-    assert called.wait(TIMEOUT_S)
-    far.cancel()
-
-
 def test_an_alarm_rings_at_the_instant_set_last_and_not_once_it_is_off() -> None:
     rung: SimpleQueue[float] = SimpleQueue()
     now = time.monotonic()
@@ -123,19 +107,6 @@ def test_a_deadline_beyond_what_the_platform_can_wait_for_does_not_stop_the_othe
     call_at(time.monotonic() + 0.05, again.set)
     assert again.wait(TIMEOUT_S)
     never.cancel()
-
-
-def test_a_call_may_set_the_next() -> None:
-    done = threading.Event()
-
-    def step(left: int) -> None:
-        if left == 0:
-            done.set()
-        else:
-            call_at(time.monotonic(), lambda: step(left - 1))
-
-    step(50)
-    assert done.wait(TIMEOUT_S)
 
 
 def test_a_thread_of_its_own_holds_no_cancelled_timers() -> None:

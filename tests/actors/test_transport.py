@@ -253,3 +253,12 @@ def test_the_api_key_in_the_servers_own_log_is_masked(make_worker: MakeWorker) -
         rig.worker.start().get(timeout=WAIT_S)
     assert KEY not in str(failure.value) + repr(failure.value) + repr(failure.value.log_tail)
     assert KEY not in repr(rig.worker.get_debug_info().get()) + repr(rig.status())
+
+
+def test_a_wrong_api_key_is_a_start_that_never_gets_ready(make_worker: MakeWorker) -> None:
+    rig = make_worker(
+        start=False, api_key="wrong", env={"LLAMA_API_KEY": KEY}, timeouts=fast_timeouts(startup_timeout_s=1.0)
+    )
+    with pytest.raises(WorkerStartError) as failure:
+        rig.worker.start().get(timeout=WAIT_S)
+    assert failure.value.reason == "startup_timeout"

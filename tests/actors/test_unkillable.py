@@ -7,13 +7,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from llama_worker import WorkerStartError, WorkerStopError
-from llama_worker.actors.process import ProcessActor
-from llama_worker.messages import HealthLost, Terminate
 from llama_worker.types import StartFailReason, WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 from tests.conftest import Leftovers
@@ -129,45 +126,6 @@ def test_a_stop_says_that_the_server_cannot_be_killed_and_once_it_is_gone_all_is
     rig.wait_gone()
     assert rig.start()["state"] is WorkerState.READY
     assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
-
-
-def test_a_server_that_is_given_up_and_cannot_be_killed_is_replaced_once_it_is_gone(
-    make_worker: MakeWorker, hold: Callable[[int], Release]
-) -> None:
-    rig = stubborn(make_worker)
-    release = hold(rig.status()["pid"])
-    rig.worker.actor_ref.tell(HealthLost(epoch=1, detail="for the test"))
-    status = rig.wait_state(WorkerState.FAILED)
-    assert status["last_error"].startswith("unkillable")
-    with pytest.raises(WorkerStartError) as not_started:
-        rig.worker.start().get(timeout=WAIT_S)
-    assert not_started.value.reason is StartFailReason.UNKILLABLE
-    assert len(rig.journal.facts("launched")) == 1
-    release()
-    rig.wait_restarted()
-    assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
-
-
-def test_it_is_found_also_where_the_actor_died_that_should_have_seen_it(
-    make_worker: MakeWorker, hold: Callable[[int], Release], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = stubborn(make_worker)
-    release = hold(rig.status()["pid"])
-    handle = ProcessActor.handle
-
-    def die(actor: ProcessActor, message: Any) -> None:
-        if isinstance(message, Terminate):
-            raise RuntimeError("accident")
-        handle(actor, message)
-
-    monkeypatch.setattr(ProcessActor, "handle", die)
-    with pytest.raises(WorkerStopError, match="unkillable"):
-        rig.worker.stop().get(timeout=WAIT_S)
-    assert_answered_unkillable(rig)
-    monkeypatch.undo()
-    release()
-    rig.wait_state(WorkerState.STOPPED)
-    assert rig.start()["state"] is WorkerState.READY
 
 
 def test_close_returns_although_the_server_cannot_be_killed(

@@ -13,7 +13,7 @@ import pytest
 from llama_worker import Canary, Recycle, WorkerStartError, WorkerState
 from llama_worker.runtime import oom_watch
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually, fast_restart
-from tests.fake_script import Reply, Script, fake_server_cmd, plain_reply
+from tests.fake_script import Gate, Reply, Script, Text, fake_server_cmd, plain_reply
 
 
 def restarts(rig: Any) -> list[str]:
@@ -30,6 +30,23 @@ def test_a_server_is_recycled_between_requests_and_nobody_is_locked_out(make_wor
     assert len(pids) == 4
     assert restarts(rig) == ["recycled"] * 3
     assert {fact["code"] for fact in rig.journal.facts("exit")} == {0}  # in peace
+
+
+def test_a_server_with_a_request_in_flight_is_not_recycled(make_worker: MakeWorker, make_gate: Any) -> None:
+    gate = make_gate()
+    rig = make_worker(slots=2, restart=fast_restart(recycle=Recycle(max_requests=1)))
+    long = rig.submit(*plain_reply(Gate(gate.path), Text("at last")))
+    assert rig.run()["state"] == "completed"
+    assert rig.status()["state"] is WorkerState.READY
+    gate.open()
+    assert rig.ended(long)["text"] == "at last"
+    rig.wait_restarted(1)
+
+
+def test_an_idle_server_is_recycled_for_its_age(make_worker: MakeWorker) -> None:
+    rig = make_worker(restart=fast_restart(recycle=Recycle(max_age_s=0.2)))
+    rig.wait_restarted(2)
+    assert set(restarts(rig)) == {"recycled"}
 
 
 def test_a_server_that_has_grown_is_recycled(make_worker: MakeWorker) -> None:

@@ -37,7 +37,6 @@ from tests.fake_script import (
 
 HARMFUL = "a\x1b[31mred\x1b]0;title\x07 [bold]b[/bold]\r\n\x9b2Jc\x7f :smile:"
 TOO_LONG = HttpError(400, "request (99 tokens) exceeds the available context size (64 tokens)")
-HARMLESS = "a␛[31mred␛]0;title␇ [bold]b[/bold]\n\ufffd2Jc␡ :smile:"
 
 
 def saying(*steps: object) -> Script:
@@ -52,17 +51,6 @@ def test_the_text_is_all_that_stdout_gets(run: Run, program: MakeProgram, model:
     assert "2 tokens" in done.stderr
     assert "\x1b" not in done.stderr
     assert server.is_gone()
-
-
-def test_control_characters_and_markup_are_shown_and_not_obeyed(run: Run, program: MakeProgram, model: str) -> None:
-    server = program(saying(Text(HARMFUL), Finish(), DoneMarker()))
-    assert run("run", model, "Hi", "--server", server.path).stdout == HARMLESS + "\n"
-
-
-def test_quiet_leaves_the_text_alone(run: Run, program: MakeProgram, model: str) -> None:
-    server = program(saying(Reasoning("hm"), Text("4"), Finish(), DoneMarker()))
-    done = run("run", model, "2 + 2?", "--server", server.path, "--quiet")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
 
 
 def test_what_was_given_reaches_the_server(run: Run, program: MakeProgram, model: str) -> None:
@@ -216,11 +204,6 @@ def test_what_cannot_work_is_said_with_what_to_do(
     assert said in done.stderr
     assert todo in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_json_tells_too_that_nothing_could_be_started(run: Run) -> None:
-    told = json.loads(run("run", "/no/such.gguf", "Hi", "--json").stdout)
-    assert (told["outcome"], told["reason"]) == ("not_started", "no_model")
 
 
 # ---------------------------------------------------------------- ends from outside

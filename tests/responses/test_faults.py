@@ -24,6 +24,7 @@ from tests.fake_script import (
     Step,
     Text,
     ToolCall,
+    WaitClose,
     steps_json,
 )
 from tests.responses.conftest import Client, MakeClient
@@ -128,3 +129,9 @@ def test_a_fault_of_the_proxy_is_a_500_that_tells_nothing(
     assert (reply.status, reply.json["error"]["type"]) == (500, "server_error")
     assert "LookupError" in caplog.text
     assert "hush" not in caplog.text + reply.data.decode()
+
+
+def test_usage_that_never_comes_is_not_waited_for_long(fake: Client) -> None:
+    events = fake.stream(*HALF, Finish(), WaitClose())
+    assert events[-1]["type"] == "response.completed"
+    fake.journal.wait("client_closed")

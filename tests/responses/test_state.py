@@ -21,7 +21,7 @@ from tests.fake_script import (
     WaitClose,
     plain_reply,
 )
-from tests.responses.conftest import Client, Reply
+from tests.responses.conftest import Client, MakeClient, Reply
 
 ANSWER = plain_reply(Reasoning("hm"), Text("Yes?"))
 
@@ -89,3 +89,22 @@ def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) 
         thread.join()
         assert replies[0].status == 200, replies[0].data
         assert b"response.completed" in response.read()
+
+
+def test_reasoning_round_trips_without_state(fake: Client) -> None:
+    include = ["reasoning.encrypted_content"]
+    items = fake.create(*ANSWER, store=False, include=include).json["output"]
+    kept = [{**items[0], "content": [], "summary": []}, *items[1:]]
+    fake.create(input=[*kept, {"role": "user", "content": "More"}], store=False, include=include)
+    assert fake.last_chat()["messages"][0]["reasoning_content"] == "hm"
+
+
+def test_a_streamed_response_can_be_fetched_as_soon_as_it_has_ended(fake: Client) -> None:
+    final = fake.stream(*ANSWER)[-1]["response"]
+    assert fake.send("GET", f"/v1/responses/{final['id']}").json == final
+
+
+def test_the_store_is_bounded(make_client: MakeClient) -> None:
+    fake = make_client(max_responses=2)
+    ids = [fake.create().json["id"] for _ in range(3)]
+    assert [fake.send("GET", f"/v1/responses/{one}").status for one in ids] == [404, 200, 200]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -47,13 +46,6 @@ def test_a_request_streams_to_its_end_with_usage_and_timings(chat: LlamaWorker) 
     assert timings["tokens_per_second"] > 0
 
 
-def test_a_delivered_result_is_gone(chat: LlamaWorker) -> None:
-    request_id = submitted(chat, "once", "Hi", **forced("Hello."))
-    assert ended(chat, request_id)["text"] == "Hello."
-    assert chat.get_result(request_id).get(timeout=patience()) == {"ok": False, "error": "NOT_FOUND"}
-    assert chat.get_status(request_id).get(timeout=patience()) == {"ok": False, "error": "NOT_FOUND"}
-
-
 def test_characters_of_several_tokens_arrive_whole(chat: LlamaWorker) -> None:
     text = "Grüße, 世界: 🦙 ≠ 🐑"
     assert ended(chat, submitted(chat, "unicode", "Hi", **forced(text)))["text"] == text
@@ -71,23 +63,6 @@ def test_two_requests_run_side_by_side_and_a_third_is_refused(chat: LlamaWorker)
     assert third == {"ok": False, "error": "NO_SLOT_AVAILABLE"}
     for request_id in ids:
         assert chat.cancel(request_id).get(timeout=patience()) is True
-
-
-def test_read_output_grows_until_it_is_the_result(chat: LlamaWorker) -> None:
-    request_id = submitted(chat, "live", "Count.", **ENDLESS, max_tokens=60)
-    pieces, offset, done = [""], 0, False
-    deadline = time.monotonic() + patience()
-    while not done:
-        assert time.monotonic() < deadline
-        chunk = chat.read_output(request_id, text_offset=offset).get(timeout=patience())
-        assert chunk["ok"], chunk
-        assert chunk["text_offset"] == offset + len(chunk["text"])
-        offset, done = chunk["text_offset"], chunk["done"]
-        if chunk["text"]:
-            pieces.append(chunk["text"])
-        time.sleep(0.005)
-    assert len(pieces) > 5
-    assert "".join(pieces) == ended(chat, request_id)["text"]
 
 
 def test_the_token_limit_ends_a_request_with_max_tokens(chat: LlamaWorker) -> None:
@@ -142,33 +117,6 @@ def test_prior_messages_are_what_the_model_goes_on_from(chat: LlamaWorker) -> No
     admitted = answer.get(timeout=patience())
     assert admitted["ok"], admitted
     assert ended(chat, admitted["request_id"])["text"] == "zebra"
-
-
-def test_futures_are_awaited_without_blocking_the_event_loop(chat: LlamaWorker) -> None:
-    async def main() -> tuple[list[str], int]:
-        turns = 0
-
-        async def turn() -> None:
-            nonlocal turns
-            while True:
-                await asyncio.sleep(0.01)
-                turns += 1
-
-        async def ask(text: str) -> str:
-            admitted = await chat.submit("async", "", "Say it.", params=forced(text))
-            assert admitted["ok"], admitted
-            result = await chat.result(admitted["request_id"])
-            assert result["ok"], result
-            return result["text"]
-
-        turning = asyncio.create_task(turn())
-        texts = await asyncio.wait_for(asyncio.gather(ask("Here is one."), ask("Here is two.")), patience())
-        turning.cancel()
-        return list(texts), turns
-
-    texts, turns = asyncio.run(main())
-    assert texts == ["Here is one.", "Here is two."]
-    assert turns >= 3
 
 
 def test_stop_in_generation_closes_the_connection_first_and_does_not_wait_for_the_grace(

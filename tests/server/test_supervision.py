@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,23 +278,6 @@ def one_slot_too_few(serve: Serve, port: int, timeouts: TimeoutProfile) -> Worke
 
 
 # ---------------------------------------------------------------- a server that does not start
-
-
-def test_a_missing_model_is_told_in_the_servers_own_words(
-    serve: Serve, free_port: Callable[[], int], tmp_path: Path
-) -> None:
-    config = serve(port=free_port())
-    words = list(config.server_cmd)
-    words[words.index("--model") + 1] = str(tmp_path / "missing.gguf")
-    worker = LlamaWorker(WorkerConfig(name="missing", host=config.host, port=config.port, server_cmd=words))
-    try:
-        with pytest.raises(WorkerStartError) as caught:
-            worker.start().get(timeout=patience())
-        assert (caught.value.reason, caught.value.returncode) == (StartFailReason.EXITED, 1)
-        assert "missing.gguf" in str(caught.value)
-        assert worker.get_worker_status().get(timeout=patience())["state"] is WorkerState.FAILED
-    finally:
-        worker.close()
 
 
 def test_the_port_of_another_server_is_never_taken_for_ones_own(serve: Serve, chat: LlamaWorker, chat_url: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from llama_worker.messages import RequestEnded, StreamEvents
 from llama_worker.profiles import RestartPolicy
-from llama_worker.request.record import RequestRecord
+from llama_worker.request.table import RequestRecord
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import Launching
 from llama_worker.server.suspicion import is_degenerate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llama_worker.messages import BecameReady, HealthLost, ProbeNow, ProbeOutcome, Stalled, Tick
+from llama_worker.messages import BecameReady, HealthLost, ProbeNow, ProbeOutcome, Stalled, StartupFailed, Tick
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
 from llama_worker.server.gaps import NO_GAPS
@@ -93,3 +93,20 @@ def test_looks_at_the_slots_from_both_sides_of_a_gap_are_not_compared() -> None:
     watch.now = 100.0
     watch.tell(Tick())
     assert watch.run(200.0, Stalled) is None
+
+
+def test_a_launch_gets_the_time_again_that_was_lost() -> None:
+    profile = TimeoutProfile(startup_timeout_s=10.0, load_timeout_s=30.0)
+    loading = VirtualWatch(profile, readiness=lambda now: ProbeOutcome.LOADING)
+    assert loading.run(8.0, StartupFailed) is None
+    loading.now = 8.0 + 3600.0
+    loading.tell(Tick())
+    found = loading.run(2 * 3600.0, StartupFailed)
+    assert found is not None
+    assert 3610.0 <= found[0] <= 3614.0
+
+
+def test_a_look_that_saw_nothing_for_lack_of_descriptors_judges_nobody() -> None:
+    watch = ready_at_zero(PROFILE, evidence=lambda now, fresh: now > 65.0, blind=lambda now: now < 62.0)
+    watch.begin({1: generating(lambda now: 0.0)})
+    assert watch.run(300.0, Stalled) is None

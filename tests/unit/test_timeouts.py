@@ -319,20 +319,6 @@ profiles = st.builds(
 )
 
 
-@given(progresses(), profiles, maybe, maybe, offsets, maybe)
-def test_keepalives_never_change_a_verdict(
-    at: Progress,
-    profile: TimeoutProfile,
-    liveness_at: float | None,
-    neighbour: float | None,
-    age: float,
-    byte_at: float | None,
-) -> None:
-    now = at.turn_started_at + age
-    heard: dict[str, Any] = {"liveness_at": liveness_at, "neighbour_data_at": neighbour, "profile": profile}
-    assert reason_at(now, at, **heard) is reason_at(now, replace(at, last_stream_byte_at=byte_at), **heard)
-
-
 @given(progresses(), profiles, maybe, maybe, offsets, offsets)
 def test_a_verdict_once_due_stays_the_same_while_nothing_new_is_heard(
     at: Progress,
@@ -347,19 +333,6 @@ def test_a_verdict_once_due_stays_the_same_while_nothing_new_is_heard(
     reason = reason_at(now, at, **heard)
     if reason is not None:
         assert reason_at(now + more, at, **heard) is reason
-
-
-@given(progresses((WAITING, PREFILL, GENERATING)), st.floats(min_value=0.0, max_value=29.0), offsets)
-def test_evidence_newer_than_every_limit_saves_until_silent_work_is_over(
-    at: Progress, evidence_age: float, age: float
-) -> None:
-    now = at.turn_started_at + age
-    reason = reason_at(now, at, liveness_at=now - evidence_age)
-    silent_s = now - max(at.data_at or 0.0, at.turn_started_at)
-    if silent_s < 1199.9:
-        assert reason is None
-    elif silent_s > 1200.1:
-        assert reason is STALL
 
 
 @given(progresses(), profiles, maybe, maybe, offsets, offsets)

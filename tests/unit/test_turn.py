@@ -9,7 +9,7 @@ import pytest
 
 from llama_worker.profiles import LoopDetector
 from llama_worker.request.turn import Said, Turn
-from llama_worker.stream.calls import MalformedCall, RawCall
+from llama_worker.stream.calls import RawCall
 from llama_worker.stream.events import (
     PromptProgress,
     ReasoningDelta,
@@ -112,14 +112,6 @@ def test_a_tagged_call_after_reasoning_leaves_no_whitespace_before_it(prompted: 
     assert it.calls() == [CALL]
 
 
-def test_reasoning_in_tags_is_reasoning() -> None:
-    assert say(turn(), "<thi", "nk>x</think>", "Y") == ("x", "Y")
-
-
-def test_reasoning_that_the_template_opened_is_reasoning() -> None:
-    assert say(turn(opens_thinking=True), "abc</think>Ans") == ("abc", "Ans")
-
-
 @pytest.mark.parametrize("with_tools", [True, False])
 def test_what_was_held_back_comes_at_the_end(with_tools: bool) -> None:
     it = turn(with_tools=with_tools)
@@ -144,27 +136,6 @@ def test_a_tagged_call_is_a_call_and_no_text(prompted: bool) -> None:
     assert it.said_text == "Let me add.  Wait."
 
 
-def test_without_tools_a_tagged_call_is_text() -> None:
-    it = turn(with_tools=False)
-    assert say(it, TAGGED) == ("", TAGGED)
-    assert it.calls() == []
-
-
-def test_a_malformed_tagged_call_is_text_and_in_prompted_mode_a_malformed_call_too() -> None:
-    broken = '<tool_call>{"name": "add"}</tool_call>'
-    native, prompted = turn(), turn(prompted=True)
-    assert say(native, broken) == say(prompted, broken) == ("", broken)
-    assert native.calls() == []
-    assert prompted.calls() == [MalformedCall(broken)]
-
-
-def test_beside_structured_calls_a_tagged_one_is_text() -> None:
-    it = turn()
-    tool_call(it, "{", "}")
-    assert say(it, "a", TAGGED, "b") == ("", f"a{TAGGED}b")
-    assert it.calls() == [RawCall("x", "add", "{}")]
-
-
 def test_once_there_is_a_structured_call_nothing_is_held_back_any_more() -> None:
     it = turn()
     assert text(it, "a", TAGGED, "b <tool_c") == ("", "a")
@@ -181,14 +152,6 @@ def test_in_prompted_mode_tagged_calls_count_beside_a_structured_one() -> None:
     assert tool_call(it, "{}") == ("", "")
     assert say(it, TAGGED) == ("", "")
     assert it.calls() == [RawCall("x", "add", "{}"), CALL, CALL]
-
-
-def test_in_native_mode_text_behind_a_tagged_call_is_held_back_until_it_loops() -> None:
-    it = turn()
-    line = f"{'y' * 40}\n"
-    assert text(it, TAGGED, "\n", line * 11) == ("", "")
-    assert text(it, line) == ("", "\n" + line * 12)
-    assert it.calls() == [CALL]
 
 
 def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:

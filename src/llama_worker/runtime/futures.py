@@ -214,7 +214,6 @@ class WeakList(Generic[W]):
                 self._sweeping.release()
 
     def alive(self) -> list[W]:
-        """Those that are still there."""
         return [thing for ref in self._refs if (thing := ref()) is not None]
 
 
