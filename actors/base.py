@@ -10,9 +10,11 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import pykka
 
+from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.messages import ActorDied, Mailbox, Tick, WorkerMessage
-from llama_worker.runtime.ports import ActorRunner, Clock, Timer
+from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.ports import ActorRunner, Clock, Runtime, Timer
 
 M = TypeVar("M")
 
@@ -50,28 +52,31 @@ class LiveCount:
     """Counts the actors of one worker that are alive, and its launched servers. Thread-safe."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._alive = 0
+        self._nobody_left: WorkerFuture[None] = WorkerFuture()  # a signal handler may wait over somebody who waits
 
     def enter(self) -> None:
-        """One more."""
-        with self._changed:
+        with self._lock:
             self._alive += 1
 
     def leave(self) -> None:
         """One has released everything."""
-        with self._changed:
+        with self._lock:
             self._alive -= 1
-            self._changed.notify_all()
+        if self.done():
+            self._nobody_left.answer(None)
 
     def done(self) -> bool:
         """Nobody is left."""
         return self._alive == 0
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block the calling thread (the host's, never an actor's) until nobody is left; False: not in time."""
-        with self._changed:
-            return self._changed.wait_for(self.done, timeout_s)
+        """Block the calling thread (the host's, never an actor's) until nobody is left; False: not in time.
+
+        The worker's own actor enters first and leaves last.
+        """
+        return self._nobody_left.wait(timeout_s)
 
 
 class _StopRequested:
@@ -105,7 +110,7 @@ class Alarm:
 
 
 class SupervisedActor(pykka.ThreadingActor, Generic[M]):
-    """An actor of a worker: handles `M`, releases what it owns exactly once, tells its parent of a crash.
+    """Handles `M`, releases what it owns exactly once, tells its parent of a crash.
 
     A subclass defines `handle`, the `accepts` of its messages and, where it owns something, `release`. An exception
     in `handle` ends the actor: Pykka logs it, `release` runs, and the parent gets `ActorDied`.
@@ -204,3 +209,21 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
             self.release(failure)
         finally:
             self._live_count.leave()
+
+
+class Child(SupervisedActor[M]):
+    """One of the actors that a WorkerActor starts, which is its parent."""
+
+    def __init__(
+        self,
+        parent: Mailbox[WorkerMessage],
+        live_count: LiveCount,
+        runtime: Runtime,
+        config: WorkerConfig,
+        *,
+        slot: int | None = None,
+    ) -> None:
+        super().__init__(parent, live_count, runtime, slot=slot)
+        self._worker = parent
+        self._runtime = runtime
+        self._config = config

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any, TypeVar
 
-from llama_worker.actors.base import LiveCount, Ref
+from llama_worker.actors.base import Child, LiveCount, Ref
 from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
@@ -20,6 +21,8 @@ from llama_worker.messages import (
     WorkerMessage,
 )
 from llama_worker.runtime.ports import Runtime
+
+M = TypeVar("M")
 
 
 class Children:
@@ -41,13 +44,13 @@ class Children:
         self.requests: list[Ref[RequestMessage]] = []
         with contextlib.ExitStack() as undo:  # the system may have no thread left for the next one
             undo.callback(self._stop_requests)
-            self.process: Ref[ProcessMessage] = self._start_process()
+            self.process: Ref[ProcessMessage] = self._start(ProcessActor)
             undo.callback(self.process.stop)
-            self.transport: Ref[TransportMessage] = self._start_transport()
+            self.transport: Ref[TransportMessage] = self._start(TransportActor)
             undo.callback(self.transport.stop)
-            self.tools: Ref[ToolMessage] = self._start_tools()
+            self.tools: Ref[ToolMessage] = self._start(ToolLoopActor)
             undo.callback(self.tools.stop)
-            self.watchdog: Ref[WatchdogMessage] = self._start_watchdog()
+            self.watchdog: Ref[WatchdogMessage] = self._start(WatchdogActor)
             undo.callback(self.watchdog.stop)
             for slot in range(config.slots):
                 self.requests.append(self._start_request(slot))
@@ -57,13 +60,13 @@ class Children:
         """Start a new actor in the place of one that died."""
         match role:
             case ProcessActor.role:
-                self.process = self._start_process()
+                self.process = self._start(ProcessActor)
             case TransportActor.role:
-                self.transport = self._start_transport()
+                self.transport = self._start(TransportActor)
             case ToolLoopActor.role:
-                self.tools = self._start_tools()
+                self.tools = self._start(ToolLoopActor)
             case WatchdogActor.role:
-                self.watchdog = self._start_watchdog()
+                self.watchdog = self._start(WatchdogActor)
             case RequestActor.role if slot is not None:
                 self.requests[slot] = self._start_request(slot)
 
@@ -77,26 +80,8 @@ class Children:
         for request in self.requests:
             request.stop()
 
-    def _start_process(self) -> Ref[ProcessMessage]:
-        return Ref(ProcessActor.start(self._parent, self._live_count, self._runtime, self._config))
-
-    def _start_transport(self) -> Ref[TransportMessage]:
-        return Ref(TransportActor.start(self._parent, self._live_count, self._runtime))
-
-    def _start_tools(self) -> Ref[ToolMessage]:
-        return Ref(ToolLoopActor.start(self._parent, self._live_count, self._runtime))
-
-    def _start_watchdog(self) -> Ref[WatchdogMessage]:
-        return Ref(WatchdogActor.start(self._parent, self._live_count, self._runtime, self._config))
-
     def _start_request(self, slot: int) -> Ref[RequestMessage]:
-        return Ref(
-            RequestActor.start(
-                self._parent,
-                self._live_count,
-                self._runtime,
-                self._config,
-                slot=slot,
-                unix_offset=self._unix_offset,
-            )
-        )
+        return self._start(RequestActor, slot=slot, unix_offset=self._unix_offset)
+
+    def _start(self, actor: type[Child[M]], **more: Any) -> Ref[M]:
+        return Ref(actor.start(self._parent, self._live_count, self._runtime, self._config, **more))

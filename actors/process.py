@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
-from llama_worker.config import WorkerConfig
+from llama_worker.actors.base import Alarm, Child, LiveCount, members
 from llama_worker.errors import described_error
 from llama_worker.messages import (
     Died,
@@ -29,7 +28,7 @@ from llama_worker.messages import (
     Unkillable,
     WorkerMessage,
 )
-from llama_worker.runtime.ports import Runtime, ServerProcess
+from llama_worker.runtime.ports import ServerProcess
 from llama_worker.server.termination import (
     FORCE_S,
     Absent,
@@ -45,23 +44,19 @@ from llama_worker.types import StartFailReason
 _EVIDENCE_LINES = 50  # of the server's output, kept with the evidence of a kill
 
 
-class ProcessActor(SupervisedActor[ProcessMessage]):
+class ProcessActor(Child[ProcessMessage]):
     """Starts the server and ends it. A crash of this actor kills the server."""
 
     role = "process"
     accepts = members(ProcessMessage)
 
-    def __init__(
-        self, parent: Mailbox[WorkerMessage], live_count: LiveCount, runtime: Runtime, config: WorkerConfig
-    ) -> None:
-        super().__init__(parent, live_count, runtime)
-        self._runtime = runtime
-        self._worker = parent
-        self._kill_timeout_s = config.timeouts.kill_timeout_s
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kill_timeout_s = self._config.timeouts.kill_timeout_s
         self._state: ProcessState = Absent()
         self._server: ServerProcess | None = None
         self._pid: int | None = None
-        self._alarm = Alarm(runtime, self.me())
+        self._alarm = Alarm(self._runtime, self.me())
 
     def handle(self, message: ProcessMessage) -> None:
         """Act, step the state of the process, carry out what follows."""

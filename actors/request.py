@@ -2,23 +2,21 @@
 
 Receives Begin, CancelRequest, Abandon, GetStatus, ReadOutput, ReportProgress, what its stream tells, and what became of
 tool calls and BIOS; from itself AnswerNow. Sends the TransportActor OpenStream and CloseStream, the ToolLoopActor
-RunBios, RunTools and DropTools, the WatchdogActor ProgressReported, the WorkerActor RequestEnded. Owns the request's
+RunBios, RunTool and DropTool, the WatchdogActor ProgressReported, the WorkerActor RequestEnded. Owns the request's
 record until it ends.
 """
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import Any, assert_never
 
-from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
+from llama_worker.actors.base import Alarm, Child, members
 from llama_worker.bios import default_bios
-from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     Abandon,
     AnswerNow,
     Begin,
     CloseStream,
-    DropTools,
     GetStatus,
     LiveStream,
     Mailbox,
@@ -30,49 +28,32 @@ from llama_worker.messages import (
     RequestEnded,
     RequestMessage,
     RunBios,
-    RunTools,
-    SignalEmitted,
     StreamEvents,
     StreamOpened,
     Tick,
     ToolMessage,
-    ToolsRefused,
     TransportMessage,
-    WorkerMessage,
 )
 from llama_worker.request.state import Effects, Request
 from llama_worker.request.waiting_reads import WaitingReads, is_answered_by
-from llama_worker.runtime.ports import Runtime
 from llama_worker.types import RequestFailReason
 
 
-class RequestActor(SupervisedActor[RequestMessage]):
+class RequestActor(Child[RequestMessage]):
     """Carries out one request after the other. A crash of this actor fails its request, which keeps its output."""
 
     role = "request"
     accepts = members(RequestMessage)
 
-    def __init__(
-        self,
-        parent: Mailbox[WorkerMessage],
-        live_count: LiveCount,
-        runtime: Runtime,
-        config: WorkerConfig,
-        *,
-        slot: int,
-        unix_offset: float,
-    ) -> None:
-        super().__init__(parent, live_count, runtime, slot=slot)
-        self._runtime = runtime
-        self._worker = parent
-        self._config = config
+    def __init__(self, *args: Any, unix_offset: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._unix_offset = unix_offset
         self._request: Request | None = None
         self._transport: Mailbox[TransportMessage] | None = None
         self._tools: Mailbox[ToolMessage] | None = None
         self._stream: LiveStream | None = None  # the newest that was opened
         self._waiting_reads = WaitingReads()
-        self._alarm = Alarm(runtime, self.me())
+        self._alarm = Alarm(self._runtime, self.me())
 
     def handle(self, message: RequestMessage) -> None:
         """Step the request, and send what follows. What belongs to a request that has ended is dropped."""
@@ -116,16 +97,7 @@ class RequestActor(SupervisedActor[RequestMessage]):
     def _begin(self, order: Begin) -> None:
         now = self._runtime.now()
         self._transport, self._tools = order.transport, order.tools
-        self._request = Request(
-            request_id=order.request_id,
-            submission=order.submission,
-            config=self._config,
-            prompted=order.prompted,
-            opens_thinking=order.opens_thinking,
-            unix_offset=self._unix_offset,
-            reply_to=self.me(),
-            now=now,
-        )
+        self._request = Request(order, config=self._config, unix_offset=self._unix_offset, reply_to=self.me(), now=now)
         self._send(self._request.begin(now))
 
     def _answer(self, question: Question) -> None:
@@ -172,22 +144,18 @@ class RequestActor(SupervisedActor[RequestMessage]):
 
     def _send(self, effects: Effects) -> None:
         for effect in effects:
-            match effect:
-                case OpenStream() | CloseStream():
-                    assert self._transport is not None
-                    self._transport.tell(effect)
-                case RunBios() if self._config.bios_provider is default_bios:
-                    self._runtime.run_bios(effect)  # our own, which is pure and quick: no detour by a thread
-                case RunTools() | DropTools() | RunBios():
-                    assert self._tools is not None
-                    self._tools.tell(effect)
-                case ToolsRefused() | SignalEmitted():
-                    self._worker.tell(effect)
-                case RequestEnded():
+            if isinstance(effect, OpenStream | CloseStream):
+                assert self._transport is not None
+                self._transport.tell(effect)
+            elif isinstance(effect, RunBios) and self._config.bios_provider is default_bios:
+                self._runtime.run_bios(effect)  # our own, which is pure and quick: no detour by a thread
+            elif isinstance(effect, ToolMessage):
+                assert self._tools is not None
+                self._tools.tell(effect)
+            else:
+                if isinstance(effect, RequestEnded):
                     self._request = self._stream = None
-                    self._worker.tell(effect)
-                case _:
-                    assert_never(effect)
+                self._worker.tell(effect)
         if self._waiting_reads:
             self._answer_waiting()
         self._alarm.set(self._request.deadline if self._request is not None else None)

@@ -19,9 +19,8 @@ from llama_worker.messages import (
     Watch,
 )
 from llama_worker.request.output import read_output
-from llama_worker.request.record import RequestRecord
 from llama_worker.request.submission import Submission
-from llama_worker.request.table import Admitted, RequestTable
+from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.request.waiting_reads import WaitingReads
 from llama_worker.runtime.futures import WeakList
 from llama_worker.types import NotFound, NotReady, RequestResult, RequestState

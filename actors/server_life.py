@@ -28,8 +28,7 @@ from llama_worker.messages import (
     Terminate,
     Tick,
 )
-from llama_worker.request.record import RequestRecord
-from llama_worker.request.table import Admitted, RequestTable
+from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.server import lifecycle
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Lifecycle

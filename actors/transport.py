@@ -6,36 +6,32 @@ directly; itself it sends the WorkerActor StreamsClosed. Owns every open stream.
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import Any, assert_never
 
-from llama_worker.actors.base import LiveCount, SupervisedActor, members
+from llama_worker.actors.base import Child, members
 from llama_worker.errors import described_error
 from llama_worker.messages import (
     CloseAllStreams,
     CloseStream,
-    Mailbox,
     OpenStream,
     StreamClosed,
     StreamsClosed,
     TransportMessage,
-    WorkerMessage,
 )
 from llama_worker.request.turn import TurnId
-from llama_worker.runtime.ports import Abortable, Runtime
+from llama_worker.runtime.ports import Abortable
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason
 
 
-class TransportActor(SupervisedActor[TransportMessage]):
+class TransportActor(Child[TransportMessage]):
     """Opens and closes streams. A crash of this actor closes every connection."""
 
     role = "transport"
     accepts = members(TransportMessage)
 
-    def __init__(self, parent: Mailbox[WorkerMessage], live_count: LiveCount, runtime: Runtime) -> None:
-        super().__init__(parent, live_count, runtime)
-        self._runtime = runtime
-        self._worker = parent
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._streams: dict[TurnId, Abortable] = {}
         self._closing: int | None = None  # the epoch whose StreamsClosed is owed
 

@@ -8,15 +8,14 @@ the evidence of a kill, Observed. Owns what is being asked of the server.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from msgspec.structs import replace
 
-from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
-from llama_worker.config import WorkerConfig
+from llama_worker.actors.base import Alarm, Child, members
 from llama_worker.errors import described_error
 from llama_worker.messages import (
     BecameReady,
-    Mailbox,
     Probed,
     ProbeOutcome,
     ReportProgress,
@@ -24,9 +23,8 @@ from llama_worker.messages import (
     StandDown,
     Tick,
     WatchdogMessage,
-    WorkerMessage,
 )
-from llama_worker.runtime.ports import Abortable, Runtime
+from llama_worker.runtime.ports import Abortable
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import (
     Look,
@@ -38,22 +36,18 @@ from llama_worker.server.watch import (
 )
 
 
-class WatchdogActor(SupervisedActor[WatchdogMessage]):
+class WatchdogActor(Child[WatchdogMessage]):
     """Watches one launch at a time."""
 
     role = "watchdog"
     accepts = members(WatchdogMessage)
 
-    def __init__(
-        self, parent: Mailbox[WorkerMessage], live_count: LiveCount, runtime: Runtime, config: WorkerConfig
-    ) -> None:
-        super().__init__(parent, live_count, runtime)
-        self._runtime = runtime
-        self._worker = parent
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._readiness: Abortable | None = None
         self._slots: Abortable | None = None
-        self._watch = ServerWatch(config.timeouts, probes_count=runtime.probes_count, me=self.me())
-        self._alarm = Alarm(runtime, self.me())
+        self._watch = ServerWatch(self._config.timeouts, probes_count=self._runtime.probes_count, me=self.me())
+        self._alarm = Alarm(self._runtime, self.me())
 
     def handle(self, message: WatchdogMessage) -> None:
         """Step the watch, carry out what follows."""
@@ -82,32 +76,21 @@ class WatchdogActor(SupervisedActor[WatchdogMessage]):
                 self._worker.tell(effect)
                 with contextlib.suppress(RuntimeError):  # no thread left: it is watched without
                     self._runtime.watch_gpus(epoch, self._watch.root_pid, self.me())
-            case ProbeReadiness():
-                self._probe(effect)
+            case ProbeReadiness(epoch=epoch, root_pid=root_pid, first=first):
+                try:
+                    self._readiness = self._runtime.probe_readiness(epoch, root_pid, first=first, reply_to=self.me())
+                except RuntimeError as error:
+                    why, none = described_error(error), ServerTraits()
+                    self.me().tell(Probed(epoch=epoch, outcome=ProbeOutcome.NO_NEWS, detail=why, traits=none))
             case LookAtSlots(epoch=epoch):
                 try:
                     self._slots = self._runtime.look_at_slots(epoch, self.me())
-                except RuntimeError:
+                except (OSError, RuntimeError):  # no thread, descriptor or port left
                     self.me().tell(SlotsSeen(epoch=epoch, look=None))
             case StandDown():
                 self._abort_probes()
             case _:
                 self._worker.tell(effect)
-
-    def _probe(self, order: ProbeReadiness) -> None:
-        try:
-            self._readiness = self._runtime.probe_readiness(
-                order.epoch, order.root_pid, first=order.first, reply_to=self.me()
-            )
-        except RuntimeError as error:
-            self.me().tell(
-                Probed(
-                    epoch=order.epoch,
-                    outcome=ProbeOutcome.NO_NEWS,
-                    detail=described_error(error),
-                    traits=ServerTraits(),
-                )
-            )
 
     def _abort_probes(self) -> None:
         for under_way in (self._readiness, self._slots):

@@ -39,9 +39,8 @@ from llama_worker.messages import (
     WorkerMessage,
 )
 from llama_worker.request.body import OWNED_PARAMS
-from llama_worker.request.record import RequestRecord
 from llama_worker.request.report import lost_record
-from llama_worker.request.table import RequestTable
+from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.runtime.futures import OpenFutures
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.command import masked_server_cmd

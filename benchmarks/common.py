@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, free_port
+from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig
 from tests.fake_script import Reply, Script, fake_server_cmd
+from tests.ports import held_ports
 
 HOST = "127.0.0.1"
+_held = contextlib.ExitStack()  # as long as the process lives
+take_port = _held.enter_context(held_ports())  # no test that runs on this machine meanwhile takes it away
 
 
 def script(*steps: Any) -> Script:
@@ -27,7 +30,7 @@ def script(*steps: Any) -> Script:
 
 def config(served: Script, *, slots: int, name: str = "bench", journal: Path | None = None) -> WorkerConfig:
     """A worker's configuration for the scripted server."""
-    port = free_port()
+    port = take_port()
     return WorkerConfig(
         name,
         HOST,
@@ -42,7 +45,7 @@ def config(served: Script, *, slots: int, name: str = "bench", journal: Path | N
 @contextlib.contextmanager
 def server(served: Script, *, slots: int = 1) -> Iterator[str]:
     """The scripted server without a worker; its base URL."""
-    port = free_port()
+    port = take_port()
     process = subprocess.Popen(fake_server_cmd(served, host=HOST, port=port, slots=slots))
     try:
         url = f"http://{HOST}:{port}"

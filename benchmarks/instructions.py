@@ -1,4 +1,4 @@
-"""Instructions of one event in bulk, by callgrind: the same on every machine, however busy it is.
+"""Instructions of one event in bulk, by cachegrind: the same on every machine, however busy it is.
 
     python -m benchmarks.instructions [--json FILE]
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from llama_worker.config import WorkerConfig
-from llama_worker.messages import BiosWritten, OpenStream, StreamEvents, StreamOpened
+from llama_worker.messages import Begin, BiosWritten, OpenStream, StreamEvents, StreamOpened
 from llama_worker.request.state import Request
 from llama_worker.request.submission import validate_submit
 from llama_worker.server.command import llama_server_cmd
@@ -80,10 +80,11 @@ def worker(data: bytes) -> int:
     command = llama_server_cmd("model.gguf", host="127.0.0.1", port=20_000, slots=1)
     config = WorkerConfig("bench", "127.0.0.1", 20_000, command, max_tokens=None, loop_detector=None)
     submission = validate_submit("bench", "", "x", None, None)
-    request = Request(
-        request_id=1, submission=submission, config=config, prompted=False, opens_thinking=False, unix_offset=0.0,
-        reply_to=_Nobody(), now=0.0,
-    )  # fmt: skip
+    nobody = _Nobody()
+    begin = Begin(
+        request_id=1, submission=submission, transport=nobody, tools=nobody, prompted=False, opens_thinking=False
+    )
+    request = Request(begin, config=config, unix_offset=0.0, reply_to=nobody, now=0.0)
     request.begin(0.0)
     (order,) = request.step(BiosWritten(turn_id=(1, 1), bios="", error=None), 0.0)
     assert isinstance(order, OpenStream)
@@ -105,7 +106,8 @@ WAYS: dict[str, Callable[[bytes], int]] = {"bare loop": bare_loop, "worker": wor
 
 def count_instructions(runs: Sequence[tuple[str, int]]) -> list[int]:
     """Of whole processes, side by side, that take so many events this way."""
-    command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", sys.executable, "-m", __spec__.name]
+    command = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
+    command += [sys.executable, "-m", __spec__.name]
     processes = [
         subprocess.Popen([*command, "--run", name, str(events)], stderr=subprocess.PIPE, text=True)
         for name, events in runs
@@ -113,9 +115,9 @@ def count_instructions(runs: Sequence[tuple[str, int]]) -> list[int]:
     counts = []
     for process in processes:
         said = process.communicate()[1]
-        found = re.search(r"Collected : (\d+)", said)
+        found = re.search(r"I +refs: +([\d,]+)", said)
         assert found is not None, said
-        counts.append(int(found[1]))
+        counts.append(int(found[1].replace(",", "")))
     return counts
 
 
@@ -125,7 +127,7 @@ def main() -> None:
         name, events = sys.argv[2], int(sys.argv[3])
         assert WAYS[name](wire(events)) == len("token ") * events
         return
-    from benchmarks.common import report, table  # what is measured imports little: under callgrind that takes a minute
+    from benchmarks.common import report, table  # what is measured imports little: under valgrind that takes its time
 
     counts = count_instructions([(name, events) for name in WAYS for events in (FEW, MANY)])
     per_event = {

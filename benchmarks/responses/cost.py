@@ -1,5 +1,7 @@
 """What the Responses proxy costs: time to the first token and to a whole reply, CPU per event, many clients, idle.
 
+How much later the first event comes beside a thousand half requests, and what a full store holds.
+
     python -m benchmarks.responses.cost [--json FILE]
 
 Against the same chat completion asked of the server itself. The proxy runs in a process of its own.
@@ -10,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import resource
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +25,12 @@ import psutil
 from benchmarks.common import HOST, interleave, quantile, report, script, server, table
 from benchmarks.responses.servers import OURS, proxy
 from benchmarks.stream import bare_loop, cpu_us
+from llama_worker.responses.config import ResponsesProxyConfig
 from tests.fake_script import Sleep, Step, Text, Tokens, plain_reply
 
-CALLS, EVENTS, CLIENTS, EACH, IDLE_S = 150, 20_000, 64, 200, 10.0
+ROUNDS, CALLS, EVENTS, CLIENTS, EACH, IDLE_S = 3, 100, 20_000, 64, 200, 10.0
+CROWD = 1000
+_HALF_A_BODY = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
 Call = Callable[[], float]
 
 
@@ -49,20 +56,24 @@ def _ask(stream: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def added_ms(direct: int, through: int, *, stream: bool) -> dict[str, float]:
-    """What the proxy adds to the time to the first token, or of a reply in one piece."""
+    """What the proxy adds to the first token, or to a reply in one piece; of each way the least of the rounds."""
     chat, response = _ask(stream)
     until = (b"first", b"first") if stream else (b"[DONE]", b'"completed"')
-    seen = interleave(
-        CALLS,
-        {
-            "direct": lambda: _ms(direct, "/v1/chat/completions", chat, until[0]),
-            "proxy": lambda: _ms(through, "/v1/responses", response, until[1]),
-        },
-    )
-    return {
-        name: quantile(seen["proxy"], share) - quantile(seen["direct"], share)
+    rounds = [
+        interleave(
+            CALLS,
+            {
+                "direct": lambda: _ms(direct, "/v1/chat/completions", chat, until[0]),
+                "proxy": lambda: _ms(through, "/v1/responses", response, until[1]),
+            },
+        )
+        for _ in range(ROUNDS)
+    ]
+    least = {
+        name: {way: min(quantile(seen[way], share) for seen in rounds) for way in ("direct", "proxy")}
         for name, share in (("p50", 0.5), ("p99", 0.99))
     }
+    return {name: ways["proxy"] - ways["direct"] for name, ways in least.items()}
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -87,8 +98,8 @@ def _proxy_us(process: psutil.Process, events: int, run: Callable[[], None]) -> 
     return (_cpu_s(process) - before) / events * 1e6
 
 
-def _many(port: int) -> None:
-    threads = [threading.Thread(target=_read_all, args=(port,)) for _ in range(CLIENTS)]
+def _many(read: Callable[[int], object], port: int) -> None:
+    threads = [threading.Thread(target=read, args=(port,)) for _ in range(CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -113,10 +124,54 @@ def bulk_us() -> dict[str, float]:
         return {name: min(values) for name, values in interleave(4, measures).items()}
 
 
-def many_us() -> float:
+def many_us() -> dict[str, float]:
     """CPU per event of many streams at 33 Hz."""
-    with _proxy_before(Tokens(EACH, 0.03)) as (_, through, process):
-        return _proxy_us(process, EACH * CLIENTS, lambda: _many(through))
+    events = EACH * CLIENTS
+    with _proxy_before(Tokens(EACH, 0.03)) as (direct, through, process):
+        measures: dict[str, Call] = {
+            "bare loop": lambda: cpu_us(events, lambda: _many(bare_loop, direct)),
+            "proxy": lambda: _proxy_us(process, events, lambda: _many(_read_all, through)),
+        }
+        return {name: min(values) for name, values in interleave(ROUNDS, measures).items()}
+
+
+HALVES = {"silent": b"", "half a head": b"POST /v1/responses HTTP/1.1\r\n", "half a body": _HALF_A_BODY}
+
+
+def crowded_over_alone() -> dict[str, float]:
+    """Time from a new client's connect to its first event: beside a crowd of each kind, over that without one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * CROWD)), hard))
+    body = _ask(True)[1]
+    found = {}
+    with _proxy_before(Text("first")) as (_, through, _):
+
+        def first_event_ms() -> float:
+            return min(_ms(through, "/v1/responses", body, b"response.created") for _ in range(25))
+
+        for kind, said in HALVES.items():
+            alone, crowded = [], []
+            for _ in range(ROUNDS):
+                alone.append(first_event_ms())
+                with contextlib.ExitStack() as crowd:
+                    for _ in range(CROWD):
+                        crowd.enter_context(socket.create_connection((HOST, through))).sendall(said)
+                    crowded.append(first_event_ms())
+            found[kind] = min(crowded) / min(alone)
+    return found
+
+
+def full_store_over_limit() -> float:
+    """The memory that the proxy takes for a store that is full, over what the store's limit says."""
+    limit = ResponsesProxyConfig(upstream=f"http://{HOST}").max_stored_bytes
+    items = [{"role": "user", "content": f"{number} " + "word " * 40} for number in range(1000)]
+    body = {"model": "m", "input": items, "stream": True, "store": True}
+    with _proxy_before(Text("first")) as (_, through, process):
+        _ms(through, "/v1/responses", {**body, "store": False}, b"response.completed")
+        before = process.memory_full_info().uss
+        for _ in range(3 * limit // (2 * len(json.dumps(items)))):
+            _ms(through, "/v1/responses", body, b"response.completed")
+        return float((process.memory_full_info().uss - before) / limit)
 
 
 def main() -> None:
@@ -130,18 +185,23 @@ def main() -> None:
         figures["idle_percent"] = (_cpu_s(process) - before) / IDLE_S * 100
         figures["memory_mb"] = process.memory_full_info().uss / 1e6
     figures["bulk_us"] = bulk = bulk_us()
-    figures["many_us"] = many_us()
+    figures["many_us"] = many = many_us()
     rows: list[list[object]] = [
         ["added to the first token", figures["first_token_ms"]["p50"], figures["first_token_ms"]["p99"]],
         ["added to a reply in one piece", figures["reply_ms"]["p50"], figures["reply_ms"]["p99"]],
     ]
     text = table(["ms", "p50", "p99"], rows)
+    header = ["CPU, us per event", "bare loop", "proxy", "x bare"]
     rows = [
-        ["bare loop, bulk", bulk["bare loop"], 1.0],
-        ["proxy, bulk", bulk["proxy"], bulk["proxy"] / bulk["bare loop"]],
+        [what, us["bare loop"], us["proxy"], us["proxy"] / us["bare loop"]]
+        for what, us in (("bulk", bulk), (f"{CLIENTS} clients at 33 Hz", many))
     ]
-    rows.append([f"proxy, {CLIENTS} clients at 33 Hz", figures["many_us"], figures["many_us"] / bulk["bare loop"]])
-    text += "\n\n" + table(["CPU of the proxy", "us per event", "x bare"], rows)
+    text += "\n\n" + table(header, rows)
+    figures["crowded"] = crowded = crowded_over_alone()
+    rows = [[f"beside {CROWD} connections: {kind}", ratio] for kind, ratio in crowded.items()]
+    text += "\n\n" + table(["first event of a new client", "x alone"], rows)
+    figures["full_store"] = full_store_over_limit()
+    text += f"\n\na full store takes {figures['full_store']:.2f} times the memory that its limit says"
     text += f"\n\nidle: {figures['idle_percent']:.2f} % of a core, {figures['memory_mb']:.1f} MB"
     report("responses.cost", text, figures)
 

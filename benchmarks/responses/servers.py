@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import HOST
-from llama_worker import free_port, llama_server_cmd
+from benchmarks.common import HOST, take_port
+from llama_worker import llama_server_cmd
 from tests.responses.scenarios import PARROT_ARGS
 from tools.found import find_model, find_server
 
@@ -40,7 +40,7 @@ class Proxy:
 @contextlib.contextmanager
 def llama_server() -> Iterator[int]:
     """The port of one with the small model, as the scenarios need it."""
-    port = free_port()
+    port = take_port()
     args = ("--ctx-size", "4096", "--threads", "1", "--no-ui", *PARROT_ARGS)
     command = llama_server_cmd(find_model(), host=HOST, port=port, slots=2, executable=find_server(), extra_args=args)
     with _running(command, {}):
@@ -51,7 +51,7 @@ def llama_server() -> Iterator[int]:
 @contextlib.contextmanager
 def proxy(command: Sequence[str], upstream: str) -> Iterator[Proxy]:
     """A proxy that listens."""
-    port = free_port()
+    port = take_port()
     env = {"LLAMA_CPP_URL": upstream, "PROXY_HOST": HOST, "PROXY_PORT": str(port)}
     with _running(command, env) as process:
         _wait(lambda: socket.create_connection((HOST, port), timeout=1).close())

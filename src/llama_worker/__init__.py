@@ -117,31 +117,25 @@ __all__ = [
 
 # The modules of the public names; `types` has those that are not here.
 _MODULES = {
-    "Canary": "profiles",
-    "ConfigError": "errors",
-    "LlamaWorker": "worker",
-    "LlamaWorkerError": "errors",
-    "LoopDetector": "profiles",
-    "Recycle": "profiles",
-    "RequestRefused": "errors",
-    "RestartPolicy": "profiles",
-    "TimeoutProfile": "profiles",
-    "WorkerClosed": "errors",
-    "WorkerConfig": "config",
-    "WorkerStartError": "errors",
-    "WorkerStopError": "errors",
-    "default_bios": "bios",
-    "free_port": "runtime.free_port",
-    "llama_server_cmd": "server.command",
-    "load_config": "config_file",
-    "prompted_tools_text": "bios",
+    "bios": ("default_bios", "prompted_tools_text"),
+    "config": ("WorkerConfig",),
+    "config_file": ("load_config",),
+    "errors": (
+        *("ConfigError", "LlamaWorkerError", "RequestRefused"),
+        *("WorkerClosed", "WorkerStartError", "WorkerStopError"),
+    ),
+    "profiles": ("Canary", "LoopDetector", "Recycle", "RestartPolicy", "TimeoutProfile"),
+    "runtime.free_port": ("free_port",),
+    "server.command": ("llama_server_cmd",),
+    "worker": ("LlamaWorker",),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'types')}"), name)
+    module = next((module for module, names in _MODULES.items() if name in names), "types")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value  # the next access does not come here
     return value
 

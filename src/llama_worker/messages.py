@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 from msgspec import Struct
 
 from llama_worker.request.progress import Progress
-from llama_worker.request.record import RequestRecord
 from llama_worker.request.submission import Submission
+from llama_worker.request.table import RequestRecord
 from llama_worker.request.turn import TurnId
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.slots import SlotsLook
@@ -442,7 +442,7 @@ class BiosWritten(Struct, frozen=True, kw_only=True):
 
 
 class CallEnded(Struct, frozen=True, kw_only=True):
-    """From a tool thread: the batch's next call has ended; where it failed, the ones behind it are not run."""
+    """From a tool thread: the call has ended."""
 
     turn_id: TurnId
     ok: bool
@@ -492,22 +492,22 @@ class RunBios(Struct, frozen=True, kw_only=True):
     reply_to: Mailbox[RequestMessage]
 
 
-class RunTools(Struct, frozen=True, kw_only=True):
-    """Run the calls of one turn, in order; `reply_to` gets `CallEnded` for each."""
+class RunTool(Struct, frozen=True, kw_only=True):
+    """Run the turn's next call; `reply_to` gets `CallEnded`."""
 
     turn_id: TurnId
     job_name: str
-    calls: tuple[ParsedCall, ...]
+    call: ParsedCall
     reply_to: Mailbox[RequestMessage]
 
 
-class DropTools(Struct, frozen=True, kw_only=True):
-    """Nobody waits for this batch any more; a call that runs is left to end by itself."""
+class DropTool(Struct, frozen=True, kw_only=True):
+    """Nobody waits for the turn's call any more; it is left to end by itself."""
 
     turn_id: TurnId
 
 
-ToolMessage = RunBios | RunTools | DropTools
+ToolMessage = RunBios | RunTool | DropTool
 
 # ---------------------------------------------------------------- to the WatchdogActor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from llama_worker.errors import ConfigError
@@ -43,27 +43,12 @@ class TimeoutProfile:
     health_failures_before_restart: int = 3
 
     def __post_init__(self) -> None:
-        for name in (
-            "connect_timeout_s",
-            "headers_timeout_s",
-            "liveness_probe_interval_s",
-            "startup_timeout_s",
-            "bios_timeout_s",
-            "kill_timeout_s",
-        ):
-            checked_seconds(name, getattr(self, name), above=0)
         checked_seconds("stop_grace_s", self.stop_grace_s, at_least=0)
-        for name in (
-            "ttft_timeout_s",
-            "prefill_liveness_timeout_s",
-            "idle_stream_timeout_s",
-            "absolute_timeout_s",
-            "silent_work_timeout_s",
-            "load_timeout_s",
-            "suspect_after_s",
-            "health_probe_interval_s",
-        ):
-            optional(checked_seconds, name, getattr(self, name), above=0)
+        for each in fields(self):
+            if each.type == "float | None":
+                optional(checked_seconds, each.name, getattr(self, each.name), above=0)
+            elif each.type == "float" and each.name != "stop_grace_s":
+                checked_seconds(each.name, getattr(self, each.name), above=0)
         checked_int("health_failures_before_restart", self.health_failures_before_restart, at_least=1)
 
     @classmethod

@@ -53,7 +53,7 @@ from llama_worker.types import (
     WorkerDebugInfo,
     WorkerStatus,
 )
-from llama_worker.validation import shown
+from llama_worker.validation import checked_bool, checked_int
 
 _logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
@@ -124,13 +124,11 @@ class LlamaWorker(Startable):
 
     def start(self) -> WorkerFuture[WorkerStatus]:
         """Launch the server. Resolves when it is READY; raises WorkerStartError."""
-        future: WorkerFuture[WorkerStatus] = WorkerFuture()
-        return self._backend.ask(Start(reply=future), future)
+        return self._ask(lambda reply: Start(reply=reply))
 
     def stop(self) -> WorkerFuture[None]:
         """End requests and server. Resolves when no process of the server is left; `start` may follow."""
-        future: WorkerFuture[None] = WorkerFuture()
-        return self._backend.ask(Stop(reply=future), future)
+        return self._ask(lambda reply: Stop(reply=reply))
 
     def close(self) -> None:
         """`stop()` and the end of the worker's actors. Blocks; idempotent."""
@@ -180,17 +178,11 @@ class LlamaWorker(Startable):
 
     def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:
         """How far the request is."""
-        future: WorkerFuture[RequestStatus | NotFound] = WorkerFuture()
-        if self._refuse(future, request_id=request_id):
-            return future
-        return self._backend.ask(GetStatus(request_id=request_id, reply=future), future)
+        return self._ask(lambda reply: GetStatus(request_id=request_id, reply=reply), request_id=request_id)
 
     def get_result(self, request_id: int) -> WorkerFuture[RequestResult | NotReady | NotFound]:
         """The result of a terminal request, which is then forgotten."""
-        future: WorkerFuture[RequestResult | NotReady | NotFound] = WorkerFuture()
-        if self._refuse(future, request_id=request_id):
-            return future
-        return self._backend.ask(GetResult(request_id=request_id, reply=future), future)
+        return self._ask(lambda reply: GetResult(request_id=request_id, reply=reply), request_id=request_id)
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
         """Resolves when the request is terminal; it is forgotten once a `get` has returned the value."""
@@ -198,9 +190,7 @@ class LlamaWorker(Startable):
         future: ResultFuture[RequestResult | NotFound] = ResultFuture(
             lambda value: backend.tell(ReleaseResult(request_id=request_id)) if value["ok"] else None
         )
-        if self._refuse(future, request_id=request_id):
-            return future
-        return backend.ask(AwaitResult(request_id=request_id, reply=future), future)
+        return self._ask_with(future, AwaitResult(request_id=request_id, reply=future), request_id=request_id)
 
     def read_output(
         self, request_id: int, *, text_offset: int = 0, reasoning_offset: int = 0, wait: bool = False
@@ -210,19 +200,9 @@ class LlamaWorker(Startable):
         With `wait` the future resolves once something was added, or the request has ended: nobody has to poll.
         """
         future: WorkerFuture[OutputChunk | NotFound] = WorkerFuture()
-        if self._refuse(future, request_id=request_id, text_offset=text_offset, reasoning_offset=reasoning_offset):
-            return future
-        if not isinstance(wait, bool):
-            future.fail(TypeError(f"wait must be a bool, not {type(wait).__name__}: {shown(wait)}"))
-            return future
-        question = ReadOutput(
-            request_id=request_id,
-            text_offset=text_offset,
-            reasoning_offset=reasoning_offset,
-            wait=wait,
-            reply=future,
-        )
-        return self._backend.ask(question, future)
+        offsets = {"text_offset": text_offset, "reasoning_offset": reasoning_offset}
+        question = ReadOutput(request_id=request_id, **offsets, wait=wait, reply=future)
+        return self._ask_with(future, question, request_id=request_id, **offsets, wait=wait)
 
     def iter_output(self, request_id: int) -> Iterator[OutputChunk]:
         """Yield the output as it comes, from its beginning; the last chunk, and no other, has `done` True.
@@ -243,20 +223,15 @@ class LlamaWorker(Startable):
 
     def cancel(self, request_id: int) -> WorkerFuture[bool]:
         """Cancel a running request. True once it is cancelled and its slot is free; False where it was not running."""
-        future: WorkerFuture[bool] = WorkerFuture()
-        if self._refuse(future, request_id=request_id):
-            return future
-        return self._backend.ask(CancelRequest(request_id=request_id, reply=future), future)
+        return self._ask(lambda reply: CancelRequest(request_id=request_id, reply=reply), request_id=request_id)
 
     def get_worker_status(self) -> WorkerFuture[WorkerStatus]:
         """How the worker is."""
-        future: WorkerFuture[WorkerStatus] = WorkerFuture()
-        return self._backend.ask(GetWorkerStatus(reply=future), future)
+        return self._ask(lambda reply: GetWorkerStatus(reply=reply))
 
     def get_debug_info(self) -> WorkerFuture[WorkerDebugInfo]:
         """What a person needs to see what happened."""
-        future: WorkerFuture[WorkerDebugInfo] = WorkerFuture()
-        return self._backend.ask(GetDebugInfo(reply=future), future)
+        return self._ask(lambda reply: GetDebugInfo(reply=reply))
 
     def _submit(
         self,
@@ -276,17 +251,20 @@ class LlamaWorker(Startable):
             return future
         return self._backend.ask(Submit(submission=submission, reply=reply), future)
 
-    def _refuse(self, future: WorkerFuture[T], **numbers: object) -> bool:
-        """Fail the future if an argument is not a non-negative int; whether it was failed."""
+    def _ask(self, question: Callable[[WorkerFuture[T]], HostMessage], **numbers: object) -> WorkerFuture[T]:
+        future: WorkerFuture[T] = WorkerFuture()
+        return self._ask_with(future, question(future), **numbers)
+
+    def _ask_with(self, future: F, message: HostMessage, **given: object) -> F:
+        """Send the message that carries the future, which fails if `wait` is no bool or another is no count."""
         self._backend.check_open()
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                future.fail(TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}"))
-                return True
-            if value < 0:
-                future.fail(ValueError(f"{name} must be 0 or more, not {value}"))
-                return True
-        return False
+        for name, value in given.items():
+            try:
+                checked_bool(name, value) if name == "wait" else checked_int(name, value, at_least=0)
+            except (TypeError, ValueError) as error:
+                future.fail(error)
+                return future
+        return self._backend.ask(message, future)
 
 
 class _Backend:
@@ -371,7 +349,6 @@ class _Backend:
         self._worker.stop()
 
     def wait_gone(self, timeout_s: float) -> None:
-        """Wait for the actors to end."""
         self._runtime.wait(self._live_count, timeout_s)
 
     def abandon(self) -> None:
@@ -389,7 +366,6 @@ class _Forward(Generic[T]):
         self._on_answer = on_answer
 
     def answer(self, value: T) -> None:
-        """Call the function."""
         self._on_answer(value)
 
     def done(self) -> bool:
@@ -397,7 +373,6 @@ class _Forward(Generic[T]):
         return self._future.done()
 
     def fail(self, error: BaseException) -> None:
-        """Pass it on."""
         self._future.fail(error)
 
 

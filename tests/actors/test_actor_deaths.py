@@ -30,7 +30,7 @@ from llama_worker.messages import (
     Launched,
     OpenStream,
     RequestEnded,
-    RunTools,
+    RunTool,
     Start,
     Stop,
     StreamEvents,
@@ -105,7 +105,7 @@ def _assert_recovers(rig: Rig) -> None:
     [
         (RequestActor, Begin, RuntimeError),  # it has no record to hand over
         (TransportActor, OpenStream, RuntimeError),
-        (ToolLoopActor, RunTools, RuntimeError),
+        (ToolLoopActor, RunTool, RuntimeError),
         (WatchdogActor, Watch, RuntimeError),
         (RequestActor, StreamEvents, SystemExit),
         (RequestActor, StreamEvents, Speechless),

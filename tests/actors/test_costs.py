@@ -90,7 +90,7 @@ def test_an_idle_worker_wakes_nobody_but_for_its_health_probe(make_worker: MakeW
     assert sum(woken.values()) <= 2, woken
 
 
-def test_a_health_probe_costs_two_messages_one_timer_and_few_wakeups(
+def test_a_health_probe_costs_two_messages_two_timers_and_few_wakeups(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[Any] = Counter()
@@ -114,8 +114,9 @@ def test_a_health_probe_costs_two_messages_one_timer_and_few_wakeups(
     told, woken = counts - told, _wakeups() - woken
     probes, timers = told[Probed], told.pop("timers")
     assert set(told) == {Tick, Probed}
-    assert max(timers, told[Tick]) <= probes + 1  # one may be under way
-    assert woken / probes <= 20
+    assert told[Tick] <= probes + 1  # one may be under way
+    assert timers <= 2 * (probes + 1)  # when it is due, and how long it may take
+    assert woken / probes <= 15
 
 
 def _bare_loop(port: int) -> None:

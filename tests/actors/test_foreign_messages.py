@@ -13,6 +13,7 @@ from llama_worker import messages
 from llama_worker.actors.base import members
 from llama_worker.request.submission import Submission
 from llama_worker.server.traits import ServerTraits
+from llama_worker.stream.calls import ParsedCall
 from llama_worker.types import RequestFailReason, WorkerState
 from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually
 from tests.fake_script import Gate, Headers, Text, WaitClose, plain_reply
@@ -30,6 +31,7 @@ class Ear:
 
 
 EAR = Ear()
+CALL = ParsedCall("c00000001", "look", {}, "{}")
 SUBMISSION = Submission(job_name="j", system_prompt="", user_prompt="x", params={}, messages=())
 OURS: tuple[Any, ...] = (  # one at least of every mailbox; a few of them are of several
     messages.Launch(epoch=1),
@@ -41,8 +43,8 @@ OURS: tuple[Any, ...] = (  # one at least of every mailbox; a few of them are of
     messages.StreamClosed(turn_id=(1, 1), failure=None, at=0.0),
     messages.Begin(request_id=9, submission=SUBMISSION, transport=EAR, tools=EAR, prompted=False, opens_thinking=False),
     messages.Abandon(request_id=1, reason=RequestFailReason.UNKNOWN_ERROR, detail="a lie"),
-    messages.RunTools(turn_id=(1, 1), job_name="j", calls=(), reply_to=EAR),
-    messages.DropTools(turn_id=(1, 1)),
+    messages.RunTool(turn_id=(1, 1), job_name="j", call=CALL, reply_to=EAR),
+    messages.DropTool(turn_id=(1, 1)),
     messages.StandDown(),
     messages.Probed(epoch=1, outcome=messages.ProbeOutcome.STRANGER, detail="a lie", traits=ServerTraits()),
     messages.Tick(),

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from llama_worker.types import WorkerState
-from tests.actors.conftest import WAIT_S, MakeWorker, Tree, eventually, fast_timeouts, running, tree
+from tests.actors.conftest import WAIT_S, MakeWorker, Tree, eventually, fast_timeouts, living, running, tree
 from tests.fake_script import (
     Child,
     Flood,
@@ -199,6 +199,20 @@ def test_the_server_does_not_outlive_its_guard(make_worker: MakeWorker) -> None:
     rig.wait_restarted()
     eventually(lambda: not running(first), "end of server and guard")
     assert rig.run(*plain_reply(Text("again")))["text"] == "again"
+
+
+def test_the_servers_children_are_swept_after_the_guard_was_killed_and_nobody_elses(make_worker: MakeWorker) -> None:
+    tree = Script(children=[Child("group"), Child("session"), Child("daemon")])
+    swept, other = make_worker(tree), make_worker(tree)
+    for rig in (swept, other):
+        rig.journal.wait("child", count=3)
+    first, others = swept.tree(), other.tree()
+    assert len(first) == len(others) == 2 + 3
+    os.kill(swept.journal.wait("launched")["ppid"], signal.SIGKILL)
+    swept.wait_restarted()
+    assert not running(first), "there are two servers' trees side by side"
+    assert living(others) == set(others)
+    assert other.status()["restart_count"] == 0
 
 
 def test_the_guard_ignores_what_a_terminal_or_a_manager_sends_to_everybody(make_worker: MakeWorker) -> None:

@@ -101,11 +101,10 @@ def test_without_threads_for_probes_a_stream_goes_on_and_the_server_stays(
     rig = make_worker(timeouts=timeouts)
     request = rig.submit(Headers(), Text("a"), Gate(gate.path), Text("b"), *plain_reply(Text("c"))[1:])
     rig.wait_text(request, "a")
-    for kind in ("-probe", "-look"):
-        with no_threads(monkeypatch, kind) as refused:
-            assert refused.wait(WAIT_S)
-            refused.clear()
-            assert refused.wait(WAIT_S), "it asks again"
+    with no_threads(monkeypatch, "-look") as refused:
+        assert refused.wait(WAIT_S)
+        refused.clear()
+        assert refused.wait(WAIT_S), "it asks again"
     gate.open()
     assert rig.ended(request)["text"] == "abc"
     assert_as_before(rig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from tests.scenarios.cases import GROUPS
+from tests.scenarios.cases import GROUPS, TWINS
 from tests.scenarios.runner import run_all
 from tests.scenarios.scenario import Truth
 
@@ -18,6 +18,14 @@ def test_a_scenario_of_each_topic_gets_the_verdict_that_is_due(free_port: Callab
     reports = run_all(chosen, [free_port() for _ in range(SIDE_BY_SIDE)])
     wrong = [f"{report.scenario.name}: {line}" for report in reports for line in report.wrong]
     assert not wrong, "\n".join(wrong)
+
+
+def test_twenty_kinds_of_hang_have_an_honest_twin() -> None:
+    truths = {scenario.name: scenario.truth for group in GROUPS.values() for scenario in group}
+    assert {kind: (truths[hung], truths[slow]) for kind, (hung, slow) in TWINS.items()} == dict.fromkeys(
+        TWINS, (Truth.HUNG, Truth.SLOW)
+    )
+    assert len({name for pair in TWINS.values() for name in pair}) == 2 * len(TWINS) >= 40
 
 
 def test_the_suite_holds_as_much_slow_as_hung() -> None:

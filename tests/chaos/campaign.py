@@ -38,8 +38,8 @@ from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.messages import Submit
-from llama_worker.request.record import RequestRecord
 from llama_worker.request.state import Request
+from llama_worker.request.table import RequestRecord
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestFailReason, RequestResult, RequestState, StartFailReason, WorkerState
 from tests import fake_script as fs

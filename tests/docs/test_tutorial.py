@@ -87,7 +87,7 @@ def test_the_server_that_the_reader_kills_comes_back(clone: Path, environment: d
 def plain(lines: list[str]) -> list[str]:
     """Without what differs from run to run: pids, lengths, how often the same was said, and which news came first.
 
-    Where news of a death takes longer than the 0.3 s for which a broken connection waits for it, the connection is what
+    Where news of a death takes longer than the 0.2 s for which a broken connection waits for it, the connection is what
     the request fails of.
     """
     told = [re.sub(r"pid \d+|\d+ characters|server_died|stream_disconnected", "...", line.strip()) for line in lines]

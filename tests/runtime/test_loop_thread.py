@@ -127,3 +127,15 @@ def test_a_forked_child_has_a_loop_of_its_own() -> None:
     if pid == 0:
         os._exit(0 if loop_thread() is not parents and isinstance(loop_thread(), LoopThread) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_loop_whose_thread_cannot_be_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            LoopThread().start()
+    assert len(os.listdir("/proc/self/fd")) == len(before)

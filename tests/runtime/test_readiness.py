@@ -13,53 +13,59 @@ from llama_worker.config import WorkerConfig
 from llama_worker.messages import Probed, ProbeOutcome
 from llama_worker.runtime import readiness
 from llama_worker.runtime.chat_exchange import Endpoint
-from llama_worker.runtime.readiness import ReadinessProbe
+from llama_worker.runtime.readiness import ReadinessProbe, models_outcome
 from llama_worker.server.gaps import LATE_S
-from llama_worker.server.health import probe_timeout_s
+from llama_worker.stream.plain_reply import PlainReply
 from tests.actors.conftest import WAIT_S
 
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
 
-class Box(queue.SimpleQueue[Probed]):
-    def tell(self, message: Probed) -> bool:
-        self.put(message)
-        return True
-
-
-class Clock:
-    """The probe's, in the test's hands."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
+@pytest.mark.parametrize(
+    ("error", "late_s", "outcome"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), -1.0, ProbeOutcome.FAILED),
+        (TimeoutError("the time for the reply is up"), 0.0, ProbeOutcome.FAILED),
+        (TimeoutError(), LATE_S + 0.1, ProbeOutcome.NO_NEWS),
+        *((OSError(lack, os.strerror(lack)), -1.0, ProbeOutcome.NO_NEWS) for lack in (errno.EMFILE, errno.ENFILE)),
+        (OSError(errno.ENOMEM, "no memory"), -1.0, ProbeOutcome.NO_NEWS),
+        (MemoryError(), -1.0, ProbeOutcome.NO_NEWS),
+        (RuntimeError("can't start new thread"), -1.0, ProbeOutcome.NO_NEWS),
+        (RuntimeError("a mistake"), -1.0, ProbeOutcome.FAILED),
+    ],
+)
+def test_a_probe_without_an_answer(error: Exception, late_s: float, outcome: ProbeOutcome) -> None:
+    assert models_outcome(error, late_s=late_s) == (outcome, f"GET /v1/models: {type(error).__name__}")
 
 
 @pytest.mark.parametrize(
-    ("error", "took_s", "outcome"),
+    ("status", "body", "outcome"),
     [
-        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 0.0, ProbeOutcome.FAILED),
-        (TimeoutError("the time for the reply is up"), probe_timeout_s(CONFIG.timeouts), ProbeOutcome.FAILED),
-        (TimeoutError(), probe_timeout_s(CONFIG.timeouts) + LATE_S + 0.1, ProbeOutcome.NO_NEWS),
-        *((OSError(lack, os.strerror(lack)), 0.0, ProbeOutcome.NO_NEWS) for lack in (errno.EMFILE, errno.ENFILE)),
-        (OSError(errno.ENOMEM, "no memory"), 0.0, ProbeOutcome.NO_NEWS),
-        (MemoryError(), 0.0, ProbeOutcome.NO_NEWS),
-        (RuntimeError("can't start new thread"), 0.0, ProbeOutcome.NO_NEWS),
-        (RuntimeError("a mistake"), 0.0, ProbeOutcome.FAILED),
+        (b"503 Loading", b"{}", ProbeOutcome.LOADING),
+        (b"404 Not Found", b"{}", ProbeOutcome.FAILED),
+        (b"200 OK", b"<html>", ProbeOutcome.FAILED),
+        (b"200 OK", b"{}", ProbeOutcome.READY),
     ],
 )
-def test_a_probe_without_an_answer(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, took_s: float, outcome: ProbeOutcome
-) -> None:
-    clock, box = Clock(), Box()
+def test_a_probe_with_an_answer(status: bytes, body: bytes, outcome: ProbeOutcome) -> None:
+    reply = PlainReply()
+    reply.feed(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
+    assert reply.over
+    assert models_outcome(reply, late_s=100.0)[0] is outcome
 
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        clock.now += took_s
-        raise error
 
-    monkeypatch.setattr(readiness, "ask", ask)
-    monkeypatch.setattr(readiness, "time", clock)
+@pytest.mark.parametrize("lack", [RuntimeError("can't start new thread"), OSError(errno.EMFILE, "too many open files")])
+def test_what_this_machine_lacks_is_no_news(monkeypatch: pytest.MonkeyPatch, lack: Exception) -> None:
+    class Box(queue.SimpleQueue[Probed]):
+        def tell(self, message: Probed) -> bool:
+            self.put(message)
+            return True
+
+    def question(*args: Any, **kwargs: Any) -> Any:
+        raise lack
+
+    box = Box()
+    monkeypatch.setattr(readiness, "Question", question)
     ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=box)
     probed = box.get(timeout=WAIT_S)
-    assert (probed.epoch, probed.outcome) == (3, outcome)
+    assert (probed.epoch, probed.outcome) == (3, ProbeOutcome.NO_NEWS)

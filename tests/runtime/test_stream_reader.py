@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llama_worker.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
-from llama_worker.runtime import stream_reader
+from llama_worker.runtime import loop_connection, stream_reader
 from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.loop_thread import LoopThread
 from llama_worker.runtime.stream_reader import StreamReader
@@ -85,7 +85,7 @@ def never_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def rig(monkeypatch: pytest.MonkeyPatch, never_late: None) -> Iterator[Rig]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         loop = HandMadeLoop()
-        monkeypatch.setattr(stream_reader, "loop_thread", lambda: loop)
+        monkeypatch.setattr(loop_connection, "loop_thread", lambda: loop)
         made = Rig(loop, None, None)  # type: ignore[arg-type]
         endpoint = Endpoint(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0)
         order = OpenStream(turn_id=(1, 1), body={"stream": True}, reply_to=made)

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 from tests.ports import held_ports
-from tests.scenarios.cases import GROUPS
+from tests.scenarios.cases import GROUPS, TWINS
 from tests.scenarios.runner import Report, run_all
 from tests.scenarios.scenario import Found, Truth
 
@@ -64,6 +64,10 @@ def show_sum(reports: list[Report], took_s: float) -> None:
         )
         if times:
             print(f"{title}: median {times[len(times) // 2]:.3f} s, worst {times[-1]:.3f} s of {len(times)}")
+    of_name = {report.scenario.name: report for report in reports}
+    pairs = [pair for pair in TWINS.values() if all(name in of_name for name in pair)]
+    told_apart = sum(all(of_name[name].right for name in pair) for pair in pairs)
+    print(f"{told_apart} of {len(pairs)} kinds of hang told from their honest twins")
     right = sum(report.right for report in reports)
     well = sum(report.ok for report in reports)
     print(f"{right} of {len(reports)} verdicts right, {well} scenarios as due in every point, {took_s:.0f} s")

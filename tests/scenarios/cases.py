@@ -846,6 +846,14 @@ def _moves(look: Callable[[int], list[dict[str, Any]]]) -> Sequence[Script]:
     return (Script(slots=[Answer(body=look(number), times=1) for number in range(40)]),)
 
 
+_NOTE: ToolDef = {"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}
+_TABLE = (
+    "| name | bytes |\n| :--- | ---: |\n",
+    *(f"| file-{number:04d} | {number * 37 % 1000:5} |\n" for number in range(300)),
+    "-" * 400 + "\n",
+    ", ".join(map(str, range(3000))),
+)
+
 _slots = (
     hung(
         "a livelock: 100 % CPU, and no slot moves",
@@ -961,8 +969,37 @@ _slots = (
             Ask(name="b", reply=[silent("b"), WaitClose()], fails=LOST, found=found("b", FOUND_S), text=""),
         ),
         moves=(Submit("a"), Heard("a", 1), Submit("b")),
-        timeouts=_SUSPICIOUS,
+        timeouts={**_SUSPICIOUS, "headers_timeout_s": 60.0},
         launches=_moves(lambda number: [_slot(decoded=10 + number), _slot(1, busy=False)]),
+    ),
+    hung(
+        "a sidecar computes, and the server does not",
+        [Tokens(3), silent("a"), PINGS, WaitClose()],
+        IDLE_S,
+        text=toks(3),
+        sidecar=True,
+    ),
+    slow("a sidecar computes, and so does the server", [Tokens(3), work(3.5), *HI], text=toks(3) + "hi", sidecar=True),
+    hung(
+        "arguments of a call that repeat themselves for ever",
+        [silent("a"), Repeat(None, [ToolCall("note", '"1,2,', call_id="call00001")])],
+        0.0,
+        fails=RequestFailReason.REPEATED_TEXT_LOOP,
+        text=None,
+        restarts=0,
+        restart_reason="",
+        config={"exit_tools": (_NOTE,)},
+    ),
+    slow(
+        "long arguments that do not repeat themselves",
+        [ToolCall("note", {"rows": [{"id": n, "square": n * n} for n in range(2000)]}, pieces=200), *END],
+        text="",
+        config={"exit_tools": (_NOTE,)},
+    ),
+    slow(
+        "a table, a ruler and a list of numbers",
+        [*map(Text, _TABLE), *END],
+        text="".join(_TABLE),
     ),
     hung(
         "one character for ever",
@@ -985,4 +1022,64 @@ GROUPS: Mapping[str, Sequence[Scenario]] = {
     "death": _death,
     "load": _load,
     "slots": _slots,
+}
+
+# What the worker must find, and beside it the honest server that looks like it.
+TWINS: Mapping[str, tuple[str, str]] = {
+    "nothing comes, not even headers": ("no headers, idle", "no headers for 3 s, at work"),
+    "a queue that nobody serves": ("a queue behind a stream that is dead", "a queue in front of the server's slots"),
+    "a slot is idle, and the queue waits": (
+        "queued for ever although a slot is idle",
+        "queued behind a neighbour that gets data, no CPU seen",
+    ),
+    "headers and pings alone": ("headers, then pings only, idle", "headers, then pings only, at work"),
+    "a role chunk alone": ("a role chunk, then silence", "a role chunk, then silent work"),
+    "role chunks for ever": ("role chunks for ever, at work", "tokens, then hard work, then tokens"),
+    "prompt progress that ends": ("prompt progress, then silence", "prompt progress, then silent work"),
+    "the same prompt progress for ever": (
+        "the same prompt progress for ever, at work",
+        "prompt progress that grows, in batches of two seconds",
+    ),
+    "prompt progress in circles": (
+        "prompt progress in circles, at work, without /slots",
+        "prompt progress on an idle CPU",
+    ),
+    "the CPU ticks of an idle process": ("3 ticks a second, for ever, are no work", "work at 12 ticks a second"),
+    "children": ("children of an idle process are idle too", "children of an idle process do the work"),
+    "a sidecar": ("a sidecar computes, and the server does not", "a sidecar computes, and so does the server"),
+    "a livelock while it generates": (
+        "a livelock: 100 % CPU, and no slot moves",
+        "text that is held back while its slot moves",
+    ),
+    "a livelock in prefill": (
+        "spins at 100 % and sends nothing",
+        "one long batch: nothing moves, and a slot is in prefill",
+    ),
+    "spinning where /slots is off": (
+        "spins and sends pings only",
+        "an hour of silent work, scaled down, on a server without /slots",
+    ),
+    "a lost request": (
+        "a request that the server lost: its slot is idle, its connection open",
+        "/slots hangs, the request does not",
+    ),
+    "a dead stream beside a live one": (
+        "a dead stream beside a live neighbour ends alone",
+        "held-back text beside a live neighbour, both slots move",
+    ),
+    "decoding is dead": ("tokens, then silence", "tokens, then reads from disk, then tokens"),
+    "a token too late": (
+        "one token, a little later than idle_stream_timeout_s",
+        "one token every idle_stream_timeout_s less a little",
+    ),
+    "reasoning that ends": ("reasoning, then silence", "slow reasoning"),
+    "SIGSTOP": ("stopped in mid-stream, continued too late", "stopped in mid-stream, continued in time"),
+    "health that fails": ("health hangs and no data", "health hangs while streaming goes on"),
+    "a load that hangs": ("a load that hangs answers 503 for ever", "a long load with 503, at work"),
+    "a load without end": ("a load at work is over load_timeout_s", "a long load that reads from disk"),
+    "repetition in text": ("one character for ever", "a table, a ruler and a list of numbers"),
+    "repetition in arguments": (
+        "arguments of a call that repeat themselves for ever",
+        "long arguments that do not repeat themselves",
+    ),
 }

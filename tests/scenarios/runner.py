@@ -67,6 +67,11 @@ _OWN_REASONS = {"server_died", "exited"}  # the process ended by itself: nothing
 # An idle process in front of the server.
 _WRAPPER = (sys.executable, "-S", "-E", "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))")
 
+# The server, with a child that uses a third of a core for itself.
+_SPIN = "end = time.monotonic() + 0.03\n    while time.monotonic() < end: pass\n    time.sleep(0.06)"
+_SPINS = f"import os, sys, time\nif os.fork(): os.execv(sys.argv[1], sys.argv[1:])\nwhile True:\n    {_SPIN}"
+_SIDECAR = (sys.executable, "-S", "-E", "-c", _SPINS)
+
 
 @dataclass(kw_only=True)
 class Report:
@@ -143,7 +148,7 @@ def _config(scenario: Scenario, port: int, journal: Journal, state_file: Path) -
         host=HOST,
         port=port,
         slots=scenario.slots,
-        server_cmd=(*_WRAPPER, *cmd) if scenario.wrapped else cmd,
+        server_cmd=(*(_WRAPPER if scenario.wrapped else _SIDECAR if scenario.sidecar else ()), *cmd),
         timeouts=scenario.profile,
         restart=scenario.restart,
         **scenario.config,

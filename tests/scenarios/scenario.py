@@ -131,6 +131,7 @@ class Scenario:
     restart: RestartPolicy = RESTART
     config: Mapping[str, Any] = field(default_factory=dict)
     wrapped: bool = False  # the server is the child of an idle process
+    sidecar: bool = False  # the server has a child that computes for itself
     start_fails: StartFailReason | None = None
     start_found: Found | None = None  # since "start"
     restarts: int = 0

@@ -137,6 +137,7 @@ _KINDS = (
     Kind(name="load hangs", scope=Scope.LOAD, found_within=_startup),
     Kind(name="load spins", scope=Scope.LOAD, found_within=_load),
     Kind(name="slow load", scope=Scope.LOAD, honest=True, weight=2.0),
+    Kind(name="canary fails", scope=Scope.LOAD, found_within=_soon, weight=0.5),
     Kind(name="spawn fails", scope=Scope.LOAD, found_within=_soon),
     Kind(name="port taken", scope=Scope.LOAD, found_within=_soon),
     # ---- a process that is to end

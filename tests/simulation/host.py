@@ -39,6 +39,7 @@ class Host:
         self.submitted = 0
         self.outcomes: dict[str, int] = {}
         self.wants_running = True
+        self.result_ttl_s: float | None = None
         self.unresolved: list[tuple[str, WorkerFuture[Any]]] = []
         self._scheduler = scheduler
         self._invariants = invariants
@@ -203,6 +204,12 @@ class Host:
             reason = str(result.get("fail_reason") or result["finish_reason"])
             self.outcomes[reason] = self.outcomes.get(reason, 0) + 1
 
+    def _may_be_gone(self, request_id: int) -> bool:
+        """Whether an unclaimed result is as old as it may get."""
+        ended_at = self._invariants.requests[request_id].ended_at
+        is_kept = self.result_ttl_s is None or ended_at is None
+        return not is_kept and self._scheduler.now - (ended_at or 0.0) >= (self.result_ttl_s or 0.0)
+
     def _await(self, request_id: int) -> Plan:
         future = self.result(request_id)
         also = self.result(request_id) if self._dice.chance(0.1) else None
@@ -251,6 +258,8 @@ class Host:
             if result["ok"]:
                 self._took(request_id, result)
                 return
+            if result["error"] == "NOT_FOUND" and self._may_be_gone(request_id):
+                return
             if result["error"] == "NOT_FOUND":
                 raise Violation(1, f"request {request_id} is gone, and nobody took its result")
 
@@ -270,6 +279,8 @@ class Host:
             yield status
             yield future
             chunk = future.get(timeout=0)
+            if not chunk["ok"] and self._may_be_gone(request_id):
+                return
             if not chunk["ok"]:
                 raise Violation(1, f"request {request_id} is gone, and nobody took its result")
             text, reasoning, done = text + chunk["text"], reasoning + chunk["reasoning"], chunk["done"]
@@ -279,6 +290,8 @@ class Host:
         yield future
         result: Any = future.get(timeout=0)
         self._took(request_id, result)
+        if not result["ok"] and self._may_be_gone(request_id):
+            return
         if (result["text"], result["reasoning"]) != (text, reasoning):
             raise Violation(2, f"request {request_id}: what was read differs from the result")
 
@@ -299,7 +312,20 @@ class Host:
             raise Violation(1, f"cancel({request_id}) said True: {result['state']}")
 
     def _forget(self, request_id: int) -> Plan:
+        """The result is kept for ever, or as long as the configuration says."""
         yield 0.001
+        if self.result_ttl_s is None:
+            return
+        truth = self._invariants.requests[request_id]
+        while truth.ended_at is None:
+            if self.is_leaving:
+                return
+            yield 60.0
+        yield self.result_ttl_s + QUICK_S
+        future = self.quick(self.worker.get_result(request_id), "get_result()")
+        yield future
+        if future.get(timeout=0)["ok"]:
+            raise Violation(1, f"the result of request {request_id} is older than result_ttl_s {self.result_ttl_s:.0f}")
 
     def meddler(self, *, every_s: float) -> Plan:
         """Asks at odd moments for odd things."""

@@ -22,9 +22,10 @@ from typing import Any
 
 from llama_worker.messages import RequestEnded, StreamEvents
 from llama_worker.profiles import RestartPolicy
-from llama_worker.request.record import RequestRecord
+from llama_worker.request.table import RequestRecord
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import Launching
+from llama_worker.server.suspicion import is_degenerate
 from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types import RequestFailReason, RequestState, WorkerState
 from tests.simulation.faults import Kind
@@ -97,6 +98,8 @@ class Invariants:
         self._active: tuple[int, ...] = ()
         self._admitted: set[int] = set()
         self._state = WorkerState.STOPPED
+        self._replaced: set[int] = set()  # launches that ended as planned, or for the nonsense that they said
+        self._ready_at = 0.0
         self._restarted_at: list[float] = []
         self._restart_count = 0
         self._stale_before: Lifecycle | None = None
@@ -181,15 +184,39 @@ class Invariants:
             raise Violation(7, f"the worker went from {self._state} to {state}")
         if state is WorkerState.READY and self._active:
             raise Violation(7, f"READY with requests {self._active} of the life before")
+        if state is WorkerState.READY:
+            self._ready_at = self._scheduler.now
         self._state = state
 
     def _check_budget(self, life: Lifecycle) -> None:
         now = self._scheduler.now
         self._restart_count = life.budget.restart_count
         self.restarts_count += 1
+        restart = self._worker._journal._restarts[-1]
+        if restart["reason"] == "recycled":
+            self._check_recycled(life.epoch, restart["detail"])
+            return  # no matter for the lockout
+        if restart["reason"] == "degenerate_outputs":
+            self._check_degenerate(life.epoch, restart["detail"])
         self._restarted_at = [at for at in self._restarted_at if now - at < self._policy.restart_window_s] + [now]
         if len(self._restarted_at) > self._policy.max_restarts_per_window:
             raise Violation(7, f"{len(self._restarted_at)} restarts in {self._policy.restart_window_s:g} s")
+
+    def _check_recycled(self, epoch: int, detail: str) -> None:
+        policy, ended = self._policy.recycle, [each for each in self.requests.values() if each.epoch == epoch]
+        if self.active or policy is None:
+            raise Violation(3, f"launch {epoch} is recycled under requests {self.active}: {detail}")
+        is_old = policy.max_age_s is not None and self._scheduler.now - self._ready_at >= policy.max_age_s - 1e-6
+        if not is_old and (policy.max_requests is None or len(ended) < policy.max_requests):
+            raise Violation(3, f"launch {epoch} is recycled too early, after {len(ended)} requests: {detail}")
+        self._replaced.add(epoch)
+
+    def _check_degenerate(self, epoch: int, detail: str) -> None:
+        records = [each.record for each in self.requests.values() if each.epoch == epoch and each.record is not None]
+        jobs = {record.job_name for record in records if is_degenerate(record)}
+        if len(jobs) < (self._policy.degenerate_outputs_before_restart or math.inf):
+            raise Violation(3, f"launch {epoch} is restarted for the nonsense of jobs {jobs}: {detail}")
+        self._replaced.add(epoch)
 
     # ------------------------------------------------------------ requests
 
@@ -221,6 +248,8 @@ class Invariants:
         elif reason is RequestFailReason.WORKER_STOPPED:
             if self.stop_called_at < truth.admitted_at - QUICK_S:
                 raise Violation(3, f"request {request_id} ended with {reason}, and nobody called stop()")
+        elif reason is RequestFailReason.WORKER_RESTARTED and truth.epoch in self._replaced:
+            return
         elif self.excuse(truth.epoch, request_id) is None:
             detail = truth.record.result.get("fail_detail") if truth.record is not None else ""
             raise Violation(3, f"request {request_id} was given up with {reason} without a fault: {detail}")
@@ -300,6 +329,8 @@ class Invariants:
         if epoch in self.killed_at:
             return
         self.killed_at[epoch] = self._scheduler.now
+        if epoch in self._replaced:
+            return
         if self.stop_called_at < launched_at - QUICK_S and self.excuse(epoch, None) is None:
             raise Violation(3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}")
 

@@ -351,6 +351,9 @@ class Nature:
         match kind.name:
             case "load crashes" | "crash loop":
                 server.begin_load(load_s * self._dice.random(), returncode=1)
+            case "canary fails":
+                server.is_unfit = True
+                server.begin_load(load_s)
             case "load hangs":
                 server.begin_load(None, works=False)
             case "load spins":

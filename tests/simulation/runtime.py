@@ -21,7 +21,7 @@ from llama_worker.messages import (
     Probed,
     ProbeOutcome,
     RunBios,
-    RunTools,
+    RunTool,
     SlotsSeen,
     StreamClosed,
     StreamEvents,
@@ -168,7 +168,7 @@ class SimRuntime:
         limit_s = timeout_s if timeout_s is not None else float("inf")
         return self._scheduler.run_until(what.done, self._scheduler.now + limit_s)
 
-    def run_tools(self, order: RunTools) -> SimToolThread:
+    def run_tool(self, order: RunTool) -> SimToolThread:
         self._machine.need_thread()
         return SimToolThread(self._scheduler, self._machine, order)
 
@@ -475,6 +475,8 @@ class SimProbe:
             )
         elif not server.loaded:
             self._tell(ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model")
+        elif server.is_unfit:
+            self._tell(ProbeOutcome.UNFIT, "the canary's check refused the answer")
         else:
             self._tell(ProbeOutcome.READY, "GET /v1/models: 200")
 
@@ -521,29 +523,20 @@ class SimSlotsRequest:
 
 
 class SimToolThread:
-    """The thread of one batch of calls."""
+    """The thread of one call."""
 
-    def __init__(self, scheduler: Scheduler, machine: Machine, order: RunTools) -> None:
+    def __init__(self, scheduler: Scheduler, machine: Machine, order: RunTool) -> None:
         self._scheduler = scheduler
         self._machine = machine
         self._order = order
-        self._next = 0
-        self._dropped = False
         self._alive = True
         self._begin_call()
-
-    def drop(self) -> None:
-        """Begin no further call."""
-        self._dropped = True
 
     def is_alive(self) -> bool:
         """Whether it still runs."""
         return self._alive
 
     def _begin_call(self) -> None:
-        if self._dropped or self._next >= len(self._order.calls):
-            self._alive = False
-            return
         seconds, ok = self._machine.tool_call(self._order.turn_id[0])
         if seconds is None:
             return  # it never returns
@@ -551,9 +544,5 @@ class SimToolThread:
 
     def _returned(self, ok: bool) -> None:
         text = '"found"' if ok else "tool raised ValueError"
-        self._next += 1
         self._order.reply_to.tell(CallEnded(turn_id=self._order.turn_id, ok=ok, text=text, at=self._scheduler.now))
-        if ok:
-            self._begin_call()
-        else:
-            self._alive = False
+        self._alive = False

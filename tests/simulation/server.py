@@ -152,6 +152,7 @@ class LlamaServer:
         self.http_dead = False
         self.stopped = False  # SIGSTOP
         self.ignores_term = False
+        self.is_unfit = False  # it loads, and what it answers is nonsense
         self.unkillable = False
         self.killed = False  # SIGKILL was sent
         self.iterations = 0

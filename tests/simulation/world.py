@@ -6,18 +6,22 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pykka
 
 from llama_worker import LlamaWorker
 from llama_worker.config import WorkerConfig
-from llama_worker.profiles import RestartPolicy, TimeoutProfile
+from llama_worker.errors import WorkerClosed
+from llama_worker.messages import Tick
+from llama_worker.profiles import Recycle, RestartPolicy, TimeoutProfile
+from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState, ToolDef, WorkerState
 from llama_worker.worker import _open_backends
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS
 from tests.simulation.host import Host, Plan
-from tests.simulation.invariants import Invariants
+from tests.simulation.invariants import QUICK_S, Invariants
 from tests.simulation.machine import Machine
 from tests.simulation.nature import Nature
 from tests.simulation.not_yet_found import NOT_YET_FOUND
@@ -27,6 +31,7 @@ from tests.simulation.server import Build, Exchange, Headers, Reply
 from tests.simulation.trace import Trace
 
 HOUR_S = 3600.0
+_PLANS = 0x9E3779B97F4A7C15
 TOOL: ToolDef = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 
 
@@ -92,7 +97,9 @@ class World:
         self.profile = _profile(dice, idle=setting.hours > 24)
         slots = 1 + dice.below(4)
         self.build = _build(dice, self.profile, slots)
-        self.policy = RestartPolicy()
+        plans = Dice(setting.seed ^ _PLANS)  # apart, so that other draws stay as they are
+        self.policy = _policy(plans)
+        self.ends_by_death = plans.chance(0.2)
         self.trace = Trace()
         if choices is None:
             wild = dice.chance(0.5)
@@ -115,6 +122,7 @@ class World:
             normal_tools=(TOOL,),
             tool_runner=_Tools(),
             bios_provider=slow_bios,
+            result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
         )
         self.runtime = SimRuntime(self.config, self.scheduler, self.machine, dice.fork())
         self.invariants = Invariants(self.scheduler, self.policy, slots)
@@ -131,6 +139,7 @@ class World:
             HOUR_S / setting.faults_per_hour if setting.faults_per_hour else 0.0,
         )
         self.host = Host(self.worker, self.scheduler, self.invariants, dice.fork(), self.profile, self.policy, 1500.0)
+        self.host.result_ttl_s = self.config.result_ttl_s
         self.host.watch_processes(self.machine.launched)
         self.machine.on_launch = lambda epoch: self.invariants.launch(self.machine.launched, epoch)
         self.machine.reply_to = self._reply
@@ -253,16 +262,42 @@ class World:
         done.append("completed" if completed else str(result))
 
     def leave(self) -> None:
-        """Invariant 9: after `close()` nothing is left."""
+        """Invariant 9: after `close()`, and where the worker's actor died before it, nothing is left."""
+        if self.ends_by_death:
+            self._worker_dies()
         self.host.close()
         self.scheduler.run_until(lambda: not self.scheduler.actors, self.scheduler.now + 30.0)
         left: list[str] = [simulated.name for simulated in self.scheduler.actors]
         left += [f"stream {stream.turn_id}" for stream in self.runtime.streams]
         left += [f"process of launch {each.epoch}" for each in self.machine.launched if not each.ended]
         left += ["timer"] * self.scheduler.pending("timer")
-        left += [f"request {i}" for i, truth in self.invariants.requests.items() if truth.ended_at is None]
+        if not self.ends_by_death:
+            left += [f"request {i}" for i, truth in self.invariants.requests.items() if truth.ended_at is None]
         if left:
             raise Violation(9, f"left after close(): {', '.join(left)}")
+
+    def _worker_dies(self) -> None:
+        """In the middle of a request; every future is answered, every later call raises WorkerClosed."""
+        submitted = self.host.quick(self.worker.submit("last", "", "hello"), "submit()")
+        self._until(self.scheduler.now + self._dice.log_between(0.001, 30.0))
+        answer = submitted.get(timeout=0)
+        open_futures: list[WorkerFuture[Any]] = [self.worker.start()]
+        if answer["ok"]:
+            open_futures += [self.worker.result(answer["request_id"]), self.worker.ask("hello")]
+        simulated = next(each for each in self.scheduler.actors if each.actor is self.actor)
+        self.invariants.stop_called_at = self.scheduler.now
+        self.scheduler.break_actor(simulated)
+        self.actor.actor_ref.tell(Tick())
+        self.scheduler.run_until(lambda: not self.scheduler.actors, self.scheduler.now + self.host.stop_bound_s)
+        # Readers are threads of their own, and whether a kill had its effect is looked at behind the actor's end, too.
+        self._until(self.scheduler.now + self.profile.kill_timeout_s + QUICK_S)
+        if not all(future.done() for future in open_futures):
+            raise Violation(5, "the worker's actor died, and a future has no answer")
+        try:
+            self.worker.get_worker_status()
+        except WorkerClosed:
+            return
+        raise Violation(5, "the worker's actor died, and its handle takes calls")
 
     def _report(self) -> Report:
         return Report(
@@ -286,6 +321,17 @@ def _profile(dice: Dice, *, idle: bool) -> TimeoutProfile:
     if idle:
         profile = replace(profile, health_probe_interval_s=120.0)
     return profile
+
+
+def _policy(dice: Dice) -> RestartPolicy:
+    """With planned recycling and a limit for nonsense, or without."""
+    recycle = None
+    if dice.chance(0.3):
+        requests, age_s = 1 + dice.below(20), dice.log_between(60.0, 1e5)
+        recycle = Recycle(max_requests=requests if dice.chance(0.7) else None, max_age_s=age_s)
+    return RestartPolicy(
+        recycle=recycle, degenerate_outputs_before_restart=1 + dice.below(3) if dice.chance(0.3) else None
+    )
 
 
 def _build(dice: Dice, profile: TimeoutProfile, slots: int) -> Build:

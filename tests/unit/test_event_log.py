@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llama_worker.runtime.futures import write_log
-from llama_worker.server.event_log import EventLog
+from llama_worker.server.journal import EventLog
 
 
 def test_an_event_is_kept_as_a_dict_without_what_is_not_known() -> None:

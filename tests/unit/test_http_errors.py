@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.http_errors import describe_http_error, refuses_tools, reports_malformed_call
+from llama_worker.stream.failure import StreamFailure, describe_http_error, refuses_tools, reports_malformed_call
 from llama_worker.types import RequestFailReason
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from llama_worker import exit_tools
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, PromptError, default_bios, prompted_tools_text, run_bios
 from llama_worker.request.conversation import SYSTEM_PROMPT_DELIMITER, Conversation
+from llama_worker.request.submission import Submission
 from llama_worker.stream.calls import ParsedCall, RawCall
 from llama_worker.stream.tagged_calls import TaggedCallFilter, tagged_call
 from llama_worker.types import BiosContext, BiosText, ChatMessage, SystemPromptMode, ToolCallMode, ToolDef
@@ -64,9 +65,13 @@ def begin(
 ) -> Conversation:
     return Conversation.begin(
         bios,
-        system_prompt=system_prompt,
-        messages=messages or [],
-        user_prompt=user_prompt,
+        Submission(
+            job_name="j",
+            system_prompt=system_prompt,
+            user_prompt=user_prompt,
+            params={},
+            messages=tuple(messages or ()),
+        ),
         system_prompt_mode=mode,
         prompted=prompted,
     )

@@ -18,13 +18,13 @@ from llama_worker.messages import (
     StreamsClosed,
     Terminate,
 )
-from llama_worker.request.record import RequestRecord
+from llama_worker.request.table import RequestRecord
 from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.server import lifecycle
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import RecordRestart
-from llama_worker.server.memory_death import lack_of_memory
 from llama_worker.server.recycling import Worn, worn
+from llama_worker.server.start_advice import lack_of_memory
 from llama_worker.server.suspicion import Suspicion, Trouble
 from llama_worker.server.traits import ServerTraits
 from llama_worker.types import RequestFailReason, RequestState, WorkerState

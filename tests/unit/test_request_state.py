@@ -13,16 +13,17 @@ from llama_worker.bios import STATUS_OPEN
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     Abandon,
+    Begin,
     BiosWritten,
     CallEnded,
     CancelRequest,
     CloseStream,
-    DropTools,
+    DropTool,
     OpenStream,
     RequestEnded,
     RequestMessage,
     RunBios,
-    RunTools,
+    RunTool,
     SignalEmitted,
     StreamClosed,
     StreamEvents,
@@ -33,9 +34,9 @@ from llama_worker.messages import (
 from llama_worker.profiles import LoopDetector
 from llama_worker.request.body import request_body
 from llama_worker.request.output import read_output
-from llama_worker.request.record import RequestRecord
 from llama_worker.request.state import Effects, Request
 from llama_worker.request.submission import Submission
+from llama_worker.request.table import RequestRecord
 from llama_worker.request.turn import Turn, TurnId
 from llama_worker.runtime.host_code import write_bios
 from llama_worker.stream.events import (
@@ -89,7 +90,7 @@ def with_tools(**changed: Any) -> WorkerConfig:
 class Nobody:
     """A mailbox that nothing is told to here."""
 
-    def tell(self, message: RequestMessage) -> bool:
+    def tell(self, message: object) -> bool:
         raise AssertionError(f"the machine itself tells nobody: {message}")
 
 
@@ -162,18 +163,11 @@ def made(of: WorkerConfig | None = None, *, params: dict[str, Any] | None = None
 
 def arguments(of: WorkerConfig | None = None, *, params: dict[str, Any] | None = None, **changed: Any) -> Any:
     """Of a Request."""
-    return {
-        "request_id": 7,
-        "submission": Submission(
-            job_name="j", system_prompt="Be terse.", user_prompt="Hi", params=params or {}, messages=()
-        ),
-        "config": of or config(),
-        "prompted": False,
-        "opens_thinking": False,
-        "unix_offset": UNIX,
-        "reply_to": Nobody(),
-        "now": 100.0,
-    } | changed
+    submission = Submission(job_name="j", system_prompt="Be terse.", user_prompt="Hi", params=params or {}, messages=())
+    told: dict[str, Any] = {"request_id": 7, "submission": submission, "prompted": False, "opens_thinking": False}
+    order = Begin(transport=Nobody(), tools=Nobody(), **(told | {k: v for k, v in changed.items() if k in told}))
+    given = {"order": order, "config": of or config(), "unix_offset": UNIX, "reply_to": Nobody(), "now": 100.0}
+    return given | {k: v for k, v in changed.items() if k not in told}
 
 
 def begun(of: WorkerConfig | None = None, **changed: Any) -> Driven:
@@ -224,7 +218,7 @@ def in_tools(of: WorkerConfig | None = None) -> Driven:
     request = begun(of or with_tools())
     hear(request, TextDelta("Let me add."), call("add", '{"a": 1}'), Usage(10, 5, 2), Finish("tool_calls"))
     effects = hear(request, Done(), at=102.0)
-    assert [type(effect) for effect in effects] == [CloseStream, RunTools]
+    assert [type(effect) for effect in effects] == [CloseStream, RunTool]
     return request
 
 
@@ -406,9 +400,9 @@ def test_a_stream_that_just_ends_is_disconnected_after_a_while() -> None:
     request = begun()
     hear(request, TextDelta("a"))
     assert request.closed(FIRST, None, 105.0) == []
-    assert request.deadline == 105.29
-    assert request.tick(105.2) == []
-    record = failed(request.tick(105.29), "stream_disconnected", CLOSE)
+    assert request.deadline == 105.2
+    assert request.tick(105.19) == []
+    record = failed(request.tick(105.2), "stream_disconnected", CLOSE)
     assert record.result["text"] == "a"
     assert "without a finish reason" in record.result["fail_detail"]
 
@@ -499,12 +493,9 @@ def test_a_turn_with_calls_goes_to_the_tools() -> None:
     hear(request, call("signal", '{"s": 1}', 2), Finish("tool_calls"))
     closing, start = hear(request, Done(), at=102.0)
     assert (closing, request.deadline) == (CLOSE, 112.0)
-    assert isinstance(start, RunTools)
+    assert isinstance(start, RunTool)
     assert start.turn_id == FIRST
-    assert [(each.id, each.name, each.arguments) for each in start.calls] == [
-        ("c00000001", "add", {"a": 1}),
-        ("c00000002", "add", {}),
-    ]
+    assert (start.call.id, start.call.name, start.call.arguments) == ("c00000001", "add", {"a": 1})
     status = request.status()
     assert (status["state"], status["phase"]) == ("tool_running", "tool")
     assert (status["tool_iters_remaining"], status["tool_calls_count"]) == (7, 2)
@@ -575,7 +566,8 @@ def test_results_of_another_batch_change_nothing() -> None:
 def test_the_next_turn_begins_once_every_call_has_returned() -> None:
     request = begun(with_tools())
     hear(request, call("add"), call("add", "{}", 1), Finish("tool_calls"), Done(), at=102.0)
-    assert returned(request, "one", at=103.0) == []
+    following = only(RunTool, returned(request, "one", at=103.0))
+    assert (following.turn_id, following.call.id) == (FIRST, "c00000002")
     assert request.deadline == 113.0
     assert request.phase == "tool"
     sent = only(OpenStream, returned(request, "two", at=105.0)).body["messages"]
@@ -593,7 +585,7 @@ def test_a_call_that_takes_too_long_fails_the_request_and_its_batch_is_forgotten
     returned(request, "one", at=111.9)
     assert request.tick(112.0) == []
     assert request.tick(121.8) == []
-    record = failed(request.tick(121.9), "tool_execution_error", DropTools(turn_id=FIRST))
+    record = failed(request.tick(121.9), "tool_execution_error", DropTool(turn_id=FIRST))
     text = "tool 'add' did not return within tool_timeout_s 10 s"
     assert record.result["fail_detail"] == text
     assert [(entry["ok"], entry.get("error")) for entry in record.result["tool_trace"]] == [(True, None), (False, text)]
@@ -618,7 +610,7 @@ def test_calls_that_had_begun_are_in_the_trace_whatever_ends_the_request(
     calls = [call("add", f'{{"n": {n}}}', n) for n in range(3)]
     hear(request, *calls, Finish("tool_calls"), Done(), at=102.0)
     returned(request, "one", at=103.0)
-    trace = ended(ending(request), DropTools(turn_id=FIRST)).result["tool_trace"]
+    trace = ended(ending(request), DropTool(turn_id=FIRST)).result["tool_trace"]
     assert [(entry["arguments"], entry["ok"], entry.get("error")) for entry in trace] == [
         ({"n": 0}, True, None),
         ({"n": 1}, False, f"given up while it ran: {reason}"),
@@ -723,8 +715,8 @@ def test_exit_calls_beside_a_normal_one_are_told_apart_early() -> None:
     request = begun(with_tools())
     effects = hear(request, call("signal", '{"s": 1}'), call("add", '{"a": 1}', index=1))
     assert emitted(effects) == [{"s": 1}]
-    run = [e for e in hear(request, Finish("tool_calls"), Done()) if isinstance(e, RunTools)]
-    assert [c.name for c in run[0].calls] == ["add"]
+    run = [e for e in hear(request, Finish("tool_calls"), Done()) if isinstance(e, RunTool)]
+    assert [each.call.name for each in run] == ["add"]
 
 
 ENDINGS: dict[str, Callable[[Driven], Effects]] = {
@@ -815,7 +807,7 @@ def test_in_prompted_mode_calls_and_results_travel_as_text() -> None:
     tagged = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     hear(request, TextDelta("Adding. "), TextDelta(tagged[:15]), TextDelta(tagged[15:]), Finish("stop"))
     _, start = hear(request, Done())
-    assert isinstance(start, RunTools)
+    assert isinstance(start, RunTool)
     sent = only(OpenStream, returned(request, "3")).body
     assert sent["messages"][2] == {"role": "assistant", "content": f"Adding. {tagged}"}
     assert sent["messages"][3]["role"] == "user"
@@ -897,7 +889,7 @@ def test_in_each_turn_the_template_opens_a_think_of_its_own(
 def test_a_tagged_call_in_an_answer_without_any_thinking_is_run() -> None:
     request = begun(with_tools(), opens_thinking=True, prompted=True)
     tagged = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert any(isinstance(effect, RunTools) for effect in hear(request, TextDelta(tagged), Finish("stop"), Done()))
+    assert any(isinstance(effect, RunTool) for effect in hear(request, TextDelta(tagged), Finish("stop"), Done()))
 
 
 # ---------------------------------------------------------------- cancel and abandon
@@ -941,7 +933,7 @@ def test_a_cancel_closes_the_connection_in_every_phase(phase: Callable[[Driven],
 
 
 def test_a_cancel_in_the_tools_forgets_them() -> None:
-    record = ended(in_tools().cancel(104.0), DropTools(turn_id=FIRST))
+    record = ended(in_tools().cancel(104.0), DropTool(turn_id=FIRST))
     assert (record.result["state"], record.result["text"]) == ("canceled", "Let me add.")
 
 
@@ -960,7 +952,7 @@ def test_who_is_abandoned_fails_with_the_reason_told(phase: Callable[[Driven], D
 
 def test_who_is_abandoned_in_the_tools_forgets_them() -> None:
     effects = in_tools().abandon(RequestFailReason.WORKER_STOPPED, "stop", 104.0)
-    failed(effects, "worker_stopped", DropTools(turn_id=FIRST))
+    failed(effects, "worker_stopped", DropTool(turn_id=FIRST))
 
 
 def test_a_turn_that_had_said_its_finish_reason_still_counts() -> None:
@@ -1029,7 +1021,7 @@ def test_a_dead_servers_calls_are_not_begun(said: tuple[StreamEvent, ...]) -> No
 
 
 def test_a_death_in_the_tools_has_nothing_to_be_heard() -> None:
-    failed(in_tools().abandon(RequestFailReason.SERVER_DIED, "x", 104.0), "server_died", DropTools(turn_id=FIRST))
+    failed(in_tools().abandon(RequestFailReason.SERVER_DIED, "x", 104.0), "server_died", DropTool(turn_id=FIRST))
 
 
 def test_who_is_given_up_while_it_hears_a_dead_server_out_ends_at_once_by_its_death() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.request.record import RequestRecord
-from llama_worker.request.table import Admitted, RequestTable
+from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 
 
 def record(request_id: int, ended_at: float = 1.0) -> RequestRecord:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.responses.body import parse_body
 from llama_worker.responses.conversation import (
     TEMPLATE_PROBE,
     LateRole,
@@ -20,7 +19,7 @@ from llama_worker.responses.conversation import (
     unseal_reasoning,
 )
 from llama_worker.responses.refusal import RequestRefused, refused_by_server
-from llama_worker.responses.request import ENCRYPTED_REASONING, ChatRequest, Recalled, normalise, references
+from llama_worker.responses.request import ENCRYPTED_REASONING, ChatRequest, Recalled, normalise, parse_body, references
 from llama_worker.responses.tools import NO_TOOLS, ToolSet
 
 USER = {"role": "user", "content": "Hi"}

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from llama_worker.profiles import RestartPolicy
-from llama_worker.request.record import RequestRecord
+from llama_worker.request.table import RequestRecord
 from llama_worker.server.suspicion import Doubt, Suspicion, Trouble
 from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, RequestState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama_worker.request.record import RequestRecord
+from llama_worker.request.table import RequestRecord
 from llama_worker.server.totals import BOUNDS_S, Totals
 from llama_worker.types import (
     RequestFailReason,

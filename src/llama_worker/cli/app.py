@@ -15,9 +15,8 @@ import typer
 from llama_worker import ConfigError, LlamaWorkerError, free_port
 from llama_worker.cli import exits, run_options, run_report, screen
 from llama_worker.cli.exits import Problem, UsageProblem
-from llama_worker.cli.models import find_model
+from llama_worker.cli.models import find_model, find_server
 from llama_worker.cli.run_options import ServerOptions, Timeouts
-from llama_worker.cli.servers import find_server
 
 P = ParamSpec("P")
 

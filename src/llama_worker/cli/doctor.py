@@ -17,10 +17,9 @@ from llama_worker.cli.doctor_facts import ServerFacts, Trial
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.models import Model, find_model
+from llama_worker.cli.models import Model, find_model, find_server
 from llama_worker.cli.run_options import ServerOptions, worker_config
 from llama_worker.cli.screen import Screen, console_for, is_styled
-from llama_worker.cli.servers import find_server
 from llama_worker.cli.starting import Stopped
 from llama_worker.cli.text import harmless
 from llama_worker.server.command import flag_values

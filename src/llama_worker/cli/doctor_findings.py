@@ -216,7 +216,6 @@ def _limits(machine: MachineFacts) -> Iterator[Finding]:
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """For a person."""
     width = max(len(finding.subject) for finding in findings)
     shown = []
     for finding in findings:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 DONE = 0
 FAILED = 1
 USAGE = 2
-CANCELED = 130  # 128 + SIGINT, as shells have it
+BY_SIGNAL = 128  # and its number: of a command that a signal ended, as shells have it
+CANCELED = BY_SIGNAL + 2  # SIGINT
 OUTPUT_CLOSED = 141  # 128 + SIGPIPE
 
 HELP = (
@@ -29,8 +30,3 @@ class Problem(Exception):
 
 class UsageProblem(Exception):
     """What was given on the command line cannot be meant so; exit code 2."""
-
-
-def by_signal(number: int) -> int:
-    """The exit code of a command that a signal ended."""
-    return 128 + number

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from llama_worker.cli.text import harmless
 
 Channel = Literal["text", "reasoning", "break"]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """Harmless text for a channel. A `break` is the line end between channels; it belongs to neither."""
 
     channel: Channel
@@ -27,7 +27,6 @@ class Flow:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing has come yet."""
         return self._channel is None
 
     def feed(self, reasoning: str, text: str) -> list[Piece]:

@@ -22,7 +22,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.presses = 0  # of Ctrl-C, since the last `forgive`
+        self.presses = 0  # of Ctrl-C, since they had an effect
         self.ended_by: int | None = None  # SIGTERM or SIGHUP
         self._raises = False
         self._before: dict[int, Any] = {}
@@ -53,11 +53,7 @@ class Interrupts:
     @property
     def exit_code(self) -> int:
         """Of a command that ends because it was asked to."""
-        return exits.CANCELED if self.ended_by is None else exits.by_signal(self.ended_by)
-
-    def forgive(self) -> None:
-        """What was pressed has had its effect."""
-        self.presses = 0
+        return exits.CANCELED if self.ended_by is None else exits.BY_SIGNAL + self.ended_by
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
@@ -79,7 +75,7 @@ class Interrupts:
         if self.ended_by is not None or (number == signal.SIGINT and self.presses):
             with contextlib.suppress(OSError):
                 os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + b"\nstopped at once\n")
-            os._exit(exits.by_signal(number))
+            os._exit(exits.BY_SIGNAL + number)
         if number == signal.SIGINT:
             self.presses += 1
         else:

@@ -1,4 +1,4 @@
-"""Whether a file can be a model, before a server is started with it."""
+"""The model and the llama-server that the command was given, looked at before anything is started."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import ContextNeeds, read_context_needs
 from llama_worker.cli.text import one_line
+from llama_worker.runtime import server_program
+from llama_worker.runtime.server_program import FoundServer
 
 MAGIC = b"GGUF"
 _HEAD_BYTES = 64
@@ -86,3 +88,11 @@ def _name_one(folder: Path) -> str:
         return "give the path of a model in the GGUF format"
     more = f" and {len(there) - _SHOWN_MODELS} more" if len(there) > _SHOWN_MODELS else ""
     return f"give the path of a GGUF file; there are {', '.join(there[:_SHOWN_MODELS])}{more}"
+
+
+def find_server(named: str | None) -> FoundServer:
+    """`named` (--server), else where the library looks. Raises Problem `no_server`."""
+    try:
+        return server_program.find_server(named, option="--server")
+    except server_program.ServerNotFound as error:
+        raise Problem("no_server", error.what, error.todo) from error

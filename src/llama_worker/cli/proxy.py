@@ -10,15 +10,15 @@ import signal
 import ssl
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from llama_worker import ConfigError, LlamaWorker, WorkerConfig, WorkerStartError, free_port, llama_server_cmd
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem, UsageProblem
-from llama_worker.cli.models import find_model
-from llama_worker.cli.servers import find_server
+from llama_worker.cli.models import find_model, find_server
 from llama_worker.cli.starting import Stopped
 
 if TYPE_CHECKING:  # it needs the extra `responses`
@@ -28,8 +28,7 @@ _LOCALHOST = "127.0.0.1"
 _TICK_S = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProxyOptions:
+class ProxyOptions(Struct, frozen=True, kw_only=True):
     """One of `upstream`, `model` and `server_cmd` says which server."""
 
     upstream: str | None

@@ -7,8 +7,9 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from llama_worker import (
     ChatMessage,
@@ -30,8 +31,7 @@ _LOG_LINES = 10  # of a server that died
 _JOB = "run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Talk:
+class Talk(Struct, frozen=True, kw_only=True):
     """What is to be said to the model."""
 
     prompt: str | None
@@ -67,7 +67,6 @@ class _Session:
         self._warned: set[str] = set()
 
     def ask_once(self) -> int:
-        """One prompt, one answer."""
         try:
             self._make_ready()
         except Stopped:
@@ -92,7 +91,7 @@ class _Session:
                 history = run_report.history_with(history, prompt, result)
                 if self._interrupts.ended_by is not None:
                     break
-                self._interrupts.forgive()
+                self._interrupts.presses = 0
         except Stopped:
             return self._stopped_before("ended")
         return exits.DONE if self._interrupts.ended_by is None else self._interrupts.exit_code

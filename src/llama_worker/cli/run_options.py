@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from llama_worker import (
     BiosContext,
@@ -26,8 +28,7 @@ _PRESETS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
+class ServerOptions(Struct, frozen=True, kw_only=True):
     """One server; None where the server decides."""
 
     model: str

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from llama_worker import (
     ChatMessage,
@@ -27,8 +28,7 @@ _LOG_LINES = 12  # of a server that did not start: a model that cannot be loaded
 _LABEL_CHARS = 44  # with a bar of 20 and two counts, a line of 80 holds it
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(Struct, frozen=True):
     """What is being waited for; `done` of `total` tokens where that is known."""
 
     label: str

@@ -58,7 +58,6 @@ class Screen:
             self._bar = None
 
     def show(self, pieces: Iterable[Piece]) -> None:
-        """A part of an answer."""
         for piece in pieces if self._shows_text else ():
             self.activity_over()
             if piece.channel == "text":
@@ -68,7 +67,6 @@ class Screen:
                 self._aside(piece)
 
     def say(self, line: str) -> None:
-        """A line beside the answer."""
         if not self._quiet:
             self._line(line, style="dim")
 

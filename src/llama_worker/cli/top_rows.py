@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from llama_worker.cli.text import harmless, one_line
 
@@ -16,8 +17,7 @@ UNKNOWN = "-"
 _SERVER_METRIC = re.compile(r"^llamacpp:(requests_processing|tokens_predicted_total) ([\d.e+]+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Struct, frozen=True, kw_only=True):
     """One worker; None where the source does not tell."""
 
     worker: str
@@ -57,8 +57,7 @@ def plain_table(rows: Sequence[Row]) -> str:
 # ---------------------------------------------------------------- a host's metrics endpoint
 
 
-@dataclass(slots=True)
-class _Counted:
+class _Counted(Struct):
     """One worker's samples of one scrape."""
 
     state: str = UNKNOWN
@@ -162,8 +161,7 @@ def _grown(now: _Counted, before: _Counted | None) -> str:
 # ---------------------------------------------------------------- servers themselves
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class Answers(Struct, frozen=True, kw_only=True):
     """What a server said. `health`: the status of /health, or a word for why there was none."""
 
     worker: str

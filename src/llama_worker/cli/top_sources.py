@@ -13,6 +13,7 @@ import requests
 from llama_worker import LlamaWorkerError, WorkerConfig, load_config
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.top_rows import Answers, MetricsHistory, Row, Sample, ServersHistory
+from llama_worker.runtime.chat_exchange import Endpoint
 
 _ANSWER_S = 2.0  # a server answers within 10 ms, also in the midst of a long batch (b11434)
 _METRICS_S = 10.0  # a host asks its workers first
@@ -35,7 +36,6 @@ class MetricsSource:
         self._history = MetricsHistory()
 
     def rows(self) -> list[Row]:
-        """See Source."""
         todo = "give the URL at which the host serves its metrics, such as http://127.0.0.1:8090/metrics"
         try:
             with _session() as http:
@@ -88,9 +88,8 @@ class FleetSource:
 
 
 def _ask(config: WorkerConfig) -> Answers:
-    host = f"[{config.connect_host}]" if ":" in config.connect_host else config.connect_host
-    base_url = f"http://{host}:{config.port}"
-    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    endpoint = Endpoint.of(config)
+    base_url, headers = endpoint.base_url, endpoint.headers()
     slots, metrics = None, None
     with _session() as http:
         try:

@@ -74,7 +74,6 @@ class Dispatcher:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def status(self) -> FleetStatus:
-        """A snapshot."""
         ready = [replica for replica in self._replicas if replica.state is ReplicaState.READY]
         return {
             "name": self._name,
@@ -112,12 +111,10 @@ class Dispatcher:
         return min(refusals, key=lambda refusal: _REFUSALS.index(refusal["error"]))
 
     async def get_status(self, request_id: int) -> RequestStatus | NotFound:
-        """From the copy."""
         request = self._find(request_id)
         return request.copy.status() if request is not None else _NOT_FOUND
 
     async def read_output(self, request_id: int, text_offset: int, reasoning_offset: int) -> OutputChunk | NotFound:
-        """From the copy."""
         checked_int("text_offset", text_offset, at_least=0)
         checked_int("reasoning_offset", reasoning_offset, at_least=0)
         request = self._find(request_id)

@@ -60,7 +60,6 @@ class Replica:
         return (len(self.requests) + self._admitting) / max(1, self.slots)
 
     def status(self) -> ReplicaStatus:
-        """A snapshot."""
         status: ReplicaStatus = {
             "replica": self.number,
             "state": self.state,

@@ -29,11 +29,9 @@ class RequestCopy:
 
     @property
     def is_over(self) -> bool:
-        """There is a result."""
         return self._result is not None
 
     def update(self, progress: Progress) -> None:
-        """Take over what is new."""
         output = progress["output"]
         self._output.add(output["reasoning"], output["text"])
         self._status = {**progress["status"], "request_id": self.request_id}
@@ -78,6 +76,5 @@ class RequestCopy:
         return copy.deepcopy(self._result)
 
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
-        """What lies behind the offsets."""
         text, reasoning = self._output.text, self._output.reasoning
         return read_output(text, reasoning, text_offset, reasoning_offset, done=self.is_over)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -13,6 +15,7 @@ from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError, WorkerStartError
 from llama_worker.ray.types import ConfigFor, Place, Progress
 from llama_worker.runtime.free_port import free_port
+from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import (
     ChatMessage,
     NotFound,
@@ -29,7 +32,8 @@ from llama_worker.types import (
 from llama_worker.worker import LlamaWorker
 
 _PORTS_TRIED = 10
-_FOLLOW_INTERVAL_S = 0.05  # between two looks at a request that runs; nothing is looked at otherwise
+_FOLLOW_INTERVAL_S = 0.05  # between two pieces
+_STATUS_INTERVAL_S = 0.5  # between two looks at the status of a request that puts out nothing
 _FAILED_INTERVAL_S = 1.0
 
 
@@ -96,16 +100,19 @@ class RayWorker:
 
         The first piece comes at once. Raises LookupError where there is no such request, or no more.
         """
-        worker = self._worker
+        worker, wait_s = self._worker, 0.0
         text_offset = reasoning_offset = 0
         seen: RequestStatus | None = None
         while True:
+            more = partial(worker.read_output, request_id, text_offset=text_offset, reasoning_offset=reasoning_offset)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_resolved(more(wait=True)), wait_s)
+            output = await more()
             status = await worker.get_status(request_id)
-            output = await worker.read_output(request_id, text_offset=text_offset, reasoning_offset=reasoning_offset)
             if not status["ok"] or not output["ok"]:
                 raise LookupError(f"there is no request {request_id}, or no more: its result was taken")
             text_offset, reasoning_offset = output["text_offset"], output["reasoning_offset"]
-            if status["state"].is_terminal and output["done"]:
+            if output["done"]:
                 result = await worker.result(request_id)
                 if not result["ok"]:
                     raise LookupError(f"the result of request {request_id} was taken by another call")
@@ -113,7 +120,7 @@ class RayWorker:
                 return
             if status != seen or output["text"] or output["reasoning"]:
                 yield {"status": status, "output": output}
-            seen = status
+            seen, wait_s = status, _STATUS_INTERVAL_S
             await asyncio.sleep(_FOLLOW_INTERVAL_S)
 
     async def get_status(self, request_id: int) -> RequestStatus | NotFound:
@@ -173,3 +180,7 @@ class RayWorker:
         if config.port != port:
             raise ConfigError(f"config_for({port}) returned a config with port {config.port}: it must use its argument")
         return LlamaWorker(config)
+
+
+async def _resolved(future: WorkerFuture[Any]) -> None:
+    await future

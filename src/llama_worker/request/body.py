@@ -1,4 +1,4 @@
-"""What a turn sends the server: the conversation's beginning, the body. Pure."""
+"""The body of a turn's request. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama_worker.config import WorkerConfig
-from llama_worker.request.conversation import Conversation
-from llama_worker.request.submission import Submission
-from llama_worker.types import BiosText, ChatMessage, ToolDef
+from llama_worker.types import ChatMessage, ToolDef
 
 OWNED_PARAMS = ("messages", "tools", "stream")  # the worker's: a caller's are dropped
 
@@ -75,17 +73,3 @@ def runaway_tokens(body: Mapping[str, Any]) -> int | None:
 def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:
     """Whether the prompt ends as `ServerTraits.opens_thinking` says: no parameter touches the template."""
     return _TEMPLATE_PARAMS.isdisjoint(config.default_params.keys() | params.keys())
-
-
-def begin_conversation(
-    config: WorkerConfig, submission: Submission, bios: BiosText | str, *, prompted: bool
-) -> Conversation:
-    """The first turn's messages."""
-    return Conversation.begin(
-        bios,
-        system_prompt=submission.system_prompt,
-        messages=submission.messages,
-        user_prompt=submission.user_prompt,
-        system_prompt_mode=config.system_prompt_mode,
-        prompted=prompted,
-    )

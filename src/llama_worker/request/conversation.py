@@ -13,9 +13,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
+from llama_worker.request.submission import Submission
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.tagged_calls import tagged_call
-from llama_worker.types import BiosText, ChatMessage, ContentPart, SystemPromptMode
+from llama_worker.types import BiosText, ChatMessage, SystemPromptMode
 
 SYSTEM_PROMPT_DELIMITER = "\n\n===== SYSTEM PROMPT OF THIS TASK =====\n\n"
 
@@ -33,25 +34,23 @@ class Conversation(Struct, frozen=True, kw_only=True):
     def begin(
         cls,
         bios: BiosText | str,
+        submission: Submission,
         *,
-        system_prompt: str,
-        messages: Sequence[ChatMessage],
-        user_prompt: str | Sequence[ContentPart],
         system_prompt_mode: SystemPromptMode,
         prompted: bool,
     ) -> Conversation:
-        """The first turn. `messages` are copied.
+        """The first turn.
 
-        An empty user prompt is left out where `messages` end in something to answer: two user messages in a
-        row fail on templates that want the roles to alternate.
+        An empty user prompt is left out where the submission's messages end in something to answer: two user messages
+        in a row fail on templates that want the roles to alternate.
         """
-        body = copy.deepcopy(list(messages))
+        body, user_prompt = copy.deepcopy(list(submission.messages)), submission.user_prompt
         if user_prompt or not body or body[-1].get("role") not in ("user", "tool"):
             body.append({"role": "user", "content": user_prompt})
         return cls(
-            head=_system_messages(_stable(bios), system_prompt, system_prompt_mode),
+            head=_system_messages(_stable(bios), submission.system_prompt, system_prompt_mode),
             body=_with_volatile(body, _volatile(bios)),
-            system_prompt=system_prompt,
+            system_prompt=submission.system_prompt,
             system_prompt_mode=system_prompt_mode,
             prompted=prompted,
         )

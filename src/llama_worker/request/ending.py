@@ -6,8 +6,7 @@ from msgspec import Struct
 
 from llama_worker.stream.calls import Partition
 from llama_worker.stream.events import ServerError
-from llama_worker.stream.failure import StreamFailure, exceeds_context
-from llama_worker.stream.http_errors import reports_malformed_call
+from llama_worker.stream.failure import StreamFailure, exceeds_context, reports_malformed_call
 from llama_worker.stream.loops import LoopFound, TextLoopFound
 from llama_worker.types import ContextUse, RequestFailReason, RequestFinishReason, RequestState
 

@@ -24,7 +24,6 @@ class _Text:
         return found
 
     def append(self, piece: str) -> None:
-        """Append, whatever it is."""
         self._parts.append(piece)
         self.chars += len(piece)
 

@@ -13,8 +13,7 @@ from msgspec import Struct, field
 from llama_worker.request.ending import Ending, failed
 from llama_worker.request.output import Output
 from llama_worker.request.progress import Progress, last_progress_at
-from llama_worker.request.record import RequestRecord
-from llama_worker.request.table import Admitted
+from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.request.turn import Turn
 from llama_worker.stream.events import Usage
 from llama_worker.types import (
@@ -67,12 +66,10 @@ class Totals(Struct, kw_only=True):
             )
 
     def unix(self, at: float) -> float:
-        """The instant in Unix seconds."""
         return at + self.unix_offset
 
 
 def build_progress(totals: Totals, turn: Turn, phase: RequestPhase, *, concluding: bool) -> Progress:
-    """For the watchdog's verdict."""
     return Progress(
         request_id=totals.request_id,
         phase=phase,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import assert_never
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,17 +16,18 @@ from llama_worker.config import WorkerConfig
 from llama_worker.errors import masked
 from llama_worker.messages import (
     Abandon,
+    Begin,
     BiosWritten,
     CallEnded,
     CancelRequest,
     CloseStream,
-    DropTools,
+    DropTool,
     Mailbox,
     OpenStream,
     RequestEnded,
     RequestMessage,
     RunBios,
-    RunTools,
+    RunTool,
     SignalEmitted,
     StreamClosed,
     StreamEvents,
@@ -35,7 +35,7 @@ from llama_worker.messages import (
     Tick,
     ToolsRefused,
 )
-from llama_worker.request.body import begin_conversation, keeps_prompt_end, request_body, runaway_tokens
+from llama_worker.request.body import keeps_prompt_end, request_body, runaway_tokens
 from llama_worker.request.conversation import Conversation
 from llama_worker.request.ending import (
     CANCELED,
@@ -50,14 +50,12 @@ from llama_worker.request.ending import (
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress, last_progress_at
 from llama_worker.request.report import Totals, build_progress, build_record, build_status
-from llama_worker.request.submission import Submission
 from llama_worker.request.tool_batch import ToolBatch, unrun_entry
 from llama_worker.request.turn import Turn, TurnId
 from llama_worker.stream.calls import MalformedCall, ParsedCall, Partition, RawCall, partition
-from llama_worker.stream.events import Done, Finish, ServerError
-from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.http_errors import refuses_tools
-from llama_worker.stream.turn_end import NO_FINISH_REASON, SETTLE_S
+from llama_worker.stream.events import ServerError
+from llama_worker.stream.failure import StreamFailure, refuses_tools
+from llama_worker.stream.turn_end import SETTLE_S, Finished, LastWord, Verdict
 from llama_worker.types import (
     BiosText,
     ExitSignal,
@@ -68,11 +66,13 @@ from llama_worker.types import (
     ToolTraceEntry,
 )
 
-DEATH_NEWS_S = 0.29  # after a disconnect: news of the process's death may follow; with the rest, 0.3 s
+DEATH_NEWS_S = (
+    0.2  # after a disconnect: news of the process's death may follow, which takes 0.03 s (SIGKILL, idle machine)
+)
 LAST_WORDS_S = 2.0  # after news of the process's death: what it sent may still be on its way through the reader
 LATE_S = 1.0  # a Tick so late comes after a gap (the host was stopped): what was due waits as long as it lasted, once
 
-Effect = RunBios | OpenStream | CloseStream | RunTools | DropTools | SignalEmitted | ToolsRefused | RequestEnded
+Effect = RunBios | OpenStream | CloseStream | RunTool | DropTool | SignalEmitted | ToolsRefused | RequestEnded
 Effects = list[Effect]
 
 # ---------------------------------------------------------------- what a request waits for
@@ -86,13 +86,7 @@ class _Prompting(Struct, frozen=True):
 
 
 class _Streaming(Struct, frozen=True):
-    """For the server."""
-
-
-class _Settling(Struct, frozen=True):
-    """For what may follow a finish reason."""
-
-    until: float
+    """For the server; after a finish reason not for long."""
 
 
 class _Broken(Struct, frozen=True):
@@ -123,8 +117,7 @@ class _Ended(Struct, frozen=True):
     """Terminal."""
 
 
-_Waiting = _Prompting | _Streaming | _Settling | _Broken | _Draining | _InTools | _Ended
-_LastWord = Finish | ServerError | Done
+_Waiting = _Prompting | _Streaming | _Broken | _Draining | _InTools | _Ended
 
 
 class Request:
@@ -132,27 +125,24 @@ class Request:
 
     def __init__(
         self,
+        order: Begin,
         *,
-        request_id: int,
-        submission: Submission,
         config: WorkerConfig,
-        prompted: bool,
-        opens_thinking: bool,
         unix_offset: float,
         reply_to: Mailbox[RequestMessage],
         now: float,
     ) -> None:
-        self.request_id = request_id
-        self.job_name = submission.job_name
-        self._submission = submission
+        self.request_id = order.request_id
+        self.job_name = order.submission.job_name
+        self._submission = order.submission
         self._config = config
         self._reply_to = reply_to
         self._offers_tools = bool(config.normal_tools or config.exit_tools)
         self._normal_names = [tool["function"]["name"] for tool in config.normal_tools]
         self._exit_names = [tool["function"]["name"] for tool in config.exit_tools]
         self._emitted: list[SignalEmitted] = []  # not told yet
-        self._prompted = prompted
-        self._opens_thinking = opens_thinking and keeps_prompt_end(config, submission.params)
+        self._prompted = order.prompted
+        self._opens_thinking = order.opens_thinking and keeps_prompt_end(config, order.submission.params)
         self._waiting: _Waiting = _Streaming()
         self._gap_forgiven: float | None = None  # the deadline that a gap has put off already
         self._turns_count = 0
@@ -161,8 +151,8 @@ class Request:
         self._conversation: Conversation | None = None
         self._unrun: Partition | None = None  # the turn's calls, as long as nothing has become of them
         self._totals = Totals(
-            request_id=request_id,
-            job_name=submission.job_name,
+            request_id=self.request_id,
+            job_name=self.job_name,
             created_at=now,
             unix_offset=unix_offset,
             output=Output(config.loop_detector),
@@ -172,7 +162,6 @@ class Request:
     # ------------------------------------------------------------ entries
 
     def begin(self, now: float) -> Effects:
-        """The first turn."""
         return self._ask_for_bios(None, now)
 
     def step(self, message: RequestMessage, now: float) -> Effects:
@@ -210,8 +199,10 @@ class Request:
     def deadline(self) -> float | None:
         """When a Tick is due; None: none is."""
         match self._waiting:
-            case _Streaming() | _Ended():
+            case _Ended():
                 return None
+            case _Streaming():
+                return self._turn.end.settled_at
             case waiting:
                 return waiting.until
 
@@ -230,11 +221,11 @@ class Request:
         self._turn.last_stream_byte_at = at
         output = self._totals.output
         for event in batch.events:
-            if isinstance(event, _LastWord):
+            if isinstance(event, LastWord):
                 self._turn.note(event, at)
-                effects = self._last_word(event, at)
-                if effects is not None:
-                    return effects
+                verdict = self._turn.end.feed(event, at)
+                if verdict is not None:
+                    return self._turn_ended(verdict, at)
                 continue
             output.add(*self._turn.take(event, at))
             if self._exit_names and (exits := self._turn.take_exits(self._exit_names)):
@@ -246,38 +237,26 @@ class Request:
                 return self._end(TOKEN_LIMIT, at)
         return []
 
-    def _last_word(self, event: _LastWord, at: float) -> Effects | None:
-        """What may end the turn; what follows where it does, else None."""
-        match event:
-            case Finish(reason=reason):
-                self._turn.finish_reason = reason
-                if isinstance(self._waiting, _Streaming):  # repeated, it gives no more time
-                    self._waiting = _Settling(at + SETTLE_S)
-            case ServerError():
-                return self._end(after_server_error(event, offers_tools=self._offers_tools), at)
-            case Done():
-                return self._conclude_turn(at)
-            case _:
-                assert_never(event)
-        return None
-
     def _stream_closed(self, failure: StreamFailure | None, at: float) -> Effects:
-        if isinstance(self._waiting, _Settling):
-            return self._conclude_turn(at)
         if isinstance(self._waiting, _Draining):
             return self._give_up(self._waiting.ending, at)
-        if failure is None:
-            failure = StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=NO_FINISH_REASON)
-        match failure.reason:
-            case RequestFailReason.CONNECT_FAILED | RequestFailReason.STREAM_DISCONNECTED:
-                self._waiting = _Broken(failure, at + DEATH_NEWS_S)
+        return self._turn_ended(self._turn.end.closed(failure), at)
+
+    def _turn_ended(self, verdict: Verdict, at: float) -> Effects:
+        match verdict:
+            case Finished():
+                return self._conclude_turn(at)
+            case ServerError():
+                return self._end(after_server_error(verdict, offers_tools=self._offers_tools), at)
+            case StreamFailure(reason=RequestFailReason.CONNECT_FAILED | RequestFailReason.STREAM_DISCONNECTED):
+                self._waiting = _Broken(verdict, at + DEATH_NEWS_S)
                 return []
-            case RequestFailReason.HTTP_ERROR if self._can_try_prompted(failure):
-                shown = masked(failure.detail, self._config.api_key)
+            case StreamFailure(reason=RequestFailReason.HTTP_ERROR) if self._can_try_prompted(verdict):
+                shown = masked(verdict.detail, self._config.api_key)
                 self._prompted = True
                 return [ToolsRefused(detail=shown), *self._ask_for_bios(None, at)]  # again, with the tools in its text
-            case _:
-                return self._end(after_failure(failure, offers_tools=self._offers_tools), at)
+            case StreamFailure():
+                return self._end(after_failure(verdict, offers_tools=self._offers_tools), at)
 
     def _call_ended(self, ended: CallEnded) -> Effects:
         """The next call of the batch returned a JSON text, or failed; after the last one the next turn begins."""
@@ -288,15 +267,14 @@ class Request:
             return self._call_failed(batch, ended.text, ended.at)
         batch = batch.returned(ended.text, ended.at)
         if not batch.done:
-            self._waiting = _InTools(batch)
-            return []
+            return [self._run_call(batch)]
         self._leave_tools(batch)
         return self._ask_for_bios(batch, ended.at)
 
     def _abandon(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
         """The worker gives the request up. The rest of what a server that died had sent is read first."""
         match self._waiting:
-            case _Streaming() | _Settling() if reason is RequestFailReason.SERVER_DIED:
+            case _Streaming() if reason is RequestFailReason.SERVER_DIED:
                 self._waiting = _Draining(failed(reason, detail), now + LAST_WORDS_S)
                 return []
             case _Draining(ending=ending):
@@ -311,14 +289,14 @@ class Request:
         if now - due_at > LATE_S and due_at != self._gap_forgiven:
             return self._put_off(now, now - due_at)
         match self._waiting:
-            case _Settling():
+            case _Streaming():
                 return self._conclude_turn(now)
             case _Broken(failure=failure):
                 return self._end(failed(failure.reason, failure.detail), now)
             case _Draining(ending=ending):
                 return self._give_up(ending, now)
             case _InTools(batch=batch):
-                return [DropTools(turn_id=self._turn_id), *self._call_failed(batch, batch.timeout_text(), now)]
+                return [DropTool(turn_id=self._turn_id), *self._call_failed(batch, batch.timeout_text(), now)]
             case _Prompting():
                 limit_s = self._config.timeouts.bios_timeout_s
                 detail = f"the BIOS provider did not return within bios_timeout_s {limit_s:g} s"
@@ -334,7 +312,9 @@ class Request:
                 self._waiting = _InTools(replace(batch, put_off_s=batch.put_off_s + more_s))
             case _Prompting() as waiting:
                 self._waiting = replace(waiting, until=now + min(gap_s, self._config.timeouts.bios_timeout_s))
-            case _Settling() | _Broken() | _Draining() as waiting:
+            case _Streaming():
+                self._turn.end.settled_at = now + min(gap_s, SETTLE_S)
+            case _Broken() | _Draining() as waiting:
                 self._waiting = replace(waiting, until=now + min(gap_s, SETTLE_S))
             case _:
                 pass
@@ -345,7 +325,6 @@ class Request:
 
     @property
     def phase(self) -> RequestPhase:
-        """What the request is doing."""
         match self._waiting:
             case _Ended():
                 return RequestPhase.DONE
@@ -359,12 +338,11 @@ class Request:
                 return RequestPhase.PREFILL if self._turn.first_token_at is None else RequestPhase.GENERATING
 
     def progress(self) -> Progress:
-        """For the watchdog's verdict."""
-        concluding = isinstance(self._waiting, _Prompting | _Settling | _Broken | _Draining)
+        streaming = isinstance(self._waiting, _Streaming) and self._turn.end.finish_reason is None
+        concluding = not streaming and not isinstance(self._waiting, _InTools | _Ended)
         return build_progress(self._totals, self._turn, self.phase, concluding=concluding)
 
     def status(self) -> RequestStatus:
-        """A snapshot."""
         return build_status(self._totals, self._turn, self.progress())
 
     @property
@@ -388,7 +366,7 @@ class Request:
         return self.request_id, self._turns_count + 1
 
     def _is_current(self, turn_id: TurnId) -> bool:
-        listening = isinstance(self._waiting, (_Streaming, _Settling, _Draining))
+        listening = isinstance(self._waiting, (_Streaming, _Draining))
         return listening and turn_id == self._turn_id
 
     def _new_turn(self, now: float) -> Turn:
@@ -424,7 +402,9 @@ class Request:
     def _converse(self, bios: BiosText | str, batch: ToolBatch | None) -> Conversation:
         """The messages of the turn that begins: the first one's, or with what the calls of `batch` returned."""
         if batch is None or self._conversation is None:
-            self._conversation = begin_conversation(self._config, self._submission, bios, prompted=self._prompted)
+            self._conversation = Conversation.begin(
+                bios, self._submission, system_prompt_mode=self._config.system_prompt_mode, prompted=self._prompted
+            )
         else:
             self._conversation = self._conversation.after_tools(
                 bios,
@@ -459,7 +439,7 @@ class Request:
 
     def _give_up(self, ending: Ending, now: float) -> Effects:
         """End so, unless a turn without calls had come to its regular end before."""
-        if not self._turn.is_over and self._turn.finish_reason is not None:
+        if not self._turn.is_over and self._turn.end.finish_reason is not None:
             judged = self._judge_turn(now)
             if isinstance(judged, Ending):
                 ending = judged
@@ -467,12 +447,12 @@ class Request:
 
     def _judge_turn(self, now: float) -> Ending | tuple[ParsedCall, ...]:
         """What becomes of a turn that came to its regular end: the end of the request, or else calls to run."""
-        turn, output = self._turn, self._totals.output
-        output.add(*turn.finish(cut_off=turn.finish_reason == "length"))
+        turn, output, reason = self._turn, self._totals.output, self._turn.end.finish_reason
+        output.add(*turn.finish(cut_off=reason == "length"))
         if output.loop is not None:
             return after_loop(output.loop)
         found = self._take_calls(now)
-        return after_turn(turn.finish_reason, found, self._totals.iterations_left) or found.normal
+        return after_turn(reason, found, self._totals.iterations_left) or found.normal
 
     def _take_calls(self, now: float) -> Partition:
         """Tell the turn's calls apart, once. Exit calls are recorded whatever becomes of turn and request."""
@@ -508,10 +488,13 @@ class Request:
             unix_offset=self._totals.unix_offset,
             started_at=now,
         )
-        self._waiting = _InTools(batch)
         self._unrun = None
-        order = RunTools(turn_id=self._turn_id, job_name=self.job_name, calls=calls, reply_to=self._reply_to)
-        return [closing, order]
+        return [closing, self._run_call(batch)]
+
+    def _run_call(self, batch: ToolBatch) -> RunTool:
+        """The batch's next call, ordered only now: none may begin once the request has given up."""
+        self._waiting = _InTools(batch)
+        return RunTool(turn_id=self._turn_id, job_name=self.job_name, call=batch.call, reply_to=self._reply_to)
 
     def _leave_tools(self, batch: ToolBatch) -> None:
         """The batch is over, whatever follows."""
@@ -544,7 +527,7 @@ class Request:
             return []
         effects: Effects = []
         if isinstance(self._waiting, _InTools):
-            effects.append(DropTools(turn_id=self._turn_id))
+            effects.append(DropTool(turn_id=self._turn_id))
             self._leave_tools(self._waiting.batch.failed(f"given up while it ran: {ending.fail_reason}", now))
         elif self._turns_count and not self._turn.is_over:
             effects.append(self._close_turn())

@@ -22,13 +22,17 @@ class ToolBatch(Struct, frozen=True, kw_only=True):
     put_off_s: float = 0.0  # time of the call under way in which the host itself did not run
 
     @property
+    def call(self) -> ParsedCall:
+        """The one under way."""
+        return self.calls[len(self.results)]
+
+    @property
     def deadline(self) -> float:
         """When the call under way has taken too long."""
         return self.started_at + self.timeout_s + self.put_off_s
 
     @property
     def done(self) -> bool:
-        """Every call returned."""
         return len(self.results) == len(self.calls)
 
     def returned(self, result: str, at: float) -> ToolBatch:
@@ -42,11 +46,10 @@ class ToolBatch(Struct, frozen=True, kw_only=True):
 
     def timeout_text(self) -> str:
         """For a person: what took too long."""
-        name = self.calls[len(self.results)].name
-        return f"tool {name!r} did not return within tool_timeout_s {self.timeout_s:g} s"
+        return f"tool {self.call.name!r} did not return within tool_timeout_s {self.timeout_s:g} s"
 
     def _entry(self, at: float, error: str | None) -> ToolTraceEntry:
-        call = self.calls[len(self.results)]
+        call = self.call
         entry: ToolTraceEntry = {
             "tool_call_id": call.id,
             "tool_name": call.name,

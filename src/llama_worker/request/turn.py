@@ -9,7 +9,6 @@ from llama_worker.profiles import LoopDetector
 from llama_worker.request.progress import Batch
 from llama_worker.stream.advance import Advance
 from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
-from llama_worker.stream.encodable import encodable
 from llama_worker.stream.events import (
     PromptProgress,
     ReasoningDelta,
@@ -19,10 +18,12 @@ from llama_worker.stream.events import (
     Timings,
     ToolCallDelta,
     Usage,
+    encodable,
 )
 from llama_worker.stream.loops import TextLoopFound, TextLoopWatch
 from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.tagged_calls import TaggedCallFilter
+from llama_worker.stream.turn_end import TurnEnd
 
 _BATCHES_KEPT = 3
 
@@ -58,7 +59,7 @@ class Turn:
         self.repeats = 0  # events that brought nothing new, since the latest that did
         self.usage: Usage | None = None
         self.timings: Timings | None = None
-        self.finish_reason: str | None = None
+        self.end = TurnEnd()
         self.had_reasoning_deltas = False  # the server takes reasoning out of the content itself
         self.calls_taken = False  # told apart, exit calls recorded
         self.is_over = False  # its connection is closed, its tokens are counted

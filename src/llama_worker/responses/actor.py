@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import assert_never
 
 from llama_worker.actors.base import LiveCount, Ref, SupervisedActor, members
+from llama_worker.messages import Reply
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import (
     Enter,
@@ -25,7 +26,6 @@ from llama_worker.responses.messages import (
     ProxyMessage,
     Recall,
     Remember,
-    Reply,
     StartListening,
     StopListening,
 )

@@ -18,7 +18,6 @@ import requests
 import urllib3.exceptions
 
 from llama_worker.messages import Mailbox
-from llama_worker.responses.body import parse_body
 from llama_worker.responses.client import Client
 from llama_worker.responses.client_connection import Request
 from llama_worker.responses.config import ResponsesProxyConfig
@@ -26,7 +25,6 @@ from llama_worker.responses.conversation import TEMPLATE_PROBE, LateRole, late_r
 from llama_worker.responses.events import ResponseEvents
 from llama_worker.responses.exchange import Exchange, Run, ask
 from llama_worker.responses.http import forwarded, passed_back, warning_headers
-from llama_worker.responses.ids import item_id_of, response_id_of
 from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall, Remember
 from llama_worker.responses.refusal import RequestRefused, error_code, refused_by_server
 from llama_worker.responses.request import (
@@ -34,8 +32,11 @@ from llama_worker.responses.request import (
     ChatRequest,
     Recalled,
     References,
+    item_id_of,
     normalise,
+    parse_body,
     references,
+    response_id_of,
 )
 from llama_worker.responses.store import Found, StoredResponse, stored_response
 from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint, cause, send

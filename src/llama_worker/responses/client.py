@@ -56,7 +56,6 @@ class Client:
         self.socket.sendall(self.http.data(data))
 
     def end(self) -> None:
-        """The end of its body."""
         if end := self.http.end():  # after a body of a stated length there is none
             self.socket.sendall(end)
 
@@ -75,7 +74,6 @@ class Client:
             self._on_left()
 
     def cut(self) -> None:
-        """End the connection now."""
         try:
             self.socket.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -156,7 +156,6 @@ class ClientConnection:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the reply is whole."""
         return self._h11.our_state in (h11.DONE, h11.MUST_CLOSE)
 
     def begin(self, status: int, headers: Iterable[tuple[str, str]], reason: str = "") -> bytes:

@@ -28,8 +28,9 @@ from llama_worker.stream.events import (
     ToolCallDelta,
     Usage,
 )
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.reasoning import Piece, ReasoningSplitter
-from llama_worker.stream.turn_end import CutOff, Finished, TurnEnd
+from llama_worker.stream.turn_end import NO_FINISH_REASON, Finished, TurnEnd, Verdict
 
 Event = dict[str, Any]
 
@@ -117,7 +118,6 @@ class ResponseEvents:
         return self._take()
 
     def feed(self, event: StreamEvent, now: float) -> list[Event]:
-        """What the server said."""
         if self.over:
             return []
         match event:
@@ -140,16 +140,15 @@ class ResponseEvents:
                 assert_never(event)
         return self._take()
 
-    def closed(self, failure_detail: str | None = None) -> list[Event]:
-        """The connection is over; `failure_detail`: how it broke, None for a regular end."""
-        return self._conclude(self._turn_end.closed(failure_detail))
+    def closed(self, failure: StreamFailure | None = None) -> list[Event]:
+        """The connection is over; `failure`: how it broke, None for a regular end."""
+        return self._conclude(self._turn_end.closed(failure))
 
     def tick(self, now: float) -> list[Event]:
         """`deadline` may have come."""
         return self._conclude(self._turn_end.tick(now))
 
     def fail(self, message: str, *, code: str | None = None) -> list[Event]:
-        """It is over, and this is why."""
         if self.over:
             return []
         self._finish_splitter()
@@ -160,16 +159,18 @@ class ResponseEvents:
         self.response["error"] = {"code": "server_error", "message": message}
         return self._emit_terminal("failed")
 
-    def _conclude(self, verdict: Finished | CutOff | None) -> list[Event]:
+    def _conclude(self, verdict: Verdict | None) -> list[Event]:
         if self.over:
             return []
         match verdict:
             case None:
                 return self._take()
-            case CutOff(detail=detail, error=error):
-                return self.fail(detail, code=error_code(f"{error.type} {detail}") if error else None)
+            case ServerError(message=message, type=kind):
+                return self.fail(message, code=error_code(f"{kind} {message}"))
+            case StreamFailure(detail=detail):
+                return self.fail(detail)
             case Finished(reason=reason):
-                return self._finish(_INCOMPLETE_REASONS.get(reason))
+                return self.fail(NO_FINISH_REASON) if reason is None else self._finish(_INCOMPLETE_REASONS.get(reason))
 
     def _finish(self, incomplete: str | None) -> list[Event]:
         self._close_all("incomplete" if incomplete else "completed")

@@ -53,13 +53,11 @@ class Exchange:
         self._client.when_left(self.abort.abort)
 
     def http(self) -> requests.Session:
-        """The one session."""
         self._http = session(self.abort)
         self._http.verify = self._config.ca_file or True
         return self._http
 
     def cut(self) -> None:
-        """End both connections now."""
         self.abort.abort()
         self._client.cut()
 
@@ -120,7 +118,6 @@ class Run:
             self._beat()
 
     def begin(self) -> None:
-        """The first events, once."""
         if not self._begun:
             self._begun = True
             self._send(self._events.begin())
@@ -133,7 +130,7 @@ class Run:
                 read = chat.read()
                 now = time.monotonic()
                 if read is None:
-                    self._send(self._events.closed(chat.failure.detail if chat.failure is not None else None))
+                    self._send(self._events.closed(chat.failure))
                 else:
                     self._send([event for each in read for event in self._events.feed(each, now)])
                     self._beat()

@@ -75,7 +75,6 @@ class SocketListener:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self._socket.getsockname()[1])
 
     def serve(self) -> None:

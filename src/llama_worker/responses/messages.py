@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from msgspec import Struct
 
+from llama_worker.messages import Reply
 from llama_worker.responses.request import References
 from llama_worker.responses.store import Found, StoredResponse
-
-T_contra = TypeVar("T_contra", contravariant=True)
-
-
-class Reply(Protocol[T_contra]):
-    """Where an answer goes; the first one counts."""
-
-    def answer(self, value: T_contra) -> None:
-        """Resolve."""
-
-    def fail(self, error: BaseException) -> None:
-        """Resolve with an exception."""
 
 
 class Listener(Protocol):

@@ -34,7 +34,6 @@ class RequestRefused(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        """The reply."""
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -6,17 +6,20 @@ Everything that neither API knows (llama.cpp's sampling parameters above all) pa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from llama_worker.responses.conversation import Item, LateRole, chat_messages, item_type, plain_text
 from llama_worker.responses.echo import echo_of
-from llama_worker.responses.ids import owner_of
 from llama_worker.responses.refusal import RequestRefused
 from llama_worker.responses.tools import Choice, ToolSet, tool_choice, tool_set
 
+_ITEM_ID = re.compile(r"[a-z]+_(?P<response>[0-9a-f]{32})[0-9]+")
+_MAX_DEPTH = 200  # what is kept and repeated is put together again, with less of the stack left than here
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 # What the Responses API knows and a chat completion does not; `null` for it means that it was not given.
@@ -147,6 +150,59 @@ def normalise(
             *(("log probabilities are not available",) if body.get("top_logprobs") else ()),
         ),
     )
+
+
+# --- ids: an item's says whose it is ------------------------------------------------------------------------
+
+
+def response_id_of(unique: str) -> str:
+    """The id of a response; `unique`: 32 hexadecimal digits."""
+    return f"resp_{unique}"
+
+
+def item_id_of(unique: str, prefix: str, number: int) -> str:
+    """The id of the response's item of that number."""
+    return f"{prefix}_{unique}{number}"
+
+
+def owner_of(item_id: str) -> str | None:
+    """The id of the response that the item belongs to; None where the id is none of ours."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return response_id_of(found["response"]) if found is not None else None
+
+
+# --- the body as it came ---------------------------------------------------------------------------------
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """The JSON object, which can be written as JSON again. Raises RequestRefused."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        raise RequestRefused(400, "the request's body is not JSON") from None
+    if not isinstance(body, dict):
+        raise RequestRefused(400, "the request's body is not a JSON object")
+    _check(body)
+    return body
+
+
+def _check(body: dict[str, Any]) -> None:
+    level: list[Any] = [body]
+    for _ in range(_MAX_DEPTH):
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return
+    raise RequestRefused(400, f"the request's body is nested deeper than {_MAX_DEPTH} levels")
+
+
+def _children(value: object) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list):
+        return value
+    if isinstance(value, float) and not math.isfinite(value):  # Python reads NaN and 1e999, JSON has neither
+        raise RequestRefused(400, "a number of the request is beyond the range of a double")
+    return ()
 
 
 # --- input ----------------------------------------------------------------------------------------------

@@ -31,18 +31,15 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """What it costs the process."""
         texts = sys.getsizeof(self.response_json) + sys.getsizeof(self.input_json)
         ids = sum(_ITEM_ID_BYTES + len(item_id) for item_id in self.item_ids)
         return _ENTRY_BYTES + texts + ids
 
     def response(self) -> dict[str, Any]:
-        """The response."""
         found: dict[str, Any] = json.loads(self.response_json)
         return found
 
     def input_items(self) -> list[Item]:
-        """The items of its request."""
         found: list[Item] = json.loads(self.input_json)
         return found
 

@@ -56,7 +56,6 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
         url = urlsplit(self.base_url)
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
@@ -130,7 +129,7 @@ class ChatExchange:
         try:
             self._socket = self._connect()
         except (OSError, Aborted) as error:
-            self.failure = _no_connection(error, self._endpoint.connect_timeout_s)
+            self.failure = no_connection(error, self._endpoint.connect_timeout_s)
             return False
         try:
             self._socket.sendall(self._endpoint.chat_request(body, headers))
@@ -160,7 +159,6 @@ class ChatExchange:
         return events
 
     def close(self) -> None:
-        """Give the connection back."""
         self._abort.detach()
         if self._socket is not None:
             self._socket.close()
@@ -205,29 +203,15 @@ def _tls_context(ca_file: str) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=ca_file)
 
 
-def cannot_connect(error: OSError | None) -> StreamFailure:
-    """The server refused, or its address cannot be reached."""
-    return _connect_failed(f"cannot connect: {error or 'the host has no address'}")
-
-
-def cannot_resolve(error: OSError) -> StreamFailure:
-    """The host's name has no address."""
-    return _connect_failed(f"cannot resolve the host: {error}")
-
-
-def no_connection(timeout_s: float) -> StreamFailure:
-    """The connect is not answered."""
-    return _connect_failed(f"no connection within {timeout_s} s")
-
-
-def _no_connection(error: Exception, timeout_s: float) -> StreamFailure:
+def no_connection(error: Exception | None, timeout_s: float) -> StreamFailure:
+    """Why there is none; None: the host has no address."""
     match error:
         case TimeoutError():
-            return no_connection(timeout_s)
+            return _connect_failed(f"no connection within {timeout_s} s")
         case socket.gaierror():
-            return cannot_resolve(error)
-        case ConnectionError():
-            return cannot_connect(error)
+            return _connect_failed(f"cannot resolve the host: {error}")
+        case None | OSError():
+            return _connect_failed(f"cannot connect: {error or 'the host has no address'}")
         case _:
             return _connect_failed(str(error))
 

@@ -44,11 +44,6 @@ class Abort:
         self._aborted = False
         self.connected = False  # a connection was made, with TLS if there is to be; read by the thread that makes it
 
-    @property
-    def aborted(self) -> bool:
-        """True once `abort` was called."""
-        return self._aborted
-
     def abort(self) -> None:
         """Close the connection both ways, which wakes whoever reads, writes or connects; refuse a later one."""
         with self._lock:

@@ -5,6 +5,7 @@ never left unanswered.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -30,26 +31,45 @@ _awaited: set[WorkerFuture[Any]] = set()
 class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
     """A value that an actor will answer. Any thread may wait; the first answer counts, later ones are ignored."""
 
+    # A signal handler of the host's may run at any line of a thread that waits, and wait for another answer there. So
+    # who answers needs no lock that a waiter may hold: single operations on a list are atomic. Pykka's own condition is
+    # taken by waiters only once there is a result.
+
     def __init__(self) -> None:
         super().__init__()
         self._wakers: list[Callable[[], object]] = []
+        self._unanswered = threading.Lock()  # taken by the first answer, for ever
 
     def answer(self, value: T) -> None:
         """Resolve with a value, unless already resolved."""
-        with self._condition:
-            if self._result is None:
-                self.set(value)
-        self._wake()
+        with contextlib.suppress(queue.Full):
+            self.set(value)
 
     def fail(self, error: BaseException) -> None:
         """Resolve with an exception, unless already resolved."""
-        with self._condition:
-            if self._result is None:
-                self.set_exception((type(error), error, error.__traceback__))
+        with contextlib.suppress(queue.Full):
+            self.set_exception((type(error), error, error.__traceback__))
+
+    def set(self, value: Any = None) -> None:
+        """Pykka's: raises queue.Full where the future is resolved."""
+        self._claim()
+        super().set(value)
         self._wake()
+
+    def set_exception(self, exc_info: Any = None) -> None:
+        """Pykka's, likewise."""
+        self._claim()
+        super().set_exception(exc_info)
+        self._wake()
+
+    def _claim(self) -> None:
+        if self._get_hook is not None or not self._unanswered.acquire(blocking=False):
+            raise queue.Full
 
     def get(self, *, timeout: float | None = None) -> T:
         """As Pykka's, and typed: block until resolved; raises pykka.Timeout after `timeout` seconds."""
+        if self._get_hook is None and not self.wait(timeout):
+            raise pykka.Timeout(f"{timeout} seconds")
         return cast("T", super().get(timeout=timeout))
 
     def done(self) -> bool:
@@ -58,8 +78,15 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until resolved; False: not within `timeout_s` seconds."""
-        with self._condition:
-            return self._condition.wait_for(self.done, timeout_s)
+        if not self.done():
+            woken = threading.Lock()
+            woken.acquire()
+            self._on_resolved(woken.release)
+            try:
+                woken.acquire(timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+            finally:
+                self._forget(woken.release)
+        return self.done()
 
     def add_done_callback(self, callback: Callable[[WorkerFuture[T]], object]) -> None:
         """Call `callback(self)` once resolved, on the callback thread that all workers of this process share.
@@ -117,26 +144,26 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
             raise TypeError(f"{type(self).__name__} is not iterable; {_REMEDY}")
 
     def _on_resolved(self, waker: Callable[[], object]) -> None:
-        with self._condition:
-            if self._result is None:
-                self._wakers.append(waker)
-                _awaited.add(self)
-                return
-        waker()
+        self._wakers.append(waker)
+        _awaited.add(self)
+        if self.done():
+            self._wake()
 
     def _forget(self, waker: Callable[[], object]) -> None:
-        with self._condition:
-            if waker in self._wakers:
-                self._wakers.remove(waker)
-            if not self._wakers:
-                _awaited.discard(self)
+        with contextlib.suppress(ValueError):  # woken
+            self._wakers.remove(waker)
+        if not self._wakers:
+            _awaited.discard(self)
+        if self._wakers:  # one came meanwhile
+            _awaited.add(self)
 
     def _wake(self) -> None:
-        with self._condition:
-            wakers, self._wakers = self._wakers, []
-            _awaited.discard(self)
-        for waker in wakers:
-            waker()
+        """Each waker once, whoever comes first."""
+        with contextlib.suppress(IndexError):
+            while True:
+                waker = self._wakers.pop(0)
+                waker()
+        _awaited.discard(self)
 
     def _wait_and_call(self, callback: Callable[[WorkerFuture[T]], object]) -> None:
         try:
@@ -164,7 +191,7 @@ class ResultFuture(WorkerFuture[T]):
 
 
 class WeakList(Generic[W]):
-    """Things that are held only as long as somebody else holds them. Not thread-safe.
+    """Things that are held only as long as somebody else holds them. Thread-safe.
 
     No WeakSet: its callbacks run on the thread that lets go of a thing, and a KeyboardInterrupt of the host that
     comes just then would be swallowed.
@@ -173,17 +200,20 @@ class WeakList(Generic[W]):
     def __init__(self) -> None:
         self._refs: list[weakref.ref[W]] = []
         self._sweep_at = _SWEEP_MIN
+        self._sweeping = threading.Lock()  # nobody waits for it
 
     def add(self, thing: W) -> None:
         """One more; now and then those that are gone are forgotten."""
         self._refs.append(weakref.ref(thing))
-        if len(self._refs) >= self._sweep_at:
-            seen = len(self._refs)  # a signal handler may add one meanwhile
-            self._refs[:seen] = [ref for ref in self._refs[:seen] if ref() is not None]
-            self._sweep_at = max(_SWEEP_MIN, 2 * len(self._refs))
+        if len(self._refs) >= self._sweep_at and self._sweeping.acquire(blocking=False):
+            try:
+                seen = len(self._refs)  # another thread, or a signal handler, may add one meanwhile
+                self._refs[:seen] = [ref for ref in self._refs[:seen] if ref() is not None]
+                self._sweep_at = max(_SWEEP_MIN, 2 * len(self._refs))
+            finally:
+                self._sweeping.release()
 
     def alive(self) -> list[W]:
-        """Those that are still there."""
         return [thing for ref in self._refs if (thing := ref()) is not None]
 
 
@@ -195,18 +225,14 @@ class OpenFutures:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may call the handle that its own thread is inside
         self._open: WeakList[WorkerFuture[Any]] = WeakList()  # one that nobody holds needs no answer
         self._closed_by: BaseException | None = None
 
     def add(self, future: WorkerFuture[Any]) -> None:
         """Keep an eye on the future; it is failed at once where `close` came before."""
-        with self._lock:
-            closed_by = self._closed_by
-            if closed_by is None:
-                self._open.add(future)
-        if closed_by is not None:
-            future.fail(closed_by)
+        self._open.add(future)
+        if self._closed_by is not None:  # asked behind: `close` either finds the future or is seen here
+            future.fail(self._closed_by)
 
     @property
     def closed_by(self) -> BaseException | None:
@@ -215,11 +241,9 @@ class OpenFutures:
 
     def close(self, error: BaseException) -> None:
         """Fail every open future, and every one still to come. The first call counts."""
-        with self._lock:
-            if self._closed_by is None:
-                self._closed_by = error
-            left = self._open.alive()
-        for future in left:
+        if self._closed_by is None:
+            self._closed_by = error
+        for future in self._open.alive():
             future.fail(error)
 
 
@@ -229,20 +253,21 @@ class _CallbackThread:
     def __init__(self, name: str = "llama_worker-callbacks") -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # as above
+        self._starting = threading.Lock()  # nobody waits for it
         self._thread: threading.Thread | None = None
 
     def run(self, call: Callable[[], object]) -> None:
-        with self._lock:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:  # the host exits (Python 3.12 on); no reason for an actor to die
-                    _logger.warning("a callback of the host is not made: %s", error)
-                    return
-                self._thread = thread
         self._calls.put(call)
+        if self._thread is None and self._starting.acquire(blocking=False):
+            try:
+                if self._thread is None:
+                    thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    thread.start()
+                    self._thread = thread
+            except RuntimeError as error:  # the host exits (Python 3.12 on); no reason for an actor to die
+                _logger.warning("a callback of the host is not made: %s", error)
+            finally:
+                self._starting.release()
 
     def _run(self) -> None:
         while True:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from llama_worker.bios import PromptError, run_bios
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
-from llama_worker.messages import BiosWritten, CallEnded, EvidenceSeen, Mailbox, RunBios, RunTools
+from llama_worker.messages import BiosWritten, CallEnded, EvidenceSeen, Mailbox, RunBios, RunTool
 from llama_worker.request.tool_results import ToolResultError, encode_result
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.types import BiosContext, LivenessProbe
@@ -29,46 +29,23 @@ def start_thread(name: str, target: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-class ToolBatchThread:
-    """Runs the calls of one turn in order, up to the first that fails; tells CallEnded for each."""
-
-    def __init__(self, order: RunTools, config: WorkerConfig) -> None:
-        self._order = order
-        self._config = config
-        self._dropped = False
-        turn = f"{order.turn_id[0]}.{order.turn_id[1]}"
-        self._thread = start_thread(f"llama_worker-{config.name}-tool-{turn}", self._run)
-
-    def drop(self) -> None:
-        """Begin no further call; the one that runs is left to end by itself."""
-        self._dropped = True
-
-    def is_alive(self) -> bool:
-        """Whether the thread still runs."""
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        order, runner = self._order, self._config.tool_runner
-        assert runner is not None
-        for call in order.calls:
-            if self._dropped:
-                break
-            ok = False
-            try:
-                value = runner.run_tool(
-                    name=call.name,
-                    arguments=copy.deepcopy(call.arguments),
-                    request_id=order.turn_id[0],
-                    job_name=order.job_name,
-                )
-                text, ok = encode_result(value), True
-            except ToolResultError as unfit:
-                text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
-            except BaseException as raised:  # SystemExit and KeyboardInterrupt in a tool are its failures, no more
-                text = f"tool {call.name!r} raised {described_error(raised)}"
-            order.reply_to.tell(CallEnded(turn_id=order.turn_id, ok=ok, text=text, at=time.monotonic()))
-            if not ok:
-                break
+def run_tool(order: RunTool, config: WorkerConfig) -> None:
+    """Make the call and tell what came of it, on the calling thread."""
+    call, runner, ok = order.call, config.tool_runner, False
+    assert runner is not None
+    try:
+        value = runner.run_tool(
+            name=call.name,
+            arguments=copy.deepcopy(call.arguments),
+            request_id=order.turn_id[0],
+            job_name=order.job_name,
+        )
+        text, ok = encode_result(value), True
+    except ToolResultError as unfit:
+        text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
+    except BaseException as raised:  # SystemExit and KeyboardInterrupt in a tool are its failures, no more
+        text = f"tool {call.name!r} raised {described_error(raised)}"
+    order.reply_to.tell(CallEnded(turn_id=order.turn_id, ok=ok, text=text, at=time.monotonic()))
 
 
 def write_bios(order: RunBios, config: WorkerConfig, unix_now: float) -> BiosWritten:

@@ -9,6 +9,7 @@ that rest, and earlier where much lies ready or the connection ends: the kernel 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -60,10 +61,13 @@ class LoopThread:
         """Start the thread, unless it runs. Raises OSError or RuntimeError where the host cannot."""
         with self._starting:
             if self._epoll is None:
-                epoll = select.epoll()
-                self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                epoll.register(self._wake_fd, select.EPOLLIN)
-                threading.Thread(target=self._run, args=(epoll,), name="llama_worker-loop", daemon=True).start()
+                with contextlib.ExitStack() as undo:
+                    epoll = undo.enter_context(select.epoll())
+                    self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                    undo.callback(os.close, self._wake_fd)
+                    epoll.register(self._wake_fd, select.EPOLLIN)
+                    threading.Thread(target=self._run, args=(epoll,), name="llama_worker-loop", daemon=True).start()
+                    undo.pop_all()
                 self._epoll = epoll
             return self._epoll
 
@@ -109,7 +113,6 @@ class LoopThread:
         self.schedule(inbox)
 
     def schedule(self, inbox: _Inbox) -> None:
-        """Let its actor run, soon."""
         self._ready.append(inbox)
         if not self._is_woken and threading.get_ident() != self._thread_id:
             self._is_woken = True
@@ -193,7 +196,6 @@ class _Inbox:
         return self._envelopes.popleft()
 
     def empty(self) -> bool:
-        """Nothing is in it."""
         return not self._envelopes
 
     def run(self) -> None:

@@ -1,20 +1,17 @@
-"""One small HTTP exchange over a bare socket, within one deadline: how a probe asks.
+"""One small HTTP exchange over a bare socket, within one deadline, for a thread that waits for it.
 
-Probes are all that an idle worker costs. urllib3 takes twice the CPU, and bounds each read, but not the whole.
+urllib3 takes twice the CPU, and bounds each read, but not the whole.
 """
 
 from __future__ import annotations
 
-import math
-import socket
 import time
 from collections.abc import Mapping
 
 from llama_worker.runtime.connections import Abort, connect
+from llama_worker.stream.plain_reply import PlainReply
 
 _READ_BYTES = 65536
-_MAX_REPLY_BYTES = 4 * 1024 * 1024  # /props holds the chat template
-_END_OF_HEAD = b"\r\n\r\n"
 
 
 def exchange(
@@ -33,52 +30,28 @@ def exchange(
     Raises Aborted; OSError where there is no connection, where it breaks before the reply's end, or (TimeoutError)
     where the time is up; ValueError for what is not an HTTP response, or longer than 4 MiB.
     """
-    # A reply to HTTP/1.0 is never chunked: it is as long as its head says, or ends with the connection.
-    lines = [f"{method} {path} HTTP/1.0", "Connection: close", f"Content-Length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    request = "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+    reply = PlainReply()
     connection = connect(abort, *address, min(connect_timeout_s, _left_s(deadline)))
     try:
         connection.settimeout(_left_s(deadline))
-        connection.sendall(request)
-        return _read_reply(connection, deadline)
+        connection.sendall(request_bytes(method, path, headers, body))
+        while not reply.over:
+            connection.settimeout(_left_s(deadline))
+            if received := connection.recv(_READ_BYTES):
+                reply.feed(received)
+            else:
+                reply.end()
     finally:
         abort.detach()
         connection.close()
+    return reply.status, reply.body
 
 
-def _read_reply(connection: socket.socket, deadline: float) -> tuple[int, bytearray]:
-    reply = bytearray()
-    end: float | None = None  # the reply's length, once its head is here
-    while end is None or len(reply) < end:
-        connection.settimeout(_left_s(deadline))
-        received = connection.recv(_READ_BYTES)
-        if not received:
-            if end == math.inf:
-                break
-            raise ConnectionResetError("the connection ended before the reply")
-        reply += received
-        if len(reply) > _MAX_REPLY_BYTES:
-            raise ValueError(f"a reply of more than {_MAX_REPLY_BYTES} bytes")
-        if end is None:
-            end = _end(reply)
-    head, _, body = reply.partition(_END_OF_HEAD)
-    protocol, status = head.split(maxsplit=2)[:2]
-    if not protocol.startswith(b"HTTP/"):
-        raise ValueError("not an HTTP response")
-    return int(status), body
-
-
-def _end(reply: bytearray) -> float | None:
-    """How long the reply is in bytes, infinite where its head does not say; None until its head is here. Pure."""
-    head, separator, _ = reply.partition(_END_OF_HEAD)
-    if not separator:
-        return None
-    for line in head.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.lower() == b"content-length":
-            return len(head) + len(separator) + int(value)
-    return math.inf
+def request_bytes(method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> bytes:
+    """The request; HTTP/1.0, so that nobody keeps the connection or sends chunks."""
+    lines = [f"{method} {path} HTTP/1.0", "Connection: close", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
 def _left_s(deadline: float) -> float:

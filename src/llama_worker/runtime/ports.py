@@ -17,7 +17,7 @@ from llama_worker.messages import (
     OpenStream,
     Probed,
     RunBios,
-    RunTools,
+    RunTool,
     ServerNews,
     SlotsSeen,
     StreamClosed,
@@ -64,10 +64,7 @@ class Abortable(Protocol):
 
 
 class ToolThread(Protocol):
-    """The thread of one batch of tool calls."""
-
-    def drop(self) -> None:
-        """Begin no further call; the one that runs is left to end by itself."""
+    """The thread of one tool call."""
 
     def is_alive(self) -> bool:
         """Whether it still runs."""
@@ -165,5 +162,5 @@ class Runtime(Clock, ActorRunner, Protocol):
     def run_bios(self, order: RunBios) -> None:
         """Ask the BIOS provider; the order's `reply_to` gets BiosWritten, before this returns or later."""
 
-    def run_tools(self, order: RunTools) -> ToolThread:
-        """Run the calls in order, up to the first that fails; the order's `reply_to` gets CallEnded for each."""
+    def run_tool(self, order: RunTool) -> ToolThread:
+        """Run the call; the order's `reply_to` gets CallEnded."""

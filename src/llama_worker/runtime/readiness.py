@@ -1,4 +1,7 @@
-"""The thread behind one readiness probe: is the server ready, and is it ours?"""
+"""One readiness probe: is the server ready, and is it ours?
+
+Most of them are the health probes of servers that are well, and all that an idle worker costs: they take no thread.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,23 @@ from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.connections import Abort
 from llama_worker.runtime.host_code import start_thread
-from llama_worker.runtime.question import NO_ANSWER, ask
+from llama_worker.runtime.question import NO_ANSWER, Question, ask, json_of
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.server.gaps import LATE_S
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.traits import ServerTraits, server_traits
+from llama_worker.stream.plain_reply import PlainReply
 
+_READY = "GET /v1/models: 200"
 _TRAITS_TIMEOUT_S = 2.0
 _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
 
 
 class ReadinessProbe:
-    """One probe. The constructor starts a daemon thread, which tells one Probed; any thread may call `abort`.
+    """One probe. The constructor begins it; it tells one Probed; any thread may call `abort`.
 
-    The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings the traits.
+    The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings the traits; a
+    daemon thread finds that out.
     """
 
     def __init__(
@@ -47,42 +53,47 @@ class ReadinessProbe:
         self._first = first
         self._reply_to = reply_to
         self._abort = Abort()
-        start_thread(f"llama_worker-{config.name}-probe", self._run)
+        timeout_s = probe_timeout_s(config.timeouts)
+        self._deadline = time.monotonic() + timeout_s
+        self._question: Question | None = None
+        name = f"llama_worker-{config.name}-probe"
+        try:
+            self._question = Question(endpoint, "/v1/models", timeout_s=timeout_s, name=name, on_end=self._answered)
+        except Exception as error:
+            self._answered(error)
 
     def abort(self) -> None:
         """Close the connection now; the outcome is then FAILED."""
         self._abort.abort()
+        if self._question is not None:
+            self._question.abort()
 
-    def _run(self) -> None:
-        traits = ServerTraits()
+    def _answered(self, reply: PlainReply | Exception) -> None:
+        """`/v1/models` was answered, or not."""
+        outcome, detail = models_outcome(reply, late_s=time.monotonic() - self._deadline)
+        if outcome is ProbeOutcome.READY and self._first:
+            try:
+                start_thread(f"llama_worker-{self._config.name}-probe", self._look_closer)
+                return
+            except RuntimeError as error:
+                outcome, detail = _outcome(error), described_error(error)
+        self._tell(outcome, detail, ServerTraits())
+
+    def _look_closer(self) -> None:
+        """The first READY of a launch, on a thread."""
+        traits, outcome, detail = ServerTraits(), ProbeOutcome.READY, _READY
         try:
-            outcome, detail = self._probe()
-            if outcome is ProbeOutcome.READY and self._first:
-                if not owns_port(self._root_pid, self._config.port):
-                    outcome, detail = ProbeOutcome.STRANGER, f"another process answers on port {self._config.port}"
-                else:
-                    traits = self._ask_traits()
-                    outcome, detail = self._try_canary(outcome, detail)
+            if owns_port(self._root_pid, self._config.port):
+                traits = self._ask_traits()
+                outcome, detail = self._try_canary(outcome, detail)
+            else:
+                outcome, detail = ProbeOutcome.STRANGER, f"another process answers on port {self._config.port}"
         except Exception as error:
-            outcome, detail = _outcome(error), f"{type(error).__name__}: {error}"
-        self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
+            outcome, detail = _outcome(error), described_error(error)
+        self._tell(outcome, detail, traits)
 
-    def _probe(self) -> tuple[ProbeOutcome, str]:
-        timeout_s = probe_timeout_s(self._config.timeouts)
-        deadline = time.monotonic() + timeout_s
-        try:
-            status, told = self._ask("GET", "/v1/models", timeout_s)
-        except NO_ANSWER as error:
-            # Long past its deadline, this thread did not run, and so perhaps nothing else did.
-            outcome = ProbeOutcome.NO_NEWS if time.monotonic() > deadline + LATE_S else _outcome(error)
-            return outcome, f"GET /v1/models: {type(error).__name__}"
-        if status == 503:
-            return ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model"
-        if status != 200:
-            return ProbeOutcome.FAILED, f"GET /v1/models: {status}"
-        if told is None:
-            return ProbeOutcome.FAILED, "GET /v1/models: 200, but no JSON"
-        return ProbeOutcome.READY, "GET /v1/models: 200"
+    def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
+        self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
 
     def _ask_traits(self) -> ServerTraits:
         chat = {"messages": [{"role": "user", "content": "-"}]}
@@ -109,6 +120,21 @@ class ReadinessProbe:
 
     def _ask(self, method: str, path: str, timeout_s: float, body: object = None) -> tuple[int, Any]:
         return ask(self._abort, self._config, self._endpoint, method, path, timeout_s=timeout_s, body=body)
+
+
+def models_outcome(reply: PlainReply | Exception, *, late_s: float) -> tuple[ProbeOutcome, str]:
+    """What the reply to `/v1/models` says, or that there is none; `late_s`: how long its deadline is over. Pure."""
+    if isinstance(reply, Exception):
+        # Long past its deadline, this process did not run, and so perhaps nothing else did.
+        outcome = ProbeOutcome.NO_NEWS if late_s > LATE_S else _outcome(reply)
+        return outcome, f"GET /v1/models: {type(reply).__name__}"
+    if reply.status == 503:
+        return ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model"
+    if reply.status != 200:
+        return ProbeOutcome.FAILED, f"GET /v1/models: {reply.status}"
+    if json_of(reply.body) is None:
+        return ProbeOutcome.FAILED, "GET /v1/models: 200, but no JSON"
+    return ProbeOutcome.READY, _READY
 
 
 def _outcome(error: Exception) -> ProbeOutcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +18,7 @@ from llama_worker.messages import (
     OpenStream,
     Probed,
     RunBios,
-    RunTools,
+    RunTool,
     ServerNews,
     SlotsSeen,
     StreamClosed,
@@ -26,14 +27,14 @@ from llama_worker.runtime import host_code
 from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.futures import call_host, write_log
 from llama_worker.runtime.gpu_watch import watch_gpus
-from llama_worker.runtime.host_code import ToolBatchThread, start_thread
+from llama_worker.runtime.host_code import start_thread
 from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.loop_thread import loop_thread
 from llama_worker.runtime.ports import Waitable
+from llama_worker.runtime.question import Question, look_at_slots
 from llama_worker.runtime.readiness import ReadinessProbe
 from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
-from llama_worker.runtime.slots_request import SlotsRequest
 from llama_worker.runtime.stream_reader import StreamReader
 from llama_worker.runtime.timers import Timer, call_at, start_timers
 
@@ -115,8 +116,8 @@ class RealRuntime(ActorThreads):
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))
 
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SlotsRequest:
-        return SlotsRequest(self._config, self._endpoint, epoch=epoch, reply_to=reply_to)
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> Question:
+        return look_at_slots(self._endpoint, epoch, f"{self._name}-slots", reply_to)
 
     def run_bios(self, order: RunBios) -> None:
         if self._config.bios_provider is default_bios:  # our own, which is pure and quick, needs no thread
@@ -124,8 +125,9 @@ class RealRuntime(ActorThreads):
         else:
             start_thread(f"{self._name}-bios", partial(self._tell_bios, order))
 
-    def run_tools(self, order: RunTools) -> ToolBatchThread:
-        return ToolBatchThread(order, self._config)
+    def run_tool(self, order: RunTool) -> threading.Thread:
+        request_id, turn = order.turn_id
+        return start_thread(f"{self._name}-tool-{request_id}.{turn}", partial(host_code.run_tool, order, self._config))
 
     def _tell_bios(self, order: RunBios) -> None:
         order.reply_to.tell(host_code.write_bios(order, self._config, self.unix_now()))

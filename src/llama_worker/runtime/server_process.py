@@ -26,8 +26,7 @@ from llama_worker.runtime import guard
 from llama_worker.runtime.free_port import can_listen
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.oom_watch import OomWatch
-from llama_worker.server.memory_death import lack_of_memory
-from llama_worker.server.start_advice import not_executed
+from llama_worker.server.start_advice import lack_of_memory, not_executed
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
 

@@ -6,13 +6,7 @@ done by the loop's thread that all streams of the process share.
 
 from __future__ import annotations
 
-import errno
-import os
-import select
-import socket
-import threading
 import time
-from collections.abc import Iterator
 
 from llama_worker.errors import described_error
 from llama_worker.messages import (
@@ -22,29 +16,22 @@ from llama_worker.messages import (
     StreamEvents,
     StreamOpened,
 )
-from llama_worker.runtime.chat_exchange import (
-    ERROR_BODY_S,
-    Address,
-    Endpoint,
-    cannot_connect,
-    cannot_resolve,
-    no_connection,
-)
+from llama_worker.runtime.chat_exchange import ERROR_BODY_S, Endpoint, no_connection
 from llama_worker.runtime.connections import shut_down
-from llama_worker.runtime.loop_thread import MUCH_BYTES, TICK_S, loop_thread
-from llama_worker.runtime.timers import Timer, call_at
+from llama_worker.runtime.loop_connection import LoopConnection
+from llama_worker.runtime.loop_thread import MUCH_BYTES, TICK_S
+from llama_worker.runtime.timers import call_at
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.response import ChatResponse, disconnected
 from llama_worker.types import RequestFailReason
 
-_HOST_LACKS = frozenset({errno.EAGAIN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})  # ports, memory
 _READ_BYTES = 16 * 1024  # to make room for 64 KiB each time takes longer than to read a token
 _READS = 64  # at a time; the other streams want their turn
 _TEXT = frozenset({TextDelta, ReasoningDelta})
 
 
-class StreamReader:
+class StreamReader(LoopConnection):
     """One stream; see `ports.Stream`. Thread-safe, and no call takes time.
 
     Told at once: the first token, everything that is not text, the end, what a `hurry` waits for, and text that comes
@@ -54,29 +41,18 @@ class StreamReader:
     """
 
     def __init__(self, order: OpenStream, endpoint: Endpoint, *, on_closed: Mailbox[StreamClosed], name: str) -> None:
+        super().__init__(endpoint, endpoint.chat_request(order.body))
         self._turn_id = order.turn_id
         self._reply_to = order.reply_to
         self._on_closed = on_closed
-        self._endpoint = endpoint
-        self._lock = threading.Lock()
-        self._loop = loop_thread()
-        self._loop.start()
-        self._unsent: memoryview | None = memoryview(endpoint.chat_request(order.body))
-        self._addresses_left: Iterator[Address] = iter(())
-        self._socket: socket.socket | None = None
-        self._timer: Timer | None = None  # of the connect, then of an error's body
         self._response = ChatResponse()
-        self._connected = self._opened = self._closed = False
+        self._opened = False
         self._events: list[StreamEvent] = []  # not told yet
         self._told_at = 0.0
         self._told_bytes = 0
         self._is_hurried = True  # the first token is waited for
         with self._lock:
-            try:
-                self._begin(name)
-            except BaseException:
-                self._drop_socket()
-                raise
+            self._begin(name)
 
     def abort(self) -> None:
         """Close the connection now, in whatever phase it is."""
@@ -102,16 +78,6 @@ class StreamReader:
 
     # ---------------------------------------------------------------- called on the loop's thread
 
-    def on_ready(self, mask: int) -> None:
-        """The socket can be read or written, or has an error, which reading or writing brings out."""
-        with self._lock:
-            if self._unsent is not None and mask & ~select.EPOLLIN:
-                self._send()
-            if self._connected and not self._closed:
-                self._take_in()
-                if not self._closed:
-                    self._tell_or_rest()
-
     def on_tick(self) -> None:
         """50 ms are over: what has come is told. After anything but text, the socket rests no more."""
         with self._lock:
@@ -126,73 +92,15 @@ class StreamReader:
         with self._lock:
             self._close(StreamFailure(reason=RequestFailReason.UNKNOWN_ERROR, detail=described_error(error)))
 
-    # ---------------------------------------------------------------- to the server
-
-    def _begin(self, name: str) -> None:
-        try:
-            addresses = self._endpoint.addresses(socket.AI_NUMERICHOST)
-        except socket.gaierror:  # a name, which takes its time
-            threading.Thread(target=self._resolve, name=f"{name}-resolve", daemon=True).start()
-            return
-        self._connect(iter(addresses))
-
-    def _resolve(self) -> None:
-        try:
-            addresses = self._endpoint.addresses()
-            with self._lock:
-                if not self._closed:
-                    self._connect(iter(addresses))
-        except socket.gaierror as error:
-            with self._lock:
-                self._close(cannot_resolve(error))
-        except Exception as error:
-            self.on_error(error)
-
-    def _connect(self, addresses: Iterator[Address], refused: OSError | None = None) -> None:
-        """Begin to connect to the next address that lets us, and send what can be sent at once."""
-        for family, kind, protocol, _, address in addresses:
-            self._socket = socket.socket(family, kind, protocol)
-            self._socket.setblocking(False)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            begun = self._socket.connect_ex(address)
-            if begun in (0, errno.EINPROGRESS):
-                self._addresses_left = addresses
-                self._send()
-                return
-            self._drop_socket()
-            refused = OSError(begun, os.strerror(begun))
-            if begun in _HOST_LACKS:
-                raise refused
-        self._close(cannot_connect(refused))
-
-    def _send(self) -> None:
-        """Send what the socket takes; nothing while it connects."""
-        assert self._socket is not None
-        assert self._unsent is not None
-        try:
-            sent = self._socket.send(self._unsent)
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            if not self._connected:
-                self._drop_socket()
-                self._connect(self._addresses_left, error)
-                return
-            sent = len(self._unsent)  # the server hung up; it may have said why
-        if sent:
-            self._connected = True
-            self._cancel_timer()
-            self._unsent = self._unsent[sent:] if sent < len(self._unsent) else None
-        elif not self._connected and self._timer is None:
-            self._timer = call_at(time.monotonic() + self._endpoint.connect_timeout_s, self._connect_is_late)
-        self._loop.watch(self._socket, self, writable=self._unsent is not None)
-
-    def _connect_is_late(self) -> None:
-        with self._lock:
-            if not self._connected:
-                self._close(no_connection(self._endpoint.connect_timeout_s))
-
     # ---------------------------------------------------------------- from the server
+
+    def _on_readable(self) -> None:
+        self._take_in()
+        if not self._closed:
+            self._tell_or_rest()
+
+    def _on_no_connection(self, error: OSError | None) -> None:
+        self._close(no_connection(error, self._endpoint.connect_timeout_s))
 
     def _take_in(self) -> None:
         """Read and parse what lies ready."""
@@ -278,14 +186,3 @@ class StreamReader:
         closed = StreamClosed(turn_id=self._turn_id, failure=failure, at=time.monotonic())
         self._reply_to.tell(closed)
         self._on_closed.tell(closed)
-
-    def _drop_socket(self) -> None:
-        if self._socket is not None:
-            self._loop.forget(self._socket, self)
-            self._socket.close()
-            self._socket = None
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

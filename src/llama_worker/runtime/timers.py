@@ -103,7 +103,6 @@ def call_at(at: float, call: Callable[[], object]) -> Timer:
 
 
 def start_timers() -> None:
-    """See `TimerThread.start`."""
     _timers.start()
 
 

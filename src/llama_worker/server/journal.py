@@ -13,11 +13,11 @@ from typing import Any
 
 from llama_worker.messages import Observed
 from llama_worker.request.table import Admitted
-from llama_worker.server.event_log import EventLog
 from llama_worker.server.timeouts import ages
 from llama_worker.server.totals import Totals
 from llama_worker.types import RestartRecord, WorkerDebugInfo
 
+_KEPT_EVENTS = 200
 _KEPT_RESTARTS = 50
 _KEPT_WARNINGS = 50
 
@@ -106,6 +106,26 @@ class Journal:
             "stuck_tool_threads_count": len(_still_true(self._stuck_tool_threads)),
             "totals": self.totals.snapshot(),
         }
+
+
+class EventLog:
+    """Lifecycle events: one log line each, and the last of them kept. Never prompts, outputs or secrets."""
+
+    def __init__(self, worker: str, write: Callable[[int, str], object]) -> None:
+        self._worker = worker
+        self._write = write  # a line, with its level
+        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
+
+    def add(self, event: str, *, at: float, level: int = logging.INFO, **facts: Any) -> None:
+        """Record the event; `at` is Unix seconds. Facts that are None are left out."""
+        told = {name: value for name, value in facts.items() if value is not None}
+        self._events.append({"at": at, "event": event, "worker": self._worker, **told})
+        shown = " ".join(f"{name}={value!r}" for name, value in told.items())
+        self._write(level, f"{event} worker={self._worker!r} {shown}")
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The last events, newest last; copies."""
+        return [dict(event) for event in self._events]
 
 
 def _still_true(checks: Iterable[Callable[[], bool]]) -> list[Callable[[], bool]]:

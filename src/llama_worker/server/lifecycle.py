@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import assert_never
-
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -98,37 +96,40 @@ def step(  # noqa: C901  one line per case
     """What follows from a message. News of another launch than the current one changes nothing."""
     if isinstance(message, LaunchNews) and message.epoch != life.epoch:
         return life, ()
-    match message:
-        case Start():
+    match life.state, message:
+        case _, Start():
             return _start(life)
-        case Stop(grace_s=grace_s):
+        case _, Stop(grace_s=grace_s):
             return _stop(life, now, life.stop_grace_s if grace_s is None else grace_s)
-        case BecameReady():
-            return _became_ready(life, now)
-        case LaunchFailed(reason=reason, detail=detail):
+        case Launching(), BecameReady():  # the server answers, and it is ours
+            ready = replace(life, state=Ready(epoch=life.epoch), budget=life.budget.became_ready(now))
+            return ready, (Resolve(Start),)
+        case _, LaunchFailed(reason=reason, detail=detail):
             return _launch_failed(life, now, WorkerStartError(reason, detail))
-        case StartupFailed(reason=reason, detail=detail):
-            return _startup_failed(life, now, WorkerStartError(reason, detail))
-        case Died():
-            return _died(life, now, message)
-        case Exited():
+        case Launching(first=first), StartupFailed(reason=reason, detail=detail):
+            return _startup_failed(life, now, WorkerStartError(reason, detail), first=first)
+        case Ready(), Died():  # its guard kills the rest of its tree; Exited follows
+            return _server_died(life, now, message, Terminate(epoch=life.epoch, grace_s=0.0))
+        case _, Exited():
             return _exited(life, now, message)
-        case Unkillable(detail=detail):
-            return _unkillable(life, detail)
-        case HealthLost(detail=detail):
+        case Ending() as ending, Unkillable(detail=detail):
+            return _unkillable(life, ending, detail)
+        case ((Ready() | Launching()), HealthLost(detail=detail)):
             return _trouble(life, now, "health_lost", detail)
-        case GpuFaulted(fault=fault):
-            return _trouble(life, now, "gpu_failed", fault.detail) if fault.fatal else (life, ())
-        case Trouble(reason=reason, detail=detail):
+        case ((Ready() | Launching()), GpuFaulted(fault=fault)) if fault.fatal:
+            return _trouble(life, now, "gpu_failed", fault.detail)
+        case ((Ready() | Launching()), Trouble(reason=reason, detail=detail)):
             return _trouble(life, now, reason, detail)
-        case Worn(detail=detail):
+        case Ready(), Worn(detail=detail):
             return _recycle(life, now, detail)
-        case StreamsClosed():
-            return _streams_closed(life)
-        case Tick():
-            return _tick(life, now)
+        case Ending(closing_until=float()) as ending, StreamsClosed():  # no connection of ours is open any more
+            return _terminate(life, ending)
+        case Ending(closing_until=float(at)) as ending, Tick() if now >= at:
+            return _terminate(life, ending)
+        case BackingOff(resume_at=at), Tick() if now >= at:
+            return _launch(life, first=False)
         case _:
-            assert_never(message)
+            return life, ()
 
 
 def request_completed(life: Lifecycle, now: float) -> Lifecycle:
@@ -169,7 +170,9 @@ def _stop(life: Lifecycle, now: float, grace_s: float) -> tuple[Lifecycle, Effec
             )
             return left, effects
         case Ending(stuck=str(stuck)) as ending:
-            return replace(life, state=replace(ending, goal=ToStopped())), (Resolve(Stop, _unstoppable(stuck)),)
+            return replace(life, state=replace(ending, goal=ToStopped())), (
+                Resolve(Stop, WorkerStopError("unkillable", stuck)),
+            )
         case Ending() as ending:
             kept = replace(ending, goal=ToStopped(), start_error=None)
             if ending.closing_until is None and ending.grace_s <= grace_s:
@@ -181,16 +184,7 @@ def _stop(life: Lifecycle, now: float, grace_s: float) -> tuple[Lifecycle, Effec
             return replace(life, state=sooner), (Resolve(Start, stopped), *hurry)
 
 
-def _became_ready(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
-    """The server answers, and it is ours."""
-    if not isinstance(life.state, Launching):
-        return life, ()
-    ready = replace(life, state=Ready(epoch=life.epoch), budget=life.budget.became_ready(now))
-    return ready, (Resolve(Start),)
-
-
 def _launch_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
-    """No process came to be."""
     match life.state:
         case Launching(first=True):
             return _start_failed(life, error)
@@ -202,32 +196,20 @@ def _launch_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tupl
             return life, ()
 
 
-def _startup_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
+def _startup_failed(life: Lifecycle, now: float, error: WorkerStartError, *, first: bool) -> tuple[Lifecycle, Effects]:
     """The launch will not become ready: end its process; a first launch fails with this."""
-    if not isinstance(life.state, Launching):
-        return life, ()
     epoch = life.epoch
     kill: Effects = (CloseAllStreams(epoch=epoch), Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True))
-    if not life.state.first:
+    if not first:
         return _restart(life, now, str(error.reason), error.detail, kill, lives=True, failure=error)
     goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
     ending = Ending(epoch=epoch, goal=goal, start_error=error)
     return replace(life, state=ending, last_error=str(error)), kill
 
 
-def _died(life: Lifecycle, now: float, died: Died) -> tuple[Lifecycle, Effects]:
-    """The server's first process has ended, and its guard kills the rest; Exited follows."""
-    if not isinstance(life.state, Ready):
-        return life, ()
-    return _server_died(life, now, died, Terminate(epoch=life.epoch, grace_s=0.0))
-
-
 def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Effects]:
     """Nothing of the launch's tree is left."""
-    returncode, log_tail = exited.returncode, exited.log_tail
-    detail = f"the server ended with {described(returncode)}"
-    if exited.lack_of_memory is not None:
-        detail = f"{detail}: {exited.lack_of_memory}"
+    returncode, log_tail, detail = exited.returncode, exited.log_tail, _described(exited)
     reason = StartFailReason.PORT_IN_USE if exited.port_taken else StartFailReason.EXITED
     match life.state:
         case Launching(first=True):
@@ -247,55 +229,24 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
             return life, ()
 
 
-def _unkillable(life: Lifecycle, detail: str) -> tuple[Lifecycle, Effects]:
+def _unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle, Effects]:
     """SIGKILL has no effect. FAILED, and no second server beside it, until the process is gone one day."""
-    if not isinstance(life.state, Ending):
-        return life, ()
     error = WorkerStartError(StartFailReason.UNKILLABLE, detail)
-    goal = life.state.goal
-    if isinstance(goal, ToStopped):
-        goal = ToStopped()  # a start that waited for the end is answered now
-    stuck = replace(life.state, goal=goal, start_error=None, closing_until=None, stuck=detail)
+    # A start that waited for the end is answered now.
+    goal = ToStopped() if isinstance(ending.goal, ToStopped) else ending.goal
+    stuck = replace(ending, goal=goal, start_error=None, closing_until=None, stuck=detail)
     known = replace(life, state=stuck, last_error=str(error))
-    return known, (Resolve(Start, error), Resolve(Stop, _unstoppable(detail)))
-
-
-def _unstoppable(detail: str) -> WorkerStopError:
-    return WorkerStopError("unkillable", detail)
+    return known, (Resolve(Start, error), Resolve(Stop, WorkerStopError("unkillable", detail)))
 
 
 def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lifecycle, Effects]:
     """The server cannot be trusted any more (or one of the worker's actors died): nuke and repave."""
-    match life.state:
-        case Ready(epoch=epoch) | Launching(epoch=epoch):
-            effects: Effects = (
-                Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
-                CloseAllStreams(epoch=epoch),
-                Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True),
-            )
-            return _restart(life, now, reason, detail, effects, lives=True)
-        case _:
-            return life, ()
-
-
-def _streams_closed(life: Lifecycle) -> tuple[Lifecycle, Effects]:
-    """None of our connections is open any more: SIGTERM may go out."""
-    match life.state:
-        case Ending(closing_until=float()) as ending:
-            return _terminate(life, ending)
-        case _:
-            return life, ()
-
-
-def _tick(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
-    """What has come due."""
-    match life.state:
-        case Ending(closing_until=float() as at) as ending if now >= at:
-            return _terminate(life, ending)
-        case BackingOff(resume_at=at) if now >= at:
-            return _launch(life, first=False)
-        case _:
-            return life, ()
+    effects: Effects = (
+        Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
+        CloseAllStreams(epoch=life.epoch),
+        Terminate(epoch=life.epoch, grace_s=0.0, keep_evidence=True),
+    )
+    return _restart(life, now, reason, detail, effects, lives=True)
 
 
 def _launch(life: Lifecycle, *, first: bool) -> tuple[Lifecycle, Effects]:
@@ -317,19 +268,19 @@ def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, 
 
 def _server_died(life: Lifecycle, now: float, death: Died | Exited, *ending: Terminate) -> tuple[Lifecycle, Effects]:
     """It was READY: what it was working on is lost. `ending`: what is left of its tree still goes."""
-    detail = f"the server ended with {described(death.returncode)}"
-    if death.lack_of_memory is not None:
-        detail = f"{detail}: {death.lack_of_memory}"
+    detail = _described(death)
     effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail), *ending)
-    if death.lack_of_memory is not None:
-        return _restart(life, now, "out_of_memory", detail, effects, lives=bool(ending))
-    return _restart(life, now, "server_died", detail, effects, lives=bool(ending))
+    reason = "server_died" if death.lack_of_memory is None else "out_of_memory"
+    return _restart(life, now, reason, detail, effects, lives=bool(ending))
+
+
+def _described(death: Died | Exited) -> str:
+    how = f"the server ended with {described(death.returncode)}"
+    return how if death.lack_of_memory is None else f"{how}: {death.lack_of_memory}"
 
 
 def _recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effects]:
     """A planned restart of an idle server: no failure, so without backoff, and nothing for the lockout to count."""
-    if not isinstance(life.state, Ready):
-        return life, ()
     ending = Ending(epoch=life.epoch, goal=ToRestart(now), grace_s=life.stop_grace_s, closing_until=now + CLOSING_S)
     effects: Effects = (
         RecordRestart(reason="recycled", detail=detail, delay_s=0.0),

@@ -6,7 +6,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from llama_worker.profiles import RestartPolicy
-from llama_worker.request.record import RequestRecord
+from llama_worker.request.table import RequestRecord
 from llama_worker.server.restart_budget import ServerErrors, TransportFailures
 from llama_worker.server.timeouts import Triage, Verdict
 from llama_worker.types import RequestFailReason, RequestState

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, newest
@@ -25,13 +26,12 @@ class Verdict(Struct, frozen=True, kw_only=True):
     restart: bool
 
 
-class _Limit(Struct, frozen=True, kw_only=True):
+class _Limit(Struct, frozen=True):
+    setting: str  # of the profile: None turns it off
     reason: RequestFailReason
     what: str
-    setting: str
-    timeout_s: float
     since: float
-    restart: bool = True
+    timeout_s: float = 0.0
 
     def due_at(self, gaps: Gaps) -> float:
         return self.since + gaps.lost_s(self.since) + self.timeout_s
@@ -55,8 +55,9 @@ def verdict(
     Of several limits that are over, the one that was over first gives the reason: a late tick tells the same
     as one in time, and a verdict, once due, stays the same until something new is heard.
     """
-    limits = _limits(progress, liveness_at, neighbour_data_at, profile)
-    over = [limit for limit in limits if limit.due_at(gaps) <= now]
+    limits = _limits(progress, liveness_at, neighbour_data_at)
+    known = [replace(limit, timeout_s=s) for limit in limits if (s := getattr(profile, limit.setting)) is not None]
+    over = [limit for limit in known if limit.due_at(gaps) <= now]
     if not over:
         return None
     first = min(over, key=lambda limit: limit.due_at(gaps))
@@ -65,114 +66,70 @@ def verdict(
     return Verdict(
         reason=first.reason,
         detail=f"{told}; {describe(progress, liveness_at=liveness_at, now=now)}",
-        restart=first.restart,
+        restart=first.reason is not RequestFailReason.ABSOLUTE_TIMEOUT,
     )
 
 
-def _limits(
-    progress: Progress, liveness_at: float | None, neighbour_data_at: float | None, profile: TimeoutProfile
-) -> Iterator[_Limit]:
-    """Every limit that is on in the request's phase; on equal times the one named first wins."""
+def _limits(progress: Progress, liveness_at: float | None, neighbour_data_at: float | None) -> Iterator[_Limit]:
+    """What the request's phase limits; on equal times the one named first wins."""
     if progress.phase is RequestPhase.DONE or progress.concluding:
         return
     # From the turn's start at the earliest: what was heard before it says nothing about this turn.
     working_at = newest(progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at)
     moving_at = newest(progress.turn_started_at, progress.data_at, neighbour_data_at)
+    new_at = newest(progress.turn_started_at, progress.data_at)
     waiting = progress.phase is RequestPhase.WAITING
     prefill = progress.phase is RequestPhase.PREFILL
     generating = progress.phase is RequestPhase.GENERATING
+    reporting = prefill and progress.prompt_progress_at is not None
+    stall = RequestFailReason.STALL_TIMEOUT
 
     if waiting:  # connecting has a limit of its own, the connection's
         # Builds of October 2025 to May 2026 hold the headers back for the whole prefill, and every build does
         # while all slots are taken: only the lack of any sign of work tells, for this request or for those before it.
-        yield _Limit(
-            reason=RequestFailReason.HEADERS_TIMEOUT,
-            what="no response headers and no sign of work",
-            setting="headers_timeout_s",
-            timeout_s=profile.headers_timeout_s,
-            since=max(working_at, moving_at),
-        )
-    if prefill and progress.prompt_progress_at is None and profile.prefill_liveness_timeout_s is not None:
-        yield _Limit(
-            reason=RequestFailReason.STALL_TIMEOUT,
-            what="no data and no sign of work in prefill",
-            setting="prefill_liveness_timeout_s",
-            timeout_s=profile.prefill_liveness_timeout_s,
-            since=working_at,
-        )
-    reporting = prefill and progress.prompt_progress_at is not None
-    if (reporting or generating) and profile.idle_stream_timeout_s is not None:
-        yield _Limit(
-            reason=RequestFailReason.STALL_TIMEOUT,
-            what="no data and no sign of work",
-            setting="idle_stream_timeout_s",
-            timeout_s=profile.idle_stream_timeout_s,
-            since=working_at,
-        )
-    if (prefill or generating) and progress.only_repeats and profile.idle_stream_timeout_s is not None:
-        yield _Limit(
-            reason=RequestFailReason.STALL_TIMEOUT,
-            what="nothing new, only the same again,",
-            setting="idle_stream_timeout_s",
-            timeout_s=profile.idle_stream_timeout_s,
-            since=newest(progress.turn_started_at, progress.data_at),
-        )
-    if (waiting or prefill) and profile.ttft_timeout_s is not None:
-        yield _Limit(
-            reason=RequestFailReason.TTFT_TIMEOUT,
-            what="no token",
-            setting="ttft_timeout_s",
-            timeout_s=profile.ttft_timeout_s,
-            since=progress.turn_started_at,
-        )
-    if (waiting or prefill or generating) and profile.silent_work_timeout_s is not None:
-        # A server that spins gives evidence of work for ever.
-        yield _Limit(
-            reason=RequestFailReason.STALL_TIMEOUT,
-            what="no data, for this request or another,",
-            setting="silent_work_timeout_s",
-            timeout_s=profile.silent_work_timeout_s,
-            since=moving_at,
-        )
-    if profile.absolute_timeout_s is not None:
-        yield _Limit(
-            reason=RequestFailReason.ABSOLUTE_TIMEOUT,
-            what="not finished",
-            setting="absolute_timeout_s",
-            timeout_s=profile.absolute_timeout_s,
-            since=progress.dispatched_at,
-            restart=False,
-        )
+        reason, since = RequestFailReason.HEADERS_TIMEOUT, max(working_at, moving_at)
+        yield _Limit("headers_timeout_s", reason, "no response headers and no sign of work", since)
+    if prefill and not reporting:
+        yield _Limit("prefill_liveness_timeout_s", stall, "no data and no sign of work in prefill", working_at)
+    if reporting or generating:
+        yield _Limit("idle_stream_timeout_s", stall, "no data and no sign of work", working_at)
+    if (prefill or generating) and progress.only_repeats:
+        yield _Limit("idle_stream_timeout_s", stall, "nothing new, only the same again,", new_at)
+    if waiting or prefill:
+        yield _Limit("ttft_timeout_s", RequestFailReason.TTFT_TIMEOUT, "no token", progress.turn_started_at)
+    if waiting or prefill or generating:  # a server that spins gives evidence of work for ever
+        yield _Limit("silent_work_timeout_s", stall, "no data, for this request or another,", moving_at)
+    yield _Limit("absolute_timeout_s", RequestFailReason.ABSOLUTE_TIMEOUT, "not finished", progress.dispatched_at)
 
 
 def describe(progress: Progress, *, liveness_at: float | None, now: float) -> str:
     """The request's phase and times, on one line, for a person."""
-
-    def ago(at: float | None) -> str:
-        return "never" if at is None else f"{now - at:.1f} s ago"
-
-    return (
-        f"request {progress.request_id} in phase {progress.phase.value}, "
-        f"turn began {ago(progress.turn_started_at)}, headers {ago(progress.headers_at)}, "
-        f"first token {ago(progress.first_token_at)}, "
-        f"prompt progress {ago(progress.prompt_progress_at)}, last data {ago(progress.last_data_at)}, "
-        f"last byte {ago(progress.last_stream_byte_at)}, last sign of work {ago(liveness_at)}"
+    told = (
+        f"{name} never" if at is None else f"{name} {now - at:.1f} s ago"
+        for name, at in _instants(progress, liveness_at).items()
     )
+    return f"request {progress.request_id} in phase {progress.phase.value}, {', '.join(told)}"
 
 
 def ages(progress: Progress, *, liveness_at: float | None, now: float) -> dict[str, str | float | None]:
     """The same for `get_debug_info`, fit for JSON: seconds since each instant, None where there was none."""
-    instants = {
-        "turn_began_ago_s": progress.turn_started_at,
-        "headers_ago_s": progress.headers_at,
-        "first_token_ago_s": progress.first_token_at,
-        "prompt_progress_ago_s": progress.prompt_progress_at,
-        "last_data_ago_s": progress.last_data_at,
-        "last_byte_ago_s": progress.last_stream_byte_at,
-        "last_sign_of_work_ago_s": liveness_at,
+    told = {
+        f"{name.replace(' ', '_')}_ago_s": None if at is None else round(now - at, 3)
+        for name, at in _instants(progress, liveness_at).items()
     }
-    told = {name: None if at is None else round(now - at, 3) for name, at in instants.items()}
     return {"phase": progress.phase.value, **told}
+
+
+def _instants(progress: Progress, liveness_at: float | None) -> dict[str, float | None]:
+    return {
+        "turn began": progress.turn_started_at,
+        "headers": progress.headers_at,
+        "first token": progress.first_token_at,
+        "prompt progress": progress.prompt_progress_at,
+        "last data": progress.last_data_at,
+        "last byte": progress.last_stream_byte_at,
+        "last sign of work": liveness_at,
+    }
 
 
 class DataLedger(Struct, frozen=True):

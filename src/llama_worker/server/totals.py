@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 
-from llama_worker.request.record import RequestRecord
+from llama_worker.request.table import RequestRecord
 from llama_worker.types import Durations, RequestState, WorkerTotals
 
 BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
@@ -26,7 +26,6 @@ class Totals:
         self._duration = {str(outcome): _Histogram() for outcome in _OUTCOMES}
 
     def request_ended(self, record: RequestRecord) -> None:
-        """Count a terminal request."""
         result, status = record.result, record.status
         outcome = str(result["state"])
         self._requests[outcome][str(result.get("fail_reason", result["finish_reason"]))] += 1
@@ -40,15 +39,12 @@ class Totals:
             self._cached_tokens += result["usage"]["cached_tokens"]
 
     def restarted(self, cause: str) -> None:
-        """Count an automatic restart."""
         self._restarts[cause] += 1
 
     def signal_emitted(self, tool_name: str) -> None:
-        """Count a call of an exit tool."""
         self._signals[tool_name] += 1
 
     def snapshot(self) -> WorkerTotals:
-        """A copy, for a host to keep."""
         return {
             "requests": {outcome: dict(counter) for outcome, counter in self._requests.items()},
             "restarts": dict(self._restarts),

@@ -14,8 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.stream.encodable import encodable
-from llama_worker.stream.events import ToolCallDelta
+from llama_worker.stream.events import ToolCallDelta, encodable
 from llama_worker.types import ExitSignal
 
 MAX_JSON_DEPTH = 128  # of a call's arguments: far below where Python's parser, or a copy of them, gives up

@@ -1,9 +1,13 @@
 """What a chat-completion stream says, as events: what travels upward from it. Pure."""
 
+import re
+
 import msgspec
 from msgspec import Struct
 
 from llama_worker.types import ContextUse
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TextDelta(msgspec.Struct, frozen=True):  # there are many of these: it costs a fifth of a dataclass
@@ -90,3 +94,10 @@ StreamEvent = (
     | Finish
     | Done
 )
+
+
+def encodable(text: str) -> str:
+    """The text with each lone surrogate replaced: JSON may hold such, and nobody could encode or store it. Pure."""
+    if text.isascii() or _SURROGATE.search(text) is None:
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

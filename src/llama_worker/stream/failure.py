@@ -1,13 +1,16 @@
-"""Why a stream broke. Pure."""
+"""Why a stream broke, and what a reply that is no stream says went wrong. Pure."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
 
 from llama_worker.types import ContextUse, RequestFailReason
+
+_MAX_MESSAGE_CHARS = 2000
 
 
 class StreamFailure(Struct, frozen=True, kw_only=True):
@@ -30,3 +33,52 @@ def context_use(error: Mapping[str, Any]) -> ContextUse | None:
     if not (isinstance(prompt, int) and isinstance(context, int)):
         return None
     return {"n_prompt_tokens": prompt, "n_ctx": context}
+
+
+def describe_http_error(status: int, body: bytes) -> StreamFailure:
+    """A failure with the server's own message and the status: `http_error`, or a reason that is plainer."""
+    text = body.decode(errors="replace").strip()
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        told = None
+    error = told.get("error") if isinstance(told, Mapping) else None
+    reason, context = RequestFailReason.HTTP_ERROR, None
+    if isinstance(error, Mapping):
+        message, kind = error.get("message"), error.get("type")
+        text = f"{message}" + (f" ({kind})" if kind else "")
+        if exceeds_context(str(message), kind):
+            reason, context = RequestFailReason.CONTEXT_EXCEEDED, context_use(error)
+    elif isinstance(error, str):
+        text = error
+    return StreamFailure(
+        reason=reason,
+        detail=f"HTTP {status}: {text[:_MAX_MESSAGE_CHARS] or 'no message'}",
+        http_status=status,
+        context=context,
+    )
+
+
+def refuses_tools(failure: StreamFailure) -> bool:
+    """Whether a server refused the request because it was offered tools (and not for one of them)."""
+    detail = failure.detail.lower()
+    return failure.http_status is not None and any(
+        words in detail
+        for words in (
+            "tools param requires --jinja",  # b11434 started with --no-jinja, as a 500
+            "cannot use tools with stream",  # streams had none before May 2025
+            "unsupported param: tools",  # nothing had any before January 2025
+            "tools are not supported",
+            "does not support tool",
+            "doesn't support tool",
+            "tool calls are not supported",
+            "tool calling is not supported",
+        )
+    )
+
+
+def reports_malformed_call(message: str) -> bool:
+    """Whether the server says that the model wrote a tool call that it could not read (b11434 and older)."""
+    text = message.lower()
+    said = ("failed to parse tool call", "failed to parse input at pos")  # the second: b8334, b9378
+    return ("does not match the expected" in text and "format" in text) or any(words in text for words in said)

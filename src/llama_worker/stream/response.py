@@ -10,8 +10,7 @@ import httptools
 
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.events import StreamEvent
-from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.http_errors import describe_http_error
+from llama_worker.stream.failure import StreamFailure, describe_http_error
 from llama_worker.types import RequestFailReason
 
 _MAX_HEAD_BYTES = 256 * 1024
@@ -97,7 +96,6 @@ class ChatResponse:
             self.status = status
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
         if not self._complete:
             self._body.append(body)
 

@@ -153,7 +153,6 @@ class _Undecided:
         self.without_calls = _UnseenText(detector)
 
     def add(self, text: str) -> None:
-        """More of what both have."""
         self.with_calls.add(text)
         self.without_calls.add(text)
 
@@ -173,7 +172,6 @@ class _UnseenText:
         self._watching = False  # not in the first line: it began before
 
     def add(self, piece: str) -> None:
-        """More of it."""
         self._parts.append(piece)
         if self._watch is None or self.loops:
             return
@@ -183,7 +181,6 @@ class _UnseenText:
         self.loops = self._watching and self._watch.feed(piece) is not None
 
     def read(self) -> str:
-        """All of it."""
         return "".join(self._parts)
 
 

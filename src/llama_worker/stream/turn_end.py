@@ -9,6 +9,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from llama_worker.stream.events import Done, Finish, ServerError
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.types import RequestFailReason
 
 SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error record may still follow
 NO_FINISH_REASON = "the stream ended without a finish reason"
@@ -17,16 +19,12 @@ LastWord = Finish | ServerError | Done
 
 
 class Finished(Struct, frozen=True):
-    """The model came to its end; `reason` as the server names it."""
+    """The model came to its end; `reason` as the server names it, None where it said `[DONE]` without one."""
 
-    reason: str
+    reason: str | None
 
 
-class CutOff(Struct, frozen=True):
-    """`detail`: why, for a person. `error`: the server's own record, where it sent one."""
-
-    detail: str
-    error: ServerError | None = None
+Verdict = Finished | ServerError | StreamFailure
 
 
 class TurnEnd:
@@ -34,9 +32,9 @@ class TurnEnd:
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
-        self.settled_at: float | None = None  # monotonic; when `tick` ends a turn that has finished
+        self.settled_at: float | None = None  # monotonic; when `tick` ends a turn that has finished; it may be put off
 
-    def feed(self, event: LastWord, now: float) -> Finished | CutOff | None:
+    def feed(self, event: LastWord, now: float) -> Verdict | None:
         """An event that may be the last."""
         match event:
             case Finish(reason=reason):
@@ -45,16 +43,16 @@ class TurnEnd:
                     self.settled_at = now + SETTLE_S
                 return None
             case ServerError():
-                return CutOff(event.message, event)
+                return event
             case Done():
-                return self.closed(None)
+                return Finished(self.finish_reason)
 
-    def closed(self, failure_detail: str | None) -> Finished | CutOff:
-        """The connection is over; `failure_detail`: how it broke, None for a regular end."""
+    def closed(self, failure: StreamFailure | None) -> Verdict:
+        """The connection is over; `failure`: how it broke, None for a regular end."""
         if self.finish_reason is not None:
             return Finished(self.finish_reason)
-        return CutOff(failure_detail or NO_FINISH_REASON)
+        return failure or StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=NO_FINISH_REASON)
 
-    def tick(self, now: float) -> Finished | CutOff | None:
+    def tick(self, now: float) -> Verdict | None:
         """The deadline `settled_at` may have come."""
-        return self.closed(None) if self.settled_at is not None and now >= self.settled_at else None
+        return Finished(self.finish_reason) if self.settled_at is not None and now >= self.settled_at else None

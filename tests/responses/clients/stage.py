@@ -17,8 +17,8 @@ from typing import Any
 from unittest import mock
 
 from llama_worker import free_port
-from llama_worker.responses.body import parse_body
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
+from llama_worker.responses.request import parse_body
 from tests.fake_script import Journal, Reply, Script, Step, fake_server_cmd
 
 HOST = "127.0.0.1"

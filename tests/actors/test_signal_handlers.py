@@ -1,0 +1,121 @@
+"""A signal handler may call the handle whatever its thread is doing, the same call included: it never deadlocks."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from llama_worker import WorkerClosed
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, fast_timeouts, running
+from tests.fake_script import Script
+
+pytestmark = pytest.mark.timeout(120)
+Handle = Callable[[Callable[[], object]], None]
+
+
+@pytest.fixture
+def on_signal() -> Iterator[Handle]:
+    """Makes the call in the handler of SIGUSR1, from now on."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda call: void(signal.signal(signal.SIGUSR1, lambda *_: void(call())))
+    signal.signal(signal.SIGUSR1, before)
+
+
+def void(value: object) -> None:
+    """Forget it."""
+
+
+class SignalAt:
+    """Runs a call and sends this thread a signal at the call's line number `number`, in whatever module that is."""
+
+    def __init__(self, number: int) -> None:
+        self._lines_left = number
+        self.was_sent = False
+
+    def run(self, call: Callable[[], object]) -> None:
+        """The call is over, its handler too, when this returns."""
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and not self.was_sent:
+            self._lines_left -= 1
+            if self._lines_left < 0:
+                self.was_sent = True
+                signal.raise_signal(signal.SIGUSR1)
+        return None if self.was_sent else self._trace
+
+
+def interrupt_everywhere(call: Callable[[], object]) -> int:
+    """The call again and again, with the signal at each of its lines in turn; how many lines it has."""
+    number = 0
+    while True:
+        signal_at = SignalAt(number)
+        signal_at.run(call)
+        if not signal_at.was_sent:
+            return number
+        number += 1
+
+
+CALLS: dict[str, Callable[[Rig], object]] = {
+    "submit": lambda rig: rig.worker.submit("job", "", "x").get(timeout=WAIT_S),
+    "get_status": lambda rig: rig.worker.get_status(7).get(timeout=WAIT_S),
+    "result": lambda rig: rig.worker.result(7).get(timeout=WAIT_S),
+    "get_worker_status": lambda rig: rig.worker.get_worker_status().get(timeout=WAIT_S),
+    "stop": lambda rig: rig.worker.stop().get(timeout=WAIT_S),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_in_a_handler_over_the_same_call_is_answered_as_well(
+    make_worker: MakeWorker, on_signal: Handle, name: str
+) -> None:
+    rig = make_worker(start=False)
+    answers: list[object] = []
+    on_signal(lambda: answers.append(CALLS[name](rig)))
+    lines = interrupt_everywhere(lambda: CALLS[name](rig))
+    assert len(answers) == lines > 10
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_close_in_a_handler_over_close_at_every_line_of_it(make_worker: MakeWorker, on_signal: Handle) -> None:
+    number, was_sent = 0, True
+    while was_sent:
+        worker = make_worker(start=False).worker
+        on_signal(worker.close)
+        signal_at = SignalAt(number)
+        signal_at.run(worker.close)
+        with pytest.raises(WorkerClosed):
+            worker.submit("job", "", "x")
+        number, was_sent = number + 1, signal_at.was_sent
+    assert number > 10
+
+
+def test_close_in_a_handler_while_close_waits_for_the_server(make_worker: MakeWorker, on_signal: Handle) -> None:
+    rig = make_worker(Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=0.5))
+    left: list[set[int]] = []
+
+    def close_again() -> None:
+        rig.worker.close()
+        left.append(running(rig.tree()))
+
+    def send(to: int) -> None:
+        rig.journal.wait("signal")  # the server was told to end, and takes its time
+        signal.pthread_kill(to, signal.SIGUSR1)
+
+    on_signal(close_again)
+    sender = threading.Thread(target=send, args=(threading.get_ident(),))
+    sender.start()
+    rig.worker.close()
+    sender.join(WAIT_S)
+    assert left == [set()]
