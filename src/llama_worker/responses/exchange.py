@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import pykka
 import requests
+from msgspec.structs import replace
 
 from llama_worker.messages import Mailbox
 from llama_worker.responses.client import Client
