@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import pykka
 import requests
-from msgspec.structs import replace
 
 from llama_worker.messages import Mailbox
 from llama_worker.responses.client import Client
