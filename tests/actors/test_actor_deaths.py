@@ -23,8 +23,10 @@ from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.messages import (
     BecameReady,
+    Begin,
     Exited,
     GetStatus,
+    Launch,
     Launched,
     OpenStream,
     RequestEnded,
@@ -101,6 +103,7 @@ def _assert_recovers(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("actor", "kind", "error"),
     [
+        (RequestActor, Begin, RuntimeError),  # it has no record to hand over
         (TransportActor, OpenStream, RuntimeError),
         (ToolLoopActor, RunTool, RuntimeError),
         (WatchdogActor, Watch, RuntimeError),
@@ -149,7 +152,9 @@ def test_output_survives_a_crash_that_repeats_itself_at_the_end(
     _assert_recovers(rig)
 
 
-@pytest.mark.parametrize(("actor", "kind"), [(ProcessActor, Launched), (WatchdogActor, Launched)])
+@pytest.mark.parametrize(
+    ("actor", "kind"), [(ProcessActor, Launch), (ProcessActor, Launched), (WatchdogActor, Launched)]
+)
 def test_a_death_during_a_start_delays_it(
     make_worker: MakeWorker, accident: Accident, leftovers: Leftovers, actor: Any, kind: Any
 ) -> None:

@@ -174,3 +174,9 @@ def test_it_goes_on_from_the_offsets(make_worker: MakeWorker) -> None:
     rig.wait_ended(request_id)
     (chunk,) = run(collect(rig, request_id, text_offset=1, reasoning_offset=3))
     assert (chunk["text"], chunk["reasoning"]) == ("fgh", "d")
+
+
+def test_a_bad_offset_is_refused(make_worker: MakeWorker) -> None:
+    rig = make_worker(start=False)
+    with pytest.raises(ValueError, match="text_offset"):
+        run(collect(rig, 1, text_offset=-1))

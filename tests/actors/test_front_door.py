@@ -254,3 +254,9 @@ def test_flags_that_break_a_promise_are_warnings_from_the_start(server: str, clo
     closing.callback(worker.close)
     (warning,) = worker.get_worker_status().get()["warnings"]
     assert warning.startswith("server_cmd has --tools: ")
+
+
+def test_a_wait_that_is_no_bool_is_refused(make_worker: MakeWorker) -> None:
+    rig = make_worker(start=False)
+    with pytest.raises(TypeError, match="wait must be a bool, not int: 1"):
+        rig.worker.read_output(1, wait=1).get(timeout=WAIT_S)  # type: ignore[arg-type]

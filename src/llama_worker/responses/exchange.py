@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import pykka
@@ -43,13 +42,13 @@ class Exchange:
         From now on a client that leaves takes the upstream's work along.
         """
         self._has_entered = True
-        entering = Enter(exchange_id=self._number, cut=self.cut, response_id=response_id)
-        if self._config.max_concurrent is None:  # nothing to wait for
+        is_bounded = self._config.max_concurrent is not None
+        reply: WorkerFuture[bool] | None = WorkerFuture() if is_bounded else None
+        entering = Enter(exchange_id=self._number, cut=self.cut, response_id=response_id, reply=reply)
+        if reply is None:  # nothing to wait for
             self._proxy.tell(entering)
-        else:
-            reply: WorkerFuture[bool] = WorkerFuture()
-            if not ask(self._proxy, replace(entering, reply=reply), reply):
-                raise RequestRefused(503, "too many requests run at once", code="overloaded", retry_after_s=2)
+        elif not ask(self._proxy, entering, reply):
+            raise RequestRefused(503, "too many requests run at once", code="overloaded", retry_after_s=2)
         self._client.when_left(self.abort.abort)
 
     def http(self) -> requests.Session:

@@ -216,8 +216,8 @@ def does_not_run_a_call_that_the_limit_cut() -> list[Json]:
 
 def waits_for_a_long_prompt() -> list[Json]:
     """Longer than the time that its user allows between two pieces of a reply: events keep it."""
-    with stage([Headers(), Sleep(4.0), *said("Read it all.")[1:]], heartbeat_s=0.3) as on:
-        assert answer(opencode(on, "Read.", options={"chunkTimeout": 1500})) == "Read it all."
+    with stage([Headers(), Sleep(9.0), *said("Read it all.")[1:]], heartbeat_s=0.3) as on:
+        assert answer(opencode(on, "Read.", options={"chunkTimeout": 6000})) == "Read it all."
         assert len(on.bodies) == 1
         return on.bodies
 
