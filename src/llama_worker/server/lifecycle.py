@@ -270,8 +270,9 @@ def _server_died(life: Lifecycle, now: float, death: Died | Exited, *ending: Ter
     """It was READY: what it was working on is lost. `ending`: what is left of its tree still goes."""
     detail = _described(death)
     effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail), *ending)
-    reason = "server_died" if death.lack_of_memory is None else "out_of_memory"
-    return _restart(life, now, reason, detail, effects, lives=bool(ending))
+    if death.lack_of_memory is not None:
+        return _restart(life, now, "out_of_memory", detail, effects, lives=bool(ending))
+    return _restart(life, now, "server_died", detail, effects, lives=bool(ending))
 
 
 def _described(death: Died | Exited) -> str:
