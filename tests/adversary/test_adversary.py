@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from llama_worker.server import watch
-from tests.adversary import __main__ as campaign
-from tests.adversary.__main__ import run, run_parts
+from tests.adversary import campaign
+from tests.adversary.campaign import run, run_parts
 from tests.adversary.case import Case
 from tests.adversary.wedges import WEDGES
 
@@ -25,6 +28,12 @@ def test_a_campaign_in_parts_is_the_same_campaign(monkeypatch: pytest.MonkeyPatc
     in_parts = run_parts(6, 21, None, first=0, jobs=1)
     in_parts.cpu_s = whole.cpu_s
     assert in_parts == whole
+
+
+def test_the_command_gives_parts_to_processes() -> None:
+    command = [sys.executable, "-m", "tests.adversary", "--count", "4", "--seed", "21", "--jobs", "2"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "4 of 4 found" in said
 
 
 @pytest.mark.parametrize("name", [None, *WEDGES])
