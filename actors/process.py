@@ -28,7 +28,7 @@ from llama_worker.messages import (
     Unkillable,
     WorkerMessage,
 )
-from llama_worker.runtime.ports import ServerProcess
+from llama_worker.runtime.ports import ServerProcess, Timer
 from llama_worker.server.termination import (
     FORCE_S,
     Absent,
@@ -55,6 +55,7 @@ class ProcessActor(Child[ProcessMessage]):
         self._kill_timeout_s = self._config.timeouts.kill_timeout_s
         self._state: ProcessState = Absent()
         self._server: ServerProcess | None = None
+        self._news: _News | None = None  # of the launch
         self._pid: int | None = None
         self._alarm = Alarm(self._runtime, self.me())
 
@@ -93,10 +94,13 @@ class ProcessActor(Child[ProcessMessage]):
         self._alarm.set(None)
         server = self._server
         if server is not None:
-            server.send(Signal.KILL)
+            assert self._news is not None
             now = self._runtime.now()
-            self._runtime.call_at(now + FORCE_S, lambda: server.send(Signal.FORCE))
-            self._runtime.call_at(now + self._kill_timeout_s, self._unkillable_unless_ended(server))
+            self._news.until_the_end(
+                self._runtime.call_at(now + FORCE_S, lambda: server.send(Signal.FORCE)),
+                self._runtime.call_at(now + self._kill_timeout_s, self._unkillable_unless_ended(server)),
+            )
+            server.send(Signal.KILL)
 
     def will_report(self) -> bool:
         """A server that is being killed tells the worker itself once it is gone.
@@ -107,7 +111,7 @@ class ProcessActor(Child[ProcessMessage]):
 
     def _launch(self, epoch: int) -> None:
         self._live_count.enter()  # until its last word: nobody is gone while a process is left
-        news = _News(self.me(), self._worker, self._live_count)
+        self._news = news = _News(self.me(), self._worker, self._live_count)
         try:
             self._server = self._runtime.start_server(epoch, news)
         except (RuntimeError, OSError) as error:  # no thread for it: the system has none left, or the host exits
@@ -137,11 +141,18 @@ class _News:
         self._me = me
         self._worker = worker
         self._live_count = live_count
+        self._timers: tuple[Timer, ...] = ()
 
     def tell(self, message: ServerNews) -> bool:
         heard = self._me.tell(message)
         if isinstance(message, LaunchFailed | Exited):
+            for timer in self._timers:
+                timer.cancel()
             if not heard:
                 self._worker.tell(message)
             self._live_count.leave()
         return heard
+
+    def until_the_end(self, *timers: Timer) -> None:
+        """They are cancelled with the last word."""
+        self._timers = timers
