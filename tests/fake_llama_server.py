@@ -72,7 +72,7 @@ class Journal:
     def note(self, fact: str, **fields: Json) -> None:
         if self._fd is not None:
             line = json.dumps({"fact": fact, "at": time.time(), **fields})
-            os.write(self._fd, line.encode() + b"\n")
+            os.write(self._fd, f"\n{line}\n".encode())  # SIGKILL may cut a write short: the next line is whole again
 
 
 class DiskReader:

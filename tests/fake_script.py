@@ -561,7 +561,7 @@ class Journal:
         """All whole lines so far whose fact is `fact` (None: any) and whose fields equal `match`."""
         data = self.path.read_bytes() if self.path.exists() else b""
         lines = data[: data.rfind(b"\n") + 1].splitlines()
-        found = [json.loads(line) for line in lines]
+        found = [json.loads(line) for line in lines if line.endswith(b"}") and line.startswith(b"{")]
         wanted = match if fact is None else {"fact": fact, **match}
         return [seen for seen in found if all(seen.get(key) == wanted[key] for key in wanted)]
 
