@@ -51,7 +51,7 @@ def bare_path(tmp_path: Path) -> Path:
 
 def make(clone: Path, path: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`make demo`, with nothing of the tester's own."""
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(("LLAMA_", "MAKE"))}
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(("LLAMA_", "MAKE", "PYTHON"))}
     environment = {**kept, "PATH": str(path), "XDG_CACHE_HOME": str(clone / "cache"), **env}
     return subprocess.run(
         ["make", "demo", *words], cwd=clone, env=environment, capture_output=True, text=True, timeout=HANG_GUARD_S
