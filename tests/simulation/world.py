@@ -280,6 +280,7 @@ class World:
         """In the middle of a request; every future is answered, every later call raises WorkerClosed."""
         submitted = self.host.quick(self.worker.submit("last", "", "hello"), "submit()")
         self._until(self.scheduler.now + self._dice.log_between(0.001, 30.0))
+        self.scheduler.run_until(submitted.done, self.scheduler.now + QUICK_S)  # an answer may take longer than that
         answer = submitted.get(timeout=0)
         open_futures: list[WorkerFuture[Any]] = [self.worker.start()]
         if answer["ok"]:
