@@ -94,13 +94,13 @@ class ProcessActor(Child[ProcessMessage]):
         self._alarm.set(None)
         server = self._server
         if server is not None:
+            server.send(Signal.KILL)
             assert self._news is not None
             now = self._runtime.now()
             self._news.until_the_end(
                 self._runtime.call_at(now + FORCE_S, lambda: server.send(Signal.FORCE)),
                 self._runtime.call_at(now + self._kill_timeout_s, self._unkillable_unless_ended(server)),
             )
-            server.send(Signal.KILL)
 
     def will_report(self) -> bool:
         """A server that is being killed tells the worker itself once it is gone.
@@ -142,17 +142,24 @@ class _News:
         self._worker = worker
         self._live_count = live_count
         self._timers: tuple[Timer, ...] = ()
+        self._is_over = False
 
     def tell(self, message: ServerNews) -> bool:
         heard = self._me.tell(message)
         if isinstance(message, LaunchFailed | Exited):
-            for timer in self._timers:
-                timer.cancel()
+            self._is_over = True
+            self._cancel_timers()
             if not heard:
                 self._worker.tell(message)
             self._live_count.leave()
         return heard
 
     def until_the_end(self, *timers: Timer) -> None:
-        """They are cancelled with the last word."""
+        """They are cancelled with the last word, which may have been said meanwhile."""
         self._timers = timers
+        if self._is_over:
+            self._cancel_timers()
+
+    def _cancel_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()

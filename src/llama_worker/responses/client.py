@@ -56,7 +56,7 @@ class Client:
         self.socket.sendall(self.http.data(data))
 
     def end(self) -> None:
-        if end := self.http.end():  # after a body of a stated length there is none
+        if end := self.http.end():  # nothing follows a body whose length was stated
             self.socket.sendall(end)
 
     def when_left(self, call: Callable[[], object]) -> None:

@@ -166,7 +166,7 @@ def item_id_of(unique: str, prefix: str, number: int) -> str:
 
 
 def owner_of(item_id: str) -> str | None:
-    """The id of the response that the item belongs to; None where the id is none of ours."""
+    """The id of the response that the item belongs to; None where we did not make the id."""
     found = _ITEM_ID.fullmatch(item_id)
     return response_id_of(found["response"]) if found is not None else None
 

@@ -61,7 +61,7 @@ class RequestThreads:
             self._threads.discard(threading.current_thread())
 
     def _next(self) -> Call | None:
-        """The next call; None: it took too long, or there is none to come."""
+        """The next call; None: none came in time, or none will come any more."""
         with self._lock:
             if self._is_closed:
                 return None
