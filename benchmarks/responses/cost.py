@@ -28,7 +28,7 @@ from benchmarks.stream import bare_loop, cpu_us
 from llama_worker.responses.config import ResponsesProxyConfig
 from tests.fake_script import Sleep, Step, Text, Tokens, plain_reply
 
-ROUNDS, CALLS, EVENTS, CLIENTS, EACH, IDLE_S = 3, 100, 20_000, 64, 200, 10.0
+ROUNDS, CALLS, EVENTS, CLIENTS, EACH, IDLE_S = 4, 100, 20_000, 64, 200, 10.0
 CROWD = 1000
 _HALF_A_BODY = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
 Call = Callable[[], float]

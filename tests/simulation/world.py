@@ -98,7 +98,7 @@ class World:
         slots = 1 + dice.below(4)
         self.build = _build(dice, self.profile, slots)
         plans = Dice(setting.seed ^ _PLANS)  # apart, so that other draws stay as they are
-        self.policy = _policy(plans)
+        self.policy = _policy(plans, setting.hours)
         self.ends_by_death = plans.chance(0.2)
         self.trace = Trace()
         if choices is None:
@@ -324,11 +324,11 @@ def _profile(dice: Dice, *, idle: bool) -> TimeoutProfile:
     return profile
 
 
-def _policy(dice: Dice) -> RestartPolicy:
-    """With planned recycling and a limit for nonsense, or without."""
+def _policy(dice: Dice, hours: float) -> RestartPolicy:
+    """With planned recycling (for its age 360 times a run at most) and a limit for nonsense, or without."""
     recycle = None
     if dice.chance(0.3):
-        requests, age_s = 1 + dice.below(20), dice.log_between(60.0, 1e5)
+        requests, age_s = 1 + dice.below(20), max(dice.log_between(60.0, 1e5), 10.0 * hours)
         recycle = Recycle(max_requests=requests if dice.chance(0.7) else None, max_age_s=age_s)
     return RestartPolicy(
         recycle=recycle, degenerate_outputs_before_restart=1 + dice.below(3) if dice.chance(0.3) else None

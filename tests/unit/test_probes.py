@@ -158,6 +158,19 @@ def test_a_child_is_found_at_the_next_refresh(children: Children, monkeypatch: p
     assert len(walks) == 2
 
 
+@pytest.mark.parametrize("lists_children", [True, False])
+def test_a_tree_is_the_root_its_children_and_theirs(
+    children: Children, monkeypatch: pytest.MonkeyPatch, lists_children: bool
+) -> None:
+    monkeypatch.setattr(probes, "_LISTS_CHILDREN", lists_children)
+    root = children.start(f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {PARENT!r}]).wait()")
+    while len(tree := probes.tree_pids(root.pid)) < 3:
+        time.sleep(0.01)
+    assert tree[0] == root.pid
+    assert [psutil.Process(pid).ppid() for pid in tree[1:]] == list(tree[:2])
+    assert probes.tree_pids(2**22 + 1) == (2**22 + 1,)
+
+
 def test_a_process_that_is_gone_or_a_zombie_is_no_news(children: Children) -> None:
     child = children.start(BUSY)
     probe = ProcessProbe()

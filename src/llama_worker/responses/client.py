@@ -48,22 +48,33 @@ class Client:
         """
         own = page_headers(request, self.origin) if self.origin is not None else []
         head = self.http.begin(status, [*headers, *own], reason)
-        self.socket.settimeout(self._write_timeout_s)
-        self.socket.sendall(head + self.http.data(data) if data else head)
+        self._send(head + self.http.data(data) if data else head)
 
     def write(self, data: bytes) -> None:
         """A piece of its body; blocks while the client does not take it."""
-        self.socket.sendall(self.http.data(data))
+        self._send(self.http.data(data))
 
     def end(self) -> None:
         if end := self.http.end():  # nothing follows a body whose length was stated
-            self.socket.sendall(end)
+            self._send(end)
 
     def when_left(self, call: Callable[[], object]) -> None:
         """Call it, on the listener's thread, when the client has left; at once where it has. It must not block."""
         self._on_left = call
         if self._has_left:
             call()
+
+    def _send(self, data: bytes) -> None:
+        try:
+            sent = self.socket.send(data)  # mostly there is room, and a timeout would cost a system call more
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            try:
+                self.socket.settimeout(self._write_timeout_s)
+                self.socket.sendall(data[sent:])
+            finally:
+                self.socket.setblocking(False)
 
     # ------------------------------------------------------------ any thread
 

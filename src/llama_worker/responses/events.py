@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, assert_never
 
+import msgspec
+
 from llama_worker.responses.items import Call, Delta, ItemStatus, Message, Reasoning
 from llama_worker.responses.refusal import error_code
 from llama_worker.responses.tools import NO_TOOLS, ToolSet
@@ -37,12 +39,17 @@ Event = dict[str, Any]
 _CALL_PREFIXES = {"function": "fc", "custom": "ctc", "tool_search": "tsc"}  # of ids
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}  # by finish reason
 
-_to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one each time
-
 
 def sse(events: list[Event]) -> bytes:
     """The events as a Responses stream has them; it has no end mark of its own."""
-    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _to_json(event).encode()) for event in events)
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _to_json(event)) for event in events)
+
+
+def _to_json(event: Event) -> bytes:
+    try:
+        return msgspec.json.encode(event)  # ten times as fast as json
+    except UnicodeEncodeError:  # a lone surrogate, which a client's own text may hold
+        return json.dumps(event, separators=(",", ":")).encode()
 
 
 class ResponseEvents:

@@ -263,7 +263,6 @@ class SocketListener:
         """From its request's thread: for another request, or to be closed."""
         self._busy.discard(client)
         client.when_left(lambda: None)
-        client.socket.setblocking(False)
         if not client.http.is_complete:
             self._drop(client)
         elif not client.http.can_go_on or self._stopped:

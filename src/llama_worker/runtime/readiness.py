@@ -17,6 +17,7 @@ from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.connections import Abort
 from llama_worker.runtime.host_code import start_thread
+from llama_worker.runtime.liveness_probes import tree_pids
 from llama_worker.runtime.question import NO_ANSWER, Question, ask, json_of
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.server.gaps import LATE_S
@@ -144,14 +145,9 @@ def _outcome(error: Exception) -> ProbeOutcome:
 
 def owns_port(root_pid: int, port: int) -> bool:
     """Whether a process of the tree listens on the port."""
-    try:
-        root = psutil.Process(root_pid)
-        tree = [root, *root.children(recursive=True)]
-    except psutil.Error:
-        return False
-    for process in tree:
+    for pid in tree_pids(root_pid):
         try:
-            connections = process.net_connections(kind="tcp")
+            connections = psutil.Process(pid).net_connections(kind="tcp")
         except psutil.Error:
             continue
         if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
