@@ -11,6 +11,8 @@ PYTHONS := python3.11 python3.12 python3.13
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NO_INDEX := echo "error: pip could not install what is needed: check the network and pip's settings (pip config list)" >&2
 
+unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes are started: each would compile the library anew
+
 .DEFAULT_GOAL := help
 .PHONY: help adversary test test-all-pythons test-responses test-clients bench-responses demo server unit scenarios simulate chaos docs lint format clean
 
