@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,24 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=call, name="answerer")
     thread.start()
     return thread
+
+
+# ---------------------------------------------------------------- Ctrl-C
+
+
+def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait() -> None:
+    """Another thread is sent the signal; to Python that is the same as one in the instant before the wait."""
+
+    def interrupt() -> None:
+        time.sleep(0.2)  # earlier it would show nothing
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    def wait() -> None:
+        in_thread(interrupt)
+        WorkerFuture[None]().get()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
 
 
 # ---------------------------------------------------------------- a forgotten get

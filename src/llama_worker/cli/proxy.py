@@ -77,7 +77,8 @@ def _serve(options: ProxyOptions, ended: threading.Event) -> None:
         try:
             _listen(proxy, f"{config.host}:{config.port}")
             print(f"{proxy.base_url} for {config.base_url}", flush=True)
-            ended.wait()
+            while not ended.wait(_TICK_S):  # a signal that comes in the instant before a wait is seen after it
+                pass
         finally:
             proxy.close()
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
@@ -19,6 +21,7 @@ import pykka
 T = TypeVar("T")
 W = TypeVar("W")
 _SWEEP_MIN = 64
+_UNNOTICED_S = 1.0  # how long a signal that did not wake the main thread may be
 _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 _logger = logging.getLogger("llama_worker.futures")
 
@@ -83,7 +86,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
             woken.acquire()
             self._on_resolved(woken.release)
             try:
-                woken.acquire(timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+                _acquire(woken, timeout_s)
             finally:
                 self._forget(woken.release)
         return self.done()
@@ -171,6 +174,19 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         except BaseException:  # the callback will meet it in get()
             _logger.debug("a derived future resolved with an exception")
         _run_logged(lambda: callback(self))
+
+
+def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
+    """Sleep until it is released, or for so long.
+
+    Only the main thread handles signals, and one that comes in the instant before it sleeps, or to another thread, it
+    finds out about when it wakes: so it wakes now and then, or a Ctrl-C would be lost for as long as the wait takes.
+    """
+    slice_s = _UNNOTICED_S if threading.current_thread() is threading.main_thread() else threading.TIMEOUT_MAX
+    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while not woken.acquire(timeout=max(0.0, min(until - time.monotonic(), slice_s))):
+        if time.monotonic() >= until:
+            return
 
 
 class ResultFuture(WorkerFuture[T]):
