@@ -19,6 +19,7 @@ import trustme
 
 from tests.ports import held_ports
 from tests.server.pace import HANG_GUARD_S
+from tests.server.thin_model import write_thin_model
 from tools.found import find_model, find_server
 
 # One per host process, for as long as it lives.
@@ -148,3 +149,11 @@ def llama_server() -> str:
 def smollm2() -> str:
     """The small real model."""
     return find_model()
+
+
+@pytest.fixture(scope="session")
+def thin_model(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One layer of it: for tests in which it does not matter what the model says, or a grammar chooses that."""
+    thin = tmp_path_factory.mktemp("thin") / Path(smollm2).name
+    write_thin_model(Path(smollm2), thin)
+    return str(thin)

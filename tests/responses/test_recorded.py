@@ -57,6 +57,7 @@ def roomy_url(serve: Serve, lasting_port: object) -> Iterator[str]:
         port=lasting_port(),  # type: ignore[operator]
         slots=1,
         timeouts=NO_PROBES,
+        thin=True,
         args=(*SERVER_ARGS, "--ctx-size", "8192", *TEMPLATE_ARGS),
     )
     with LlamaWorker(config):

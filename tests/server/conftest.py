@@ -105,6 +105,7 @@ class Serve(Protocol):
         slot_tokens: int = 2048,
         template: str | None = None,
         args: tuple[str, ...] = SERVER_ARGS,
+        thin: bool = False,
         **settings: Any,
     ) -> WorkerConfig: ...
 
@@ -115,8 +116,8 @@ def no_bios(context: BiosContext) -> str:
 
 
 @pytest.fixture(scope="session")
-def serve(llama_server: str, smollm2: str) -> Serve:
-    """A factory of configs; `settings` are those of WorkerConfig."""
+def serve(llama_server: str, smollm2: str, thin_model: str) -> Serve:
+    """A factory of configs, of a server with the thin model or the whole; `settings` are those of WorkerConfig."""
 
     def config(
         *,
@@ -125,12 +126,13 @@ def serve(llama_server: str, smollm2: str) -> Serve:
         slot_tokens: int = 2048,
         template: str | None = None,
         args: tuple[str, ...] = SERVER_ARGS,
+        thin: bool = False,
         **settings: Any,
     ) -> WorkerConfig:
         if template is not None:
             args = (*args, "--jinja", "--chat-template-file", str(TEMPLATES / template))
         command = llama_server_cmd(
-            smollm2,
+            thin_model if thin else smollm2,
             host=HOST,
             port=port,
             slots=slots,
@@ -164,7 +166,7 @@ def chat_url(lasting_port: Callable[[], int]) -> str:
 @pytest.fixture(scope="session")
 def chat_worker(serve: Serve, chat_url: str) -> Iterator[LlamaWorker]:
     """Two slots on one server for all tests that leave it as they found it."""
-    with LlamaWorker(serve(port=int(chat_url.rpartition(":")[2]), slots=2, timeouts=NO_PROBES)) as worker:
+    with LlamaWorker(serve(port=int(chat_url.rpartition(":")[2]), slots=2, timeouts=NO_PROBES, thin=True)) as worker:
         yield worker
 
 

@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(
-    smollm2: str, free_port: Callable[[], int], tmp_path: Path
+    thin_model: str, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     program = [sys.executable, "-X", "dev", "-W", "error", str(ROOT / "examples" / "async_host.py")]
-    options = ["--server", str(lean_server(tmp_path)), "--model", smollm2, "--port", str(free_port())]
+    options = ["--server", str(lean_server(tmp_path)), "--model", thin_model, "--port", str(free_port())]
     done = subprocess.run(
         [*program, *options],
         capture_output=True,

@@ -108,15 +108,18 @@ def test_a_cancel_in_generation_frees_the_servers_slots_and_keeps_the_output(cha
     assert_all_slots_serve(chat, chat_url)
 
 
-def test_prior_messages_are_what_the_model_goes_on_from(chat: LlamaWorker) -> None:
+def test_prior_messages_are_what_the_model_goes_on_from(serve: Serve, free_port: Callable[[], int]) -> None:
     said: list[ChatMessage] = [
         {"role": "user", "content": "Say the word."},
         {"role": "assistant", "content": "zebra"},
     ]
-    answer = chat.submit("word", "", "Say the word.", messages=said * 3, params={"temperature": 0, "max_tokens": 8})
-    admitted = answer.get(timeout=patience())
-    assert admitted["ok"], admitted
-    assert ended(chat, admitted["request_id"])["text"] == "zebra"
+    with LlamaWorker(serve(port=free_port())) as worker:
+        answer = worker.submit(
+            "word", "", "Say the word.", messages=said * 3, params={"temperature": 0, "max_tokens": 8}
+        )
+        admitted = answer.get(timeout=patience())
+        assert admitted["ok"], admitted
+        assert ended(worker, admitted["request_id"])["text"] == "zebra"
 
 
 def test_stop_in_generation_closes_the_connection_first_and_does_not_wait_for_the_grace(

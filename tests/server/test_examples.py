@@ -53,14 +53,14 @@ def test_quickstart_shows_two_jobs_live_a_refusal_and_a_clean_stop(
 
 
 @pytest.fixture
-def fleet_file(llama_server: str, smollm2: str, free_port: Callable[[], int], tmp_path: Path) -> Path:
+def fleet_file(llama_server: str, thin_model: str, free_port: Callable[[], int], tmp_path: Path) -> Path:
     """Two workers, one of them with two slots."""
     path = tmp_path / "fleet.toml"
     path.write_text(
         f"""
 [defaults]
 host = "127.0.0.1"
-model = {json.dumps(smollm2)}
+model = {json.dumps(thin_model)}
 executable = {json.dumps(llama_server)}
 extra_args = {json.dumps(["--ctx-size", "2048", *TICKING])}
 restart = {{ restart_backoff_s = 0.1 }}
@@ -104,8 +104,8 @@ def test_fleet_answers_every_prompt_though_a_server_is_killed(fleet_file: Path) 
     assert Counter(ended) == Counter(f"job-{number}" for number in range(1, 7))
 
 
-def test_fleet_gives_each_gpu_that_is_named_a_worker_and_one_named_twice_two(smollm2: str, tmp_path: Path) -> None:
-    command = (str(EXAMPLES / "fleet.py"), smollm2, "--gpus", "0,GPU-5,GPU-5", "Two?", "Four?", "Six?")
+def test_fleet_gives_each_gpu_that_is_named_a_worker_and_one_named_twice_two(thin_model: str, tmp_path: Path) -> None:
+    command = (str(EXAMPLES / "fleet.py"), thin_model, "--gpus", "0,GPU-5,GPU-5", "Two?", "Four?", "Six?")
     with running(*command, env={**os.environ, "LLAMA_SERVER": str(lean_server(tmp_path))}) as fleet:
         assert fleet.stdout is not None
         ready = [re.fullmatch(r"worker-\d: ready, pid (\d+), 2 slots\n", fleet.stdout.readline()) for _ in range(3)]
@@ -155,12 +155,12 @@ class Web:
 
 
 @pytest.fixture
-def web(llama_server: str, smollm2: str, free_port: Callable[[], int], tmp_path: Path) -> Iterator[Web]:
+def web(llama_server: str, thin_model: str, free_port: Callable[[], int], tmp_path: Path) -> Iterator[Web]:
     port = free_port()
     ticking = tmp_path / "llama-server"
     ticking.write_text(f'#!/bin/sh\nexec {shlex.join([llama_server])} "$@" {shlex.join(TICKING)}\n')
     ticking.chmod(0o755)
-    options = ["--server", str(ticking), "--model", smollm2, "--port", str(port), "--server-port", str(free_port())]
+    options = ["--server", str(ticking), "--model", thin_model, "--port", str(port), "--server-port", str(free_port())]
     with running(str(EXAMPLES / "threaded_web_server.py"), *options) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == f"listening on http://127.0.0.1:{port}\n"
@@ -230,12 +230,12 @@ def test_sigterm_ends_the_web_server_its_streams_and_its_llama_server(web: Web) 
 # ---------------------------------------------------------------- ray_fleet.py
 
 
-def test_ray_fleet_streams_from_two_replicas_and_leaves_nothing(tmp_path: Path, smollm2: str) -> None:
+def test_ray_fleet_streams_from_two_replicas_and_leaves_nothing(tmp_path: Path, thin_model: str) -> None:
     folder, server = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp")), str(lean_server(tmp_path))
     try:
         for _ in range(3):  # Ray gives its own start 30 s, which cannot be set
             run = subprocess.run(
-                [sys.executable, str(EXAMPLES / "ray_fleet.py"), "--server", server, "--model", smollm2],
+                [sys.executable, str(EXAMPLES / "ray_fleet.py"), "--server", server, "--model", thin_model],
                 env={**os.environ, **cluster_environment(folder)},
                 capture_output=True,
                 text=True,

@@ -28,8 +28,10 @@ def run_example(name: str, folder: Path, model: str) -> str:
     return done.stdout
 
 
-def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back(tmp_path: Path, smollm2: str) -> None:
-    told = run_example("hivemind.py", tmp_path, smollm2)
+def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back(
+    tmp_path: Path, thin_model: str
+) -> None:
+    told = run_example("hivemind.py", tmp_path, thin_model)
     asked = re.search(r"planner asks: .+\? \['(.+)', '(.+)'\], else '(.+)'", told)
     decided = re.search(r"judge decides: (.+) \(", told)
     assert asked, told
@@ -45,12 +47,12 @@ class Looking:
 
 
 def test_a_server_that_refuses_tools_gets_the_request_again_in_prompted_mode(
-    llama_server: str, smollm2: str, free_port: Callable[[], int]
+    llama_server: str, thin_model: str, free_port: Callable[[], int]
 ) -> None:
     """With --no-jinja, b11434 says in /props that this template has tools, and refuses them with a 500."""
     port = free_port()
     command = llama_server_cmd(
-        smollm2,
+        thin_model,
         host="127.0.0.1",
         port=port,
         slots=1,

@@ -20,14 +20,14 @@ FORMATS = [*DISTINCT, "auto", None]
 @pytest.fixture(scope="module")
 def thinking_worker(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[LlamaWorker]:
     """Its server knows the template's think tags, and parses them itself."""
-    with LlamaWorker(serve(port=lasting_port(), template="thinking.jinja")) as worker:
+    with LlamaWorker(serve(port=lasting_port(), template="thinking.jinja", thin=True)) as worker:
         yield worker
 
 
 @pytest.fixture(scope="module")
 def unparsed_worker(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[LlamaWorker]:
     """Its server does not recognise the template: tags stay in the content in every format."""
-    with LlamaWorker(serve(port=lasting_port())) as worker:
+    with LlamaWorker(serve(port=lasting_port(), thin=True)) as worker:
         yield worker
 
 

@@ -105,6 +105,7 @@ def prompted(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[Bench]:
         exit_tools=[REPORT],
         tool_runner=Adder(),
         bios_provider=default_bios,
+        thin=True,
     )
     yield from of_config(config)
 
