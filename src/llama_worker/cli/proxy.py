@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # it needs the extra `responses`
 
 _LOCALHOST = "127.0.0.1"
 _TICK_S = 0.05
+_UNNOTICED_S = 1.0
 
 
 class ProxyOptions(Struct, frozen=True, kw_only=True):
@@ -77,7 +78,7 @@ def _serve(options: ProxyOptions, ended: threading.Event) -> None:
         try:
             _listen(proxy, f"{config.host}:{config.port}")
             print(f"{proxy.base_url} for {config.base_url}", flush=True)
-            while not ended.wait(_TICK_S):  # a signal that comes in the instant before a wait is seen after it
+            while not ended.wait(_UNNOTICED_S):  # a signal that comes in the instant before a wait is seen after it
                 pass
         finally:
             proxy.close()
