@@ -9,7 +9,7 @@ import re
 import struct
 from pathlib import Path
 
-from llama_worker.cli.gguf import _Reader
+from llama_worker.cli.gguf import HeadReader
 
 _LAYER = re.compile(rb"blk\.(\d+)\.")
 _ALIGNMENT = 32
@@ -18,13 +18,13 @@ _ALIGNMENT = 32
 def write_thin_model(whole: Path, thin: Path) -> None:
     """The file format is that of GGUF, version 3: a head of entries, then what tensors there are, then their data."""
     data = whole.read_bytes()
-    reader = _Reader(data)  # type: ignore[arg-type]
+    reader = HeadReader(data)
     reader.entries()
     magic, version, tensors_count, entries_count = struct.unpack_from("<4sIQQ", data)
-    head = bytearray(data[24 : reader._at])
+    head = bytearray(data[24 : reader.at])
     key = b"llama.block_count"
     struct.pack_into("<I", head, head.index(key) + len(key) + 4, 1)
-    tensors, at = [], reader._at
+    tensors, at = [], reader.at
     for _ in range(tensors_count):
         begin, (length,) = at, struct.unpack_from("<Q", data, at)
         name = data[at + 8 : at + 8 + length]

@@ -30,7 +30,7 @@ def read_context_needs(path: Path) -> ContextNeeds | None:
     """None where the file does not say it in a form that is known here. Raises OSError."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return context_needs(_Reader(data).entries())
+            return context_needs(HeadReader(data).entries())
     except (struct.error, ValueError, LookupError, RecursionError):
         return None
 
@@ -61,12 +61,12 @@ def _count(value: object) -> int:
     return value
 
 
-class _Reader:
-    """Reads forward; what a corrupt file makes of it is a struct.error, an IndexError or a ValueError."""
+class HeadReader:
+    """Reads forward; `at`: the next byte. A corrupt file makes it a struct.error, an IndexError or a ValueError."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
-        self._at = 0
+        self.at = 0
 
     def entries(self) -> dict[str, Any]:
         _, version, _, entries_count = self._take(_HEAD)
@@ -89,17 +89,17 @@ class _Reader:
         return list(self._take(struct.Struct(f"<{count}{_SCALARS[item_kind]}")))
 
     def _string(self) -> str:
-        start = self._at
+        start = self.at
         self._skip_string()
-        return self._data[start + _LENGTH.size : self._at].decode(errors="replace")
+        return self._data[start + _LENGTH.size : self.at].decode(errors="replace")
 
     def _skip_string(self) -> None:
-        (length,) = _LENGTH.unpack_from(self._data, self._at)
-        self._at += _LENGTH.size + length
-        if self._at > len(self._data):
-            raise IndexError(self._at)
+        (length,) = _LENGTH.unpack_from(self._data, self.at)
+        self.at += _LENGTH.size + length
+        if self.at > len(self._data):
+            raise IndexError(self.at)
 
     def _take(self, form: struct.Struct) -> tuple[Any, ...]:
-        values = form.unpack_from(self._data, self._at)
-        self._at += form.size
+        values = form.unpack_from(self._data, self.at)
+        self.at += form.size
         return values
