@@ -23,7 +23,7 @@ from tests.simulation.trace import Trace
 SHOWN_STEPS = 40
 PART = 250  # cases of one part: a process that does more keeps the others waiting at the end
 _SEED_STEP, _RETRY_STEP = 1_000_003, 10**12
-_UNCOLLECTED = 200  # cases; each leaves some thousand objects in cycles
+_UNCOLLECTED = 200  # cases; each leaves some thousand objects in cycles, and a look costs more than they do
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ import pykka
 from llama_worker import LlamaWorker
 from llama_worker.config import WorkerConfig
 from llama_worker.profiles import RestartPolicy, TimeoutProfile
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.futures import WorkerFuture, _awaited
 from llama_worker.types import RequestState
 from llama_worker.worker import _open_backends
 from tests.simulation.dice import Dice
@@ -135,6 +135,7 @@ class Case:
             for simulated in self.scheduler.actors:
                 pykka.ActorRegistry.unregister(simulated.actor.actor_ref)
             _open_backends.discard(self.worker._backend)
+            _awaited.clear()  # of requests that nobody will end
 
     @property
     def all_have_come(self) -> bool:
