@@ -14,6 +14,7 @@ program did not run: then nothing is concluded before the world has been looked 
 
 from __future__ import annotations
 
+import math
 from typing import assert_never
 
 from msgspec import Struct
@@ -52,6 +53,7 @@ from llama_worker.server.startup import StartupWatch
 from llama_worker.server.timeouts import DataLedger, Inquiry, Verdict, busy_neighbour, verdict
 from llama_worker.types import RequestPhase, StartFailReason
 
+_TOGETHER_FROM_S = 10.0  # health probes so rare are due on whole seconds: those of many workers wake the host once
 _RETRY_S = 1.0  # a probe that could not be made is made again
 
 
@@ -260,6 +262,8 @@ class ServerWatch:
     def _set_health_probe(self, now: float) -> None:
         interval_s = self._profile.health_probe_interval_s
         self._probe_at = None if interval_s is None else now + interval_s
+        if interval_s is not None and interval_s >= _TOGETHER_FROM_S:
+            self._probe_at = math.ceil(now + interval_s)
 
     def _probe(self) -> None:
         if self._is_probing:
