@@ -113,11 +113,11 @@ def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
     step = Watched(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
     step.become_ready(0.0)
     probe = ProbeReadiness(epoch=1, root_pid=7, first=False)
-    assert step(Tick(), 30.1) == [probe]
-    assert step(ProbeNow(epoch=1, cause="a broken connection"), 30.2) == []
-    assert step(probed(ProbeOutcome.READY), 30.3) == [probe]  # the first one had reached the server before that
+    assert step(Tick(), 31.0) == [probe]
+    assert step(ProbeNow(epoch=1, cause="a broken connection"), 31.2) == []
+    assert step(probed(ProbeOutcome.READY), 31.3) == [probe]  # the first one had reached the server before that
     detail = "a broken connection, and then the probe failed: told"
-    assert step(probed(ProbeOutcome.FAILED), 30.4) == [HealthLost(epoch=1, detail=detail)]
+    assert step(probed(ProbeOutcome.FAILED), 31.4) == [HealthLost(epoch=1, detail=detail)]
 
 
 @pytest.mark.parametrize("fatal", [False, True])
@@ -194,7 +194,7 @@ def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None
 
 
 def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
-    for interval_s, due_at in ((None, None), (30.0, 130.1)):
+    for interval_s, due_at in ((None, None), (30.0, 131.0)):
         step = Watched(TimeoutProfile(health_probe_interval_s=interval_s))
         step.become_ready(100.0)
         assert step.watch.deadline == due_at
