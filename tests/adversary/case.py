@@ -23,7 +23,6 @@ from llama_worker.config import WorkerConfig
 from llama_worker.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.runtime.futures import WorkerFuture, _awaited
 from llama_worker.types import RequestState
-from llama_worker.worker import _open_backends
 from tests.simulation.dice import Dice
 from tests.simulation.machine import Machine
 from tests.simulation.runtime import SimRuntime
@@ -134,8 +133,8 @@ class Case:
             logging.disable(logging.NOTSET)
             for simulated in self.scheduler.actors:
                 pykka.ActorRegistry.unregister(simulated.actor.actor_ref)
-            _open_backends.discard(self.worker._backend)
             _awaited.clear()  # of requests that nobody will end
+            del self.worker  # its finalizer holds the backend, and that holds the case
 
     @property
     def all_have_come(self) -> bool:
