@@ -261,9 +261,11 @@ class ServerWatch:
 
     def _set_health_probe(self, now: float) -> None:
         interval_s = self._profile.health_probe_interval_s
-        self._probe_at = None if interval_s is None else now + interval_s
-        if interval_s is not None and interval_s >= _TOGETHER_FROM_S:
-            self._probe_at = math.ceil(now + interval_s)
+        if interval_s is None:
+            self._probe_at = None
+        else:
+            due_at = now + interval_s
+            self._probe_at = math.ceil(due_at) if interval_s >= _TOGETHER_FROM_S else due_at
 
     def _probe(self) -> None:
         if self._is_probing:
