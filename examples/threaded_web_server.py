@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -127,6 +128,7 @@ def main() -> None:
         restart=RestartPolicy(restart_backoff_s=1.0),
     )
     with LlamaWorker(config) as worker:
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # it warns of a queue while its threads only start
         # A stream holds a thread; the rest are for polling. The lookahead is what tells of clients that left.
         server = waitress.create_server(
             create_app(worker), host=HOST, port=options.port, threads=SLOTS + 4, channel_request_lookahead=1

@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import ssl
-import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,13 +19,13 @@ from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.models import find_model, find_server
 from llama_worker.cli.starting import Stopped
+from llama_worker.runtime.futures import WorkerFuture
 
 if TYPE_CHECKING:  # it needs the extra `responses`
     from llama_worker.responses.proxy import ResponsesProxy
 
 _LOCALHOST = "127.0.0.1"
 _TICK_S = 0.05
-_UNNOTICED_S = 1.0
 
 
 class ProxyOptions(Struct, frozen=True, kw_only=True):
@@ -57,7 +56,7 @@ def serve(options: ProxyOptions) -> int:
     return exits.DONE
 
 
-def _serve(options: ProxyOptions, ended: threading.Event) -> None:
+def _serve(options: ProxyOptions, ended: WorkerFuture[None]) -> None:
     try:
         from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
     except ModuleNotFoundError as error:
@@ -78,8 +77,7 @@ def _serve(options: ProxyOptions, ended: threading.Event) -> None:
         try:
             _listen(proxy, f"{config.host}:{config.port}")
             print(f"{proxy.base_url} for {config.base_url}", flush=True)
-            while not ended.wait(_UNNOTICED_S):  # a signal that comes in the instant before a wait is seen after it
-                pass
+            ended.get()
         finally:
             proxy.close()
 
@@ -93,7 +91,7 @@ def _listen(proxy: ResponsesProxy, where: str) -> None:
 
 
 @contextlib.contextmanager
-def _upstream(options: ProxyOptions, api_key: str | None, ended: threading.Event) -> Iterator[str]:
+def _upstream(options: ProxyOptions, api_key: str | None, ended: WorkerFuture[None]) -> Iterator[str]:
     """The URL of the server that is there, or of one that is started and, at the end, stopped.
 
     Raises Stopped where a signal comes before it is ready.
@@ -157,11 +155,11 @@ def _check_ca_file(path: str | None) -> None:
         raise UsageProblem(f"--ca-file: {path} holds no certificates (PEM): {error.strerror or error}") from error
 
 
-def _ended_by_signal() -> threading.Event:
-    ended = threading.Event()
+def _ended_by_signal() -> WorkerFuture[None]:
+    ended: WorkerFuture[None] = WorkerFuture()  # a wait for it misses no signal
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        ended.set()
+        ended.answer(None)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)

@@ -137,7 +137,13 @@ class ResponsesApp:
             heartbeat_s=self._config.heartbeat_s,
             over=over,
         )
-        chat = ChatExchange(exchange.abort, self._endpoint, ca_file=self._config.ca_file, before_reading=run.wait)
+        chat = ChatExchange(
+            exchange.abort,
+            self._endpoint,
+            ca_file=self._config.ca_file,
+            before_reading=run.before_reading,
+            silence_s=self._config.heartbeat_s if chat_request.stream else None,
+        )
         if chat.open(chat_request.body, forwarded(request, exclude=_NOT_FOR_CHAT)):
             run.to_the_end(chat)
         else:

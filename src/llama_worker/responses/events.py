@@ -207,6 +207,9 @@ class ResponseEvents:
             if not (delta.call.name and delta.call.call_id):
                 return  # nothing can follow a whole object of arguments
             self._closed_calls.remove(delta.index)  # a server that numbers every call alike
+        if not self._waiting and self._for_open_item(delta):  # nearly always
+            self._append(delta)
+            return
         self._waiting.append(delta)
         if len(self._waiting) == 1 or self._for_open_item(delta):
             self._work_off()

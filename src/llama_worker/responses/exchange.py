@@ -101,20 +101,12 @@ class Run:
         """Whether the client has been sent anything."""
         return self._begun and self._send_bytes is not None
 
-    def wait(self) -> None:
-        """The upstream has nothing to read: keep the client until it has. What may follow a finish is not awaited."""
-        while True:
-            now = time.monotonic()
-            until = self._sent_at + self._heartbeat_s if self._send_bytes is not None else None
-            deadline = self._events.deadline
-            if deadline is not None:
-                if now >= deadline:
-                    self._abort.abort()
-                    return
-                until = deadline if until is None else min(until, deadline)
-            if self._abort.wait_readable(None if until is None else max(until - now, 0.0)):
-                return
-            self._beat()
+    def before_reading(self) -> None:
+        """Keep the client that has waited for long. What may follow a finish is not awaited for ever."""
+        self._beat()
+        deadline = self._events.deadline
+        if deadline is not None and not self._abort.wait_readable(max(deadline - time.monotonic(), 0.0)):
+            self._abort.abort()
 
     def begin(self) -> None:
         if not self._begun:
@@ -132,7 +124,6 @@ class Run:
                     self._send(self._events.closed(chat.failure))
                 else:
                     self._send([event for each in read for event in self._events.feed(each, now)])
-                    self._beat()
         finally:
             chat.close()
             if not self._events.over:  # the client may go on from what it has got

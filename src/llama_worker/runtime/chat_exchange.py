@@ -19,7 +19,7 @@ import urllib3.exceptions
 from msgspec import Struct
 
 from llama_worker.config import WorkerConfig
-from llama_worker.runtime.connections import Abort, Aborted, connect
+from llama_worker.runtime.connections import MAX_WAIT_S, Abort, Aborted, connect
 from llama_worker.runtime.timers import call_at
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
@@ -104,7 +104,8 @@ class ChatExchange:
     """A chat completion as a stream of events, for a thread that waits for them; only the Abort is for others.
 
     `ca_file`: the certificates that an https server's is checked with; None: those of `certifi`. `before_reading` is
-    called each time; what it raises, `open` and `read` raise.
+    called each time, and again after every `silence_s` in which there was nothing to read; what it raises, `open` and
+    `read` raise.
     """
 
     def __init__(
@@ -114,12 +115,14 @@ class ChatExchange:
         *,
         ca_file: str | None = None,
         before_reading: Callable[[], object] = lambda: None,
+        silence_s: float | None = None,
     ) -> None:
         self.failure: StreamFailure | None = None
         self._abort = abort
         self._endpoint = endpoint
         self._ca_file = ca_file
         self._before_reading = before_reading
+        self._silence_s = None if silence_s is None else min(silence_s, MAX_WAIT_S)
         self._socket: socket.socket | None = None
         self._response = ChatResponse()
         self._events: list[StreamEvent] = []  # that came along with the headers
@@ -135,6 +138,7 @@ class ChatExchange:
             self._socket.sendall(self._endpoint.chat_request(body, headers))
         except OSError:
             pass  # the server hung up; it may have said why
+        self._socket.settimeout(self._silence_s)
         while self._response.status is None and not self._response.over:
             self._events += self._receive()
         if self._response.refused:
@@ -148,7 +152,7 @@ class ChatExchange:
         return self._response.opened
 
     def read(self) -> list[StreamEvent] | None:
-        """What comes next, [] for a keepalive; None at the end, where `failure` says whether it was a good one."""
+        """What comes next, [] for a keepalive or a silence; None at the end: `failure` says whether a good one."""
         events, self._events = self._events, []
         if not events and not self._response.over:
             events = self._receive()
@@ -171,6 +175,8 @@ class ChatExchange:
         self._before_reading()
         try:
             data = self._socket.recv(_READ_BYTES)
+        except TimeoutError:
+            return []
         except OSError as error:
             self._response.end(str(error))
             return []

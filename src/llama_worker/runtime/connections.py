@@ -24,7 +24,7 @@ import urllib3.connectionpool
 import urllib3.exceptions
 
 _BUFFER_BYTES = 65536
-_MAX_WAIT_S = 2e6  # 23 days: poll counts milliseconds in a C int
+MAX_WAIT_S = 2e6  # 23 days: poll counts milliseconds in a C int
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 s
 
 
@@ -61,7 +61,7 @@ class Abort:
             return True
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        return bool(poll.poll(None if timeout_s is None else min(timeout_s, _MAX_WAIT_S) * 1000))
+        return bool(poll.poll(None if timeout_s is None else min(timeout_s, MAX_WAIT_S) * 1000))
 
     def attach(self, connection: socket.socket) -> None:
         """Hand over the socket, as soon as it connects. Raises Aborted where `abort` came first."""
@@ -174,7 +174,7 @@ def _wait_connected(connecting: socket.socket, begun: int, timeout_s: float | No
     if begun == errno.EINPROGRESS:
         poll = select.poll()
         poll.register(connecting, select.POLLOUT)
-        if not poll.poll(None if timeout_s is None else min(timeout_s, _MAX_WAIT_S) * 1000):
+        if not poll.poll(None if timeout_s is None else min(timeout_s, MAX_WAIT_S) * 1000):
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
         begun = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if begun:
