@@ -108,6 +108,7 @@ class Case:
         worker = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
         self.to_come = 0
         self.was_halted = False  # a batch that took the machine's sleep, too, passes for a long one
+        self.paused_s = 0.0  # in all, by what is honest
         self._running = 0
         self._gave_up: tuple[float, str] | None = None
         self._slots_asked = 0
@@ -230,9 +231,11 @@ class Case:
             case 0:
                 if any(each.reply.twist for each in server.exchanges):
                     seconds = min(seconds, 4.0)  # where all text is held back, a longer one cannot be told from a hang
+                self.paused_s += seconds
                 server.freeze(spins=dice.chance(0.5))
                 self.later(seconds, partial(self._unless_wedged, server.thaw))
             case 1:
+                self.paused_s += seconds
                 server.stop_signal()
                 self.later(seconds, partial(self._go_on, server))
             case 2 if self.has_strangers:

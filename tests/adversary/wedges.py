@@ -51,6 +51,8 @@ def _promise_in_prefill(case: Case, intervals: int) -> float:
         build.shows_slots and build.reports_progress and intervals > 0 and case.all_have_come and not case.was_halted
     )
     batch_s = build.slots * build.batch_tokens / build.prefill_tokens_per_s
+    if case.paused_s:  # the simulated server begins the batch anew behind a pause
+        batch_s = 2 * batch_s + case.paused_s
     by_batches_s = SUSPECT_S + max(BATCH_MIN_S, BATCH_MULTIPLE * batch_s)
     return (min(by_batches_s, LAST_RESORT_S) if learnt else LAST_RESORT_S) + LATE_S
 

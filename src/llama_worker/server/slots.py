@@ -117,9 +117,9 @@ def judge_by_slots(
 ) -> SlotsVerdict | SlotMoves | None:
     """What a round of looks tells about one suspected request; None: nothing.
 
-    `others` are the other requests in flight, as they are now; `all_are_silent`: no request, of those that have ended
-    neither, received data for as long as it takes to be suspected; `still_since`: the first look, of this round or an
-    earlier one, since which nothing moved; time in `gaps` is no part of a batch.
+    `others` are the other requests in flight, as they are now; `all_are_silent`: for as long as it takes to be
+    suspected no request, of those that have ended neither, received data, and no slot was seen to move; `still_since`:
+    the first look, of this round or an earlier one, since which nothing moved; time in `gaps` is no part of a batch.
     """
     return _Round(looks, suspect, others, all_are_silent, still_since, now, gaps).judge()
 
@@ -176,7 +176,7 @@ class _Round:
         return one_is_free and explained and (has_headers or bool(self._served))
 
     def _judge_standstill(self) -> SlotsVerdict | None:
-        """Nothing moved in any slot. Where data came lately, a step of a slow server is just long."""
+        """Nothing moved in any slot. Where something did lately, a step of a slow server is just long, or it pauses."""
         if not self._all_are_silent:
             return None
         busy = [track[-1] for track in self._tracks if track[-1].is_processing]
@@ -279,6 +279,7 @@ class SlotsWatch:
         self.deadline: float | None = None  # when a look is due; None: while nobody is suspected, or one is under way
         self.looks: list[SlotsLook] = []  # of the round under way, or of the one that is complete
         self.still_since = 0.0  # the first look since which nothing moved
+        self.moved_at: float | None = None  # the last look behind which something moved, of any round
         self._last: SlotsLook | None = None
         self._paused_until = 0.0
         self._active = False
@@ -307,8 +308,10 @@ class SlotsWatch:
             self.rest()
             self._paused_until = now + NO_ANSWER_PAUSE_S
             return False
-        if self._last is None or moved_between(self._last, look):
+        if self._last is None:
             self.still_since = look.asked_at
+        elif moved_between(self._last, look):
+            self.still_since, self.moved_at = look.asked_at, self._last.asked_at
         self._last = look
         self.looks.append(look)
         if len(self.looks) == LOOKS_COUNT:

@@ -413,7 +413,7 @@ class ServerWatch:
         return streams and self._is_long_ago(heard_at, now)
 
     def _is_long_ago(self, at: float | None, now: float) -> bool:
-        """For data: so long ago that who received it is suspected."""
+        """For data, and what slots did: so long ago that who received it is suspected."""
         limit_s = self._profile.suspect_after_s
         return limit_s is not None and (at is None or now - at - self._gaps.lost_s(at) >= limit_s)
 
@@ -434,7 +434,7 @@ class ServerWatch:
                 self._slots.looks,
                 progress,
                 others=[other for other in all_heard if other.request_id != progress.request_id],
-                all_are_silent=self._is_long_ago(self._ledger.newest_at, now),
+                all_are_silent=all(self._is_long_ago(at, now) for at in (self._ledger.newest_at, self._slots.moved_at)),
                 still_since=self._slots.still_since,
                 now=now,
                 gaps=self._gaps,
