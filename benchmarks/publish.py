@@ -76,7 +76,7 @@ GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
     ),
     (
         "proxy: CPU per event of 64 clients at 33 Hz, proxy / 64 bare threads",
-        2.5,
+        2,
         "",
         lambda d: _over(d, "responses.cost", "many_us", "proxy", "bare loop"),
     ),
