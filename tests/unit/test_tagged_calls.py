@@ -52,8 +52,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 def test_well_formed_calls_never_appear_in_the_text(text: str, visible: str, names: list[str]) -> None:
     shown, calls = filtered([text])
     assert shown == visible
-    assert [call.name for call in calls if isinstance(call, RawCall)] == names
-    assert len(calls) == len(names)
+    assert [call.name if isinstance(call, RawCall) else call for call in calls] == names
 
 
 @pytest.mark.parametrize(
@@ -78,12 +77,10 @@ def test_arguments_may_hold_tags_braces_and_quotes(arguments: dict[str, object])
 
 
 MALFORMED = [
-    "<tool_call>{}</tool_call>",
     "<tool_call></tool_call>",
     "<tool_call>add</tool_call>",
     '<tool_call>{"name": "add"}</tool_call>',
     '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
-    '<tool_call>{"name": "add", "arguments": []}</tool_call>',
     '<tool_call>{"name": "add", "arguments": null}</tool_call>',
     '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {}, "id": 1}</tool_call>',
@@ -101,15 +98,15 @@ MALFORMED = [
 ]
 
 
+@pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("text", MALFORMED, ids=itertools.count())
-def test_a_malformed_call_is_told_and_the_text_left_as_it_was(text: str) -> None:
-    assert filtered([text]) == (text, [MalformedCall(text)])
+def test_a_malformed_call_stays_text_and_is_told_in_strict_mode(text: str, strict: bool) -> None:
+    assert filtered([text], strict=strict) == (text, [MalformedCall(text)] if strict else [])
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "<tool_call>",
         "<tool_call>{",
         '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>',
         '<tool_call>{"name": "add", "arguments": {}}',
@@ -133,17 +130,7 @@ def test_a_malformed_call_ends_at_its_closing_tag_or_where_the_next_begins() -> 
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "a < b",
-        "<tool_cal",
-        "<tool_calls>",
-        "<Tool_call>",
-        "</tool_call>",
-        "<",
-        "x<tool_<tool_",
-        "< tool_call>",
-    ],
+    "text", ["a < b", "<tool_cal", "<tool_calls>", "<Tool_call>", "</tool_call>", "<", "x<tool_<tool_", "< tool_call>"]
 )
 def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
     assert filtered([text]) == (text, [])
@@ -153,7 +140,6 @@ def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("piece", "shown"),
     [
-        ("Hello", "Hello"),
         ("a < b", "a < b"),
         ("a <", "a "),
         ("a <tool", "a "),
@@ -175,18 +161,11 @@ def test_a_call_of_the_longest_length_is_taken_and_a_longer_one_is_text() -> Non
             shown, calls = filtered(pieces)
             assert shown == (text if extra else "")
             assert isinstance(calls[0], MalformedCall if extra else RawCall)
+    unclosed = '<tool_call>{"name": "' + "x" * MAX_TAGGED_CALL_CHARS
+    assert TaggedCallFilter(strict=True).feed(unclosed) == unclosed  # held back no longer
 
 
-def test_hold_back_is_bounded() -> None:
-    tool_filter = TaggedCallFilter(strict=True)
-    text = '<tool_call>{"name": "' + "x" * MAX_TAGGED_CALL_CHARS
-    assert tool_filter.feed(text) == text
-
-
-@pytest.mark.parametrize(
-    "unit",
-    ["<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{"a":', '<tool_call>{"":"', "<", '"{', ADD],
-)
+@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', '<tool_call>{"":"', "<", '"{', ADD])
 @pytest.mark.parametrize("piece_chars", [3, 10**9])
 def test_time_is_linear_in_the_text(unit: str, piece_chars: int) -> None:
     text = '<tool_call>{"a": "' + unit * (200_000 // len(unit))
@@ -215,11 +194,9 @@ def test_nothing_but_the_calls_is_lost(text: str) -> None:
     rest = text
     for call in calls:
         if isinstance(call, RawCall):
-            assert call.tagged is not None
-            before, found, rest_after = rest.partition(call.tagged)
-            assert found
-            rest = before + rest_after
-    assert len(shown) == len(text) - sum(len(c.tagged or "") for c in calls if isinstance(c, RawCall))
+            assert call.tagged
+            assert call.tagged in rest
+            rest = rest.replace(call.tagged, "", 1)
     assert sorted(shown) == sorted(rest)
 
 
@@ -233,28 +210,9 @@ def test_every_call_written_in_the_convention_is_found(before: str, after: str, 
 # --- tagged calls in native mode ------------------------------------------------------------------------
 
 
-def test_in_native_mode_a_well_formed_tagged_call_is_taken_the_same_way() -> None:
-    shown, calls = filtered([f"a {ADD} b"], strict=False)
-    assert shown == "a  b"
-    assert calls == [RawCall(None, "add", '{"a": 1}', ADD)]
-
-
-@pytest.mark.parametrize("text", MALFORMED, ids=itertools.count())
-def test_in_native_mode_a_malformed_one_is_just_text(text: str) -> None:
-    assert filtered([text], strict=False) == (text, [])
-
-
 def test_in_native_mode_a_malformed_one_stays_text_behind_a_call_that_is_taken() -> None:
-    assert filtered([f"a{ADD}b<tool_call>c"], strict=False) == (
-        "ab<tool_call>c",
-        [RawCall(None, "add", '{"a": 1}', ADD)],
-    )
-
-
-def test_beside_structured_calls_tagged_ones_stay_text_in_their_place() -> None:
-    text = f"a {ADD} b {ISSUE} c <tool_call>"
-    assert filtered([text], strict=False, structured=True) == (text, [])
-    assert filtered(list(text), strict=False, structured=True) == (text, [])
+    taken = RawCall(None, "add", '{"a": 1}', ADD)
+    assert filtered([f"a{ADD}b<tool_call>c"], strict=False) == ("ab<tool_call>c", [taken])
 
 
 @given(st.lists(FRAGMENTS, max_size=8).map("".join), st.lists(st.integers(0, 400)))
@@ -284,13 +242,9 @@ def test_what_is_held_back_is_let_go_once_it_loops() -> None:
     assert [call.name for call in tool_filter.calls if isinstance(call, RawCall)] == ["add"]
 
 
-def test_without_a_detector_it_is_held_back_to_the_end() -> None:
-    assert shown_at_once(ADD + LINE * 100, None) == ""
-
-
 def test_the_rest_of_the_line_that_the_call_stands_in_is_no_line_of_a_loop() -> None:
     unit = ADD + LINE
-    assert shown_at_once("x" + unit * 12) == "x"
+    assert shown_at_once("x" + unit * 12) == shown_at_once("x" + unit * 13, None) == "x"
     assert shown_at_once("x" + unit * 13) == "x" + LINE * 13
 
 
