@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import socket
 import subprocess
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import requests
 
 from tests.cli.conftest import COMMAND, WAIT_S, Run, environment
 from tests.fake_script import Journal, Script, Startup, fake_server_cmd
@@ -47,11 +46,8 @@ def url_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().split()[0]
 
 
-def ask(url: str) -> dict[str, Any]:
-    body = json.dumps({"input": "Hi"}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/responses", body), timeout=WAIT_S) as reply:
-        found: dict[str, Any] = json.load(reply)
-        return found
+def ask(url: str) -> Any:
+    return requests.post(f"{url}/responses", json={"input": "Hi"}, timeout=WAIT_S).json()
 
 
 def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[int, str]:

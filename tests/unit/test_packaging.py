@@ -66,9 +66,6 @@ def test_what_the_contract_names_is_public() -> None:
     assert set(named.split()) <= set(llama_worker.__all__)
 
 
-# ---------------------------------------------------------------- a wheel
-
-
 def checkout(at: Path) -> Path:
     """What a build needs, copied: building leaves folders behind."""
     at.mkdir()

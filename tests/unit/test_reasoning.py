@@ -144,18 +144,6 @@ def test_content_after_reasoning_content(reasoning: str, content: str, text: str
         assert split([("r", reasoning[:i]), ("r", reasoning[i:]), ("c", content)], opened=opened) == expected
 
 
-@pytest.mark.parametrize("opened", [False, True])
-@pytest.mark.parametrize("tags", TAGS, ids=[opening for opening, _ in TAGS])
-@pytest.mark.parametrize("size", [1, 2, 3, 50])
-def test_the_legacy_form_token_by_token(size: int, tags: tuple[str, str], opened: bool) -> None:
-    thought, (opening, closing) = "so: a < b \n and </c", tags
-    deltas: list[Delta] = [("c", opening[:3]), ("c", opening[3:]), ("c", "\n")]
-    for i in range(0, len(thought), size):
-        deltas += [("r", thought[i : i + size]), ("c", thought[i : i + size])]
-    deltas += [("c", "\n" + closing[:4]), ("c", closing[4:] + "\n\nAns"), ("c", "wer " + opening)]
-    assert split(deltas, opened=opened) == (thought, "Answer " + opening)
-
-
 # What each delta ("r" for reasoning_content, "c" for content) makes come out at once, as (reasoning, text).
 CONVERSATIONS = {
     "reasoning comes before text, in one piece too": [("c", "<think>x</think>Y", ("x", "Y"))],

@@ -165,9 +165,6 @@ def test_a_record_of_many_bytes_takes_time_in_proportion_however_it_comes() -> N
         assert seconds(size * 8, step, line) < 8 * small * 4 + 0.2
 
 
-# ---------------------------------------------------------------- the short way and sseclient's
-
-
 class LineByLine(SseDecoder):
     """Leaves every record to sseclient-py."""
 

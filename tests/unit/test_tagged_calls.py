@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llama_worker.profiles import LoopDetector
@@ -55,27 +55,6 @@ def test_well_formed_calls_never_appear_in_the_text(text: str, visible: str, nam
     assert [call.name if isinstance(call, RawCall) else call for call in calls] == names
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"a": "</tool_call>"},
-        {"a": "<tool_call>{}</tool_call>"},
-        {"a": '"}}</tool_call>\\'},
-        {"</tool_call>": {"b": [{"c": "}"}, [], '\\"']}},
-        {"a": 'line\nline\t"é"\u2028'},
-        {"a": [True, False, None, -1.5e-7, 12]},
-    ],
-)
-def test_arguments_may_hold_tags_braces_and_quotes(arguments: dict[str, object]) -> None:
-    written = tagged_call("add", json.dumps(arguments))
-    shown, calls = filtered([f"x{written}y"])
-    assert shown == "xy"
-    (call,) = calls
-    assert isinstance(call, RawCall)
-    assert parse_arguments(call.arguments) == arguments
-    assert call.tagged == written
-
-
 MALFORMED = [
     "<tool_call></tool_call>",
     "<tool_call>add</tool_call>",
@@ -95,6 +74,10 @@ MALFORMED = [
     '<tool_call>[{"name": "add", "arguments": {}}]</tool_call>',
     '<tool_call>{"name": "add", "arguments": ' + '{"a": ' * 500 + "{}" + "}" * 501 + "</tool_call>",
     '<tool_call>{"name": "add", "arguments": {}}</tool_cal>',
+    '<tool_call>{"name": "add", "arguments": {}}</tool_call',
+    '<tool_call>{"name": "add", "arguments": {}}',
+    "<tool_call>{",
+    "<tool_call>and then I stopped",
 ]
 
 
@@ -104,25 +87,8 @@ def test_a_malformed_call_stays_text_and_is_told_in_strict_mode(text: str, stric
     assert filtered([text], strict=strict) == (text, [MalformedCall(text)] if strict else [])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>{",
-        '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>',
-        '<tool_call>{"name": "add", "arguments": {}}',
-        '<tool_call>{"name": "add", "arguments": {}}</tool_call',
-        "<tool_call>and then I stopped",
-    ],
-)
-def test_an_unclosed_call_at_the_end_is_malformed(text: str) -> None:
-    shown, calls = filtered([f"before {text}"])
-    assert shown == f"before {text}"
-    assert calls
-    assert all(isinstance(call, MalformedCall) for call in calls)
-
-
 def test_a_malformed_call_ends_at_its_closing_tag_or_where_the_next_begins() -> None:
-    first, second = "<tool_call>one</tool_call>", "<tool_call>two"
+    first, second = "<tool_call>one</tool_call>", '<tool_call>{"name": "'
     assert filtered([f"a{first}b{second}{ADD}c"]) == (
         f"a{first}b{second}c",
         [MalformedCall(first), MalformedCall(second), *filtered([ADD])[1]],
@@ -201,13 +167,18 @@ def test_nothing_but_the_calls_is_lost(text: str) -> None:
 
 
 @given(st.text(), st.text(), st.dictionaries(st.text(), JSON_VALUES, max_size=3))
+@example("", "", {"a": "</tool_call>"})
+@example("", "", {"a": "<tool_call>{}</tool_call>"})
+@example("", "", {"a": '"}}</tool_call>\\'})
+@example("", "", {"</tool_call>": {"b": [{"c": "}"}, [], '\\"']}})
+@example("", "", {"a": 'line\nline\t"é"\u2028'})
+@example("", "", {"a": [True, False, None, -1.5e-7, 12]})
 def test_every_call_written_in_the_convention_is_found(before: str, after: str, arguments: dict[str, object]) -> None:
-    shown, calls = filtered([before, tagged_call("add", json.dumps(arguments)), after])
+    written = tagged_call("add", json.dumps(arguments))
+    shown, (call,) = filtered([before, written, after])
     assert shown == before + after
-    assert [parse_arguments(c.arguments) for c in calls if isinstance(c, RawCall)] == [arguments]
-
-
-# --- tagged calls in native mode ------------------------------------------------------------------------
+    assert isinstance(call, RawCall)
+    assert (parse_arguments(call.arguments), call.tagged) == (arguments, written)
 
 
 def test_in_native_mode_a_malformed_one_stays_text_behind_a_call_that_is_taken() -> None:

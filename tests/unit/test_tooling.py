@@ -46,9 +46,6 @@ def assembled(*deltas: ToolCallDelta) -> tuple[RawCall, ...]:
     return assembler.calls()
 
 
-# --- ids ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("number", "text"), [(0, "c00000000"), (1, "c00000001"), (99_999_999, "c99999999")])
 def test_ids_sent_back_are_nine_alphanumerics(number: int, text: str) -> None:
     assert tool_call_id(number) == text
@@ -58,9 +55,6 @@ def test_ids_sent_back_are_nine_alphanumerics(number: int, text: str) -> None:
 def test_a_number_that_has_no_id_is_refused(number: int) -> None:
     with pytest.raises(ValueError, match="number must be from 0"):
         tool_call_id(number)
-
-
-# --- fragments ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,9 +87,6 @@ def test_fragments_of_calls_may_come_in_turns(calls: list[tuple[str, list[str]]]
     in_turns = [fragment for turn in itertools.zip_longest(*streams) for fragment in turn if fragment]
     whole = tuple(RawCall(f"id{n}", name, "".join(parts)) for n, (name, parts) in enumerate(calls))
     assert assembled(*in_turns) == assembled(*itertools.chain(*streams)) == whole
-
-
-# --- arguments ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,9 +126,6 @@ def test_arguments_are_nested_as_deep_as_can_be_copied_and_no_deeper() -> None:
     assert copy.deepcopy(deepest) == deepest
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_arguments(nested(MAX_JSON_DEPTH + 1))
-
-
-# --- telling apart --------------------------------------------------------------------------------------
 
 
 def test_a_normal_call_gets_the_workers_own_id_and_keeps_its_text() -> None:
