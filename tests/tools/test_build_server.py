@@ -38,34 +38,28 @@ class Bench:
     def put(self, name: str, script: str) -> None:
         """A program."""
         path = self.folder / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        tools = "mkdir cp cat sleep echo kill"  # of the system's
-        path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin  # {tools}\n{script}\n")
+        path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
         path.chmod(0o755)
+
+    def put_tool(self, name: str, script: str) -> None:
+        """A program that tells its version."""
+        self.put(name, f'[ "$1" = --version ] && echo "{name} version 3.25.1" && exit; {script}')
 
     def put_tools(self, *, ninja: str = f"{STEPS}; {SERVER}") -> None:
         """Compilers, cmake and ninja; and what is downloaded, as an interrupted build leaves it."""
         for name in ("cc", "c++"):
             self.put(name, "exit 0")
-        self.put(
-            "cmake", f'[ "$1" = --version ] && echo "cmake version 3.25.1" && exit; echo "$@" > {self.folder}/flags'
-        )
-        self.put("ninja", f'[ "$1" = --version ] && echo 1.11.1 && exit; {ninja}')
+        self.put_tool("cmake", f'echo "$@" > {self.folder}/flags')
+        self.put_tool("ninja", ninja)
         work = planned(self.environment).folder / "work"
         for name in ("source", "tools/setuptools"):
             (work / name).mkdir(parents=True)
 
     def started(self, **env: str) -> subprocess.Popen[str]:
         """A build, which shows the path at its end."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "tools.build_server"],
-            cwd=ROOT,
-            env={**self.environment, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command, env = [sys.executable, "-m", "tools.build_server"], {**self.environment, **env}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
     def build(self, **env: str) -> subprocess.CompletedProcess[str]:
         """To its end."""
@@ -139,7 +133,7 @@ def test_an_interrupted_build_is_gone_on_with(bench: Bench) -> None:
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=WAIT_S)
     assert not planned(bench.environment).binary.exists()
-    bench.put("ninja", f'[ "$1" = --version ] && echo 1.11.1 && exit; {SERVER}')
+    bench.put_tool("ninja", SERVER)
     assert bench.build().returncode == 0  # with what was downloaded, since there is no index
 
 
