@@ -186,8 +186,11 @@ class Terminal:
         return bool(data)
 
 
+OpenTerminal = Callable[..., Terminal]
+
+
 @pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
+def terminal() -> Iterator[OpenTerminal]:
     """`llama-worker` in a terminal."""
     opened: list[Terminal] = []
 

@@ -16,11 +16,10 @@ from llama_worker import LlamaWorker, WorkerConfig
 from llama_worker.cli.top_rows import HEADINGS
 from llama_worker.metrics import WorkerCollector
 from tests.actors.conftest import eventually
-from tests.cli.conftest import COLUMNS, WAIT_S, MakeProgram, Run, Terminal
+from tests.cli.conftest import COLUMNS, WAIT_S, MakeProgram, OpenTerminal, Run
 from tests.fake_script import Exit, Finish, HttpError, Reply, Script, Text, WaitClose, fake_server_cmd
 from tests.responses.conftest import MakeClient
 
-OpenTerminal = Callable[..., Terminal]
 HOST = "127.0.0.1"
 
 

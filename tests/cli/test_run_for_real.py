@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run, Terminal
+from tests.cli.conftest import OpenTerminal, Run
 from tests.server.pace import lean_server
 
 pytestmark = pytest.mark.server
@@ -28,7 +27,7 @@ def test_a_prompt_in_a_pipe(run: Run, real_program: str, smollm2: str) -> None:
     assert told["usage"]["completion_tokens"] <= 8
 
 
-def test_a_prompt_in_a_terminal_and_ctrl_c(terminal: Callable[..., Terminal], real_program: str, smollm2: str) -> None:
+def test_a_prompt_in_a_terminal_and_ctrl_c(terminal: OpenTerminal, real_program: str, smollm2: str) -> None:
     endless = ("--server-arg", "--grammar", "--server-arg", 'root ::= "tick " root')
     screen = terminal("run", smollm2, "word " * 200, "--server", real_program, "--ctx-size", "2048", *endless)
     screen.expect("reading the prompt")

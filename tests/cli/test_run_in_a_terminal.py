@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cli.conftest import COLUMNS, CONTROL_SEQUENCE, MakeProgram, Terminal
+from tests.cli.conftest import COLUMNS, CONTROL_SEQUENCE, MakeProgram, OpenTerminal
 from tests.fake_script import (
     DoneMarker,
     Finish,
@@ -25,7 +24,6 @@ from tests.fake_script import (
     WaitClose,
 )
 
-OpenTerminal = Callable[..., Terminal]
 HELD = Script(replies=[Reply([Headers(), Text("half"), WaitClose()])])
 
 
