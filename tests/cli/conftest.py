@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import shlex
+import signal
 import struct
 import subprocess
 import sys
@@ -17,14 +18,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import pytest
 
+from llama_worker.cli.app import run_app
 from tests.fake_script import Journal, Script, fake_server_cmd
 from tests.responses.conftest import make_client
-from tests.server.pace import HANG_GUARD_S, lean_server
+from tests.server.pace import HANG_GUARD_S
 
 __all__ = ["make_client"]  # a fixture
 
@@ -100,26 +101,26 @@ def model(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def real_program(tmp_path: Path) -> str:
-    """The real llama-server with what makes it small."""
-    return str(lean_server(tmp_path))
-
-
-class Run(Protocol):
-    """Runs the command in a pipe, to its end."""
-
-    def __call__(self, *args: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]: ...
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def run() -> Run:
-    """`llama-worker` in a pipe."""
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """`llama-worker` in a pipe, in this process: to start an interpreter takes longer than most commands."""
 
     def to_the_end(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            (*COMMAND, *args), input=stdin, capture_output=True, text=True, timeout=WAIT_S, env=environment(**env)
-        )
+        (tmp_path / "stdin").write_text(stdin)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        with pytest.MonkeyPatch.context() as patch, open(tmp_path / "stdin") as lines:
+            patch.setattr(sys, "stdin", lines)
+            for name in set(os.environ) - set(environment()):
+                patch.delenv(name)
+            for name, value in env.items():
+                patch.setenv(name, value)
+            code = run_app(args)
+        for number, handler in handlers.items():  # which a command that only ever ends its process leaves set
+            signal.signal(number, handler)
+        return subprocess.CompletedProcess(args, code, *capsys.readouterr())
 
     return to_the_end
 
@@ -143,7 +144,7 @@ class Terminal:
 
     @property
     def written(self) -> str:
-        """All that was written so far, control sequences and all."""
+        """All that was written so far."""
         return self._written.decode(errors="replace").replace("\r\n", "\n")
 
     @property
@@ -185,8 +186,11 @@ class Terminal:
         return bool(data)
 
 
+OpenTerminal = Callable[..., Terminal]
+
+
 @pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
+def terminal() -> Iterator[OpenTerminal]:
     """`llama-worker` in a terminal."""
     opened: list[Terminal] = []
 

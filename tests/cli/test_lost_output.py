@@ -10,36 +10,37 @@ import pytest
 
 from tests.cli.conftest import COMMAND, WAIT_S, environment
 
-FLEET = '[workers.small]\nhost = "127.0.0.1"\nport = 1\nmodel = "m.gguf"\n'
+NOBODY, NO_ROOM = (141, ""), (1, "llama-worker: [Errno 28] No space left on device\n")
 
 
-def ended(args: list[str], stdout: int) -> tuple[int, str]:
-    command = (*COMMAND, *args)
-    done = subprocess.run(
-        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, env=environment(LLAMA_SERVER="true")
-    )
-    return done.returncode, done.stderr
-
-
-@pytest.fixture(params=["--help", "run --help", "doctor", "doctor --json", "top FLEET"])
-def args(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        ("--help", NOBODY),  # each writes in a way of its own
+        ("--help", NO_ROOM),
+        ("doctor", NOBODY),
+        ("doctor --json", NO_ROOM),
+        ("top FLEET", NOBODY),
+    ],
+)
+def test_nobody_reads_it_or_there_is_no_room_for_it(words: str, ends: tuple[int, str], tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
-    fleet.write_text(FLEET)
-    return [str(fleet) if word == "FLEET" else word for word in request.param.split()]
-
-
-def test_nobody_reads_it(args: list[str]) -> None:
-    nobody, stdout = os.pipe()
-    os.close(nobody)
+    fleet.write_text('[workers.small]\nhost = "127.0.0.1"\nport = 1\nmodel = "m.gguf"\n')
+    args = [str(fleet) if word == "FLEET" else word for word in words.split()]
+    if ends == NOBODY:
+        reader, stdout = os.pipe()
+        os.close(reader)
+    else:
+        stdout = os.open("/dev/full", os.O_WRONLY)
     try:
-        assert ended(args, stdout) == (141, "")
+        done = subprocess.run(
+            (*COMMAND, *args),
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=WAIT_S,
+            env=environment(LLAMA_SERVER="true"),
+        )
     finally:
         os.close(stdout)
-
-
-def test_there_is_no_room_for_it(args: list[str]) -> None:
-    full = os.open("/dev/full", os.O_WRONLY)
-    try:
-        assert ended(args, full) == (1, "llama-worker: [Errno 28] No space left on device\n")
-    finally:
-        os.close(full)
+    assert (done.returncode, done.stderr) == ends

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 import signal
 import socket
 import subprocess
-import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import requests
 
+from tests.cli.conftest import COMMAND, WAIT_S, Run, environment
 from tests.fake_script import Journal, Script, Startup, fake_server_cmd
-from tests.responses.conftest import HOST, WAIT_S, MakeClient
+from tests.responses.conftest import HOST, MakeClient
 
 Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """`llama-worker` with arguments and an environment."""
+    """The command in a process of its own."""
     started: list[subprocess.Popen[str]] = []
 
     def run(*args: str, **env: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "llama_worker.cli", *args]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PROXY_", "LLAMA_CPP"))}
+        command = (*COMMAND, "responses-proxy", *args)
         process = subprocess.Popen(
-            command, env={**inherited, **env}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         started.append(process)
         return process
@@ -49,11 +46,8 @@ def url_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().split()[0]
 
 
-def ask(url: str) -> dict[str, Any]:
-    body = json.dumps({"input": "Hi"}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/responses", body), timeout=WAIT_S) as reply:
-        found: dict[str, Any] = json.load(reply)
-        return found
+def ask(url: str) -> Any:
+    return requests.post(f"{url}/responses", json={"input": "Hi"}, timeout=WAIT_S).json()
 
 
 def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[int, str]:
@@ -62,21 +56,21 @@ def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[i
     return process.returncode, errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_in_front_of_a_server_that_is_there(make_client: MakeClient, start: Start, number: int) -> None:
-    fake = make_client()
-    process = start("responses-proxy", "--upstream", fake.proxy.config.upstream, "--port", "0")
+def test_in_front_of_a_server_that_is_there(make_client: MakeClient, start: Start) -> None:
+    process = start("--upstream", make_client().proxy.config.upstream, "--port", "0")
     url = url_of(process)
     assert url.startswith("http://127.0.0.1:")
     assert ask(url)["status"] == "completed"
-    assert end(process, number)[0] == 0
+    assert end(process)[0] == 0
 
 
-def test_by_the_environment(make_client: MakeClient, start: Start, free_port: Callable[[], int]) -> None:
+def test_the_environment_in_place_of_options(
+    make_client: MakeClient, start: Start, free_port: Callable[[], int]
+) -> None:
     fake = make_client()
     port = free_port()
     env = {"LLAMA_CPP_URL": fake.proxy.config.upstream, "PROXY_HOST": "localhost", "PROXY_PORT": str(port)}
-    process = start("responses-proxy", "--api-key-env", "MY_KEY", **env, MY_KEY="sk-hush")
+    process = start("--api-key-env", "MY_KEY", **env, MY_KEY="sk-hush")
     assert url_of(process) == f"http://localhost:{port}/v1"
     ask(f"http://127.0.0.1:{port}/v1")
     (request,) = fake.journal.facts("request")
@@ -85,11 +79,15 @@ def test_by_the_environment(make_client: MakeClient, start: Start, free_port: Ca
     assert (code, "hush" in errors) == (0, False)
 
 
+def command_of(script: Script, journal: Journal) -> str:
+    """For --server-cmd."""
+    words = fake_server_cmd(script, host=HOST, port=11111, slots=22222, journal=journal.path)
+    return shlex.join(words).replace("11111", "{port}").replace("22222", "{slots}")
+
+
 def test_with_a_server_of_its_own_that_ends_with_it(start: Start, tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
-    words = fake_server_cmd(Script(), host=HOST, port=11111, slots=22222, journal=journal.path)
-    command = shlex.join(words).replace("11111", "{port}").replace("22222", "{slots}")
-    process = start("responses-proxy", "--server-cmd", command, "--slots", "2", "--port", "0")
+    process = start("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0")
     assert ask(url_of(process))["output"][0]["content"][0]["text"] == "Hello"
     server = journal.wait("launched")["pid"]
     assert end(process)[0] == 0
@@ -100,9 +98,7 @@ def test_with_a_server_of_its_own_that_ends_with_it(start: Start, tmp_path: Path
 def test_a_signal_ends_it_while_its_server_starts(start: Start, tmp_path: Path, number: int) -> None:
     journal = Journal(tmp_path / "journal")
     never = Script(startup=Startup(load_s=None))
-    words = fake_server_cmd(never, host=HOST, port=11111, slots=22222, journal=journal.path)
-    command = shlex.join(words).replace("11111", "{port}").replace("22222", "{slots}")
-    process = start("responses-proxy", "--server-cmd", command, "--port", "0")
+    process = start("--server-cmd", command_of(never, journal), "--port", "0")
     server = journal.wait("launched", timeout=WAIT_S)["pid"]
     journal.wait("bound", timeout=WAIT_S)
     assert end(process, number)[0] == 0
@@ -130,16 +126,11 @@ def test_a_signal_ends_it_while_its_server_starts(start: Start, tmp_path: Path, 
         (["--upstream", "http://a", "--port", "TAKEN"], 1, "what to do: give another --port"),
     ],
 )
-def test_what_cannot_work_is_said_and_ends_it(
-    start: Start, tmp_path: Path, args: list[str], code: int, said: str
-) -> None:
-    model = tmp_path / "model.gguf"
-    model.write_bytes(b"GGUF1234")
+def test_what_cannot_work_is_said_and_ends_it(run: Run, model: str, args: list[str], code: int, said: str) -> None:
     with socket.create_server((HOST, 0)) as taken:
-        known = {"MODEL": str(model), "TAKEN": str(taken.getsockname()[1])}
-        process = start("responses-proxy", *(known.get(arg, arg) for arg in args))
-        _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == code
-    assert said in errors
-    assert "hush" not in errors
-    assert "Traceback" not in errors
+        known = {"MODEL": model, "TAKEN": str(taken.getsockname()[1])}
+        done = run("responses-proxy", *(known.get(arg, arg) for arg in args))
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "hush" not in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,10 +1,7 @@
-"""What is told of a request and its end, what to do about failures, and Ctrl-C."""
+"""What is told of a request and its end, and what to do about failures."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,7 +18,6 @@ from llama_worker import (
 )
 from llama_worker.cli import advice, exits, run_report
 from llama_worker.cli.run_report import Activity
-from tests.cli.conftest import WAIT_S
 
 # ---------------------------------------------------------------- what is shown
 
@@ -173,30 +169,3 @@ def test_what_the_log_tells_comes_before_the_log() -> None:
 @pytest.mark.parametrize("code", ["NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_FAILED"])
 def test_every_refusal_says_what_to_do(code: str) -> None:
     assert advice.for_refusal(code)
-
-
-# ---------------------------------------------------------------- signals
-
-HOLDS = """
-import time
-from llama_worker.cli.interrupts import Interrupts
-with Interrupts() as interrupts:
-    print("holding", flush=True)
-    seen = 0
-    while True:
-        if interrupts.presses > seen:
-            seen = interrupts.presses
-            print("asked", flush=True)
-        time.sleep(0.01)
-"""
-
-
-def test_a_second_ctrl_c_ends_the_process_whatever_it_does() -> None:
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
-        for line in ("holding\n", "asked\n"):
-            assert process.stdout.readline() == line
-            process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=WAIT_S)
-    assert (process.returncode, errors) == (130, "\nstopped at once\n")

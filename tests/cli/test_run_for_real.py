@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run, Terminal
+from tests.cli.conftest import OpenTerminal, Run
+from tests.server.pace import lean_server
 
 pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def real_program(tmp_path: Path) -> str:
+    return str(lean_server(tmp_path))
 
 
 def test_a_prompt_in_a_pipe(run: Run, real_program: str, smollm2: str) -> None:
@@ -22,7 +27,7 @@ def test_a_prompt_in_a_pipe(run: Run, real_program: str, smollm2: str) -> None:
     assert told["usage"]["completion_tokens"] <= 8
 
 
-def test_a_prompt_in_a_terminal_and_ctrl_c(terminal: Callable[..., Terminal], real_program: str, smollm2: str) -> None:
+def test_a_prompt_in_a_terminal_and_ctrl_c(terminal: OpenTerminal, real_program: str, smollm2: str) -> None:
     endless = ("--server-arg", "--grammar", "--server-arg", 'root ::= "tick " root')
     screen = terminal("run", smollm2, "word " * 200, "--server", real_program, "--ctx-size", "2048", *endless)
     screen.expect("reading the prompt")
@@ -30,16 +35,6 @@ def test_a_prompt_in_a_terminal_and_ctrl_c(terminal: Callable[..., Terminal], re
     screen.send("\x03")
     assert screen.wait() == 130
     assert "cancelled; what had come is above" in screen.shown
-
-
-def test_a_model_that_was_cut_off(run: Run, real_program: str, smollm2: str, tmp_path: Path) -> None:
-    cut = tmp_path / "cut.gguf"
-    with open(smollm2, "rb") as whole:
-        cut.write_bytes(whole.read(4_000_000))
-    done = run("run", str(cut), "Hi", "--server", real_program)
-    assert done.returncode == 1
-    assert "exited: the server ended before it was ready (return code 1)" in done.stderr
-    assert "what to do: the model file is incomplete" in done.stderr
 
 
 def test_too_little_memory(run: Run, real_program: str, smollm2: str, tmp_path: Path) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from llama_worker.cli.app import run_app
 from tests.cli.conftest import COMMAND, WAIT_S, MakeProgram, Run, environment
 from tests.fake_script import (
     DoneMarker,
@@ -44,9 +43,13 @@ def saying(*steps: object) -> Script:
 
 
 def test_the_text_is_all_that_stdout_gets(run: Run, program: MakeProgram, model: str) -> None:
-    server = program(saying(Reasoning("let me see"), Text("4 [b]\x1b[1m"), Finish(), Usage(10, 2), DoneMarker()))
-    done = run("run", model, "2 + 2?", "--server", server.path, FORCE_COLOR="1")
+    words = (Reasoning("let me see"), Text("4 [b]\x1b[1m"), Finish(), Usage(10, 2), DoneMarker())
+    server = program(saying(Prefill(100, 50, 0.3), *words), extra="--parallel 1")
+    done = run("run", model, "2 + 2?", "--server", server.path, "--slots", "2", FORCE_COLOR="1")
     assert (done.returncode, done.stdout) == (0, "4 [b]␛[1m\n")
+    assert "the server has 1 slots, fewer than the worker's 2" in done.stderr
+    assert "start it with --parallel 2" in done.stderr
+    assert re.search(r"reading the prompt: \d+ of 100 tokens \(", done.stderr)
     assert "[reasoning]\nlet me see\n" in done.stderr
     assert "2 tokens" in done.stderr
     assert "\x1b" not in done.stderr
@@ -59,8 +62,7 @@ def test_what_was_given_reaches_the_server(run: Run, program: MakeProgram, model
     more = ("--gpu-layers", "all", "--slots", "2", "--server-arg", "--threads", "--server-arg", "1")
     done = run("run", model, "--server", server.path, *options, *more, stdin="from\nstdin\n")
     assert done.returncode == 0, done.stderr
-    (request,) = server.journal.facts("request", n=1)
-    body = request["body"]
+    (body,) = (request["body"] for request in server.journal.facts("request", n=1))
     assert body["messages"] == [
         {"role": "system", "content": "Be terse."},
         {"role": "user", "content": "from\nstdin\n"},
@@ -84,100 +86,52 @@ def test_json_is_the_only_thing_on_stdout(run: Run, program: MakeProgram, model:
     assert 'signal declare_outcome: {"outcome": "success", "summary": "done"}' in done.stderr
 
 
-def test_progress_is_said_in_lines(run: Run, program: MakeProgram, model: str) -> None:
-    server = program(saying(Prefill(100, 50, 0.3), Text("x"), Finish(), DoneMarker()))
-    done = run("run", model, "Hi", "--server", server.path)
-    assert "reading the prompt: " in done.stderr
-    assert " of 100 tokens (" in done.stderr
-
-
-def test_a_conversation_of_lines_keeps_its_history(run: Run, program: MakeProgram, model: str) -> None:
-    server = program()
-    done = run("run", model, "One", "--chat", "--server", server.path, stdin="Two\n\nThree\n")
-    assert (done.returncode, done.stdout) == (0, "Hello\n" * 3)
-    last = server.journal.facts("request", n=3)[0]["body"]["messages"]
-    assert [(message["role"], message["content"]) for message in last] == [
-        ("user", "One"),
-        ("assistant", "Hello"),
-        ("user", "Two"),
-        ("assistant", "Hello"),
-        ("user", "Three"),
-    ]
-
-
-def test_a_server_that_dies_in_a_conversation_is_started_again(
+def test_a_conversation_of_lines_goes_on_when_its_server_dies(
     run: Run, program: MakeProgram, model: str, tmp_path: Path
 ) -> None:
     dies = saying(Text("half"), KillSelf())
     server = program(Script(launches=[dies, Script()], state_file=tmp_path / "launches"))
-    done = run("run", model, "One", "--chat", "--server", server.path, stdin="Two\n")
-    assert (done.returncode, done.stdout) == (0, "half\nHello\n")
-    assert "failed: server_died" in done.stderr
+    done = run("run", model, "One", "--chat", "--server", server.path, stdin="Two\n\nThree\n")
+    assert (done.returncode, done.stdout) == (0, "half\nHello\nHello\n")
+    # Which of the two news is waited for is decided in virtual time (tests/unit): here, either may be late.
+    assert re.search("failed: (server_died|stream_disconnected)", done.stderr)
+    *_, last = server.journal.facts("request")
+    said = [message["content"] for message in last["body"]["messages"]]
+    assert said == ["One", "half", "Two", "Hello", "Three"]
     assert server.is_gone()
 
 
 # ---------------------------------------------------------------- what goes wrong
 
 
-@pytest.mark.parametrize(
-    ("script", "said", "todo"),
-    [
-        (Script(replies=[Reply([TOO_LONG])]), "context_exceeded", "--ctx-size"),
-        (saying(Text("half"), KillSelf()), "server_died", "doctor"),
-    ],
-)
-def test_a_request_that_fails(run: Run, program: MakeProgram, model: str, script: Script, said: str, todo: str) -> None:
-    server = program(script)
-    done = run("run", model, "Hi", "--server", server.path, "--json")
+def test_a_request_that_fails(run: Run, program: MakeProgram, model: str) -> None:
+    done = run("run", model, "Hi", "--server", program(Script(replies=[Reply([TOO_LONG])])).path, "--json")
     told = json.loads(done.stdout)
-    assert (done.returncode, told["outcome"], told["reason"]) == (1, "failed", said)
+    assert (done.returncode, told["outcome"], told["reason"]) == (1, "failed", "context_exceeded")
     assert told["detail"]
-    assert f"failed: {said}" in done.stderr
-    assert todo in done.stderr.partition("what to do: ")[2]
+    assert "failed: context_exceeded" in done.stderr
+    assert "--ctx-size" in done.stderr.partition("what to do: ")[2]
 
 
-@pytest.mark.parametrize(
-    ("log", "todo"),
-    [
-        ("ggml_aligned_malloc: insufficient memory (attempted to allocate 99 MB)", "it does not fit into the memory"),
-        ("error: invalid argument: --frobnicate", "`llama-server --help`"),
-    ],
-)
-def test_a_server_that_does_not_start(run: Run, program: MakeProgram, model: str, log: str, todo: str) -> None:
+def test_a_server_that_does_not_start(run: Run, program: MakeProgram, model: str) -> None:
+    log = "error: invalid argument: --frobnicate"
     server = program(Script(exits=[Exit(1, "before_bind", log=[log])]))
     done = run("run", model, "Hi", "--server", server.path, "--json")
     told = json.loads(done.stdout)
     assert (done.returncode, told["outcome"], told["reason"], told["text"]) == (1, "not_started", "exited", "")
     assert log in done.stderr
-    assert todo in done.stderr.partition("what to do: ")[2]
-
-
-def test_a_port_that_is_taken(run: Run, program: MakeProgram, model: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        done = run("run", model, "Hi", "--server", program().path, "--port", str(port))
-    assert done.returncode == 1
-    assert f"port_in_use: 127.0.0.1:{port} is taken by another process" in done.stderr
-    assert "leave --port out" in done.stderr
+    assert "`llama-server --help`" in done.stderr.partition("what to do: ")[2]
 
 
 def test_a_machine_without_a_free_port(
-    program: MakeProgram, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, program: MakeProgram, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama_worker.runtime.free_port.can_listen", lambda address: False)
-    code = run_app(["run", model, "Hi", "--server", program().path, "--json"])
-    said = capsys.readouterr()
-    told = json.loads(said.out)
-    assert (code, told["outcome"], told["reason"]) == (1, "not_started", "no_port")
-    assert "no port from 20000 to 31999 is free on 127.0.0.1" in said.err
-    assert "what to do: give one with --port" in said.err
-
-
-def test_a_server_with_fewer_slots_is_told(run: Run, program: MakeProgram, model: str) -> None:
-    done = run("run", model, "Hi", "--server", program(extra="--parallel 1").path, "--slots", "2")
-    assert done.returncode == 0
-    assert "the server has 1 slots, fewer than the worker's 2" in done.stderr
-    assert "start it with --parallel 2" in done.stderr
+    done = run("run", model, "Hi", "--server", program().path, "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["outcome"], told["reason"]) == (1, "not_started", "no_port")
+    assert "no port from 20000 to 31999 is free on 127.0.0.1" in done.stderr
+    assert "what to do: give one with --port" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -269,17 +223,6 @@ def test_closed_streams_harm_nothing(program: MakeProgram, model: str, closed: s
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False), "0: the request completed"
     assert server.journal.facts("note", name="all said")
     assert server.is_gone()
-
-
-# ---------------------------------------------------------------- without the extra
-
-
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_the_extra_it_says_how_to_install_it(missing: str) -> None:
-    program = f"import sys; sys.modules[{missing!r}] = None; from llama_worker.cli import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 1
-    assert done.stderr == f"llama-worker: {missing} is missing: pip install 'llama-worker[cli]'\n"
 
 
 @pytest.mark.parametrize("command", [(), ("run",), ("doctor",), ("top",), ("responses-proxy",)])

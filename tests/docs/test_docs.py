@@ -44,20 +44,13 @@ def test_the_code_of_a_page_runs(page: Path, smollm2: str, free_port: Callable[[
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_python_block_is_run_or_taken_from_a_file(page: Path) -> None:
-    unmarked = [block.code for block in blocks(page.read_text()) if block.language == "python" and not block.mark]
+def test_what_a_page_shows_and_links_to_is_there(page: Path) -> None:
+    text = page.read_text()
+    unmarked = [block.code for block in blocks(text) if block.language == "python" and not block.mark]
     assert not unmarked, "write ```python runnable, ```python FILE, or ```text for what is no program"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_excerpt_stands_in_its_file(page: Path) -> None:
-    for block in excerpts(page.read_text()):
+    for block in excerpts(text):
         assert block.code.strip() in (ROOT / block.mark).read_text(), block.mark
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_relative_link_leads_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 

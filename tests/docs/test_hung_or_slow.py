@@ -57,7 +57,7 @@ def test_the_first_row_of_the_table_says_the_limit_of_connecting() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_a_row_of_the_table_says_what_keeps_the_request_alive(row: list[str]) -> None:
+def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_costs_a_restart(row: list[str]) -> None:
     when, _, after = row
     limit = names_in(after)[0]
     for name in WHEN[when]:
@@ -67,15 +67,9 @@ def test_a_row_of_the_table_says_what_keeps_the_request_alive(row: list[str]) ->
         assert neighboured == ("unless another request gets data" in after)
         heard = judge(replace(STATES[name], last_data_at=9.0), limit) is None
         assert heard == ("without data" in after or "without headers" in after)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_a_row_of_the_table_says_the_default_and_whether_it_costs_a_restart(row: list[str]) -> None:
-    when, _, after = row
-    limit = names_in(after)[0]
+        found = judge(STATES[name], limit)
+        assert found is not None
+        assert found.restart != ("no restart" in after)
     default = getattr(TimeoutProfile(), limit)
     assert re.findall(rf"`{limit}` \((\d+)\)", after) == ([] if default is None else [f"{default:g}"])
     assert ("if set" in after) == (default is None)
-    found = judge(STATES[min(WHEN[when])], limit)
-    assert found is not None
-    assert found.restart != ("no restart" in after)

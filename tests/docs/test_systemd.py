@@ -52,19 +52,8 @@ def test_the_program_ends_with_its_servers_at_sigterm(
     (tmp_path / "host.py").write_text(FILES["host.py"])
     words = json.dumps(["--ctx-size", "1024", *SERVER_ARGS])
     (tmp_path / "fleet.toml").write_text(
-        f"""
-[defaults]
-host = "127.0.0.1"
-model = {json.dumps(smollm2)}
-executable = {json.dumps(llama_server)}
-extra_args = {words}
-
-[workers.one]
-port = {free_port()}
-
-[workers.two]
-port = {free_port()}
-"""
+        f'[defaults]\nhost = "127.0.0.1"\nmodel = {json.dumps(smollm2)}\nexecutable = {json.dumps(llama_server)}\n'
+        f"extra_args = {words}\n[workers.one]\nport = {free_port()}\n[workers.two]\nport = {free_port()}\n"
     )
     command = [sys.executable, "host.py", "fleet.toml"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:

@@ -8,37 +8,18 @@ from llama_worker import RequestPhase, TimeoutProfile
 from llama_worker.request.progress import Progress
 from llama_worker.server.timeouts import Verdict, verdict
 
+WAITING = Progress(request_id=1, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0)
+PREFILL = replace(WAITING, phase=RequestPhase.PREFILL, headers_at=0.0)
 STATES = {
-    "waiting": Progress(request_id=1, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0),
-    "silent prefill": Progress(
-        request_id=1, phase=RequestPhase.PREFILL, dispatched_at=0.0, turn_started_at=0.0, headers_at=0.0
-    ),
-    "reporting prefill": Progress(
-        request_id=1,
-        phase=RequestPhase.PREFILL,
-        dispatched_at=0.0,
-        turn_started_at=0.0,
-        headers_at=0.0,
-        prompt_progress_at=0.0,
-    ),
-    "generating": Progress(
-        request_id=1,
-        phase=RequestPhase.GENERATING,
-        dispatched_at=0.0,
-        turn_started_at=0.0,
-        headers_at=0.0,
-        first_token_at=0.0,
-        last_data_at=0.0,
-    ),
-    "in a tool": Progress(request_id=1, phase=RequestPhase.TOOL, dispatched_at=0.0, turn_started_at=0.0),
+    "waiting": WAITING,
+    "silent prefill": PREFILL,
+    "reporting prefill": replace(PREFILL, prompt_progress_at=0.0),
+    "generating": replace(PREFILL, phase=RequestPhase.GENERATING, first_token_at=0.0, last_data_at=0.0),
+    "in a tool": replace(WAITING, phase=RequestPhase.TOOL),
 }
 LIMITS = (
-    "headers_timeout_s",
-    "prefill_liveness_timeout_s",
-    "idle_stream_timeout_s",
-    "ttft_timeout_s",
-    "silent_work_timeout_s",
-    "absolute_timeout_s",
+    *("headers_timeout_s", "prefill_liveness_timeout_s", "idle_stream_timeout_s"),
+    *("ttft_timeout_s", "silent_work_timeout_s", "absolute_timeout_s"),
 )
 
 

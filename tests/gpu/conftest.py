@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import pynvml
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy
 from tests.server.pace import patience
-
-T = TypeVar("T")
 
 
 class Gpu:
@@ -44,10 +41,7 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
     return Gpu()
 
 
-class MakeWorker(Protocol):
-    """`on_gpu`'s type."""
-
-    def __call__(self, *, restart_backoff_s: float = 0.01, **config: Any) -> LlamaWorker: ...
+MakeWorker = Callable[..., LlamaWorker]
 
 
 @pytest.fixture
@@ -72,12 +66,3 @@ def on_gpu(gpu: Gpu, llama_server: str, smollm2: str) -> Iterator[MakeWorker]:
     yield make
     for worker in workers:
         worker.close()
-
-
-def eventually(check: Callable[[], T | None], what: str) -> T:
-    """The first value of `check` that is true."""
-    deadline = time.monotonic() + patience()
-    while not (value := check()):
-        assert time.monotonic() < deadline, f"never: {what}; last: {value!r}"
-        time.sleep(0.01)
-    return value

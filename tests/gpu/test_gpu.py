@@ -11,7 +11,8 @@ import pytest
 
 from llama_worker import LlamaWorker, RequestFailReason, TimeoutProfile, WorkerState
 from llama_worker.runtime.liveness_probes import NvidiaProbe
-from tests.gpu.conftest import Gpu, MakeWorker, eventually
+from tests.actors.conftest import eventually
+from tests.gpu.conftest import Gpu, MakeWorker
 from tests.server.conftest import ENDLESS, ended, is_generating, is_ticking, submitted, wait_status
 from tests.server.pace import patience
 
@@ -70,7 +71,7 @@ def test_a_stopped_server_is_found_while_its_neighbour_on_the_gpu_works(on_gpu: 
     result = ended(stopped, request_id)
     assert result["fail_reason"] is RequestFailReason.STALL_TIMEOUT
     assert is_ticking(result["text"])
-    eventually(lambda: is_ready_after(stopped, 1), "a restart")
+    eventually(lambda: is_ready_after(stopped, 1), "a restart", patience())
     neighbour.cancel(endless).get(timeout=patience())
     assert is_ticking(ended(neighbour, endless)["text"])
     assert is_ready_after(neighbour, 0)
@@ -88,13 +89,13 @@ def test_a_killed_server_s_memory_comes_back_ten_times_in_a_row(
         os.kill(server_pid(worker), signal.SIGKILL)
         killed_at = time.monotonic()
         if restart_backoff_s > 1.0:
-            eventually(lambda: gpu.used_bytes < before + SLACK_BYTES, "the memory is free")
+            eventually(lambda: gpu.used_bytes < before + SLACK_BYTES, "the memory is free", patience())
             print(f"free after {time.monotonic() - killed_at:.3f} s", end="; ")
-        eventually(functools.partial(is_ready_after, worker, count), "READY")
+        eventually(functools.partial(is_ready_after, worker, count), "READY", patience())
         print(f"READY after {time.monotonic() - killed_at:.3f} s")
         assert abs(gpu.used_bytes - loaded) < SLACK_BYTES
     worker.stop().get(timeout=patience())
-    eventually(lambda: gpu.used_bytes < before + SLACK_BYTES, "the memory is free")
+    eventually(lambda: gpu.used_bytes < before + SLACK_BYTES, "the memory is free", patience())
 
 
 def is_ready_after(worker: LlamaWorker, restarts: int) -> bool:

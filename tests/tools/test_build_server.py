@@ -38,31 +38,34 @@ class Bench:
     def put(self, name: str, script: str) -> None:
         """A program."""
         path = self.folder / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        tools = "mkdir cp cat sleep echo kill"  # of the system's
-        path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin  # {tools}\n{script}\n")
+        path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
         path.chmod(0o755)
+
+    def put_tool(self, name: str, script: str) -> None:
+        """A program that tells its version."""
+        self.put(name, f'[ "$1" = --version ] && echo "{name} version 3.25.1" && exit; {script}')
 
     def put_tools(self, *, ninja: str = f"{STEPS}; {SERVER}") -> None:
         """Compilers, cmake and ninja; and what is downloaded, as an interrupted build leaves it."""
         for name in ("cc", "c++"):
             self.put(name, "exit 0")
-        self.put(
-            "cmake", f'[ "$1" = --version ] && echo "cmake version 3.25.1" && exit; echo "$@" > {self.folder}/flags'
-        )
-        self.put("ninja", f'[ "$1" = --version ] && echo 1.11.1 && exit; {ninja}')
+        self.put_tool("cmake", f'echo "$@" > {self.folder}/flags')
+        self.put_tool("ninja", ninja)
         work = planned(self.environment).folder / "work"
         for name in ("source", "tools/setuptools"):
             (work / name).mkdir(parents=True)
 
-    def command(self, **env: str) -> tuple[list[str], dict[str, str]]:
-        """Build, and show the path."""
-        return [sys.executable, "-m", "tools.build_server"], {**self.environment, **env}
+    def started(self, **env: str) -> subprocess.Popen[str]:
+        """A build, which shows the path at its end."""
+        command, env = [sys.executable, "-m", "tools.build_server"], {**self.environment, **env}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
     def build(self, **env: str) -> subprocess.CompletedProcess[str]:
         """To its end."""
-        command, environment = self.command(**env)
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+        with self.started(**env) as process:
+            output, errors = process.communicate(timeout=WAIT_S)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 @pytest.fixture
@@ -89,17 +92,19 @@ def test_the_binary_is_kept_and_found_again(bench: Bench) -> None:
     assert re.search(r"compiling +33 %  0:00  file-1\.cpp\.o", first.stdout)  # progress
     assert "compiling: done in 0:0" in first.stdout
     assert not (binary.parent / "work").exists()
+    flags = shlex.split((bench.folder / "flags").read_text())
+    assert {*OPTIONS, "-DGGML_NATIVE=OFF"} <= set(flags)
+    assert any(flag.startswith("-DCMAKE_PROJECT_llama.cpp_INCLUDE=") for flag in flags)
     bench.put("ninja", "exit 1")
     assert bench.build().stdout.splitlines() == [str(binary)]  # nothing is built
 
 
-def test_all_flags_reach_cmake(bench: Bench) -> None:
-    bench.put_tools()
-    bench.build()
-    flags = shlex.split((bench.folder / "flags").read_text())
-    assert set(OPTIONS) <= set(flags)
-    assert "-DGGML_NATIVE=OFF" in flags
-    assert any(flag.startswith("-DCMAKE_PROJECT_llama.cpp_INCLUDE=") for flag in flags)
+def test_two_at_once_build_once(bench: Bench) -> None:
+    bench.put_tools(ninja=f"echo x >> {bench.folder}/builds; sleep 1; {SERVER}")
+    both = [bench.started() for _ in range(2)]
+    told = [each.communicate(timeout=WAIT_S) for each in both]
+    assert [each.returncode for each in both] == [0, 0], told
+    assert (bench.folder / "builds").read_text() == "x\n"
 
 
 @pytest.mark.parametrize(
@@ -120,48 +125,34 @@ def test_the_place_names_the_source_and_follows_xdg(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_interrupted_build_is_gone_on_with(bench: Bench) -> None:
-    bench.put_tools(ninja=f"{STEPS}; echo compiling > {bench.folder}/begun; exec sleep 100")
-    command, environment = bench.command()
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    ) as process:
+    bench.put_tools(ninja=f"{STEPS}; exec sleep 100")
+    with bench.started() as process:
         assert process.stdout is not None
-        while b"compiling  33 %" not in process.stdout.readline():
+        while "compiling  33 %" not in process.stdout.readline():
             assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=WAIT_S)
     assert not planned(bench.environment).binary.exists()
-    bench.put("ninja", f'[ "$1" = --version ] && echo 1.11.1 && exit; {SERVER}')
+    bench.put_tool("ninja", SERVER)
     assert bench.build().returncode == 0  # with what was downloaded, since there is no index
 
 
-def test_two_at_once_build_once(bench: Bench) -> None:
-    bench.put_tools(ninja=f"echo x >> {bench.folder}/builds; sleep 1; {SERVER}")
-    command, environment = bench.command()
-    both = [
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    told = [each.communicate(timeout=WAIT_S) for each in both]
-    assert [each.returncode for each in both] == [0, 0], told
-    assert (bench.folder / "builds").read_text() == "x\n"
-
-
-def test_no_compiler(bench: Bench) -> None:
-    said = refusal(bench.build())
-    assert "no C++ compiler" in said
-    assert "apt install g++" in said
-    assert "LLAMA_SERVER" in said
-
-
-def test_no_network(bench: Bench) -> None:
-    for name in ("cc", "c++"):
-        bench.put(name, "exit 0")
-    said = refusal(bench.build())
-    assert "pip could not get" in said
-    assert "No matching distribution found" in said
-    assert "check the network" in said
-    assert "LLAMA_SERVER" in said
+@pytest.mark.parametrize(
+    ("programs", "said"),
+    [
+        ({}, ["no C++ compiler", "apt install g++", "LLAMA_SERVER"]),
+        (
+            dict.fromkeys(("cc", "c++"), "exit 0"),
+            ["pip could not get", "No matching distribution found", "check the network", "LLAMA_SERVER"],
+        ),
+    ],
+    ids=["no compiler", "no network"],
+)
+def test_what_is_missing(bench: Bench, programs: dict[str, str], said: list[str]) -> None:
+    for name, script in programs.items():
+        bench.put(name, script)
+    told = refusal(bench.build())
+    assert [text for text in said if text not in told] == []
 
 
 @pytest.mark.parametrize(

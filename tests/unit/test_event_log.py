@@ -7,40 +7,29 @@ import threading
 from queue import SimpleQueue
 from typing import Any
 
-import pytest
-
 from llama_worker.runtime.futures import write_log
 from llama_worker.server.journal import EventLog
 
 
-def test_an_event_is_kept_as_a_dict_without_what_is_not_known() -> None:
-    log = EventLog("w", lambda level, line: None)
-    log.add("request_ended", at=1.5, request_id=7, job_name="j", detail=None)
-    assert log.recent() == [{"at": 1.5, "event": "request_ended", "worker": "w", "request_id": 7, "job_name": "j"}]
-
-
-def test_the_last_two_hundred_are_kept() -> None:
-    log = EventLog("w", lambda level, line: None)
-    for number in range(250):
-        log.add("e", at=float(number))
-    assert [event["at"] for event in log.recent()] == [float(number) for number in range(50, 250)]
-
-
-def test_what_is_given_out_is_a_copy() -> None:
-    log = EventLog("w", lambda level, line: None)
-    log.add("e", at=1.0)
-    log.recent()[0]["event"] = "changed"
-    log.recent().clear()
-    assert log.recent()[0]["event"] == "e"
-
-
-@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
-def test_an_event_is_one_line_with_worker_request_and_job(level: int) -> None:
+def test_an_event_is_kept_as_a_dict_and_written_as_one_line_without_what_is_not_known() -> None:
     lines: list[tuple[int, str]] = []
     log = EventLog("w", lambda *line: lines.append(line))
     facts: dict[str, Any] = {"request_id": 7, "job_name": "two\nlines", "pid": None}
-    log.add("request_ended", at=1.0, level=level, **facts)
-    assert lines == [(level, "request_ended worker='w' request_id=7 job_name='two\\nlines'")]
+    for level in (logging.INFO, logging.WARNING):
+        log.add("request_ended", at=1.5, level=level, **facts)
+    line = "request_ended worker='w' request_id=7 job_name='two\\nlines'"
+    assert lines == [(logging.INFO, line), (logging.WARNING, line)]
+    kept = {"at": 1.5, "event": "request_ended", "worker": "w", "request_id": 7, "job_name": "two\nlines"}
+    assert log.recent() == [kept, kept]
+
+
+def test_the_last_two_hundred_are_kept_and_given_out_as_copies() -> None:
+    log = EventLog("w", lambda level, line: None)
+    for number in range(250):
+        log.add("e", at=float(number))
+    log.recent()[0]["at"] = -1.0
+    log.recent().clear()
+    assert [event["at"] for event in log.recent()] == [float(number) for number in range(50, 250)]
 
 
 def test_lines_are_written_under_the_librarys_name_on_a_thread_of_their_own() -> None:

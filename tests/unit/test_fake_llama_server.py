@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import requests
 
 from tests import fake_llama_server
 from tests import fake_script as fs
-from tests.fake_script import (
-    Burn,
-    Child,
-    DiskReads,
-    Headers,
-    Journal,
-    Note,
-    Script,
-    Step,
-    fake_server_cmd,
-    steps_json,
-)
+from tests.fake_script import Burn, Child, DiskReads, Headers, Journal, Note, Script, Step, fake_server_cmd, steps_json
 
 HOST = "127.0.0.1"
-Json = Any
+KEY = {"Authorization": "Bearer sesame"}
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 @dataclass
@@ -44,69 +34,19 @@ class Fake:
     process: subprocess.Popen[bytes]
     port: int
     journal: Journal
+    http: requests.Session
 
-    def open(self, method: str, path: str, body: Json = None, headers: str = "") -> socket.socket:
-        """A connection on which a request was sent and nothing was read yet."""
-        sock = socket.create_connection((HOST, self.port), timeout=10)
-        data = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}"
-        sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        return sock
+    def ask(self, path: str, body: Any = None, **headers: str) -> requests.Response:
+        """The response, of which only the head was read."""
+        method, url = "GET" if body is None else "POST", f"http://{HOST}:{self.port}{path}"
+        return self.http.request(method, url, json=body, headers=headers, stream=True, timeout=10)
 
-    def get(self, path: str, headers: str = "") -> tuple[int, bytes]:
-        with self.open("GET", path, headers=headers) as sock:
-            return split(read_all(sock))
+    def chat(self, steps: Any) -> requests.Response:
+        return self.ask("/v1/chat/completions", {"messages": MESSAGES, "stream": True, "fake_script": steps})
 
-    def chat_open(self, *steps: Step, text: str = "hi", **params: Json) -> socket.socket:
-        body: dict[str, Json] = {"messages": [{"role": "user", "content": text}], "stream": True, **params}
-        if steps:
-            body["fake_script"] = steps_json(*steps)
-        return self.open("POST", "/v1/chat/completions", body)
-
-    def chat(self, *steps: Step, text: str = "hi", **params: Json) -> bytes:
-        """The whole response as it came over the wire."""
-        with self.chat_open(*steps, text=text, **params) as sock:
-            return read_all(sock)
-
-
-def read_all(sock: socket.socket) -> bytes:
-    data = b""
-    with suppress(ConnectionResetError):
-        while piece := sock.recv(65536):
-            data += piece
-    return data
-
-
-def split(response: bytes) -> tuple[int, bytes]:
-    head, _, body = response.partition(b"\r\n\r\n")
-    return int(head.split()[1]), body
-
-
-def unchunk(response: bytes) -> bytes:
-    """The body of a chunked response, which must be complete."""
-    head, _, rest = response.partition(b"\r\n\r\n")
-    assert b"Transfer-Encoding: chunked" in head
-    body = b""
-    while True:
-        size, _, rest = rest.partition(b"\r\n")
-        length = int(size, 16)
-        if length == 0:
-            assert rest == b"\r\n"
-            return body
-        body += rest[:length]
-        rest = rest[length + 2 :]
-
-
-def events(response: bytes) -> list[Json]:
-    lines = unchunk(response).decode().split("\n\n")
-    texts = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    return [text if text == "[DONE]" else json.loads(text) for text in texts]
-
-
-def ticks(pid: int) -> float:
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        after = file.read().rpartition(")")[2].split()
-    return float(after[11]) + float(after[12])
+    def cpu_ticks(self) -> float:
+        times = psutil.Process(self.process.pid).cpu_times()
+        return (times.user + times.system) * os.sysconf("SC_CLK_TCK")
 
 
 Launch = Callable[..., Fake]
@@ -114,24 +54,22 @@ Launch = Callable[..., Fake]
 
 @pytest.fixture
 def launch(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Launch]:
-    """Starts fake servers, and kills their groups and children at the end."""
+    """Starts a fake server, and kills its group and its children at the end."""
     fakes: list[Fake] = []
 
-    def start(script: Script | None = None, *, slots: int = 2, until: str = "ready", extra: str = "") -> Fake:
-        port = free_port()
-        path = tmp_path / f"journal-{len(fakes)}"
-        cmd = fake_server_cmd(script or Script(), host=HOST, port=port, slots=slots, journal=path)
-        output = tmp_path / f"output-{len(fakes)}"
-        with output.open("wb") as file:
+    def start(script: Script | None = None, *, extra: str = "") -> Fake:
+        port, journal = free_port(), Journal(tmp_path / "journal")
+        cmd = fake_server_cmd(script or Script(), host=HOST, port=port, slots=2, journal=journal.path)
+        with (tmp_path / "output").open("wb") as file:
             process = subprocess.Popen([*cmd, *extra.split()], stderr=file, start_new_session=True)
-        fake = Fake(process, port, Journal(path))
-        fakes.append(fake)
-        if until:
-            fake.journal.wait(until)
-        return fake
+        fakes.append(Fake(process, port, journal, requests.Session()))
+        fakes[-1].http.trust_env = False
+        journal.wait("ready")
+        return fakes[-1]
 
     yield start
     for fake in fakes:
+        fake.http.close()
         for child in fake.journal.facts("child"):
             with suppress(ProcessLookupError):
                 os.kill(child["pid"], signal.SIGKILL)
@@ -140,73 +78,57 @@ def launch(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Launch]:
         fake.process.wait(10)
 
 
-def step_types() -> list[type[Step]]:
-    return [t for t in vars(fs).values() if isinstance(t, type) and issubclass(t, Step) and t is not Step]
-
-
-@pytest.mark.parametrize("step", step_types(), ids=lambda step: step.__name__)
-def test_every_typed_step_is_a_step_of_the_server_with_the_same_fields(step: Any) -> None:
-    parameters = list(inspect.signature(fake_llama_server.STEPS[fs.step_name(step)]).parameters.values())[1:]
-    there = {p.name: p.default for p in parameters}
-    here = {f.name: inspect.Parameter.empty if f.default is MISSING else f.default for f in fields(step)}
-    assert here == there
-
-
-def test_the_server_has_no_step_without_a_type() -> None:
-    assert set(fake_llama_server.STEPS) == {fs.step_name(step) for step in step_types()}
+def test_the_typed_steps_are_the_steps_of_the_server_with_the_same_fields() -> None:
+    types = [t for t in vars(fs).values() if isinstance(t, type) and issubclass(t, Step) and t is not Step]
+    typed: dict[str, dict[str, Any]] = {}
+    for step in types:
+        known: Any = fields(step)  # type: ignore[arg-type]
+        typed[fs.step_name(step)] = {f.name: Parameter.empty if f.default is MISSING else f.default for f in known}
+    scripted = {}
+    for name, run in fake_llama_server.STEPS.items():
+        _, *parameters = inspect.signature(run).parameters.values()
+        scripted[name] = {parameter.name: parameter.default for parameter in parameters}
+    assert typed == scripted
 
 
 def test_endpoints_answer_as_llama_server_does(launch: Launch) -> None:
     fake = launch(extra="-m model.gguf --api-key sesame --ctx-size=512")
-    assert fake.get("/health")[0] == 200
-    assert fake.get("/v1/models")[0] == 401
-    key = "Authorization: Bearer sesame\r\n"
-    assert fake.get("/v1/models", key)[0] == 200
-    assert fake.get("/v1/models/", key)[0] == 404
-    assert json.loads(fake.get("/props", key)[1])["total_slots"] == 2
-    assert len(json.loads(fake.get("/slots", key)[1])) == 2
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-    with fake.open("POST", "/apply-template", body, key) as sock:
-        assert json.loads(split(read_all(sock))[1])["prompt"].endswith("assistant\n")
+    assert fake.ask("/health").status_code == 200
+    assert fake.ask("/v1/models").status_code == 401
+    assert fake.ask("/v1/models", **KEY).status_code == 200
+    assert fake.ask("/v1/models/", **KEY).status_code == 404
+    assert fake.ask("/props", **KEY).json()["total_slots"] == 2
+    assert len(fake.ask("/slots", **KEY).json()) == 2
+    assert fake.ask("/apply-template", {"messages": MESSAGES}, **KEY).json()["prompt"].endswith("assistant\n")
     assert "sesame" not in fake.journal.path.read_text()
-
-
-def test_a_plain_reply_has_the_records_of_llama_server(launch: Launch) -> None:
-    got = events(launch().chat())
-    assert got[0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
-    assert got[1]["choices"][0]["delta"] == {"content": "Hello"}
-    assert got[2]["choices"][0]["finish_reason"] == "stop"
-    assert got[2]["timings"]["predicted_n"] == 1
-    assert (got[3]["choices"], got[3]["usage"]["completion_tokens"]) == ([], 1)
-    assert got[4] == "[DONE]"
 
 
 def test_a_mistake_in_a_script_is_loud(launch: Launch) -> None:
     fake = launch()
-    assert split(fake.chat(fake_script=[{"do": "nonsense"}]))[0] == 599
+    assert fake.chat([{"do": "nonsense"}]).status_code == 599
     assert fake.journal.facts("script_error")
 
 
 def test_work_shows_in_proc_as_it_should(launch: Launch) -> None:
     fake = launch()
-    process = psutil.Process(fake.process.pid)
-    with fake.chat_open(Headers(), Note("slow"), Burn(60, ticks_per_s=8)):
+    with fake.chat(steps_json(Headers(), Note("slow"), Burn(60, ticks_per_s=8))):
         fake.journal.wait("note", name="slow")
-        before, begun_at = ticks(process.pid), time.monotonic()
+        before, begun_at = fake.cpu_ticks(), time.monotonic()
         time.sleep(2)
-        assert 4 <= (ticks(process.pid) - before) / (time.monotonic() - begun_at) <= 12
+        assert 4 <= (fake.cpu_ticks() - before) / (time.monotonic() - begun_at) <= 12
     fake.journal.wait("reply_ended")
-    before, begun_at = ticks(process.pid), time.monotonic()
+    before, begun_at = fake.cpu_ticks(), time.monotonic()
+    process = psutil.Process(fake.process.pid)
     read_before = process.io_counters().read_bytes
-    with fake.chat_open(Headers(), Note("disk"), DiskReads(60, bytes_per_s=20e6)):
+    with fake.chat(steps_json(Headers(), Note("disk"), DiskReads(60, bytes_per_s=20e6))):
         fake.journal.wait("note", name="disk")
         time.sleep(1)
-        assert (ticks(process.pid) - before) / (time.monotonic() - begun_at) < 20
+        assert (fake.cpu_ticks() - before) / (time.monotonic() - begun_at) < 20
         assert process.io_counters().read_bytes - read_before > 5e6
     fake.journal.wait("reply_ended", count=2)
-    before = ticks(process.pid)
+    before = fake.cpu_ticks()
     time.sleep(0.5)
-    assert ticks(process.pid) - before <= 1
+    assert fake.cpu_ticks() - before <= 1
 
 
 def test_children_in_every_relation_outlive_the_server(launch: Launch) -> None:

@@ -14,8 +14,8 @@ LONG = "y" * 64  # the shortest that needs fewer repeats
 SHORT_2, LONG_2 = "s" * 63, "l" * 64
 
 
-def watch(text: str, config: LoopDetector | None = None) -> LoopFound | None:
-    return LineLoopWatch(config or LoopDetector()).feed(text)
+def watch(text: str, config: LoopDetector = LoopDetector()) -> LoopFound | None:  # noqa: B008 (frozen)
+    return LineLoopWatch(config).feed(text)
 
 
 def lines(*block: str, times: int = 1) -> str:
@@ -26,13 +26,10 @@ def lines(*block: str, times: int = 1) -> str:
     ("block", "count"),
     [
         ([SHORT], 12),
-        ([SHORT_2], 12),
         ([LONG], 8),
         ([LONG * 100], 8),
-        ([SHORT, SHORT_2], 12),
         ([LONG, LONG_2], 8),
         ([LONG, SHORT], 12),
-        ([LONG, LONG_2, LONG + "c"], 8),
         ([LONG, LONG, LONG_2], 8),
         ([SHORT + c for c in "abcdefgh"], 12),
         ([LONG + c for c in "abcdefgh"], 8),
@@ -52,9 +49,7 @@ def test_a_block_is_a_loop_at_its_last_repeat_and_not_before(block: list[str], c
         lines(LONG, SHORT, times=11),
         lines("x" * 31, times=1000),
         lines("", times=1000),
-        lines(" \t", times=1000),
         lines(LONG, "ok", times=100),  # a table of long tags with short cells
-        lines(LONG, LONG_2, "ok", times=100),
         lines(*(LONG + c for c in "abcdefghi"), times=30),  # a period above 8
         lines(*(f"| {i:5} | a long line of a long table, number {i} of very many |" for i in range(2000))),
         lines(*(f"{i % 7} {i % 3} {i % 11}" + SHORT for i in range(200))),
@@ -67,35 +62,29 @@ def test_no_loop(text: str) -> None:
     assert watch(text) is None
 
 
+@pytest.mark.parametrize(("max_period", "is_loop"), [(1, False), (2, True)])
+def test_the_longest_block_is_the_configs(max_period: int, is_loop: bool) -> None:
+    found = watch(lines(LONG, LONG_2, times=30), LoopDetector(max_period=max_period))
+    assert (found is not None) is is_loop
+
+
 @pytest.mark.parametrize(
-    ("text", "count", "period"),
+    ("before", "loop", "after", "period"),
     [
-        (lines(LONG, "", " \t", times=8), 8, 1),  # empty lines are skipped
-        ("".join(f"{' ' * i}y {'y' * 63}{' ' * i}\r\n" for i in range(8)), 8, 1),  # whitespace is collapsed
-        (lines(LONG, LONG, times=4), 8, 1),  # a block of equal lines has period 1
-        (lines(LONG, LONG_2, LONG, LONG_2, times=4), 8, 2),
-        (lines(LONG_2, times=3) + lines(LONG, times=8), 8, 1),
-        (lines(LONG, SHORT) + lines(LONG, LONG_2, times=8), 8, 2),
-        (lines(SHORT_2, LONG) + lines(LONG_2, LONG, times=8), 8, 2),
-        (lines(*(f"{i} {LONG}" for i in range(50))) + lines(LONG, times=8), 8, 1),
+        ("", lines(LONG, "", " \t", times=7) + lines(LONG), lines("", LONG), 1),  # empty lines are skipped
+        ("", "".join(f"{' ' * i}y {'y' * 63}{' ' * i}\r\n" for i in range(8)), "", 1),  # whitespace is collapsed
+        ("", lines(LONG, LONG, times=4), "", 1),  # a block of equal lines has period 1
+        ("", lines(LONG, LONG_2, LONG, LONG_2, times=4), "", 2),
+        (lines(LONG_2), lines(LONG, LONG_2, times=7) + lines(LONG), lines(LONG_2), 2),  # entered in its middle
+        (lines(LONG_2, times=3), lines(LONG, times=8), "", 1),
+        (lines(LONG, SHORT), lines(LONG, LONG_2, times=8), "", 2),
+        (lines(*(f"{i} {LONG}" for i in range(50))), lines(LONG, times=8), "", 1),
     ],
 )
-def test_what_else_is_a_loop(text: str, count: int, period: int) -> None:
-    found = watch(text)
+def test_what_else_is_a_loop(before: str, loop: str, after: str, period: int) -> None:
+    found = watch(before + loop + after)
     assert found is not None
-    assert (found.count, found.period) == (count, period)
-
-
-def test_the_block_may_be_entered_in_its_middle() -> None:
-    found = watch(lines(LONG_2) + lines(LONG, LONG_2, times=8))
-    assert found == LoopFound(LONG, 8, 2, 16 * 65)
-
-
-def test_output_cut_at_the_end_ends_with_the_line_that_decided() -> None:
-    text = "Intro\n" + lines(LONG, "", times=30)
-    found = watch(text)
-    assert found is not None
-    assert text[: found.end] == "Intro\n" + lines(LONG, "", times=7) + LONG + "\n"
+    assert (found.count, found.period, found.end) == (8, period, len(before + loop))
 
 
 @pytest.mark.parametrize(
@@ -113,12 +102,6 @@ def test_output_cut_at_the_end_ends_with_the_line_that_decided() -> None:
 def test_thresholds_are_the_configs(config: LoopDetector, times: int | None) -> None:
     found = watch(lines(SHORT, times=20), config)
     assert (found and found.end) == (times and times * 33)
-
-
-def test_max_period_is_the_configs() -> None:
-    text = lines(LONG, LONG_2, times=30)
-    assert watch(text, LoopDetector(max_period=1)) is None
-    assert watch(text, LoopDetector(max_period=2)) is not None
 
 
 @given(
@@ -149,15 +132,10 @@ def test_any_block_of_counted_lines_is_found_after_twelve(prefix: str, block: li
     assert " ".join(text[: found.end].splitlines()[-1].split()) == found.line
 
 
-@given(st.lists(st.integers(0, 10**9), unique=True, max_size=100))
-def test_lines_that_all_differ_are_no_loop(numbers: list[int]) -> None:
-    assert watch(lines(*(f"{number:064}" for number in numbers))) is None
-
-
-@pytest.mark.parametrize("unit", ["a", "\n", " \n", "ab", LONG + "\n", "a" * 63 + "b"])
+@pytest.mark.parametrize("unit", ["a", " \n", LONG + "\n", "a" * 63 + "b"])
 def test_time_is_in_proportion_to_the_length(unit: str) -> None:
     def seconds(count: int) -> float:
-        loop_watch, started = LoopWatch(LoopDetector(long_line_repeats=10**9, short_line_repeats=10**9)), 0.0
+        loop_watch = LoopWatch(LoopDetector(long_line_repeats=10**9, short_line_repeats=10**9))
         started = time.thread_time()
         for _ in range(count):
             loop_watch.feed(unit)

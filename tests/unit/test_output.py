@@ -8,19 +8,15 @@ from llama_worker.request.output import Output
 LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times
 
 
-def output() -> Output:
-    return Output(LoopDetector())
-
-
 def test_text_and_reasoning_grow_side_by_side() -> None:
-    it = output()
+    it = Output(LoopDetector())
     it.add("hm", "Hel")
     it.add("", "lo")
     assert (it.reasoning, it.text, it.reasoning_chars, it.text_chars) == ("hm", "Hello", 2, 5)
 
 
 def test_it_ends_with_the_line_that_decided_on_a_loop() -> None:
-    it = output()
+    it = Output(LoopDetector())
     it.add("", "a\n" + LINE * 11)
     assert it.loop is None
     it.add("", LINE * 5 + "b")
@@ -32,13 +28,13 @@ def test_it_ends_with_the_line_that_decided_on_a_loop() -> None:
 
 
 def test_a_loop_in_the_reasoning_ends_the_text_too() -> None:
-    it = output()
+    it = Output(LoopDetector())
     it.add(LINE * 30, "a")
     assert (it.reasoning, it.text) == (LINE * 12, "")
 
 
 def test_the_rest_is_added_whole_and_is_no_loop() -> None:
-    it = output()
+    it = Output(LoopDetector())
     it.add("hm", "a\n")
     it.add_rest("\n" + LINE * 20, LINE * 20 + "b")
     assert it.loop is None

@@ -53,6 +53,7 @@ TIMINGS = {
     "predicted_n": 8,
     "predicted_per_second": 40,
 }
+PROGRESS = {"total": 9, "cache": 2, "processed": 5, "time_ms": 7}
 NO_TIMINGS = Timings(cache_n=None, prompt_n=None, predicted_n=None, predicted_per_second=None)
 TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": "{"}}
 
@@ -62,12 +63,8 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
     [
         (chunk({"content": " word"}), [TextDelta(" word")]),
         (chunk({"content": ""}), []),
-        (chunk({"content": None}), []),
         (chunk({"content": 3}), []),
-        (
-            chunk({"content": [{"type": "text", "text": "a"}, {"text": "b"}, {"image": 1}, 5]}),
-            [TextDelta("ab")],
-        ),
+        (chunk({"content": [{"type": "text", "text": "a"}, {"text": "b"}, {"image": 1}, 5]}), [TextDelta("ab")]),
         (chunk({"reasoning_content": "hm"}), [ReasoningDelta("hm")]),
         (chunk({"content": "x", "reasoning_content": "hm"}), [ReasoningDelta("hm"), TextDelta("x")]),
         (chunk({"content": "x", "reasoning_content": None}), [TextDelta("x")]),
@@ -75,52 +72,31 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
         (chunk({"role": "assistant", "content": "x"}), [TextDelta("x")]),
         (chunk({}, "stop"), [Finish("stop")]),
         (chunk(None, "stop"), [Finish("stop")]),
-        (chunk("x", "stop"), [Finish("stop")]),
         (chunk({}, ""), []),
-        (chunk({}, 7), []),
         (chunk({"content": "x"}, "length"), [TextDelta("x"), Finish("length")]),
         ({"choices": [{"delta": {"content": "x"}}]}, [TextDelta("x")]),
         ({"choices": [{"finish_reason": "stop"}]}, [Finish("stop")]),
-        ({"choices": [{"text": "x", "index": 0, "finish_reason": None}]}, [TextDelta("x")]),
         ({"choices": [{"text": "x", "finish_reason": "stop"}]}, [TextDelta("x"), Finish("stop")]),
-        (
-            {"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]},
-            [TextDelta("x"), Finish("stop")],
-        ),
+        ({"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]}, [TextDelta("x"), Finish("stop")]),
         ({"choices": []}, []),
-        ({"choices": None}, []),
-        ({"choices": {"delta": {}}}, []),
         ({"choices": ["x", None, 5, [], [1]]}, []),
-        ({"choices": [{"index": 1, "delta": {"content": "x"}}]}, []),
         (
             {"choices": [{"index": 1, "delta": {"content": "x"}}, {"index": 0, "delta": {"content": "y"}}]},
             [TextDelta("y")],
         ),
-        ({}, []),
         ({"id": 1, "object": "chat.completion.chunk"}, []),
-        ({"choices": [], "error": None}, []),
-    ],
-)
-def test_text_reasoning_and_finish(value: Any, events: list[StreamEvent]) -> None:
-    assert decode(value) == events
-
-
-@pytest.mark.parametrize(
-    ("value", "events"),
-    [
+        # tool calls
         (chunk({"tool_calls": [TOOL]}), [ToolCallDelta(0, "c1", "add", "{")]),
         (call(index=2, function={"arguments": "1}"}), [ToolCallDelta(2, None, None, "1}")]),
         (call(index=0, function={"id": "c1", "name": "add"}), [ToolCallDelta(0, "c1", "add", None)]),
         (call(index=0, id="", function={"name": "", "arguments": ""}), [ToolCallDelta(0, None, None, "")]),
         (call(function={"name": "f", "arguments": {"é": [1]}}), [ToolCallDelta(0, None, "f", '{"é": [1]}')]),
         (call(index="0", id=5, function=None), [ToolCallDelta(0, None, None, None)]),
-        (call(), [ToolCallDelta(0, None, None, None)]),
         (
             chunk({"tool_calls": [{"function": {"name": "f"}}, "x", {"function": {"name": "g"}}]}),
             [ToolCallDelta(0, None, "f", None), ToolCallDelta(2, None, "g", None)],
         ),
         (chunk({"tool_calls": None, "content": "x"}), [TextDelta("x")]),
-        (chunk({"tool_calls": {"index": 0}}), []),
         (
             {"choices": [{"message": {"content": None, "tool_calls": [TOOL]}, "finish_reason": "tool_calls"}]},
             [ToolCallDelta(0, "c1", "add", "{"), Finish("tool_calls")],
@@ -129,52 +105,23 @@ def test_text_reasoning_and_finish(value: Any, events: list[StreamEvent]) -> Non
             {"choices": [{"delta": {}, "message": {"tool_calls": [TOOL]}, "index": 0}]},
             [ToolCallDelta(0, "c1", "add", "{")],
         ),
-    ],
-)
-def test_tool_calls(value: Any, events: list[StreamEvent]) -> None:
-    assert decode(value) == events
-
-
-@pytest.mark.parametrize(
-    ("value", "events"),
-    [
-        (
-            chunk(
-                {"role": "assistant", "content": None},
-                prompt_progress={"total": 9, "cache": 2, "processed": 5, "time_ms": 7},
-            ),
-            [PromptProgress(processed=5, total=9, cached=2)],
-        ),
+        # progress, usage and timings
+        (chunk({"role": "assistant"}, prompt_progress=PROGRESS), [PromptProgress(processed=5, total=9, cached=2)]),
         ({"prompt_progress": {"total": 9, "processed": 5}}, [PromptProgress(5, 9, 0)]),
         ({"prompt_progress": {"total": None, "processed": 5}}, []),
-        ({"prompt_progress": None}, []),
-        (
-            {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}},
-            [Usage(4, 2, None)],
-        ),
-        (
-            {"usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}},
-            [Usage(4, 0, 3)],
-        ),
+        ({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}, [Usage(4, 2, None)]),
+        ({"usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}}, [Usage(4, 0, 3)]),
         ({"usage": {"prompt_tokens_details": None, "completion_tokens": True}}, [Usage(0, 0, None)]),
         ({"usage": {"prompt_tokens": 1 << 63, "completion_tokens": (1 << 63) - 1}}, [Usage(0, (1 << 63) - 1, None)]),
         ({"usage": None, "timings": None}, []),
         ({"timings": {}}, [NO_TIMINGS]),
         ({"timings": TIMINGS}, [Timings(3, 1, 8, 40.0)]),
-        (
-            {
-                "timings": {
-                    "predicted_n": float("inf"),
-                    "predicted_per_second": float("nan"),
-                    "cache_n": 1.5,
-                }
-            },
-            [NO_TIMINGS],
-        ),
+        ({"timings": {"predicted_n": float("inf"), "cache_n": 1.5}}, [NO_TIMINGS]),
+        ({"timings": {"predicted_per_second": float("nan")}}, [NO_TIMINGS]),
         ({"timings": {"predicted_per_second": 10**400, "prompt_n": -1}}, [NO_TIMINGS]),
     ],
 )
-def test_progress_usage_and_timings(value: Any, events: list[StreamEvent]) -> None:
+def test_a_chunk_becomes_events(value: Any, events: list[StreamEvent]) -> None:
     assert decode(value) == events
 
 
@@ -195,16 +142,11 @@ def test_the_events_of_one_chunk_come_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("value", "event"),
     [
-        (
-            {"error": {"code": 500, "message": "bad", "type": "server_error"}},
-            ServerError("bad", 500, "server_error"),
-        ),
+        ({"error": {"code": 500, "message": "bad", "type": "server"}}, ServerError("bad", 500, "server")),
         ({"code": 400, "message": "bad", "type": "invalid"}, ServerError("bad", 400, "invalid")),
         ({"object": "error", "message": "bad"}, ServerError("bad", None, None)),
         ({"error": "bad"}, ServerError("bad", None, None)),
         ({"error": {"message": "bad", "code": "503", "type": 3}}, ServerError("bad", 503, None)),
-        ({"error": {"message": "bad", "code": "overloaded"}}, ServerError("bad", None, None)),
-        ({"error": {"message": "bad", "code": True}}, ServerError("bad", None, None)),
         ({"error": {"code": 500}}, ServerError('{"code": 500}', 500, None)),
         ({"error": ["bad"]}, ServerError('["bad"]', None, None)),
     ],
@@ -216,18 +158,6 @@ def test_an_error_is_recognised_wrapped_or_not_in_either_field(value: Any, event
 @pytest.mark.parametrize("text", ["out of memory", "{half", "[DONE]", "[" * 100_000])
 def test_an_error_field_that_is_no_json_is_an_error_with_that_text(text: str) -> None:
     assert decode_record(SseRecord(text, True)) == (ServerError(text, None, None),)
-
-
-def test_text_in_the_chunk_of_an_error_is_not_lost() -> None:
-    assert decode(chunk({"content": "x"}, error={"message": "bad"})) == [
-        TextDelta("x"),
-        ServerError("bad", None, None),
-    ]
-
-
-@pytest.mark.parametrize("text", ["[DONE]", " [DONE] "])
-def test_done(text: str) -> None:
-    assert decode_record(SseRecord(text, False)) == (Done(),)
 
 
 @pytest.mark.parametrize(
@@ -251,40 +181,34 @@ JSON = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(["choices", "usage", "timings", "prompt_progress", "error"]), JSON))
-def test_no_object_is_too_odd_to_decode(value: dict[str, Any]) -> None:
+@given(
+    value=st.dictionaries(st.sampled_from(["choices", "usage", "timings", "prompt_progress", "error"]), JSON),
+    delta=JSON,
+    finish=JSON,
+)
+def test_nothing_is_too_odd_to_decode(value: dict[str, Any], delta: Any, finish: Any) -> None:
     decode(value)
-
-
-@given(delta=JSON, finish=JSON)
-def test_no_choice_is_too_odd_to_decode(delta: Any, finish: Any) -> None:
     decode(chunk(delta, finish))
     decode({"choices": [{"message": delta, "text": finish}]})
 
 
-def feed(decoder: StreamDecoder, *values: Any) -> list[StreamEvent]:
-    return decoder.feed("".join(f"data: {json.dumps(value)}\n\n" for value in values).encode())
+def records(*values: Any) -> bytes:
+    return "".join(f"data: {json.dumps(value)}\n\n" for value in values).encode()
 
 
-def final(message: dict[str, Any]) -> dict[str, Any]:
-    return {"choices": [{"message": message, "finish_reason": "stop"}]}
+def final(**message: Any) -> bytes:
+    return records({"choices": [{"message": message, "finish_reason": "stop"}]})
 
 
 def test_a_final_message_adds_only_what_the_deltas_did_not_say() -> None:
-    message = {"reasoning_content": "hm", "content": "xy", "tool_calls": [TOOL, TOOL | {"index": 1}]}
+    call, other_call = ToolCallDelta(0, "c1", "add", "{"), ToolCallDelta(1, "c1", "add", "{")
     decoder = StreamDecoder()
-    assert feed(decoder, chunk({"content": "x"}), chunk({"content": "y"})) == [TextDelta("xy", 2)]
-    assert feed(decoder, final(message)) == [
-        ReasoningDelta("hm"),
-        ToolCallDelta(0, "c1", "add", "{"),
-        ToolCallDelta(1, "c1", "add", "{"),
-        Finish("stop"),
-    ]
+    assert decoder.feed(records(chunk({"content": "x"}), chunk({"content": "y"}))) == [TextDelta("xy", 2)]
+    said = decoder.feed(final(reasoning_content="hm", content="xy", tool_calls=[TOOL, TOOL | {"index": 1}]))
+    assert said == [ReasoningDelta("hm"), call, other_call, Finish("stop")]
     decoder = StreamDecoder()
-    assert feed(decoder, chunk({"tool_calls": [TOOL]}), final({"tool_calls": [TOOL]})) == [
-        ToolCallDelta(0, "c1", "add", "{"),
-        Finish("stop"),
-    ]
+    assert decoder.feed(records(chunk({"tool_calls": [TOOL]}))) == [call]
+    assert decoder.feed(final(tool_calls=[TOOL])) == [Finish("stop")]
 
 
 def test_records_with_data_are_counted_comments_are_not() -> None:
@@ -294,19 +218,14 @@ def test_records_with_data_are_counted_comments_are_not() -> None:
     assert decoder.feed(b'data: {"choices": []}\n\n: ping\n\nerror: e\n\ndata: [DO') == [ServerError("e", None, None)]
     assert decoder.data_records == 2
     assert decoder.partial
-    assert decoder.feed(b"NE]\n\n") == [Done()]
+    assert decoder.feed(b"NE] \n\n") == [Done()]
     assert decoder.data_records == 3
     assert not decoder.partial
 
 
-def test_an_old_builds_error_before_done_is_seen() -> None:
-    body = b'error: {"code": 400, "message": "bad", "type": "x"}\n\ndata: [DONE]\n\n'
-    assert StreamDecoder().feed(body) == [ServerError("bad", 400, "x"), Done()]
-
-
 @pytest.mark.parametrize("bad", [b"data: {half\n\n", b"data: \xff\n\n", b"data: {half\n\ndata: \xff\n\n"])
 def test_what_came_before_a_protocol_error_is_not_lost(bad: bytes) -> None:
-    good = f"data: {json.dumps(chunk({'content': 'x'}))}\n\n".encode()
+    good = records(chunk({"content": "x"}))
     decoder = StreamDecoder()
     assert decoder.feed(good + bad + good) == [TextDelta("x")]
     assert decoder.error is not None
@@ -319,7 +238,7 @@ def test_what_came_before_a_protocol_error_is_not_lost(bad: bytes) -> None:
     ids=["an error", "an error object", "a call"],
 )
 def test_nesting_of_any_depth_ends_in_events_or_a_protocol_error_that_keeps_what_came_before(form: str) -> None:
-    good = f"data: {json.dumps(chunk({'content': 'x'}))}\n\n".encode()
+    good = records(chunk({"content": "x"}))
     for depth in range(700, 1100):  # of Python's limit, 1000, the test's own frames are a part
         record = f"data: {form % ('[' * depth + ']' * depth)}\n\n".encode()
         assert StreamDecoder().feed(good + record)[0] == TextDelta("x")
@@ -333,16 +252,11 @@ def test_bytes_of_any_kind_end_in_events_or_an_error(pieces: list[bytes]) -> Non
 
 
 def test_deltas_in_a_row_are_one_event_and_keep_their_order() -> None:
-    said = [
-        {"content": "a"},
-        {"content": "b"},
-        {"reasoning_content": "c"},
-        {"reasoning_content": "d"},
-        {"content": "e"},
-    ]
-    assert feed(StreamDecoder(), *map(chunk, said)) == [TextDelta("ab", 2), ReasoningDelta("cd", 2), TextDelta("e")]
-    both = {"content": "text", "reasoning_content": "thought"}
-    assert feed(StreamDecoder(), chunk(both)) == [ReasoningDelta("thought"), TextDelta("text")]
+    text, thoughts = [{"content": "a"}, {"content": "b"}], [{"reasoning_content": "c"}, {"reasoning_content": "d"}]
+    said = records(*map(chunk, [*text, *thoughts, {"content": "e"}]))
+    assert StreamDecoder().feed(said) == [TextDelta("ab", 2), ReasoningDelta("cd", 2), TextDelta("e")]
+    both = records(chunk({"content": "text", "reasoning_content": "thought"}))
+    assert StreamDecoder().feed(both) == [ReasoningDelta("thought"), TextDelta("text")]
 
 
 DELTAS = st.dictionaries(

@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llama_worker.profiles import LoopDetector
@@ -52,38 +52,14 @@ def cut(text: str, places: list[int]) -> list[str]:
 def test_well_formed_calls_never_appear_in_the_text(text: str, visible: str, names: list[str]) -> None:
     shown, calls = filtered([text])
     assert shown == visible
-    assert [call.name for call in calls if isinstance(call, RawCall)] == names
-    assert len(calls) == len(names)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"a": "</tool_call>"},
-        {"a": "<tool_call>{}</tool_call>"},
-        {"a": '"}}</tool_call>\\'},
-        {"</tool_call>": {"b": [{"c": "}"}, [], '\\"']}},
-        {"a": 'line\nline\t"é"\u2028'},
-        {"a": [True, False, None, -1.5e-7, 12]},
-    ],
-)
-def test_arguments_may_hold_tags_braces_and_quotes(arguments: dict[str, object]) -> None:
-    written = tagged_call("add", json.dumps(arguments))
-    shown, calls = filtered([f"x{written}y"])
-    assert shown == "xy"
-    (call,) = calls
-    assert isinstance(call, RawCall)
-    assert parse_arguments(call.arguments) == arguments
-    assert call.tagged == written
+    assert [call.name if isinstance(call, RawCall) else call for call in calls] == names
 
 
 MALFORMED = [
-    "<tool_call>{}</tool_call>",
     "<tool_call></tool_call>",
     "<tool_call>add</tool_call>",
     '<tool_call>{"name": "add"}</tool_call>',
     '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
-    '<tool_call>{"name": "add", "arguments": []}</tool_call>',
     '<tool_call>{"name": "add", "arguments": null}</tool_call>',
     '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {}, "id": 1}</tool_call>',
@@ -98,34 +74,21 @@ MALFORMED = [
     '<tool_call>[{"name": "add", "arguments": {}}]</tool_call>',
     '<tool_call>{"name": "add", "arguments": ' + '{"a": ' * 500 + "{}" + "}" * 501 + "</tool_call>",
     '<tool_call>{"name": "add", "arguments": {}}</tool_cal>',
+    '<tool_call>{"name": "add", "arguments": {}}</tool_call',
+    '<tool_call>{"name": "add", "arguments": {}}',
+    "<tool_call>{",
+    "<tool_call>and then I stopped",
 ]
 
 
+@pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("text", MALFORMED, ids=itertools.count())
-def test_a_malformed_call_is_told_and_the_text_left_as_it_was(text: str) -> None:
-    assert filtered([text]) == (text, [MalformedCall(text)])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>",
-        "<tool_call>{",
-        '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>',
-        '<tool_call>{"name": "add", "arguments": {}}',
-        '<tool_call>{"name": "add", "arguments": {}}</tool_call',
-        "<tool_call>and then I stopped",
-    ],
-)
-def test_an_unclosed_call_at_the_end_is_malformed(text: str) -> None:
-    shown, calls = filtered([f"before {text}"])
-    assert shown == f"before {text}"
-    assert calls
-    assert all(isinstance(call, MalformedCall) for call in calls)
+def test_a_malformed_call_stays_text_and_is_told_in_strict_mode(text: str, strict: bool) -> None:
+    assert filtered([text], strict=strict) == (text, [MalformedCall(text)] if strict else [])
 
 
 def test_a_malformed_call_ends_at_its_closing_tag_or_where_the_next_begins() -> None:
-    first, second = "<tool_call>one</tool_call>", "<tool_call>two"
+    first, second = "<tool_call>one</tool_call>", '<tool_call>{"name": "'
     assert filtered([f"a{first}b{second}{ADD}c"]) == (
         f"a{first}b{second}c",
         [MalformedCall(first), MalformedCall(second), *filtered([ADD])[1]],
@@ -133,17 +96,7 @@ def test_a_malformed_call_ends_at_its_closing_tag_or_where_the_next_begins() -> 
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "a < b",
-        "<tool_cal",
-        "<tool_calls>",
-        "<Tool_call>",
-        "</tool_call>",
-        "<",
-        "x<tool_<tool_",
-        "< tool_call>",
-    ],
+    "text", ["a < b", "<tool_cal", "<tool_calls>", "<Tool_call>", "</tool_call>", "<", "x<tool_<tool_", "< tool_call>"]
 )
 def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
     assert filtered([text]) == (text, [])
@@ -153,7 +106,6 @@ def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("piece", "shown"),
     [
-        ("Hello", "Hello"),
         ("a < b", "a < b"),
         ("a <", "a "),
         ("a <tool", "a "),
@@ -175,18 +127,11 @@ def test_a_call_of_the_longest_length_is_taken_and_a_longer_one_is_text() -> Non
             shown, calls = filtered(pieces)
             assert shown == (text if extra else "")
             assert isinstance(calls[0], MalformedCall if extra else RawCall)
+    unclosed = '<tool_call>{"name": "' + "x" * MAX_TAGGED_CALL_CHARS
+    assert TaggedCallFilter(strict=True).feed(unclosed) == unclosed  # held back no longer
 
 
-def test_hold_back_is_bounded() -> None:
-    tool_filter = TaggedCallFilter(strict=True)
-    text = '<tool_call>{"name": "' + "x" * MAX_TAGGED_CALL_CHARS
-    assert tool_filter.feed(text) == text
-
-
-@pytest.mark.parametrize(
-    "unit",
-    ["<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{"a":', '<tool_call>{"":"', "<", '"{', ADD],
-)
+@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', '<tool_call>{"":"', "<", '"{', ADD])
 @pytest.mark.parametrize("piece_chars", [3, 10**9])
 def test_time_is_linear_in_the_text(unit: str, piece_chars: int) -> None:
     text = '<tool_call>{"a": "' + unit * (200_000 // len(unit))
@@ -215,46 +160,30 @@ def test_nothing_but_the_calls_is_lost(text: str) -> None:
     rest = text
     for call in calls:
         if isinstance(call, RawCall):
-            assert call.tagged is not None
-            before, found, rest_after = rest.partition(call.tagged)
-            assert found
-            rest = before + rest_after
-    assert len(shown) == len(text) - sum(len(c.tagged or "") for c in calls if isinstance(c, RawCall))
+            assert call.tagged
+            assert call.tagged in rest
+            rest = rest.replace(call.tagged, "", 1)
     assert sorted(shown) == sorted(rest)
 
 
 @given(st.text(), st.text(), st.dictionaries(st.text(), JSON_VALUES, max_size=3))
+@example("", "", {"a": "</tool_call>"})
+@example("", "", {"a": "<tool_call>{}</tool_call>"})
+@example("", "", {"a": '"}}</tool_call>\\'})
+@example("", "", {"</tool_call>": {"b": [{"c": "}"}, [], '\\"']}})
+@example("", "", {"a": 'line\nline\t"é"\u2028'})
+@example("", "", {"a": [True, False, None, -1.5e-7, 12]})
 def test_every_call_written_in_the_convention_is_found(before: str, after: str, arguments: dict[str, object]) -> None:
-    shown, calls = filtered([before, tagged_call("add", json.dumps(arguments)), after])
+    written = tagged_call("add", json.dumps(arguments))
+    shown, (call,) = filtered([before, written, after])
     assert shown == before + after
-    assert [parse_arguments(c.arguments) for c in calls if isinstance(c, RawCall)] == [arguments]
-
-
-# --- tagged calls in native mode ------------------------------------------------------------------------
-
-
-def test_in_native_mode_a_well_formed_tagged_call_is_taken_the_same_way() -> None:
-    shown, calls = filtered([f"a {ADD} b"], strict=False)
-    assert shown == "a  b"
-    assert calls == [RawCall(None, "add", '{"a": 1}', ADD)]
-
-
-@pytest.mark.parametrize("text", MALFORMED, ids=itertools.count())
-def test_in_native_mode_a_malformed_one_is_just_text(text: str) -> None:
-    assert filtered([text], strict=False) == (text, [])
+    assert isinstance(call, RawCall)
+    assert (parse_arguments(call.arguments), call.tagged) == (arguments, written)
 
 
 def test_in_native_mode_a_malformed_one_stays_text_behind_a_call_that_is_taken() -> None:
-    assert filtered([f"a{ADD}b<tool_call>c"], strict=False) == (
-        "ab<tool_call>c",
-        [RawCall(None, "add", '{"a": 1}', ADD)],
-    )
-
-
-def test_beside_structured_calls_tagged_ones_stay_text_in_their_place() -> None:
-    text = f"a {ADD} b {ISSUE} c <tool_call>"
-    assert filtered([text], strict=False, structured=True) == (text, [])
-    assert filtered(list(text), strict=False, structured=True) == (text, [])
+    taken = RawCall(None, "add", '{"a": 1}', ADD)
+    assert filtered([f"a{ADD}b<tool_call>c"], strict=False) == ("ab<tool_call>c", [taken])
 
 
 @given(st.lists(FRAGMENTS, max_size=8).map("".join), st.lists(st.integers(0, 400)))
@@ -284,13 +213,9 @@ def test_what_is_held_back_is_let_go_once_it_loops() -> None:
     assert [call.name for call in tool_filter.calls if isinstance(call, RawCall)] == ["add"]
 
 
-def test_without_a_detector_it_is_held_back_to_the_end() -> None:
-    assert shown_at_once(ADD + LINE * 100, None) == ""
-
-
 def test_the_rest_of_the_line_that_the_call_stands_in_is_no_line_of_a_loop() -> None:
     unit = ADD + LINE
-    assert shown_at_once("x" + unit * 12) == "x"
+    assert shown_at_once("x" + unit * 12) == shown_at_once("x" + unit * 13, None) == "x"
     assert shown_at_once("x" + unit * 13) == "x" + LINE * 13
 
 

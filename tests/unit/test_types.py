@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
 import pytest
 
 from llama_worker import types
-from llama_worker.runtime.liveness_probes import ProcessProbe
-from llama_worker.types import BiosContext, BiosText, LivenessProbe, RequestState, ToolRunner
+from llama_worker.types import RequestState
 
 
 def words(text: str) -> set[str]:
@@ -71,6 +68,11 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
             "pid last_error last_ready_at next_restart_at n_ctx modalities model",
         ),
         (types.RestartRecord, "at reason detail", ""),
+        (
+            types.WorkerDebugInfo,
+            "recent_logs recent_restarts recent_events server_cmd evidence stuck_tool_threads_count totals",
+            "",
+        ),
     ],
 )
 def test_the_keys_of_an_answer(kind: Any, required: str, optional: str) -> None:
@@ -78,35 +80,5 @@ def test_the_keys_of_an_answer(kind: Any, required: str, optional: str) -> None:
     assert kind.__optional_keys__ == words(optional)
 
 
-def test_the_keys_of_the_debug_info() -> None:
-    told = words("recent_logs recent_restarts recent_events server_cmd evidence")
-    assert told <= types.WorkerDebugInfo.__required_keys__
-
-
-@pytest.mark.parametrize("state", RequestState)
-def test_three_states_are_terminal(state: RequestState) -> None:
-    assert state.is_terminal is (state in {"completed", "failed", "canceled"})
-
-
-def test_the_parts_of_a_bios() -> None:
-    assert BiosText("stable") == BiosText(stable="stable", volatile="")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        BiosText("a").stable = "b"  # type: ignore[misc]
-    context = BiosContext(
-        now=datetime(2026, 10, 1, tzinfo=UTC),
-        timezone_name="UTC",
-        worker_name="w",
-        tool_iters_remaining=8,
-        normal_tools=(),
-        exit_tools=(),
-    )
-    assert (context.bios_version, context.tool_call_mode) == ("bios-v1", "native")
-
-
-def test_protocols_are_told_by_their_methods() -> None:
-    class Runner:
-        def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any: ...
-
-    assert isinstance(Runner(), ToolRunner)
-    assert not isinstance(object(), ToolRunner)
-    assert isinstance(ProcessProbe(), LivenessProbe)
+def test_three_states_are_terminal() -> None:
+    assert {state for state in RequestState if state.is_terminal} == {"completed", "failed", "canceled"}

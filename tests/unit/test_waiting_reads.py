@@ -12,14 +12,7 @@ from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import NotFound, OutputChunk
 
 Future = WorkerFuture[OutputChunk | NotFound]
-CHUNK: OutputChunk = {
-    "ok": True,
-    "text": "",
-    "reasoning": "",
-    "text_offset": 0,
-    "reasoning_offset": 0,
-    "done": False,
-}
+CHUNK = OutputChunk(ok=True, text="", reasoning="", text_offset=0, reasoning_offset=0, done=False)
 
 
 def read(future: Future, text_offset: int = 0, reasoning_offset: int = 0, *, wait: bool = True) -> ReadOutput:
