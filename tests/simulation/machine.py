@@ -89,7 +89,7 @@ class Machine:
         waiting = [stream for each, stream in self.unanswered if each is server]
         self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
         for stream in waiting:
-            stream._posted()
+            stream.posted()
 
     def cut_waiting(self, server: LlamaServer) -> None:
         """The server is gone: so are the connections that it never looked at."""
