@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -82,11 +82,10 @@ class Invariants:
     def __init__(self, scheduler: Scheduler, policy: RestartPolicy, slots: int) -> None:
         self.faults: list[Fault] = []
         self.requests: dict[int, Truth] = {}
-        self.killed_at: dict[int, float] = {}  # by epoch
+        self._killed: set[int] = set()  # launches
         self.found: dict[str, list[float]] = {}  # seconds from the fault to its discovery, by kind
-        self._awaited: dict[
-            int, list[tuple[Fault, float]]
-        ] = {}  # by request: what it is to be ended for, and since when
+        # By request: what it is to be ended for, and since when.
+        self._awaited: dict[int, list[tuple[Fault, float]]] = {}
         self.stop_called_at = -math.inf  # by stop() or close()
         self.blind_s = 0.0  # how long the host could not look, in all
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
@@ -96,7 +95,6 @@ class Invariants:
         self._slots = slots
         self._worker: Any = None
         self._active: tuple[int, ...] = ()
-        self._admitted: set[int] = set()
         self._state = WorkerState.STOPPED
         self._replaced: set[int] = set()  # launches that ended as planned, or for the nonsense that they said
         self._ready_at = 0.0
@@ -326,11 +324,9 @@ class Invariants:
 
     def server_killed(self, epoch: int, launched_at: float) -> None:
         """The worker ends a launch."""
-        if epoch in self.killed_at:
+        if epoch in self._killed | self._replaced:
             return
-        self.killed_at[epoch] = self._scheduler.now
-        if epoch in self._replaced:
-            return
+        self._killed.add(epoch)
         if self.stop_called_at < launched_at - QUICK_S and self.excuse(epoch, None) is None:
             raise Violation(3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}")
 
@@ -357,13 +353,13 @@ class Invariants:
             if number == 4:
                 left += self.blind_s - blind_s
             if left > 1e-6:
-                scheduler.at(scheduler.now + left, check, "a bound is due", of_host=False)
+                scheduler.after(left, check, "a bound is due", of_host=False)
             elif otherwise is not None:
                 otherwise()
             else:
                 raise Violation(number, f"not within {bound_s:.1f} s: {what}")
 
-        scheduler.at(scheduler.now + bound_s, check, "a bound is due", of_host=False)
+        scheduler.after(bound_s, check, "a bound is due", of_host=False)
 
     def expect_found(self, fault: Fault, bound_s: float | None, truth: Truth) -> None:
         """The request must have ended within the bound, for whatever reason; None: it is only noted when."""
@@ -410,7 +406,7 @@ class Invariants:
         if isinstance(self.lifecycle.state, Launching) and self.lifecycle.state.first:
             self._restarted_at.clear()
 
-    def stopped(self, processes: list[Any]) -> None:
+    def stopped(self, processes: Sequence[Any]) -> None:
         """A `stop()` has resolved with success."""
         for process in processes:
             if process.server is not None and not process.server.gone:

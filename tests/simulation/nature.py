@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 from llama_worker.messages import Tick
@@ -47,7 +49,7 @@ class Nature:
         mean_s: float,
     ) -> None:
         self.is_calm = False
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self._scheduler = scheduler
         self._dice = dice
         self._machine = machine
@@ -91,11 +93,11 @@ class Nature:
             return None
         return self._dice.weighted(self._reply_kinds).name
 
-    def _later(self, seconds: float, call: object, what: str) -> None:
-        self._scheduler.at(self._scheduler.now + seconds, call, what, of_host=False)  # type: ignore[arg-type]
+    def _later(self, seconds: float, call: Callable[[], object], what: str) -> None:
+        self._scheduler.after(seconds, call, what, of_host=False)
 
     def _fault(self, name: str, *, epoch: int | None = None, request_id: int | None = None) -> Fault:
-        self.counts[name] = self.counts.get(name, 0) + 1
+        self.counts[name] += 1
         return self._invariants.fault(KINDS[name], epoch=epoch, request_id=request_id)
 
     def _strike(self) -> None:
