@@ -316,7 +316,7 @@ class Scheduler:
         self.actors.remove(simulated)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SeededChoices:
     """Choices drawn from a generator, with the rates of one run."""
 

@@ -42,11 +42,6 @@ class _Tools:
         raise NotImplementedError
 
 
-def slow_bios(context: object) -> str:
-    """Never called, likewise; not the default, so that the thread for it is simulated."""
-    raise NotImplementedError
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a run is about."""
@@ -127,7 +122,7 @@ class World:
             restart=self.policy,
             normal_tools=(TOOL,),
             tool_runner=_Tools(),
-            bios_provider=slow_bios,
+            bios_provider=lambda context: "",  # never called; not the default, so that its thread is simulated
             result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
         )
         self.runtime = SimRuntime(self.config, self.scheduler, self.machine, dice.fork())
@@ -141,7 +136,7 @@ class World:
             self.machine,
             self.invariants,
             self.profile,
-            dict(setting.kinds) or {name: kind.weight for name, kind in KINDS.items()},
+            setting.kinds or {name: kind.weight for name, kind in KINDS.items()},
             HOUR_S / setting.faults_per_hour if setting.faults_per_hour else 0.0,
         )
         self.host = Host(self.worker, self.config, self.scheduler, self.invariants, dice.fork(), self.machine.launched)
@@ -214,10 +209,10 @@ class World:
             host.run(host.client(every_s=clients * HOUR_S / setting.requests_per_hour))
         host.run(host.meddler(every_s=300.0 if hectic else 4 * HOUR_S))
         self.nature.begin()
-        self._until(self.scheduler.now + setting.hours * HOUR_S)
+        self._pass(setting.hours * HOUR_S)
 
-    def _until(self, end: float) -> None:
-        self.scheduler.run_until(lambda: False, end)
+    def _pass(self, seconds: float) -> None:
+        self.scheduler.run_until(lambda: False, self.scheduler.now + seconds)
 
     def come_to_rest(self) -> None:
         """Invariant 8: once nothing new goes wrong, the worker comes to rest, and a fresh request completes."""
@@ -232,7 +227,7 @@ class World:
             lambda: self.invariants.state in rest and not self.invariants.active, self.scheduler.now + rest_s
         ):
             raise Violation(8, f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after the faults")
-        self._until(self.scheduler.now + 10.0)
+        self._pass(10.0)
         if not all(future.done() for future in self.host.asked):
             raise Violation(8, "an ask() has not resolved, and nothing is in flight")
         for _ in range(4):  # what a fault left behind (a frozen server, say) may have to be found first
@@ -243,7 +238,7 @@ class World:
                 raise Violation(8, f"a fresh request has no answer {bound_s:.0f} s after the faults")
             if done[0] == "completed":
                 return
-            self._until(self.scheduler.now + 300.0)
+            self._pass(300.0)
         raise Violation(8, f"fresh requests do not complete after the faults: {done[0]}")
 
     def _fresh_request(self, done: list[str]) -> Plan:
@@ -284,7 +279,7 @@ class World:
     def _worker_dies(self) -> None:
         """In the middle of a request; every future is answered, every later call raises WorkerClosed."""
         submitted = self.host.quick(self.worker.submit("last", "", "hello"), "submit()")
-        self._until(self.scheduler.now + self._dice.log_between(0.001, 30.0))
+        self._pass(self._dice.log_between(0.001, 30.0))
         self.scheduler.run_until(submitted.done, self.scheduler.now + QUICK_S)  # an answer may take longer than that
         answer = submitted.get(timeout=0)
         open_futures: list[WorkerFuture[Any]] = [self.worker.start()]
@@ -296,7 +291,7 @@ class World:
         self.actor.actor_ref.tell(Tick())
         self.scheduler.run_until(lambda: not self.scheduler.actors, self.scheduler.now + self.host.stop_bound_s)
         # Readers are threads of their own, and whether a kill had its effect is looked at behind the actor's end, too.
-        self._until(self.scheduler.now + self.profile.kill_timeout_s + QUICK_S)
+        self._pass(self.profile.kill_timeout_s + QUICK_S)
         if not all(future.done() for future in open_futures):
             raise Violation(5, "the worker's actor died, and a future has no answer")
         try:
