@@ -14,7 +14,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -40,7 +39,7 @@ from llama_worker.messages import Submit
 from llama_worker.request.state import Request
 from llama_worker.request.table import RequestRecord
 from llama_worker.runtime.futures import WorkerFuture
-from llama_worker.types import RequestFailReason, RequestResult, RequestState, StartFailReason, WorkerState
+from llama_worker.types import RequestFailReason, RequestState, StartFailReason, WorkerState
 from tests import fake_script as fs
 from tests.chaos.replies import EXIT_TOOL, TOOLS, Plan, random_plan, tool_def
 from tests.conftest import Leftovers
@@ -113,10 +112,9 @@ class Tracked:
     reasoning: str = ""
     cancel_called: bool = False
     ending: tuple[Any, ...] | None = None
-    result: RequestResult | None = None
     ended_by: float | None = None  # known to have ended at this instant
-    may_be_taken: bool = False
-    surely_taken: bool = False
+    held: list[WorkerFuture[Any]] = field(default_factory=list)  # of `result()`, until they are drained
+    taken: bool = False
 
 
 class _Tools:
@@ -278,7 +276,6 @@ class Episode:
         ]
         self._lock = threading.Lock()
         self._tracked: dict[int, Tracked] = {}
-        self._held: list[tuple[Tracked, WorkerFuture[Any]]] = []
         self._recent: deque[str] = deque(maxlen=80)
         self._closing = threading.Event()
         self._violation: Violation | None = None
@@ -388,7 +385,7 @@ class Episode:
         self._tools.released.set()
         if self._violation is not None:
             raise self._violation
-        self._held.clear()
+        self._tracked.clear()
         self._worker = None
 
     def recent(self) -> list[str]:
@@ -451,8 +448,6 @@ class Episode:
                 self._stop()
             case "kill server" | "stop server" | "continue server" | "kill guard" | "stop guard":
                 self._signal(action.name)
-            case "stranger on the port":
-                self._occupy_port(action.seconds)
             case "poison":
                 self._poison(action.where)
             case _:
@@ -473,11 +468,10 @@ class Episode:
             case "read":
                 self._read(tracked)
             case "result":
-                self._result(tracked, action.seconds)
-            case "hold result":
-                with self._lock:
-                    self._held.append((tracked, self.worker.result(tracked.request_id)))
-                    tracked.may_be_taken = True
+                future, ended = self.worker.result(tracked.request_id), threading.Event()
+                tracked.held.append(future)
+                future.add_done_callback(lambda _: ended.set())
+                ended.wait(action.seconds)
             case _:
                 raise ValueError(action.name)
 
@@ -513,19 +507,15 @@ class Episode:
         if canceled and ended:
             raise Violation(f"cancel of request {tracked.request_id}, which had ended, was True")
         status = self._status(tracked)
-        if status is not None and not RequestState(status["state"]).is_terminal:
+        if not RequestState(status["state"]).is_terminal:
             raise Violation(f"request {tracked.request_id} runs on after cancel() said {canceled}: {status}")
-        if status is not None and canceled and status["state"] is not RequestState.CANCELED:
+        if canceled and status["state"] is not RequestState.CANCELED:
             raise Violation(f"cancel() was True, and request {tracked.request_id} is {status}")
 
-    def _status(self, tracked: Tracked) -> dict[str, Any] | None:
-        """The status; None where it is not there any more."""
-        gone = tracked.surely_taken
+    def _status(self, tracked: Tracked) -> dict[str, Any]:
         ended = tracked.ending is not None
         shown = len(tracked.text)
-        status: Any = self._take(self.worker.get_status(tracked.request_id), "get_status")
-        if not self._is_there(status, tracked, gone):
-            return None
+        status = self._there(self._take(self.worker.get_status(tracked.request_id), "get_status"), tracked)
         if status["output_chars"] < shown:
             raise Violation(f"request {tracked.request_id} showed {shown} characters, and now {status}")
         if RequestState(status["state"]).is_terminal:
@@ -534,33 +524,15 @@ class Episode:
             raise Violation(f"request {tracked.request_id} had ended as {tracked.ending}, and now {status}")
         elif time.monotonic() - tracked.admitted_at > REQUEST_S:
             raise Violation(f"request {tracked.request_id} ({tracked.plan.kind}) is still {status}")
-        return dict(status)
+        return status
 
     def _read(self, tracked: Tracked) -> None:
-        gone = tracked.surely_taken
         text, reasoning = tracked.text, tracked.reasoning
         future = self.worker.read_output(tracked.request_id, text_offset=len(text), reasoning_offset=len(reasoning))
-        chunk: Any = self._take(future, "read_output")
-        if self._is_there(chunk, tracked, gone):
-            self._saw(tracked, text + chunk["text"], reasoning + chunk["reasoning"], at_least=(text, reasoning))
-            if chunk["text_offset"] != len(text + chunk["text"]):
-                raise Violation(f"text_offset of request {tracked.request_id}: {chunk}")
-
-    def _result(self, tracked: Tracked, seconds: float) -> None:
-        gone = tracked.surely_taken
-        tracked.may_be_taken = True
-        try:
-            result: Any = self.worker.result(tracked.request_id).get(timeout=seconds)
-        except pykka.Timeout:
-            return
-        self._took(tracked, result, gone)
-
-    def _took(self, tracked: Tracked, result: Any, gone: bool, at_least: tuple[str, str] | None = None) -> None:
-        if self._is_there(result, tracked, gone):
-            tracked.surely_taken = True
-            at_least = at_least or (tracked.text, tracked.reasoning)
-            self._saw(tracked, result["text"], result["reasoning"], at_least=at_least)
-            self._ended(tracked, result)
+        chunk = self._there(self._take(future, "read_output"), tracked)
+        self._saw(tracked, text + chunk["text"], reasoning + chunk["reasoning"], at_least=(text, reasoning))
+        if chunk["text_offset"] != len(text + chunk["text"]):
+            raise Violation(f"text_offset of request {tracked.request_id}: {chunk}")
 
     def _start(self) -> None:
         try:
@@ -598,17 +570,6 @@ class Episode:
         except psutil.Error:
             return
 
-    def _occupy_port(self, seconds: float) -> None:
-        with socket.socket() as stranger:
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                stranger.bind((HOST, self._port))
-                stranger.listen()
-            except OSError:
-                return
-            self._note("a stranger listens")
-            threading.Event().wait(seconds)
-
     def _poison(self, where: float) -> None:
         kind = _INNER_ACTORS[int(where * len(_INNER_ACTORS))]
         refs = pykka.ActorRegistry.get_by_class(kind)
@@ -636,17 +597,11 @@ class Episode:
                 late = f"after {time.monotonic() - asked_at:.1f} s"
             raise Violation(f"{what} unanswered within {bound_s} s (answered: {late})") from None
 
-    def _is_there(self, answer: Any, tracked: Tracked, gone: bool) -> bool:
-        """False for a legitimate NOT_FOUND."""
-        if answer["ok"]:
-            if gone:
-                raise Violation(f"request {tracked.request_id} was taken, and now: {answer}")
-            if answer.get("request_id", tracked.request_id) != tracked.request_id:
-                raise Violation(f"asked for request {tracked.request_id}: {answer}")
-            return True
-        if answer["error"] != "NOT_FOUND" or not tracked.may_be_taken:
-            raise Violation(f"request {tracked.request_id}, which nobody took: {answer}")
-        return False
+    def _there(self, answer: Any, tracked: Tracked) -> dict[str, Any]:
+        """What is said of a request whose result nobody has taken."""
+        if not answer["ok"] or answer.get("request_id", tracked.request_id) != tracked.request_id:
+            raise Violation(f"asked for request {tracked.request_id}, which nobody took: {answer}")
+        return dict(answer)
 
     def _saw(self, tracked: Tracked, text: str, reasoning: str, at_least: tuple[str, str]) -> None:
         """Output only grows, and is what the server was told to send."""
@@ -670,10 +625,8 @@ class Episode:
             first = tracked.ending is None
             tracked.ending = tracked.ending or ending
             tracked.ended_by = tracked.ended_by or time.monotonic()
-            if "text" in seen and tracked.result is None:
-                tracked.result = seen
-                if len(tracked.text) > len(seen["text"]):
-                    raise Violation(f"request {tracked.request_id} ended with less text than it had shown")
+        if "text" in seen:
+            self._check_whole(tracked, seen)
         if tracked.ending != ending:
             raise Violation(f"request {tracked.request_id} ended as {tracked.ending} and as {ending}")
         if first:
@@ -695,6 +648,17 @@ class Episode:
         if not allowed:
             raise Violation(f"request {tracked.request_id} ({plan.kind}) ended as {state}, {reason}: {detail}")
 
+    def _check_whole(self, tracked: Tracked, result: Any) -> None:
+        """It has all that was shown before, and, where it ended by itself, all that was sent."""
+        plan, said = tracked.plan, (result["text"], result["reasoning"])
+        if len(tracked.text) > len(result["text"]):
+            raise Violation(f"request {tracked.request_id} ended with less text than it had shown")
+        by_itself = result["state"] is RequestState.COMPLETED or result.get("fail_reason") in plan.reasons - _WEATHER
+        if by_itself and plan.sent_whole and said != (plan.text, plan.reasoning):
+            raise Violation(f"request {tracked.request_id} ({plan.kind}) lost output: {said}, and {plan} was sent")
+        if plan.kind == "exit call" and result["state"] is RequestState.COMPLETED and len(result["signals"]) != 1:
+            raise Violation(f"request {tracked.request_id} has the signals {result['signals']}")
+
     def _check_worker(self) -> None:
         """Slots are held by the running requests and by nobody else; connections by nobody who has ended."""
         with self._lock:
@@ -709,12 +673,6 @@ class Episode:
         for tracked in known:
             if tracked.request_id in active and time.monotonic() - tracked.admitted_at > REQUEST_S:
                 raise Violation(f"request {tracked.request_id} ({tracked.plan.kind}) still runs: {status}")
-        # Whoever is seen running afterwards was running at that instant, too.
-        for tracked in known[-3:]:
-            if tracked.request_id not in active and tracked.ending is None:
-                state = self._status(tracked)
-                if state is not None and not RequestState(state["state"]).is_terminal:
-                    raise Violation(f"request {tracked.request_id} runs without a slot: {status}, {state}")
         now = time.monotonic()
         late = [t for t in known if t.ended_by is not None and now - t.ended_by > CLOSED_CONNECTION_S]
         if open_still := _connections_of(late):
@@ -748,21 +706,24 @@ class Episode:
         self._drain(ANSWER_S)
 
     def _drain(self, bound_s: float) -> None:
-        """Take what is left, also by the futures that were held back."""
-        with self._lock:
-            held, self._held = self._held, []
+        """Take every result: the request has ended, whoever waited hears of it, and then it is gone."""
         end_at = time.monotonic() + bound_s
-        for tracked, future in held:
-            self._took(tracked, self._take(future, "result", max(0.1, end_at - time.monotonic())), False, ("", ""))
-        for tracked in list(self._tracked.values()):
-            gone = tracked.surely_taken
-            left_s = max(0.1, end_at - time.monotonic())
-            answer: Any = self._take(self.worker.result(tracked.request_id), "result", left_s)
-            self._took(tracked, answer, gone)
-            if tracked.surely_taken:
-                told: Any = self._take(self.worker.get_result(tracked.request_id), "get_result")
-                if told != {"ok": False, "error": "NOT_FOUND"}:
-                    raise Violation(f"request {tracked.request_id} was taken, and get_result says {told}")
+        for tracked in self._tracked.values():
+            waiting = [] if tracked.taken else [*tracked.held, self.worker.result(tracked.request_id)]
+            answers = [self._take(future, "result", max(0.1, end_at - time.monotonic())) for future in waiting]
+            tracked.taken, tracked.held = True, []
+            results = [answer for answer in answers if answer["ok"]]
+            if waiting and not results:
+                raise Violation(f"nobody got the result of request {tracked.request_id}: {answers}")
+            for result in results:
+                self._took(tracked, result)
+            gone: Any = self._take(self.worker.get_result(tracked.request_id), "get_result")
+            if gone != {"ok": False, "error": "NOT_FOUND"}:
+                raise Violation(f"request {tracked.request_id} was taken, and get_result says {gone}")
+
+    def _took(self, tracked: Tracked, result: Any) -> None:
+        self._saw(tracked, result["text"], result["reasoning"], at_least=(tracked.text, tracked.reasoning))
+        self._ended(tracked, result)
 
     def _abandon(self) -> None:
         """The worker's own actor dies, or the handle is forgotten, with a server running and requests in flight."""
@@ -795,15 +756,12 @@ class Episode:
 
     def _check_closed(self) -> None:
         """Nobody waits for ever, and every call says so."""
-        with self._lock:
-            held, self._held = self._held, []
-        for tracked, future in held:
-            try:
-                result = self._take(future, "result")
-            except WorkerClosed:
-                continue
-            if result["ok"]:
-                self._took(tracked, result, False, ("", ""))
+        for tracked in self._tracked.values():
+            for future in tracked.held:
+                with contextlib.suppress(WorkerClosed):
+                    result: Any = self._take(future, "result")
+                    if result["ok"]:
+                        self._took(tracked, result)
         for call in (self.worker.start, self.worker.stop, self.worker.get_worker_status):
             try:
                 call()
@@ -812,33 +770,14 @@ class Episode:
             raise Violation(f"{call.__name__} works after close()")
 
     def check_journal(self) -> None:
-        """What the servers wrote down: nothing was received that was not sent, nothing lost before a regular end."""
-        for fact in (*self._journal.facts("launched"), *self._journal.facts("child")):
-            with contextlib.suppress(psutil.Error):
+        """What the servers wrote down: none of them has a process left, and none met a mistake of the campaign's."""
+        for fact in self._journal.facts():
+            if fact["fact"] == "script_error":
+                raise Violation(f"the campaign's own mistake: {fact}")
+            with contextlib.suppress(psutil.Error, KeyError):
                 if str(self._journal.path) in psutil.Process(fact["pid"]).cmdline():
                     raise Violation(f"a process of the server's tree is left: {fact}")
-        sent = _replies_seen(self._journal)
         self._journal.path.unlink(missing_ok=True)
-        for tracked in self._tracked.values():
-            key, result = tracked.plan.key, tracked.result
-            if result is None:
-                continue
-            replies = sent.get(key, [])
-            said = result["text"] + result["reasoning"]
-            if said and not replies:
-                raise Violation(f"request {tracked.request_id} has text, and no server was asked: {result}")
-            reason = result.get("fail_reason")
-            by_itself = result["state"] is RequestState.COMPLETED or reason in tracked.plan.reasons - _WEATHER
-            if reason is RequestFailReason.STREAM_DISCONNECTED and replies:
-                by_itself = replies[-1] == ("complete" if tracked.plan.kind == "no ending" else "fin")
-            plan = tracked.plan
-            if by_itself and plan.sent_whole and said != plan.text + plan.reasoning:
-                raise Violation(
-                    f"request {tracked.request_id} ({plan.kind}, {result['state']}, {reason}) lost output:"
-                    f" {len(said)} of {len(plan.text + plan.reasoning)} characters; replies {replies}"
-                )
-            if plan.kind == "exit call" and result["state"] is RequestState.COMPLETED and len(result["signals"]) != 1:
-                raise Violation(f"request {tracked.request_id} has the signals {result['signals']}")
 
     def _note(self, line: str) -> None:
         self._recent.append(f"{time.monotonic():.3f} {threading.current_thread().name}: {line}")
@@ -849,8 +788,7 @@ _DAILY = {
     "pause": 14.0,
     "status": 8.0,
     "read": 14.0,
-    "result": 12.0,
-    "hold result": 2.0,
+    "result": 14.0,
     "cancel": 6.0,
     "start": 1.0,
 }
@@ -861,7 +799,6 @@ _STORM = {
     "continue server": 1.5,
     "kill guard": 0.3,
     "stop guard": 0.2,
-    "stranger on the port": 0.6,
     "poison": 0.7,
 }
 
@@ -880,24 +817,6 @@ def _connections_of(requests: Sequence[Tracked]) -> list[str]:
     """The names of the threads that read their streams."""
     prefixes = {f"llama_worker-chaos-stream-{tracked.request_id}" for tracked in requests}
     return [thread.name for thread in threading.enumerate() if thread.name.rpartition(".")[0] in prefixes]
-
-
-def _replies_seen(journal: fs.Journal) -> dict[str, list[str]]:
-    """How each request's replies ended, in order; one without an end was cut off by the server's death."""
-    found: dict[str, list[str]] = {}
-    keys: dict[int, str] = {}  # of this launch
-    for fact in journal.facts():
-        match fact["fact"]:
-            case "launched":
-                keys = {}
-            case "script_error":
-                raise Violation(f"the campaign's own mistake: {fact}")
-            case "note" if fact["n"] not in keys:
-                keys[fact["n"]] = fact["name"]
-                found.setdefault(fact["name"], []).append("cut off")
-            case "reply_ended" if fact["n"] in keys:
-                found[keys[fact["n"]]][-1] = fact["how"]
-    return found
 
 
 def _check_no_process(after: str) -> None:

@@ -45,7 +45,6 @@ from tests.scenarios.scenario import (
     Pause,
     Scenario,
     Signal,
-    Stop,
     Submit,
     Truth,
     found,
@@ -470,22 +469,6 @@ _death = (
         launches=(_crash, Script(exits=[Exit(1, "before_bind")]), Script(exits=[Exit(1, "after_bind")]), Script()),
         restarts=3,
         restart_reason="exited",
-    ),
-    Scenario(
-        name="dies during stop",
-        truth=DEAD,
-        asks=(
-            Ask(
-                name="a",
-                reply=[Tokens(2), WaitClose()],
-                fails=RequestFailReason.WORKER_STOPPED,
-                text=toks(2),
-            ),
-        ),
-        launches=(Script(ignore_term=True),),
-        moves=(Submit("a"), Heard("a", 10), Stop(within_s=5.0, then=Signal("SIGKILL"))),
-        timeouts={"stop_grace_s": 30.0},
-        ends=WorkerState.STOPPED,
     ),
 )
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +39,6 @@ from tests.scenarios.scenario import (
     Pause,
     Scenario,
     Signal,
-    Stop,
     Submit,
     Truth,
 )
@@ -236,8 +235,6 @@ class _Run:
             case AwaitState(state=state):
                 status = self.worker.get_worker_status
                 eventually(lambda: status().get()["state"] is state, f"worker {state}", PATIENCE_S)
-            case Stop():
-                self.stop(move)
 
     def submit(self, name: str) -> None:
         ask = next(ask for ask in self.scenario.asks if ask.name == name)
@@ -253,17 +250,6 @@ class _Run:
         self.marks[name] = time.time()
         with contextlib.suppress(ProcessLookupError):
             os.kill(launched["pid"], signal.Signals[name])
-
-    def stop(self, move: Stop) -> None:
-        stopped = self.worker.stop()
-        if move.then is not None:
-            self.journal.wait("signal", timeout=PATIENCE_S, signal="SIGTERM")
-            self.move(move.then)
-        began_at = time.monotonic()
-        stopped.get(timeout=PATIENCE_S)
-        took_s = time.monotonic() - began_at
-        if took_s > move.within_s:
-            self.report.wrong.append(f"stop() took {took_s:.1f} s, due: {move.within_s} s")
 
     def await_output(self, name: str, chars: int) -> None:
         (request_id,) = [submitted.request_id for submitted in self.submitted if submitted.ask.name == name]
@@ -317,24 +303,14 @@ class _Run:
         status = self.worker.get_worker_status().get()
         debug = self.worker.get_debug_info().get()
         self.report.given_up |= status["restart_count"] > 0
-        self.report.given_up |= any(s.ask.fails is RequestFailReason.WORKER_STOPPED for s in self.submitted)
         self.expect("restarts", status["restart_count"], scenario.restarts)
         self.expect("slots used", status["slots_used"], 0)
         reason = debug["recent_restarts"][-1]["reason"] if debug["recent_restarts"] else ""
         self.expect("reason of the restart", reason, scenario.restart_reason)
-        self.check_backoff(debug["recent_events"])
         if scenario.restarts and reason not in _OWN_REASONS:
             self.check_evidence()
         if scenario.ends is WorkerState.READY:
             self.check_serves()
-
-    def check_backoff(self, events: Iterable[Mapping[str, Any]]) -> None:
-        resume_at = 0.0
-        for event in events:
-            if event["event"] == "restart":
-                resume_at = event["at"] + event["delay_s"]
-            elif event["event"] == "launched" and event["at"] < resume_at - 0.05:
-                self.report.wrong.append(f"launched {resume_at - event['at']:.2f} s before the backoff was over")
 
     def check_evidence(self) -> None:
         """Phases of the requests, CPU rate, thread states, the last log lines."""

@@ -106,15 +106,7 @@ class AwaitState:
     state: WorkerState
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """`stop()`; `then` is done while it is under way. It must have resolved `within_s` after that."""
-
-    within_s: float
-    then: Signal | None = None
-
-
-Move = Submit | Await | Heard | Pause | Signal | End | AwaitState | Stop
+Move = Submit | Await | Heard | Pause | Signal | End | AwaitState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
