@@ -93,9 +93,9 @@ class Invariants:
         self._scheduler = scheduler
         self._policy = policy
         self._slots = slots
-        self._worker: Any = None
+        self.worker: Any = None  # the WorkerActor to look into
         self._active: tuple[int, ...] = ()
-        self._state = WorkerState.STOPPED
+        self.state = WorkerState.STOPPED  # the worker's
         self._replaced: set[int] = set()  # launches that ended as planned, or for the nonsense that they said
         self._ready_at = 0.0
         self._restarted_at: list[float] = []
@@ -105,25 +105,16 @@ class Invariants:
         scheduler.after_message = self.after_message
         scheduler.on_told = self.on_told
 
-    def watch(self, worker: Any) -> None:
-        """The WorkerActor to look into."""
-        self._worker = worker
-
-    @property
-    def state(self) -> WorkerState:
-        """The worker's."""
-        return self._state
-
     @property
     def lifecycle(self) -> Lifecycle:
         """The worker's."""
-        life: Lifecycle = self._worker._server.lifecycle
+        life: Lifecycle = self.worker._server.lifecycle
         return life
 
     @property
     def active(self) -> tuple[int, ...]:
         """Ids of the requests that hold a slot."""
-        return tuple(admitted.request_id for admitted in self._worker._table.active)
+        return tuple(admitted.request_id for admitted in self.worker._table.active)
 
     # ------------------------------------------------------------ every step
 
@@ -134,7 +125,7 @@ class Invariants:
             if truth is not None:
                 truth.text += [event.text for event in message.events if type(event) is TextDelta]
                 truth.reasoning += [event.text for event in message.events if type(event) is ReasoningDelta]
-        elif actor.actor is self._worker:
+        elif actor.actor is self.worker:
             epoch = getattr(message, "epoch", None)
             if epoch is not None and epoch < self.lifecycle.epoch:
                 self._stale_before = self.lifecycle
@@ -148,7 +139,7 @@ class Invariants:
 
     def after_message(self, actor: SimulatedActor, message: Any) -> None:
         """An actor has handled a message."""
-        if actor.actor is not self._worker:
+        if actor.actor is not self.worker:
             return
         if self._stale_before is not None:
             if self._stale_before != self.lifecycle:
@@ -158,7 +149,7 @@ class Invariants:
         if active != self._active:
             self._check_table(active)
         life = self.lifecycle
-        if life.public_state is not self._state:
+        if life.public_state is not self.state:
             self._check_arrow(life.public_state)
         if life.budget.restart_count != self._restart_count:
             self._check_budget(life)
@@ -178,19 +169,19 @@ class Invariants:
         self._active = active
 
     def _check_arrow(self, state: WorkerState) -> None:
-        if (self._state, state) not in ARROWS:
-            raise Violation(7, f"the worker went from {self._state} to {state}")
+        if (self.state, state) not in ARROWS:
+            raise Violation(7, f"the worker went from {self.state} to {state}")
         if state is WorkerState.READY and self._active:
             raise Violation(7, f"READY with requests {self._active} of the life before")
         if state is WorkerState.READY:
             self._ready_at = self._scheduler.now
-        self._state = state
+        self.state = state
 
     def _check_budget(self, life: Lifecycle) -> None:
         now = self._scheduler.now
         self._restart_count = life.budget.restart_count
         self.restarts_count += 1
-        restart = self._worker._journal._restarts[-1]
+        restart = self.worker._journal._restarts[-1]
         if restart["reason"] == "recycled":
             self._check_recycled(life.epoch, restart["detail"])
             return  # no matter for the lockout
@@ -219,7 +210,7 @@ class Invariants:
     # ------------------------------------------------------------ requests
 
     def _ended(self, truth: Truth) -> None:
-        record = self._worker._table.record(truth.request_id)
+        record = self.worker._table.record(truth.request_id)
         if record is None:
             raise Violation(1, f"request {truth.request_id} lost its slot without a record")
         truth.record, truth.ended_at = record, self._scheduler.now

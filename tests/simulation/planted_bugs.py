@@ -218,7 +218,7 @@ _in_tools = _without_deadline(lambda request: isinstance(request._waiting, _InTo
 _in_backoff = _without_deadline(lambda life: isinstance(life.state, BackingOff))
 BUGS: tuple[Bug, ...] = (
     Bug("a slot is not freed", _TABLE + ".end", _slot_is_lost),
-    Bug("a slot is given twice", _TABLE + ".admit", _ends_twice),
+    Bug("a slot is given twice", _TABLE + ".admit", _ends_twice, "crash"),
     Bug("a record is not kept", _TABLE + ".end", _record_is_lost),
     Bug("a cancel is dropped", _REQUEST + ".step", ignores(CancelRequest)),
     Bug("the end of a stream is dropped", _REQUEST + ".step", ignores(StreamClosed)),
@@ -234,11 +234,11 @@ BUGS: tuple[Bug, ...] = (
         "crash in the answer",
     ),
     Bug("tools have no deadline", _REQUEST + ".deadline", _in_tools, "tool never returns"),
-    Bug("evidence of work is ignored", "server.watch:verdict", with_arguments(liveness_at=None)),
+    Bug("evidence of work is ignored", "server.watch:verdict", with_arguments(liveness_at=None), NOTHING),
     Bug("limits count from the turn's start", "server.timeouts:newest", returns_first, NOTHING),
     Bug("no verdict is ever given", _WATCH + "._give_up", returns(None)),
     Bug("gaps are not noticed", _WATCH + "._notice_gap", returns(None), "host and server stalled"),
-    Bug("whatever comes is progress", "stream.advance:Advance.by", returns(True), "empty frames"),
+    Bug("whatever comes is progress", "stream.advance:Advance.by", returns(True), "frozen progress"),
     Bug("failed health probes do not add up", "server.health:HealthCounter.probed", _forgets, "HTTP thread dead"),
     Bug("a load is never overdue", "server.startup:StartupWatch.overdue", returns(None), "load hangs"),
     Bug("SIGKILL is never sent", "actors.process:step", _without_kill, "SIGTERM ignored"),

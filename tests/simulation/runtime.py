@@ -339,8 +339,9 @@ class SimStream:
         dice = self._runtime.dice
         if self._status is not None and not self._opened and not self._aborted:
             if self._status != 200:
-                detail = self._machine.error_body(self.turn_id, self._status)
-                failure = StreamFailure(reason=RequestFailReason.HTTP_ERROR, detail=detail, http_status=self._status)
+                failure = StreamFailure(
+                    reason=RequestFailReason.HTTP_ERROR, detail=f"HTTP {self._status}", http_status=self._status
+                )
                 self._finish(failure)
                 return
             self._opened = True
@@ -457,7 +458,7 @@ class SimSlotsRequest(_Question):
 
     def _ask(self) -> None:
         server = self._machine.listening()
-        if server is None or not server.shows_slots or not server.loaded:
+        if server is None or not server.build.shows_slots or not server.loaded:
             self._tell(None)
         elif not server.answers:
             self._wait(self._limit_s, "TimeoutError")

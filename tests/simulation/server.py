@@ -294,11 +294,6 @@ class LlamaServer:
     # ------------------------------------------------------------ HTTP
 
     @property
-    def shows_slots(self) -> bool:
-        """Whether `/slots` has an answer."""
-        return self.build.shows_slots
-
-    @property
     def answers(self) -> bool:
         """Whether the HTTP thread does."""
         return not self.gone and not self.http_dead and not self.stopped

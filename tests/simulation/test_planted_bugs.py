@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
+from tests.simulation.faults import KINDS
 from tests.simulation.planted_bugs import ANYTHING, BUGS, NOTHING, Bug, planted
 from tests.simulation.world import Failure, Setting, World
 
 RUNS = 40
-HOUR = partial(Setting, hours=1.0, requests_per_hour=40.0)
 
 
 def hunt(under: str) -> None:
     """Hours in which everything goes wrong, nothing, or only things of one kind."""
-    faults = {ANYTHING: {"faults_per_hour": 40.0}, NOTHING: {"faults_per_hour": 0.0}}
-    one_kind = {"faults_per_hour": 20.0, "kinds": {under: 1.0}}
+    rates = {ANYTHING: (40.0, 40.0), NOTHING: (20.0, 0.0)}
+    requests, faults = rates.get(under, (12.0, 12.0))
+    kinds = {under: 1.0} if under in KINDS else {}
     for seed in range(RUNS):
-        World(HOUR(seed=seed, **faults.get(under, one_kind))).run()
+        World(Setting(seed=seed, hours=1.0, requests_per_hour=requests, faults_per_hour=faults, kinds=kinds)).run()
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

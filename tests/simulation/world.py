@@ -81,12 +81,11 @@ class Report:
 class Failure(Exception):
     """A run broke an invariant: its seed, which one, and the last steps."""
 
-    def __init__(self, setting: Setting, broken: BaseException, story: list[str], digest: str) -> None:
+    def __init__(self, setting: Setting, broken: BaseException, story: list[str]) -> None:
         super().__init__(f"seed {setting.seed}: {type(broken).__name__}: {broken}")
         self.setting = setting
         self.broken = broken
         self.story = story
-        self.digest = digest
 
 
 class World:
@@ -129,7 +128,7 @@ class World:
         self.invariants = Invariants(self.scheduler, self.policy, slots)
         self.worker = LlamaWorker(self.config, _runtime=self.runtime)
         self.actor = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
-        self.invariants.watch(self.actor)
+        self.invariants.worker = self.actor
         self.nature = Nature(
             self.scheduler,
             dice.fork(),
@@ -193,7 +192,7 @@ class World:
             for part in parts:
                 part()
         except Exception as broken:
-            raise Failure(self.setting, broken, self.trace.story(60), self.trace.digest) from broken
+            raise Failure(self.setting, broken, self.trace.story(60)) from broken
         finally:
             logging.disable(logging.NOTSET)
             for simulated in self.scheduler.actors:  # after a failure
