@@ -55,6 +55,7 @@ START_S = 30.0
 CLOSED_CONNECTION_S = 2.0  # the reader thread of a request that has ended is gone
 GROWTH_LIMIT_BYTES = 24 << 20
 THREADS = 4
+_QUESTIONS_PER_SLOT = 20  # that a worker may remember for the case that the actor that was asked dies
 STEPS_PER_EPISODE = 200
 
 # What any request may fail with while others kill, stop and stall the server.
@@ -457,23 +458,9 @@ class Episode:
                     known = [tracked for tracked in known if tracked.ending is None]
                 if known:
                     near_the_end = int(len(known) * (1 - action.where**3))
-                    self._about(action, known[min(near_the_end, len(known) - 1)])
-
-    def _about(self, action: Action, tracked: Tracked) -> None:
-        match action.name:
-            case "cancel":
-                self._cancel(tracked)
-            case "status":
-                self._status(tracked)
-            case "read":
-                self._read(tracked)
-            case "result":
-                future, ended = self.worker.result(tracked.request_id), threading.Event()
-                tracked.held.append(future)
-                future.add_done_callback(lambda _: ended.set())
-                ended.wait(action.seconds)
-            case _:
-                raise ValueError(action.name)
+                    tracked = known[min(near_the_end, len(known) - 1)]
+                    about = {"cancel": self._cancel, "status": self._status, "read": self._read, "result": self._result}
+                    about[action.name](tracked)
 
     # ------------------------------------------------------------ actions
 
@@ -533,6 +520,13 @@ class Episode:
         self._saw(tracked, text + chunk["text"], reasoning + chunk["reasoning"], at_least=(text, reasoning))
         if chunk["text_offset"] != len(text + chunk["text"]):
             raise Violation(f"text_offset of request {tracked.request_id}: {chunk}")
+
+    def _result(self, tracked: Tracked) -> None:
+        """Wait a moment; it is taken at the end."""
+        future, ended = self.worker.result(tracked.request_id), threading.Event()
+        tracked.held.append(future)
+        future.add_done_callback(lambda _: ended.set())
+        ended.wait(0.1)
 
     def _start(self) -> None:
         try:
@@ -704,6 +698,20 @@ class Episode:
         for restart in self._take(self.worker.get_debug_info(), "get_debug_info")["recent_restarts"]:
             self.counts.restarts[restart["reason"]] += 1
         self._drain(ANSWER_S)
+        self._check_nothing_is_kept()
+
+    def _check_nothing_is_kept(self) -> None:
+        """A worker whose results were all taken keeps nothing of its requests, however long it has lived."""
+        self._take(self.worker.get_worker_status(), "get_worker_status")  # behind the last release
+        gc.collect()
+        kept = Counter(
+            type(thing).__name__
+            for thing in gc.get_objects()
+            if isinstance(thing, (Request, RequestRecord, WorkerFuture))
+        )
+        questions = kept["WorkerFuture"] - _QUESTIONS_PER_SLOT * self._config.slots
+        if kept["Request"] or kept["RequestRecord"] or kept["ResultFuture"] or questions > 0:
+            raise Violation(f"every result was taken, and the worker keeps {dict(kept)}")
 
     def _drain(self, bound_s: float) -> None:
         """Take every result: the request has ended, whoever waited hears of it, and then it is gone."""
