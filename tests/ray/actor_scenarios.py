@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import time
 from collections.abc import Callable
 
 import psutil
@@ -16,7 +13,7 @@ from ray.exceptions import ActorDiedError
 from llama_worker import StartFailReason, WorkerClosed, WorkerConfig, WorkerStartError, WorkerState
 from tests.actors.conftest import HOST, eventually, running
 from tests.fake_script import Exit, Reasoning, Script, Tokens, plain_reply, steps_json
-from tests.ray.stage import TALKING, WAIT_S, Stage, actor, assert_gone, get, tree_of
+from tests.ray.stage import TALKING, WAIT_S, Stage, actor, get, tree_of
 
 
 def an_actor_has_the_methods_of_the_handle_and_none_waits_for_another(stage: Stage) -> None:
@@ -103,11 +100,3 @@ def a_port_that_somebody_takes_is_given_up_for_another(stage: Stage) -> None:
     assert [status["state"] for status in statuses] == [WorkerState.READY] * 2
     assert statuses[0]["pid"] == statuses[1]["pid"]
     ray.kill(worker)
-
-
-def a_killed_actor_takes_its_server_along(stage: Stage) -> None:
-    worker = actor(stage.config_for())
-    seen = tree_of(get(worker.start.remote())["pid"])
-    place = get(worker.get_place.remote())
-    os.kill(place["pid"], signal.SIGKILL)
-    assert_gone(seen, time.monotonic())

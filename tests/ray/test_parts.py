@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from llama_worker import ConfigError, LlamaWorkerError, RequestState, WorkerClosed, WorkerConfig
+from llama_worker import ConfigError, LlamaWorkerError, RequestState, WorkerConfig
 from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, Progress, ReplicaLost
 from llama_worker.ray.replica import told
 from llama_worker.ray.request_copy import RequestCopy
@@ -124,10 +124,6 @@ def test_an_error_says_what_is_lost_and_survives_pickling(error: LlamaWorkerErro
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is type(error)
         assert (str(other), other.__dict__) == (text, error.__dict__)
-
-
-def test_a_closed_fleet_can_be_handled_as_a_closed_worker() -> None:
-    assert issubclass(FleetClosed, WorkerClosed)
 
 
 def test_rays_words_stand_on_one_line() -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from tests.ports import held_ports
 from tests.scenarios.cases import GROUPS, TWINS
 from tests.scenarios.runner import Report, run_all
-from tests.scenarios.scenario import Found, Truth
+from tests.scenarios.scenario import Truth
 
 
 def main() -> int:
@@ -55,13 +55,8 @@ def show_sum(reports: list[Report], took_s: float) -> None:
     for truth in Truth:
         print(f"{truth.value:6}{counts[truth, True]:8}{counts[truth, False]:8}")
     for title, wanted in (("hang found after its limit", Truth.HUNG), ("death to terminal status", Truth.DEAD)):
-        times = sorted(
-            late_s
-            for report in reports
-            if report.scenario.truth is wanted
-            for name, late_s in report.late_s.items()
-            if not _found(report, name).after_work
-        )
+        chosen = [report for report in reports if report.scenario.truth is wanted and not report.window_s]
+        times = sorted(late_s for report in chosen for late_s in report.late_s.values())
         if times:
             print(f"{title}: median {times[len(times) // 2]:.3f} s, worst {times[-1]:.3f} s of {len(times)}")
     of_name = {report.scenario.name: report for report in reports}
@@ -71,11 +66,6 @@ def show_sum(reports: list[Report], took_s: float) -> None:
     right = sum(report.right for report in reports)
     well = sum(report.ok for report in reports)
     print(f"{right} of {len(reports)} verdicts right, {well} scenarios as due in every point, {took_s:.0f} s")
-
-
-def _found(report: Report, name: str) -> Found:
-    asked = [ask.found for ask in report.scenario.asks if ask.name == name]
-    return asked[0] or report.scenario.start_found if asked else report.scenario.start_found  # type: ignore[return-value]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,17 +18,17 @@ from typing import Any
 from llama_worker import (
     LlamaWorker,
     RequestFailReason,
-    RequestResult,
     RequestState,
-    RequestStatus,
     StartFailReason,
     WorkerConfig,
     WorkerStartError,
     WorkerState,
 )
+from tests.actors.conftest import eventually
 from tests.fake_script import Journal, Reply, Script, fake_server_cmd
 from tests.scenarios.scenario import (
     INTERVAL_S,
+    RESTART,
     Ask,
     Await,
     AwaitState,
@@ -39,7 +39,6 @@ from tests.scenarios.scenario import (
     Pause,
     Scenario,
     Signal,
-    Stop,
     Submit,
     Truth,
 )
@@ -62,7 +61,9 @@ _GIVEN_UP = {
     RequestFailReason.WORKER_RESTARTED,
     RequestFailReason.SERVER_DIED,
 }
-_OWN_REASONS = {"server_died", "exited"}  # the process ended by itself: nothing was left to take evidence of
+_BY_SILENCE = (RequestFailReason.STALL_TIMEOUT, RequestFailReason.HEADERS_TIMEOUT)
+# The process ended by itself: nothing was left to take evidence of.
+_OWN_REASONS = {"server_died", "out_of_memory", "exited"}
 
 # An idle process in front of the server.
 _WRAPPER = (sys.executable, "-S", "-E", "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))")
@@ -81,6 +82,7 @@ class Report:
     wrong: list[str] = field(default_factory=list)  # what was not as due; empty: all well
     given_up: bool = False  # the worker ended a request or the server
     late_s: dict[str, float] = field(default_factory=dict)  # request -> seconds after its limit
+    window_s: float = 0.0  # of the CPU rate, which had to pass first
     took_s: float = 0.0
 
     @property
@@ -150,7 +152,7 @@ def _config(scenario: Scenario, port: int, journal: Journal, state_file: Path) -
         slots=scenario.slots,
         server_cmd=(*(_WRAPPER if scenario.wrapped else _SIDECAR if scenario.sidecar else ()), *cmd),
         timeouts=scenario.profile,
-        restart=scenario.restart,
+        restart=RESTART,
         **scenario.config,
     )
 
@@ -164,19 +166,18 @@ class _Submitted:
     ask: Ask
     request_id: int
     ended: threading.Event
-    status: RequestStatus | None = None
 
 
+@dataclass
 class _Run:
     """One worker and its scenario."""
 
-    def __init__(self, scenario: Scenario, worker: LlamaWorker, journal: Journal, report: Report) -> None:
-        self.scenario = scenario
-        self.worker = worker
-        self.journal = journal
-        self.report = report
-        self.marks: dict[str, float] = {}
-        self.submitted: list[_Submitted] = []
+    scenario: Scenario
+    worker: LlamaWorker
+    journal: Journal
+    report: Report
+    marks: dict[str, float] = field(default_factory=dict)
+    submitted: list[_Submitted] = field(default_factory=list)
 
     def go(self) -> None:
         """Start, move, compare."""
@@ -232,9 +233,8 @@ class _Run:
                     if submitted.ask.name == name and not submitted.ended.wait(PATIENCE_S):
                         raise TimeoutError(f"request {name} does not end")
             case AwaitState(state=state):
-                self.await_state(state)
-            case Stop():
-                self.stop(move)
+                status = self.worker.get_worker_status
+                eventually(lambda: status().get()["state"] is state, f"worker {state}", PATIENCE_S)
 
     def submit(self, name: str) -> None:
         ask = next(ask for ask in self.scenario.asks if ask.name == name)
@@ -251,35 +251,15 @@ class _Run:
         with contextlib.suppress(ProcessLookupError):
             os.kill(launched["pid"], signal.Signals[name])
 
-    def stop(self, move: Stop) -> None:
-        stopped = self.worker.stop()
-        if move.then is not None:
-            self.journal.wait("signal", timeout=PATIENCE_S, signal="SIGTERM")
-            self.move(move.then)
-        began_at = time.monotonic()
-        stopped.get(timeout=PATIENCE_S)
-        took_s = time.monotonic() - began_at
-        if took_s > move.within_s:
-            self.report.wrong.append(f"stop() took {took_s:.1f} s, due: {move.within_s} s")
-
-    def await_state(self, state: WorkerState) -> None:
-        end_at = time.monotonic() + PATIENCE_S
-        while self.worker.get_worker_status().get()["state"] is not state:
-            if time.monotonic() > end_at:
-                raise TimeoutError(f"the worker does not become {state}")
-            time.sleep(0.02)
-
     def await_output(self, name: str, chars: int) -> None:
         (request_id,) = [submitted.request_id for submitted in self.submitted if submitted.ask.name == name]
-        end_at = time.monotonic() + PATIENCE_S
-        while True:
+
+        def heard() -> bool:
             status = self.worker.get_status(request_id).get()
             assert status["ok"], status
-            if status["output_chars"] + status["reasoning_chars"] >= chars:
-                return
-            if time.monotonic() > end_at:
-                raise TimeoutError(f"{name} does not come to {chars} characters: {status}")
-            time.sleep(0.02)
+            return status["output_chars"] + status["reasoning_chars"] >= chars
+
+        eventually(heard, f"{chars} characters of {name}", PATIENCE_S)
 
     # -- comparisons --
 
@@ -293,25 +273,22 @@ class _Run:
         result = self.worker.get_result(request_id).get()
         assert status["ok"], status
         assert result["ok"], result
-        submitted.status = status
         self.expect(f"{ask.name} failed with", result.get("fail_reason"), ask.fails)
         self.expect(f"{ask.name}", result["state"], RequestState.FAILED if ask.fails else RequestState.COMPLETED)
-        self.check_output(ask, result)
-        self.report.given_up |= result.get("fail_reason") in _GIVEN_UP
-        if ask.found is not None:
-            self.check_time(ask.name, ask.found, status["completed_at"])
-
-    def check_output(self, ask: Ask, result: RequestResult) -> None:
         if ask.text is not None:
             self.expect(f"text of {ask.name}", result["text"], ask.text)
             self.expect(f"reasoning of {ask.name}", result["reasoning"], ask.reasoning)
+        self.report.given_up |= result.get("fail_reason") in _GIVEN_UP
+        if ask.found is not None:
+            self.check_time(ask.name, ask.found, status["completed_at"])
 
     def check_time(self, name: str, found: Found, at: float) -> None:
         noted = self.journal.facts("note", name=found.since)
         since = noted[0]["at"] if noted else self.marks[found.since]
         late_s = at - since - found.limit_s
         self.report.late_s[name] = late_s
-        allowed_s = 2 * INTERVAL_S + NOISE_S + (WINDOW_S if found.after_work else 0.0)
+        self.report.window_s = WINDOW_S if found.after_work else 0.0
+        allowed_s = 2 * INTERVAL_S + NOISE_S + self.report.window_s
         if not -EARLY_S <= late_s <= allowed_s:
             self.report.wrong.append(
                 f"{name} ended {at - since:.2f} s after {found.since!r}, due: {found.limit_s} s (+{allowed_s} s)"
@@ -326,54 +303,36 @@ class _Run:
         status = self.worker.get_worker_status().get()
         debug = self.worker.get_debug_info().get()
         self.report.given_up |= status["restart_count"] > 0
-        self.report.given_up |= any(s.ask.fails is RequestFailReason.WORKER_STOPPED for s in self.submitted)
         self.expect("restarts", status["restart_count"], scenario.restarts)
         self.expect("slots used", status["slots_used"], 0)
         reason = debug["recent_restarts"][-1]["reason"] if debug["recent_restarts"] else ""
         self.expect("reason of the restart", reason, scenario.restart_reason)
-        self.check_backoff(debug["recent_events"])
-        by_worker = bool(scenario.restarts) and reason not in _OWN_REASONS
-        if scenario.evidence if scenario.evidence is not None else by_worker:
+        if scenario.restarts and reason not in _OWN_REASONS:
             self.check_evidence()
         if scenario.ends is WorkerState.READY:
             self.check_serves()
 
-    def check_backoff(self, events: Iterable[Mapping[str, Any]]) -> None:
-        resume_at = 0.0
-        for event in events:
-            if event["event"] == "restart":
-                resume_at = event["at"] + event["delay_s"]
-            elif event["event"] == "launched" and event["at"] < resume_at - 0.05:
-                self.report.wrong.append(f"launched {resume_at - event['at']:.2f} s before the backoff was over")
-
     def check_evidence(self) -> None:
-        """Phases and times of the requests, CPU rate, thread states, the last log lines."""
-        end_at = time.monotonic() + PATIENCE_S
-        while "processes" not in (evidence := self.worker.get_debug_info().get()["evidence"]):
-            if time.monotonic() > end_at:
-                self.report.wrong.append(f"no evidence of processes: {evidence}")
-                return
-            time.sleep(0.02)
-        seen = evidence["processes"]["processes"]
-        states = [thread["state"] for process in seen for thread in process["threads"]]
-        for what, told in (
-            ("thread states", states),
-            ("log", evidence["log_tail"]),
-            ("reason", evidence["last_error"]),
-        ):
-            if not told and not (self.scenario.leaves and what == "thread states"):
+        """Phases of the requests, CPU rate, thread states, the last log lines."""
+
+        def taken() -> Mapping[str, Any]:
+            evidence: Mapping[str, Any] = self.worker.get_debug_info().get()["evidence"]
+            return evidence if "processes" in evidence else {}
+
+        evidence = eventually(taken, "evidence of processes", PATIENCE_S)
+        processes, requests = evidence["processes"]["processes"], evidence["requests"]
+        accused = [s.request_id for s in self.submitted if s.ask.fails in _BY_SILENCE][-1:]
+        for what, is_there in {
+            "thread states": self.scenario.leaves or any(process["threads"] for process in processes),
+            "log": evidence["log_tail"],
+            "reason": evidence["last_error"],
+            "phase": all("phase" in request for request in requests),
+            "CPU rate": not requests or "CPU" in evidence["activity"],
+            "the culprit": self.scenario.restart_reason not in map(str, _BY_SILENCE)
+            or accused[0] in [request["request_id"] for request in requests],
+        }.items():
+            if not is_there:
                 self.report.wrong.append(f"evidence without {what}: {evidence}")
-        self.report.wrong += [f"evidence without phase: {told}" for told in evidence["requests"] if "phase" not in told]
-        if evidence["requests"] and "CPU" not in evidence["activity"]:
-            self.report.wrong.append(f"evidence without CPU rate: {evidence}")
-        culprits = [
-            s.request_id
-            for s in self.submitted
-            if s.ask.fails in (RequestFailReason.STALL_TIMEOUT, RequestFailReason.HEADERS_TIMEOUT)
-        ]
-        known = [told["request_id"] for told in evidence["requests"]]
-        if self.scenario.restart_reason in {"stall_timeout", "headers_timeout"} and culprits[-1] not in known:
-            self.report.wrong.append(f"evidence without the culprit, request {culprits[-1]}: {known}")
 
     def check_serves(self) -> None:
         """A request of another job completes."""

@@ -106,15 +106,7 @@ class AwaitState:
     state: WorkerState
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """`stop()`; `then` is done while it is under way. It must have resolved `within_s` after that."""
-
-    within_s: float
-    then: Signal | None = None
-
-
-Move = Submit | Await | Heard | Pause | Signal | End | AwaitState | Stop
+Move = Submit | Await | Heard | Pause | Signal | End | AwaitState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +120,6 @@ class Scenario:
     launches: Sequence[Script] = ()  # one per launch, the last for all others; () is a well server
     slots: int = 1
     timeouts: Mapping[str, Any] = field(default_factory=dict)
-    restart: RestartPolicy = RESTART
     config: Mapping[str, Any] = field(default_factory=dict)
     wrapped: bool = False  # the server is the child of an idle process
     sidecar: bool = False  # the server has a child that computes for itself
@@ -137,7 +128,6 @@ class Scenario:
     restarts: int = 0
     restart_reason: str = ""  # of the last one
     ends: WorkerState = WorkerState.READY
-    evidence: bool | None = None  # None: where the restart was the worker's own idea
     leaves: bool = False  # the process ends by itself once its connections are closed: it may be gone by then
 
     @property

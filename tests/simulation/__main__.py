@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the campaign; a new one each time if left out")
     parser.add_argument("--hours", type=float, default=YEAR_H, help="worker-hours")
     parser.add_argument("--faults", type=float, default=None, help="how many, about; 1,000 a year if left out")
-    parser.add_argument("--kind", action="append", choices=sorted(KINDS), help="of faults, also those not found yet")
+    parser.add_argument("--kind", action="append", choices=sorted(KINDS), help="of faults; all if left out")
     parser.add_argument("--run", type=int, default=None, help="only the run with this seed, for --hours hours")
     parser.add_argument("--requests", type=float, default=None, help="per hour, for --run")
     given = parser.parse_args()

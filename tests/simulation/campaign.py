@@ -39,28 +39,13 @@ def settings(seed: int, hours: float, faults: float, kinds: Mapping[str, float] 
 
 def run_all(chosen: Iterable[Setting]) -> Report:
     """One after the other; raises the first Failure."""
-    total = Report()
-    digests = sha256()
+    total, digests = Report(), sha256()
     for setting in chosen:
-        add(total, World(setting).run(), digests)
+        report = World(setting).run()
+        total.add(report)
+        digests.update(report.digest.encode())
     total.digest = digests.hexdigest()[:16]
     return total
-
-
-def add(total: Report, report: Report, digests: object = None) -> None:
-    """Add a run's figures to the total."""
-    total.hours += report.hours
-    total.messages += report.messages
-    total.requests += report.requests
-    total.restarts += report.restarts
-    for name, count in report.faults.items():
-        total.faults[name] = total.faults.get(name, 0) + count
-    for name, count in report.outcomes.items():
-        total.outcomes[name] = total.outcomes.get(name, 0) + count
-    for name, times in report.found.items():
-        total.found.setdefault(name, []).extend(times)
-    if digests is not None:
-        digests.update(report.digest.encode())  # type: ignore[attr-defined]
 
 
 def table(total: Report) -> list[str]:

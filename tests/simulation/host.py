@@ -6,18 +6,21 @@ would be. Every answer is checked against what the worker promises for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from llama_worker import LlamaWorker
+from llama_worker.config import WorkerConfig
 from llama_worker.errors import RequestRefused, WorkerClosed, WorkerStartError, WorkerStopError
-from llama_worker.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.invariants import QUICK_S, Invariants
+from tests.simulation.runtime import SimServerProcess
 from tests.simulation.scheduler import Scheduler, Violation
 
+LONGEST_LOAD_S = 1500.0  # of Nature's slow loads
 Plan = Generator[float | WorkerFuture[Any], None, None]
 
 
@@ -27,37 +30,31 @@ class Host:
     def __init__(
         self,
         worker: LlamaWorker,
+        config: WorkerConfig,
         scheduler: Scheduler,
         invariants: Invariants,
         dice: Dice,
-        profile: TimeoutProfile,
-        policy: RestartPolicy,
-        longest_load_s: float,
+        processes: Sequence[SimServerProcess],
     ) -> None:
         self.worker = worker
         self.is_leaving = False
-        self.submitted = 0
-        self.outcomes: dict[str, int] = {}
-        self.wants_running = True
-        self.result_ttl_s: float | None = None
-        self.unresolved: list[tuple[str, WorkerFuture[Any]]] = []
+        self.outcomes: Counter[str] = Counter()
+        self.asked: list[WorkerFuture[Any]] = []  # by `ask()`; all are resolved once the worker is at rest
         self._scheduler = scheduler
         self._invariants = invariants
         self._dice = dice
-        self._processes: list[Any] = []
+        self._processes = processes  # the launches, oldest first
+        self._result_ttl_s = config.result_ttl_s
+        profile, policy = config.timeouts, config.restart
         self.stop_bound_s = 1.0 + profile.stop_grace_s + 2.0 + profile.kill_timeout_s + QUICK_S + 5.0
-        one_start_s = longest_load_s + profile.startup_timeout_s + self.stop_bound_s + 60.0
+        one_start_s = LONGEST_LOAD_S + profile.startup_timeout_s + self.stop_bound_s + 60.0
         self.start_bound_s = one_start_s * (policy.max_restarts_per_window + 2) + policy.backoff_max_s * 8
-
-    def watch_processes(self, processes: list[Any]) -> None:
-        """The launches, oldest first."""
-        self._processes = processes
 
     # ------------------------------------------------------------ threads
 
     def run(self, plan: Plan) -> None:
         """Begin the plan, on a thread of its own."""
-        self._scheduler.at(self._scheduler.now, lambda: self._resume(plan), "host")
+        self._scheduler.after(0.0, lambda: self._resume(plan), "host")
 
     def _resume(self, plan: Plan) -> None:
         try:
@@ -68,7 +65,7 @@ class Host:
         if isinstance(awaited, WorkerFuture):
             awaited._on_resolved(lambda: scheduler.wake_host(lambda: self._resume(plan)))
         else:
-            scheduler.at(scheduler.now + awaited, lambda: self._resume(plan), "host")
+            scheduler.after(awaited, lambda: self._resume(plan), "host")
 
     # ------------------------------------------------------------ calls
 
@@ -132,24 +129,23 @@ class Host:
 
     # ------------------------------------------------------------ plans
 
-    def keep_running(self, *, stops_every_s: float | None) -> Plan:
+    def keep_running(self, *, stops_every_s: float) -> Plan:
         """Starts the worker, again where it failed; stops it now and then if it likes."""
         dice = self._dice
         while not self.is_leaving:
-            if self.wants_running:
-                future = self.start()
-                if dice.chance(0.2):
-                    self.start()  # twice
-                if dice.chance(0.03):
-                    yield dice.log_between(0.001, 30.0)
-                    self.stop()  # in the middle of it
-                yield future
-                try:
-                    future.get(timeout=0)
-                except WorkerStartError:
-                    yield dice.log_between(0.1, 300.0)
-                    continue
-            pause_s = dice.waiting_time(stops_every_s) if stops_every_s is not None else 1e9
+            future = self.start()
+            if dice.chance(0.2):
+                self.start()  # twice
+            if dice.chance(0.03):
+                yield dice.log_between(0.001, 30.0)
+                self.stop()  # in the middle of it
+            yield future
+            try:
+                future.get(timeout=0)
+            except WorkerStartError:
+                yield dice.log_between(0.1, 300.0)
+                continue
+            pause_s = dice.waiting_time(stops_every_s)
             waited_s = 0.0
             while waited_s < pause_s and not self.is_leaving:
                 step_s = min(pause_s - waited_s, 600.0)
@@ -186,10 +182,8 @@ class Host:
             yield future
             answer = future.get(timeout=0)
             if not answer["ok"]:
-                name = str(answer["error"])
-                self.outcomes[name] = self.outcomes.get(name, 0) + 1
+                self.outcomes[str(answer["error"])] += 1
                 continue
-            self.submitted += 1
             request_id = answer["request_id"]
             if request_id not in self._invariants.requests:
                 raise Violation(1, f"request {request_id} was admitted and holds no slot")
@@ -201,14 +195,13 @@ class Host:
     def _took(self, request_id: int, result: Any) -> None:
         if result["ok"]:
             self._invariants.took_result(request_id, result)
-            reason = str(result.get("fail_reason") or result["finish_reason"])
-            self.outcomes[reason] = self.outcomes.get(reason, 0) + 1
+            self.outcomes[str(result.get("fail_reason") or result["finish_reason"])] += 1
 
     def _may_be_gone(self, request_id: int) -> bool:
         """Whether an unclaimed result is as old as it may get."""
         ended_at = self._invariants.requests[request_id].ended_at
-        is_kept = self.result_ttl_s is None or ended_at is None
-        return not is_kept and self._scheduler.now - (ended_at or 0.0) >= (self.result_ttl_s or 0.0)
+        ttl_s = self._result_ttl_s
+        return ttl_s is not None and ended_at is not None and self._scheduler.now - ended_at >= ttl_s
 
     def _await(self, request_id: int) -> Plan:
         future = self.result(request_id)
@@ -222,32 +215,26 @@ class Host:
             yield also
             self._took(request_id, also.get(timeout=0))
         yield 2.0
+        yield from self._is_gone(request_id, "its result was taken")
+
+    def _is_gone(self, request_id: int, since: str) -> Plan:
         gone = self.quick(self.worker.get_result(request_id), "get_result()")
         yield gone
         if gone.get(timeout=0).get("error") != "NOT_FOUND":
-            raise Violation(1, f"request {request_id} is still there after its result was taken")
+            raise Violation(1, f"request {request_id} is still there after {since}")
 
     def _ask(self) -> Plan:
         """`submit` and `result` in one; its future must be resolved once the worker is at rest."""
         future = self.worker.ask("hello", job_name=f"job-{self._dice.below(50)}")
-        self.unresolved.append(("ask()", future))
+        self.asked.append(future)
         yield future
         try:
             result = future.get(timeout=0)
         except RequestRefused as refused:
-            self.outcomes[refused.error] = self.outcomes.get(refused.error, 0) + 1
+            self.outcomes[refused.error] += 1
             return
         self._took(result["request_id"], result)
-        gone = self.quick(self.worker.get_result(result["request_id"]), "get_result()")
-        yield gone
-        if gone.get(timeout=0).get("error") != "NOT_FOUND":
-            raise Violation(1, f"request {result['request_id']} is still there after ask() resolved")
-
-    def check_unresolved(self) -> None:
-        """The worker is at rest with no request in flight: nobody waits any more."""
-        for what, future in self.unresolved:
-            if not future.done():
-                raise Violation(8, f"{what} has not resolved, and nothing is in flight")
+        yield from self._is_gone(result["request_id"], "ask() resolved")
 
     def _poll(self, request_id: int) -> Plan:
         while True:
@@ -258,9 +245,9 @@ class Host:
             if result["ok"]:
                 self._took(request_id, result)
                 return
-            if result["error"] == "NOT_FOUND" and self._may_be_gone(request_id):
-                return
             if result["error"] == "NOT_FOUND":
+                if self._may_be_gone(request_id):
+                    return
                 raise Violation(1, f"request {request_id} is gone, and nobody took its result")
 
     def _read(self, request_id: int) -> Plan:
@@ -279,9 +266,9 @@ class Host:
             yield status
             yield future
             chunk = future.get(timeout=0)
-            if not chunk["ok"] and self._may_be_gone(request_id):
-                return
             if not chunk["ok"]:
+                if self._may_be_gone(request_id):
+                    return
                 raise Violation(1, f"request {request_id} is gone, and nobody took its result")
             text, reasoning, done = text + chunk["text"], reasoning + chunk["reasoning"], chunk["done"]
             if len(text) != chunk["text_offset"]:
@@ -314,21 +301,18 @@ class Host:
     def _forget(self, request_id: int) -> Plan:
         """The result is kept for ever, or as long as the configuration says."""
         yield 0.001
-        if self.result_ttl_s is None:
+        if self._result_ttl_s is None:
             return
         truth = self._invariants.requests[request_id]
         while truth.ended_at is None:
             if self.is_leaving:
                 return
             yield 60.0
-        yield self.result_ttl_s
+        yield self._result_ttl_s
         old_at = self._scheduler.host_time
         while self._scheduler.host_time < old_at + QUICK_S:  # the worker, too, has to run
             yield QUICK_S
-        future = self.quick(self.worker.get_result(request_id), "get_result()")
-        yield future
-        if future.get(timeout=0)["ok"]:
-            raise Violation(1, f"the result of request {request_id} is older than result_ttl_s {self.result_ttl_s:.0f}")
+        yield from self._is_gone(request_id, f"result_ttl_s {self._result_ttl_s:.0f}")
 
     def meddler(self, *, every_s: float) -> Plan:
         """Asks at odd moments for odd things."""

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -82,11 +82,10 @@ class Invariants:
     def __init__(self, scheduler: Scheduler, policy: RestartPolicy, slots: int) -> None:
         self.faults: list[Fault] = []
         self.requests: dict[int, Truth] = {}
-        self.killed_at: dict[int, float] = {}  # by epoch
+        self._killed: set[int] = set()  # launches
         self.found: dict[str, list[float]] = {}  # seconds from the fault to its discovery, by kind
-        self._awaited: dict[
-            int, list[tuple[Fault, float]]
-        ] = {}  # by request: what it is to be ended for, and since when
+        # By request: what it is to be ended for, and since when.
+        self._awaited: dict[int, list[tuple[Fault, float]]] = {}
         self.stop_called_at = -math.inf  # by stop() or close()
         self.blind_s = 0.0  # how long the host could not look, in all
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
@@ -94,10 +93,9 @@ class Invariants:
         self._scheduler = scheduler
         self._policy = policy
         self._slots = slots
-        self._worker: Any = None
+        self.worker: Any = None  # the WorkerActor to look into
         self._active: tuple[int, ...] = ()
-        self._admitted: set[int] = set()
-        self._state = WorkerState.STOPPED
+        self.state = WorkerState.STOPPED  # the worker's
         self._replaced: set[int] = set()  # launches that ended as planned, or for the nonsense that they said
         self._ready_at = 0.0
         self._restarted_at: list[float] = []
@@ -107,25 +105,16 @@ class Invariants:
         scheduler.after_message = self.after_message
         scheduler.on_told = self.on_told
 
-    def watch(self, worker: Any) -> None:
-        """The WorkerActor to look into."""
-        self._worker = worker
-
-    @property
-    def state(self) -> WorkerState:
-        """The worker's."""
-        return self._state
-
     @property
     def lifecycle(self) -> Lifecycle:
         """The worker's."""
-        life: Lifecycle = self._worker._server.lifecycle
+        life: Lifecycle = self.worker._server.lifecycle
         return life
 
     @property
     def active(self) -> tuple[int, ...]:
         """Ids of the requests that hold a slot."""
-        return tuple(admitted.request_id for admitted in self._worker._table.active)
+        return tuple(admitted.request_id for admitted in self.worker._table.active)
 
     # ------------------------------------------------------------ every step
 
@@ -136,7 +125,7 @@ class Invariants:
             if truth is not None:
                 truth.text += [event.text for event in message.events if type(event) is TextDelta]
                 truth.reasoning += [event.text for event in message.events if type(event) is ReasoningDelta]
-        elif actor.actor is self._worker:
+        elif actor.actor is self.worker:
             epoch = getattr(message, "epoch", None)
             if epoch is not None and epoch < self.lifecycle.epoch:
                 self._stale_before = self.lifecycle
@@ -150,7 +139,7 @@ class Invariants:
 
     def after_message(self, actor: SimulatedActor, message: Any) -> None:
         """An actor has handled a message."""
-        if actor.actor is not self._worker:
+        if actor.actor is not self.worker:
             return
         if self._stale_before is not None:
             if self._stale_before != self.lifecycle:
@@ -160,7 +149,7 @@ class Invariants:
         if active != self._active:
             self._check_table(active)
         life = self.lifecycle
-        if life.public_state is not self._state:
+        if life.public_state is not self.state:
             self._check_arrow(life.public_state)
         if life.budget.restart_count != self._restart_count:
             self._check_budget(life)
@@ -180,19 +169,19 @@ class Invariants:
         self._active = active
 
     def _check_arrow(self, state: WorkerState) -> None:
-        if (self._state, state) not in ARROWS:
-            raise Violation(7, f"the worker went from {self._state} to {state}")
+        if (self.state, state) not in ARROWS:
+            raise Violation(7, f"the worker went from {self.state} to {state}")
         if state is WorkerState.READY and self._active:
             raise Violation(7, f"READY with requests {self._active} of the life before")
         if state is WorkerState.READY:
             self._ready_at = self._scheduler.now
-        self._state = state
+        self.state = state
 
     def _check_budget(self, life: Lifecycle) -> None:
         now = self._scheduler.now
         self._restart_count = life.budget.restart_count
         self.restarts_count += 1
-        restart = self._worker._journal._restarts[-1]
+        restart = self.worker._journal._restarts[-1]
         if restart["reason"] == "recycled":
             self._check_recycled(life.epoch, restart["detail"])
             return  # no matter for the lockout
@@ -221,7 +210,7 @@ class Invariants:
     # ------------------------------------------------------------ requests
 
     def _ended(self, truth: Truth) -> None:
-        record = self._worker._table.record(truth.request_id)
+        record = self.worker._table.record(truth.request_id)
         if record is None:
             raise Violation(1, f"request {truth.request_id} lost its slot without a record")
         truth.record, truth.ended_at = record, self._scheduler.now
@@ -326,11 +315,9 @@ class Invariants:
 
     def server_killed(self, epoch: int, launched_at: float) -> None:
         """The worker ends a launch."""
-        if epoch in self.killed_at:
+        if epoch in self._killed | self._replaced:
             return
-        self.killed_at[epoch] = self._scheduler.now
-        if epoch in self._replaced:
-            return
+        self._killed.add(epoch)
         if self.stop_called_at < launched_at - QUICK_S and self.excuse(epoch, None) is None:
             raise Violation(3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}")
 
@@ -357,13 +344,13 @@ class Invariants:
             if number == 4:
                 left += self.blind_s - blind_s
             if left > 1e-6:
-                scheduler.at(scheduler.now + left, check, "a bound is due", of_host=False)
+                scheduler.after(left, check, "a bound is due", of_host=False)
             elif otherwise is not None:
                 otherwise()
             else:
                 raise Violation(number, f"not within {bound_s:.1f} s: {what}")
 
-        scheduler.at(scheduler.now + bound_s, check, "a bound is due", of_host=False)
+        scheduler.after(bound_s, check, "a bound is due", of_host=False)
 
     def expect_found(self, fault: Fault, bound_s: float | None, truth: Truth) -> None:
         """The request must have ended within the bound, for whatever reason; None: it is only noted when."""
@@ -410,7 +397,7 @@ class Invariants:
         if isinstance(self.lifecycle.state, Launching) and self.lifecycle.state.first:
             self._restarted_at.clear()
 
-    def stopped(self, processes: list[Any]) -> None:
+    def stopped(self, processes: Sequence[Any]) -> None:
         """A `stop()` has resolved with success."""
         for process in processes:
             if process.server is not None and not process.server.gone:

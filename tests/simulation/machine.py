@@ -41,7 +41,6 @@ class Machine:
         self.on_signal: Callable[[SimServerProcess, Signal], object] = lambda process, signal: None
         self.on_launch: Callable[[int], object] = lambda epoch: None
         self.on_death: Callable[[LlamaServer], object] = lambda server: None
-        self.on_start: Callable[[LlamaServer], object] = lambda server: None
         self._scheduler = scheduler
         self._dice = dice
         self._pid = 100
@@ -65,7 +64,6 @@ class Machine:
             reply_to=self.reply_to,
             twist=self.twist,
         )
-        self.on_start(server)
         self.servers.append(server)
         self.loads(server)
         return server
@@ -89,7 +87,7 @@ class Machine:
         waiting = [stream for each, stream in self.unanswered if each is server]
         self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
         for stream in waiting:
-            stream._posted()
+            stream.posted()
 
     def cut_waiting(self, server: LlamaServer) -> None:
         """The server is gone: so are the connections that it never looked at."""
@@ -97,10 +95,6 @@ class Machine:
             if each is server:
                 stream.end(regular=False)
         self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
-
-    def error_body(self, turn_id: tuple[int, int], status: int) -> str:
-        """What the server says with an error status."""
-        return f"HTTP {status}"
 
     # ------------------------------------------------------------ how long things take
 

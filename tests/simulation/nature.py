@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from llama_worker.messages import Tick
@@ -43,11 +45,11 @@ class Nature:
         machine: Machine,
         invariants: Invariants,
         profile: TimeoutProfile,
-        kinds: dict[str, float],
+        kinds: Mapping[str, float],
         mean_s: float,
     ) -> None:
         self.is_calm = False
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self._scheduler = scheduler
         self._dice = dice
         self._machine = machine
@@ -70,7 +72,7 @@ class Nature:
         machine.tool_call = self._tool_call
         machine.bios_call = self._bios_call
         machine.on_signal = self._on_signal
-        machine.on_death = self._died
+        machine.on_death = lambda server: self._on_server.pop(server.epoch, None)
         invariants.on_admitted = self._admitted
 
     def begin(self) -> None:
@@ -91,11 +93,11 @@ class Nature:
             return None
         return self._dice.weighted(self._reply_kinds).name
 
-    def _later(self, seconds: float, call: object, what: str) -> None:
-        self._scheduler.at(self._scheduler.now + seconds, call, what, of_host=False)  # type: ignore[arg-type]
+    def _later(self, seconds: float, call: Callable[[], object], what: str) -> None:
+        self._scheduler.after(seconds, call, what, of_host=False)
 
     def _fault(self, name: str, *, epoch: int | None = None, request_id: int | None = None) -> Fault:
-        self.counts[name] = self.counts.get(name, 0) + 1
+        self.counts[name] += 1
         return self._invariants.fault(KINDS[name], epoch=epoch, request_id=request_id)
 
     def _strike(self) -> None:
@@ -108,12 +110,10 @@ class Nature:
         else:
             self.strike(kind)
 
-    def _strike_if_not_calm(self, kind: Kind) -> None:
-        if not self.is_calm:
-            self.strike(kind)
-
     def strike(self, kind: Kind) -> None:
-        """Do it now, if there is anything to do it to."""
+        """Do it now, if there is anything to do it to and it is not calm."""
+        if self.is_calm:
+            return
         server = self._machine.listening()
         match kind.scope:
             case Scope.LOAD:
@@ -233,7 +233,7 @@ class Nature:
     def _admitted(self, truth: Truth) -> None:
         waiting, self._at_next_request = self._at_next_request, []
         for kind in waiting:
-            self._later(self._dice.log_between(0.001, 60.0), partial(self._strike_if_not_calm, kind), "nature")
+            self._later(self._dice.log_between(0.001, 60.0), partial(self.strike, kind), "nature")
         for fault in self._on_server.get(truth.epoch, ()):
             if fault.ended_at is None:
                 self._expect(fault, truth)
@@ -251,9 +251,6 @@ class Nature:
         if server.unkillable:
             server.unkillable = False
         server.die(returncode)
-
-    def _died(self, server: LlamaServer) -> None:
-        self._on_server.pop(server.epoch, None)
 
     # ------------------------------------------------------------ one request
 
@@ -409,7 +406,9 @@ class Nature:
                     broken.actor.actor_ref.tell(Tick())
             case "a probe hangs":
                 machine.looks_hang = True
-                self._later(dice.log_between(1.0, 300.0), self._looks_work, "looks return again")
+                self._later(
+                    dice.log_between(1.0, 300.0), partial(setattr, machine, "looks_hang", False), "looks return again"
+                )
             case "host stalled" | "host and server stalled" if self._scheduler.host_is_halted:
                 return
             case "host stalled":
@@ -425,7 +424,7 @@ class Nature:
                 machine.lacks_threads = True
                 seconds = dice.log_between(0.1, 30.0)
                 self._invariants.blind_s += seconds
-                self._later(seconds, self._threads_back, "there are threads again")
+                self._later(seconds, partial(setattr, machine, "lacks_threads", False), "there are threads again")
             case "clock set":
                 machine.unix_jump_s += dice.between(-7200.0, 7200.0)
             case "BIOS provider raises":
@@ -434,12 +433,6 @@ class Nature:
             case "BIOS provider blocks":
                 self._bios = (None if dice.chance(0.5) else dice.log_between(0.1, 100.0)), None
                 fault.ended_at = None
-
-    def _looks_work(self) -> None:
-        self._machine.looks_hang = False
-
-    def _threads_back(self) -> None:
-        self._machine.lacks_threads = False
 
     def _bios_call(self) -> tuple[float | None, str | None]:
         bios, self._bios = self._bios, None

@@ -1,12 +1,11 @@
 """Bugs that a person could have made, each to be put into the library for one test.
 
-A `Bug` replaces one function by what `make` makes of it. Owners are named by path: the library's layout is not this
-file's business beyond the names it needs.
+A `Bug` replaces one function by what `make` makes of it.
 """
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,13 +14,17 @@ from typing import Any
 
 from llama_worker.messages import (
     CancelRequest,
+    CloseStream,
     Exited,
     Stop,
     StreamClosed,
     StreamEvents,
     Tick,
     Unkillable,
+    Watch,
 )
+from llama_worker.request.ending import failed
+from llama_worker.request.state import _InTools
 from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
 from llama_worker.server.restart_budget import Lockout, RestartAfter
 from llama_worker.server.termination import Terminating
@@ -29,29 +32,31 @@ from llama_worker.server.termination import Terminating
 Function = Callable[..., Any]
 
 
+ANYTHING, NOTHING = "anything", "nothing"
+
+
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """`owner`: module:Class or module; `make` gets the right function and returns the wrong one."""
+    """`where`: module:function or module:Class.function; `make` gets the right function and returns the wrong one."""
 
     name: str
-    owner: str
-    function: str
+    where: str
     make: Callable[[Function], Any]
+    under: str = ANYTHING  # what goes wrong in the runs that are to show it
 
 
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
     """The library with the bug in it."""
-    module, _, inner = bug.owner.partition(":")
-    owner = importlib.import_module(f"llama_worker.{module}")
-    if inner:
-        owner = getattr(owner, inner)
-    right = vars(owner)[bug.function]
-    setattr(owner, bug.function, bug.make(right))
+    module, _, path = bug.where.partition(":")
+    *owners, function = path.split(".")
+    place: Any = pkgutil.resolve_name(f"llama_worker.{module}:{'.'.join(owners)}")
+    right = vars(place)[function]
+    setattr(place, function, bug.make(right))
     try:
         yield
     finally:
-        setattr(owner, bug.function, right)
+        setattr(place, function, right)
 
 
 def ignores(*kinds: type) -> Callable[[Function], Function]:
@@ -72,9 +77,18 @@ def returns(value: Any) -> Callable[[Function], Function]:
     return lambda right: lambda *given, **named: value
 
 
+def returns_first(right: Function) -> Function:
+    """A function that says what it is given first."""
+    return lambda first, *others: first
+
+
 def with_arguments(**wrong_ones: Any) -> Callable[[Function], Function]:
     """A function that gets these, whatever it is given."""
     return lambda right: lambda *given, **named: right(*given, **{**named, **wrong_ones})
+
+
+def _forgets(right: Function) -> Function:
+    return lambda counter, **named: (counter, None)
 
 
 def _slot_is_lost(right: Function) -> Function:
@@ -125,14 +139,9 @@ def _text_comes_twice(right: Function) -> Function:
 
 def _rest_of_the_dead_is_lost(right: Function) -> Function:
     def abandon(request: Any, reason: Any, detail: str, now: float) -> Any:
-        return request._give_up(request_failed(reason, detail), now)
+        return request._give_up(failed(reason, detail), now)
 
     return abandon
-
-
-def request_failed(reason: Any, detail: str) -> Any:
-    """An ending."""
-    return importlib.import_module("llama_worker.request.ending").failed(reason, detail)
 
 
 def _without_kill(right: Function) -> Function:
@@ -173,12 +182,9 @@ def _budget_without_end(right: Function) -> Function:
     return following
 
 
-def _no_alarm_for_backoff(right: Any) -> Any:
-    return property(lambda life: None if isinstance(life.state, BackingOff) else right.fget(life))
-
-
-def _tools_without_deadline(right: Any) -> Any:
-    return property(lambda request: None if type(request._waiting).__name__ == "_InTools" else right.fget(request))
+def _without_deadline(is_in: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """A property that is None while that is so."""
+    return lambda right: property(lambda owner: None if is_in(owner) else right.fget(owner))
 
 
 def _alarm_is_kept(right: Function) -> Function:
@@ -197,13 +203,6 @@ def _first_alarm_wins(right: Function) -> Function:
     return set_alarm
 
 
-def _from_the_start(right: Function) -> Function:
-    def newest(start: float, *others: float | None) -> float:
-        return start
-
-    return newest
-
-
 def _waiters_are_forgotten(right: Function) -> Function:
     def ended(dispatcher: Any, record: Any) -> None:
         dispatcher._result_waiters.pop(record.request_id, None)
@@ -212,64 +211,46 @@ def _waiters_are_forgotten(right: Function) -> Function:
     return ended
 
 
-def _stays_open(right: Function) -> Function:
-    def handle(transport: Any, message: Any) -> None:
-        if type(message).__name__ != "CloseStream":
-            right(transport, message)
-
-    return handle
-
-
-def _unwatched(right: Function) -> Function:
-    def handle(watchdog: Any, message: Any) -> None:
-        if type(message).__name__ != "Watch":
-            right(watchdog, message)
-
-    return handle
-
-
-_WATCH = "server.watch:ServerWatch"
-_LIFE = "server.lifecycle"
+_WATCH, _LIFE = "server.watch:ServerWatch", "server.lifecycle:"
+_TABLE, _REQUEST = "request.table:RequestTable", "request.state:Request"
+_WORKER, _DISPATCHER = "actors.worker:WorkerActor", "actors.request_dispatcher:RequestDispatcher"
+_in_tools = _without_deadline(lambda request: isinstance(request._waiting, _InTools))
+_in_backoff = _without_deadline(lambda life: isinstance(life.state, BackingOff))
 BUGS: tuple[Bug, ...] = (
-    Bug("a slot is not freed", "request.table:RequestTable", "end", _slot_is_lost),
-    Bug("a slot is given twice", "request.table:RequestTable", "admit", _ends_twice),
-    Bug("a record is not kept", "request.table:RequestTable", "end", _record_is_lost),
-    Bug("a cancel is dropped", "request.state:Request", "step", ignores(CancelRequest)),
-    Bug("the end of a stream is dropped", "request.state:Request", "step", ignores(StreamClosed)),
-    Bug("a stream is not closed at a request's end", "actors.transport:TransportActor", "handle", _stays_open),
-    Bug("a release is dropped", "request.table:RequestTable", "release", returns(None)),
+    Bug("a slot is not freed", _TABLE + ".end", _slot_is_lost),
+    Bug("a slot is given twice", _TABLE + ".admit", _ends_twice, "crash"),
+    Bug("a record is not kept", _TABLE + ".end", _record_is_lost),
+    Bug("a cancel is dropped", _REQUEST + ".step", ignores(CancelRequest)),
+    Bug("the end of a stream is dropped", _REQUEST + ".step", ignores(StreamClosed)),
+    Bug("a stream is not closed at a request's end", "actors.transport:TransportActor.handle", ignores(CloseStream)),
+    Bug("a release is dropped", _TABLE + ".release", returns(None)),
+    Bug("who waits for a result is forgotten", _DISPATCHER + ".ended", _waiters_are_forgotten),
+    Bug("a long batch of events is cut", _REQUEST + "._stream_events", _last_of_a_batch_is_lost),
+    Bug("text is appended twice", "request.output:Output.add", _text_comes_twice, NOTHING),
     Bug(
-        "who waits for a result is forgotten",
-        "actors.request_dispatcher:RequestDispatcher",
-        "ended",
-        _waiters_are_forgotten,
+        "what a dead server had sent is not read",
+        _REQUEST + "._abandon",
+        _rest_of_the_dead_is_lost,
+        "crash in the answer",
     ),
-    Bug("a long batch of events is cut", "request.state:Request", "_stream_events", _last_of_a_batch_is_lost),
-    Bug("text is appended twice", "request.output:Output", "add", _text_comes_twice),
-    Bug("what a dead server had sent is not read", "request.state:Request", "_abandon", _rest_of_the_dead_is_lost),
-    Bug("tools have no deadline", "request.state:Request", "deadline", _tools_without_deadline),
-    Bug("evidence of work is ignored", "server.watch", "verdict", with_arguments(liveness_at=None)),
-    Bug("limits count from the turn's start", "server.timeouts", "newest", _from_the_start),
-    Bug("no verdict is ever given", _WATCH, "_give_up", returns(None)),
-    Bug("gaps are not noticed", _WATCH, "_notice_gap", returns(None)),
-    Bug("whatever comes is progress", "stream.advance:Advance", "by", returns(True)),
-    Bug(
-        "failed health probes do not add up",
-        "server.health:HealthCounter",
-        "probed",
-        lambda right: lambda self, **named: (self, None),
-    ),
-    Bug("a load is never overdue", "server.startup:StartupWatch", "overdue", returns(None)),
-    Bug("SIGKILL is never sent", "actors.process", "step", _without_kill),
-    Bug("a process that cannot be killed is not reported", "actors.worker:WorkerActor", "handle", ignores(Unkillable)),
-    Bug("stop() resolves too soon", _LIFE, "_stop", _stops_too_soon),
-    Bug("a restart does not wait for the old process", _LIFE, "_restart", _restarts_beside_the_old),
-    Bug("restarts have no budget", "server.restart_budget:RestartBudget", "next", _budget_without_end),
-    Bug("nothing wakes after the backoff", _LIFE + ":Lifecycle", "deadline", _no_alarm_for_backoff),
-    Bug("an exit is dropped", "actors.worker:WorkerActor", "handle", ignores(Exited)),
-    Bug("a dead actor is not replaced", "actors.children:Children", "replace", returns(None)),
-    Bug("an alarm is not taken back", "actors.base:Alarm", "set", _alarm_is_kept),
-    Bug("the first alarm wins", "actors.base:Alarm", "set", _first_alarm_wins),
-    Bug("a request is begun and not watched", "actors.watchdog:WatchdogActor", "handle", _unwatched),
-    Bug("requests in flight are not failed", "actors.request_dispatcher:RequestDispatcher", "abandon", returns(None)),
+    Bug("tools have no deadline", _REQUEST + ".deadline", _in_tools, "tool never returns"),
+    Bug("evidence of work is ignored", "server.watch:verdict", with_arguments(liveness_at=None), NOTHING),
+    Bug("limits count from the turn's start", "server.timeouts:newest", returns_first, NOTHING),
+    Bug("no verdict is ever given", _WATCH + "._give_up", returns(None)),
+    Bug("gaps are not noticed", _WATCH + "._notice_gap", returns(None), "host and server stalled"),
+    Bug("whatever comes is progress", "stream.advance:Advance.by", returns(True), "frozen progress"),
+    Bug("failed health probes do not add up", "server.health:HealthCounter.probed", _forgets, "HTTP thread dead"),
+    Bug("a load is never overdue", "server.startup:StartupWatch.overdue", returns(None), "load hangs"),
+    Bug("SIGKILL is never sent", "actors.process:step", _without_kill, "SIGTERM ignored"),
+    Bug("what cannot be killed is not reported", _WORKER + ".handle", ignores(Unkillable), "unkillable for ever"),
+    Bug("stop() resolves too soon", _LIFE + "_stop", _stops_too_soon),
+    Bug("a restart does not wait for the old process", _LIFE + "_restart", _restarts_beside_the_old, "livelock"),
+    Bug("restarts have no budget", "server.restart_budget:RestartBudget.next", _budget_without_end, "crash loop"),
+    Bug("nothing wakes after the backoff", _LIFE + "Lifecycle.deadline", _in_backoff, "crash"),
+    Bug("an exit is dropped", _WORKER + ".handle", ignores(Exited), "crash"),
+    Bug("a dead actor is not replaced", "actors.children:Children.replace", returns(None), "actor's exception"),
+    Bug("an alarm is not taken back", "actors.base:Alarm.set", _alarm_is_kept),
+    Bug("the first alarm wins", "actors.base:Alarm.set", _first_alarm_wins),
+    Bug("a request is begun and not watched", "actors.watchdog:WatchdogActor.handle", ignores(Watch), "request lost"),
+    Bug("requests in flight are not failed", _DISPATCHER + ".abandon", returns(None), "crash"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from llama_worker.bios import default_bios
@@ -54,29 +55,29 @@ class SimRuntime:
         self.log = LogRing(config.log_lines, api_key=config.api_key)
         self.probes_count = 1 + machine.has_foreign_probe
         self.streams: list[SimStream] = []  # those whose reader has not ended
+        self.scheduler = scheduler
+        self.machine = machine
+        self.dice = dice
         self._config = config
-        self._scheduler = scheduler
-        self._machine = machine
-        self._dice = dice
         self._activity = ProcessActivity()
 
     # ------------------------------------------------------------ time
 
     def now(self) -> float:
-        return self._scheduler.now
+        return self.scheduler.now
 
     def unix_now(self) -> float:
-        return UNIX_EPOCH + self._scheduler.now + self._machine.unix_jump_s
+        return UNIX_EPOCH + self.scheduler.now + self.machine.unix_jump_s
 
     def call_at(self, at: float, call: Callable[[], object]) -> Event:
-        return self._scheduler.timer(at, call)
+        return self.scheduler.timer(at, call)
 
     def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
-        self._machine.need_thread()
-        self._scheduler.start_actor(actor)
+        self.machine.need_thread()
+        self.scheduler.start_actor(actor)
 
     def call_host(self, call: Callable[[], object]) -> None:
-        self._scheduler.at(self._scheduler.now, call, "callback")
+        self.scheduler.after(0.0, call, "callback")
 
     def write_log(self, *record: Any) -> None:
         """Nobody reads it."""
@@ -84,9 +85,9 @@ class SimRuntime:
     # ------------------------------------------------------------ the server's process
 
     def start_server(self, epoch: int, reply_to: Mailbox[Any]) -> SimServerProcess:
-        self._machine.need_thread()
+        self.machine.need_thread()
         self.log.begin_launch()
-        return SimServerProcess(self._scheduler, self._machine, self._dice, epoch, reply_to, self.log)
+        return SimServerProcess(self, epoch, reply_to)
 
     def anon_bytes(self, pid: int) -> int | None:
         return None
@@ -97,27 +98,25 @@ class SimRuntime:
     # ------------------------------------------------------------ connections
 
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> SimStream:
-        self._machine.need_thread()
-        stream = SimStream(self._scheduler, self._machine, self._dice, order, on_closed, self.streams)
+        self.machine.need_thread()
+        stream = SimStream(self, order, on_closed)
         self.streams.append(stream)
         return stream
 
     def probe_readiness(self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]) -> SimProbe:
-        self._machine.need_thread()
-        limit_s = probe_timeout_s(self._config.timeouts)
-        return SimProbe(self._scheduler, self._machine, epoch, root_pid, limit_s, reply_to)
+        self.machine.need_thread()
+        return SimProbe(self, epoch, probe_timeout_s(self._config.timeouts), reply_to)
 
     # ------------------------------------------------------------ evidence and tools
 
     def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-        self._machine.need_thread()
-        scheduler = self._scheduler
+        self.machine.need_thread()
 
         def looked() -> None:
             if seen.fresh and seen.probe == 0:
                 self._activity = ProcessActivity()
             alive, detail = False, ""
-            server = self._machine.find(root_pid) if seen.probe == 0 else None
+            server = self.machine.find(root_pid) if seen.probe == 0 else None
             if server is not None:
                 processes = {
                     (pid, 1.0): liveness.Counters(
@@ -127,7 +126,7 @@ class SimRuntime:
                     if pid == server.pid
                     or not server.loaded  # once somebody listens, a child that does not is no server
                 }
-                sample = ProcessSample(at=scheduler.now, processes=processes)
+                sample = ProcessSample(at=self.scheduler.now, processes=processes)
                 self._activity, evidence = self._activity.observe(sample)
                 if evidence is not None:
                     alive, detail = evidence.alive, evidence.detail
@@ -137,62 +136,57 @@ class SimRuntime:
                     probe=seen.probe,
                     round=seen.round,
                     alive=alive,
-                    at=scheduler.now,
+                    at=self.scheduler.now,
                     detail=detail,
                     fresh=seen.fresh,
                 )
             )
 
-        if seen.probe == 0 or not self._machine.looks_hang:
-            scheduler.at(scheduler.now + self._machine.thread_start_s(), looked, "look")
+        if seen.probe == 0 or not self.machine.looks_hang:
+            self.scheduler.after(self.machine.thread_start_s(), looked, "look")
 
     def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SimSlotsRequest:
-        self._machine.need_thread()
-        return SimSlotsRequest(self._scheduler, self._machine, epoch, reply_to)
+        self.machine.need_thread()
+        return SimSlotsRequest(self, epoch, reply_to)
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
-        self._machine.need_thread()
-        self._machine.gpu_watch = epoch, lambda fault: reply_to.tell(GpuFaulted(epoch=epoch, fault=fault))
+        self.machine.need_thread()
+        self.machine.gpu_watch = epoch, lambda fault: reply_to.tell(GpuFaulted(epoch=epoch, fault=fault))
 
     def run_bios(self, order: RunBios) -> None:
         if self._config.bios_provider is default_bios:
             order.reply_to.tell(BiosWritten(turn_id=order.turn_id, bios="", error=None))
             return
-        self._machine.need_thread()
-        seconds, error = self._machine.bios_call()
+        self.machine.need_thread()
+        seconds, error = self.machine.bios_call()
         if seconds is not None:
             written = BiosWritten(turn_id=order.turn_id, bios="", error=error)
-            self._scheduler.at(self._scheduler.now + seconds, lambda: order.reply_to.tell(written), "BIOS written")
+            self.scheduler.after(seconds, lambda: order.reply_to.tell(written), "BIOS written")
 
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
         limit_s = timeout_s if timeout_s is not None else float("inf")
-        return self._scheduler.run_until(what.done, self._scheduler.now + limit_s)
+        return self.scheduler.run_until(what.done, self.scheduler.now + limit_s)
 
     def run_tool(self, order: RunTool) -> SimToolThread:
-        self._machine.need_thread()
-        return SimToolThread(self._scheduler, self._machine, order)
+        self.machine.need_thread()
+        return SimToolThread(self, order)
 
 
 class SimServerProcess:
     """One launch under its guard: a thread that tells of it, and the server's model."""
 
-    def __init__(
-        self, scheduler: Scheduler, machine: Machine, dice: Dice, epoch: int, reply_to: Mailbox[Any], log: LogRing
-    ) -> None:
+    def __init__(self, runtime: SimRuntime, epoch: int, reply_to: Mailbox[Any]) -> None:
         self.ended = False
         self.epoch = epoch
         self.server: LlamaServer | None = None
-        self._scheduler = scheduler
-        self._machine = machine
-        self._dice = dice
+        self.launched_at = runtime.scheduler.now
+        self._scheduler, self._machine, self._log = runtime.scheduler, runtime.machine, runtime.log
         self._reply_to = reply_to
-        self._log = log
         self._orders: list[Signal] = []  # given before the process was there
         self._guard_killed = False
-        self.launched_at = scheduler.now
-        machine.on_launch(epoch)
-        machine.launched.append(self)
-        scheduler.at(scheduler.now + machine.between_s(0.005, 0.3), self._start, "spawn")
+        self._machine.on_launch(epoch)
+        self._machine.launched.append(self)
+        self._later(0.005, 0.3, self._start, "spawn")
 
     def send(self, signal: Signal) -> None:
         """The guard takes the order as soon as it runs."""
@@ -200,17 +194,17 @@ class SimServerProcess:
         if self.server is None:
             self._orders.append(signal)
             return
-        server = self.server
-        act = server.terminate if signal is Signal.TERMINATE else server.kill
-        self._scheduler.at(
-            self._scheduler.now + self._machine.between_s(0.0002, 0.02), act, f"{signal.name} arrives", of_host=False
-        )
+        act = self.server.terminate if signal is Signal.TERMINATE else self.server.kill
+        self._later(0.0002, 0.02, act, f"{signal.name} arrives", of_host=False)
 
     def kill_guard(self) -> None:
         """From outside: the kernel kills the server with it."""
         self._guard_killed = True
         if self.server is not None:
             self.server.kill()
+
+    def _later(self, low_s: float, high_s: float, call: Callable[[], object], what: str, of_host: bool = True) -> None:
+        self._scheduler.after(self._machine.between_s(low_s, high_s), call, what, of_host=of_host)
 
     def _start(self) -> None:
         failure = self._machine.launch_failure()
@@ -230,7 +224,6 @@ class SimServerProcess:
 
     def _server_died(self, returncode: int) -> None:
         """The guard's report comes by a thread of the host's; the rest of the tree is reaped after it."""
-        scheduler = self._scheduler
         if self.server is not None:
             self._machine.cut_waiting(self.server)
             self._machine.on_death(self.server)
@@ -238,7 +231,7 @@ class SimServerProcess:
         def died() -> None:
             if not self._guard_killed:
                 self._reply_to.tell(Died(epoch=self.epoch, returncode=returncode))
-            scheduler.at(scheduler.now + self._machine.between_s(0.0005, 0.2), lambda: gone(), "the tree is gone")
+            self._later(0.0005, 0.2, gone, "the tree is gone")
 
         def gone() -> None:
             self.ended = True
@@ -246,40 +239,27 @@ class SimServerProcess:
             port_taken = self._machine.stranger_on_port
             self._reply_to.tell(Exited(epoch=self.epoch, returncode=returncode, log_tail=tail, port_taken=port_taken))
 
-        scheduler.at(scheduler.now + self._machine.between_s(0.0005, 0.05), died, "the server has ended")
+        self._later(0.0005, 0.05, died, "the server has ended")
 
 
 class SimStream:
     """A connection and its reader thread: both ends of it. `abort` is the host's, the rest the server's."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        machine: Machine,
-        dice: Dice,
-        order: OpenStream,
-        on_closed: Mailbox[StreamClosed],
-        open_streams: list[SimStream],
-    ) -> None:
+    def __init__(self, runtime: SimRuntime, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> None:
         self.turn_id = order.turn_id
         self.exchange: Exchange | None = None
-        self._scheduler = scheduler
-        self._machine = machine
-        self._dice = dice
+        self._runtime, self._scheduler, self._machine = runtime, runtime.scheduler, runtime.machine
         self._order = order
         self._on_closed = on_closed
-        self._open_streams = open_streams
         self._decoder = StreamDecoder()
         self._server: LlamaServer | None = None
         self._status: int | None = None
-        self._opened = False
         self._buffer = bytearray()
         self._end: StreamFailure | None = None
+        self._opened = self._aborted = self._ended = False
         self._is_over = False  # nothing more comes from the server
-        self._aborted = False
-        self._ended = False
         self._reading: Event | None = None
-        scheduler.at(scheduler.now + machine.thread_start_s(), self._connect, "connect")
+        self._scheduler.after(self._machine.thread_start_s(), self._connect, "connect")
 
     def abort(self) -> None:
         """Close the connection; the last word follows."""
@@ -287,12 +267,9 @@ class SimStream:
             return
         self._aborted = True
         if self._server is not None and self.exchange is not None and not self.exchange.over:
-            server, exchange = self._server, self.exchange
-            self._scheduler.at(
-                self._scheduler.now + 0.001 * self._machine.slowness,
-                lambda: server.client_closed(exchange),
-                "the client hangs up",
-                of_host=False,
+            delay_s = 0.001 * self._machine.slowness
+            self._scheduler.after(
+                delay_s, partial(self._server.client_closed, self.exchange), "the client hangs up", of_host=False
             )
         self._read_soon()
 
@@ -300,7 +277,7 @@ class SimStream:
         """Tell now what has come."""
         if self._ended or not self._opened or not self._buffer:
             return False
-        self._decode_all()
+        self._decode(len(self._buffer))
         return True
 
     def hurry(self) -> None:
@@ -322,9 +299,9 @@ class SimStream:
         """The body has ended, or the connection has."""
         self._is_over = True
         if not regular:
-            where = "in mid-stream" if self._opened else "before the response headers"
-            detail = f"the connection ended {where}"
-            self._end = StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
+            self._end = _disconnected(
+                "the connection ended " + ("in mid-stream" if self._opened else "before the response headers")
+            )
         self._read_soon()
 
     # ------------------------------------------------------------ the reader's thread
@@ -332,147 +309,130 @@ class SimStream:
     def _connect(self) -> None:
         if self._aborted:
             return
-        server = self._machine.listening()
-        if server is None:
-            self._fail(RequestFailReason.CONNECT_FAILED, "connection refused")
+        self._server = self._machine.listening()
+        if self._server is None:
+            self._finish(StreamFailure(reason=RequestFailReason.CONNECT_FAILED, detail="connection refused"))
             return
-        if server.stopped:
-            pass  # the kernel takes the connection
-        self._server = server
-        self._scheduler.at(
-            self._scheduler.now + 0.0005 * self._machine.slowness, self._posted, "the request arrives", of_host=False
-        )
+        self._scheduler.after(0.0005 * self._machine.slowness, self.posted, "the request arrives", of_host=False)
 
-    def _posted(self) -> None:
+    def posted(self) -> None:
+        """The request has come to the server, or what it had not looked at yet comes up again."""
         server = self._server
         assert server is not None
         if self._aborted:
             return
         if server.gone:
             self.end(regular=False)
-            return
-        if not server.answers:
+        elif not server.answers:
             self._machine.unanswered.append((server, self))
-            return
-        self._machine.serve(server, self, dict(self._order.body))
+        else:
+            self._machine.serve(server, self, dict(self._order.body))
 
     def _read_soon(self) -> None:
         if self._reading is None and not self._ended:
-            self._reading = self._scheduler.at(self._scheduler.now + self._machine.read_delay_s(), self._read, "read")
+            self._reading = self._scheduler.after(self._machine.read_delay_s(), self._read, "read")
 
     def _read(self) -> None:
         self._reading = None
         if self._ended:
             return
-        scheduler = self._scheduler
+        dice = self._runtime.dice
         if self._status is not None and not self._opened and not self._aborted:
             if self._status != 200:
-                status = self._status
-                detail = self._machine.error_body(self.turn_id, status)
-                self._fail(RequestFailReason.HTTP_ERROR, detail, status)
+                failure = StreamFailure(
+                    reason=RequestFailReason.HTTP_ERROR, detail=f"HTTP {self._status}", http_status=self._status
+                )
+                self._finish(failure)
                 return
             self._opened = True
-            self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=scheduler.now, stream=self))
+            self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=self._scheduler.now, stream=self))
         if self._aborted:
-            if (self._opened and self._buffer and not self._decode_all()) or self._ended:
+            if (self._opened and self._buffer and not self._decode(len(self._buffer))) or self._ended:
                 return
-            self._finish(StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail="aborted"))
+            self._finish(_disconnected("aborted"))
             return
         if self._opened and self._buffer:
             size = len(self._buffer)
-            if size > 1 and self._dice.chance(0.2):
-                size = 1 + self._dice.below(size)  # bytes are cut anywhere
-            data = bytes(self._buffer[:size])
-            del self._buffer[:size]
-            if not self._decode(data):
+            if size > 1 and dice.chance(0.2):
+                size = 1 + dice.below(size)  # bytes are cut anywhere
+            if not self._decode(size):
                 return
         if self._buffer:
             self._read_soon()
         elif self._is_over:
             if self._end is None and self._decoder.partial:
-                detail = "the connection ended in the middle of a record"
-                self._end = StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
+                self._end = _disconnected("the connection ended in the middle of a record")
             self._finish(self._end)
 
-    def _decode_all(self) -> bool:
-        data = bytes(self._buffer)
-        self._buffer.clear()
-        return self._decode(data)
-
-    def _decode(self, data: bytes) -> bool:
-        events = self._decoder.feed(data)
-        self._order.reply_to.tell(
-            StreamEvents(
-                turn_id=self.turn_id,
-                events=tuple(events),
-                at=self._scheduler.now,
-            )
-        )
-        if self._decoder.error is not None:
-            self._hang_up()
-            self._fail(RequestFailReason.PROTOCOL_ERROR, self._decoder.error)
-            return False
-        return True
-
-    def _hang_up(self) -> None:
+    def _decode(self, size: int) -> bool:
+        """The oldest bytes; False where they are no records, and the stream has failed."""
+        events = tuple(self._decoder.feed(bytes(self._buffer[:size])))
+        del self._buffer[:size]
+        self._order.reply_to.tell(StreamEvents(turn_id=self.turn_id, events=events, at=self._scheduler.now))
+        if self._decoder.error is None:
+            return True
         if self._server is not None and self.exchange is not None and not self.exchange.over:
             self._server.client_closed(self.exchange)
-
-    def _fail(self, reason: RequestFailReason, detail: str, status: int | None = None) -> None:
-        self._finish(StreamFailure(reason=reason, detail=detail, http_status=status))
+        self._finish(StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=self._decoder.error))
+        return False
 
     def _finish(self, failure: StreamFailure | None) -> None:
         if self._ended:
             return
         self._ended = True
-        self._open_streams.remove(self)
+        self._runtime.streams.remove(self)
         closed = StreamClosed(turn_id=self.turn_id, failure=failure, at=self._scheduler.now)
         self._order.reply_to.tell(closed)
         self._on_closed.tell(closed)
 
 
-class SimProbe:
-    """One `GET /v1/models`."""
+def _disconnected(detail: str) -> StreamFailure:
+    return StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        machine: Machine,
-        epoch: int,
-        root_pid: int,
-        limit_s: float,
-        reply_to: Mailbox[Probed],
-    ) -> None:
-        self._scheduler = scheduler
-        self._machine = machine
+
+class _Question:
+    """One GET beside the streams; its word follows whatever comes of it."""
+
+    def __init__(self, runtime: SimRuntime, epoch: int, limit_s: float) -> None:
+        self._scheduler, self._machine = runtime.scheduler, runtime.machine
         self._epoch = epoch
-        self._root_pid = root_pid
-        self._reply_to = reply_to
-        self._event = scheduler.at(scheduler.now + machine.probe_s(), self._asked, "probe")
         self._limit_s = limit_s
+        self._asked_at = self._scheduler.now
+        self._event = self._scheduler.after(self._machine.probe_s(), self._ask, type(self).__name__)
 
     def abort(self) -> None:
-        """Its word is FAILED, soon."""
+        """It fails, soon."""
         if self._event.call is not None:
-            self._event.cancel()
-            self._event = self._scheduler.at(
-                self._scheduler.now + 0.001 * self._machine.slowness,
-                lambda: self._tell(ProbeOutcome.FAILED, "Aborted"),
-                "probe aborted",
-            )
+            self._wait(0.001 * self._machine.slowness, "Aborted")
 
-    def _asked(self) -> None:
+    def _wait(self, seconds: float, failure: str) -> None:
+        self._event.cancel()
+        self._event = self._scheduler.after(
+            seconds, lambda: self._fail(failure), f"{type(self).__name__} ends without an answer"
+        )
+
+    def _ask(self) -> None:
+        raise NotImplementedError
+
+    def _fail(self, failure: str) -> None:
+        raise NotImplementedError
+
+
+class SimProbe(_Question):
+    """One `GET /v1/models`."""
+
+    def __init__(self, runtime: SimRuntime, epoch: int, limit_s: float, reply_to: Mailbox[Probed]) -> None:
+        super().__init__(runtime, epoch, limit_s)
+        self._reply_to = reply_to
+
+    def _ask(self) -> None:
         server = self._machine.listening()
         if self._machine.stranger_on_port:
             self._tell(ProbeOutcome.STRANGER, "another process answers on the port")
         elif server is None:
-            self._tell(ProbeOutcome.FAILED, "GET /v1/models: ConnectionRefusedError")
+            self._fail("GET /v1/models: ConnectionRefusedError")
         elif not server.answers:
-            self._event = self._scheduler.at(
-                self._scheduler.now + self._limit_s,
-                lambda: self._tell(ProbeOutcome.FAILED, "GET /v1/models: TimeoutError"),
-                "probe times out",
-            )
+            self._wait(self._limit_s, "GET /v1/models: TimeoutError")
         elif not server.loaded:
             self._tell(ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model")
         elif server.is_unfit:
@@ -480,42 +440,35 @@ class SimProbe:
         else:
             self._tell(ProbeOutcome.READY, "GET /v1/models: 200")
 
+    def _fail(self, failure: str) -> None:
+        self._tell(ProbeOutcome.FAILED, failure)
+
     def _tell(self, outcome: ProbeOutcome, detail: str) -> None:
         self._event.cancel()
         traits = ServerTraits(slots=self._machine.build.slots, tools=True)
         self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
 
 
-class SimSlotsRequest:
+class SimSlotsRequest(_Question):
     """One `GET /slots`."""
 
-    def __init__(self, scheduler: Scheduler, machine: Machine, epoch: int, reply_to: Mailbox[SlotsSeen]) -> None:
-        self._scheduler = scheduler
-        self._machine = machine
-        self._epoch = epoch
+    def __init__(self, runtime: SimRuntime, epoch: int, reply_to: Mailbox[SlotsSeen]) -> None:
+        super().__init__(runtime, epoch, _SLOTS_TIMEOUT_S)
         self._reply_to = reply_to
-        self._asked_at = scheduler.now
-        self._event = scheduler.at(scheduler.now + machine.probe_s(), self._asked, "GET /slots")
 
-    def abort(self) -> None:
-        """There is no answer then."""
-        if self._event.call is not None:
-            self._event.cancel()
-            self._event = self._scheduler.at(
-                self._scheduler.now + 0.001 * self._machine.slowness, lambda: self._tell(None), "slots aborted"
-            )
-
-    def _asked(self) -> None:
+    def _ask(self) -> None:
         server = self._machine.listening()
-        if server is None or not server.shows_slots or not server.loaded:
+        if server is None or not server.build.shows_slots or not server.loaded:
             self._tell(None)
         elif not server.answers:
-            at = self._scheduler.now + _SLOTS_TIMEOUT_S
-            self._event = self._scheduler.at(at, lambda: self._tell(None), "slots time out")
+            self._wait(self._limit_s, "TimeoutError")
         else:
             slots = parse_slots(server.slots_view())
             assert slots is not None
             self._tell(SlotsLook(asked_at=self._asked_at, slots=slots))
+
+    def _fail(self, failure: str) -> None:
+        self._tell(None)
 
     def _tell(self, look: SlotsLook | None) -> None:
         self._event.cancel()
@@ -525,24 +478,18 @@ class SimSlotsRequest:
 class SimToolThread:
     """The thread of one call."""
 
-    def __init__(self, scheduler: Scheduler, machine: Machine, order: RunTool) -> None:
-        self._scheduler = scheduler
-        self._machine = machine
-        self._order = order
+    def __init__(self, runtime: SimRuntime, order: RunTool) -> None:
         self._alive = True
-        self._begin_call()
+        seconds, ok = runtime.machine.tool_call(order.turn_id[0])
+
+        def returned() -> None:
+            text = '"found"' if ok else "tool raised ValueError"
+            order.reply_to.tell(CallEnded(turn_id=order.turn_id, ok=ok, text=text, at=runtime.scheduler.now))
+            self._alive = False
+
+        if seconds is not None:  # else it never returns
+            runtime.scheduler.after(seconds, returned, "a tool returns")
 
     def is_alive(self) -> bool:
         """Whether it still runs."""
         return self._alive
-
-    def _begin_call(self) -> None:
-        seconds, ok = self._machine.tool_call(self._order.turn_id[0])
-        if seconds is None:
-            return  # it never returns
-        self._scheduler.at(self._scheduler.now + seconds, lambda: self._returned(ok), "a tool returns")
-
-    def _returned(self, ok: bool) -> None:
-        text = '"found"' if ok else "tool raised ValueError"
-        self._order.reply_to.tell(CallEnded(turn_id=self._order.turn_id, ok=ok, text=text, at=self._scheduler.now))
-        self._alive = False

@@ -15,6 +15,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tests.simulation.trace import Trace
@@ -46,40 +47,35 @@ class Choices(Protocol):
         """How late a timer fires."""
 
 
+@dataclass(eq=False, slots=True)
 class Event:
     """Something that will happen. `cancel` is idempotent."""
 
-    __slots__ = ("at", "call", "of_host", "what")
-
-    def __init__(self, at: float, call: Callable[[], object], what: str, of_host: bool) -> None:
-        self.at = at
-        self.call: Callable[[], object] | None = call
-        self.what = what
-        self.of_host = of_host
+    at: float
+    call: Callable[[], object] | None
+    what: str
+    of_host: bool
 
     def cancel(self) -> None:
         """Forget it."""
         self.call = None
 
 
+@dataclass(eq=False, slots=True)
 class SimulatedActor:
     """One actor with its mailbox; it is also what Pykka knows as the actor's inbox."""
 
-    __slots__ = ("_scheduler", "actor", "held", "inbox", "is_ready", "name", "served", "stuck")
-
-    def __init__(self, scheduler: Scheduler, actor: Any, name: str) -> None:
-        self._scheduler = scheduler
-        self.actor = actor
-        self.name = name
-        self.inbox: deque[Any] = deque()
-        self.held: deque[tuple[SimulatedActor | None, Any]] = deque()  # what it told since it was preempted
-        self.is_ready = False
-        self.stuck = False  # inside a call that has not returned
-        self.served = 0
+    scheduler: Scheduler
+    actor: Any
+    name: str
+    inbox: deque[Any] = field(default_factory=deque)
+    held: deque[tuple[SimulatedActor | None, Any]] = field(default_factory=deque)  # told since it was preempted
+    is_ready: bool = False
+    stuck: bool = False  # inside a call that has not returned
 
     def put(self, envelope: Any) -> None:
         """Pykka's: somebody tells this actor something."""
-        self._scheduler.told(self, envelope)
+        self.scheduler.told(self, envelope)
 
     def get(self) -> Any:
         """Pykka's."""
@@ -128,6 +124,10 @@ class Scheduler:
         heapq.heappush(self._heap, (when if when > self.now else self.now, self._events_count, event))
         return event
 
+    def after(self, seconds: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
+        """Make the call so many seconds from now."""
+        return self.at(self.now + seconds, call, what, of_host=of_host)
+
     def timer(self, when: float, call: Callable[[], object]) -> Event:
         """A timer of the host's; it may be late, never early."""
         return self.at(max(when, self.now) + self._choices.timer_delay_s(), call, "timer")
@@ -173,7 +173,7 @@ class Scheduler:
         if self._sends_left <= 0 and self._serving is not None:
             self._serving.held.append((None, call))
         else:
-            self.at(self.now, call, "host")
+            self.after(0.0, call, "host")
 
     def _put(self, receiver: SimulatedActor, envelope: Any) -> None:
         receiver.inbox.append(envelope)
@@ -181,7 +181,7 @@ class Scheduler:
             receiver.is_ready = True
             delay_s = self._choices.wake_delay_s()
             if delay_s:
-                self.at(self.now + delay_s, lambda: self._ready.append(receiver), f"{receiver.name} wakes late")
+                self.after(delay_s, lambda: self._ready.append(receiver), f"{receiver.name} wakes late")
             else:
                 self._ready.append(receiver)
 
@@ -198,7 +198,7 @@ class Scheduler:
                 self._ready.append(actor)
 
         if seconds is not None:
-            self.at(self.now + seconds, returned, f"the call in {actor.name} returns")
+            self.after(seconds, returned, f"the call in {actor.name} returns")
 
     def break_actor(self, simulated: SimulatedActor) -> None:
         """Its next message raises."""
@@ -267,14 +267,13 @@ class Scheduler:
         if simulated.held:
             receiver, told = simulated.held.popleft()
             if receiver is None:
-                self.at(self.now, told, "host")
+                self.after(0.0, told, "host")
             else:
                 self._put(receiver, told)
             self._requeue(simulated)
             return
         actor, message = simulated.actor, simulated.inbox.popleft().message
         self.messages_count += 1
-        simulated.served += 1
         self.trace.message(self.now, simulated.name, message)
         self.before_message(simulated, message)
         before, self._serving = self._serving, simulated
@@ -317,29 +316,29 @@ class Scheduler:
         self.actors.remove(simulated)
 
 
+@dataclass
 class SeededChoices:
     """Choices drawn from a generator, with the rates of one run."""
 
-    def __init__(self, random: Callable[[], float], *, preempts: float, sleeps: float, late: float) -> None:
-        self._random = random
-        self._preempts = preempts
-        self._sleeps = sleeps
-        self._late = late
+    random: Callable[[], float]
+    preempts: float
+    sleeps: float
+    late: float
 
     def pick(self, count: int) -> int:
-        return int(self._random() * count)
+        return int(self.random() * count)
 
     def preempt_after(self) -> int | None:
-        if not self._preempts or self._random() >= self._preempts:
+        if not self.preempts or self.random() >= self.preempts:
             return None
-        return int(self._random() * 3)
+        return int(self.random() * 3)
 
     def wake_delay_s(self) -> float:
-        if not self._sleeps or self._random() >= self._sleeps:
+        if not self.sleeps or self.random() >= self.sleeps:
             return 0.0
-        return float(0.0001 * 5000.0 ** self._random())  # 0.1 ms to 0.5 s
+        return float(0.0001 * 5000.0 ** self.random())  # 0.1 ms to 0.5 s
 
     def timer_delay_s(self) -> float:
-        if not self._late or self._random() >= self._late:
+        if not self.late or self.random() >= self.late:
             return 0.0
-        return float(0.001 * 800.0 ** self._random())  # 1 ms to 0.8 s
+        return float(0.001 * 800.0 ** self.random())  # 1 ms to 0.8 s

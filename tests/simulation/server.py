@@ -72,14 +72,6 @@ class Reply:
     def answer_tokens(self) -> int:
         return self.reasoning_tokens + self.text_tokens
 
-    def reasoning(self) -> str:
-        """All of it."""
-        return "".join(self.word(index) for index in range(self.reasoning_tokens))
-
-    def text(self) -> str:
-        """All of it."""
-        return "".join(self.word(index) for index in range(self.reasoning_tokens, self.answer_tokens))
-
     def word(self, index: int) -> str:
         """Token number `index`; a line ends now and then, never at a word's end, where reasoning would lose it."""
         return f"{self.key}\n{index}," if index % 16 == 15 else f"{self.key}.{index},"
@@ -155,7 +147,6 @@ class LlamaServer:
         self.is_unfit = False  # it loads, and what it answers is nonsense
         self.unkillable = False
         self.killed = False  # SIGKILL was sent
-        self.iterations = 0
         self.advanced_at = scheduler.now
         self.exchanges: list[Exchange] = []
         self.slots: list[Exchange | None] = [None] * build.slots
@@ -197,7 +188,7 @@ class LlamaServer:
             self._rates(cpu=IDLE)
             self.work()
 
-        self._scheduler.at(self._scheduler.now + seconds, loaded, "the load ends", of_host=False)
+        self._scheduler.after(seconds, loaded, "the load ends", of_host=False)
 
     def _show_load(self) -> None:
         works, reads = self._load_works, self.build.load_reads
@@ -218,7 +209,7 @@ class LlamaServer:
     def _leave_when_free(self) -> None:
         """The first SIGTERM waits for open connections, and for the batch under way."""
         if self._terms and not self.gone and not self.exchanges and self._batch is None and not self.frozen:
-            self._scheduler.at(self._scheduler.now + 0.1, lambda: self.die(0), "the server leaves", of_host=False)
+            self._scheduler.after(0.1, lambda: self.die(0), "the server leaves", of_host=False)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -301,11 +292,6 @@ class LlamaServer:
         self.processes[pid] = Counters(cpu_rate=rate)
 
     # ------------------------------------------------------------ HTTP
-
-    @property
-    def shows_slots(self) -> bool:
-        """Whether `/slots` has an answer."""
-        return self.build.shows_slots
 
     @property
     def answers(self) -> bool:
@@ -394,11 +380,10 @@ class LlamaServer:
 
     def _start_batch(self, seconds: float) -> None:
         self._rates(cpu=BUSY if self.build.cpu_shows else IDLE)
-        self._batch = self._scheduler.at(self._scheduler.now + seconds, self._batch_done, "batch", of_host=False)
+        self._batch = self._scheduler.after(seconds, self._batch_done, "batch", of_host=False)
 
     def _batch_done(self) -> None:
         self._batch = None
-        self.iterations += 1
         self.advanced_at = self._scheduler.now
         for exchange in [each for each in self.slots if each is not None and not each.dead]:
             if exchange.closed_by_client:
@@ -511,7 +496,7 @@ class LlamaServer:
                 exchange.connection.receive(b":\n\n")
             self._ping_later(exchange)
 
-        exchange.ping = self._scheduler.at(self._scheduler.now + PING_S, ping, "ping", of_host=False)
+        exchange.ping = self._scheduler.after(PING_S, ping, "ping", of_host=False)
 
     def _drop(self, exchange: Exchange) -> None:
         """The exchange is over for the server."""

@@ -19,7 +19,7 @@ from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS
-from tests.simulation.scheduler import Scheduler, SimulatedActor
+from tests.simulation.scheduler import Scheduler, SeededChoices, SimulatedActor
 from tests.simulation.world import Failure, Setting, World
 
 
@@ -41,10 +41,11 @@ class _PlayedBeforeError(Exception):
     """The rest of this order is known."""
 
 
-class _Orders:
+class _Orders(SeededChoices):
     """Choices taken from a list, then the first of each; remembers what there was to choose."""
 
     def __init__(self, prefix: list[int], seen: set[int]) -> None:
+        super().__init__(_NoDice().random, preempts=0.0, sleeps=0.0, late=0.0)
         self.taken: list[tuple[int, int]] = []  # (chosen, of how many)
         self.is_open = False  # before, everything is delivered in the order in which it came
         self._prefix = prefix
@@ -85,15 +86,6 @@ class _Orders:
             self._seen.add(state)
         self.taken.append((chosen, count))
         return chosen
-
-    def preempt_after(self) -> int | None:
-        return None
-
-    def wake_delay_s(self) -> float:
-        return 0.0
-
-    def timer_delay_s(self) -> float:
-        return 0.0
 
 
 def _name(message: object) -> str:

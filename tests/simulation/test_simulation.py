@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
-from tests.simulation.campaign import add, run_all, settings
-from tests.simulation.corpus import CORPUS
+from tests.simulation.campaign import run_all, settings
 from tests.simulation.faults import KINDS
-from tests.simulation.not_yet_found import NOT_YET_FOUND
-from tests.simulation.world import Report, Setting, World
+from tests.simulation.world import Setting, World
 
 YEAR_H = 8760.0
 SHARES = 4  # of the year, one a test: they may run side by side
 
 
-@pytest.mark.parametrize("setting", CORPUS, ids=lambda setting: str(setting.seed))
-def test_a_seed_that_once_failed(setting: Setting) -> None:
-    World(setting).run()
+def test_a_result_that_ask_was_given_is_not_given_once_more() -> None:
+    """The seed that once broke an invariant: ask() resolved before its result was released."""
+    World(Setting(seed=7, hours=4.0, requests_per_hour=25.0, faults_per_hour=20.0)).run()
 
 
 @pytest.mark.parametrize("share", range(SHARES))
@@ -32,11 +31,7 @@ def test_a_quarter_of_a_worker_year_that_nobody_has_seen_before(share: int) -> N
 
 
 def test_every_kind_of_fault_is_met_in_the_fixed_set_and_the_same_seed_gives_the_same_trace() -> None:
-    total, digests = Report(), []
-    for seed in range(30):
-        report = World(Setting(seed=seed, hours=4.0, requests_per_hour=40.0, faults_per_hour=15.0)).run()
-        add(total, report)
-        digests.append(report.digest)
-    assert set(total.faults) == set(KINDS) - NOT_YET_FOUND
-    again = World(Setting(seed=7, hours=4.0, requests_per_hour=40.0, faults_per_hour=15.0)).run()
-    assert again.digest == digests[7]
+    hour = partial(Setting, hours=1.0, requests_per_hour=60.0, faults_per_hour=60.0)
+    reports = [World(hour(seed=seed)).run() for seed in range(16)]
+    assert {name for report in reports for name in report.faults} == set(KINDS)
+    assert World(hour(seed=7)).run().digest == reports[7].digest

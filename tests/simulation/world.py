@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,6 @@ from tests.simulation.host import Host, Plan
 from tests.simulation.invariants import QUICK_S, Invariants
 from tests.simulation.machine import Machine
 from tests.simulation.nature import Nature
-from tests.simulation.not_yet_found import NOT_YET_FOUND
 from tests.simulation.runtime import SimRuntime
 from tests.simulation.scheduler import Choices, Scheduler, SeededChoices, Violation
 from tests.simulation.server import Build, Exchange, Headers, Reply
@@ -42,11 +42,6 @@ class _Tools:
         raise NotImplementedError
 
 
-def slow_bios(context: object) -> str:
-    """Never called, likewise; not the default, so that the thread for it is simulated."""
-    raise NotImplementedError
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a run is about."""
@@ -55,7 +50,7 @@ class Setting:
     hours: float = 24.0
     requests_per_hour: float = 1.5
     faults_per_hour: float = 0.15
-    kinds: Mapping[str, float] = field(default_factory=dict)  # weights by name; empty: all that the library finds
+    kinds: Mapping[str, float] = field(default_factory=dict)  # weights by name; empty: all
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,26 +61,31 @@ class Report:
     messages: int = 0
     requests: int = 0
     restarts: int = 0
-    faults: dict[str, int] = field(default_factory=dict)
-    outcomes: dict[str, int] = field(default_factory=dict)
+    faults: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
     found: dict[str, list[float]] = field(default_factory=dict)
     digest: str = ""
+
+    def add(self, other: Report) -> None:
+        """Another run's figures, too."""
+        self.hours += other.hours
+        self.messages += other.messages
+        self.requests += other.requests
+        self.restarts += other.restarts
+        self.faults.update(other.faults)
+        self.outcomes.update(other.outcomes)
+        for name, times in other.found.items():
+            self.found.setdefault(name, []).extend(times)
 
 
 class Failure(Exception):
     """A run broke an invariant: its seed, which one, and the last steps."""
 
-    def __init__(self, setting: Setting, broken: BaseException, story: list[str], digest: str) -> None:
+    def __init__(self, setting: Setting, broken: BaseException, story: list[str]) -> None:
         super().__init__(f"seed {setting.seed}: {type(broken).__name__}: {broken}")
         self.setting = setting
         self.broken = broken
         self.story = story
-        self.digest = digest
-
-
-def usual_kinds() -> dict[str, float]:
-    """Every kind that the library finds, with its weight."""
-    return {name: kind.weight for name, kind in KINDS.items() if name not in NOT_YET_FOUND}
 
 
 class World:
@@ -121,26 +121,24 @@ class World:
             restart=self.policy,
             normal_tools=(TOOL,),
             tool_runner=_Tools(),
-            bios_provider=slow_bios,
+            bios_provider=lambda context: "",  # never called; not the default, so that its thread is simulated
             result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
         )
         self.runtime = SimRuntime(self.config, self.scheduler, self.machine, dice.fork())
         self.invariants = Invariants(self.scheduler, self.policy, slots)
         self.worker = LlamaWorker(self.config, _runtime=self.runtime)
         self.actor = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
-        self.invariants.watch(self.actor)
+        self.invariants.worker = self.actor
         self.nature = Nature(
             self.scheduler,
             dice.fork(),
             self.machine,
             self.invariants,
             self.profile,
-            dict(setting.kinds) or usual_kinds(),
+            setting.kinds or {name: kind.weight for name, kind in KINDS.items()},
             HOUR_S / setting.faults_per_hour if setting.faults_per_hour else 0.0,
         )
-        self.host = Host(self.worker, self.scheduler, self.invariants, dice.fork(), self.profile, self.policy, 1500.0)
-        self.host.result_ttl_s = self.config.result_ttl_s
-        self.host.watch_processes(self.machine.launched)
+        self.host = Host(self.worker, self.config, self.scheduler, self.invariants, dice.fork(), self.machine.launched)
         self.machine.on_launch = lambda epoch: self.invariants.launch(self.machine.launched, epoch)
         self.machine.reply_to = self._reply
         self.machine.exchanges = self._exchange
@@ -194,7 +192,7 @@ class World:
             for part in parts:
                 part()
         except Exception as broken:
-            raise Failure(self.setting, broken, self.trace.story(60), self.trace.digest) from broken
+            raise Failure(self.setting, broken, self.trace.story(60)) from broken
         finally:
             logging.disable(logging.NOTSET)
             for simulated in self.scheduler.actors:  # after a failure
@@ -210,10 +208,10 @@ class World:
             host.run(host.client(every_s=clients * HOUR_S / setting.requests_per_hour))
         host.run(host.meddler(every_s=300.0 if hectic else 4 * HOUR_S))
         self.nature.begin()
-        self._until(self.scheduler.now + setting.hours * HOUR_S)
+        self._pass(setting.hours * HOUR_S)
 
-    def _until(self, end: float) -> None:
-        self.scheduler.run_until(lambda: False, end)
+    def _pass(self, seconds: float) -> None:
+        self.scheduler.run_until(lambda: False, self.scheduler.now + seconds)
 
     def come_to_rest(self) -> None:
         """Invariant 8: once nothing new goes wrong, the worker comes to rest, and a fresh request completes."""
@@ -228,8 +226,9 @@ class World:
             lambda: self.invariants.state in rest and not self.invariants.active, self.scheduler.now + rest_s
         ):
             raise Violation(8, f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after the faults")
-        self._until(self.scheduler.now + 10.0)
-        self.host.check_unresolved()
+        self._pass(10.0)
+        if not all(future.done() for future in self.host.asked):
+            raise Violation(8, "an ask() has not resolved, and nothing is in flight")
         for _ in range(4):  # what a fault left behind (a frozen server, say) may have to be found first
             done: list[str] = []
             self.host.run(self._fresh_request(done))
@@ -238,7 +237,7 @@ class World:
                 raise Violation(8, f"a fresh request has no answer {bound_s:.0f} s after the faults")
             if done[0] == "completed":
                 return
-            self._until(self.scheduler.now + 300.0)
+            self._pass(300.0)
         raise Violation(8, f"fresh requests do not complete after the faults: {done[0]}")
 
     def _fresh_request(self, done: list[str]) -> Plan:
@@ -279,7 +278,7 @@ class World:
     def _worker_dies(self) -> None:
         """In the middle of a request; every future is answered, every later call raises WorkerClosed."""
         submitted = self.host.quick(self.worker.submit("last", "", "hello"), "submit()")
-        self._until(self.scheduler.now + self._dice.log_between(0.001, 30.0))
+        self._pass(self._dice.log_between(0.001, 30.0))
         self.scheduler.run_until(submitted.done, self.scheduler.now + QUICK_S)  # an answer may take longer than that
         answer = submitted.get(timeout=0)
         open_futures: list[WorkerFuture[Any]] = [self.worker.start()]
@@ -291,7 +290,7 @@ class World:
         self.actor.actor_ref.tell(Tick())
         self.scheduler.run_until(lambda: not self.scheduler.actors, self.scheduler.now + self.host.stop_bound_s)
         # Readers are threads of their own, and whether a kill had its effect is looked at behind the actor's end, too.
-        self._until(self.scheduler.now + self.profile.kill_timeout_s + QUICK_S)
+        self._pass(self.profile.kill_timeout_s + QUICK_S)
         if not all(future.done() for future in open_futures):
             raise Violation(5, "the worker's actor died, and a future has no answer")
         try:
