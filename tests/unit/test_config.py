@@ -75,13 +75,9 @@ CAN_BE_OFF = (
 )
 
 
-def test_timeouts_are_those_of_slow_hardware_and_every_limit_that_can_be_off_is_off_for_debugging() -> None:
+def test_the_presets_are_what_their_names_say() -> None:  # their numbers are compared with the documentation's
     assert TimeoutProfile() == TimeoutProfile.slow_prefill()
-    off = dict.fromkeys(CAN_BE_OFF)
-    assert dataclasses.asdict(TimeoutProfile.debug()).items() >= off.items()
-
-
-def test_never_restarting_is_a_budget_of_none() -> None:
+    assert dataclasses.asdict(TimeoutProfile.debug()).items() >= dict.fromkeys(CAN_BE_OFF).items()
     assert RestartPolicy.never() == RestartPolicy(max_restarts_per_window=0)
 
 
@@ -498,14 +494,11 @@ def test_every_field_of_data_changes_the_hash() -> None:
 )
 def test_every_field_of_the_parts_changes_the_hash(holder: str, kind: type[Any]) -> None:
     hashes = {config().config_hash}
-    parts = dataclasses.fields(kind)
-    for part in parts:
-        value = getattr(kind(), part.name)
+    for name, value in dataclasses.asdict(kind()).items():
         changed = (not value) if isinstance(value, bool) else (value or 0) + 1
-        if part.name == "recycle":
-            changed = Recycle(max_requests=1)
-        hashes.add(config(**{holder: kind(**{part.name: changed})}).config_hash)
-    assert len(hashes) == len(parts) + 1
+        part = kind(**{name: Recycle(max_requests=1) if name == "recycle" else changed})
+        hashes.add(config(**{holder: part}).config_hash)
+    assert len(hashes) == len(dataclasses.fields(kind)) + 1
 
 
 # ---------------------------------------------------------------- a submission

@@ -67,16 +67,16 @@ def test_records_expire_by_their_end() -> None:
 def test_ids_count_the_admitted_and_each_holds_the_lowest_free_slot_to_its_end(slots: int, steps: list[Any]) -> None:
     table = RequestTable(slots)
     running: dict[int, Admitted] = {}
+    newest_id = 0
     for step in steps:
         free = set(range(slots)) - {admitted.slot for admitted in running.values()}
         if step != "admit":
             assert table.end(record(step)) is (step in running)
             running.pop(step, None)
-        elif not free:
-            assert table.admit("j", 0.0) is None
+        elif free:
+            newest_id += 1
+            running[newest_id] = Admitted(newest_id, min(free), "j", 0.0)
+            assert table.admit("j", 0.0) == running[newest_id]
         else:
-            newest = Admitted(table.newest_id + 1, min(free), "j", 0.0)
-            assert table.admit("j", 0.0) == newest
-            assert table.newest_id == newest.request_id
-            running[newest.request_id] = newest
-        assert list(table.active) == list(running.values())
+            assert table.admit("j", 0.0) is None
+        assert (table.active, table.newest_id) == (tuple(running.values()), newest_id)

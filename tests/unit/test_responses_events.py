@@ -290,7 +290,7 @@ def test_an_error_record_is_a_failure_also_after_a_finish_reason(
     before: tuple[StreamEvent, ...], message: str, code: str
 ) -> None:
     events = run([TextDelta("a"), *before, ServerError(message, 500, "server_error"), Done()])
-    assert check_events(events)["error"] == {"code": code, "message": message}
+    assert check_events(events)["error"] == {"code": "server_error", "message": message}
     assert events[-2]["error"]["message"] == events[-2]["message"] == message
     assert events[-2]["code"] == code
 

@@ -24,6 +24,7 @@ from llama_worker.responses.tools import NO_TOOLS, ToolSet
 
 USER = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Yes?"}
+POLICY = {"role": "developer", "content": "policy"}
 PNG = "data:image/png;base64,AAAA"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 SUB = {"type": "function", "name": "sub", "description": "minus", "parameters": None, "strict": None}
@@ -80,14 +81,12 @@ def test_leading_system_and_developer_messages_become_one() -> None:
 
 @pytest.mark.parametrize("late_role", ["user", "system"])
 def test_a_late_developer_message_stays_in_its_place(late_role: LateRole) -> None:
-    late = {"role": "developer", "content": "B"}
-    found = messages(USER, SAID, late, USER, instructions="A", late_role=late_role)
-    assert found == [{"role": "system", "content": "A"}, USER, SAID, {"role": late_role, "content": "B"}, USER]
+    found = messages(USER, SAID, POLICY, USER, instructions="A", late_role=late_role)
+    assert found == [{"role": "system", "content": "A"}, USER, SAID, {**POLICY, "role": late_role}, USER]
 
 
 def test_no_instruction_comes_between_a_call_and_its_result() -> None:
-    late = {"role": "developer", "content": "B"}
-    found = messages(USER, call("x"), call("y"), late, output("x"), output("y"), SAID)
+    found = messages(USER, call("x"), call("y"), POLICY, output("x"), output("y"), SAID)
     assert [message["role"] for message in found] == ["user", "assistant", "tool", "tool", "user", "assistant"]
 
 
@@ -107,9 +106,6 @@ PROBED = [message["content"] for message in TEMPLATE_PROBE["messages"]]
 )
 def test_the_template_decides_how_late_instructions_are_sent(prompt: object, role: str) -> None:
     assert late_role_of(prompt) == role
-
-
-POLICY = {"role": "developer", "content": "policy"}
 
 
 THOUGHT = reasoning(content=[{"type": "reasoning_text", "text": "hm"}])
