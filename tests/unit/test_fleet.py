@@ -7,6 +7,7 @@ import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -274,9 +275,9 @@ def test_a_wrong_default_is_named_where_it_stands(tmp_path: Path) -> None:
     assert refusal(tmp_path, text).startswith("fleet.toml:2: defaults.slots: slots must be from 1 to 1024")
 
 
-def test_a_secret_is_in_no_error(tmp_path: Path) -> None:
-    for line in ('api_key = "hunter2\\u0007"', 'env.HF_TOKEN = "hunter2\\u0000"', 'env = "hunter2"'):
-        assert "hunter2" not in refusal(tmp_path, f"{ONE}{line}\n")
+@pytest.mark.parametrize("line", ['api_key = "hunter2\\u0007"', 'env.HF_TOKEN = "hunter2\\u0000"', 'env = "hunter2"'])
+def test_a_secret_is_in_no_error(tmp_path: Path, line: str) -> None:
+    assert "hunter2" not in refusal(tmp_path, f"{ONE}{line}\n")
 
 
 def test_a_file_that_is_not_there_is_an_os_error_with_its_name(tmp_path: Path) -> None:
@@ -329,16 +330,10 @@ def test_the_line_of_a_key(path: tuple[str, ...], line: int | None, newline: str
 
 def test_finding_a_line_asks_the_parser_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"[workers.w{number}]\nport = {number}\n" for number in range(1000))
-    parsed, loads = 0, tomllib.loads
-
-    def counting(prefix: str) -> dict[str, Any]:
-        nonlocal parsed
-        parsed += 1
-        return loads(prefix)
-
-    monkeypatch.setattr(tomllib, "loads", counting)
+    parse = Mock(wraps=tomllib.loads)
+    monkeypatch.setattr(tomllib, "loads", parse)
     assert config_file._line_of(text, ("workers", "w700", "port")) == 1402
-    assert parsed < 20
+    assert parse.call_count < 20
 
 
 # ---------------------------------------------------------------- memory

@@ -130,6 +130,7 @@ def test_in_native_mode_the_bios_says_what_to_do_without_tool_calls(mode: ToolCa
     stable = default_bios(context(mode=mode)).stable
     assert "an XML element named tool_call" in stable
     assert "<tool_call>" not in stable
+    assert "XML" not in default_bios(context(normal=(), exits=(), mode=mode)).stable
 
 
 @pytest.mark.parametrize(
@@ -218,8 +219,10 @@ def test_an_empty_prompt_leaves_no_message_and_no_delimiter(
 
 def test_the_order_is_bios_system_prompt_messages_user_prompt() -> None:
     prior: list[ChatMessage] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    messages = begin("BIOS", messages=prior, mode="separate").messages()
-    assert [m["content"] for m in messages] == ["BIOS", "SYS", "q", "a", "Hi"]
+    for user_prompt in ("Hi", ""):  # after an assistant's message an empty one is a message, too
+        messages = begin("BIOS", messages=prior, mode="separate", user_prompt=user_prompt).messages()
+        assert [m["content"] for m in messages] == ["BIOS", "SYS", "q", "a", user_prompt]
+    assert begin("BIOS", user_prompt="").messages()[-1] == {"role": "user", "content": ""}
 
 
 @pytest.mark.parametrize(
@@ -240,11 +243,6 @@ def test_an_empty_user_prompt_is_left_out_after_a_message_to_answer(last: Any, c
     assert len(messages) == 2
     assert messages[-1] == {**before, "content": content}
     assert last == before
-
-
-@pytest.mark.parametrize("prior", [[], [{"role": "assistant", "content": "a"}]])
-def test_else_an_empty_user_prompt_is_a_message(prior: list[ChatMessage]) -> None:
-    assert begin("BIOS", messages=prior, user_prompt="").messages()[-1] == {"role": "user", "content": ""}
 
 
 # --- continuation after tools ---------------------------------------------------------------------------
