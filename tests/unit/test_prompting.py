@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker import exit_tools
@@ -94,54 +94,43 @@ def dumped(conversation: Conversation) -> list[str]:
 # --- the default BIOS -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("said", ["bios-v1", "hivemind", "'w-1'", "add", "escalate", "unless the matter is urgent"])
-def test_the_default_bios_says_who_and_with_what_in_its_stable_part(said: str) -> None:
-    assert said in default_bios(context()).stable
+def test_the_default_bios_says_who_and_with_what_in_its_stable_part() -> None:
+    stable = default_bios(context()).stable
+    assert stable.splitlines()[0] == "bios-v1"
+    for said in ("hivemind", "'w-1'", "add", "escalate", "unless the matter is urgent"):
+        assert said in stable
 
 
-def test_the_default_bios_begins_with_its_version_line() -> None:
-    assert default_bios(context()).stable.splitlines()[0] == "bios-v1"
-
-
-@pytest.mark.parametrize("said", ["2026-10-01 12:30:05+02:00", "Europe/Berlin", "Tool iterations left: 8"])
-def test_the_default_bios_has_time_with_zone_and_iterations_in_its_volatile_part(said: str) -> None:
+def test_the_default_bios_has_time_with_zone_and_iterations_in_its_volatile_part() -> None:
     bios = default_bios(context())
-    assert said in bios.volatile
-    assert said not in bios.stable
+    for said in ("2026-10-01 12:30:05+02:00", "Europe/Berlin", "Tool iterations left: 8"):
+        assert said in bios.volatile
+        assert said not in bios.stable
 
 
-@given(
-    st.datetimes(timezones=st.just(UTC)),
-    st.integers(0, 99),
-    st.sampled_from(["native", "prompted", "auto"]),
-)
-def test_the_stable_part_is_the_same_for_the_whole_request(now: datetime, iterations: int, mode: ToolCallMode) -> None:
-    changed = default_bios(context(now=now, iterations=iterations, mode=mode))
-    assert changed.stable == default_bios(context(mode=mode)).stable
+@pytest.mark.parametrize("mode", ["native", "prompted", "auto"])
+def test_the_stable_part_is_the_same_for_the_whole_request(mode: ToolCallMode) -> None:
+    later = default_bios(context(now=datetime(2027, 1, 2, tzinfo=UTC), iterations=0, mode=mode))
+    assert later.stable == default_bios(context(mode=mode)).stable
 
 
 def test_only_in_prompted_mode_the_bios_lists_the_tools_and_the_convention() -> None:
-    for mode in ("native", "auto"):
-        assert "<tool_call>" not in default_bios(context(mode=mode)).stable
     stable = default_bios(context(mode="prompted")).stable
     assert prompted_tools_text((ADD,), (ESCALATE,)) in stable
     assert json.dumps(ADD["function"]) in stable
     assert json.dumps(ESCALATE["function"]) in stable
+    assert "XML" not in stable
+    without_tools = default_bios(context(normal=(), exits=(), mode="prompted")).stable
+    for said in ("<tool_call>", "Tools that answer", "Exit tools", "XML"):
+        assert said not in without_tools
 
 
-def test_in_native_mode_the_bios_says_what_to_do_without_tool_calls() -> None:
-    for mode in ("native", "auto"):
-        assert "an XML element named tool_call" in default_bios(context(mode=mode)).stable
-    assert "XML" not in default_bios(context(mode="prompted")).stable
-    assert "XML" not in default_bios(context(normal=(), exits=())).stable
-
-
-def test_a_call_written_as_the_native_bios_says_is_read_as_one() -> None:
-    written = '<tool_call>{"name": "escalate", "arguments": {"reason": "x"}}</tool_call>'
-    tool_filter = TaggedCallFilter(strict=False)
-    assert tool_filter.feed(written) + tool_filter.finish() == ""
-    (call,) = tool_filter.calls
-    assert isinstance(call, RawCall)
+@pytest.mark.parametrize("mode", ["native", "auto"])
+def test_in_native_mode_the_bios_says_what_to_do_without_tool_calls(mode: ToolCallMode) -> None:
+    stable = default_bios(context(mode=mode)).stable
+    assert "an XML element named tool_call" in stable
+    assert "<tool_call>" not in stable
+    assert "XML" not in default_bios(context(normal=(), exits=(), mode=mode)).stable
 
 
 @pytest.mark.parametrize(
@@ -160,26 +149,19 @@ def test_the_bios_says_what_each_exit_tool_is_for(tool: ToolDef, use: str) -> No
     assert use not in default_bios(context(exits=())).stable
 
 
-def test_the_convention_shown_is_one_that_the_parser_reads() -> None:
-    tool_filter = TaggedCallFilter(strict=True)
-    text = tool_filter.feed(prompted_tools_text((ADD,), ())) + tool_filter.finish()
+@pytest.mark.parametrize(
+    ("shown", "strict"),
+    [
+        (prompted_tools_text((ADD,), ()), True),
+        ('<tool_call>{"name": "escalate", "arguments": {"reason": "x"}}</tool_call>', False),  # as told in native mode
+    ],
+)
+def test_the_convention_shown_is_one_that_the_parser_reads(shown: str, strict: bool) -> None:
+    tool_filter = TaggedCallFilter(strict=strict)
+    text = tool_filter.feed(shown) + tool_filter.finish()
     (call,) = tool_filter.calls
     assert isinstance(call, RawCall)
     assert "<tool_call>" not in text
-
-
-def test_without_tools_the_bios_speaks_of_none() -> None:
-    stable = default_bios(context(normal=(), exits=(), mode="prompted")).stable
-    assert "<tool_call>" not in stable
-    assert "Tools that answer" not in stable
-    assert "Exit tools" not in stable
-
-
-def test_the_bios_does_not_mutate_the_tools() -> None:
-    ctx = context(mode="prompted")
-    before = copy.deepcopy((ctx.normal_tools, ctx.exit_tools))
-    default_bios(ctx)
-    assert (ctx.normal_tools, ctx.exit_tools) == before
 
 
 # --- providers ------------------------------------------------------------------------------------------
@@ -216,18 +198,11 @@ def test_a_provider_that_returns_no_string_is_a_prompt_error(value: Any) -> None
 # --- the first turn -------------------------------------------------------------------------------------
 
 
-def test_merged_is_one_system_message_with_a_delimiter() -> None:
-    assert begin().messages() == [
-        {"role": "system", "content": f"BIOS{SYSTEM_PROMPT_DELIMITER}SYS"},
-        {"role": "user", "content": "Hi" + status("T1")},
-    ]
-
-
-def test_separate_is_two_system_messages() -> None:
-    assert begin(mode="separate").messages()[:-1] == [
-        {"role": "system", "content": "BIOS"},
-        {"role": "system", "content": "SYS"},
-    ]
+def test_merged_is_one_system_message_with_a_delimiter_and_separate_is_two() -> None:
+    user = {"role": "user", "content": "Hi" + status("T1")}
+    bios, system = ({"role": "system", "content": text} for text in ("BIOS", "SYS"))
+    assert begin().messages() == [{"role": "system", "content": f"BIOS{SYSTEM_PROMPT_DELIMITER}SYS"}, user]
+    assert begin(mode="separate").messages() == [bios, system, user]
 
 
 @pytest.mark.parametrize("mode", ["merged", "separate"])
@@ -244,12 +219,10 @@ def test_an_empty_prompt_leaves_no_message_and_no_delimiter(
 
 def test_the_order_is_bios_system_prompt_messages_user_prompt() -> None:
     prior: list[ChatMessage] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    messages = begin("BIOS", messages=prior, mode="separate").messages()
-    assert [m["content"] for m in messages] == ["BIOS", "SYS", "q", "a", "Hi"]
-
-
-def test_a_plain_str_is_all_put_first() -> None:
-    assert begin("all").messages()[-1] == {"role": "user", "content": "Hi"}
+    for user_prompt in ("Hi", ""):  # after an assistant's message an empty one is a message, too
+        messages = begin("BIOS", messages=prior, mode="separate", user_prompt=user_prompt).messages()
+        assert [m["content"] for m in messages] == ["BIOS", "SYS", "q", "a", user_prompt]
+    assert begin("BIOS", user_prompt="").messages()[-1] == {"role": "user", "content": ""}
 
 
 @pytest.mark.parametrize(
@@ -270,19 +243,6 @@ def test_an_empty_user_prompt_is_left_out_after_a_message_to_answer(last: Any, c
     assert len(messages) == 2
     assert messages[-1] == {**before, "content": content}
     assert last == before
-
-
-@pytest.mark.parametrize("prior", [[], [{"role": "assistant", "content": "a"}]])
-def test_else_an_empty_user_prompt_is_a_message(prior: list[ChatMessage]) -> None:
-    assert begin("BIOS", messages=prior, user_prompt="").messages()[-1] == {"role": "user", "content": ""}
-
-
-def test_the_callers_messages_are_copied() -> None:
-    parts = [{"type": "text", "text": "q"}]
-    conversation = begin(messages=[{"role": "user", "content": parts}])
-    before = dumped(conversation)
-    parts[0]["text"] = "changed"
-    assert dumped(conversation) == before
 
 
 # --- continuation after tools ---------------------------------------------------------------------------
@@ -338,6 +298,7 @@ def test_a_result_for_each_call_is_required(calls: tuple[ParsedCall, ...], resul
 
 
 @pytest.mark.parametrize("prompted", [False, True])
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.text(), st.text(), st.text()), min_size=1, max_size=4))
 def test_earlier_messages_stay_to_the_byte_the_same_after_a_tool_turn(
     prompted: bool, turns: list[tuple[str, str, str]]
@@ -357,9 +318,3 @@ def test_a_str_is_put_first_anew_and_the_rest_stays() -> None:
     assert following.messages()[0]["content"] == f"BIOS at 2{SYSTEM_PROMPT_DELIMITER}SYS"
     assert dumped(following)[1:2] == dumped(conversation)[1:]
     assert STATUS_OPEN not in str(following.messages())
-
-
-def test_of_a_bios_text_the_first_stable_part_is_kept() -> None:
-    following = after_tools(begin(BiosText("first", "T1")), BiosText("second", "T2"))
-    assert following.head == begin(BiosText("first", "T1")).head
-    assert "second" not in str(following.messages())

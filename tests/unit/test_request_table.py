@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
@@ -13,29 +13,6 @@ from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 def record(request_id: int, ended_at: float = 1.0) -> RequestRecord:
     empty: Any = {}
     return RequestRecord(request_id=request_id, job_name="j", status=empty, result=empty, ended_at=ended_at)
-
-
-def test_ids_count_from_one_and_a_refusal_uses_none() -> None:
-    table = RequestTable(1)
-    assert table.admit("a", 0.0) == Admitted(1, 0, "a", 0.0)
-    assert table.admit("b", 0.1) is None
-    assert table.end(record(1))
-    assert table.admit("c", 0.2) == Admitted(2, 0, "c", 0.2)
-    assert table.newest_id == 2
-
-
-def test_the_free_slot_with_the_lowest_number_is_taken() -> None:
-    table = RequestTable(3)
-    for number in range(3):
-        admitted = table.admit("j", 0.0)
-        assert admitted is not None
-        assert admitted.slot == number
-    table.end(record(3))
-    table.end(record(1))
-    again = table.admit("j", 1.0)
-    assert again is not None
-    assert (again.request_id, again.slot) == (4, 0)
-    assert [a.request_id for a in table.active] == [2, 4]
 
 
 def test_a_request_is_found_by_id_and_by_slot_until_it_ends() -> None:
@@ -85,19 +62,21 @@ def test_records_expire_by_their_end() -> None:
     assert table.oldest_end() == 5.0
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 4), st.lists(st.one_of(st.just("admit"), st.integers(1, 12)), max_size=40))
-def test_slots_used_are_the_requests_that_have_not_ended(slots: int, steps: list[Any]) -> None:
+def test_ids_count_the_admitted_and_each_holds_the_lowest_free_slot_to_its_end(slots: int, steps: list[Any]) -> None:
     table = RequestTable(slots)
-    running: set[int] = set()
+    running: dict[int, Admitted] = {}
+    newest_id = 0
     for step in steps:
-        if step == "admit":
-            admitted = table.admit("j", 0.0)
-            assert (admitted is None) is (len(running) == slots)
-            running |= {admitted.request_id} if admitted is not None else set()
-        else:
+        free = set(range(slots)) - {admitted.slot for admitted in running.values()}
+        if step != "admit":
             assert table.end(record(step)) is (step in running)
-            running.discard(step)
-        assert {a.request_id for a in table.active} == running
-        held = [a.slot for a in table.active]
-        assert len(set(held)) == len(held)
-        assert set(held) <= set(range(slots))
+            running.pop(step, None)
+        elif free:
+            newest_id += 1
+            running[newest_id] = Admitted(newest_id, min(free), "j", 0.0)
+            assert table.admit("j", 0.0) == running[newest_id]
+        else:
+            assert table.admit("j", 0.0) is None
+        assert (table.active, table.newest_id) == (tuple(running.values()), newest_id)

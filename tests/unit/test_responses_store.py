@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.responses.request import References
@@ -23,33 +23,29 @@ def history(store: ResponseStore, number: int) -> list[Any] | None:
     return None if found is None else [item["content"] for item in found]
 
 
-def store_of(max_count: int = 10, max_bytes: int = 10**6) -> ResponseStore:
-    return ResponseStore(max_count=max_count, max_bytes=max_bytes)
+def store_of(*kept: StoredResponse, max_count: int = 10, max_bytes: int = 10**6) -> ResponseStore:
+    store = ResponseStore(max_count=max_count, max_bytes=max_bytes)
+    for one in kept:
+        store.put(one)
+    return store
 
 
 def test_a_conversation_is_a_chain() -> None:
-    store = store_of()
-    store.put(stored(1, text="a1"))
-    store.put(stored(2, 1, text="a2"))
-    store.put(stored(3, 1, text="b2"))
+    store = store_of(stored(1, text="a1"), stored(2, 1, text="a2"), stored(3, 1, text="b2"))
     assert history(store, 2) == ["q1", "a1", "q2", "a2"]
     assert history(store, 3) == ["q1", "a1", "q3", "b2"]
     assert history(store, 4) is None
 
 
 def test_a_conversation_whose_beginning_is_gone_is_unknown() -> None:
-    store = store_of()
-    store.put(stored(1))
-    store.put(stored(2, 1))
+    store = store_of(stored(1), stored(2, 1))
     assert store.delete("resp_1")
     assert not store.delete("resp_1")
     assert history(store, 2) is None
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    store = store_of(max_count=2)
-    store.put(stored(1))
-    store.put(stored(2))
+    store = store_of(stored(1), stored(2), max_count=2)
     assert store.get("resp_1") is not None
     store.put(stored(3))
     assert store.get("resp_2") is None
@@ -57,18 +53,13 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_the_beginning_of_a_conversation_is_used_with_its_end() -> None:
-    store = store_of(max_count=3)
-    store.put(stored(1))
-    store.put(stored(2))
-    store.put(stored(3, 1))
-    store.put(stored(4))
+    store = store_of(stored(1), stored(2), stored(3, 1), stored(4), max_count=3)
     assert store.get("resp_2") is None
     assert history(store, 3) is not None
 
 
 def test_items_are_found_by_id_as_long_as_their_response_is() -> None:
-    store = store_of(max_count=1)
-    store.put(stored(1))
+    store = store_of(stored(1), max_count=1)
     wanted = References(item_ids=("msg_1", "msg_9"))
     assert list(store.recall(wanted).recalled().items) == ["msg_1"]
     store.put(stored(2))
@@ -78,24 +69,22 @@ def test_items_are_found_by_id_as_long_as_their_response_is() -> None:
 def test_an_item_that_was_sent_again_outlives_either_response() -> None:
     (said,) = stored(1).response()["output"]
     again = stored_response({"id": "resp_2", "output": []}, [said], None)
+    wanted = References(item_ids=("msg_1",))
     for gone, left in (("resp_1", "resp_2"), ("resp_2", "resp_1")):
-        store = store_of()
-        store.put(stored(1))
-        store.put(again)
+        store = store_of(stored(1), again)
         assert store.delete(gone)
-        assert store.recall(References(item_ids=("msg_1",))).recalled().items == {"msg_1": said}
+        assert store.recall(wanted).recalled().items == {"msg_1": said}
         assert store.delete(left)
-        assert store.recall(References(item_ids=("msg_1",))).recalled().items == {}
+        assert store.recall(wanted).recalled().items == {}
 
 
 def test_one_that_is_too_large_is_not_kept_and_costs_no_other() -> None:
-    store = store_of(max_bytes=4000)
-    store.put(stored(1))
-    store.put(stored(2, text="x" * 4000))
+    store = store_of(stored(1), stored(2, text="x" * 4000), max_bytes=4000)
     assert store.get("resp_1") is not None
     assert store.get("resp_2") is None
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.none() | st.integers(0, 20), st.integers(0, 300))),
     st.integers(0, 5),
@@ -104,7 +93,7 @@ def test_one_that_is_too_large_is_not_kept_and_costs_no_other() -> None:
 def test_it_stays_within_its_bounds_and_counts_right(
     puts: list[tuple[int, int | None, int]], max_count: int, max_bytes: int
 ) -> None:
-    store = store_of(max_count, max_bytes)
+    store = store_of(max_count=max_count, max_bytes=max_bytes)
     kept: dict[str, StoredResponse] = {}
     for number, previous, chars in puts:
         one = stored(number, None if previous == number else previous, "x" * chars)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 
 from llama_worker.profiles import LoopDetector
@@ -22,193 +19,114 @@ from llama_worker.stream.events import (
 
 TAGGED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 CALL = RawCall(None, "add", '{"a": 1}', TAGGED)
+BY_TAG = [TextDelta(TAGGED[:20]), TextDelta(TAGGED[20:])]
+STRUCTURED = RawCall("x", "add", "{}")
+BY_DELTAS = [ToolCallDelta(0, "x", "add", "{"), ToolCallDelta(0, None, None, "}")]
 
 
-def turn(*, prompted: bool = False, with_tools: bool = True, opens_thinking: bool = False) -> Turn:
-    return Turn(
-        started_at=0.0,
-        prompted=prompted,
-        with_tools=with_tools,
-        opens_thinking=opens_thinking,
-        loop_detector=LoopDetector(),
-    )
+def turn(*, prompted: bool = False) -> Turn:
+    return Turn(started_at=0.0, prompted=prompted, with_tools=True, opens_thinking=False, loop_detector=LoopDetector())
 
 
-def take(it: Turn, events: Sequence[Said], at: float) -> tuple[str, str]:
+def take(it: Turn, *events: Said, at: float = 1.0) -> tuple[str, str]:
+    """(reasoning, text) that may be shown now."""
     shown = [it.take(event, at) for event in events]
-    return "".join(reasoning for reasoning, _ in shown), "".join(said for _, said in shown)
+    return "".join(reasoning for reasoning, _ in shown), "".join(text for _, text in shown)
 
 
-def text(it: Turn, *pieces: str, at: float = 1.0) -> tuple[str, str]:
-    return take(it, [TextDelta(piece) for piece in pieces], at)
-
-
-def reasoning(it: Turn, *pieces: str) -> tuple[str, str]:
-    return take(it, [ReasoningDelta(piece) for piece in pieces], 1.0)
-
-
-def tool_call(it: Turn, *pieces: str) -> tuple[str, str]:
-    """A call of `add` whose arguments come in these pieces."""
-    first, *others = pieces
-    deltas = [ToolCallDelta(0, "x", "add", first), *(ToolCallDelta(0, None, None, piece) for piece in others)]
-    return take(it, deltas, 1.0)
-
-
-def timings(**told: Any) -> Timings:
-    keys = ("cache_n", "prompt_n", "predicted_n", "predicted_per_second")
-    return Timings(**(dict.fromkeys(keys) | told))
-
-
-def say(it: Turn, *pieces: str) -> tuple[str, str]:
-    """(reasoning, text) of the whole turn."""
-    shown = [*(text(it, piece) for piece in pieces), it.finish()]
-    return "".join(reasoning for reasoning, _ in shown), "".join(said for _, said in shown)
-
-
-def test_text_and_reasoning_are_told_apart_and_remembered() -> None:
-    it = turn()
-    assert reasoning(it, "hm") == ("hm", "")
-    assert text(it, "Hello") == ("", "Hello")
-    assert text(it, " you") == ("", " you")
-    assert it.finish() == ("", "")
-    assert (it.said_reasoning, it.said_text) == ("hm", "Hello you")
-
-
-@pytest.mark.parametrize("with_tools", [True, False])
-def test_whitespace_around_the_reasoning_is_no_part_of_it_nor_of_the_text(with_tools: bool) -> None:
-    it = turn(with_tools=with_tools)
-    assert reasoning(it, "\nhm ") == ("hm", "")
-    assert reasoning(it, "so\n") == (" so", "")
-    assert text(it, "\n\n") == ("", "")
-    assert text(it, "Hello\n") == ("", "Hello\n")
-    assert it.finish() == ("", "")
-    assert (it.said_reasoning, it.said_text) == ("hm so", "Hello\n")
-
-
+@pytest.mark.parametrize(
+    ("said", "reasoning", "text", "calls"),
+    [
+        ([ReasoningDelta("hm"), TextDelta("Hello"), TextDelta(" you")], "hm", "Hello you", []),
+        ([TextDelta("<think>hm\n")], "hm", "", []),
+        ([ReasoningDelta("hm\n")], "hm", "", []),
+        ([ReasoningDelta("hm\n"), *BY_DELTAS], "hm", "", [STRUCTURED]),
+        ([ReasoningDelta("hm\n"), TextDelta("\n\n"), *BY_TAG], "hm", "", [CALL]),
+        ([TextDelta("Let me add. "), *BY_TAG, TextDelta(" Wait.")], "", "Let me add.  Wait.", [CALL]),
+    ],
+)
+@pytest.mark.parametrize("prompted", [True, False])
 @pytest.mark.parametrize("cut_off", [True, False])
-def test_whitespace_at_the_end_of_reasoning_is_dropped_however_the_turn_ends(cut_off: bool) -> None:
-    unparsed, parsed = turn(), turn()
-    text(unparsed, "<think>hm\n")
-    reasoning(parsed, "hm\n")
-    assert unparsed.finish(cut_off=cut_off) == parsed.finish(cut_off=cut_off) == ("", "")
-    assert unparsed.said_reasoning == parsed.said_reasoning == "hm"
-
-
-def test_reasoning_before_a_structured_call_ends_without_whitespace() -> None:
-    it = turn()
-    reasoning(it, "hm\n")
-    tool_call(it, "{}")
-    assert it.finish(cut_off=False) == ("", "")
-    assert it.said_reasoning == "hm"
-    assert it.calls() == [RawCall("x", "add", "{}")]
-
-
-@pytest.mark.parametrize("prompted", [True, False])
-def test_a_tagged_call_after_reasoning_leaves_no_whitespace_before_it(prompted: bool) -> None:
+def test_reasoning_text_and_calls_are_told_apart_and_reasoning_ends_without_whitespace(
+    said: list[Said], reasoning: str, text: str, calls: list[RawCall], prompted: bool, cut_off: bool
+) -> None:
     it = turn(prompted=prompted)
-    reasoning(it, "hm\n")
-    assert say(it, "\n\n", TAGGED[:20], TAGGED[20:]) == ("", "")
-    assert it.said_reasoning == "hm"
-    assert it.calls() == [CALL]
+    shown, rest = take(it, *said), it.finish(cut_off=cut_off)
+    assert (shown[0] + rest[0], shown[1] + rest[1]) == (it.said_reasoning, it.said_text) == (reasoning, text)
+    assert it.calls() == calls
 
 
-@pytest.mark.parametrize("with_tools", [True, False])
-def test_what_was_held_back_comes_at_the_end(with_tools: bool) -> None:
-    it = turn(with_tools=with_tools)
-    assert text(it, "<thi") == ("", "")
-    assert it.finish() == ("", "<thi")
-    assert it.said_text == "<thi"
-
-
-def test_a_second_finish_returns_nothing() -> None:
+@pytest.mark.parametrize("held_back", ["<tool_c", "<thi"])
+def test_what_was_held_back_comes_at_the_end_and_only_once(held_back: str) -> None:
     it = turn()
-    text(it, "a <tool_c")
-    assert it.finish() == ("", "<tool_c")
+    assert take(it, TextDelta(held_back)) == ("", "")
+    assert it.finish() == ("", held_back)
     assert it.finish() == ("", "")
-    assert it.said_text == "a <tool_c"
-
-
-@pytest.mark.parametrize("prompted", [True, False])
-def test_a_tagged_call_is_a_call_and_no_text(prompted: bool) -> None:
-    it = turn(prompted=prompted)
-    assert say(it, "Let me add. ", TAGGED[:20], TAGGED[20:], " Wait.") == ("", "Let me add.  Wait.")
-    assert it.calls() == [CALL]
-    assert it.said_text == "Let me add.  Wait."
+    assert it.said_text == held_back
 
 
 def test_once_there_is_a_structured_call_nothing_is_held_back_any_more() -> None:
     it = turn()
-    assert text(it, "a", TAGGED, "b <tool_c") == ("", "a")
-    assert tool_call(it, "{", "}") == ("", f"{TAGGED}b <tool_c")
-    assert text(it, f"all>{TAGGED} <tool_call>") == ("", f"all>{TAGGED} <tool_call>")
+    assert take(it, TextDelta("a"), *BY_TAG, TextDelta("b <tool_c")) == ("", "a")
+    assert take(it, *BY_DELTAS) == ("", f"{TAGGED}b <tool_c")
+    assert take(it, TextDelta(f"all>{TAGGED} <tool_call>")) == ("", f"all>{TAGGED} <tool_call>")
     assert it.finish() == ("", "")
-    assert it.calls() == [RawCall("x", "add", "{}")]
+    assert it.calls() == [STRUCTURED]
     assert it.said_text == f"a{TAGGED}b <tool_call>{TAGGED} <tool_call>"
 
 
 def test_in_prompted_mode_tagged_calls_count_beside_a_structured_one() -> None:
     it = turn(prompted=True)
-    assert text(it, "a", TAGGED, "b") == ("", "ab")
-    assert tool_call(it, "{}") == ("", "")
-    assert say(it, TAGGED) == ("", "")
-    assert it.calls() == [RawCall("x", "add", "{}"), CALL, CALL]
+    assert take(it, TextDelta("a"), *BY_TAG, TextDelta("b"), *BY_DELTAS, *BY_TAG) == ("", "ab")
+    assert it.calls() == [STRUCTURED, CALL, CALL]
 
 
 def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
     it = turn()
-    text(it, "a", "b")
-    tool_call(it, "{}")
+    take(it, TextDelta("a"), TextDelta("b"), ToolCallDelta(0, "x", "add", "{}"))
     assert it.tokens == 3
-    it.timings = timings(predicted_n=7)
+    it.timings = Timings(None, None, 7, None)
     assert it.tokens == 7
     it.usage = Usage(10, 9, None)
     assert it.tokens == 9
-    it.usage, it.timings = None, timings()
+    it.usage, it.timings = None, Timings(None, None, None, None)
     assert it.tokens == 3
 
 
 def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
     it = turn()
     assert it.tokens_per_second() is None
-    text(it, "a", at=1.0)
+    take(it, TextDelta("a"), at=1.0)
     assert it.tokens_per_second() is None
-    text(it, "b", "c", at=2.0)
+    take(it, TextDelta("b"), TextDelta("c"), at=2.0)
     assert it.tokens_per_second() == pytest.approx(2.0)
     assert (it.first_token_at, it.last_token_at) == (1.0, 2.0)
-    it.timings = timings(predicted_per_second=40.0)
+    it.timings = Timings(None, None, None, 40.0)
     assert it.tokens_per_second() == 40.0
 
 
 # ---------------------------------------------------------------- what brings it forward
 
 
-def progress(it: Turn, processed: int, at: float) -> None:
-    it.take(PromptProgress(processed=processed, total=100, cached=0), at)
-
-
 def test_prompt_progress_is_data_only_where_it_grows() -> None:
     it = turn()
     for at, processed in ((1.0, 0), (5.0, 40), (6.0, 40), (7.0, 20), (9.0, 60), (10.0, 60)):
-        progress(it, processed, at)
+        it.take(PromptProgress(processed=processed, total=100, cached=0), at)
     assert (it.last_data_at, it.prompt_progress_at) == (9.0, 9.0)
     assert [batch.length_s() for batch in it.longest_batches] == [4.0, 4.0]
     assert it.repeats == 1
 
 
-def test_repeats_are_counted_from_the_latest_that_was_new() -> None:
+def test_repeats_are_counted_from_the_latest_that_was_new_and_are_no_tokens() -> None:
     it = turn()
     for _ in range(5):
         it.take(RoleOnly(), 1.0)
     assert (it.repeats, it.last_data_at, it.first_token_at) == (5, None, None)
-    text(it, "a", at=2.0)
+    for nothing in (None, ""):
+        it.take(ToolCallDelta(0, None, None, nothing), 1.5)
+    assert (it.tokens, it.first_token_at) == (0, None)
+    take(it, TextDelta("a"), at=2.0)
     assert (it.repeats, it.last_data_at) == (0, 2.0)
     for _ in range(4):
         it.take(ToolCallDelta(0, None, None, ""), 3.0)
     assert (it.repeats, it.last_data_at) == (4, 2.0)
-
-
-def test_a_call_without_a_name_or_arguments_is_no_token() -> None:
-    it = turn()
-    for _ in range(9):
-        it.take(ToolCallDelta(0, None, None, None), 1.0)
-    assert (it.tokens, it.first_token_at) == (0, None)
