@@ -1,4 +1,4 @@
-"""Backoff, lockout and the counters that lead to a restart, with a virtual clock."""
+"""Backoff and lockout, with a virtual clock."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llama_worker.profiles import RestartPolicy
-from llama_worker.server.restart_budget import (
-    Lockout,
-    RestartAfter,
-    RestartBudget,
-    ServerErrors,
-    TransportFailures,
-    backoff_s,
-)
+from llama_worker.server.restart_budget import Lockout, RestartAfter, RestartBudget, backoff_s
 
 POLICY = RestartPolicy(
     restart_backoff_s=5.0,
@@ -23,8 +16,6 @@ POLICY = RestartPolicy(
     restart_window_s=120.0,
     max_restarts_per_window=5,
     stable_after_s=600.0,
-    transport_failures_before_restart=2,
-    server_errors_before_restart=5,
 )
 
 
@@ -147,43 +138,3 @@ def test_an_explicit_start_clears_the_budget_but_not_the_count() -> None:
     after, decision = cleared.next(1000.0, POLICY)
     assert decision == RestartAfter(delay_s=5.0)
     assert after.restart_count == 6
-
-
-# ----------------------------------------------------------------------------- what asks for a restart
-
-
-def test_transport_failures_in_a_row_ask_for_a_restart() -> None:
-    first, cause = TransportFailures().failed(POLICY)
-    assert cause is None
-    assert first.failed(POLICY)[1] == ("2 transport failures in a row (limit: transport_failures_before_restart 2)")
-
-
-def errors(*seen: tuple[str, int | None]) -> str | None:
-    state, cause = ServerErrors(), None
-    for each in seen:
-        state, cause = state.failed(*each, POLICY)
-    return cause
-
-
-@pytest.mark.parametrize(
-    ("seen", "asks"),
-    [
-        pytest.param([("a", 500), ("b", 500), ("c", 500), ("d", 503), ("e", 500)], True, id="five jobs"),
-        pytest.param([("a", 500)] * 20, False, id="one job that tries again and again"),
-        pytest.param([("a", 500), ("b", 500)] * 10, False, id="too few jobs"),
-        pytest.param(
-            [("a", 500), ("b", 500), ("x", 400), ("c", 500), ("y", None), ("d", 500), ("e", 500)],
-            True,
-            id="other errors neither count nor reset",
-        ),
-        pytest.param([("a", 500), ("b", 500), ("c", 500), ("d", 500), ("e", 499)], False, id="499 is no 5xx"),
-        pytest.param([("a", 500), ("b", 500), ("c", 500), ("d", 500), ("e", 600)], False, id="nor is 600"),
-    ],
-)
-def test_server_errors_ask_for_a_restart_once_enough_jobs_met_them(
-    seen: list[tuple[str, int | None]], asks: bool
-) -> None:
-    cause = errors(*seen)
-    assert (cause is not None) is asks
-    if cause is not None:
-        assert cause.startswith("server errors in 5 jobs with no success between")
