@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 
-from llama_worker.messages import BecameReady, Stalled
+from llama_worker.messages import Stalled
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.server.gaps import NO_GAPS, Gaps
@@ -27,7 +27,7 @@ from llama_worker.server.slots import (
     parse_slots,
 )
 from llama_worker.types import RequestFailReason, RequestPhase
-from tests.virtual_watch import SlotsAt, VirtualWatch
+from tests.virtual_watch import RequestAt, SlotsAt, VirtualWatch, generating
 
 WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING
 STALL, LOST = RequestFailReason.STALL_TIMEOUT, RequestFailReason.REQUEST_LOST
@@ -93,14 +93,14 @@ def stands(**counters: int) -> Track:
     return [slot(**counters)] * LOOKS_COUNT
 
 
-def generates(first: int) -> Track:
+def decodes(first: int) -> Track:
     return [slot(decoded=first + 9 * n) for n in range(LOOKS_COUNT)]
 
 
 IDLE: Track = [Slot(slot_id=0, is_processing=False, task=1)] * LOOKS_COUNT
 STUCK = stands(decoded=11)
 IN_A_BATCH = stands(prompt=512)
-MOVES = generates(50)
+MOVES = decodes(50)
 READS: Track = [slot(prompt=512 * n) for n in range(LOOKS_COUNT)]
 MOVES_AT_TIMES: Track = [slot(decoded=4)] * 2 + [slot(decoded=5)] * 2
 MOVES_AT_LAST: Track = [*STUCK[:3], slot(decoded=12)]
@@ -163,7 +163,7 @@ def judge(
         pytest.param([STUCK, MOVES], WRITES, [SERVED], STALL, True, id="dead beside a live one"),
         pytest.param([STUCK, READS], WRITES, [QUIET_IN_PREFILL], STALL, True, id="dead beside a silent prefill"),
         pytest.param(
-            [stands(decoded=90), generates(10)],
+            [stands(decoded=90), decodes(10)],
             silent(GENERATING, tokens=88),
             [QUIET],
             STALL,
@@ -189,13 +189,13 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
     ("tracks", "suspect", "others", "works"),
     [
         pytest.param([MOVES], WRITES, [], True, id="text that is held back"),
-        pytest.param([generates(200), stands(decoded=60)], WRITES, [QUIET], True, id="held back, beside a dead one"),
+        pytest.param([decodes(200), stands(decoded=60)], WRITES, [QUIET], True, id="held back, beside a dead one"),
         pytest.param([READS], IN_PREFILL, [], True, id="prefill without reports"),
         pytest.param([READS, IDLE], WAITS, [], True, id="prefill by a build that holds headers back"),
         pytest.param([IDLE, MOVES], WAITS, [QUIET], True, id="the slot that works may be its own"),
         pytest.param([MOVES_AT_LAST], WRITES, [], True, id="a step of six seconds"),
         pytest.param([MOVES], WAITS, [SERVED], False, id="queued behind the only slot, which is served"),
-        pytest.param([generates(1)], silent(GENERATING, tokens=99), [], False, id="another's, which has said less"),
+        pytest.param([decodes(1)], silent(GENERATING, tokens=99), [], False, id="another's, which has said less"),
         pytest.param([IN_A_BATCH], IN_PREFILL, [], False, id="one long batch"),
         pytest.param([STUCK, stands(prompt=0)], WRITES, [QUIET_IN_PREFILL], False, id="a neighbour's long batch"),
         pytest.param([IDLE], WAITS, [], False, id="no headers: tokenizing, or a model on demand"),
@@ -273,16 +273,11 @@ PROFILE = TimeoutProfile.normal()
 ANSWER_S = PROFILE.suspect_after_s or 0.0
 
 
-def watched(slots: SlotsAt, *requests: Callable[[float], Progress]) -> VirtualWatch:
+def watched(slots: SlotsAt, *requests: RequestAt) -> VirtualWatch:
     """A server that computes all the time, and requests that are sent at 0.0."""
-    watch = VirtualWatch(PROFILE, evidence=lambda now, fresh: not fresh, slots=slots, now=-0.1)
-    assert watch.run(1.0, BecameReady) is not None
-    watch.begin({request(0.0).request_id: request for request in requests})
+    watch = VirtualWatch.ready(PROFILE, evidence=lambda now, fresh: not fresh, slots=slots)
+    watch.begin(*requests)
     return watch
-
-
-def streams(data_at: Callable[[float], float], request_id: int = 1) -> Callable[[float], Progress]:
-    return lambda now: replace(WRITES, request_id=request_id, first_token_at=0.0, last_data_at=data_at(now))
 
 
 def writes_on(now: float) -> tuple[Slot, ...]:
@@ -290,13 +285,13 @@ def writes_on(now: float) -> tuple[Slot, ...]:
 
 
 def test_slots_are_never_asked_while_nobody_is_suspected() -> None:
-    watch = watched(writes_on, streams(lambda now: now), streams(lambda now: now, 2))
+    watch = watched(writes_on, generating, lambda now: generating(now, request_id=2))
     assert watch.run(7200.0, Stalled) is None
     assert watch.slots_asked_at == []
 
 
 def test_one_that_holds_its_text_back_is_looked_at_again_and_again_and_spared() -> None:
-    watch = watched(writes_on, streams(lambda now: min(now, 100.0)))
+    watch = watched(writes_on, lambda now: generating(min(now, 100.0)))
     assert watch.run(1000.0, Stalled) is None
     asked = watch.slots_asked_at
     assert all(two - one >= LOOK_INTERVAL_S - 1e-6 for one, two in pairwise(asked))
@@ -304,7 +299,7 @@ def test_one_that_holds_its_text_back_is_looked_at_again_and_again_and_spared() 
 
 
 def test_a_suspicion_that_ends_ends_the_looks() -> None:
-    watch = watched(writes_on, streams(lambda now: now if now < 100.0 or now > 162.0 else 99.9))
+    watch = watched(writes_on, lambda now: generating(now if now < 100.0 or now > 162.0 else 99.9))
     assert watch.run(1000.0, Stalled) is None
     assert watch.slots_asked_at
     assert max(watch.slots_asked_at) < 180.0
