@@ -71,8 +71,16 @@ def test_the_evidence_of_a_kill(journal: Journal) -> None:
     journal.observed = observed()
     evidence = killed(journal)
     (request,) = evidence.pop("requests")
-    assert (request["request_id"], request["job_name"], request["slot"]) == (7, "j", 0)
-    assert (request["phase"], request["turn_began_ago_s"]) == ("prefill", 9.0)
+    assert request == {
+        "request_id": 7,
+        "job_name": "j",
+        "slot": 0,
+        "phase": "prefill",
+        "turn_began_ago_s": 9.0,
+        **dict.fromkeys(("headers_ago_s", "first_token_ago_s", "prompt_progress_ago_s"), None),
+        **dict.fromkeys(("last_data_ago_s", "last_byte_ago_s"), None),
+        "last_sign_of_work_ago_s": 5.0,
+    }
     known = {"at": 1110.0, "pid": 5, "last_error": "it hangs"}
     assert evidence == {**known, "activity": "no CPU", "observed_ago_s": 1.0}
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from msgspec import structs
 
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.messages import Abandon, CloseAllStreams, Died, GpuFaulted, Launch, Start, Stop, Terminate
@@ -26,6 +25,7 @@ from llama_worker.server.lifecycle_states import (
     ToRestart,
 )
 from llama_worker.server.recycling import Worn
+from llama_worker.server.restart_budget import RestartBudget
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 from tests.lives import (
     Step,
@@ -80,12 +80,15 @@ def test_what_is_so_already_resolves_at_once() -> None:
     assert stop(stopped, 0.0) == (stopped, (Resolve(Stop),))
 
 
-def test_stop_closes_connections_before_it_terminates() -> None:
-    life, effects = stop(ready(), 2.0, grace_s=10.0)
+@pytest.mark.parametrize("lives", [launching, ready])
+def test_stop_ends_a_start_and_closes_connections_before_it_terminates(lives: Callable[[], Lifecycle]) -> None:
+    life, effects = stop(lives(), 2.0, grace_s=10.0)
     assert [type(e) for e in effects] == [Abandon, Resolve, CloseAllStreams]
+    assert error_of(effects).reason is StartFailReason.STOPPED
     life, effects = streams_closed(life, 2.1)
     assert effects == (Terminate(epoch=1, grace_s=10.0),)
-    assert exited(life, 2.2, returncode=0) == (structs.replace(life, state=Stopped()), (Resolve(Stop),))
+    life, effects = exited(life, 2.2, returncode=0)
+    assert (life.state, effects) == (Stopped(), (Resolve(Stop),))
 
 
 @pytest.mark.parametrize(("now", "terminated"), [(2.9, False), (3.0, True)])
@@ -93,10 +96,6 @@ def test_termination_waits_a_second_at_most_for_connections(now: float, terminat
     life, _ = stop(ready(), 2.0)
     assert life.deadline == 3.0
     assert bool(tick(life, now)[1]) is terminated
-
-
-def test_stop_during_a_start_ends_it() -> None:
-    assert error_of(stop(launching(), 0.5)[1]).reason is StartFailReason.STOPPED
 
 
 def test_start_during_a_stop_launches_anew_when_the_old_server_is_gone() -> None:
@@ -129,59 +128,58 @@ def test_stop_during_backoff_is_immediate() -> None:
 # ---------------------------------------------------------------- launches that fail
 
 
-@pytest.mark.parametrize(
-    ("port_taken", "reason", "state"),
-    [(False, StartFailReason.EXITED, Failed()), (True, StartFailReason.PORT_IN_USE, Stopped())],
+EXITED, PORT_IN_USE = StartFailReason.EXITED, StartFailReason.PORT_IN_USE
+TIMEOUT, SPAWN_FAILED = StartFailReason.STARTUP_TIMEOUT, StartFailReason.SPAWN_FAILED
+Fail = Callable[[Lifecycle], Step]
+launches_that_fail = pytest.mark.parametrize(
+    ("fail", "reason", "returncode", "log_tail"),
+    [
+        pytest.param(lambda life: exited(life, 20.0), EXITED, 1, ("oops",), id="it ends"),
+        pytest.param(
+            lambda life: exited(life, 20.0, port_taken=True), PORT_IN_USE, 1, ("oops",), id="its port is lost"
+        ),
+        pytest.param(lambda life: launch_failed(life, 20.0, PORT_IN_USE), PORT_IN_USE, None, (), id="no free port"),
+        pytest.param(lambda life: launch_failed(life, 20.0, SPAWN_FAILED), SPAWN_FAILED, None, (), id="no process"),
+        pytest.param(lambda life: timed_out(life), TIMEOUT, None, ("oops",), id="it takes too long"),
+    ],
 )
-def test_the_first_launch_is_not_retried(port_taken: bool, reason: StartFailReason, state: State) -> None:
-    life, effects = exited(launching(), 1.0, port_taken=port_taken)
+
+
+def timed_out(life: Lifecycle) -> Step:
+    """It is killed first; then the start fails with what the server said."""
+    killed, effects = startup_failed(life, 20.0, TIMEOUT)
+    assert Terminate(epoch=life.epoch, grace_s=0.0, keep_evidence=True) in effects
+    assert not any(isinstance(e, Resolve) for e in effects)
+    return exited(killed, 20.1, returncode=-9)
+
+
+@launches_that_fail
+def test_the_first_launch_is_not_retried(
+    fail: Fail, reason: StartFailReason, returncode: int | None, log_tail: tuple[str, ...]
+) -> None:
+    life, effects = fail(launching())
     error = error_of(effects)
-    assert (error.reason, error.returncode, error.log_tail) == (reason, 1, ("oops",))
-    assert life.state == state
+    assert (error.reason, error.returncode, error.log_tail) == (reason, returncode, log_tail)
+    assert life.state == (Stopped() if reason is PORT_IN_USE else Failed())
 
 
-@pytest.mark.parametrize(
-    ("reason", "state"), [(StartFailReason.PORT_IN_USE, Stopped()), (StartFailReason.SPAWN_FAILED, Failed())]
-)
-def test_a_launch_without_a_process_fails_the_start(reason: StartFailReason, state: State) -> None:
-    life, effects = launch_failed(launching(), 0.1, reason)
-    assert life.state == state
-    assert error_of(effects).reason is reason
-
-
-def test_a_startup_timeout_kills_first_and_then_fails_with_what_the_server_said() -> None:
-    life, effects = startup_failed(launching(), 120.0, StartFailReason.STARTUP_TIMEOUT)
-    assert effects == (CloseAllStreams(epoch=1), Terminate(epoch=1, grace_s=0.0, keep_evidence=True))
-    life, effects = exited(life, 120.1, returncode=-9)
+@launches_that_fail
+def test_who_joins_the_last_restart_is_told_how_it_failed_and_that_the_worker_has(
+    fail: Fail, reason: StartFailReason, returncode: int | None, log_tail: tuple[str, ...]
+) -> None:
+    life = relaunched(ONE_RESTART)
+    assert start(life, 16.0) == (life, ())
+    life, effects = fail(life)
+    error = error_of(effects)
+    failed = EXITED if reason is PORT_IN_USE else reason
+    assert (error.reason, error.returncode, error.log_tail) == (failed, returncode, log_tail)
     assert life.state == Failed()
-    error = error_of(effects)
-    assert (error.reason, error.log_tail) == (StartFailReason.STARTUP_TIMEOUT, ("oops",))
 
 
 def test_a_launch_that_ends_before_ready_counts_as_a_restart() -> None:
     life, effects = exited(relaunched(), 15.1)
     assert life.budget.restart_count == 2
     assert isinstance(effects[0], RecordRestart)
-
-
-@pytest.mark.parametrize("port_taken", [True, False])
-def test_who_joins_the_last_restart_is_told_what_the_server_said(port_taken: bool) -> None:
-    life = relaunched(ONE_RESTART)
-    assert start(life, 16.0) == (life, ())
-    _, effects = exited(life, 17.0, returncode=3, log_tail=("out of memory",), port_taken=port_taken)
-    error = error_of(effects)
-    assert (error.reason, error.returncode, error.log_tail) == (StartFailReason.EXITED, 3, ("out of memory",))
-
-
-@pytest.mark.parametrize("reason", [StartFailReason.STARTUP_TIMEOUT, StartFailReason.SPAWN_FAILED])
-def test_the_last_restart_fails_a_start_with_its_own_reason(reason: StartFailReason) -> None:
-    if reason is StartFailReason.SPAWN_FAILED:
-        life, effects = launch_failed(relaunched(ONE_RESTART), 16.0, reason)
-    else:
-        life, _ = startup_failed(relaunched(ONE_RESTART), 16.0, reason)
-        life, effects = exited(life, 16.1, returncode=-9)
-    assert error_of(effects).reason is reason
-    assert life.state == Failed()
 
 
 # ---------------------------------------------------------------- deaths and restarts
@@ -227,11 +225,10 @@ def test_the_last_death_is_failed_once_the_tree_is_gone() -> None:
     assert "code 1" in error_of(effects).detail
 
 
-@pytest.mark.parametrize("how", ["launching", "stopping", "stopped"])
-def test_elsewhere_a_death_waits_for_the_end_of_the_tree(how: str) -> None:
+def test_elsewhere_a_death_waits_for_the_end_of_the_tree() -> None:
     stopping = stop(ready(), 5.0)[0]
-    life = {"launching": launching(), "stopping": stopping, "stopped": exited(stopping, 6.0)[0]}[how]
-    assert died(life, 10.0, -9) == (life, ())
+    for life in (launching(), stopping, exited(stopping, 6.0)[0]):
+        assert died(life, 10.0, -9) == (life, ())
 
 
 def test_backoff_runs_while_the_old_tree_is_ended() -> None:
@@ -251,7 +248,7 @@ def test_locked_out_after_too_many_restarts_and_started_again_by_hand() -> None:
     assert (effects[0].reason, effects[0].delay_s) == ("server_died", None)
     life, effects = start(life, 41.0)
     assert effects == (Launch(epoch=3),)
-    assert (life.budget.restart_count, life.budget.recent) == (1, ())
+    assert life.budget == RestartBudget(restart_count=1)
 
 
 @pytest.mark.parametrize("fatal", [True, False])

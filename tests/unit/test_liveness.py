@@ -56,10 +56,7 @@ def steady(
 
 
 @pytest.mark.parametrize("interval_s", [0.05, 0.5, 1.0, 5.0, 30.0, 60.0])
-@pytest.mark.parametrize(
-    ("ticks", "works"),
-    [(0.0, False), (0.5, False), (1.0, False), (2.0, False), (4.0, False), (100.0, True), (3200.0, True)],
-)
+@pytest.mark.parametrize(("ticks", "works"), [(0.0, False), (4.0, False), (100.0, True), (3200.0, True)])
 def test_a_computing_server_gives_evidence_from_the_second_look_and_an_idle_one_never(
     interval_s: float, ticks: float, works: bool
 ) -> None:

@@ -305,12 +305,16 @@ def test_use_of_a_gpu_by_our_process_is_evidence_on_any_device() -> None:
 
 def test_an_idle_context_is_no_evidence_and_a_stranger_is_no_news() -> None:
     nvml, probe = looked_at([])
-    nvml.devices[0] = [Sample(NOBODY, 5, smUtil=100)]
-    assert probe.probe(ME, 1.0) is None
-    nvml.devices[0] = [Sample(NOBODY, 6, smUtil=100), Sample(ME, 6)]
-    assert not is_alive(probe.probe(ME, 2.0))
-    nvml.devices[0] = [Sample(ME, 7, memUtil=4)]
-    assert is_alive(probe.probe(ME, 3.0))
+    nvml.devices[0] = [Sample(NOBODY, 5, smUtil=100), Sample(ME, 5)]
+    assert not is_alive(probe.probe(ME, 1.0))
+    nvml.devices[0] = [Sample(NOBODY, 6, smUtil=100)]
+    assert probe.probe(ME, 2.0) is None
+
+
+def test_a_device_that_was_idle_at_the_first_look_is_watched_from_then_on() -> None:
+    nvml, probe = looked_at([])
+    nvml.devices[0] = [Sample(ME, 5, memUtil=4)]
+    assert is_alive(probe.probe(ME, 1.0))
 
 
 @pytest.mark.parametrize("code", [3, 6, 15, 999])
@@ -360,30 +364,25 @@ def test_default_probes_are_new_ones_for_what_is_there(
 # -------------------------------------------------------------------------------------------- evidence
 
 
-def test_thread_states_tell_what_each_thread_does(start: Start) -> None:
-    pid = start(IDLE)
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-    (thread,) = thread_states(pid)
-    assert (thread["tid"], thread["state"]) == (pid, "T")
+def test_process_evidence_shows_the_tree_with_its_threads_and_fits_json(start: Start) -> None:
+    parent = start(PARENT)
+    os.kill(parent, signal.SIGSTOP)
+    os.waitid(os.P_PID, parent, os.WSTOPPED | os.WNOWAIT)
+    evidence = process_evidence(parent)
+    assert json.loads(json.dumps(evidence)) == evidence
+    assert evidence["processes_count"] == 2
+    root, child = evidence["processes"]
+    assert (root["pid"], root["threads_count"]) == (parent, 1)
+    assert root["rss_bytes"] > 1 << 20
+    (thread,) = root["threads"]
+    assert (thread["tid"], thread["state"]) == (parent, "T")
     assert thread["name"].startswith("python")
+    assert child["pid"] in {process.pid for process in psutil.Process(parent).children()}
 
 
 def test_thread_states_are_bounded_and_empty_where_the_process_is_gone(start: Start) -> None:
     assert len(thread_states(start(THREADS))) == 64
     assert thread_states(NOBODY) == []
-
-
-def test_process_evidence_shows_the_tree_and_fits_json(start: Start) -> None:
-    parent = start(PARENT)
-    evidence = process_evidence(parent)
-    assert json.loads(json.dumps(evidence)) == evidence
-    assert evidence["processes_count"] == 2
-    root, child = evidence["processes"]
-    assert root["pid"] == parent
-    assert root["rss_bytes"] > 1 << 20
-    assert root["threads_count"] == len(root["threads"]) == 1
-    assert child["pid"] in {process.pid for process in psutil.Process(parent).children()}
 
 
 def test_process_evidence_of_nothing_is_empty() -> None:

@@ -57,10 +57,8 @@ def test_a_server_that_crashes_at_once_is_locked_out_by_the_window() -> None:
     assert "restart_window_s 120" in detail
 
 
-@pytest.mark.parametrize("ready_s", [60.0, None])
-def test_a_server_that_crashes_a_minute_after_every_start_or_never_becomes_ready_ends_failed(
-    ready_s: float | None,
-) -> None:
+@pytest.mark.parametrize("ready_s", [60.0, 599.0, None])
+def test_a_server_that_is_never_stable_or_not_even_ready_ends_failed(ready_s: float | None) -> None:
     budget, delays, detail = crashes(POLICY, ready_s=ready_s)
     assert (delays, budget.restart_count) == ([5.0, 10.0, 20.0, 40.0, 60.0], 5)
     assert detail is not None
@@ -70,10 +68,6 @@ def test_a_server_that_crashes_a_minute_after_every_start_or_never_becomes_ready
 @pytest.mark.parametrize(("ready_s", "completes"), [(60.0, True), (600.0, False)])
 def test_a_server_that_completes_requests_or_is_stable_between_crashes_goes_on(ready_s: float, completes: bool) -> None:
     assert crashes(POLICY, ready_s=ready_s, completes=completes)[1:] == ([5.0] * 50, None)
-
-
-def test_one_that_is_nearly_stable_does_not() -> None:
-    assert crashes(POLICY, ready_s=599.0)[2] is not None
 
 
 def test_stability_is_judged_also_when_ready_was_left_before() -> None:
@@ -105,10 +99,3 @@ def test_never_restarts() -> None:
     assert isinstance(decision, Lockout)
     assert "turned off" in decision.detail
     assert budget.restart_count == 0
-
-
-def test_an_explicit_start_clears_the_budget_but_not_the_count() -> None:
-    cleared = crashes(POLICY, ready_s=60.0)[0].cleared()
-    assert cleared == RestartBudget(restart_count=5)
-    after, decision = cleared.next(1000.0, POLICY)
-    assert (after.restart_count, decision) == (6, RestartAfter(delay_s=5.0))

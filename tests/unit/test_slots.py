@@ -182,6 +182,7 @@ def test_a_wedge_is_found_in_one_round(
     assert "request 1 in phase" in found.verdict.detail
 
 
+SERVED_PROMPT = replace(SERVED, phase=PREFILL)
 LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
 
 
@@ -201,7 +202,7 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         pytest.param([IDLE], WAITS, [], False, id="no headers: tokenizing, or a model on demand"),
         pytest.param([STUCK, MOVES_AT_TIMES], WRITES, [QUIET], False, id="another's slow steps"),
         pytest.param([STUCK], silent(GENERATING, last_data_at=100.0), [], False, id="data since the first look"),
-        pytest.param([stands(prompt=0), READS], IN_PREFILL, [QUIET_IN_PREFILL], True, id="another fills the batches"),
+        pytest.param([stands(prompt=0), READS], IN_PREFILL, [SERVED_PROMPT], False, id="another fills the batches"),
         pytest.param([IDLE, CHANGES_TASKS], IN_PREFILL, [], False, id="one task after the other"),
         pytest.param([IDLE, MOVES], IN_PREFILL, [LATE_NEIGHBOUR], True, id="a neighbour that came in between"),
         pytest.param([STUCK], WAITS, [replace(SERVED, last_data_at=99.0)], False, id="a served neighbour's slow step"),

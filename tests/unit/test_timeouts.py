@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, last_progress_at
-from llama_worker.server.timeouts import DataLedger, Inquiry, Triage, Verdict, ages, busy_neighbour, verdict
+from llama_worker.server.timeouts import DataLedger, Inquiry, Triage, Verdict, busy_neighbour, verdict
 from llama_worker.types import RequestFailReason, RequestPhase
 
 WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING
@@ -146,20 +146,6 @@ def test_detail_names_the_limit_and_the_times() -> None:
         "turn began 250.0 s ago, headers never, first token never, prompt progress never, last data 150.0 s ago, "
         "last byte 5.0 s ago, last sign of work 140.0 s ago"
     )
-
-
-def test_ages_are_seconds_since_each_instant_and_none_where_there_was_none() -> None:
-    at = progress(GENERATING, headers_at=1001.0, first_token_at=1002.0, last_data_at=1003.5)
-    assert ages(at, liveness_at=999.0, now=1010.0) == {
-        "phase": "generating",
-        "turn_began_ago_s": 10.0,
-        "headers_ago_s": 9.0,
-        "first_token_ago_s": 8.0,
-        "prompt_progress_ago_s": None,
-        "last_data_ago_s": 6.5,
-        "last_byte_ago_s": None,
-        "last_sign_of_work_ago_s": 11.0,
-    }
 
 
 def test_last_progress_is_the_latest_of_data_and_this_turns_evidence() -> None:

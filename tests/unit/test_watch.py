@@ -64,36 +64,26 @@ def told(progress: Progress) -> ProgressReported:
     return ProgressReported(progress=progress, for_verdict=True)
 
 
-def two_requests() -> Watched:
-    """Two requests in flight at 60.0, and every request was just asked how far it is."""
+@pytest.mark.parametrize(
+    ("next_message", "at", "busy_neighbour"),
+    [
+        pytest.param(told(generating(60.1, request_id=2)), 60.15, True, id="the other answers late"),
+        pytest.param(Unwatch(request_id=2, data_at=60.1), 60.15, True, id="the other ends"),
+        pytest.param(Tick(), 60.2, False, id="it never answers: nobody is held up for ever"),
+    ],
+)
+def test_no_verdict_falls_before_every_request_was_heard(
+    next_message: WatchdogMessage, at: float, busy_neighbour: bool
+) -> None:
     step = ready(STALLS_AFTER_1_S)
     for request_id in (1, 2):
         assert step(Watch(request_id=request_id, request=Nobody()), 60.0) == []
     (asked,) = step(Tick(), 60.1)
-    assert isinstance(asked, ReportProgress)
     assert asked.for_verdict
-    return step
-
-
-@pytest.mark.parametrize(
-    "neighbour",
-    [told(generating(60.1, request_id=2)), Unwatch(request_id=2, data_at=60.1)],
-    ids=["answers late", "ends"],
-)
-def test_no_verdict_falls_before_every_request_was_heard(neighbour: WatchdogMessage) -> None:
-    step = two_requests()
     assert step(told(generating(0.0)), 60.1) == []
-    (stalled,) = step(neighbour, 60.15)
-    assert (stalled.request_id, stalled.busy_neighbour) == (1, True)
-
-
-def test_a_request_that_never_answers_holds_no_verdict_up_for_ever() -> None:
-    step = two_requests()
-    assert step(told(generating(0.0)), 60.1) == []
-    stalled, asked = step(Tick(), 60.2)
-    assert isinstance(stalled, Stalled)
-    assert (stalled.request_id, stalled.busy_neighbour) == (1, False)
-    assert isinstance(asked, ReportProgress)
+    stalled, *asked_again = step(next_message, at)
+    assert (stalled.request_id, stalled.busy_neighbour) == (1, busy_neighbour)
+    assert [type(effect) for effect in asked_again] == [ReportProgress] * isinstance(next_message, Tick)
 
 
 def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
