@@ -79,7 +79,6 @@ class VirtualWatch:
         self.news: list[tuple[float, News]] = []
         self.watch = ServerWatch(profile, probes_count=1, me=Nobody())
         self._evidence, self._readiness, self._slots, self._blind = evidence, readiness, slots, blind
-        self.withhold_probes = False  # leave the answer to the test, which tells it
         self.slots_asked_at: list[float] = []
         self._requests: Mapping[int, RequestAt] = {}
         self.tell(Launch(epoch=1))
@@ -107,8 +106,7 @@ class VirtualWatch:
                     case Look(seen=seen):
                         messages.append(self._seen(seen))
                     case ProbeReadiness():
-                        if not self.withhold_probes:
-                            messages.append(probed(self._readiness(self.now)))
+                        messages.append(probed(self._readiness(self.now)))
                     case ReportProgress(for_verdict=for_verdict):
                         for request_id in self.watch.requests:
                             progress = self._requests[request_id](self.now)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from llama_worker.messages import HealthLost, ProbeNow, ProbeOutcome, Stalled, StartupFailed, Tick
+from llama_worker.messages import ProbeOutcome, Stalled, StartupFailed, Tick
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.server.gaps import NO_GAPS
 from llama_worker.server.slots import Slot
-from tests.virtual_watch import VirtualWatch, generating, probed
+from tests.virtual_watch import VirtualWatch, generating
 
 PROFILE = TimeoutProfile(idle_stream_timeout_s=20.0, liveness_probe_interval_s=5.0, health_probe_interval_s=None)
 
@@ -32,28 +32,6 @@ def test_a_hang_is_found_also_where_every_alarm_is_late() -> None:
         watch.now = watch.watch.deadline + 1.5
         assert watch.now < 60.0
         watch.tell(Tick())
-
-
-def test_a_probe_that_failed_over_a_gap_is_made_again() -> None:
-    outcomes = [ProbeOutcome.READY] * 3
-    watch = VirtualWatch.ready(TimeoutProfile(health_probe_interval_s=30.0), readiness=lambda now: outcomes.pop())
-    watch.withhold_probes = True
-    watch.tell(ProbeNow(epoch=1, cause="a broken connection"))
-    watch.now = 100.0
-    watch.withhold_probes = False
-    watch.tell(probed(ProbeOutcome.FAILED))
-    assert watch.run(102.0, HealthLost) is None
-    assert outcomes == [ProbeOutcome.READY]  # it was asked once more
-
-
-def test_a_probe_that_could_not_be_made_is_made_again_until_there_is_news() -> None:
-    outcomes = iter([ProbeOutcome.READY, *[ProbeOutcome.NO_NEWS] * 5, ProbeOutcome.FAILED])
-    watch = VirtualWatch.ready(PROFILE, readiness=lambda now: next(outcomes))
-    watch.tell(ProbeNow(epoch=1, cause="a broken connection"))
-    found = watch.run(60.0, HealthLost)
-    assert found is not None
-    assert 4.9 < found[0] < 6.0
-    assert "a broken connection" in found[1].detail
 
 
 def test_looks_at_the_slots_from_both_sides_of_a_gap_are_not_compared() -> None:

@@ -77,8 +77,11 @@ def test_the_evidence_of_a_kill(journal: Journal) -> None:
         "slot": 0,
         "phase": "prefill",
         "turn_began_ago_s": 9.0,
-        **dict.fromkeys(("headers_ago_s", "first_token_ago_s", "prompt_progress_ago_s"), None),
-        **dict.fromkeys(("last_data_ago_s", "last_byte_ago_s"), None),
+        "headers_ago_s": None,
+        "first_token_ago_s": None,
+        "prompt_progress_ago_s": None,
+        "last_data_ago_s": None,
+        "last_byte_ago_s": None,
         "last_sign_of_work_ago_s": 5.0,
     }
     known = {"at": 1110.0, "pid": 5, "last_error": "it hangs"}

@@ -86,14 +86,36 @@ def test_no_verdict_falls_before_every_request_was_heard(
     assert [type(effect) for effect in asked_again] == [ReportProgress] * isinstance(next_message, Tick)
 
 
+PROBE = ProbeReadiness(epoch=1, root_pid=7, first=False)
+DOUBT = ProbeNow(epoch=1, cause="a broken connection")
+DOUBT_CONFIRMED = HealthLost(epoch=1, detail="a broken connection, and then the probe failed: told")
+
+
 def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
-    probe = ProbeReadiness(epoch=1, root_pid=7, first=False)
-    assert step(Tick(), 31.0) == [probe]
-    assert step(ProbeNow(epoch=1, cause="a broken connection"), 31.2) == []
-    assert step(probed(ProbeOutcome.READY), 31.3) == [probe]  # the first one had reached the server before that
-    detail = "a broken connection, and then the probe failed: told"
-    assert step(probed(ProbeOutcome.FAILED), 31.4) == [HealthLost(epoch=1, detail=detail)]
+    assert step(Tick(), 31.0) == [PROBE]
+    assert step(DOUBT, 31.2) == []
+    assert step(probed(ProbeOutcome.READY), 31.3) == [PROBE]  # the first one had reached the server before that
+    assert step(probed(ProbeOutcome.FAILED), 31.4) == [DOUBT_CONFIRMED]
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "outcome", "answered_at"),
+    [
+        pytest.param(None, ProbeOutcome.NO_NEWS, 1.1, id="it could not be made"),
+        pytest.param(30.0, ProbeOutcome.FAILED, 100.0, id="it failed over a gap"),
+    ],
+)
+def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_news(
+    interval_s: float | None, outcome: ProbeOutcome, answered_at: float
+) -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=interval_s, health_failures_before_restart=99))
+    assert step(DOUBT, 1.0) == [PROBE]
+    assert step(probed(outcome), answered_at) == []
+    assert step(Tick(), answered_at + 1.0) == [PROBE]
+    assert step(probed(ProbeOutcome.NO_NEWS), answered_at + 1.1) == []
+    assert step(Tick(), answered_at + 2.1) == [PROBE]
+    assert step(probed(ProbeOutcome.FAILED), answered_at + 2.2) == [DOUBT_CONFIRMED]
 
 
 @pytest.mark.parametrize("fatal", [False, True])
