@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from llama_worker.runtime.liveness_probes import (
 )
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.types import LivenessEvidence
+from tests.scripted_nvml import NVMLError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -244,11 +245,6 @@ def test_an_unreadable_look_between_two_loses_nothing(proc: Path) -> None:
 # ----------------------------------------------------------------------------------------- NvidiaProbe
 
 
-class NVMLError(Exception):
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-
 @dataclass
 class Sample:
     pid: int
@@ -257,14 +253,18 @@ class Sample:
     memUtil: int = 0
 
 
-@dataclass
-class FakeNvml:
-    """The part of pynvml that the probe uses; a device is its samples, or the error it answers with."""
+Device = list[Sample] | NVMLError  # its samples, or the error it answers with
 
-    devices: list[list[Sample] | NVMLError]
-    asked: list[tuple[int, int]] = field(default_factory=list)
+
+class FakeNvml:
+    """The part of pynvml that the probe uses."""
+
     NVMLError = NVMLError
     NVML_ERROR_NOT_FOUND = 6
+
+    def __init__(self, *devices: Device) -> None:
+        self.devices = list(devices)
+        self.asked: list[tuple[int, int]] = []
 
     def nvmlInit(self) -> None:
         pass
@@ -286,9 +286,9 @@ class FakeNvml:
         return newer
 
 
-def looked_at(*devices: list[Sample] | NVMLError) -> tuple[FakeNvml, NvidiaProbe]:
+def looked_at(*devices: Device) -> tuple[FakeNvml, NvidiaProbe]:
     """After the first look, which tells nothing of what happened before watching began."""
-    nvml = FakeNvml(list(devices))
+    nvml = FakeNvml(*devices)
     probe = NvidiaProbe(nvml)
     assert probe.probe(ME, 0.0) is None
     return nvml, probe
@@ -349,7 +349,7 @@ def test_a_reset_forgets_what_was_seen() -> None:
 
 @pytest.mark.parametrize(
     ("module", "names"),
-    [(FakeNvml([]), ["ProcessProbe", "NvidiaProbe"]), (None, ["ProcessProbe"]), (object(), ["ProcessProbe"])],
+    [(FakeNvml(), ["ProcessProbe", "NvidiaProbe"]), (None, ["ProcessProbe"]), (object(), ["ProcessProbe"])],
     ids=["NVIDIA's library", "none", "a broken one"],
 )
 def test_default_probes_are_new_ones_for_what_is_there(

@@ -72,7 +72,7 @@ def test_a_server_that_completes_requests_or_is_stable_between_crashes_goes_on(r
 
 def test_stability_is_judged_also_when_ready_was_left_before() -> None:
     budget, _ = RestartBudget().next(0.0, POLICY)
-    left = budget.became_ready(10.0).left_ready(610.0).left_ready(611.0)
+    left = budget.became_ready(10.0).left_ready(610.0).became_ready(620.0).left_ready(630.0)
     assert left.next(9000.0, POLICY)[1] == RestartAfter(delay_s=5.0)
     short = budget.became_ready(10.0).left_ready(609.0)
     assert short.next(9000.0, POLICY)[1] == RestartAfter(delay_s=10.0)

@@ -90,6 +90,10 @@ def test_silence_costs_the_server_once_its_limit_is_over(
     assert (found.reason, found.restart) == (reason, True)
 
 
+def test_prefill_that_reports_is_not_measured_by_the_limit_of_one_that_does_not() -> None:
+    assert verdict_at(1139.9, REPORTS, profile=replace(PROFILE, prefill_liveness_timeout_s=10.0)) is None
+
+
 @pytest.mark.parametrize("at", [progress(TOOL, last_data_at=1100.0), progress(DONE)])
 def test_tools_have_their_own_deadline_and_what_has_ended_has_none(at: Progress) -> None:
     assert verdict_at(99999.0, at) is None
