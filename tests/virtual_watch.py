@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from msgspec.structs import replace
 
 from llama_worker.messages import (
+    BecameReady,
     EvidenceSeen,
     Launch,
     Launched,
@@ -27,9 +28,8 @@ from llama_worker.request.progress import Progress
 from llama_worker.server.slots import Slot, SlotsLook
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import Look, LookAtSlots, News, ProbeReadiness, ServerWatch
+from llama_worker.types import RequestPhase
 
-Evidence = Callable[[float, bool], bool]  # (now, fresh) -> whether the server's processes are at work
-Readiness = Callable[[float], ProbeOutcome]
 RequestAt = Callable[[float], Progress]
 SlotsAt = Callable[[float], tuple[Slot, ...] | None]
 
@@ -41,50 +41,60 @@ class Nobody:
         return True
 
 
-def idle(now: float, fresh: bool) -> bool:
-    """A server whose processes do nothing."""
-    return False
+def probed(outcome: ProbeOutcome, epoch: int = 1) -> Probed:
+    return Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits())
 
 
-def always_ready(now: float) -> ProbeOutcome:
-    """A server that answers every probe."""
-    return ProbeOutcome.READY
-
-
-def no_slots(now: float) -> None:
-    """A server that was started with `--no-slots`."""
+def generating(data_at: float, request_id: int = 1) -> Progress:
+    """A request that was sent at 0.0, streams since then and got its latest data at `data_at`."""
+    return Progress(
+        request_id=request_id,
+        phase=RequestPhase.GENERATING,
+        dispatched_at=0.0,
+        turn_started_at=0.0,
+        headers_at=0.0,
+        first_token_at=0.0,
+        last_data_at=data_at,
+    )
 
 
 class VirtualWatch:
-    """One launch, number 1, ordered at `now`. `news` is what the WorkerActor would be told, and when."""
+    """One launch, number 1, ordered at `now`. `news` is what the WorkerActor would be told, and when.
+
+    At each instant `evidence` tells whether the server's processes are at work (it knows whether the look is a fresh
+    one), `readiness` what a probe brings, `slots` what `/slots` says (None: nothing), `blind` whether nobody can see.
+    """
 
     def __init__(
         self,
         profile: TimeoutProfile,
         *,
-        evidence: Evidence = idle,
-        readiness: Readiness = always_ready,
-        slots: SlotsAt = no_slots,
+        evidence: Callable[[float, bool], bool] = lambda now, fresh: False,
+        readiness: Callable[[float], ProbeOutcome] = lambda now: ProbeOutcome.READY,
+        slots: SlotsAt = lambda now: None,
         blind: Callable[[float], bool] = lambda now: False,
         now: float = 0.0,
     ) -> None:
         self.now = now
         self.news: list[tuple[float, News]] = []
         self.watch = ServerWatch(profile, probes_count=1, me=Nobody())
-        self._evidence = evidence
-        self._readiness = readiness
-        self._slots = slots
-        self._blind = blind
-        self.withhold_probes = False  # leave readiness probes to `answer_probe`
+        self._evidence, self._readiness, self._slots, self._blind = evidence, readiness, slots, blind
         self.slots_asked_at: list[float] = []
         self._requests: Mapping[int, RequestAt] = {}
         self.tell(Launch(epoch=1))
         self.tell(Launched(epoch=1, pid=1))
 
-    def begin(self, requests: Mapping[int, RequestAt]) -> None:
+    @classmethod
+    def ready(cls, profile: TimeoutProfile, **world: Any) -> Self:
+        """Since 0.0."""
+        watch = cls(profile, now=-0.1, **world)
+        assert watch.run(1.0, BecameReady) is not None
+        return watch
+
+    def begin(self, *requests: RequestAt) -> None:
         """The requests are sent now."""
-        self._requests = requests
-        for request_id in requests:
+        self._requests = {request(self.now).request_id: request for request in requests}
+        for request_id in self._requests:
             self.tell(Watch(request_id=request_id, request=Nobody()))
 
     def tell(self, message: WatchdogMessage) -> None:
@@ -96,8 +106,7 @@ class VirtualWatch:
                     case Look(seen=seen):
                         messages.append(self._seen(seen))
                     case ProbeReadiness():
-                        if not self.withhold_probes:
-                            messages.append(_probed(self._readiness(self.now)))
+                        messages.append(probed(self._readiness(self.now)))
                     case ReportProgress(for_verdict=for_verdict):
                         for request_id in self.watch.requests:
                             progress = self._requests[request_id](self.now)
@@ -112,19 +121,13 @@ class VirtualWatch:
                     case _:
                         self.news.append((self.now, effect))
 
-    def answer_probe(self, outcome: ProbeOutcome) -> None:
-        """The readiness probe that was withheld is over."""
-        self.tell(_probed(outcome))
-
     def run(self, until: float, stop_at: type[News]) -> tuple[float, Any] | None:
         """Let time pass until such news; None where there was none up to `until`."""
         while True:
             found = next((entry for entry in self.news if isinstance(entry[1], stop_at)), None)
-            if found is not None:
-                return found
             due_at = self.watch.deadline
-            if due_at is None or due_at >= until:
-                return None
+            if found is not None or due_at is None or due_at >= until:
+                return found
             self.now = max(self.now, due_at)
             self.tell(Tick())
 
@@ -132,7 +135,3 @@ class VirtualWatch:
         if self._blind(self.now):
             return replace(seen, blind=True, at=self.now)
         return replace(seen, alive=self._evidence(self.now, seen.fresh), at=self.now, detail="told")
-
-
-def _probed(outcome: ProbeOutcome) -> Probed:
-    return Probed(epoch=1, outcome=outcome, detail="told", traits=ServerTraits())

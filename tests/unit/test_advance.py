@@ -19,13 +19,13 @@ def delta(delta: Any, **chunk: Any) -> bytes:
     return frame(choices=[{"index": 0, "delta": delta, "finish_reason": None}], **chunk)
 
 
-def progress(processed: int, total: int = 100) -> bytes:
-    told = {"processed": processed, "total": total, "cache": 0, "time_ms": 1}
+def progress(processed: int) -> bytes:
+    told = {"processed": processed, "total": 100, "cache": 0, "time_ms": 1}
     return delta({"role": "assistant", "content": None}, prompt_progress=told)
 
 
-def call(**function: Any) -> bytes:
-    return delta({"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": function}]})
+def call(number: int = 0, **function: Any) -> bytes:
+    return delta({"tool_calls": [{"index": number, "id": f"c{number}", "type": "function", "function": function}]})
 
 
 def advances(*frames: bytes) -> list[bool]:
@@ -34,57 +34,39 @@ def advances(*frames: bytes) -> list[bool]:
     return [sum(map(advance.by, decoder.feed(data))) > 0 for data in frames]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param(delta({"content": "a"}), id="text"),
-        pytest.param(delta({"reasoning_content": "a"}), id="reasoning"),
-        pytest.param(call(arguments='{"'), id="arguments"),
-    ],
-)
-def test_what_the_model_says_always_advances_even_the_same_again(data: bytes) -> None:
-    assert advances(*[data] * 5) == [True] * 5
+ALWAYS, ONCE, NEVER = [True, True, True], [True, False, False], [False, False, False]
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "advance"),
     [
-        pytest.param(delta({"role": "assistant", "content": None}), id="role"),
-        pytest.param(delta({"content": ""}), id="an empty delta"),
-        pytest.param(delta({"reasoning_content": ""}), id="an empty piece of reasoning"),
-        pytest.param(delta({}), id="nothing in the delta"),
-        pytest.param(frame(), id="an empty object"),
-        pytest.param(frame(choices=[]), id="no choice"),
-        pytest.param(frame(object="chat.completion.chunk", model="m", created=1), id="a chunk about itself"),
-        pytest.param(delta({"tool_calls": [{"index": 0}]}), id="an empty call"),
-        pytest.param(b": keepalive\n\n", id="a comment"),
+        pytest.param(delta({"content": "a"}), ALWAYS, id="text"),
+        pytest.param(delta({"reasoning_content": "a"}), ALWAYS, id="reasoning"),
+        pytest.param(call(arguments='{"'), ALWAYS, id="arguments"),
+        pytest.param(progress(7), ONCE, id="prompt progress"),
+        pytest.param(frame(choices=[], usage={"prompt_tokens": 1, "completion_tokens": 1}), ONCE, id="usage"),
+        pytest.param(frame(choices=[], timings={"prompt_n": 1}), ONCE, id="timings"),
+        pytest.param(frame(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]), ONCE, id="a finish"),
+        pytest.param(call(name="look", arguments=""), ONCE, id="the head of a call"),
+        pytest.param(delta({"role": "assistant", "content": None}), NEVER, id="role"),
+        pytest.param(delta({"content": ""}), NEVER, id="an empty delta"),
+        pytest.param(delta({"reasoning_content": ""}), NEVER, id="an empty piece of reasoning"),
+        pytest.param(delta({}), NEVER, id="nothing in the delta"),
+        pytest.param(frame(), NEVER, id="an empty object"),
+        pytest.param(frame(choices=[]), NEVER, id="no choice"),
+        pytest.param(frame(object="chat.completion.chunk", model="m", created=1), NEVER, id="a chunk about itself"),
+        pytest.param(delta({"tool_calls": [{"index": 0}]}), NEVER, id="an empty call"),
+        pytest.param(b": keepalive\n\n", NEVER, id="a comment"),
     ],
 )
-def test_what_says_nothing_never_advances(data: bytes) -> None:
-    assert advances(*[data] * 3) == [False] * 3
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param(progress(7), id="prompt progress"),
-        pytest.param(frame(choices=[], usage={"prompt_tokens": 1, "completion_tokens": 1}), id="usage"),
-        pytest.param(frame(choices=[], timings={"prompt_n": 1}), id="timings"),
-        pytest.param(frame(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]), id="a finish"),
-        pytest.param(call(name="look", arguments=""), id="the head of a call"),
-    ],
-)
-def test_the_same_again_advances_once(data: bytes) -> None:
-    assert advances(*[data] * 3) == [True, False, False]
+def test_the_same_again_and_again(data: bytes, advance: list[bool]) -> None:
+    assert advances(data, data, data) == advance
 
 
 def test_a_new_id_time_or_measurement_makes_nothing_new() -> None:
-    usage = [
-        frame(choices=[], usage={"prompt_tokens": 1, "completion_tokens": n}, id=f"c{n}", created=n) for n in range(3)
-    ]
-    assert advances(*usage) == [True, False, False]
-    timings = [delta({}, timings={"predicted_n": n, "predicted_ms": n / 3}) for n in range(3)]
-    assert advances(*timings) == [True, False, False]
+    usages = [{"prompt_tokens": 1, "completion_tokens": n} for n in range(3)]
+    assert advances(*(frame(choices=[], usage=usage, id=f"c{n}", created=n) for n, usage in enumerate(usages))) == ONCE
+    assert advances(*(delta({}, timings={"predicted_n": n, "predicted_ms": n / 3}) for n in range(3))) == ONCE
 
 
 def test_prompt_progress_advances_only_beyond_all_that_was_reported() -> None:
@@ -93,10 +75,5 @@ def test_prompt_progress_advances_only_beyond_all_that_was_reported() -> None:
 
 
 def test_calls_that_begin_for_ever_advance_no_more() -> None:
-    heads = [
-        delta({"tool_calls": [{"index": n, "id": f"c{n}", "function": {"name": "look", "arguments": ""}}]})
-        for n in range(1000)
-    ]
-    told = advances(*heads)
-    assert told[:256] == [True] * 256
-    assert not any(told[256:])
+    heads = [call(number, name="look", arguments="") for number in range(1000)]
+    assert advances(*heads) == [True] * 256 + [False] * 744

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,49 +13,33 @@ from llama_worker.server.health import HealthCounter, probe_timeout_s
 PROFILE = TimeoutProfile(health_failures_before_restart=3)
 
 
-def lost_at(
-    probes: list[tuple[float, bool]], *, data: tuple[float, ...] = (), profile: TimeoutProfile = PROFILE
-) -> float | None:
-    """When the server is lost, READY since 0.0; `data` are instants at which any request received data."""
-    counter = HealthCounter(since=0.0)
-    for now, ok in probes:
-        data_at = max((at for at in data if at <= now), default=None)
-        counter, lost = counter.probed(ok=ok, detail="refused", data_at=data_at, profile=profile, now=now)
-        if lost is not None:
-            return now
-    return None
-
-
 @pytest.mark.parametrize(
     ("probes", "data", "lost"),
     [
-        pytest.param([(30, False), (60, False), (90, False)], (), 90, id="three in a row"),
-        pytest.param([(30, False), (60, True), (90, False), (120, False)], (), None, id="a success between"),
-        pytest.param([(30, False), (60, False), (90, False)], (89,), None, id="data since the probe before"),
-        pytest.param(
-            [(30, False), (60, False), (90, False), (120, False), (150, False), (180, False)],
-            (89,),
-            180,
-            id="data ends the row, and it begins anew",
-        ),
-        pytest.param([(30, False), (60, False), (90, False)], (-5,), 90, id="data from before READY"),
-        pytest.param([(30, False), (60, False), (90, False)], (0,), 90, id="data at the probe before is old"),
-        pytest.param([(30, False), (60, False), (90, False)], (10,), None, id="data before the first probe"),
+        pytest.param("---", [], 90, id="three in a row"),
+        pytest.param("-+--", [], None, id="a success between"),
+        pytest.param("---", [89], None, id="data since the probe before"),
+        pytest.param("------", [89], 180, id="data ends the row, and it begins anew"),
+        pytest.param("---", [-5], 90, id="data from before READY"),
+        pytest.param("---", [0], 90, id="data at the probe before is old"),
+        pytest.param("---", [10], None, id="data before the first probe"),
+        pytest.param("-" * 100, range(29, 3000, 30), None, id="a stream that moves outdoes any number of failures"),
     ],
 )
-def test_failures_count_in_a_row_and_without_data(
-    probes: list[tuple[float, bool]], data: tuple[float, ...], lost: float | None
-) -> None:
-    assert lost_at(probes, data=data) == lost
+def test_failures_count_in_a_row_and_without_data(probes: str, data: Sequence[int], lost: float | None) -> None:
+    """READY since 0.0; a probe every 30 s, and the instants at which any request received data."""
+    counter, lost_at = HealthCounter(since=0.0), None
+    for now, outcome in zip(range(30, 3030, 30), probes, strict=False):
+        data_at = max((at for at in data if at <= now), default=None)
+        ok = outcome == "+"
+        counter, why = counter.probed(ok=ok, detail="refused", data_at=data_at, profile=PROFILE, now=now)
+        lost_at = lost_at or (why and now)
+    assert lost_at == lost
 
 
 def test_one_failure_is_enough_where_so_configured() -> None:
-    assert lost_at([(30, False)], profile=replace(PROFILE, health_failures_before_restart=1)) == 30
-
-
-def test_a_stream_that_moves_outdoes_any_number_of_failures() -> None:
-    probes = [(float(now), False) for now in range(30, 3000, 30)]
-    assert lost_at(probes, data=tuple(now - 1.0 for now, _ in probes)) is None
+    profile = replace(PROFILE, health_failures_before_restart=1)
+    assert HealthCounter(since=0.0).probed(ok=False, detail="refused", data_at=None, profile=profile, now=30.0)[1]
 
 
 def test_the_reason_names_count_limit_and_last_failure() -> None:

@@ -10,15 +10,13 @@ import pytest
 from llama_worker.stream.failure import StreamFailure, describe_http_error, refuses_tools, reports_malformed_call
 from llama_worker.types import RequestFailReason
 
+LONG_AGO = b'{"error":{"code":400,"message":"too long","type":"invalid_request_error","n_ctx":64}}'
+
 
 @pytest.mark.parametrize(
     ("status", "body", "detail"),
     [
-        (
-            400,
-            b'{"error":{"code":400,"message":"too long","type":"invalid_request_error","n_ctx":64}}',
-            "HTTP 400: too long (invalid_request_error)",
-        ),
+        (400, LONG_AGO, "HTTP 400: too long (invalid_request_error)"),
         (500, b'{"error":{"message":"bad schema"}}', "HTTP 500: bad schema"),
         (500, b'{"error":"just a text"}', "HTTP 500: just a text"),
         (404, b"<html>Not Found</html>\n", "HTTP 404: <html>Not Found</html>"),
@@ -31,6 +29,7 @@ from llama_worker.types import RequestFailReason
         (500, b'{"detail":"x"}', 'HTTP 500: {"detail":"x"}'),
         (500, b"caf\xe9", "HTTP 500: caf\ufffd"),
         (307, b"", "HTTP 307: no message"),
+        (500, b'{"error":{"message":"' + b"x" * 100_000 + b'"}}', "HTTP 500: " + "x" * 2000),
     ],
 )
 def test_the_servers_own_message_and_the_status(status: int, body: bytes, detail: str) -> None:
@@ -38,11 +37,8 @@ def test_the_servers_own_message_and_the_status(status: int, body: bytes, detail
     assert describe_http_error(status, body) == StreamFailure(reason=reason, detail=detail, http_status=status)
 
 
-OVERFLOW = {
-    "code": 400,
-    "message": "the request exceeds the available context size",
-    "type": "exceed_context_size_error",
-}
+MESSAGE = "the request exceeds the available context size"
+OVERFLOW = {"code": 400, "message": MESSAGE, "type": "exceed_context_size_error"}
 
 
 @pytest.mark.parametrize(
@@ -60,32 +56,21 @@ def test_a_prompt_that_does_not_fit_is_told_with_its_numbers(error: dict[str, An
     assert failure.detail.startswith("HTTP 400: ")
 
 
-def test_a_long_message_is_cut_short() -> None:
-    body = json.dumps({"error": {"message": "x" * 100_000}}).encode()
-    assert len(describe_http_error(500, body).detail) < 2100
-
-
-def failure(detail: str, status: int | None = 500) -> StreamFailure:
-    return StreamFailure(reason=RequestFailReason.HTTP_ERROR, detail=detail, http_status=status)
-
-
 @pytest.mark.parametrize(
-    ("detail", "refuses"),
+    ("detail", "status", "refuses"),
     [
-        ("HTTP 500: tools param requires --jinja flag", True),
-        ("HTTP 400: This model does not support tools", True),
-        ("HTTP 400: Tool calls are not supported by this template", True),
-        ("HTTP 500: Unsupported param: tool_choice", False),
-        ("HTTP 500: failed to parse tools: unknown type", False),
-        ("HTTP 500: out of memory", False),
+        ("HTTP 500: tools param requires --jinja flag", 500, True),
+        ("HTTP 400: This model does not support tools", 400, True),
+        ("HTTP 400: Tool calls are not supported by this template", 400, True),
+        ("HTTP 500: Unsupported param: tool_choice", 500, False),
+        ("HTTP 500: failed to parse tools: unknown type", 500, False),
+        ("HTTP 500: out of memory", 500, False),
+        ("tools are not supported", None, False),
     ],
 )
-def test_a_refusal_of_tools_is_told_from_other_errors(detail: str, refuses: bool) -> None:
-    assert refuses_tools(failure(detail)) is refuses
-
-
-def test_a_failure_without_a_status_refuses_no_tools() -> None:
-    assert not refuses_tools(failure("tools are not supported", status=None))
+def test_a_refusal_of_tools_is_told_from_other_errors(detail: str, status: int | None, refuses: bool) -> None:
+    failure = StreamFailure(reason=RequestFailReason.HTTP_ERROR, detail=detail, http_status=status)
+    assert refuses_tools(failure) is refuses
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from msgspec import structs
 
 from llama_worker.errors import WorkerStartError, WorkerStopError
-from llama_worker.messages import Abandon, CloseAllStreams, GpuFaulted, Launch, Start, Stop, Terminate
+from llama_worker.messages import Abandon, CloseAllStreams, Died, GpuFaulted, Launch, Start, Stop, Terminate
 from llama_worker.profiles import RestartPolicy
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.lifecycle import Lifecycle, step
@@ -25,6 +24,8 @@ from llama_worker.server.lifecycle_states import (
     Stopped,
     ToRestart,
 )
+from llama_worker.server.recycling import Worn
+from llama_worker.server.restart_budget import RestartBudget
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 from tests.lives import (
     Step,
@@ -42,19 +43,26 @@ from tests.lives import (
 )
 
 POLICY = RestartPolicy(restart_backoff_s=5.0, max_restarts_per_window=2, restart_window_s=120.0)
+ONE_RESTART = replace(POLICY, max_restarts_per_window=1)
 
 
-def launching() -> Lifecycle:
-    life, effects = start(Lifecycle(policy=POLICY), 0.0)
+def launching(policy: RestartPolicy = POLICY) -> Lifecycle:
+    life, effects = start(Lifecycle(policy=policy), 0.0)
     assert effects == (Launch(epoch=1),)
     return life
 
 
-def ready() -> Lifecycle:
-    life, effects = became_ready(launching(), 1.0)
+def ready(policy: RestartPolicy = POLICY) -> Lifecycle:
+    life, effects = became_ready(launching(policy), 1.0)
     assert effects == (Resolve(Start),)
     assert life.public_state is WorkerState.READY
     return life
+
+
+def relaunched(policy: RestartPolicy = POLICY) -> Lifecycle:
+    """The server has died once, and its successor is launching."""
+    life, _ = exited(ready(policy), 10.0)
+    return tick(life, 15.0)[0]
 
 
 def error_of(effects: Effects) -> WorkerStartError:
@@ -63,37 +71,20 @@ def error_of(effects: Effects) -> WorkerStartError:
     return error
 
 
-def test_a_gpu_that_fails_restarts_the_server() -> None:
-    lost = GpuFaulted(epoch=1, fault=GpuFault(fatal=True, detail="GPU 0: the GPU is lost"))
-    life, effects = step(ready(), lost, 2.0)
-    assert effects == (
-        RecordRestart(reason="gpu_failed", detail="GPU 0: the GPU is lost", delay_s=5.0),
-        Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail="gpu_failed: GPU 0: the GPU is lost"),
-        CloseAllStreams(epoch=1),
-        Terminate(epoch=1, grace_s=0.0, keep_evidence=True),
-    )
-    assert step(life, lost, 2.1) == (life, ())
+# ---------------------------------------------------------------- start and stop
 
 
-def test_an_error_of_a_gpu_that_is_not_fatal_changes_nothing() -> None:
-    life = ready()
-    assert step(life, GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="Xid 31")), 2.0) == (life, ())
+def test_what_is_so_already_resolves_at_once() -> None:
+    assert start(ready(), 2.0) == (ready(), (Resolve(Start),))
+    stopped = Lifecycle(policy=POLICY)
+    assert stop(stopped, 0.0) == (stopped, (Resolve(Stop),))
 
 
-def test_start_on_a_ready_worker_resolves_at_once() -> None:
-    life = ready()
-    assert start(life, 2.0) == (life, (Resolve(Start),))
-
-
-def test_stop_on_a_stopped_worker_resolves_at_once() -> None:
-    life = Lifecycle(policy=POLICY)
-    assert stop(life, 0.0, grace_s=10.0) == (life, (Resolve(Stop),))
-
-
-def test_stop_closes_connections_before_it_terminates() -> None:
-    life, effects = stop(ready(), 2.0, grace_s=10.0)
+@pytest.mark.parametrize("lives", [launching, ready])
+def test_stop_ends_a_start_and_closes_connections_before_it_terminates(lives: Callable[[], Lifecycle]) -> None:
+    life, effects = stop(lives(), 2.0, grace_s=10.0)
     assert [type(e) for e in effects] == [Abandon, Resolve, CloseAllStreams]
-    assert not any(isinstance(e, Terminate) for e in effects)
+    assert error_of(effects).reason is StartFailReason.STOPPED
     life, effects = streams_closed(life, 2.1)
     assert effects == (Terminate(epoch=1, grace_s=10.0),)
     life, effects = exited(life, 2.2, returncode=0)
@@ -102,20 +93,13 @@ def test_stop_closes_connections_before_it_terminates() -> None:
 
 @pytest.mark.parametrize(("now", "terminated"), [(2.9, False), (3.0, True)])
 def test_termination_waits_a_second_at_most_for_connections(now: float, terminated: bool) -> None:
-    life, _ = stop(ready(), 2.0, grace_s=10.0)
+    life, _ = stop(ready(), 2.0)
     assert life.deadline == 3.0
-    _, effects = tick(life, now)
-    assert bool(effects) is terminated
-
-
-def test_stop_during_a_start_ends_it() -> None:
-    _, effects = stop(launching(), 0.5, grace_s=10.0)
-    assert error_of(effects).reason is StartFailReason.STOPPED
+    assert bool(tick(life, now)[1]) is terminated
 
 
 def test_start_during_a_stop_launches_anew_when_the_old_server_is_gone() -> None:
-    life, _ = stop(ready(), 2.0, grace_s=10.0)
-    life, effects = start(life, 2.1)
+    life, effects = start(stop(ready(), 2.0)[0], 2.1)
     assert effects == ()
     life, effects = exited(life, 2.5, returncode=0)
     assert effects == (Resolve(Stop), Launch(epoch=2))
@@ -123,75 +107,98 @@ def test_start_during_a_stop_launches_anew_when_the_old_server_is_gone() -> None
 
 
 def test_stop_after_that_start_ends_it_too() -> None:
-    life, _ = stop(ready(), 2.0, grace_s=10.0)
-    life, _ = start(life, 2.1)
-    life, effects = stop(life, 2.2, grace_s=10.0)
+    life, _ = start(stop(ready(), 2.0)[0], 2.1)
+    life, effects = stop(life, 2.2)
     assert error_of(effects).reason is StartFailReason.STOPPED
     life, effects = exited(life, 2.5, returncode=0)
     assert (life.state, effects) == (Stopped(), (Resolve(Stop),))
 
 
 def test_a_hurried_stop_shortens_the_grace_of_one_under_way() -> None:
-    life, _ = stop(ready(), 2.0, grace_s=10.0)
-    life, _ = streams_closed(life, 2.1)
-    _, effects = stop(life, 2.2, grace_s=2.0)
-    assert Terminate(epoch=1, grace_s=2.0) in effects
+    life, _ = streams_closed(stop(ready(), 2.0, grace_s=10.0)[0], 2.1)
+    assert Terminate(epoch=1, grace_s=2.0) in stop(life, 2.2, grace_s=2.0)[1]
 
 
-@pytest.mark.parametrize(
-    ("port_taken", "reason", "state"),
+def test_stop_during_backoff_is_immediate() -> None:
+    life, effects = stop(exited(ready(), 10.0)[0], 10.1)
+    assert life.state == Stopped()
+    assert Resolve(Stop) in effects
+
+
+# ---------------------------------------------------------------- launches that fail
+
+
+EXITED, PORT_IN_USE = StartFailReason.EXITED, StartFailReason.PORT_IN_USE
+TIMEOUT, SPAWN_FAILED = StartFailReason.STARTUP_TIMEOUT, StartFailReason.SPAWN_FAILED
+Fail = Callable[[Lifecycle], Step]
+launches_that_fail = pytest.mark.parametrize(
+    ("fail", "reason", "returncode", "log_tail"),
     [
-        (False, StartFailReason.EXITED, WorkerState.FAILED),
-        (True, StartFailReason.PORT_IN_USE, WorkerState.STOPPED),
+        pytest.param(lambda life: exited(life, 20.0), EXITED, 1, ("oops",), id="it ends"),
+        pytest.param(
+            lambda life: exited(life, 20.0, port_taken=True), PORT_IN_USE, 1, ("oops",), id="its port is lost"
+        ),
+        pytest.param(lambda life: launch_failed(life, 20.0, PORT_IN_USE), PORT_IN_USE, None, (), id="no free port"),
+        pytest.param(lambda life: launch_failed(life, 20.0, SPAWN_FAILED), SPAWN_FAILED, None, (), id="no process"),
+        pytest.param(lambda life: timed_out(life), TIMEOUT, None, ("oops",), id="it takes too long"),
     ],
 )
-def test_the_first_launch_is_not_retried(port_taken: bool, reason: StartFailReason, state: WorkerState) -> None:
-    life, effects = exited(launching(), 1.0, port_taken=port_taken)
+
+
+def timed_out(life: Lifecycle) -> Step:
+    """It is killed first; then the start fails with what the server said."""
+    killed, effects = startup_failed(life, 20.0, TIMEOUT)
+    assert Terminate(epoch=life.epoch, grace_s=0.0, keep_evidence=True) in effects
+    assert not any(isinstance(e, Resolve) for e in effects)
+    return exited(killed, 20.1, returncode=-9)
+
+
+@launches_that_fail
+def test_the_first_launch_is_not_retried(
+    fail: Fail, reason: StartFailReason, returncode: int | None, log_tail: tuple[str, ...]
+) -> None:
+    life, effects = fail(launching())
     error = error_of(effects)
-    assert (error.reason, error.returncode, error.log_tail) == (reason, 1, ("oops",))
-    assert life.public_state is state
+    assert (error.reason, error.returncode, error.log_tail) == (reason, returncode, log_tail)
+    assert life.state == (Stopped() if reason is PORT_IN_USE else Failed())
 
 
-@pytest.mark.parametrize(
-    ("reason", "state"),
-    [
-        (StartFailReason.PORT_IN_USE, Stopped()),
-        (StartFailReason.SPAWN_FAILED, Failed()),
-    ],
-)
-def test_a_launch_without_a_process_fails_the_start(reason: StartFailReason, state: State) -> None:
-    life, effects = launch_failed(launching(), 0.1, reason)
-    assert life.state == state
-    assert error_of(effects).reason is reason
-
-
-def test_a_startup_timeout_kills_first_and_then_fails_with_what_the_server_said() -> None:
-    life, effects = startup_failed(launching(), 120.0, StartFailReason.STARTUP_TIMEOUT)
-    assert Terminate(epoch=1, grace_s=0.0, keep_evidence=True) in effects
-    assert not any(isinstance(e, Resolve) and e.order is Start for e in effects)
-    life, effects = exited(life, 120.1, returncode=-9)
-    assert life.public_state is WorkerState.FAILED
+@launches_that_fail
+def test_who_joins_the_last_restart_is_told_how_it_failed_and_that_the_worker_has(
+    fail: Fail, reason: StartFailReason, returncode: int | None, log_tail: tuple[str, ...]
+) -> None:
+    life = relaunched(ONE_RESTART)
+    assert start(life, 16.0) == (life, ())
+    life, effects = fail(life)
     error = error_of(effects)
-    assert (error.reason, error.log_tail) == (StartFailReason.STARTUP_TIMEOUT, ("oops",))
+    failed = EXITED if reason is PORT_IN_USE else reason
+    assert (error.reason, error.returncode, error.log_tail) == (failed, returncode, log_tail)
+    assert life.state == Failed()
+
+
+def test_a_launch_that_ends_before_ready_counts_as_a_restart() -> None:
+    life, effects = exited(relaunched(), 15.1)
+    assert life.budget.restart_count == 2
+    assert isinstance(effects[0], RecordRestart)
+
+
+# ---------------------------------------------------------------- deaths and restarts
+
+SERVER_DIED = Abandon(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9")
 
 
 def test_death_while_ready_fails_requests_and_restarts_after_the_backoff() -> None:
     life, effects = exited(ready(), 10.0, returncode=-9)
-    assert effects[-1] == Abandon(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9")
-    assert life.state == BackingOff(resume_at=15.0)
-    assert life.public_state is WorkerState.RUNNING
+    assert effects[-1] == SERVER_DIED
+    assert (life.state, life.public_state) == (BackingOff(resume_at=15.0), WorkerState.RUNNING)
     assert tick(life, 14.9)[1] == ()
     life, effects = tick(life, 15.0)
-    assert effects == (Launch(epoch=2),)
-    assert life.state == Launching(epoch=2, first=False)
+    assert (life.state, effects) == (Launching(epoch=2, first=False), (Launch(epoch=2),))
 
 
 def test_requests_hear_of_the_death_before_the_rest_of_the_tree_is_gone() -> None:
     life, effects = died(ready(), 10.0, -9)
-    assert effects[1:] == (
-        Abandon(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9"),
-        Terminate(epoch=1, grace_s=0.0),
-    )
+    assert effects[1:] == (SERVER_DIED, Terminate(epoch=1, grace_s=0.0))
     assert life.state == Ending(epoch=1, goal=ToRestart(15.0))
     assert died(life, 10.1, -9) == (life, ())
     life, effects = exited(life, 10.2, returncode=-9)
@@ -199,32 +206,34 @@ def test_requests_hear_of_the_death_before_the_rest_of_the_tree_is_gone() -> Non
     assert life.budget.restart_count == 1
 
 
+@pytest.mark.parametrize(("why", "reason"), [(None, "server_died"), ("the kernel killed it", "out_of_memory")])
+def test_a_death_for_lack_of_memory_is_named_and_the_requests_fail_as_ever(why: str | None, reason: str) -> None:
+    _, effects = step(ready(), Died(epoch=1, returncode=-9, lack_of_memory=why), 10.0)
+    detail = "the server ended with signal 9" + (f": {why}" if why else "")
+    assert effects[:2] == (
+        RecordRestart(reason=reason, detail=detail, delay_s=5.0),
+        Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),
+    )
+
+
 def test_the_last_death_is_failed_once_the_tree_is_gone() -> None:
-    life = Lifecycle(policy=RestartPolicy.never())
-    life, _ = start(life, 0.0)
-    life, _ = became_ready(life, 1.0)
-    life, effects = died(life, 10.0, 1)
-    assert not any(isinstance(e, Resolve) and e.order is Start for e in effects)
+    life, effects = died(ready(RestartPolicy.never()), 10.0, 1)
+    assert not any(isinstance(e, Resolve) for e in effects)
     assert life.public_state is WorkerState.RUNNING
     life, effects = exited(life, 10.1)
-    assert life.public_state is WorkerState.FAILED
+    assert life.state == Failed()
     assert "code 1" in error_of(effects).detail
 
 
-@pytest.mark.parametrize("how", ["launching", "stopping", "stopped"])
-def test_elsewhere_a_death_waits_for_the_end_of_the_tree(how: str) -> None:
-    life = launching() if how == "launching" else ready()
-    if how != "launching":
-        life, _ = stop(life, 5.0, grace_s=10.0)
-    if how == "stopped":
-        life, _ = exited(life, 6.0)
-    assert died(life, 10.0, -9) == (life, ())
+def test_elsewhere_a_death_waits_for_the_end_of_the_tree() -> None:
+    stopping = stop(ready(), 5.0)[0]
+    for life in (launching(), stopping, exited(stopping, 6.0)[0]):
+        assert died(life, 10.0, -9) == (life, ())
 
 
 def test_backoff_runs_while_the_old_tree_is_ended() -> None:
-    life, effects = trouble(ready(), 10.0)
+    life, _ = trouble(ready(), 10.0)
     assert life.state == Ending(epoch=1, goal=ToRestart(15.0))
-    assert Terminate(epoch=1, grace_s=0.0, keep_evidence=True) in effects
     late, effects = exited(life, 16.0)
     assert effects == (Launch(epoch=2),)
     early, _ = exited(life, 10.1)
@@ -232,146 +241,118 @@ def test_backoff_runs_while_the_old_tree_is_ended() -> None:
     assert late.budget.restart_count == early.budget.restart_count == 1
 
 
-def test_stop_during_backoff_is_immediate() -> None:
-    life, _ = exited(ready(), 10.0)
-    life, effects = stop(life, 10.1, grace_s=10.0)
-    assert life.state == Stopped()
-    assert Resolve(Stop) in effects
-
-
-def test_a_launch_that_ends_before_ready_counts_as_a_restart() -> None:
-    life, _ = exited(ready(), 10.0)
-    life, _ = tick(life, 15.0)
-    life, effects = exited(life, 15.1)
-    assert life.budget.restart_count == 2
-    assert isinstance(effects[0], RecordRestart)
-
-
 def test_locked_out_after_too_many_restarts_and_started_again_by_hand() -> None:
-    life = ready()
-    now = 10.0
-    while not isinstance(life.state, Failed):
-        life, effects = exited(life, now)
-        now += 30.0
-        if isinstance(life.state, BackingOff):
-            life, _ = tick(life, now)
-            life, _ = became_ready(life, now)
-    assert life.budget.restart_count == 2
-    assert RecordRestart(reason="server_died", detail=effects[0].detail, delay_s=None) == effects[0]  # type: ignore[union-attr]
-    life, effects = start(life, now)
-    assert effects == (Launch(epoch=life.epoch),)
-    assert life.budget.restart_count == 2
-    assert life.budget.recent == ()
+    life, effects = exited(became_ready(relaunched(ONE_RESTART), 16.0)[0], 40.0)
+    assert (life.state, life.budget.restart_count) == (Failed(), 1)
+    assert isinstance(effects[0], RecordRestart)
+    assert (effects[0].reason, effects[0].delay_s) == ("server_died", None)
+    life, effects = start(life, 41.0)
+    assert effects == (Launch(epoch=3),)
+    assert life.budget == RestartBudget(restart_count=1)
 
 
-@pytest.mark.parametrize("port_taken", [True, False])
-def test_who_joins_the_last_restart_is_told_what_the_server_said(port_taken: bool) -> None:
-    life, _ = exited(structs.replace(ready(), policy=replace(POLICY, max_restarts_per_window=1)), 10.0)
-    life, _ = tick(life, 15.0)
-    assert start(life, 16.0) == (life, ())
-    life, effects = exited(life, 17.0, returncode=3, log_tail=("out of memory",), port_taken=port_taken)
-    error = error_of(effects)
-    assert (error.reason, error.returncode, error.log_tail) == (StartFailReason.EXITED, 3, ("out of memory",))
-
-
-@pytest.mark.parametrize("reason", [StartFailReason.STARTUP_TIMEOUT, StartFailReason.SPAWN_FAILED])
-def test_the_last_restart_fails_a_start_with_its_own_reason(reason: StartFailReason) -> None:
-    life, _ = exited(structs.replace(ready(), policy=replace(POLICY, max_restarts_per_window=1)), 10.0)
-    life, _ = tick(life, 15.0)
-    if reason is StartFailReason.SPAWN_FAILED:
-        life, effects = launch_failed(life, 16.0, reason)
-    else:
-        life, _ = startup_failed(life, 16.0, reason)
-        life, effects = exited(life, 16.1, returncode=-9)
-    assert error_of(effects).reason is reason
-    assert life.public_state is WorkerState.FAILED
+@pytest.mark.parametrize("fatal", [True, False])
+def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing(fatal: bool) -> None:
+    error = GpuFaulted(epoch=1, fault=GpuFault(fatal=fatal, detail="GPU 0: the GPU is lost"))
+    life, effects = step(ready(), error, 2.0)
+    restart = (
+        RecordRestart(reason="gpu_failed", detail="GPU 0: the GPU is lost", delay_s=5.0),
+        Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail="gpu_failed: GPU 0: the GPU is lost"),
+        CloseAllStreams(epoch=1),
+        Terminate(epoch=1, grace_s=0.0, keep_evidence=True),
+    )
+    assert effects == (restart if fatal else ())
+    assert step(life, error, 2.1) == (life, ())
 
 
 def test_news_of_an_older_launch_changes_nothing() -> None:
-    life, _ = exited(ready(), 10.0)
-    life, _ = tick(life, 15.0)
-    assert became_ready(life, 16.0, epoch=1) == (life, ())
-    assert exited(life, 16.0, epoch=1) == (life, ())
-    assert died(life, 16.0, epoch=1) == (life, ())
-    assert streams_closed(life, 16.0, epoch=1) == (life, ())
-    stale = startup_failed(life, 16.0, StartFailReason.STARTUP_TIMEOUT, epoch=1)
-    assert stale == (life, ())
+    life = relaunched()
+    for news in (became_ready, exited, died, streams_closed):
+        assert news(life, 16.0, epoch=1) == (life, ())
+    assert startup_failed(life, 16.0, StartFailReason.STARTUP_TIMEOUT, epoch=1) == (life, ())
+
+
+# ---------------------------------------------------------------- planned restarts
+
+
+def test_a_worn_server_ends_in_peace_and_is_launched_at_once() -> None:
+    life, effects = step(ready(), Worn("old"), 10.0)
+    assert effects == (RecordRestart(reason="recycled", detail="old", delay_s=0.0), CloseAllStreams(epoch=1))
+    assert life.public_state is WorkerState.RUNNING
+    life, effects = streams_closed(life, 10.0)
+    assert effects == (Terminate(epoch=1, grace_s=10.0),)
+    life, effects = exited(life, 11.0, returncode=0)
+    assert effects == (Launch(epoch=2),)
+    assert (life.budget.restart_count, life.last_error) == (1, None)
+
+
+def test_planned_restarts_lock_nobody_out() -> None:
+    life = ready(ONE_RESTART)
+    for _ in range(19):
+        life, _ = step(life, Worn("old"), 10.0)
+        life, _ = streams_closed(life, 10.0)
+        life, _ = exited(life, 10.0, returncode=0)
+        life, _ = became_ready(life, 10.0)
+        assert life.public_state is WorkerState.READY
+    assert (life.budget.restart_count, life.budget.row_count, life.budget.recent) == (19, 0, ())
+
+
+def test_a_server_that_is_not_ready_is_not_recycled() -> None:
+    assert step(launching(), Worn("old"), 1.0) == (launching(), ())
 
 
 # ---------------------------------------------------------------- what SIGKILL does not end
 
-
-def ending(how: str) -> Lifecycle:
-    """In each of the ways in which a server is ended."""
-    ways: dict[str, Callable[[], Step]] = {
-        "stop": lambda: stop(ready(), 2.0),
-        "stop, start": lambda: start(stop(ready(), 2.0)[0], 2.1),
-        "restart": lambda: trouble(ready(), 2.0),
-        "last restart": lambda: trouble(structs.replace(ready(), policy=RestartPolicy.never()), 2.0),
-        "startup timeout": lambda: startup_failed(launching(), 2.0, StartFailReason.STARTUP_TIMEOUT),
-        "a stranger's port": lambda: startup_failed(launching(), 2.0, StartFailReason.PORT_IN_USE),
-    }
-    life, _ = ways[how]()
-    assert isinstance(life.state, Ending)
-    return life
-
-
-AFTERWARDS: dict[str, State] = {
-    "stop": Stopped(),
-    "stop, start": Stopped(),  # who started was told that it failed
-    "restart": Launching(epoch=2, first=False),
-    "last restart": Failed(),
-    "startup timeout": Failed(),
-    "a stranger's port": Stopped(),
+ENDINGS: dict[str, tuple[Callable[[], Step], State]] = {  # each with what follows once the process is gone
+    "stop": (lambda: stop(ready(), 2.0), Stopped()),
+    "stop, start": (lambda: start(stop(ready(), 2.0)[0], 2.1), Stopped()),  # who started was told that it failed
+    "restart": (lambda: trouble(ready(), 2.0), Launching(epoch=2, first=False)),
+    "last restart": (lambda: trouble(ready(RestartPolicy.never()), 2.0), Failed()),
+    "startup timeout": (lambda: startup_failed(launching(), 2.0, StartFailReason.STARTUP_TIMEOUT), Failed()),
+    "a stranger's port": (lambda: startup_failed(launching(), 2.0, StartFailReason.PORT_IN_USE), Stopped()),
 }
+every_ending = pytest.mark.parametrize(("end", "afterwards"), ENDINGS.values(), ids=ENDINGS)
 
 
-@pytest.mark.parametrize("how", AFTERWARDS)
-def test_a_server_that_cannot_be_killed_is_failed_and_keeps_nobody_waiting(how: str) -> None:
-    life, effects = unkillable(ending(how), 9.0)
-    assert (life.public_state, life.deadline) == (WorkerState.FAILED, None)
-    assert life.last_error == "unkillable: SIGKILL does not end process 5"
-    assert error_of(effects).reason is StartFailReason.UNKILLABLE
-    (stops,) = [effect for effect in effects if isinstance(effect, Resolve) and effect.order is Stop]
+@every_ending
+def test_a_server_that_cannot_be_killed_is_failed_and_keeps_nobody_waiting(
+    end: Callable[[], Step], afterwards: State
+) -> None:
+    life, effects = unkillable(end()[0], 9.0)
+    told = "unkillable: SIGKILL does not end process 5"
+    assert (life.public_state, life.deadline, life.last_error) == (WorkerState.FAILED, None, told)
+    starts, stops = effects
+    assert error_of((starts,)).reason is StartFailReason.UNKILLABLE
+    assert isinstance(stops, Resolve)
     assert isinstance(stops.error, WorkerStopError)
-    assert str(stops.error) == "unkillable: SIGKILL does not end process 5"
-    assert len(effects) == 2
+    assert (stops.order, str(stops.error)) == (Stop, told)
     assert unkillable(life, 9.1)[0] == life
-
-
-@pytest.mark.parametrize("how", AFTERWARDS)
-def test_beside_it_no_second_server_is_started(how: str) -> None:
-    life, _ = unkillable(ending(how), 9.0)
-    again, effects = start(life, 10.0)
-    assert again == life
-    assert error_of(effects).reason is StartFailReason.UNKILLABLE
-    assert len(effects) == 1
     assert tick(life, 1e6) == (life, ())
-    life, effects = stop(life, 11.0)
+
+
+@every_ending
+def test_beside_it_no_second_server_is_started(end: Callable[[], Step], afterwards: State) -> None:
+    life, _ = unkillable(end()[0], 9.0)
+    again, (refusal,) = start(life, 10.0)
+    assert (again, error_of((refusal,)).reason) == (life, StartFailReason.UNKILLABLE)
+    assert died(life, 90.0, -9) == (life, ())
+    life, effects = exited(life, 100.0, -9)
+    assert life.state == afterwards
+    assert [e for e in effects if isinstance(e, Launch)] == [Launch(epoch=2)] * isinstance(afterwards, Launching)
+
+
+@every_ending
+def test_a_stop_meanwhile_leaves_it_stopped_once_it_is_gone_and_startable_again(
+    end: Callable[[], Step], afterwards: State
+) -> None:
+    life, effects = stop(unkillable(end()[0], 9.0)[0], 11.0)
     assert [effect.order for effect in effects if isinstance(effect, Resolve)] == [Stop]
     assert life.public_state is WorkerState.FAILED
     assert start(life, 12.0)[0] == life
-
-
-@pytest.mark.parametrize(("how", "state"), AFTERWARDS.items())
-def test_once_it_is_gone_what_was_meant_to_follow_follows(how: str, state: State) -> None:
-    life, _ = unkillable(ending(how), 9.0)
-    assert died(life, 90.0, -9) == (life, ())
-    life, effects = exited(life, 100.0, -9)
-    assert life.state == state
-    launches = [effect for effect in effects if isinstance(effect, Launch)]
-    assert launches == ([Launch(epoch=2)] if how == "restart" else [])
-
-
-@pytest.mark.parametrize("how", AFTERWARDS)
-def test_a_stop_meanwhile_leaves_it_stopped_once_it_is_gone_and_startable_again(how: str) -> None:
-    life, _ = unkillable(ending(how), 9.0)
-    life, _ = stop(life, 10.0)
     life, _ = exited(life, 100.0, -9)
     assert life.state == Stopped()
     life, effects = start(life, 101.0)
-    assert effects == (Launch(epoch=2),)
-    assert life.last_error is None
+    assert (effects, life.last_error) == ((Launch(epoch=2),), None)
 
 
 def test_a_server_that_nobody_ends_is_not_unkillable() -> None:

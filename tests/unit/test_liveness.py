@@ -10,6 +10,7 @@ from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, 
 from llama_worker.types import LivenessEvidence
 
 ROOT: ProcessKey = (100, 5.0)
+CHILD: ProcessKey = (101, 6.0)
 MIB = 1 << 20
 
 
@@ -24,10 +25,18 @@ def watch(
     return told
 
 
+def alive(told: list[LivenessEvidence | None]) -> list[bool | None]:
+    return [None if evidence is None else evidence.alive for evidence in told]
+
+
+def each_second(*looks: dict[ProcessKey, Counters]) -> list[bool | None]:
+    return alive(watch(*((float(s), look) for s, look in enumerate(looks))))
+
+
 def steady(
-    *,
     interval_s: float,
-    seconds: float,
+    *,
+    seconds: float | None = None,
     ticks: float = 0.0,
     read_bytes: float = 0.0,
     faults: float = 0.0,
@@ -35,7 +44,7 @@ def steady(
 ) -> list[bool | None]:
     """What one process tells that uses so much of each per second."""
     looks = []
-    for i in range(int(seconds / interval_s) + 1):
+    for i in range(int((seconds or 4 * max(interval_s, 3.0)) / interval_s) + 1):
         s = i * interval_s
         use = Counters(
             cpu_ticks=int(ticks * s + 1e-6),
@@ -43,95 +52,81 @@ def steady(
             major_faults=int(faults * s + 1e-6),
         )
         looks.append((50.0 + s, {ROOT: use}))
-    return [None if e is None else e.alive for e in watch(*looks, ticks_per_second=ticks_per_second)]
+    return alive(watch(*looks, ticks_per_second=ticks_per_second))
 
 
 @pytest.mark.parametrize("interval_s", [0.05, 0.5, 1.0, 5.0, 30.0, 60.0])
-@pytest.mark.parametrize("ticks", [0.0, 0.5, 1.0, 2.0, 4.0])
-def test_an_idle_server_never_gives_evidence(interval_s: float, ticks: float) -> None:
-    first, *others = steady(interval_s=interval_s, seconds=4 * max(interval_s, 3.0), ticks=ticks)
+@pytest.mark.parametrize(("ticks", "works"), [(0.0, False), (4.0, False), (100.0, True), (3200.0, True)])
+def test_a_computing_server_gives_evidence_from_the_second_look_and_an_idle_one_never(
+    interval_s: float, ticks: float, works: bool
+) -> None:
+    first, *others = steady(interval_s, ticks=ticks)
     assert first is None
-    assert set(others) == {False}
-
-
-@pytest.mark.parametrize("interval_s", [0.05, 0.5, 1.0, 5.0, 30.0, 60.0])
-@pytest.mark.parametrize("ticks", [100.0, 3200.0])
-def test_a_computing_server_gives_evidence_from_the_second_look(interval_s: float, ticks: float) -> None:
-    first, *others = steady(interval_s=interval_s, seconds=4 * max(interval_s, 3.0), ticks=ticks)
-    assert first is None
-    assert set(others) == {True}
+    assert set(others) == {works}
 
 
 def test_a_slow_rate_needs_five_ticks_before_it_counts() -> None:
-    assert steady(interval_s=0.5, seconds=2.0, ticks=8.0) == [None, False, True, True, True]
-    assert steady(interval_s=1.0, seconds=4.0, ticks=5.0) == [None, True, True, True, True]
+    assert steady(0.5, seconds=2.0, ticks=8.0) == [None, False, True, True, True]
+    assert steady(1.0, seconds=4.0, ticks=5.0) == [None, True, True, True, True]
 
 
 def test_a_burst_is_forgotten_when_the_window_has_passed() -> None:
     use = [0, 20, 20, 20, 20, 20, 20]
-    told = watch(*((float(i), {ROOT: Counters(cpu_ticks=n)}) for i, n in enumerate(use)))
-    assert [e.alive for e in told if e is not None] == [True, True, True, False, False, False]
+    told = each_second(*({ROOT: Counters(cpu_ticks=ticks)} for ticks in use))
+    assert told == [None, True, True, True, False, False, False]
 
 
 def test_ticks_are_of_ten_milliseconds_whatever_the_clock_of_the_system() -> None:
-    assert steady(interval_s=1.0, seconds=2.0, ticks=50.0, ticks_per_second=1000)[-1] is True
-    assert steady(interval_s=1.0, seconds=2.0, ticks=49.0, ticks_per_second=1000)[-1] is False
+    assert steady(1.0, ticks=50.0, ticks_per_second=1000)[-1] is True
+    assert steady(1.0, ticks=49.0, ticks_per_second=1000)[-1] is False
 
 
 @pytest.mark.parametrize("interval_s", [0.05, 1.0, 5.0, 60.0])
 @pytest.mark.parametrize(
-    ("read_bytes", "faults", "alive"),
+    ("read_bytes", "faults", "works"),
     [
-        pytest.param(0.0, 0.0, False, id="nothing"),
         pytest.param(3 * 128 * 1024.0, 3.0, False, id="a few pages of code for a health probe"),
         pytest.param(2.0 * MIB, 0.0, True, id="a slow share"),
         pytest.param(60 * 4096.0, 60.0, True, id="a hard disk read at random"),
         pytest.param(2000.0 * MIB, 15000.0, True, id="an SSD"),
     ],
 )
-def test_reads_and_major_faults_count_by_rate(interval_s: float, read_bytes: float, faults: float, alive: bool) -> None:
-    told = steady(interval_s=interval_s, seconds=4 * max(interval_s, 3.0), read_bytes=read_bytes, faults=faults)
-    assert told[-1] is alive
+def test_reads_and_major_faults_count_by_rate(interval_s: float, read_bytes: float, faults: float, works: bool) -> None:
+    assert steady(interval_s, read_bytes=read_bytes, faults=faults)[-1] is works
 
 
 def test_counters_that_cannot_be_read_are_left_out() -> None:
-    told = watch(
-        (0.0, {ROOT: Counters(cpu_ticks=0)}),
-        (1.0, {ROOT: Counters(cpu_ticks=0, read_bytes=900 * MIB, major_faults=10_000)}),
-        (2.0, {ROOT: Counters(cpu_ticks=100)}),
+    told = each_second(
+        {ROOT: Counters(cpu_ticks=0)},
+        {ROOT: Counters(cpu_ticks=0, read_bytes=900 * MIB, major_faults=10_000)},
+        {ROOT: Counters(cpu_ticks=100)},
     )
-    assert [None if e is None else e.alive for e in told] == [None, False, True]
+    assert told == [None, False, True]
 
 
 def test_a_process_that_appears_brings_in_nothing_of_its_past() -> None:
-    child: ProcessKey = (101, 6.0)
-    told = watch(
-        (0.0, {ROOT: Counters(cpu_ticks=10)}),
-        (1.0, {ROOT: Counters(cpu_ticks=10), child: Counters(cpu_ticks=99_999, read_bytes=900 * MIB)}),
-        (2.0, {ROOT: Counters(cpu_ticks=10), child: Counters(cpu_ticks=100_099, read_bytes=900 * MIB)}),
+    told = each_second(
+        {ROOT: Counters(cpu_ticks=10)},
+        {ROOT: Counters(cpu_ticks=10), CHILD: Counters(cpu_ticks=99_999, read_bytes=900 * MIB)},
+        {ROOT: Counters(cpu_ticks=10), CHILD: Counters(cpu_ticks=100_099, read_bytes=900 * MIB)},
     )
-    assert [None if e is None else e.alive for e in told] == [None, False, True]
+    assert told == [None, False, True]
 
 
 def test_a_process_that_vanishes_takes_nothing_away() -> None:
-    child: ProcessKey = (101, 6.0)
-    told = watch(
-        (0.0, {ROOT: Counters(cpu_ticks=0), child: Counters(cpu_ticks=5000)}),
-        (1.0, {ROOT: Counters(cpu_ticks=50), child: Counters(cpu_ticks=5050)}),
+    last = watch(
+        (0.0, {ROOT: Counters(cpu_ticks=0), CHILD: Counters(cpu_ticks=5000)}),
+        (1.0, {ROOT: Counters(cpu_ticks=50), CHILD: Counters(cpu_ticks=5050)}),
         (2.0, {ROOT: Counters(cpu_ticks=100)}),
-    )
-    assert [None if e is None else e.alive for e in told] == [None, True, True]
-    assert told[2] is not None
-    assert told[2].detail.startswith("CPU 75.0 ticks/s")
+    )[-1]
+    assert last is not None
+    assert last.detail.startswith("CPU 75.0 ticks/s")
 
 
 def test_a_pid_that_comes_back_is_another_process() -> None:
-    told = watch(
-        (0.0, {ROOT: Counters(cpu_ticks=9000)}),
-        (1.0, {(100, 7.0): Counters(cpu_ticks=3)}),
-        (2.0, {(100, 7.0): Counters(cpu_ticks=4)}),
-    )
-    assert [None if e is None else e.alive for e in told] == [None, None, False]
+    again: ProcessKey = (100, 7.0)
+    told = each_second({ROOT: Counters(cpu_ticks=9000)}, {again: Counters(cpu_ticks=3)}, {again: Counters(cpu_ticks=4)})
+    assert told == [None, None, False]
 
 
 def test_a_look_at_the_same_instant_is_no_news() -> None:
@@ -144,27 +139,25 @@ def test_detail_tells_the_rates() -> None:
         (0.0, {ROOT: Counters(cpu_ticks=0, read_bytes=0, major_faults=0)}),
         (2.0, {ROOT: Counters(cpu_ticks=150, read_bytes=4096, major_faults=3)}),
     )
-    assert told[1] == LivenessEvidence(
-        alive=True, detail="CPU 75.0 ticks/s, read 2.0 KiB/s, major faults 1.5/s over 2.00 s"
-    )
+    detail = "CPU 75.0 ticks/s, read 2.0 KiB/s, major faults 1.5/s over 2.00 s"
+    assert told[1] == LivenessEvidence(alive=True, detail=detail)
 
 
-keys = st.sampled_from([(100, 5.0), (101, 5.0), (101, 6.0), (102, 5.0)])
 counters = st.builds(
     Counters,
     cpu_ticks=st.integers(0, 10**6),
     read_bytes=st.none() | st.integers(0, 10**12),
     major_faults=st.none() | st.integers(0, 10**6),
 )
-samples = st.tuples(st.floats(0.05, 60.0), st.dictionaries(keys, counters))
+keys = st.sampled_from([ROOT, CHILD, (101, 5.0), (102, 5.0)])
+intervals = st.floats(0.05, 60.0)
 
 
-@given(st.lists(samples, max_size=30))
+@given(st.lists(st.tuples(intervals, st.dictionaries(keys, counters)), max_size=30))
 def test_no_history_gives_a_negative_rate_or_an_unbounded_window(
     steps: list[tuple[float, dict[ProcessKey, Counters]]],
 ) -> None:
-    activity = ProcessActivity()
-    at = 0.0
+    activity, at = ProcessActivity(), 0.0
     for interval_s, processes in steps:
         at += interval_s
         activity, evidence = activity.observe(ProcessSample(at=at, processes=processes))
@@ -173,7 +166,7 @@ def test_no_history_gives_a_negative_rate_or_an_unbounded_window(
         assert all(point.at > at - 3.0 for point in activity.points[1:])
 
 
-@given(st.lists(st.tuples(st.floats(0.05, 60.0), st.integers(0, 4)), min_size=1, max_size=60))
+@given(st.lists(st.tuples(intervals, st.integers(0, 4)), min_size=1, max_size=60))
 def test_fewer_than_five_ticks_a_second_are_never_evidence(steps: list[tuple[float, int]]) -> None:
     activity, _ = ProcessActivity().observe(ProcessSample(at=0.0, processes={ROOT: Counters(cpu_ticks=0)}))
     at, ticks = 0.0, 0.0

@@ -27,26 +27,20 @@ def step(state: ProcessState, message: ProcessMessage, now: float) -> Step:
     return termination.step(state, message, now, kill_timeout_s=KILL_TIMEOUT_S)
 
 
-def terminate(state: ProcessState, now: float, *, epoch: int = 1, grace_s: float) -> Step:
-    return step(state, Terminate(epoch=epoch, grace_s=grace_s), now)
+def terminate(state: ProcessState, now: float, *, grace_s: float) -> Step:
+    return step(state, Terminate(epoch=1, grace_s=grace_s), now)
 
 
 def tick(state: ProcessState, now: float) -> Step:
     return step(state, Tick(), now)
 
 
-EVERY_STATE = [Absent(), Present(1), Terminating(1, 15.0, 7.0), Killing(1, 16.0, 19.0), Stuck(1)]
-
-
-def test_a_process_is_asked_first_and_killed_after_the_grace() -> None:
+def test_a_process_is_asked_first_then_once_more_and_killed_after_the_grace() -> None:
     state, signal = terminate(Present(1), 5.0, grace_s=10.0)
     assert (state, signal, deadline(state)) == (Terminating(1, 15.0, 7.0), Signal.TERMINATE, 7.0)
     assert tick(state, 6.9) == (state, None)
     assert tick(state, 15.0) == (Killing(1, 16.0, 19.0), Signal.KILL)
-
-
-def test_it_is_asked_a_second_time_and_no_third() -> None:
-    state, signal = tick(Terminating(1, 15.0, 7.0), 7.0)
+    state, signal = tick(state, 7.0)
     assert (state, signal, deadline(state)) == (Terminating(1, 15.0, None), Signal.TERMINATE, 15.0)
     assert tick(state, 14.9) == (state, None)
     assert tick(state, 15.0) == (Killing(1, 16.0, 19.0), Signal.KILL)
@@ -69,33 +63,42 @@ def test_a_second_order_only_shortens_the_grace(grace_s: float, kill_at: float) 
 
 
 TOO_LATE = [Absent(), Killing(1, 6.0, 9.0), Stuck(1)]
+ANOTHER_LAUNCH = [Present(2), Terminating(2, 15.0, 7.0), Killing(2, 6.0, 9.0), Stuck(2)]
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 10.0])
-@pytest.mark.parametrize("state", [*TOO_LATE, Present(2), Terminating(2, 15.0, 7.0), Killing(2, 6.0, 9.0), Stuck(2)])
+@pytest.mark.parametrize("state", [*TOO_LATE, *ANOTHER_LAUNCH])
 def test_an_order_for_another_launch_or_too_late_changes_nothing(state: ProcessState, grace_s: float) -> None:
     assert terminate(state, 5.0, grace_s=grace_s) == (state, None)
 
 
-def test_should_the_end_not_be_seen_it_is_killed_past_the_guard_again_and_again() -> None:
-    state = Killing(1, 16.0, 19.0)
-    assert deadline(state) == 16.0
-    assert tick(state, 15.9) == (state, None)
-    assert tick(state, 16.0) == (Killing(1, 17.0, 19.0), Signal.FORCE)
-    assert tick(Killing(1, 17.0, 19.0), 17.0) == (Killing(1, 18.0, 19.0), Signal.FORCE)
-
-
 @pytest.mark.parametrize("state", [Absent(), Present(1), Stuck(1)])
-def test_otherwise_time_changes_nothing(state: ProcessState) -> None:
+def test_where_nothing_is_due_time_changes_nothing(state: ProcessState) -> None:
     assert deadline(state) is None
     assert tick(state, 1e9) == (state, None)
+
+
+@pytest.mark.parametrize("state", [Absent(), Present(1), Terminating(1, 15.0, 7.0), Killing(1, 16.0, 19.0), Stuck(1)])
+@pytest.mark.parametrize(
+    ("message", "after"),
+    [
+        (Exited(epoch=1, returncode=-9, log_tail=()), Absent()),
+        (LaunchFailed(epoch=1, reason=StartFailReason.SPAWN_FAILED, detail="no"), Absent()),
+        (Launch(epoch=2), Present(2)),
+    ],
+)
+def test_its_end_and_the_next_launch_are_the_same_from_everywhere(
+    state: ProcessState, message: ProcessMessage, after: ProcessState
+) -> None:
+    assert step(state, message, 20.0) == (after, None)
 
 
 # ---------------------------------------------------------------- what SIGKILL does not end
 
 
-def test_a_process_that_outlives_its_kill_timeout_is_given_up_once_and_waited_for() -> None:
+def test_a_process_that_outlives_sigkill_is_killed_past_the_guard_then_given_up_and_waited_for() -> None:
     state, _ = terminate(Present(1), 5.0, grace_s=0.0)
+    assert tick(state, 5.9) == (state, None)
     told = []
     while (due := deadline(state)) is not None:
         state, what = tick(state, due)
@@ -125,27 +128,9 @@ def test_a_gap_in_which_the_host_did_not_run_is_no_time_to_end(now: float, after
 
 
 def test_after_a_gap_it_is_given_up_as_soon_as_time_passes_as_it_should() -> None:
-    state: ProcessState = Killing(1, 16.0, 19.0)
-    state, signal = tick(state, 500.0)
-    assert signal is Signal.FORCE
-    due = deadline(state)
-    assert due == 501.0
-    assert tick(state, due) == (Stuck(1), None)
-
-
-@pytest.mark.parametrize("state", EVERY_STATE)
-@pytest.mark.parametrize(
-    ("message", "after"),
-    [
-        (Exited(epoch=1, returncode=-9, log_tail=()), Absent()),
-        (LaunchFailed(epoch=1, reason=StartFailReason.SPAWN_FAILED, detail="no"), Absent()),
-        (Launch(epoch=2), Present(2)),
-    ],
-)
-def test_its_end_and_the_next_launch_are_the_same_from_everywhere(
-    state: ProcessState, message: ProcessMessage, after: ProcessState
-) -> None:
-    assert step(state, message, 20.0) == (after, None)
+    state, signal = tick(Killing(1, 16.0, 19.0), 500.0)
+    assert (signal, deadline(state)) == (Signal.FORCE, 501.0)
+    assert tick(state, 501.0) == (Stuck(1), None)
 
 
 def test_a_person_is_told_what_the_kernel_waits_for() -> None:

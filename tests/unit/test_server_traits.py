@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from llama_worker.config import WorkerConfig
 from llama_worker.server.traits import ServerTraits, server_traits, shortcomings, unsupported
-from llama_worker.types import ToolCallMode, ToolDef
+from llama_worker.types import ToolDef
 
 
 def caps(**told: Any) -> dict[str, Any]:
     return {"chat_template_caps": told}
+
+
+def context(n_ctx: int | None) -> dict[str, Any]:
+    return {"default_generation_settings": {"n_ctx": n_ctx}}
 
 
 @pytest.mark.parametrize(
@@ -31,9 +36,18 @@ def caps(**told: Any) -> dict[str, Any]:
         (caps(), ServerTraits()),
         ({"chat_template_caps": None}, ServerTraits()),
         ({"chat_template_caps": ["supports_tools"]}, ServerTraits()),
+        (context(4096), ServerTraits(n_ctx=4096)),
+        (context(None), ServerTraits()),
+        ({"default_generation_settings": []}, ServerTraits()),
+        ({"modalities": {"vision": True, "audio": False}}, ServerTraits(modalities={"vision": True, "audio": False})),
+        ({"modalities": {"vision": "yes"}}, ServerTraits(modalities={})),
+        ({"modalities": None}, ServerTraits()),
+        ({"model_alias": "tiny", "model_path": "/m/t.gguf"}, ServerTraits(model="tiny")),
+        ({"model_alias": "", "model_path": "/m/t.gguf"}, ServerTraits(model="t.gguf")),
+        ({"model_path": 7}, ServerTraits()),
     ],
 )
-def test_slots_and_tools(props: dict[str, Any], expected: ServerTraits) -> None:
+def test_what_props_say(props: dict[str, Any], expected: ServerTraits) -> None:
     assert server_traits(props, {}) == expected
 
 
@@ -56,24 +70,6 @@ def test_whether_the_template_ends_inside_a_think_tag(prompt: Any, opens: bool) 
 
 
 @pytest.mark.parametrize(
-    ("props", "expected"),
-    [
-        ({"default_generation_settings": {"n_ctx": 4096}}, ServerTraits(n_ctx=4096)),
-        ({"default_generation_settings": {"n_ctx": None}}, ServerTraits()),
-        ({"default_generation_settings": []}, ServerTraits()),
-        ({"modalities": {"vision": True, "audio": False}}, ServerTraits(modalities={"vision": True, "audio": False})),
-        ({"modalities": {"vision": "yes"}}, ServerTraits(modalities={})),
-        ({"modalities": None}, ServerTraits()),
-        ({"model_alias": "tiny", "model_path": "/m/t.gguf"}, ServerTraits(model="tiny")),
-        ({"model_alias": "", "model_path": "/m/t.gguf"}, ServerTraits(model="t.gguf")),
-        ({"model_path": 7}, ServerTraits()),
-    ],
-)
-def test_context_modalities_and_model(props: dict[str, Any], expected: ServerTraits) -> None:
-    assert server_traits(props, {}) == expected
-
-
-@pytest.mark.parametrize(
     ("kinds", "modalities", "says"),
     [
         (set(), {"vision": False}, None),
@@ -90,59 +86,42 @@ def test_parts_that_the_model_cannot_take(kinds: set[str], modalities: Any, says
     assert (says or "") in (refusal or "")
 
 
-@pytest.mark.parametrize(
-    ("words", "env", "slots", "n_ctx", "warned"),
-    [
-        (("--ctx-size", "4096"), {}, 1, 4096, None),
-        (("--ctx-size", "4096"), {}, 1, 4352, None),  # it rounds up
-        (("-c", "8192"), {}, 2, 4096, None),
-        (("-c", "8192"), {}, 2, 2048, "a slot has 2048 tokens of context, fewer than the 4096"),
-        ((), {"LLAMA_ARG_CTX_SIZE": "4096"}, 1, 512, "fewer than the 4096"),
-        (("--ctx-size", "0"), {}, 1, 512, None),  # the model's own
-        ((), {}, 1, 512, None),
-        (("-c", "4096"), {}, 1, None, None),
-    ],
-)
-def test_less_context_than_was_asked_for_is_told(
-    words: tuple[str, ...], env: dict[str, str], slots: int, n_ctx: int | None, warned: str | None
-) -> None:
-    lines = shortcomings(ServerTraits(n_ctx=n_ctx), config(server_cmd=("s", *words), env=env, slots=slots))
-    assert len(lines) == (warned is not None)
-    assert (warned or "") in "".join(lines)
-
-
-def test_an_old_server_without_apply_template_opens_no_thinking() -> None:
-    assert not server_traits({}, {}).opens_thinking
-
-
 # ---------------------------------------------------------------- what the server lacks
 
 SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
-
-
-def config(**changed: Any) -> WorkerConfig:
-    return WorkerConfig(**{"name": "w", "host": "127.0.0.1", "port": 9001, "server_cmd": ("llama-server",), **changed})
-
-
-@pytest.mark.parametrize("slots", [None, 2, 3])
-def test_slots_that_are_enough_or_unknown_are_no_shortcoming(slots: int | None) -> None:
-    assert shortcomings(ServerTraits(slots=slots), config(slots=2)) == []
-
-
-def test_fewer_slots_than_the_workers_are_told_with_what_to_do() -> None:
-    (line,) = shortcomings(ServerTraits(slots=1), config(slots=2))
-    assert line.startswith("the server has 1 slots, fewer than the worker's 2")
-    assert line.endswith("start it with --parallel 2")
+NO_TOOLS, SHRUNK = ServerTraits(tools=False), ServerTraits(n_ctx=512)
 
 
 @pytest.mark.parametrize(
-    ("mode", "how"), [("auto", "prompted mode"), ("prompted", "prompted mode"), ("native", "'auto' would explain them")]
+    ("traits", "config", "says"),
+    [
+        (ServerTraits(slots=None), {"slots": 2}, None),
+        (ServerTraits(slots=2), {"slots": 2}, None),
+        (ServerTraits(slots=3), {"slots": 2}, None),
+        (ServerTraits(slots=1), {"slots": 2}, r"the server has 1 slots, fewer than the worker's 2.* --parallel 2$"),
+        (NO_TOOLS, {}, None),
+        (ServerTraits(tools=None), {"exit_tools": [SIGNAL]}, None),
+        (NO_TOOLS, {"exit_tools": [SIGNAL]}, r"does not support tools: .*prompted mode"),
+        (NO_TOOLS, {"exit_tools": [SIGNAL], "tool_call_mode": "prompted"}, r"does not support tools: .*prompted mode"),
+        (NO_TOOLS, {"exit_tools": [SIGNAL], "tool_call_mode": "native"}, r"'auto' would explain them"),
+        (ServerTraits(n_ctx=4096), {"server_cmd": ("s", "--ctx-size", "4096")}, None),
+        (ServerTraits(n_ctx=4352), {"server_cmd": ("s", "--ctx-size", "4096")}, None),  # it rounds up
+        (ServerTraits(n_ctx=4096), {"server_cmd": ("s", "-c", "8192"), "slots": 2}, None),
+        (
+            ServerTraits(n_ctx=2048),
+            {"server_cmd": ("s", "-c", "8192"), "slots": 2},
+            r"a slot has 2048 .* the 4096 that",
+        ),
+        (SHRUNK, {"env": {"LLAMA_ARG_CTX_SIZE": "4096"}}, r"fewer than the 4096"),
+        (SHRUNK, {"server_cmd": ("s", "--ctx-size", "0")}, None),  # the model's own
+        (SHRUNK, {}, None),
+        (ServerTraits(n_ctx=None), {"server_cmd": ("s", "-c", "4096")}, None),
+    ],
 )
-def test_tools_that_the_template_lacks_are_told(mode: ToolCallMode, how: str) -> None:
-    (line,) = shortcomings(ServerTraits(tools=False), config(exit_tools=[SIGNAL], tool_call_mode=mode))
-    assert how in line
-
-
-def test_a_template_without_tools_lacks_nothing_where_there_are_none() -> None:
-    assert shortcomings(ServerTraits(tools=False), config()) == []
-    assert shortcomings(ServerTraits(tools=None), config(exit_tools=[SIGNAL])) == []
+def test_a_server_that_is_less_than_was_asked_for_is_told(
+    traits: ServerTraits, config: dict[str, Any], says: str | None
+) -> None:
+    given = {"name": "w", "host": "127.0.0.1", "port": 9001, "server_cmd": ("llama-server",), **config}
+    lines = shortcomings(traits, WorkerConfig(**given))
+    assert len(lines) == (says is not None)
+    assert re.search(says or "", "".join(lines))

@@ -49,16 +49,16 @@ def test_what_is_not_known_is_left_to_the_servers_last_lines(returncode: int | N
     assert str(error) == f"{error.summary}; the server's last lines:\n  {log}"
 
 
-def test_a_host_that_ran_out_of_threads() -> None:
-    error = WorkerStartError("exited", "actor_died: transport: RuntimeError: can't start new thread", None, ["loading"])
-    assert "`ulimit -u`" in str(error).splitlines()[0]
-
-
 @pytest.mark.parametrize(
-    ("why", "told"), [("[Errno 24] Too many open files", "`ulimit -n`"), ("can't start new thread", "`ulimit -u`")]
+    ("reason", "why", "told"),
+    [
+        ("exited", "actor_died: transport: RuntimeError: can't start new thread", "`ulimit -u`"),
+        ("spawn_failed", "no process could be started: can't start new thread", "`ulimit -u`"),
+        ("spawn_failed", "no process could be started: [Errno 24] Too many open files", "`ulimit -n`"),
+    ],
 )
-def test_a_host_that_could_not_even_begin(why: str, told: str) -> None:
-    assert told in str(WorkerStartError("spawn_failed", f"no process could be started: {why}"))
+def test_a_host_that_is_at_its_limits(reason: str, why: str, told: str) -> None:
+    assert told in str(WorkerStartError(StartFailReason(reason), why, None, ["loading"])).splitlines()[0]
 
 
 def test_a_server_that_listens_elsewhere() -> None:
@@ -87,8 +87,5 @@ def test_a_program_that_cannot_be_executed(program: str, number: int, told: str)
     assert repr(program) in text
 
 
-@pytest.mark.parametrize(
-    ("returncode", "told"), [(1, "return code 1"), (-9, "signal 9"), (None, "an unknown return code")]
-)
-def test_a_return_code_in_words(returncode: int | None, told: str) -> None:
-    assert described(returncode) == told
+def test_a_return_code_in_words() -> None:
+    assert [described(code) for code in (1, -9, None)] == ["return code 1", "signal 9", "an unknown return code"]

@@ -1,8 +1,8 @@
-"""Which verdicts on requests count against the server."""
+"""Which verdicts on requests, and which of their ends, count against the server."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,6 +16,7 @@ STALLED = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="silent for 9 s
 OVERDUE = Verdict(reason=RequestFailReason.ABSOLUTE_TIMEOUT, detail="", restart=False)
 RESTART = RestartPolicy()
 SPARE = RestartPolicy(restart_on_stall=False)
+DEGENERATE = RestartPolicy(degenerate_outputs_before_restart=2)
 
 
 def stalled(
@@ -24,15 +25,11 @@ def stalled(
     return suspicion.stalled(request_id, verdict, busy_neighbour=busy, newest_request_id=9, policy=policy)
 
 
-def test_a_verdict_that_accuses_the_server_is_trouble() -> None:
-    _, trouble = stalled(Suspicion(), 1, STALLED, RESTART, busy=False)
-    assert trouble == Trouble("stall_timeout", "silent for 9 s")
-
-
-def test_beside_a_busy_neighbour_only_the_second_is() -> None:
-    suspicion, trouble = stalled(Suspicion(), 1, STALLED, RESTART, busy=True)
+def test_a_verdict_that_accuses_the_server_is_trouble_and_beside_a_busy_neighbour_only_the_second_is() -> None:
+    assert stalled(Suspicion(), 1, STALLED, RESTART, busy=False)[1] == Trouble("stall_timeout", "silent for 9 s")
+    once, trouble = stalled(Suspicion(), 1, STALLED, RESTART, busy=True)
     assert trouble is None
-    assert stalled(suspicion, 2, STALLED, RESTART, busy=True)[1]
+    assert stalled(once, 2, STALLED, RESTART, busy=True)[1]
 
 
 @pytest.mark.parametrize(("verdict", "policy"), [(OVERDUE, RESTART), (STALLED, SPARE)])
@@ -42,51 +39,92 @@ def test_other_verdicts_never_are_and_leave_no_trace(verdict: Verdict, policy: R
         assert stalled(suspicion, 2, verdict, policy, busy=False) == (suspicion, None)
 
 
-# ------------------------------------------------------------ failures of requests
+# ------------------------------------------------------------ ends of requests
 
 
-def record(reason: RequestFailReason | None, job_name: str = "j") -> RequestRecord:
-    result: Any = {"state": RequestState.FAILED if reason else RequestState.COMPLETED, "fail_reason": reason}
+def ended(reason: RequestFailReason | None = None, job: str = "j", *, http: int = 500, **result: Any) -> RequestRecord:
+    state = RequestState.FAILED if reason else RequestState.COMPLETED
+    said = {"text": "", "reasoning": "", "signals": [], "tool_trace": []}
     return RequestRecord(
         request_id=1,
-        job_name=job_name,
-        status=cast("Any", {}),
-        result=result,
+        job_name=job,
+        status={},  # type: ignore[typeddict-item]
+        result={"state": state, "fail_reason": reason, **said, **result},  # type: ignore[typeddict-item]
         ended_at=1.0,
-        http_status=500 if reason is RequestFailReason.HTTP_ERROR else None,
+        http_status=http if reason is RequestFailReason.HTTP_ERROR else None,
     )
 
 
-def found(*endings: RequestFailReason | None, jobs: str = "") -> Doubt | Trouble | None:
-    """What the last of these requests gives; each belongs to a job of its own where `jobs` names them."""
+def found(*records: RequestRecord, policy: RestartPolicy = RESTART) -> Doubt | Trouble | None:
+    """What the last of these gives."""
     suspicion, last = Suspicion(), None
-    for index, reason in enumerate(endings):
-        suspicion, last = suspicion.ended(record(reason, jobs[index] if jobs else "j"), RESTART)
+    for record in records:
+        suspicion, last = suspicion.ended(record, policy)
     return last
 
 
-BROKEN, REFUSED, DONE = RequestFailReason.STREAM_DISCONNECTED, RequestFailReason.HTTP_ERROR, None
+LOOP = RequestFailReason.REPEATED_LINE_LOOP
+DONE, BROKEN, REFUSED = ended(), ended(RequestFailReason.STREAM_DISCONNECTED), ended(RequestFailReason.HTTP_ERROR)
+
+
+def refused(jobs: str, http: int = 500) -> list[RequestRecord]:
+    return [ended(RequestFailReason.HTTP_ERROR, job, http=http) for job in jobs]
 
 
 def test_a_broken_connection_is_a_doubt_and_two_in_a_row_are_trouble() -> None:
     assert found(BROKEN) == Doubt("a request failed with stream_disconnected")
-    trouble = found(BROKEN, BROKEN)
-    assert isinstance(trouble, Trouble)
-    assert trouble.reason == "transport_failures"
+    limit = "2 transport failures in a row (limit: transport_failures_before_restart 2)"
+    assert found(BROKEN, BROKEN) == Trouble("transport_failures", limit)
 
 
 @pytest.mark.parametrize("between", [DONE, REFUSED])
-def test_a_server_that_speaks_between_breaks_the_row(between: RequestFailReason | None) -> None:
+def test_a_server_that_speaks_between_breaks_the_row(between: RequestRecord) -> None:
     assert isinstance(found(BROKEN, between, BROKEN), Doubt)
 
 
-def test_errors_in_five_jobs_are_trouble_unless_one_succeeds_between() -> None:
-    trouble = found(*[REFUSED] * 5, jobs="abcde")
-    assert isinstance(trouble, Trouble)
-    assert trouble.reason == "server_errors"
-    assert found(REFUSED, REFUSED, DONE, REFUSED, REFUSED, REFUSED, jobs="abxcde") is None
-    assert found(*[REFUSED] * 5, jobs="abcda") is None
+@pytest.mark.parametrize(
+    ("records", "troubled"),
+    [
+        pytest.param(refused("abcde"), True, id="five jobs"),
+        pytest.param(refused("a" * 20), False, id="one job that tries again and again"),
+        pytest.param(refused("ab" * 10), False, id="too few jobs"),
+        pytest.param([*refused("ab"), DONE, *refused("cde")], False, id="a success between"),
+        pytest.param([*refused("abcd"), *refused("e", 503)], True, id="any 5xx"),
+        pytest.param([*refused("abcd"), *refused("e", 499)], False, id="499 is no 5xx"),
+        pytest.param([*refused("abcd"), *refused("e", 600)], False, id="nor is 600"),
+        pytest.param(
+            [*refused("abcd"), ended(RequestFailReason.SERVER_ERROR, "e")], False, id="an error without a code"
+        ),
+        pytest.param([*refused("ab"), *refused("x", 400), *refused("cde")], True, id="other errors end no row"),
+    ],
+)
+def test_server_errors_are_trouble_once_enough_jobs_met_them(records: list[RequestRecord], troubled: bool) -> None:
+    trouble = found(*records)
+    assert isinstance(trouble, Trouble) is troubled
+    if isinstance(trouble, Trouble):
+        assert trouble.reason == "server_errors"
+        assert trouble.detail.startswith("server errors in 5 jobs with no success between")
 
 
-def test_a_request_that_was_given_up_says_nothing_of_the_server() -> None:
-    assert found(RequestFailReason.REPEATED_LINE_LOOP) is None
+@pytest.mark.parametrize(
+    ("records", "troubled"),
+    [
+        pytest.param([ended(LOOP, "a"), ended(job="b", text=" \n")], True, id="a loop, and nothing"),
+        pytest.param([ended(LOOP, "a"), ended(LOOP, "a")], False, id="one job that tries again"),
+        pytest.param([ended(LOOP, "a"), ended(job="b", text="x"), ended(LOOP, "c")], False, id="a text between"),
+        pytest.param([ended(job="a"), ended(job="x", state="canceled"), ended(job="b")], True, id="a cancel between"),
+        pytest.param([ended(job="a"), ended(job="b", signals=[{}])], False, id="a signal is something"),
+        pytest.param([ended(job="a"), ended(job="b", tool_trace=[{}])], False, id="so is a call"),
+        pytest.param([ended(job="a"), ended(job="b", reasoning="hm")], False, id="so is reasoning"),
+    ],
+)
+def test_jobs_in_a_row_that_come_to_nothing_are_trouble(records: list[RequestRecord], troubled: bool) -> None:
+    trouble = found(*records, policy=DEGENERATE)
+    assert isinstance(trouble, Trouble) is troubled
+    if isinstance(trouble, Trouble):
+        assert (trouble.reason, "2 jobs in a row" in trouble.detail) == ("degenerate_outputs", True)
+
+
+def test_without_a_limit_what_came_to_nothing_says_nothing_of_the_server() -> None:
+    assert found(*(ended(LOOP, f"job-{number}") for number in range(50))) is None
+    assert found(*(ended(job=f"job-{number}") for number in range(50))) is None

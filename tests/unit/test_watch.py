@@ -9,13 +9,11 @@ from msgspec.structs import replace
 
 from llama_worker.messages import (
     BecameReady,
-    EvidenceSeen,
     GpuFaulted,
     HealthLost,
     Launch,
     Launched,
     Observed,
-    Probed,
     ProbeNow,
     ProbeOutcome,
     ProgressReported,
@@ -33,8 +31,7 @@ from llama_worker.request.progress import Progress
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import Look, ProbeReadiness, ServerWatch
-from llama_worker.types import RequestPhase
-from tests.virtual_watch import Nobody
+from tests.virtual_watch import Nobody, generating, probed
 
 STALLS_AFTER_1_S = TimeoutProfile(
     idle_stream_timeout_s=1.0, suspect_after_s=None, liveness_probe_interval_s=0.1, health_probe_interval_s=None
@@ -51,79 +48,79 @@ class Watched:
         """What follows from a message, apart from the notes for the evidence of a kill."""
         return [effect for effect in self.watch.step(message, now) if not isinstance(effect, Observed)]
 
-    def become_ready(self, now: float) -> None:
-        self(Launch(epoch=1), now)
-        for effect in [*self(Launched(epoch=1, pid=7), now), *self(Tick(), now + 0.1)]:
-            if isinstance(effect, Look):
-                self(effect.seen, now + 0.1)
-        assert self(probed(ProbeOutcome.READY), now + 0.1) == [
-            BecameReady(epoch=1, traits=ServerTraits()),
-        ]
 
-
-def probed(outcome: ProbeOutcome, epoch: int = 1) -> Probed:
-    return Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits())
-
-
-def generating(request_id: int, data_at: float) -> ProgressReported:
-    progress = Progress(
-        request_id=request_id,
-        phase=RequestPhase.GENERATING,
-        dispatched_at=0.0,
-        turn_started_at=0.0,
-        headers_at=0.0,
-        first_token_at=0.0,
-        last_data_at=data_at,
-    )
-    return ProgressReported(progress=progress, for_verdict=True)
-
-
-def two_requests() -> Watched:
-    """Two requests in flight at 60.0, and every request was just asked how far it is."""
-    step = Watched(STALLS_AFTER_1_S)
-    step.become_ready(0.0)
-    for request_id in (1, 2):
-        assert step(Watch(request_id=request_id, request=Nobody()), 60.0) == []
-    (asked,) = step(Tick(), 60.1)
-    assert isinstance(asked, ReportProgress)
-    assert asked.for_verdict
+def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
+    """Since 0.1, with the process 7."""
+    step = Watched(profile, probes_count=probes_count)
+    step(Launch(epoch=1), 0.0)
+    for effect in [*step(Launched(epoch=1, pid=7), 0.0), *step(Tick(), 0.1)]:
+        if isinstance(effect, Look):
+            step(effect.seen, 0.1)
+    assert step(probed(ProbeOutcome.READY), 0.1) == [BecameReady(epoch=1, traits=ServerTraits())]
     return step
 
 
+def told(progress: Progress) -> ProgressReported:
+    return ProgressReported(progress=progress, for_verdict=True)
+
+
 @pytest.mark.parametrize(
-    "neighbour", [generating(2, 60.1), Unwatch(request_id=2, data_at=60.1)], ids=["answers late", "ends"]
+    ("next_message", "at", "busy_neighbour"),
+    [
+        pytest.param(told(generating(60.1, request_id=2)), 60.15, True, id="the other answers late"),
+        pytest.param(Unwatch(request_id=2, data_at=60.1), 60.15, True, id="the other ends"),
+        pytest.param(Tick(), 60.2, False, id="it never answers: nobody is held up for ever"),
+    ],
 )
-def test_no_verdict_falls_before_every_request_was_heard(neighbour: WatchdogMessage) -> None:
-    step = two_requests()
-    assert step(generating(1, 0.0), 60.1) == []
-    (stalled,) = step(neighbour, 60.15)
-    assert (stalled.request_id, stalled.busy_neighbour) == (1, True)
+def test_no_verdict_falls_before_every_request_was_heard(
+    next_message: WatchdogMessage, at: float, busy_neighbour: bool
+) -> None:
+    step = ready(STALLS_AFTER_1_S)
+    for request_id in (1, 2):
+        assert step(Watch(request_id=request_id, request=Nobody()), 60.0) == []
+    (asked,) = step(Tick(), 60.1)
+    assert asked.for_verdict
+    assert step(told(generating(0.0)), 60.1) == []
+    stalled, *asked_again = step(next_message, at)
+    assert (stalled.request_id, stalled.busy_neighbour) == (1, busy_neighbour)
+    assert [type(effect) for effect in asked_again] == [ReportProgress] * isinstance(next_message, Tick)
 
 
-def test_a_request_that_never_answers_holds_no_verdict_up_for_ever() -> None:
-    step = two_requests()
-    assert step(generating(1, 0.0), 60.1) == []
-    stalled, asked = step(Tick(), 60.2)
-    assert isinstance(stalled, Stalled)
-    assert (stalled.request_id, stalled.busy_neighbour) == (1, False)
-    assert isinstance(asked, ReportProgress)
+PROBE = ProbeReadiness(epoch=1, root_pid=7, first=False)
+DOUBT = ProbeNow(epoch=1, cause="a broken connection")
+DOUBT_CONFIRMED = HealthLost(epoch=1, detail="a broken connection, and then the probe failed: told")
 
 
 def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
-    step = Watched(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
-    step.become_ready(0.0)
-    probe = ProbeReadiness(epoch=1, root_pid=7, first=False)
-    assert step(Tick(), 31.0) == [probe]
-    assert step(ProbeNow(epoch=1, cause="a broken connection"), 31.2) == []
-    assert step(probed(ProbeOutcome.READY), 31.3) == [probe]  # the first one had reached the server before that
-    detail = "a broken connection, and then the probe failed: told"
-    assert step(probed(ProbeOutcome.FAILED), 31.4) == [HealthLost(epoch=1, detail=detail)]
+    step = ready(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
+    assert step(Tick(), 31.0) == [PROBE]
+    assert step(DOUBT, 31.2) == []
+    assert step(probed(ProbeOutcome.READY), 31.3) == [PROBE]  # the first one had reached the server before that
+    assert step(probed(ProbeOutcome.FAILED), 31.4) == [DOUBT_CONFIRMED]
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "outcome", "answered_at"),
+    [
+        pytest.param(None, ProbeOutcome.NO_NEWS, 1.1, id="it could not be made"),
+        pytest.param(30.0, ProbeOutcome.FAILED, 100.0, id="it failed over a gap"),
+    ],
+)
+def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_news(
+    interval_s: float | None, outcome: ProbeOutcome, answered_at: float
+) -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=interval_s, health_failures_before_restart=99))
+    assert step(DOUBT, 1.0) == [PROBE]
+    assert step(probed(outcome), answered_at) == []
+    assert step(Tick(), answered_at + 1.0) == [PROBE]
+    assert step(probed(ProbeOutcome.NO_NEWS), answered_at + 1.1) == []
+    assert step(Tick(), answered_at + 2.1) == [PROBE]
+    assert step(probed(ProbeOutcome.FAILED), answered_at + 2.2) == [DOUBT_CONFIRMED]
 
 
 @pytest.mark.parametrize("fatal", [False, True])
 def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready(fatal: bool) -> None:
-    step = Watched(TimeoutProfile())
-    step.become_ready(0.0)
+    step = ready(TimeoutProfile())
     error = GpuFaulted(epoch=1, fault=GpuFault(fatal=fatal, detail="GPU 0: Xid 31"))
     assert step(error, 1.0) == [error]
     assert step(replace(error, epoch=2), 1.0) == []
@@ -132,8 +129,7 @@ def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready(fatal: boo
 
 
 def test_evidence_comes_before_the_question_and_the_question_before_the_verdict() -> None:
-    step = Watched(STALLS_AFTER_1_S, probes_count=2)
-    step.become_ready(0.0)
+    step = ready(STALLS_AFTER_1_S, probes_count=2)
     first, second = (effect.seen for effect in step(Watch(request_id=1, request=Nobody()), 60.0))
     assert (first.fresh, second.fresh) == (True, True)
     assert [step(seen, 60.0) for seen in (first, second)] == [[], []]
@@ -141,24 +137,22 @@ def test_evidence_comes_before_the_question_and_the_question_before_the_verdict(
     assert step(first, 60.11) == []
     (asked,) = step(replace(second, alive=True, at=60.1), 60.12)
     assert (asked.for_verdict, asked.liveness_at) == (True, 60.1)
-    assert step(generating(1, 0.0), 60.13) == []  # it works
+    assert step(told(generating(0.0)), 60.13) == []  # it works
 
 
 def test_a_probe_that_hangs_is_not_asked_again_and_holds_no_verdict_up() -> None:
-    step = Watched(STALLS_AFTER_1_S, probes_count=2)
-    step.become_ready(0.0)
+    step = ready(STALLS_AFTER_1_S, probes_count=2)
     hanging, quick = (effect.seen for effect in step(Watch(request_id=1, request=Nobody()), 60.0))
     assert step(quick, 60.0) == []
     look, asked = step(Tick(), 60.1)
     assert (look.seen.probe, asked.for_verdict) == (quick.probe, True)
-    (again,) = step(generating(1, 0.0), 60.1)
+    (again,) = step(told(generating(0.0)), 60.1)
     assert isinstance(again, Stalled)
     assert hanging.probe not in [e.seen.probe for e in step(Tick(), 60.2) if isinstance(e, Look)]
 
 
 def test_what_a_probe_saw_before_watching_began_does_not_count() -> None:
-    step = Watched(STALLS_AFTER_1_S, probes_count=1)
-    step.become_ready(0.0)
+    step = ready(STALLS_AFTER_1_S, probes_count=1)
     (old,) = step(Watch(request_id=1, request=Nobody()), 60.0)
     step(Unwatch(request_id=1, data_at=None), 61.0)
     assert step(Watch(request_id=2, request=Nobody()), 62.0) == []  # the probe is still out
@@ -194,26 +188,11 @@ def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None
 
 
 def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
-    for interval_s, due_at in ((None, None), (30.0, 131.0)):
-        step = Watched(TimeoutProfile(health_probe_interval_s=interval_s))
-        step.become_ready(100.0)
+    for interval_s, due_at in ((None, None), (30.0, 31.0)):
+        step = ready(TimeoutProfile(health_probe_interval_s=interval_s))
         assert step.watch.deadline == due_at
-        step(Watch(request_id=1, request=Nobody()), 101.0)
-        assert step.watch.deadline == 106.0
-        step(Unwatch(request_id=1, data_at=None), 102.0)
+        step(Watch(request_id=1, request=Nobody()), 1.0)
+        assert step(Tick(), 5.9) == []
+        assert step.watch.deadline == 6.0
+        step(Unwatch(request_id=1, data_at=None), 2.0)
         assert step.watch.deadline == due_at
-
-
-def test_a_tick_before_its_time_changes_nothing() -> None:
-    step = Watched(TimeoutProfile())
-    step.become_ready(0.0)
-    step(Watch(request_id=1, request=Nobody()), 1.0)
-    assert step(Tick(), 5.9) == []
-    assert step.watch.deadline == 6.0
-
-
-def test_evidence_from_a_launch_that_is_over_is_dropped() -> None:
-    step = Watched(STALLS_AFTER_1_S, probes_count=1)
-    step.become_ready(0.0)
-    stale = EvidenceSeen(epoch=9, probe=0, round=99, alive=True, at=50.0, detail="", fresh=False)
-    assert step(stale, 50.0) == []
