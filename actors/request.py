@@ -76,6 +76,7 @@ class RequestActor(Child[RequestMessage]):
             case _:
                 if isinstance(message, Tick):
                     self._alarm.rang()
+                    self._look_for_the_server()
                 if isinstance(message, StreamOpened):
                     self._stream = message.stream
                 if self._request is not None:
@@ -141,6 +142,11 @@ class RequestActor(Child[RequestMessage]):
             request.saw_liveness(order.liveness_at)
         progress = request.progress() if request is not None else None
         order.reply_to.tell(ProgressReported(progress=progress, for_verdict=order.for_verdict))
+
+    def _look_for_the_server(self) -> None:
+        """On a busy machine the end of a connection may be known long before why it ended."""
+        if self._request is not None and self._request.waits_for_news and self._runtime.server_is_gone():
+            self._request.saw_server_gone(self._runtime.now())
 
     def _send(self, effects: Effects) -> None:
         for effect in effects:

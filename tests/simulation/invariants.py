@@ -231,6 +231,8 @@ class Invariants:
         request_id = truth.request_id
         if state is RequestState.COMPLETED:
             return
+        if reason is RequestFailReason.STREAM_DISCONNECTED and truth.exchanges and truth.exchanges[-1].died:
+            raise Violation(3, f"request {request_id} was disconnected, it says, and its server had died")
         if reason is RequestFailReason.CANCELED:
             if not truth.canceled:
                 raise Violation(3, f"request {request_id} was cancelled by nobody")

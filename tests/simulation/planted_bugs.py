@@ -226,6 +226,12 @@ BUGS: tuple[Bug, ...] = (
     Bug("a release is dropped", _TABLE + ".release", returns(None)),
     Bug("who waits for a result is forgotten", _DISPATCHER + ".ended", _waiters_are_forgotten),
     Bug("a long batch of events is cut", _REQUEST + "._stream_events", _last_of_a_batch_is_lost),
+    Bug(
+        "a death that is told late is a broken connection",
+        "actors.request:RequestActor._look_for_the_server",
+        returns(None),
+        "crash",
+    ),
     Bug("text is appended twice", "request.output:Output.add", _text_comes_twice, NOTHING),
     Bug(
         "what a dead server had sent is not read",

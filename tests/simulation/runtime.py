@@ -60,6 +60,7 @@ class SimRuntime:
         self.dice = dice
         self._config = config
         self._activity = ProcessActivity()
+        self.server: SimServerProcess | None = None  # launched last
 
     # ------------------------------------------------------------ time
 
@@ -87,7 +88,11 @@ class SimRuntime:
     def start_server(self, epoch: int, reply_to: Mailbox[Any]) -> SimServerProcess:
         self.machine.need_thread()
         self.log.begin_launch()
-        return SimServerProcess(self, epoch, reply_to)
+        self.server = SimServerProcess(self, epoch, reply_to)
+        return self.server
+
+    def server_is_gone(self) -> bool:
+        return self.server is not None and self.server.is_gone
 
     def anon_bytes(self, pid: int) -> int | None:
         return None
@@ -197,6 +202,10 @@ class SimServerProcess:
         act = self.server.terminate if signal is Signal.TERMINATE else self.server.kill
         self._later(0.0002, 0.02, act, f"{signal.name} arrives", of_host=False)
 
+    @property
+    def is_gone(self) -> bool:
+        return self.server is not None and self.server.gone
+
     def kill_guard(self) -> None:
         """From outside: the kernel kills the server with it."""
         self._guard_killed = True
@@ -239,7 +248,7 @@ class SimServerProcess:
             port_taken = self._machine.stranger_on_port
             self._reply_to.tell(Exited(epoch=self.epoch, returncode=returncode, log_tail=tail, port_taken=port_taken))
 
-        self._later(0.0005, 0.05, died, "the server has ended")
+        self._later(0.0005, 1.0, died, "the server has ended")
 
 
 class SimStream:

@@ -104,6 +104,7 @@ class Exchange:
     over: bool = False
     twists: int = 0  # how often it misbehaved
     dead: bool = False  # its slot is stuck while the others go on
+    died: bool = False  # its server did
     said: list[str] = field(default_factory=list)  # text sent so far
     advanced_at: float = 0.0
     ping: Event | None = None
@@ -258,6 +259,7 @@ class LlamaServer:
             self._batch.cancel()
         for exchange in list(self.exchanges):
             self._drop(exchange)
+            exchange.died = True
             exchange.connection.end(regular=False)
         self.on_death(returncode)
 

@@ -381,6 +381,20 @@ def test_a_connection_that_breaks_waits_a_while_for_news_of_the_servers_death(fa
     assert failed(died, "server_died", CLOSE).result["fail_detail"] == "exited with -9"
 
 
+def test_what_broke_since_the_server_is_gone_waits_for_how_that_ended() -> None:
+    told, untold = generating(begun()), generating(begun())
+    for request in (told, untold):
+        assert not request.waits_for_news
+        request.closed(FIRST, RESET, 105.0)
+        assert request.waits_for_news
+        request.saw_server_gone(105.2)
+        assert not request.waits_for_news
+        assert request.tick(115.1) == []
+    died = told.abandon(RequestFailReason.SERVER_DIED, "exited with -9", 115.1)
+    assert failed(died, "server_died", CLOSE).result["fail_detail"] == "exited with -9"
+    assert failed(untold.tick(115.2), "server_died", CLOSE).result["text"] == "a"
+
+
 @pytest.mark.parametrize("reason", ["protocol_error", "http_error", "unknown_error"])
 def test_other_failures_of_a_stream_end_it_at_once(reason: str) -> None:
     record = failed(

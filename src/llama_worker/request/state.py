@@ -66,9 +66,8 @@ from llama_worker.types import (
     ToolTraceEntry,
 )
 
-DEATH_NEWS_S = (
-    0.2  # after a disconnect: news of the process's death may follow, which takes 0.03 s (SIGKILL, idle machine)
-)
+DEATH_NEWS_S = 0.2  # after a disconnect: news of the process's death may follow, after 0.03 s (SIGKILL, idle machine)
+LATE_NEWS_S = 10.0  # the process is gone, so that they must follow: the machine is busy, or the guard was stopped
 LAST_WORDS_S = 2.0  # after news of the process's death: what it sent may still be on its way through the reader
 LATE_S = 1.0  # a Tick so late comes after a gap (the host was stopped): what was due waits as long as it lasted, once
 
@@ -94,6 +93,7 @@ class _Broken(Struct, frozen=True):
 
     failure: StreamFailure
     until: float
+    server_is_gone: bool = False
 
 
 class _Draining(Struct, frozen=True):
@@ -209,6 +209,17 @@ class Request:
     def break_off(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
         """End where `step` itself raised: what was shown is kept, what was held back is lost with its turn."""
         return self._finish(failed(reason, detail), now)
+
+    @property
+    def waits_for_news(self) -> bool:
+        """Whether the connection broke and nobody knows yet if the server's process is gone."""
+        return isinstance(self._waiting, _Broken) and not self._waiting.server_is_gone
+
+    def saw_server_gone(self, now: float) -> None:
+        """The server's process is gone, which explains a broken connection; how it ended is still to be told."""
+        if self.waits_for_news:
+            gone = StreamFailure(reason=RequestFailReason.SERVER_DIED, detail="the server's process is gone")
+            self._waiting = _Broken(gone, now + LATE_NEWS_S, server_is_gone=True)
 
     def saw_liveness(self, at: float | None) -> None:
         """Evidence that the server works; for the status."""

@@ -124,6 +124,9 @@ class Runtime(Clock, ActorRunner, Protocol):
         Exited, its last word.
         """
 
+    def server_is_gone(self) -> bool:
+        """Whether the process launched last has ended; its news may be on their way. Any thread; quick."""
+
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         """What is to be seen of the process tree at this instant, fit for JSON. Takes about a millisecond."""
 

@@ -70,6 +70,7 @@ class RealRuntime(ActorThreads):
         self._probes = default_probes() if config.liveness_probes is None else tuple(config.liveness_probes)
         self.probes_count = len(self._probes)
         self.log = LogRing(config.log_lines, api_key=config.api_key)
+        self._server: ServerProcess | None = None  # launched last
         start_timers()
 
     def now(self) -> float:
@@ -85,7 +86,7 @@ class RealRuntime(ActorThreads):
         return what.wait(timeout_s)
 
     def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> ServerProcess:
-        return ServerProcess(
+        self._server = ServerProcess(
             epoch=epoch,
             command=tuple(self._config.server_cmd),
             environment=server_environment(host_environment(), self._config.env),
@@ -94,6 +95,10 @@ class RealRuntime(ActorThreads):
             reply_to=reply_to,
             name=self._name,
         )
+        return self._server
+
+    def server_is_gone(self) -> bool:
+        return self._server is not None and self._server.is_gone()
 
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         return process_evidence(pid)

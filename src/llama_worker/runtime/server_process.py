@@ -112,6 +112,13 @@ class ServerProcess:
                 return  # the guard has ended: so has the tree
             self._guard.send_signal(signal.SIGCONT)  # a stopped one must run to obey
 
+    def is_gone(self) -> bool:
+        """Whether the server was started and has ended, be it unreaped or untold."""
+        with self._lock:
+            if self._server is None:
+                return False
+            return self._server.pidfd is None or _has_ended(self._server.pidfd)
+
     def _force(self) -> None:
         """The guard did not obey. A server that was killed may just take its time to give back its memory."""
         if self._server is not None:
@@ -236,9 +243,7 @@ class ServerProcess:
         if not self._reaped:  # somebody killed the guard, and the kernel the server with it: wait for its end
             _kill(self._server)
             if self._server.pidfd is not None:
-                gone = select.poll()
-                gone.register(self._server.pidfd, select.POLLIN)
-                gone.poll()
+                _has_ended(self._server.pidfd, None)
             _sweep(self._mark)  # the guard knew the tree; without it, the mark in their environment tells
         return self._gone()
 
@@ -276,6 +281,13 @@ class ServerProcess:
         return bool(data)
 
 
+def _has_ended(pidfd: int, timeout_ms: int | None = 0) -> bool:
+    """Waits for it so long; None: for ever."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_ms))
+
+
 def _pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
@@ -305,9 +317,7 @@ def _sweep(mark: str) -> None:
             try:
                 if _has_mark(pid, mark):  # the number may be somebody else's by now
                     signal.pidfd_send_signal(process, signal.SIGKILL)
-                    gone = select.poll()
-                    gone.register(process, select.POLLIN)
-                    gone.poll()
+                    _has_ended(process, None)
             finally:
                 os.close(process)
 
