@@ -212,7 +212,8 @@ def test_a_canary_that_is_refused_fails_the_start_and_one_that_is_accepted_does_
         heard.append(text)
         return len(heard) > 1
 
-    worker = LlamaWorker(serve(canary=Canary(prompt="Count to three.", check=refuses_the_first, max_tokens=4)))
+    canary = Canary(prompt="Count to three.", check=refuses_the_first, max_tokens=4)
+    worker = LlamaWorker(serve(whole=True, canary=canary))
     try:
         with pytest.raises(WorkerStartError, match="the canary's check refused the answer") as caught:
             worker.start().get(timeout=patience())
