@@ -85,7 +85,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_main_thread_that_stands_still_is_found_although_a_child_computes(
     serve: Serve, hold: Callable[[int], None], looks: list[float]
 ) -> None:
-    config = serve(timeouts=suspicious())
+    config = serve(whole=True, timeouts=suspicious())  # held between two tokens, /slots may not answer
     busy_child = 'nice -n 19 sh -c "while :; do :; done" & exec "$@"'
     config = replace(config, server_cmd=("sh", "-c", busy_child, "sh", *config.server_cmd))
     with LlamaWorker(config) as worker:
