@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
+import socketserver
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import openai
 import pytest
@@ -22,6 +24,7 @@ from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.relay import Relay
 from tests.responses.scenarios import PARROT_ARGS
+from tests.responses.scenarios.openai_python import make_client as openai_client
 from tests.server.conftest import NO_PROBES, Serve, lasting_port, serve
 from tests.server.pace import SERVER_ARGS
 
@@ -48,34 +51,34 @@ class Reply:
 
 
 class Client:
-    """Of one proxy."""
+    """Of one proxy; `journal`: what the scripted server wrote down."""
 
-    def __init__(self, proxy: ResponsesProxy, journal: Journal | None = None) -> None:
-        self.proxy = proxy
-        self._journal = journal
-
-    @property
-    def journal(self) -> Journal:
-        """What the scripted server wrote down."""
-        assert self._journal is not None
-        return self._journal
+    def __init__(self, proxy: ResponsesProxy, journal: Journal) -> None:
+        self.proxy, self.journal = proxy, journal
 
     def openai(self) -> openai.OpenAI:
         """The official client; use it as a context manager."""
-        return openai.OpenAI(base_url=self.proxy.base_url, api_key="sk-test", max_retries=0, timeout=WAIT_S)
+        return openai_client(self.proxy.base_url)
 
-    def connection(self) -> http.client.HTTPConnection:
-        """A connection of one's own; to be closed."""
-        return http.client.HTTPConnection(HOST, self.proxy.port, timeout=WAIT_S)
+    def connection(self) -> contextlib.closing[http.client.HTTPConnection]:
+        """A connection of one's own, closed at the end of the context."""
+        return contextlib.closing(http.client.HTTPConnection(HOST, self.proxy.port, timeout=WAIT_S))
+
+    def dial(self, said: bytes = b"") -> socket.socket:
+        """A bare connection on which that was said, to be closed."""
+        connection = socket.create_connection((HOST, self.proxy.port), timeout=WAIT_S)
+        connection.sendall(said)
+        return connection
+
+    def ask(self, *steps: Step, target: str = "/v1/responses", **body: Any) -> socket.socket:
+        """A bare connection with a request, of which nothing was read."""
+        return self.dial(request_bytes(target, json.loads(_body(steps, body)), port=self.proxy.port))
 
     def send(self, method: str, target: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Reply:
         """One request as it is, on a connection of its own."""
-        connection = self.connection()
-        try:
+        with self.connection() as connection:
             connection.request(method, target, body, headers or {})
             return Reply(connection.getresponse())
-        finally:
-            connection.close()
 
     def create(self, *steps: Step, target: str = "/v1/responses", **body: Any) -> Reply:
         """A request for a response; `steps` are what the scripted server does for it."""
@@ -94,7 +97,7 @@ class Client:
         self, *steps: Step, until: bytes, target: str = "/v1/responses", **body: Any
     ) -> Iterator[tuple[bytes, http.client.HTTPResponse]]:
         """A stream that has come as far as `until`: what came so far, and the reply that goes on; closed at the end."""
-        with contextlib.closing(self.connection()) as connection:
+        with self.connection() as connection:
             connection.request("POST", target, _body(steps, {"stream": True, **body}))
             with connection.getresponse() as response:
                 data = b""
@@ -116,133 +119,140 @@ def _body(steps: Sequence[Step], body: Json) -> bytes:
     return json.dumps({"model": "m", "input": "Hi", **body, **script}).encode()
 
 
-class MakeClient(Protocol):
-    """Makes a proxy, and its upstream where none is given."""
+MakeClient = Callable[..., Client]
 
-    def __call__(
-        self, script: Script = ..., *, upstream: str | None = None, slots: int = ..., **config: Any
-    ) -> Client: ...
+
+@contextlib.contextmanager
+def scripted_server(script: Script, journal: Journal, *, port: int, slots: int) -> Iterator[str]:
+    """The URL of a scripted server."""
+    command = fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal.path)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            journal.wait("ready", timeout=WAIT_S)
+            yield f"http://{HOST}:{port}"
+        finally:
+            server.kill()
 
 
 @pytest.fixture
 def make_client(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[MakeClient]:
-    """Proxies; without `upstream` in front of a scripted server."""
-    proxies: list[ResponsesProxy] = []
-    servers: list[subprocess.Popen[bytes]] = []
+    """Proxies; without `upstream` in front of a scripted server of their own."""
+    with contextlib.ExitStack() as stack:
 
-    def make(
-        script: Script = HELLO,
-        *,
-        upstream: str | None = None,
-        slots: int = 4,
-        **config: Any,
-    ) -> Client:
-        journal = None
-        if upstream is None:
+        def make(script: Script = HELLO, *, upstream: str | None = None, slots: int = 4, **config: Any) -> Client:
             port = free_port()
-            journal = Journal(tmp_path / f"journal-{len(servers)}")
-            cmd = fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal.path)
-            servers.append(subprocess.Popen(cmd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-            journal.wait("ready", timeout=WAIT_S)
-            upstream = f"http://{HOST}:{port}"
-        proxy = ResponsesProxy(ResponsesProxyConfig(upstream=upstream, port=0, **config))
-        proxies.append(proxy)
-        proxy.start().get(timeout=WAIT_S)
-        return Client(proxy, journal)
+            journal = Journal(tmp_path / f"journal-{port}")
+            upstream = upstream or stack.enter_context(scripted_server(script, journal, port=port, slots=slots))
+            proxy = ResponsesProxy(ResponsesProxyConfig(upstream=upstream, port=0, **config))
+            stack.callback(proxy.close)
+            proxy.start().get(timeout=WAIT_S)
+            return Client(proxy, journal)
 
-    yield make
-    for proxy in proxies:
-        proxy.close()
-    for server in servers:
-        server.kill()
-        server.wait()
-
-
-@pytest.fixture
-def fake(make_client: MakeClient) -> Client:
-    """A proxy in front of a scripted server that says "Hello"."""
-    return make_client()
-
-
-class Upstream:
-    """A listener that answers every connection with `reply(request's bytes)`, and keeps what it got."""
-
-    def __init__(self, reply: Callable[[bytes], bytes]) -> None:
-        self._reply = reply
-        self.requests: list[bytes] = []
-        self._listener = socket.create_server((HOST, 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            with client:
-                client.settimeout(WAIT_S)
-                request = _read_request(client)
-                self.requests.append(request)
-                client.sendall(self._reply(request))
-
-    def close(self) -> None:
-        """End it."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
-
-
-def _read_request(client: socket.socket) -> bytes:
-    data = b""
-    while b"\r\n\r\n" not in data:
-        data += client.recv(65536)
-    head, _, body = data.partition(b"\r\n\r\n")
-    fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
-    if fields.get(b"transfer-encoding") == b"chunked":
-        while not data.endswith(b"0\r\n\r\n"):
-            data += client.recv(65536)
-        return data
-    while len(body) < int(fields.get(b"content-length", 0)):
-        piece = client.recv(65536)
-        body += piece
-        data += piece
-    return data
-
-
-@pytest.fixture
-def make_upstream() -> Iterator[Callable[[Callable[[bytes], bytes]], Upstream]]:
-    """Upstreams that say any bytes."""
-    made: list[Upstream] = []
-
-    def make(reply: Callable[[bytes], bytes]) -> Upstream:
-        made.append(Upstream(reply))
-        return made[-1]
-
-    yield make
-    for upstream in made:
-        upstream.close()
-
-
-def request_bytes(target: str, body: dict[str, Any] | None = None, *, port: int) -> bytes:
-    """A request as it goes over the wire; a POST where there is a body."""
-    data = json.dumps(body).encode() if body is not None else b""
-    head = (
-        f"{'POST' if data else 'GET'} {target} HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    return head.encode() + data
-
-
-def dial(client: Client) -> socket.socket:
-    """A connection to the proxy, to be closed."""
-    return socket.create_connection((HOST, client.proxy.port), timeout=WAIT_S)
+        yield make
 
 
 @pytest.fixture(scope="session")
-def real_url(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[str]:
+def hello_server(
+    tmp_path_factory: pytest.TempPathFactory, lasting_port: Callable[[], int]
+) -> Iterator[tuple[str, Path]]:
+    """The URL and the journal of a scripted server that says "Hello", for all tests that leave it alive."""
+    path = tmp_path_factory.mktemp("hello") / "journal"
+    with scripted_server(HELLO, Journal(path), port=lasting_port(), slots=4) as url:
+        yield url, path
+
+
+class JournalFromNow(Journal):
+    """What a server sees from now on, of the requests that come from now on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        before = super().facts()
+        self._facts_before = len(before)
+        self._requests_before = max((fact.get("n") or 0 for fact in before), default=0)
+
+    def facts(self, fact: str | None = None, /, **match: Any) -> list[Json]:
+        wanted = match if fact is None else {"fact": fact, **match}
+        later = super().facts()[self._facts_before :]
+        own = [seen for seen in later if seen.get("n") is None or int(seen["n"]) > self._requests_before]
+        return [seen for seen in own if all(seen.get(key) == wanted[key] for key in wanted)]
+
+
+@pytest.fixture
+def make_fake(make_client: MakeClient, hello_server: tuple[str, Path]) -> MakeClient:
+    """Proxies in front of that server."""
+    url, path = hello_server
+    return lambda **config: Client(make_client(upstream=url, **config).proxy, JournalFromNow(path))
+
+
+@pytest.fixture
+def fake(make_fake: MakeClient) -> Client:
+    """A proxy in front of that server."""
+    return make_fake()
+
+
+class Upstream(socketserver.TCPServer):
+    """Answers every request with the same bytes, closes the connection, and keeps what it got."""
+
+    def __init__(self, reply: bytes) -> None:
+        super().__init__((HOST, 0), _Answer)
+        self.reply = reply
+        self.requests: list[bytes] = []
+        self.port: int = self.server_address[1]
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class _Answer(socketserver.StreamRequestHandler):
+    server: Upstream
+    timeout = WAIT_S
+
+    def handle(self) -> None:
+        head = b""
+        for line in self.rfile:
+            head += line
+            if line == b"\r\n":
+                break
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        self.server.requests.append(head + self.rfile.read(int(length[1]) if length else 0))
+        self.wfile.write(self.server.reply)
+
+
+Through = Callable[..., tuple[Client, Upstream]]
+
+
+@pytest.fixture
+def through(make_client: MakeClient) -> Iterator[Through]:
+    """A proxy, and behind it what answers with any bytes."""
+    with contextlib.ExitStack() as stack:
+
+        def make(reply: bytes, base_path: str = "", **config: Any) -> tuple[Client, Upstream]:
+            upstream = stack.enter_context(Upstream(reply))
+            return make_client(upstream=f"http://{HOST}:{upstream.port}{base_path}", **config), upstream
+
+        yield make
+
+
+def answer(body: bytes, status: bytes = b"200 OK", headers: bytes = b"") -> bytes:
+    """A reply as it goes over the wire."""
+    return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n%b\r\n" % (status, len(body), headers) + body
+
+
+def request_bytes(target: str, body: Json | None = None, *, port: int) -> bytes:
+    """A request as it goes over the wire; a POST where there is a body."""
+    data = json.dumps(body).encode() if body is not None else b""
+    line = f"{'POST' if data else 'GET'} {target} HTTP/1.1"
+    return f"{line}\r\nHost: {HOST}:{port}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+@pytest.fixture(scope="session")
+def real_url(serve: Serve) -> Iterator[str]:
     """The real llama-server as the scenarios need it, behind a relay."""
-    config = serve(port=lasting_port(), slots=2, timeouts=NO_PROBES, args=(*SERVER_ARGS, *PARROT_ARGS))
+    config = serve(slots=2, whole=True, timeouts=NO_PROBES, args=(*SERVER_ARGS, *PARROT_ARGS))
     with LlamaWorker(config), Relay((config.host, config.port)) as relay:
         yield relay.url
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import selectors
+import select
 import socket
+import socketserver
 import threading
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 FAILS, DIES = "fails", "dies"
 _CUE = b'"Once"'  # the text of a delta, in a chat completion and in a response alike
@@ -22,88 +22,67 @@ _RECORD = b"data: " + json.dumps({"error": {"code": 500, "message": "out of memo
 _FAILURE = b"%x\r\n%b\n\n\r\n0\r\n\r\n" % (len(_RECORD) + 2, _RECORD)
 
 
-class Relay:
-    """Takes connections until closed; every one has a thread."""
+class Relay(socketserver.ThreadingTCPServer):
+    """Takes connections on a free port of the upstream's host until its context ends; every one has a thread."""
+
+    request_queue_size = 128
 
     def __init__(self, upstream: tuple[str, int]) -> None:
-        """Listens on a free port of the same host."""
-        self._upstream = upstream
-        self._listener = socket.create_server((upstream[0], 0), backlog=128)
-        self.url = f"http://{upstream[0]}:{self._listener.getsockname()[1]}"
-        self._lock = threading.Lock()
+        super().__init__((upstream[0], 0), _Connection)
+        self.upstream = upstream
+        self.url = f"http://{upstream[0]}:{self.server_address[1]}"
         self._open: set[socket.socket] = set()
-        self._threads = [threading.Thread(target=self._accept, name="relay", daemon=True)]
-        self._threads[0].start()
+        self._thread = threading.Thread(target=self.serve_forever, name="relay", daemon=True)
+        self._thread.start()
 
-    def __enter__(self) -> Self:
-        return self
+    def get_request(self) -> tuple[socket.socket, Any]:
+        client, address = super().get_request()
+        self._open.add(client)
+        return client, address
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
 
-    def close(self) -> None:
-        """End the listener and every connection; blocks until no thread is left."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join()
-        self._listener.close()
-        with self._lock:
-            for connection in self._open:
-                with contextlib.suppress(OSError):  # it has ended by itself
-                    connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        for client in list(self._open):
+            with contextlib.suppress(OSError):  # it has ended by itself
+                client.shutdown(socket.SHUT_RDWR)
+        self.server_close()  # waits for the threads
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=(client,), name="relay", daemon=True)
-            self._threads = [known for known in self._threads if known.is_alive()] + [thread]
-            thread.start()
 
-    def _serve(self, client: socket.socket) -> None:
-        with client:
-            with self._lock:
-                self._open.add(client)
-            try:
-                with socket.create_connection(self._upstream) as server:
-                    _pump(client, server)
-            except OSError:
-                pass  # one of the two is not there, or has gone
-            finally:
-                with self._lock:
-                    self._open.discard(client)
+class _Connection(socketserver.BaseRequestHandler):
+    server: Relay
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError), socket.create_connection(self.server.upstream) as server:
+            _pump(self.request, server)
 
 
 def _pump(client: socket.socket, server: socket.socket) -> None:
     """Until one side ends, or the fault that the client's request named is due."""
     asked, said = b"", b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(client, selectors.EVENT_READ)
-        selector.register(server, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                data = key.fileobj.recv(65536)  # type: ignore[union-attr]  # both are sockets
-                if not data:
-                    return
-                if key.fileobj is client:
-                    asked += data
-                    server.sendall(data)
-                    continue
-                fault = _fault(asked)
-                if fault is None:
-                    client.sendall(data)
-                    continue
-                before, said = len(said), said + data
-                end = _end_of_cue(said)
-                client.sendall(said[before:end])
-                if end is not None:
-                    client.sendall(fault)
-                    return
+    while True:
+        for source in select.select([client, server], (), ())[0]:
+            data = source.recv(65536)
+            if not data:
+                return
+            if source is client:
+                asked += data
+                server.sendall(data)
+                continue
+            fault = _fault(asked)
+            if fault is None:
+                client.sendall(data)
+                continue
+            before, said = len(said), said + data
+            end = _end_of_cue(said)
+            client.sendall(said[before:end])
+            if end is not None:
+                client.sendall(fault)
+                return
 
 
 def _end_of_cue(said: bytes) -> int | None:

@@ -6,19 +6,17 @@ from itertools import product
 
 import pytest
 
-from tests.responses.conftest import HOST, Client, MakeClient
-from tests.responses.test_pass_through import MakeUpstream, answer
+from tests.responses.conftest import Client, MakeClient, Through, answer
 
 PAGE = "http://localhost:3000"
 ANY_PAGE = b"Access-Control-Allow-Origin: *\r\nAccess-Control-Allow-Credentials: true\r\n"
 
 
 @pytest.fixture
-def open_to(make_client: MakeClient, make_upstream: MakeUpstream) -> tuple[Client, list[bytes]]:
+def open_to(through: Through) -> tuple[Client, list[bytes]]:
     """A proxy that lets one page in, with a key, in front of a server that lets all pages in; and what that got."""
-    upstream = make_upstream(lambda _: answer(b"{}", headers=ANY_PAGE))
-    url = f"http://{HOST}:{upstream.port}"
-    return make_client(upstream=url, allow_origins=(PAGE,), api_key="secret"), upstream.requests
+    client, upstream = through(answer(b"{}", headers=ANY_PAGE), allow_origins=(PAGE,), api_key="secret")
+    return client, upstream.requests
 
 
 FOREIGN: list[dict[str, str]] = [
@@ -56,8 +54,8 @@ def test_a_program_is_not_told_of_pages(open_to: tuple[Client, list[bytes]]) -> 
     assert not [name for name in reply.headers if name.startswith("access-control")]
 
 
-def test_an_allowed_page_reads_streams_and_refusals(make_client: MakeClient) -> None:
-    client = make_client(allow_origins=(PAGE,))
+def test_an_allowed_page_reads_streams_and_refusals(make_fake: MakeClient) -> None:
+    client = make_fake(allow_origins=(PAGE,))
     headers = {"Origin": PAGE}
     for body, status in ((b'{"input": "Hi", "stream": true}', 200), (b"{", 400)):
         reply = client.send("POST", "/v1/responses", body, headers)

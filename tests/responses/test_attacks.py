@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,8 +20,8 @@ import pytest
 
 from llama_worker.responses.store import StoredResponse, stored_response
 from tests.actors.conftest import eventually
-from tests.fake_script import Headers, Repeat, Role, Text, steps_json
-from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, dial, request_bytes
+from tests.fake_script import Headers, Repeat, Role, Text
+from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes
 
 ROOT = Path(__file__).parents[2]
 MIB = 1024 * 1024
@@ -45,13 +45,10 @@ def many_descriptors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def crowd(client: Client, said: bytes, count: int) -> Iterator[list[socket.socket]]:
-    """So many connections that have said that and nothing more."""
+def crowd(client: Client, said: Sequence[bytes], count: int) -> Iterator[list[socket.socket]]:
+    """So many connections that have each said one of these, and nothing more."""
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(dial(client)) for _ in range(count)]
-        for connection in connections:
-            connection.sendall(said)
-        yield connections
+        yield [stack.enter_context(client.dial(said[number % len(said)])) for number in range(count)]
 
 
 def first_event_s(client: Client) -> float:
@@ -65,14 +62,13 @@ def first_event_s(client: Client) -> float:
 
 
 @pytest.mark.usefixtures("many_descriptors")
-@pytest.mark.parametrize("said", HALVES.values(), ids=HALVES.keys())
-def test_a_crowd_that_sends_no_whole_request_delays_nobody(fake: Client, said: bytes) -> None:
+def test_a_crowd_that_sends_no_whole_request_delays_nobody(fake: Client) -> None:
     """Alone and beside the crowd in turns: what else the machine does falls on both."""
     alone, crowded = math.inf, math.inf
     threads = threading.active_count()
     for _ in range(_ROUNDS):
         alone = min(alone, first_event_s(fake))
-        with crowd(fake, said, CROWD):
+        with crowd(fake, list(HALVES.values()), CROWD):
             crowded = min(crowded, first_event_s(fake))
             assert threading.active_count() <= threads + 5
         if crowded < 1.5 * alone:
@@ -80,35 +76,31 @@ def test_a_crowd_that_sends_no_whole_request_delays_nobody(fake: Client, said: b
     pytest.fail(f"{crowded} s beside the crowd, {alone} s alone")
 
 
+FLOOD = [Headers(), Role(), Repeat(None, [Text("x" * 4096)])]
+
+
 @pytest.mark.usefixtures("many_descriptors")
 def test_clients_that_never_read_leave_the_others_alone(make_client: MakeClient) -> None:
     fake = make_client(slots=200)
-    flood = steps_json(Headers(), Role(), Repeat(None, [Text("x" * 4096)]))
-    request = request_bytes(
-        "/v1/responses", {"input": "Hi", "stream": True, "fake_script": flood}, port=fake.proxy.port
-    )
-    before = psutil.Process().memory_info().rss
-    with crowd(fake, request, 60):
+    before = resident_bytes()
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(fake.ask(*FLOOD, stream=True))
         fake.journal.wait("headers", timeout=WAIT_S, count=60)
         assert fake.create().status == 200
-        assert psutil.Process().memory_info().rss - before < 120 * MIB
+        assert resident_bytes() - before < 120 * MIB
 
 
-def test_a_client_that_takes_nothing_is_cut_off(make_client: MakeClient) -> None:
-    fake = make_client(client_timeout_s=0.05)
-    body = {
-        "input": "Hi",
-        "stream": True,
-        "fake_script": steps_json(Headers(), Role(), Repeat(None, [Text("x" * 4096)])),
-    }
-    with dial(fake) as client:
-        client.sendall(request_bytes("/v1/responses", body, port=fake.proxy.port))
+def test_a_client_that_takes_nothing_is_cut_off(make_fake: MakeClient) -> None:
+    fake = make_fake(client_timeout_s=0.05)
+    with fake.ask(*FLOOD, stream=True):
         fake.journal.wait("client_closed", timeout=WAIT_S)
 
 
 def test_threads_are_given_back(fake: Client) -> None:
     before = threading.active_count()
-    with crowd(fake, request_bytes("/v1/responses", {"input": "Hi"}, port=fake.proxy.port), 40) as connections:
+    request = request_bytes("/v1/responses", {"input": "Hi"}, port=fake.proxy.port)
+    with crowd(fake, [request], 40) as connections:
         for connection in connections:
             assert b"200 OK" in connection.recv(65536)
         eventually(lambda: threading.active_count() <= before, "threads that have ended")
@@ -122,10 +114,9 @@ def test_threads_are_given_back(fake: Client) -> None:
         pytest.param(HALVES["half a chunk"], b"a" * 254 + b"\r\nff\r\n{", 413, id="body"),
     ],
 )
-def test_what_has_no_end_is_refused(make_client: MakeClient, begin: bytes, more: bytes, status: int) -> None:
-    fake = make_client(max_body_bytes=100_000)
-    with dial(fake) as client:
-        client.sendall(begin)
+def test_what_has_no_end_is_refused(make_fake: MakeClient, begin: bytes, more: bytes, status: int) -> None:
+    fake = make_fake(max_body_bytes=100_000)
+    with fake.dial(begin) as client:
         with contextlib.suppress(OSError):  # the end that the proxy makes
             for _ in range(100_000):
                 client.sendall(more)
@@ -133,10 +124,10 @@ def test_what_has_no_end_is_refused(make_client: MakeClient, begin: bytes, more:
     assert fake.create().status == 200
 
 
-def test_a_body_beyond_what_may_wait_costs_its_sender(make_client: MakeClient) -> None:
-    fake = make_client(max_body_bytes=MIB * 32)
+def test_a_body_beyond_what_may_wait_costs_its_sender(make_fake: MakeClient) -> None:
+    fake = make_fake(max_body_bytes=MIB * 32)
     head = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (MIB * 32)
-    with crowd(fake, head, 8) as connections:
+    with crowd(fake, [head], 8) as connections:
         half = b"x" * (MIB * 31)
         for connection in connections:
             with contextlib.suppress(OSError):  # a refused one is closed in the middle

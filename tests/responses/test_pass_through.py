@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import http.client
 import http.server
@@ -14,42 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_script import (
-    DoneMarker,
-    Finish,
-    Gate,
-    Headers,
-    Role,
-    Text,
-    Usage,
-    plain_reply,
-)
-from tests.responses.conftest import HOST, Client, MakeClient, Upstream, dial, request_bytes
+from tests.fake_script import Gate, Text, plain_reply
+from tests.responses.conftest import HOST, Client, MakeClient, Through, answer, request_bytes
 from tests.responses.oracle import check_events, read_sse
-
-MakeUpstream = Callable[[Callable[[bytes], bytes]], Upstream]
-
 
 # ---------------------------------------------------------------- what passes through
 
 ODD_JSON = b'{ "n" : 12345678901234567890123, "f":1.10, "s":"\\u00e9\xc3\xa9"}\n'
-PLAIN = b"HTTP/1.1 %b\r\nContent-Length: %d\r\n%b\r\n"
-
-
-def answer(body: bytes, status: bytes = b"200 OK", headers: bytes = b"") -> bytes:
-    return PLAIN % (status, len(body), headers) + body
-
-
-@pytest.fixture
-def through(make_client: MakeClient, make_upstream: MakeUpstream) -> Callable[..., tuple[Client, Upstream]]:
-    def make(reply: bytes, base_path: str = "") -> tuple[Client, Upstream]:
-        upstream = make_upstream(lambda _: reply)
-        return make_client(upstream=f"http://{HOST}:{upstream.port}{base_path}"), upstream
-
-    return make
-
-
-Through = Callable[..., tuple[Client, Upstream]]
 
 
 def test_bodies_pass_through_byte_for_byte(through: Through) -> None:
@@ -63,38 +33,37 @@ def test_bodies_pass_through_byte_for_byte(through: Through) -> None:
     assert {b"X-Mine: b", b"Authorization: Bearer k"} <= set(head.split(b"\r\n"))
 
 
-@pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified", "404 File Not Found", "500 Oh"])
-def test_statuses_pass_through(through: Through, status: str) -> None:
-    empty = status[:1] in "23"
-    client, _ = through(answer(b"" if empty else b"no", status.encode()))
-    reply = client.send("GET", "/any")
-    assert (reply.status, reply.data) == (int(status[:3]), b"" if empty else b"no")
+@pytest.mark.parametrize(
+    ("status", "header", "body"),
+    [
+        ("204 No Content", "X-Own: a", b""),
+        ("304 Not Modified", "X-Own: a", b""),
+        ("302 Found", "Location: http://127.0.0.1:1/", b""),  # whether to follow it is the client's business
+        ("404 File Not Found", "X-Own: a", b"no"),
+        ("500 Oh", "X-Own: a", b"no"),
+        ("200 OK", "Content-Encoding: gzip", gzip.compress(b"text" * 100)),
+    ],
+    ids=["no content", "not modified", "redirect", "not found", "failed", "compressed"],
+)
+def test_replies_pass_through(through: Through, status: str, header: str, body: bytes) -> None:
+    client, upstream = through(answer(body, status.encode(), f"{header}\r\n".encode()))
+    reply = client.send("GET", "/any", headers={"Accept-Encoding": "gzip"})
+    assert (reply.status, reply.data) == (int(status[:3]), body)
+    name, _, value = header.partition(": ")
+    assert reply.headers[name.lower()] == value
+    assert len(upstream.requests) == 1
 
 
 def test_a_reply_to_head_has_no_body(through: Through, make_client: MakeClient, free_port: Callable[[], int]) -> None:
-    client, _ = through(PLAIN % (b"200 OK", 5, b""))
+    client, _ = through(answer(b"hello").removesuffix(b"hello"))
     absent = make_client(upstream=f"http://{HOST}:{free_port()}")
     for one, status in ((client, 200), (absent, 502)):
-        with contextlib.closing(one.connection()) as connection:
+        with one.connection() as connection:
             for _ in range(2):  # the connection is as good as before
                 connection.request("HEAD", "/any")
                 response = connection.getresponse()
                 assert (response.status, response.read()) == (status, b"")
                 assert int(response.headers["Content-Length"]) > 0
-
-
-def test_compressed_bodies_stay_compressed(through: Through) -> None:
-    packed = gzip.compress(b"text" * 100)
-    client, _ = through(answer(packed, headers=b"Content-Encoding: gzip\r\n"))
-    reply = client.send("GET", "/any", headers={"Accept-Encoding": "gzip"})
-    assert (reply.data, reply.headers["content-encoding"]) == (packed, "gzip")
-
-
-def test_redirects_are_the_clients_business(through: Through) -> None:
-    client, upstream = through(answer(b"", b"302 Found", b"Location: http://127.0.0.1:1/\r\n"))
-    reply = client.send("GET", "/any")
-    assert (reply.status, reply.headers["location"]) == (302, "http://127.0.0.1:1/")
-    assert len(upstream.requests) == 1
 
 
 def test_hop_by_hop_headers_stay_on_their_hop(through: Through) -> None:
@@ -110,26 +79,20 @@ def test_hop_by_hop_headers_stay_on_their_hop(through: Through) -> None:
 
 
 def test_a_chunked_request_body_is_accepted(fake: Client) -> None:
-    connection = fake.connection()
-    try:
+    with fake.connection() as connection:
         pieces = iter([b'{"input": ', b'"Hi"}'])
         connection.request("POST", "/v1/responses/", pieces, {"Transfer-Encoding": "chunked"}, encode_chunked=True)
         assert connection.getresponse().read()
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200
-    finally:
-        connection.close()
     assert fake.last_chat()["messages"] == [{"role": "user", "content": "Hi"}]
 
 
 def test_a_chunked_request_body_passes_through(through: Through) -> None:
     client, upstream = through(answer(b"a"))
-    connection = client.connection()
-    try:
+    with client.connection() as connection:
         connection.request("POST", "/any", iter([b"abc", b"def"]), encode_chunked=True)
         assert connection.getresponse().read() == b"a"
-    finally:
-        connection.close()
     head, _, body = upstream.requests[0].lower().partition(b"\r\n\r\n")
     assert b"content-length: 6" in head
     assert body == b"abcdef"
@@ -137,7 +100,7 @@ def test_a_chunked_request_body_passes_through(through: Through) -> None:
 
 def test_a_client_that_asks_before_it_sends_its_body_is_told_to_go_on(through: Through) -> None:
     client, upstream = through(answer(b"a"))
-    with dial(client) as connection:
+    with client.dial() as connection:
         connection.sendall(
             b"POST /any HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\nExpect: 100-continue\r\n\r\n"
         )
@@ -159,7 +122,7 @@ def test_a_malformed_head_is_a_400_and_goes_no_further(
     through: Through, caplog: pytest.LogCaptureFixture, head: bytes
 ) -> None:
     client, upstream = through(answer(b"a"))
-    with dial(client) as connection:
+    with client.dial() as connection:
         connection.sendall(head + b"Host: localhost\r\nConnection: close\r\n\r\n")
         said = connection.recv(65536)
     assert said.startswith(b"HTTP/1.1 400 ")
@@ -172,7 +135,7 @@ def test_requests_in_one_packet_are_answered_in_turn(fake: Client) -> None:
     request = request_bytes("/v1/responses", {"input": "Hi", "stream": True}, port=fake.proxy.port)
     last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     said = b""
-    with dial(fake) as connection:
+    with fake.dial() as connection:
         connection.sendall(request + request + last)
         while piece := connection.recv(65536):
             said += piece
@@ -186,22 +149,21 @@ def test_a_reply_that_breaks_off_is_seen_to(through: Through) -> None:
         client.send("GET", "/any")
 
 
-def test_a_stream_passes_through_as_it_comes(fake: Client, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "until", "end"),
+    [
+        ("/v1/chat/completions", b"first", b"data: [DONE]\n\n"),
+        ("/v1/responses", b'"delta":"first"', b"\n\n"),
+    ],
+)
+def test_streams_come_as_they_are_said(fake: Client, tmp_path: Path, target: str, until: bytes, end: bytes) -> None:
     gate = tmp_path / "gate"
-    steps = [Headers(), Role(), Text("first"), Gate(gate), Text("second"), Finish(), Usage(), DoneMarker()]
-    with fake.begun(*steps, until=b"first", target="/v1/chat/completions", messages=[]) as (data, response):
+    steps = plain_reply(Text("first"), Gate(gate), Text("second"))
+    with fake.begun(*steps, until=until, target=target, messages=[]) as (data, response):
         gate.touch()
         data += response.read()
     assert b"second" in data
-    assert data.endswith(b"data: [DONE]\n\n")
-
-
-def test_deltas_reach_the_client_as_they_come(fake: Client, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    steps = plain_reply(Text("first"), Gate(gate), Text("second"))
-    with fake.begun(*steps, until=b'"delta":"first"') as (data, response):
-        gate.touch()
-        check_events(read_sse(data + response.read()))
+    assert data.endswith(end)
 
 
 # ---------------------------------------------------------------- whom it talks to
@@ -213,7 +175,7 @@ def test_deltas_reach_the_client_as_they_come(fake: Client, tmp_path: Path) -> N
 )
 def test_no_target_chooses_the_upstream(through: Through, target: str) -> None:
     client, upstream = through(answer(b"the configured one"))
-    with dial(client) as connection:
+    with client.dial() as connection:
         connection.sendall(f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1:1\r\nConnection: close\r\n\r\n".encode())
         said = b""
         while piece := connection.recv(65536):
@@ -272,9 +234,8 @@ class Hello(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_the_configured_key_replaces_the_clients(make_client: MakeClient, make_upstream: MakeUpstream) -> None:
-    upstream = make_upstream(lambda _: answer(b"{}"))
-    client = make_client(upstream=f"http://{HOST}:{upstream.port}", api_key="secret")
+def test_the_configured_key_replaces_the_clients(through: Through) -> None:
+    client, upstream = through(answer(b"{}"), api_key="secret")
     client.send("GET", "/v1/models", headers={"Authorization": "Bearer other"})
     client.create()
     assert all(b"Authorization: Bearer secret" in request for request in upstream.requests)

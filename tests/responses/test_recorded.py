@@ -51,15 +51,9 @@ def test_each_turns_prompt_begins_with_the_one_before(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def roomy_url(serve: Serve, lasting_port: object) -> Iterator[str]:
+def roomy_url(serve: Serve) -> Iterator[str]:
     """The real llama-server with one slot that holds a long conversation."""
-    config = serve(
-        port=lasting_port(),  # type: ignore[operator]
-        slots=1,
-        timeouts=NO_PROBES,
-        thin=True,
-        args=(*SERVER_ARGS, "--ctx-size", "8192", *TEMPLATE_ARGS),
-    )
+    config = serve(slot_tokens=8192, timeouts=NO_PROBES, args=(*SERVER_ARGS, *TEMPLATE_ARGS))
     with LlamaWorker(config):
         yield f"http://{config.host}:{config.port}"
 

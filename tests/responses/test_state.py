@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
 
-from tests.fake_script import (
-    DoneMarker,
-    Finish,
-    Gate,
-    Headers,
-    Reasoning,
-    Role,
-    Text,
-    Usage,
-    WaitClose,
-    plain_reply,
-)
-from tests.responses.conftest import Client, MakeClient, Reply
+from tests.fake_script import Gate, Headers, Reasoning, Role, Text, WaitClose, plain_reply
+from tests.responses.conftest import Client, MakeClient
+from tests.responses.oracle import check_events, read_sse
 
 ANSWER = plain_reply(Reasoning("hm"), Text("Yes?"))
 
@@ -78,17 +68,17 @@ def test_a_client_goes_on_from_what_it_broke_off(fake: Client) -> None:
 
 def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    said = [Headers(), Role(), Text("Once"), Gate(gate), Finish(), Usage(), DoneMarker()]
-    with fake.begun(*said, until=b"Once") as (data, response):
+    with (
+        fake.begun(*plain_reply(Text("Once"), Gate(gate)), until=b"Once") as (data, response),
+        ThreadPoolExecutor() as pool,
+    ):
         found = re.search(rb'"id":"(resp_[^"]+)"', data)
         assert found is not None
-        replies: list[Reply] = []
-        thread = threading.Thread(target=lambda: replies.append(fake.create(previous_response_id=found[1].decode())))
-        thread.start()
+        waiting = pool.submit(fake.create, previous_response_id=found[1].decode())
         gate.touch()
-        thread.join()
-        assert replies[0].status == 200, replies[0].data
-        assert b"response.completed" in response.read()
+        assert waiting.result().status == 200
+        final = check_events(read_sse(data + response.read()))
+        assert fake.send("GET", f"/v1/responses/{found[1].decode()}").json == final  # as soon as it has ended
 
 
 def test_reasoning_round_trips_without_state(fake: Client) -> None:
@@ -99,12 +89,7 @@ def test_reasoning_round_trips_without_state(fake: Client) -> None:
     assert fake.last_chat()["messages"][0]["reasoning_content"] == "hm"
 
 
-def test_a_streamed_response_can_be_fetched_as_soon_as_it_has_ended(fake: Client) -> None:
-    final = fake.stream(*ANSWER)[-1]["response"]
-    assert fake.send("GET", f"/v1/responses/{final['id']}").json == final
-
-
-def test_the_store_is_bounded(make_client: MakeClient) -> None:
-    fake = make_client(max_responses=2)
+def test_the_store_is_bounded(make_fake: MakeClient) -> None:
+    fake = make_fake(max_responses=2)
     ids = [fake.create().json["id"] for _ in range(3)]
     assert [fake.send("GET", f"/v1/responses/{one}").status for one in ids] == [404, 200, 200]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
-import requests
 
 from llama_worker import (
     BiosContext,
@@ -27,6 +26,7 @@ from tests.server.pace import SERVER_ARGS, pace, patience
 
 HOST = "127.0.0.1"
 TEMPLATES = Path(__file__).parent / "templates"
+Reached = Callable[[RequestStatus], bool]
 ENDLESS: dict[str, Any] = {"grammar": 'root ::= "tick " root', "temperature": 0}
 
 
@@ -58,7 +58,7 @@ def ended(worker: LlamaWorker, request_id: int, *, work_s: float = 0.0) -> Reque
     return result
 
 
-def wait_status(worker: LlamaWorker, request_id: int, reached: Callable[[RequestStatus], bool]) -> RequestStatus:
+def wait_status(worker: LlamaWorker, request_id: int, reached: Reached) -> RequestStatus:
     """The first status seen that has `reached`; AssertionError where the request ends before."""
     deadline = time.monotonic() + patience()
     while True:
@@ -84,30 +84,11 @@ def wait_ready(worker: LlamaWorker, *, restarts: int) -> WorkerStatus:
         time.sleep(0.01)
 
 
-def assert_all_slots_serve(worker: LlamaWorker, url: str) -> None:
-    """Every slot of the server takes a request at once, and afterwards the server works on nothing."""
-    slots = worker.get_worker_status().get(timeout=patience())["slots_total"]
-    ids = [submitted(worker, f"after-{slot}", f"{slot}", **forced("Served.")) for slot in range(slots)]
-    assert [ended(worker, request_id)["text"] for request_id in ids] == ["Served."] * slots
-    # Once only: what asks for the slots puts off the server's look for closed connections (b11434).
-    busy = [slot["id"] for slot in requests.get(f"{url}/slots", timeout=patience()).json() if slot["is_processing"]]
-    assert busy == []
+def pid_of(worker: LlamaWorker) -> int:
+    return worker.get_worker_status().get(timeout=patience())["pid"]
 
 
-class Serve(Protocol):
-    """Makes the config of a worker for the real server."""
-
-    def __call__(
-        self,
-        *,
-        port: int,
-        slots: int = 1,
-        slot_tokens: int = 2048,
-        template: str | None = None,
-        args: tuple[str, ...] = SERVER_ARGS,
-        thin: bool = False,
-        **settings: Any,
-    ) -> WorkerConfig: ...
+Serve = Callable[..., WorkerConfig]
 
 
 def no_bios(context: BiosContext) -> str:
@@ -116,23 +97,24 @@ def no_bios(context: BiosContext) -> str:
 
 
 @pytest.fixture(scope="session")
-def serve(llama_server: str, smollm2: str, thin_model: str) -> Serve:
-    """A factory of configs, of a server with the thin model or the whole; `settings` are those of WorkerConfig."""
+def serve(llama_server: str, smollm2: str, thin_model: str, lasting_port: Callable[[], int]) -> Serve:
+    """A factory of configs; `whole`: with all of the model, where it chooses itself what it says or has to be slow."""
 
     def config(
         *,
-        port: int,
         slots: int = 1,
         slot_tokens: int = 2048,
         template: str | None = None,
         args: tuple[str, ...] = SERVER_ARGS,
-        thin: bool = False,
+        whole: bool = False,
+        port: int | None = None,
         **settings: Any,
     ) -> WorkerConfig:
+        port = port or lasting_port()
         if template is not None:
             args = (*args, "--jinja", "--chat-template-file", str(TEMPLATES / template))
         command = llama_server_cmd(
-            thin_model if thin else smollm2,
+            smollm2 if whole else thin_model,
             host=HOST,
             port=port,
             slots=slots,
@@ -158,15 +140,14 @@ def lasting_port() -> Iterator[Callable[[], int]]:
 
 
 @pytest.fixture(scope="session")
-def chat_url(lasting_port: Callable[[], int]) -> str:
-    """Where the server of `chat_worker` is."""
-    return f"http://{HOST}:{lasting_port()}"
+def chat_config(serve: Serve) -> WorkerConfig:
+    """Two slots on one server for all tests that leave it as they found it."""
+    return serve(slots=2, timeouts=NO_PROBES)
 
 
 @pytest.fixture(scope="session")
-def chat_worker(serve: Serve, chat_url: str) -> Iterator[LlamaWorker]:
-    """Two slots on one server for all tests that leave it as they found it."""
-    with LlamaWorker(serve(port=int(chat_url.rpartition(":")[2]), slots=2, timeouts=NO_PROBES, thin=True)) as worker:
+def chat_worker(chat_config: WorkerConfig) -> Iterator[LlamaWorker]:
+    with LlamaWorker(chat_config) as worker:
         yield worker
 
 

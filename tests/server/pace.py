@@ -77,10 +77,10 @@ def measured(server: str, model: str, *, read_tokens: int, made_tokens: int) -> 
     )
 
 
-def lean_server(folder: Path) -> Path:
-    """A `llama-server` in that folder that uses few of the machine's cores."""
+def lean_server(folder: Path, *args: str) -> Path:
+    """A `llama-server` in that folder that uses few of the machine's cores; `args` come last in its command."""
     server = folder / "llama-server"
-    server.write_text(f'#!/bin/sh\nexec "{find_server()}" "$@" {shlex.join(SERVER_ARGS)}\n')
+    server.write_text(f'#!/bin/sh\nexec "{find_server()}" "$@" {shlex.join([*SERVER_ARGS, *args])}\n')
     server.chmod(0o755)
     return server
 

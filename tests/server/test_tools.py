@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,12 +20,11 @@ from llama_worker import (
     RequestStatus,
     ToolCall,
     ToolDef,
-    WorkerConfig,
     default_bios,
 )
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
-from tests.server.conftest import Serve
-from tests.server.pace import patience
+from tests.server.conftest import TEMPLATES, Serve
+from tests.server.pace import SERVER_ARGS, patience
 
 pytestmark = pytest.mark.server
 
@@ -39,75 +38,64 @@ ADD = tool("add", a={"type": "integer"}, b={"type": "integer"})
 REPORT = tool("report", level={"type": "string", "enum": ["low", "high"]})
 
 
-class Adder:
-    """Adds, and keeps how far the request was at each call."""
+class Bench:
+    """A worker and its tools; `seen`: how far the request was at each call."""
 
-    def __init__(self) -> None:
-        self.worker: LlamaWorker | None = None
-        self.seen: queue.SimpleQueue[RequestStatus] = queue.SimpleQueue()
+    def __init__(self, serve: Serve, **settings: Any) -> None:
+        self.seen = queue.SimpleQueue[RequestStatus]()
+        tools = {"normal_tools": [ADD], "exit_tools": [REPORT], "tool_runner": self}
+        self.worker = LlamaWorker(serve(bios_provider=default_bios, **tools, **settings))
 
     def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
-        assert self.worker is not None
-        status = self.worker.get_status(request_id).get(timeout=patience())
-        assert status["ok"]
-        self.seen.put(status)
+        self.seen.put(self._status(request_id))
         return arguments["a"] + arguments["b"]
 
-
-class Bench:
-    """A worker with tools, its runner, and what was said."""
-
-    def __init__(self, worker: LlamaWorker, adder: Adder) -> None:
-        self.worker, self.adder = worker, adder
-        adder.worker = worker
-
-    def run(
-        self, prompt: str, *, messages: list[ChatMessage], params: dict[str, Any]
-    ) -> tuple[RequestResult, RequestStatus]:
+    def run(self, prompt: str, messages: list[ChatMessage], **params: Any) -> tuple[RequestResult, RequestStatus]:
         """The result, and the last status with what the server said of the last turn's prompt."""
         admitted = self.worker.submit("tools", "", prompt, messages=messages, params=params).get(timeout=patience())
         assert admitted["ok"], admitted
-        future = self.worker.result(admitted["request_id"])
-        ends = queue.SimpleQueue[None]()
+        future, ends = self.worker.result(admitted["request_id"]), queue.SimpleQueue[None]()
         future.add_done_callback(lambda _: ends.put(None))
         ends.get(timeout=patience())  # the value is not taken yet, so that the request is still known
-        status = self.worker.get_status(admitted["request_id"]).get(timeout=patience())
-        assert status["ok"], status
-        result = future.get(timeout=patience())
+        status, result = self._status(admitted["request_id"]), future.get(timeout=patience())
         assert result["ok"]
         return result, status
 
+    def warnings(self) -> list[str]:
+        return self.worker.get_worker_status().get(timeout=patience())["warnings"]
 
-def of_config(config: WorkerConfig) -> Iterator[Bench]:
-    with LlamaWorker(config) as worker:
-        assert isinstance(config.tool_runner, Adder)
-        yield Bench(worker, config.tool_runner)
+    def _status(self, request_id: int) -> RequestStatus:
+        status = self.worker.get_status(request_id).get(timeout=patience())
+        assert status["ok"], status
+        return status
 
 
-@pytest.fixture(scope="module")
-def native(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[Bench]:
-    config = serve(
-        port=lasting_port(),
-        template="tools.jinja",
-        normal_tools=[ADD],
-        exit_tools=[REPORT],
-        tool_runner=Adder(),
-        bios_provider=default_bios,
-    )
-    yield from of_config(config)
+@pytest.fixture
+def native(serve: Serve) -> Iterator[Bench]:
+    bench = Bench(serve, template="tools.jinja", whole=True)
+    with bench.worker:
+        yield bench
 
 
 @pytest.fixture(scope="module")
-def prompted(serve: Serve, lasting_port: Callable[[], int]) -> Iterator[Bench]:
-    config = serve(
-        port=lasting_port(),
-        normal_tools=[ADD],
-        exit_tools=[REPORT],
-        tool_runner=Adder(),
-        bios_provider=default_bios,
-        thin=True,
-    )
-    yield from of_config(config)
+def prompted(serve: Serve) -> Iterator[Bench]:
+    bench = Bench(serve)
+    with bench.worker:
+        yield bench
+
+
+def assert_added_and_reported(result: RequestResult, *sums: dict[str, int]) -> None:
+    assert (result["state"], result["finish_reason"]) == (RequestState.COMPLETED, RequestFinishReason.STOP)
+    calls = [(e["tool_name"], e["arguments"], e["iteration"], e["ok"]) for e in result["tool_trace"]]
+    assert calls == [("add", arguments, 1, True) for arguments in sums]
+    assert [(s["tool_name"], s["arguments"]) for s in result["signals"]] == [("report", {"level": "high"})]
+
+
+def assert_cached(first_turn: RequestStatus, last: RequestStatus, *, at_least: int) -> None:
+    """What the first turn read was not read again in the last, for all that the worker put between."""
+    first, second = first_turn["prompt_progress"], last["prompt_progress"]
+    assert second["total"] > first["total"] > at_least
+    assert second["cached"] >= 0.95 * first["total"]
 
 
 # A model of 135M parameters calls no tool by itself, but at temperature 0 it copies what it was shown three times,
@@ -120,7 +108,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
 
 
 TASK = "Add 2 and 3, and 4 and 5. Report high."
-COPYING = {"temperature": 0, "max_tokens": 256, "logit_bias": [["<", 2.5]]}
+COPYING: dict[str, Any] = {"temperature": 0, "max_tokens": 256, "logit_bias": [["<", 2.5]]}
 
 
 def shown() -> list[ChatMessage]:
@@ -149,20 +137,14 @@ def shown() -> list[ChatMessage]:
 
 
 def test_a_native_turn_of_two_calls_and_a_signal_is_answered_and_the_prompt_cache_survives_it(native: Bench) -> None:
-    result, status = native.run(TASK, messages=shown() * 3, params=COPYING)
-    assert (result["state"], result["finish_reason"]) == (RequestState.COMPLETED, RequestFinishReason.STOP)
+    result, status = native.run(TASK, shown() * 3, **COPYING)
+    assert_added_and_reported(result, {"a": 2, "b": 3}, {"a": 4, "b": 5})
     assert result["text"] == "The sums are 5 and 9."
-    calls = [(e["tool_name"], e["arguments"], e["iteration"], e["ok"]) for e in result["tool_trace"]]
-    assert calls == [("add", {"a": 2, "b": 3}, 1, True), ("add", {"a": 4, "b": 5}, 1, True)]
-    assert [(s["tool_name"], s["arguments"]) for s in result["signals"]] == [("report", {"level": "high"})]
     assert (status["tool_calls_count"], status["tool_iters_remaining"]) == (2, 7)
-    assert native.worker.get_worker_status().get(timeout=patience())["warnings"] == []
-    for _ in result["tool_trace"]:
-        first_turn = native.adder.seen.get(timeout=patience())
-        assert first_turn["state"] is RequestState.TOOL_RUNNING
-    first, second = first_turn["prompt_progress"], status["prompt_progress"]
-    assert second["total"] > first["total"] > 1000
-    assert second["cached"] >= 0.95 * first["total"]
+    assert native.warnings() == []
+    first_turn, second_call = (native.seen.get(timeout=patience()) for _ in range(2))
+    assert first_turn["state"] is second_call["state"] is RequestState.TOOL_RUNNING
+    assert_cached(first_turn, status, at_least=1000)
 
 
 # In prompted mode the server knows of no tools, so a grammar may rule. It leaves two sayings; a bias makes the first
@@ -172,7 +154,7 @@ CALLS = (
     '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     '<tool_call>{"name": "report", "arguments": {"level": "high"}}</tool_call>'
 )
-FIRST_CALL_THEN_ANSWER = {
+FIRST_CALL_THEN_ANSWER: dict[str, Any] = {
     "grammar": f"root ::= {json.dumps('Sum: ' + CALLS)} | {json.dumps('Result: five')}",
     "logit_bias": [["Sum", 100], ["Result", 50]],
     "presence_penalty": 100,
@@ -184,21 +166,26 @@ FIRST_CALL_THEN_ANSWER = {
 def test_a_template_without_tools_gets_them_in_its_prompt_and_the_prompt_cache_survives_the_turn(
     prompted: Bench,
 ) -> None:
-    (warning,) = prompted.worker.get_worker_status().get(timeout=patience())["warnings"]
+    (warning,) = prompted.warnings()
     assert "prompted mode" in warning
-    result, status = prompted.run("What is 2 + 3?", messages=[], params=FIRST_CALL_THEN_ANSWER)
-    assert (result["state"], result["finish_reason"]) == (RequestState.COMPLETED, RequestFinishReason.STOP)
+    result, status = prompted.run("What is 2 + 3?", [], **FIRST_CALL_THEN_ANSWER)
+    assert_added_and_reported(result, {"a": 2, "b": 3})
     assert result["text"] == "Sum: Result: five"  # the calls are no part of it
-    assert [(e["tool_name"], e["arguments"], e["ok"]) for e in result["tool_trace"]] == [
-        ("add", {"a": 2, "b": 3}, True)
-    ]
-    assert [(s["tool_name"], s["arguments"]) for s in result["signals"]] == [("report", {"level": "high"})]
-    first, second = prompted.adder.seen.get(timeout=patience())["prompt_progress"], status["prompt_progress"]
-    assert second["total"] > first["total"] > 400
-    assert second["cached"] >= 0.95 * first["total"]
+    assert_cached(prompted.seen.get(timeout=patience()), status, at_least=400)
 
 
 def test_two_prompted_requests_in_a_row_share_the_bios_in_the_prompt_cache(prompted: Bench) -> None:
     for prompt in ("Say one.", "Say two."):
-        _, status = prompted.run(prompt, messages=[], params={"max_tokens": 1})
+        _, status = prompted.run(prompt, [], max_tokens=1)
     assert status["prompt_progress"]["cached"] >= 0.8 * status["prompt_progress"]["total"]
+
+
+def test_a_server_that_refuses_tools_gets_the_request_again_in_prompted_mode(serve: Serve) -> None:
+    """With --no-jinja, b11434 says in /props that this template has tools, and refuses them with a 500."""
+    template = ("--no-jinja", "--chat-template-file", str(TEMPLATES / "tools.jinja"))
+    bench = Bench(serve, args=(*SERVER_ARGS, *template))
+    with bench.worker:
+        result, _ = bench.run("Say ok.", [], max_tokens=4)
+        assert result["state"] is RequestState.COMPLETED, result
+        (warning,) = bench.warnings()
+        assert "tools param requires --jinja flag" in warning

@@ -24,6 +24,7 @@ from tests.server.conftest import (
     Serve,
     ended,
     is_generating,
+    pid_of,
     prompt_of,
     submitted,
     wait_ready,
@@ -36,51 +37,35 @@ pytestmark = pytest.mark.server
 _PTRACE_SEIZE, _PTRACE_INTERRUPT, _WALL = 0x4206, 0x4207, 0x40000000
 
 
-class Held:
-    """A thread of another process that is stopped by itself; a process that is killed goes all the same."""
+@pytest.fixture
+def hold() -> Iterator[Callable[[int], None]]:
+    """Stops one thread of another process, from now on; a process that is killed goes all the same."""
+    libc, reapers = ctypes.CDLL(None, use_errno=True), list[threading.Thread]()
 
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._reapers: list[threading.Thread] = []
-
-    def hold(self, tid: int) -> None:
-        """Stop one thread, from now on."""
+    def hold(tid: int) -> None:
         for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
-            if self._libc.ptrace(request, tid, None, None) < 0:
+            if libc.ptrace(request, tid, None, None) < 0:
                 pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
         os.waitpid(tid, _WALL)  # it has stopped
         # Whoever traces a thread has to see its end, or the server's parent never does.
-        reaper = threading.Thread(target=_wait_end, args=(tid,), daemon=True)
-        reaper.start()
-        self._reapers.append(reaper)
+        reapers.append(threading.Thread(target=_wait_end, args=(tid,), daemon=True))
+        reapers[-1].start()
 
-    def close(self) -> None:
-        """Once the process is killed."""
-        for reaper in self._reapers:
-            reaper.join(patience())
+    yield hold
+    for reaper in reapers:
+        reaper.join(patience())
 
 
 def _wait_end(tid: int) -> None:
     with contextlib.suppress(ChildProcessError):
-        while not _is_over(os.waitpid(tid, _WALL)[1]):
+        while os.WIFSTOPPED(os.waitpid(tid, _WALL)[1]):
             pass
-
-
-def _is_over(status: int) -> bool:
-    return os.WIFEXITED(status) or os.WIFSIGNALED(status)
 
 
 def suspicious() -> TimeoutProfile:
     """Suspects after a multiple of what a token takes here."""
     after_s = 2.0 + 20 * pace().token_s
     return TimeoutProfile(suspect_after_s=after_s, liveness_probe_interval_s=0.5, health_probe_interval_s=None)
-
-
-@pytest.fixture
-def held() -> Iterator[Held]:
-    it = Held()
-    yield it
-    it.close()
 
 
 @pytest.fixture
@@ -97,21 +82,17 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
-def pid_of(worker: LlamaWorker) -> int:
-    return worker.get_worker_status().get(timeout=patience())["pid"]
-
-
 def test_a_main_thread_that_stands_still_is_found_although_a_child_computes(
-    serve: Serve, free_port: Callable[[], int], held: Held, looks: list[float]
+    serve: Serve, hold: Callable[[int], None], looks: list[float]
 ) -> None:
-    config = serve(port=free_port(), timeouts=suspicious())
+    config = serve(whole=True, timeouts=suspicious())  # held between two tokens, /slots may not answer
     busy_child = 'nice -n 19 sh -c "while :; do :; done" & exec "$@"'
     config = replace(config, server_cmd=("sh", "-c", busy_child, "sh", *config.server_cmd))
     with LlamaWorker(config) as worker:
         request_id = submitted(worker, "wedged", "Count.", max_tokens=100_000, **ENDLESS)
         wait_status(worker, request_id, is_generating)
         assert looks == []
-        held.hold(pid_of(worker))
+        hold(pid_of(worker))
         result = ended(worker, request_id, work_s=60.0)
         assert result["fail_reason"] is RequestFailReason.STALL_TIMEOUT
         assert "none is in prefill" in result["fail_detail"]
@@ -122,7 +103,7 @@ def test_a_main_thread_that_stands_still_is_found_although_a_child_computes(
 def test_a_request_that_got_lost_is_found_by_its_idle_slot_and_ends_alone(
     serve: Serve, free_port: Callable[[], int], looks: list[float]
 ) -> None:
-    config = serve(port=free_port(), slots=2, slot_tokens=8192, timeouts=suspicious())
+    config = serve(slots=2, slot_tokens=8192, whole=True, timeouts=suspicious())
     swallower = (sys.executable, str(Path(__file__).with_name("swallower.py")), str(free_port()), "swallow-this")
     with LlamaWorker(replace(config, server_cmd=(*swallower, *config.server_cmd))) as worker:
         neighbour = submitted(worker, "neighbour", "Count.", max_tokens=100_000, **ENDLESS)
@@ -138,11 +119,11 @@ def test_a_request_that_got_lost_is_found_by_its_idle_slot_and_ends_alone(
         assert worker.cancel(neighbour).get(timeout=patience())
 
 
-def test_one_long_batch_is_spared(serve: Serve, free_port: Callable[[], int], looks: list[float]) -> None:
+def test_one_long_batch_is_spared(serve: Serve, looks: list[float]) -> None:
     profile = suspicious()
     batch_s = (profile.suspect_after_s or 0.0) + 7.0  # long enough for four looks
     words = pace().prompt_tokens(batch_s) // TOKENS_PER_WORD
-    config = serve(port=free_port(), slot_tokens=8192, args=(*SERVER_ARGS, "--batch-size", "8192"), timeouts=profile)
+    config = serve(slot_tokens=8192, whole=True, args=(*SERVER_ARGS, "--batch-size", "8192"), timeouts=profile)
     with LlamaWorker(config) as worker:
         request_id = submitted(worker, "long", prompt_of(words, "Which is the largest"), max_tokens=4)
         result = ended(worker, request_id, work_s=batch_s)

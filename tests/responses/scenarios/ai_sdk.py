@@ -28,6 +28,7 @@ LOOP = thinks("Add them.", calls({"a": 2, "b": 3}))
 
 Turns = list[Json]
 Check = Callable[[Turns], None]
+CheckTurns = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,17 @@ class Scenario:
 SCENARIOS: list[Scenario] = []
 
 
-def scenario(*turns: Json) -> Callable[[Check], Check]:
-    """Adds a scenario of these turns."""
+def scenario(*turns: Json, goes_well: bool = True) -> Callable[[CheckTurns], CheckTurns]:
+    """Adds a scenario of these turns; its check gets what each turn gave."""
 
-    def add(check: Check) -> Check:
-        SCENARIOS.append(Scenario(check.__name__, turns, check))
-        return check
+    def add(check_turns: CheckTurns) -> CheckTurns:
+        def check(done: Turns) -> None:
+            if goes_well:
+                went_well(*done)
+            check_turns(*done)
+
+        SCENARIOS.append(Scenario(check_turns.__name__, turns, check))
+        return check_turns
 
     return add
 
@@ -91,9 +97,7 @@ def arguments(result: Json) -> list[Any]:
 
 
 @scenario(turn(GREETING))
-def text_is_streamed(turns: Turns) -> None:
-    (result,) = turns
-    went_well(result)
+def text_is_streamed(result: Json) -> None:
     assert (result["text"], result["finish"]) == (GREETING, "stop")
     assert result["deltas"] > 1
     assert result["usage"]["input"] > 0
@@ -101,29 +105,22 @@ def text_is_streamed(turns: Turns) -> None:
 
 
 @scenario(turn(GREETING, stream=False))
-def text_comes_in_one_piece(turns: Turns) -> None:
-    (result,) = turns
-    went_well(result)
+def text_comes_in_one_piece(result: Json) -> None:
     assert (result["text"], result["finish"]) == (GREETING, "stop")
 
 
 @scenario(turn(thinks("Greet back.", GREETING)))
-def reasoning_is_shown(turns: Turns) -> None:
-    (result,) = turns
-    went_well(result)
+def reasoning_is_shown(result: Json) -> None:
     assert (result["reasoning"].strip(), result["text"]) == ("Greet back.", GREETING)
 
 
 @scenario(turn(thinks("Greet.", GREETING), system="Be terse."), turn("Go on, and", "on and on and on."))
-def a_conversation_goes_on(turns: Turns) -> None:
-    went_well(*turns)
+def a_conversation_goes_on(*turns: Json) -> None:
     assert [result["text"] for result in turns] == [GREETING, "Go on, and\non and on and on."]
 
 
 @scenario(turn(GREETING), turn(GREETING, by_id=True))
-def a_conversation_goes_on_by_id(turns: Turns) -> None:
-    went_well(*turns)
-    first, second = turns
+def a_conversation_goes_on_by_id(first: Json, second: Json) -> None:
     assert second["text"] == GREETING
     assert second["usage"]["input"] > first["usage"]["input"]  # the same was said: the rest is what came before
 
@@ -132,16 +129,12 @@ def a_conversation_goes_on_by_id(turns: Turns) -> None:
 
 
 @scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD]))
-def a_call_is_streamed(turns: Turns) -> None:
-    (result,) = turns
-    went_well(result)
+def a_call_is_streamed(result: Json) -> None:
     assert (arguments(result), result["finish"]) == ([{"a": 2, "b": 3}], "tool-calls")
 
 
 @scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD], stream=False))
-def a_call_comes_in_one_piece(turns: Turns) -> None:
-    (result,) = turns
-    went_well(result)
+def a_call_comes_in_one_piece(result: Json) -> None:
     assert (arguments(result), result["finish"]) == ([{"a": 2, "b": 3}], "tool-calls")
 
 
@@ -149,16 +142,13 @@ def a_call_comes_in_one_piece(turns: Turns) -> None:
     turn(calls({"a": 2, "b": 3}, {"a": 4, "b": 5}), tools=[ADD]),
     turn(results=["It is 5.", "It is 9."], tools=[ADD]),
 )
-def two_calls_in_one_turn_are_answered(turns: Turns) -> None:
-    went_well(*turns)
-    first, second = turns
+def two_calls_in_one_turn_are_answered(first: Json, second: Json) -> None:
     assert arguments(first) == [{"a": 2, "b": 3}, {"a": 4, "b": 5}]
     assert len({call["toolCallId"] for call in first["calls"]}) == 2
     assert (second["text"], second["finish"]) == ("It is 9.", "stop")
 
 
-def check_loop(turns: Turns) -> None:
-    went_well(*turns)
+def check_loop(*turns: Json) -> None:
     assert [arguments(result) for result in turns] == [[{"a": 2, "b": 3}], [{"a": 5, "b": 1}], []]
     assert [result["finish"] for result in turns] == ["tool-calls", "tool-calls", "stop"]
     assert [result["reasoning"].strip() for result in turns] == ["Add them.", "And one.", ""]
@@ -170,8 +160,8 @@ def check_loop(turns: Turns) -> None:
     turn(results=[thinks("And one.", calls({"a": 5, "b": 1}))], tools=[ADD]),
     turn(results=["It is 6."], tools=[ADD]),
 )
-def a_tool_loop_refers_to_stored_items(turns: Turns) -> None:
-    check_loop(turns)
+def a_tool_loop_refers_to_stored_items(*turns: Json) -> None:
+    check_loop(*turns)
 
 
 @scenario(
@@ -179,14 +169,12 @@ def a_tool_loop_refers_to_stored_items(turns: Turns) -> None:
     turn(results=[thinks("And one.", calls({"a": 5, "b": 1}))], tools=[ADD], providerOptions=STATELESS),
     turn(results=["It is 6."], tools=[ADD], providerOptions=STATELESS),
 )
-def a_tool_loop_needs_no_state(turns: Turns) -> None:
-    check_loop(turns)
+def a_tool_loop_needs_no_state(*turns: Json) -> None:
+    check_loop(*turns)
 
 
 @scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD, SUB], toolChoice={"type": "tool", "toolName": "sub"}))
-def a_chosen_tool_is_called(turns: Turns) -> None:
-    (result,) = turns
-    went_well(result)
+def a_chosen_tool_is_called(result: Json) -> None:
     assert {call["toolName"] for call in result["calls"]} == {"sub"}
 
 
@@ -194,23 +182,18 @@ def a_chosen_tool_is_called(turns: Turns) -> None:
 
 
 @scenario(turn(GREETING, maxOutputTokens=2))
-def the_token_limit_is_told(turns: Turns) -> None:
-    (result,) = turns
-    went_well(result)
+def the_token_limit_is_told(result: Json) -> None:
     assert (result["finish"], result["usage"]["output"]) == ("length", 2)
     assert GREETING.startswith(result["text"])
 
 
-@scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD], maxOutputTokens=20))
-def a_call_that_the_limit_cut_is_not_finished(turns: Turns) -> None:
-    (result,) = turns
+@scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD], maxOutputTokens=20), goes_well=False)
+def a_call_that_the_limit_cut_is_not_finished(result: Json) -> None:
     assert (result["thrown"], result["errors"], result["finish"]) == (None, [], "length")
 
 
 @scenario(turn("John is five.", responseFormat={"type": "json", "schema": PERSON_SCHEMA, "name": "person"}))
-def a_schema_is_kept(turns: Turns) -> None:
-    (result,) = turns
-    went_well(result)
+def a_schema_is_kept(result: Json) -> None:
     said = json.loads(result["text"])
     assert (said["name"], said["age"] in (5, 7)) == ("John", True)
 
@@ -218,36 +201,32 @@ def a_schema_is_kept(turns: Turns) -> None:
 # ---------------------------------------------------------------- what goes wrong
 
 
-@scenario(turn(TOO_LONG))
-def a_prompt_that_is_too_long_is_refused(turns: Turns) -> None:
-    (result,) = turns
+@scenario(turn(TOO_LONG), goes_well=False)
+def a_prompt_that_is_too_long_is_refused(result: Json) -> None:
     assert result["status"] == 400
     assert "context size" in result["thrown"]
 
 
-def check_broken(turns: Turns) -> None:
+def check_broken(result: Json) -> None:
     """What was said until then is there, and the user sees that it is not all."""
-    (result,) = turns
     assert (result["text"], result["unbegun"]) == ("Once", 0)
     assert result["errors"] or result["thrown"]
     assert result["finish"] != "stop"
 
 
-@scenario(turn(STORY, model=FAILS))
-def an_error_in_mid_stream_is_seen(turns: Turns) -> None:
-    check_broken(turns)
-    (result,) = turns
+@scenario(turn(STORY, model=FAILS), goes_well=False)
+def an_error_in_mid_stream_is_seen(result: Json) -> None:
+    check_broken(result)
     assert "out of memory" in str(result["errors"] or result["thrown"])
 
 
-@scenario(turn(STORY, model=DIES))
-def a_server_that_dies_is_seen_to(turns: Turns) -> None:
-    check_broken(turns)
+@scenario(turn(STORY, model=DIES), goes_well=False)
+def a_server_that_dies_is_seen_to(result: Json) -> None:
+    check_broken(result)
 
 
-@scenario(turn(TALE, abort_after=2), turn(GREETING))
-def a_user_who_aborts_can_go_on(turns: Turns) -> None:
-    first, second = turns
+@scenario(turn(TALE, abort_after=2), turn(GREETING), goes_well=False)
+def a_user_who_aborts_can_go_on(first: Json, second: Json) -> None:
     assert TALE.startswith(first["text"])
     assert (0 < len(first["text"]) < len(TALE), first["unbegun"]) == (True, 0)
     assert "Abort" in first["thrown"]
