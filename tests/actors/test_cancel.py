@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from typing import Any
 
 import pytest
 
 from llama_worker.runtime.stream_reader import StreamReader
-from llama_worker.types import RequestState, WorkerState
+from llama_worker.types import RequestState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.fake_script import (
     Burn,
@@ -20,15 +19,10 @@ from tests.fake_script import (
     PromptProgress,
     Repeat,
     Script,
-    Sleep,
     Step,
     Text,
-    ToolCall,
     WaitClose,
-    plain_reply,
 )
-
-TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 PHASES: dict[str, list[Step]] = {
     "before the headers, at work": [Burn(None)],
@@ -106,45 +100,3 @@ def test_a_request_to_a_server_that_stands_still_is_cancelled(rig: Rig) -> None:
     eventually(lambda: not _stream_threads(), "end of the reader thread", 2.0)
     os.kill(pid, signal.SIGCONT)
     assert rig.run()["state"] == "completed"
-
-
-def test_a_request_in_its_tools_is_cancelled_and_not_continued(make_worker: MakeWorker) -> None:
-    release, called = threading.Event(), threading.Event()
-
-    class Slow:
-        def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
-            called.set()
-            release.wait(WAIT_S)
-
-    rig = make_worker(normal_tools=[TOOL], tool_runner=Slow(), tool_timeout_s=60.0)
-    request = rig.submit(*plain_reply(Text("token "), ToolCall("look"), reason="tool_calls"))
-    assert called.wait(WAIT_S)
-    assert rig.request(request)["state"] == "tool_running"
-    _cancel(rig, request)
-    release.set()
-    assert rig.ended(request)["text"] == "token "
-    assert rig.run()["state"] == "completed"
-    assert len(rig.journal.facts("request", method="POST", path="/v1/chat/completions")) == 2
-
-
-def test_only_a_running_request_is_cancelled(rig: Rig) -> None:
-    assert rig.worker.cancel(77).get(timeout=WAIT_S) is False
-    done = rig.submit()
-    rig.wait_ended(done)
-    assert rig.worker.cancel(done).get(timeout=WAIT_S) is False
-    assert rig.ended(done)["state"] == "completed"
-    assert rig.worker.cancel(done).get(timeout=WAIT_S) is False
-
-
-def test_every_caller_of_cancel_is_answered(rig: Rig) -> None:
-    request = rig.submit(Headers(), Text("token "), WaitClose())
-    answers = [rig.worker.cancel(request) for _ in range(5)]
-    assert any(answer.get(timeout=WAIT_S) for answer in answers)
-
-
-def test_a_neighbour_is_not_touched(rig: Rig) -> None:
-    other = rig.submit(Headers(), Text("a"), Sleep(0.3), Text("b"), *plain_reply(Text("c"))[2:])
-    request = rig.submit(*PHASES["tokens as fast as can be"])
-    rig.wait_text(request, "token")
-    _cancel(rig, request)
-    assert (rig.ended(other)["text"], rig.status()["state"]) == ("abc", WorkerState.READY)

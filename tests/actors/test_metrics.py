@@ -14,10 +14,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from llama_worker import ConfigError, LlamaWorker, RestartPolicy, WorkerState
+from llama_worker import ConfigError, LlamaWorker
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.metrics import WorkerCollector
-from llama_worker.server.totals import BOUNDS_S
 from tests.actors.conftest import WAIT_S, MakeWorker
 from tests.fake_script import Headers, KillSelf, Text, Tokens, ToolCall, WaitClose, plain_reply
 
@@ -80,22 +79,6 @@ def test_requests_tokens_and_times_are_those_of_the_results(make_worker: MakeWor
     assert sample(seen, "time_to_first_token_seconds_count", worker="w1") in (2, 3)
 
 
-def test_buckets_are_cumulative_and_end_at_infinity(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    rig.run(*plain_reply(Tokens(2)))
-    seen = scrape(rig.worker)
-    name = "llama_worker_request_duration_seconds_bucket"
-    completed = {
-        dict(labels)["le"]: value
-        for (sample_name, labels), value in seen.items()
-        if sample_name == name and ("outcome", "completed") in labels
-    }
-    assert sorted(float(bound) for bound in completed) == [*BOUNDS_S, float("inf")]
-    counts = [completed[bound] for bound in sorted(completed, key=float)]
-    assert counts == sorted(counts)
-    assert counts[-1] == 1
-
-
 def test_restarts_and_failures_have_their_cause(make_worker: MakeWorker) -> None:
     rig = make_worker()
     rig.run(Headers(), Text("a"), KillSelf())
@@ -104,25 +87,6 @@ def test_restarts_and_failures_have_their_cause(make_worker: MakeWorker) -> None
     assert sample(seen, "requests_total", worker="w1", outcome="failed", reason="server_died") == 1
     assert sample(seen, "restarts_total", worker="w1", cause="server_died") == 1
     assert sample(seen, "generated_tokens_total", worker="w1") == 1
-
-
-def test_a_restart_that_is_refused_is_no_restart(make_worker: MakeWorker) -> None:
-    rig = make_worker(restart=RestartPolicy.never())
-    rig.run(Headers(), Text("a"), KillSelf())
-    rig.wait_state(WorkerState.FAILED)
-    seen = scrape(rig.worker)
-    assert sample(seen, "state", worker="w1", state="failed") == 1
-    assert not [name for name, _ in seen if name == "llama_worker_restarts_total"]
-
-
-def test_totals_outlive_a_stop(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    rig.run(*plain_reply(Tokens(2)))
-    rig.stop()
-    rig.start()
-    rig.run(*plain_reply(Tokens(2)))
-    seen = scrape(rig.worker)
-    assert sample(seen, "requests_total", worker="w1", outcome="completed", reason="stop") == 2
 
 
 def test_workers_come_and_go(make_worker: MakeWorker) -> None:

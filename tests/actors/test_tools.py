@@ -139,28 +139,6 @@ def test_the_arguments_are_the_tools_own_to_change(make_worker: MakeWorker) -> N
     assert json.loads(sent["function"]["arguments"]) == {"list": [1]}
 
 
-def test_the_continuation_holds_the_calls_and_one_message_per_call_under_ids_of_our_own(
-    make_rig: Callable[..., Rig],
-) -> None:
-    rig = make_rig()
-    turn = calling(call("add", 0, a=1, b=2), call("echo", 1, value=[3]), before=(Reasoning("hm"), Text("Let me see.")))
-    rig.run(Turns([turn, plain_reply(Text("done"))]))
-    assistant, first, second = bodies(rig)[1]["messages"][-3:]
-    assert (assistant["role"], assistant["content"]) == ("assistant", "Let me see.")
-    assert assistant["reasoning_content"] == "hm"
-    assert [(c["id"], c["type"], c["function"]["name"]) for c in assistant["tool_calls"]] == [
-        ("c00000001", "function", "add"),
-        ("c00000002", "function", "echo"),
-    ]
-    assert [json.loads(c["function"]["arguments"]) for c in assistant["tool_calls"]] == [
-        {"a": 1, "b": 2},
-        {"value": [3]},
-    ]
-    assert (first["role"], first["tool_call_id"], first["content"]) == ("tool", "c00000001", "3")
-    assert (second["role"], second["tool_call_id"]) == ("tool", "c00000002")
-    assert second["content"].startswith("[3]")
-
-
 def _raise(error: BaseException) -> Any:
     raise error
 
@@ -278,9 +256,3 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
         tool["function"]["name"] for tool in ALL_EXIT_TOOLS
     ]
     assert "missing_input" not in json.dumps(continued["messages"])
-
-
-def test_exit_tools_need_no_runner(make_worker: MakeWorker) -> None:
-    rig = make_worker(exit_tools=ALL_EXIT_TOOLS)
-    (signal,) = rig.run(*calling(ToolCall("signal_issue", ISSUE)))["signals"]
-    assert signal["arguments"] == ISSUE

@@ -18,16 +18,13 @@ from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually,
 from tests.fake_script import (
     BigRecord,
     DoneMarker,
-    Echo,
     End,
     ErrorData,
-    Exit,
     Fin,
     Finish,
     Gate,
     Headers,
     HttpError,
-    KillSelf,
     Ping,
     PingEvery,
     Raw,
@@ -36,12 +33,11 @@ from tests.fake_script import (
     Reset,
     Role,
     Script,
+    Startup,
     Step,
     Text,
-    Tokens,
     Usage,
     WaitClose,
-    plain_reply,
 )
 
 FRAMINGS = ["chunked", "close", "length"]
@@ -93,13 +89,6 @@ def test_a_token_is_there_when_it_was_sent(rig: Rig, make_gate: Callable[[], Gat
         assert f"token{number + 1}" not in rig.text(request)
         gate.open()
     assert rig.ended(request)["text"] == "token0 token1 token2 "
-
-
-def test_a_flood_of_tokens_arrives_whole_and_in_order(make_worker: MakeWorker) -> None:
-    rig = make_worker(slots=4)
-    requests = [rig.submit(*plain_reply(Tokens(5000, batch=1 + 49 * (n % 2)))) for n in range(4)]
-    expected = "".join(f"tok{i} " for i in range(5000))
-    assert all(rig.ended(request)["text"] == expected for request in requests)
 
 
 # ------------------------------------------------------------ ends
@@ -162,13 +151,6 @@ def test_how_streams_end(make_worker: MakeWorker) -> None:
     assert (rig.status()["restart_count"], rig.status()["slots_used"]) == (0, 0)
 
 
-def test_a_server_that_dies_in_mid_stream_is_server_died(rig: Rig) -> None:
-    result = rig.run(Headers(), Text("part"), KillSelf("SIGSEGV"))
-    assert (result["fail_reason"], result["text"]) == ("server_died", "part")
-    rig.wait_restarted()
-    assert rig.run()["state"] == "completed"
-
-
 # ------------------------------------------------------------ errors
 
 
@@ -219,10 +201,8 @@ def test_proxy_settings_of_the_environment_are_ignored(
 
 
 def test_the_request_is_what_the_contract_says(rig: Rig) -> None:
-    request = rig.submit(
-        Echo(), Finish(), DoneMarker(), prompt="Hi", temperature=0.5, new_knob={"deep": [1]}, stream=False, tools=[1]
-    )
-    body = json.loads(rig.ended(request)["text"])
+    rig.run(prompt="Hi", temperature=0.5, new_knob={"deep": [1]}, stream=False, tools=[1])
+    body = rig.journal.facts("request", n=1)[0]["body"]
     assert body["stream"] is True
     assert body["messages"][-1]["content"].startswith("Hi")
     assert (body["temperature"], body["new_knob"], body["max_tokens"]) == (0.5, {"deep": [1]}, 4096)
@@ -236,23 +216,15 @@ KEY = "sk-very-secret-0815"
 
 def test_the_api_key_is_sent_and_shown_nowhere(make_worker: MakeWorker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    rig = make_worker(Script(), start=False, api_key=KEY, env={"LLAMA_API_KEY": KEY})
-    rig.start()
+    log = [f"started with --api-key {KEY}"]
+    rig = make_worker(Script(startup=Startup(log=log)), api_key=KEY, env={"LLAMA_API_KEY": KEY})
     assert rig.run()["state"] == "completed"
     told = rig.ended(rig.submit(HttpError(401, message=f"Invalid API Key: {KEY}")))
     also = rig.ended(rig.submit(Headers(), ErrorData(message=f"Invalid API Key: {KEY}")))
     shown = [told, also, rig.status(), rig.worker.get_debug_info().get(), rig.worker, rig.config, caplog.text]
     assert KEY not in repr(shown) + str(rig.worker) + str(rig.config)
+    assert "started with --api-key ***" in repr(shown)
     assert any(fact["headers"].get("authorization") == "***" for fact in rig.journal.facts("request", n=1))
-
-
-def test_the_api_key_in_the_servers_own_log_is_masked(make_worker: MakeWorker) -> None:
-    log = [f"started with --api-key {KEY}", "fatal"]
-    rig = make_worker(Script(exits=[Exit(code=1, when="before_bind", log=log)]), start=False, api_key=KEY)
-    with pytest.raises(WorkerStartError) as failure:
-        rig.worker.start().get(timeout=WAIT_S)
-    assert KEY not in str(failure.value) + repr(failure.value) + repr(failure.value.log_tail)
-    assert KEY not in repr(rig.worker.get_debug_info().get()) + repr(rig.status())
 
 
 def test_a_wrong_api_key_is_a_start_that_never_gets_ready(make_worker: MakeWorker) -> None:

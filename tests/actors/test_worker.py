@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +15,7 @@ import pytest
 from llama_worker import LlamaWorker, WorkerClosed, WorkerConfig, WorkerStartError
 from llama_worker.actors.request import RequestActor
 from llama_worker.types import WorkerState
-from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, eventually, fast_timeouts
+from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, eventually
 from tests.conftest import Leftovers
 from tests.fake_script import (
     Answer,
@@ -60,41 +57,15 @@ def _all_at_once(calls: list[Callable[[], Any]]) -> None:
 # ------------------------------------------------------------ start
 
 
-def test_a_request_completes(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    result = rig.run()
-    assert (result["state"], result["finish_reason"], result["text"]) == ("completed", "stop", "Hello")
-
-
 def test_a_new_worker_has_no_server(make_worker: MakeWorker) -> None:
     rig = make_worker(start=False)
     assert rig.status()["state"] is WorkerState.STOPPED
     assert not rig.journal.facts()
     assert rig.worker.submit("job", "", "x").get() == {"ok": False, "error": "WORKER_NOT_READY"}
     rig.stop()
-    assert rig.status()["restart_count"] == 0
-
-
-def test_concurrent_starts_share_one_outcome(make_worker: MakeWorker) -> None:
-    rig = make_worker(start=False)
-    futures = [rig.worker.start() for _ in range(5)]
-    assert {future.get(timeout=WAIT_S)["pid"] for future in futures} == {rig.status()["pid"]}
-    assert rig.start()["pid"] == rig.status()["pid"]
-    assert len(rig.journal.facts("launched")) == 1
 
 
 # ------------------------------------------------------------ stop
-
-
-def test_concurrent_stops_share_one_outcome(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.5))
-    futures = [rig.worker.stop() for _ in range(5)]
-    for future in futures:
-        assert future.get(timeout=WAIT_S) is None
-        rig.wait_gone(0.0)
-    began_at = time.monotonic()
-    rig.stop()
-    assert time.monotonic() - began_at < 0.5
 
 
 def test_a_worker_that_cannot_be_made_leaves_nothing(
@@ -124,19 +95,6 @@ def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -
     names = {"llama_worker-w1-probe"}
     eventually(lambda: not names & {thread.name for thread in threading.enumerate()}, "its end", timeout_s=5.0)
     assert rig.status()["restart_count"] == 0
-
-
-def test_a_restart_fails_what_is_in_flight_and_goes_on(make_worker: MakeWorker) -> None:
-    rig = make_worker(slots=3)
-    requests = [rig.submit(Headers(), Text("kept"), WaitClose()) for _ in range(3)]
-    for request in requests:
-        rig.wait_text(request, "kept")
-    os.kill(rig.status()["pid"], signal.SIGKILL)
-    assert [rig.ended(request)["fail_reason"] for request in requests] == ["server_died"] * 3
-    assert rig.wait_restarted()["restart_count"] == 1
-    assert rig.run()["state"] == "completed"
-    (restart,) = rig.worker.get_debug_info().get()["recent_restarts"]
-    assert restart["reason"] == "server_died"
 
 
 # ------------------------------------------------------------ close
@@ -221,13 +179,6 @@ def test_with_closes_after_a_start_that_failed(make_worker: MakeWorker, leftover
     assert leftovers.wait_none() == []
 
 
-def test_with_closes_after_an_exception_of_the_host(make_worker: MakeWorker) -> None:
-    rig = make_worker(start=False)
-    with pytest.raises(ZeroDivisionError), LlamaWorker(rig.config):
-        raise ZeroDivisionError
-    rig.wait_gone(0.0)
-
-
 def test_a_lost_handle_takes_its_server_along(make_worker: MakeWorker, leftovers: Leftovers) -> None:
     rig = make_worker(start=False)
     rig.worker.close()
@@ -241,26 +192,6 @@ def test_a_lost_handle_takes_its_server_along(make_worker: MakeWorker, leftovers
 
 
 # ------------------------------------------------------------ admission
-
-
-def test_slots_used_is_the_number_of_requests_that_are_not_terminal(make_worker: MakeWorker) -> None:
-    rig = make_worker(slots=4)
-    ended = threading.Event()
-
-    def use() -> None:
-        while not ended.is_set():
-            told = rig.worker.submit("job", "", "x").get(timeout=WAIT_S)
-            if told["ok"]:
-                rig.worker.result(told["request_id"]).get(timeout=WAIT_S)
-
-    def look() -> None:
-        for _ in range(300):
-            status = rig.status()
-            assert status["slots_used"] == len(status["active_request_ids"]) == len(status["active_jobs"]) <= 4
-        ended.set()
-
-    _all_at_once([use] * 6 + [look])
-    assert rig.status()["slots_used"] == 0
 
 
 BAD_INPUT: list[tuple[tuple[Any, ...], Any, Any]] = [
@@ -335,40 +266,6 @@ def test_an_awaited_result_is_taken_and_does_not_block_the_loop(
 
     assert asyncio.run(main())["text"] == "awaited"
     assert rig.worker.get_result(request).get() == NOT_FOUND
-
-
-def test_one_of_many_takers_gets_the_result(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    for _ in range(10):
-        request = rig.submit()
-        rig.wait_ended(request)
-        told: list[Any] = []
-
-        def take(request: int = request, told: list[Any] = told) -> None:
-            told.append(rig.worker.get_result(request).get(timeout=WAIT_S))
-
-        _all_at_once([take] * 5)
-        assert sorted(answer["ok"] for answer in told) == [False] * 4 + [True]
-
-
-def test_unclaimed_results_expire_where_that_is_asked_for(make_worker: MakeWorker) -> None:
-    rig = make_worker(result_ttl_s=0.5)
-    request = rig.submit()
-    waiting = rig.worker.result(request)
-    eventually(waiting.done, "the result")
-    eventually(lambda: rig.worker.get_status(request).get() == NOT_FOUND, "the end of the record")
-    assert waiting.get(timeout=WAIT_S)["ok"] is True, "who waited before has it"
-    assert rig.worker.result(request).get(timeout=WAIT_S) == NOT_FOUND
-
-
-def test_two_workers_side_by_side_do_not_know_of_each_other(make_worker: MakeWorker) -> None:
-    rigs = [make_worker(slots=2) for _ in range(3)]
-    os.kill(rigs[0].status()["pid"], signal.SIGKILL)
-    rigs[1].stop()
-    assert rigs[2].run()["state"] == "completed"
-    assert rigs[2].status()["restart_count"] == 0
-    rigs[0].wait_restarted()
-    assert rigs[1].status()["state"] is WorkerState.STOPPED
 
 
 def test_polling_for_a_result_leaves_no_futures_behind(make_worker: MakeWorker) -> None:
