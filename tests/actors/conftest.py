@@ -42,17 +42,6 @@ def eventually(check: Callable[[], T | None], what: str, timeout_s: float = WAIT
         time.sleep(0.01)
 
 
-class GatePath:
-    """A file that a script's `Gate` step waits for."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def open(self) -> None:
-        """Let the script go on."""
-        self.path.touch()
-
-
 class Rig:
     """One worker and what its servers wrote down."""
 
@@ -220,8 +209,11 @@ def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWo
         worker.close()
 
 
+MakeGate = Callable[[], Path]
+
+
 @pytest.fixture
-def make_gate(tmp_path: Path) -> Callable[[], GatePath]:
-    """A factory of gates for `Gate(gate.path)`; closed until `open()`."""
+def make_gate(tmp_path: Path) -> MakeGate:
+    """A factory of gates for `Gate(gate)`; closed until `gate.touch()`."""
     numbers = itertools.count(1)
-    return lambda: GatePath(tmp_path / f"gate{next(numbers)}")
+    return lambda: tmp_path / f"gate{next(numbers)}"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_worker import ConfigError, OutputChunk, WorkerClosed
 from llama_worker.async_output import stream
-from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig
+from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, Rig
 from tests.fake_script import Gate, Headers, Reasoning, Text, Tokens, WaitClose, plain_reply
 
 
@@ -30,7 +31,7 @@ def rig(make_worker: MakeWorker) -> Rig:
 
 
 @pytest.fixture
-def gate(make_gate: Callable[[], GatePath]) -> GatePath:
+def gate(make_gate: MakeGate) -> Path:
     return make_gate()
 
 
@@ -46,13 +47,13 @@ def test_the_pieces_are_the_whole_output_in_order_and_the_last_alone_is_done(rig
     assert (late["text"], late["reasoning"]) == (result["text"][1:], "m")
 
 
-def test_a_piece_comes_while_the_request_still_runs_and_the_event_loop_goes_on(rig: Rig, gate: GatePath) -> None:
-    request_id = rig.submit(*plain_reply(Text("first"), Gate(gate.path), Text(" second")))
+def test_a_piece_comes_while_the_request_still_runs_and_the_event_loop_goes_on(rig: Rig, gate: Path) -> None:
+    request_id = rig.submit(*plain_reply(Text("first"), Gate(gate), Text(" second")))
 
     async def turn_and_open() -> None:
         for _ in range(100):
             await asyncio.sleep(0)
-        gate.open()  # the server waits for the event loop to turn
+        gate.touch()  # the server waits for the event loop to turn
 
     async def main() -> list[str]:
         texts, turning = [], None
@@ -66,8 +67,8 @@ def test_a_piece_comes_while_the_request_still_runs_and_the_event_loop_goes_on(r
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["left", "cancelled"])
-def test_an_iteration_that_ends_early_leaves_the_request_running(rig: Rig, gate: GatePath, is_cancelled: bool) -> None:
-    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate.path), Text("b")))
+def test_an_iteration_that_ends_early_leaves_the_request_running(rig: Rig, gate: Path, is_cancelled: bool) -> None:
+    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
 
     async def main() -> None:
         async with aclosing(stream(rig.worker, request_id, poll_interval_s=0.01)) as chunks:
@@ -78,16 +79,16 @@ def test_an_iteration_that_ends_early_leaves_the_request_running(rig: Rig, gate:
 
     run(main())
     assert rig.request(request_id)["state"] == "running"
-    gate.open()
+    gate.touch()
     assert rig.ended(request_id)["text"] == "ab"
 
 
-def test_a_result_that_is_taken_from_under_the_stream_is_no_silent_end(rig: Rig, gate: GatePath) -> None:
-    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate.path), Text("b")))
+def test_a_result_that_is_taken_from_under_the_stream_is_no_silent_end(rig: Rig, gate: Path) -> None:
+    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
 
     async def main() -> None:
         async for _ in stream(rig.worker, request_id, poll_interval_s=0.01):
-            gate.open()
+            gate.touch()
             assert (await rig.worker.result(request_id))["ok"]
 
     with pytest.raises(LookupError, match="taken"):

@@ -12,10 +12,8 @@ from typing import Any
 import pykka
 import pytest
 
-from llama_worker import LlamaWorker, WorkerClosed, WorkerConfig, WorkerStartError
-from llama_worker.actors.request import RequestActor
-from llama_worker.types import WorkerState
-from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, eventually
+from llama_worker import LlamaWorker, WorkerClosed, WorkerStartError
+from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, eventually
 from tests.conftest import Leftovers
 from tests.fake_script import (
     Answer,
@@ -57,33 +55,7 @@ def _all_at_once(calls: list[Callable[[], Any]]) -> None:
 # ------------------------------------------------------------ start
 
 
-def test_a_new_worker_has_no_server(make_worker: MakeWorker) -> None:
-    rig = make_worker(start=False)
-    assert rig.status()["state"] is WorkerState.STOPPED
-    assert not rig.journal.facts()
-    assert rig.worker.submit("job", "", "x").get() == {"ok": False, "error": "WORKER_NOT_READY"}
-    rig.stop()
-
-
 # ------------------------------------------------------------ stop
-
-
-def test_a_worker_that_cannot_be_made_leaves_nothing(
-    free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, leftovers: Leftovers
-) -> None:
-    made: list[RequestActor] = []
-    construct = RequestActor.__init__
-
-    def without_threads(this: RequestActor, *args: Any, **options: Any) -> None:
-        if len(made) == 2:
-            raise RuntimeError("can't start new thread")
-        construct(this, *args, **options)
-        made.append(this)
-
-    monkeypatch.setattr(RequestActor, "__init__", without_threads)
-    with pytest.raises(RuntimeError, match="new thread"):
-        LlamaWorker(WorkerConfig("w", "127.0.0.1", free_port(), ("true",), slots=4))
-    assert leftovers.wait_none() == []
 
 
 def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -> None:
@@ -231,16 +203,16 @@ def test_a_result_is_released_when_it_was_taken(make_worker: MakeWorker) -> None
         assert call(request).get(timeout=WAIT_S) == NOT_FOUND
 
 
-def test_everyone_who_waits_gets_the_same_result(make_worker: MakeWorker, make_gate: Callable[[], GatePath]) -> None:
+def test_everyone_who_waits_gets_the_same_result(make_worker: MakeWorker, make_gate: MakeGate) -> None:
     rig = make_worker()
     gate = make_gate()
-    request = rig.submit(Gate(gate.path), *plain_reply(Text("same")))
+    request = rig.submit(Gate(gate), *plain_reply(Text("same")))
     futures = [rig.worker.result(request) for _ in range(8)]
     taken: list[Any] = []
     callbacks: list[Any] = []
     futures[0].add_done_callback(lambda future: callbacks.append(future.get()))
     rig.status()
-    gate.open()
+    gate.touch()
     _all_at_once([lambda future=future: taken.append(future.get(timeout=WAIT_S)) for future in futures])  # type: ignore[misc]
     eventually(lambda: callbacks, "the callback")
     assert [told["text"] for told in (*taken, *callbacks)] == ["same"] * 9
@@ -249,17 +221,15 @@ def test_everyone_who_waits_gets_the_same_result(make_worker: MakeWorker, make_g
     assert rig.worker.result(request).get(timeout=WAIT_S) == NOT_FOUND
 
 
-def test_an_awaited_result_is_taken_and_does_not_block_the_loop(
-    make_worker: MakeWorker, make_gate: Callable[[], GatePath]
-) -> None:
+def test_an_awaited_result_is_taken_and_does_not_block_the_loop(make_worker: MakeWorker, make_gate: MakeGate) -> None:
     rig = make_worker()
     gate = make_gate()
-    request = rig.submit(Gate(gate.path), *plain_reply(Text("awaited")))
+    request = rig.submit(Gate(gate), *plain_reply(Text("awaited")))
 
     async def main() -> Any:
         async def open_soon() -> None:
             await asyncio.sleep(0)
-            gate.open()
+            gate.touch()
 
         result, _ = await asyncio.gather(rig.worker.result(request), open_soon())
         return result

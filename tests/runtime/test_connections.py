@@ -172,33 +172,6 @@ def test_a_host_that_nobody_knows(make_client: MakeClient) -> None:
     assert detail.startswith("cannot resolve the host: ")
 
 
-BEFORE = "the connection ended before the response headers: "
-
-
-@pytest.mark.parametrize(
-    ("reply", "reason", "detail"),
-    [
-        (b"", "stream_disconnected", BEFORE + "the server sent no response"),
-        (
-            b"SSH-2.0-OpenSSH_9.2\r\n",
-            "stream_disconnected",
-            BEFORE + r"the reply is not HTTP: it begins with 'SSH-2.0-OpenSSH_9.2\r\n'",
-        ),
-        (
-            b"x" * 100 + b"\r\n",
-            "stream_disconnected",
-            BEFORE + f"the reply is not HTTP: it begins with '{'x' * 40}'",
-        ),
-        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 100\r\n\r\nabc", "http_error", "HTTP 400: abc"),
-    ],
-    ids=["nothing", "another protocol", "a long line", "an error cut off"],
-)
-def test_a_reply_that_is_none(
-    make_server: MakeServer, make_client: MakeClient, reply: bytes, reason: str, detail: str
-) -> None:
-    assert make_client(make_server(sends(reply, close=True)).url).failed() == (reason, detail)
-
-
 def test_without_trust_there_is_no_connection(
     make_server: MakeServer, make_client: MakeClient, certificate: Path
 ) -> None:
