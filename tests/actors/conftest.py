@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -42,13 +44,13 @@ def eventually(check: Callable[[], T | None], what: str, timeout_s: float = WAIT
         time.sleep(0.01)
 
 
+@dataclass(frozen=True, slots=True)
 class Rig:
     """One worker and what its servers wrote down."""
 
-    def __init__(self, worker: LlamaWorker, config: WorkerConfig, journal: Journal) -> None:
-        self.worker = worker
-        self.config = config
-        self.journal = journal
+    worker: LlamaWorker
+    config: WorkerConfig
+    journal: Journal
 
     # -- requests --
 
@@ -145,23 +147,17 @@ def living(seen: Tree) -> set[int]:
     return {pid for pid, at in seen.items() if _is_there(pid, at)}
 
 
-def _is_there(pid: int, at: float) -> bool:
-    try:
-        return psutil.Process(pid).create_time() < at + 1.0
-    except psutil.NoSuchProcess:
-        return False
-
-
 def running(seen: Tree) -> set[int]:
     """Those that still run. An orphan's zombie is left to this machine's init, which may take its time."""
-    return {pid for pid in living(seen) if not _is_zombie(pid)}
+    return {pid for pid, at in seen.items() if _is_there(pid, at, zombies=False)}
 
 
-def _is_zombie(pid: int) -> bool:
+def _is_there(pid: int, at: float, *, zombies: bool = True) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.create_time() < at + 1.0 and (zombies or process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
-        return True
+        return False
 
 
 class MakeWorker(Protocol):
@@ -176,7 +172,6 @@ def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWo
 
     `config` overrides any field of the WorkerConfig; `timeouts` and `restart` are short by default.
     """
-    workers: list[LlamaWorker] = []
     numbers = itertools.count(1)
 
     def make(script: Script = Script(), *, start: bool = True, **config: Any) -> Rig:  # noqa: B008 (frozen)
@@ -186,27 +181,15 @@ def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWo
         command = config.pop("server_cmd", None) or fake_server_cmd(
             script, host=HOST, port=port, slots=slots, journal=journal.path
         )
-        made = WorkerConfig(
-            **{
-                "name": name,
-                "host": HOST,
-                "port": port,
-                "server_cmd": command,
-                "timeouts": fast_timeouts(),
-                "restart": fast_restart(),
-                **config,
-            }
-        )
-        worker = LlamaWorker(made)
-        workers.append(worker)
-        rig = Rig(worker, made, journal)
+        config = {"name": name, "timeouts": fast_timeouts(), "restart": fast_restart(), **config}
+        made = WorkerConfig(host=config.pop("host", HOST), port=port, server_cmd=command, **config)
+        rig = Rig(cleanup.enter_context(closing(LlamaWorker(made))), made, journal)
         if start:
             rig.start()
         return rig
 
-    yield make
-    for worker in workers:
-        worker.close()
+    with ExitStack() as cleanup:
+        yield make
 
 
 MakeGate = Callable[[], Path]

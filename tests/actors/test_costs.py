@@ -52,9 +52,8 @@ def test_text_that_comes_fast_is_told_at_most_once_per_50_ms_and_wakes_one_threa
     ticks = (time.monotonic() - began) / TICK_S
     assert told[StreamEvents] <= ticks + 10
     woken = _switches() - before
-    assert woken["llama_worker-loop"] <= 2 * ticks + 30, (
-        woken
-    )  # the timed wait, and now and then the interpreter's lock
+    # The timed wait, and now and then the interpreter's lock.
+    assert woken["llama_worker-loop"] <= 2 * ticks + 30, woken
     assert sum(count for name, count in woken.items() if "request" in name or "transport" in name) == 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import pickle
 import shlex
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -31,46 +31,41 @@ def server(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def closing() -> Iterator[ExitStack]:
+def from_model() -> Iterator[Callable[..., LlamaWorker]]:
+    """`LlamaWorker.from_model`; what it made is closed at the end of the test."""
     with ExitStack() as stack:
-        yield stack
+
+        def make(**options: Any) -> LlamaWorker:
+            return stack.enter_context(closing(LlamaWorker.from_model("models/tiny.gguf", **options)))
+
+        yield make
 
 
 # ---------------------------------------------------------------- from_model
 
 
-def test_from_a_model_to_an_answer(server: str, tmp_path: Path) -> None:
-    with LlamaWorker.from_model(tmp_path / "a.gguf", executable=server, timeouts=fast_timeouts()) as worker:
+def test_from_a_model_to_an_answer(server: str) -> None:
+    with LlamaWorker.from_model("a.gguf", executable=server, timeouts=fast_timeouts()) as worker:
         assert worker.ask("Hello?").get(timeout=WAIT_S)["text"] == HELLO
 
 
-def test_the_worker_is_what_its_config_would_make(server: str, closing: ExitStack) -> None:
-    worker = LlamaWorker.from_model(
-        "models/tiny.gguf", slots=3, executable=server, extra_args=["--ctx-size", "512"], max_tokens=7
-    )
-    closing.callback(worker.close)
+def test_the_worker_is_what_its_config_would_make(server: str, from_model: Callable[..., LlamaWorker]) -> None:
+    worker = from_model(slots=3, executable=server, extra_args=["--ctx-size", "512"])
     status, debug = worker.get_worker_status().get(), worker.get_debug_info().get()
     assert (status["name"], status["state"], status["slots_total"]) == ("tiny", WorkerState.STOPPED, 3)
     program, *words = debug["server_cmd"]
     assert program == server
     options = dict(zip(words[::2], words[1::2], strict=True))
-    port = options.pop("--port")
-    assert 20000 <= int(port) < 32000
-    assert options == {
-        "--model": "models/tiny.gguf",
-        "--host": "127.0.0.1",
-        "--parallel": "3",
-        "--ctx-size": "512",
-    }
+    assert 20000 <= int(options.pop("--port")) < 32000
+    model = {"--model": "models/tiny.gguf", "--host": "127.0.0.1"}
+    assert options == {**model, "--parallel": "3", "--ctx-size": "512"}
 
 
 def test_the_server_is_found_where_the_command_line_finds_it(
-    server: str, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+    server: str, from_model: Callable[..., LlamaWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLAMA_SERVER", server)
-    worker = LlamaWorker.from_model("m.gguf")
-    closing.callback(worker.close)
-    assert worker.get_debug_info().get()["server_cmd"][0] == server
+    assert from_model().get_debug_info().get()["server_cmd"][0] == server
 
 
 def test_without_a_server_the_error_says_where_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,24 +133,6 @@ def test_awaiting_leaves_the_event_loop_running(future: WorkerFuture[str]) -> No
     assert run(wait(future)) == "done"  # what is answered already returns at once
 
 
-def test_many_tasks_of_several_loops_may_await_the_same_future(future: WorkerFuture[int]) -> None:
-    waiting: SimpleQueue[None] = SimpleQueue()
-
-    async def one() -> int:
-        waiting.put(None)
-        return await future
-
-    async def three() -> list[int]:
-        return list(await asyncio.gather(one(), one(), one()))
-
-    with ThreadPoolExecutor(2) as pool:
-        loops = [pool.submit(lambda: asyncio.run(three())) for _ in range(2)]
-        for _ in range(6):
-            waiting.get(timeout=TIMEOUT_S)
-        future.answer(7)
-        assert [loop.result(TIMEOUT_S) for loop in loops] == [[7, 7, 7]] * 2
-
-
 def test_awaiting_raises_what_the_future_failed_with(future: WorkerFuture[int]) -> None:
     async def main() -> None:
         asyncio.get_running_loop().call_soon(lambda: future.fail(LookupError("lost")))
@@ -275,19 +257,6 @@ def test_a_mapped_future_can_be_awaited_and_the_event_loop_goes_on(future: Worke
         return await waiting
 
     assert run(main()) == 2
-
-
-def test_futures_can_be_joined_and_awaited(future: WorkerFuture[int]) -> None:
-    other: WorkerFuture[int] = WorkerFuture()
-    joined: Any = future.join(other)
-
-    async def main() -> Any:
-        asyncio.get_running_loop().call_soon(other.answer, 2)
-        asyncio.get_running_loop().call_soon(future.answer, 1)
-        return await joined
-
-    assert list(run(main())) == [1, 2]
-    assert list(joined.get(timeout=TIMEOUT_S)) == [1, 2]
 
 
 def test_a_mapped_result_is_taken_through_the_map(handed_over: ResultFuture[int], taken: list[int]) -> None:

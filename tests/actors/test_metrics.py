@@ -121,17 +121,11 @@ def test_the_collector_keeps_no_worker_alive(make_worker: MakeWorker) -> None:
     assert not [s for family in collector.collect() for s in family.samples]
 
 
-def test_a_second_collector_on_one_registry_is_refused(make_worker: MakeWorker) -> None:
+def test_it_is_served_over_http(make_worker: MakeWorker) -> None:
     registry = CollectorRegistry()
-    registry.register(WorkerCollector())
+    registry.register(WorkerCollector([make_worker(start=False).worker]))
     with pytest.raises(ValueError, match="Duplicated"):
         registry.register(WorkerCollector())
-
-
-def test_it_is_served_over_http(make_worker: MakeWorker) -> None:
-    rig = make_worker(start=False)
-    registry = CollectorRegistry()
-    registry.register(WorkerCollector([rig.worker]))
     server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=WAIT_S) as response:
@@ -192,14 +186,3 @@ def test_the_dashboard_groups_by_labels_that_the_metrics_have(make_worker: MakeW
             used = re.findall(r"by \(([^)]*)\)", target["expr"]) + re.findall(r"{(.*?)[=!]", target["expr"])
             used += re.findall(r"{{(\w+)}}", target["legendFormat"])
             assert {label.strip() for text in used for label in text.split(",")} <= labels[name], target
-
-
-def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in dashboard()["panels"]:
-        at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not cells & taken
-        assert at["x"] + at["w"] <= 24
-        taken |= cells
-    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])

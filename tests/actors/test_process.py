@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -301,19 +300,3 @@ def test_the_executable_is_found_on_the_path_of_the_servers_own_environment(make
     command, path = (name, *rig.config.server_cmd[1:]), os.path.dirname(sys.executable)
     other = make_worker(server_cmd=command, port=rig.config.port, env={"PATH": path})
     assert other.status()["state"] is WorkerState.READY
-
-
-def test_a_launch_that_gets_no_thread_is_spawn_failed(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_worker(start=False)
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.endswith("-server"):
-            raise RuntimeError("no more threads")
-        start(thread)
-
-    with monkeypatch.context() as crowded:
-        crowded.setattr(threading.Thread, "start", refuse)
-        error = _fails_to_start(rig)
-    assert (error.reason, "no more threads" in str(error)) == (StartFailReason.SPAWN_FAILED, True)
-    assert rig.start()["state"] is WorkerState.READY

@@ -43,7 +43,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch, kind: str = "") -> Iterator[thre
 
 
 @contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
+def no_descriptors() -> Iterator[object]:
     """Every descriptor that this process may have is taken. Nothing may be opened meanwhile, by the test neither."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
@@ -117,25 +117,21 @@ def test_a_worker_that_gets_no_threads_raises_and_leaves_nothing(
 def test_without_descriptors_a_request_fails_and_the_server_stays(make_worker: MakeWorker) -> None:
     rig = make_worker(restart=SUSPICIOUS, slots=2)
     with no_descriptors():
-        results = [rig.worker.result(request) for request in (submitted(rig), submitted(rig))]
-        told: list[Any] = [result.get(timeout=WAIT_S) for result in results]
+        told = [rig.ended(request) for request in (rig.submit(), rig.submit())]
     for result in told:
         assert (result["fail_reason"], "Too many open files" in result["fail_detail"]) == ("unknown_error", True)
     assert_as_before(rig)
 
 
-def submitted(rig: Rig) -> int:
-    told = rig.worker.submit("job", "", "x").get(timeout=WAIT_S)
-    assert told["ok"]
-    return told["request_id"]
-
-
-def test_without_descriptors_a_start_fails_with_the_cause_and_may_be_repeated(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize("lack", ["can't start new thread", "Too many open files"])
+def test_a_start_that_lacks_something_fails_with_the_cause_and_may_be_repeated(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, lack: str
+) -> None:
     rig = make_worker(start=False)
-    with no_descriptors(), pytest.raises(WorkerStartError) as failure:
+    crowded = no_threads(monkeypatch, "-server") if "thread" in lack else no_descriptors()
+    with crowded, pytest.raises(WorkerStartError, match=lack) as failure:
         rig.worker.start().get(timeout=WAIT_S)
     assert failure.value.reason is StartFailReason.SPAWN_FAILED
-    assert "Too many open files" in str(failure.value)
     assert rig.status()["state"] is WorkerState.FAILED
     rig.start()
     assert_as_before(rig)
