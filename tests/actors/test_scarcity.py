@@ -43,7 +43,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch, kind: str = "") -> Iterator[thre
 
 
 @contextlib.contextmanager
-def no_descriptors() -> Iterator[object]:
+def no_descriptors() -> Iterator[None]:
     """Every descriptor that this process may have is taken. Nothing may be opened meanwhile, by the test neither."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
@@ -128,7 +128,7 @@ def test_a_start_that_lacks_something_fails_with_the_cause_and_may_be_repeated(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, lack: str
 ) -> None:
     rig = make_worker(start=False)
-    crowded = no_threads(monkeypatch, "-server") if "thread" in lack else no_descriptors()
+    crowded: Any = no_threads(monkeypatch, "-server") if "thread" in lack else no_descriptors()
     with crowded, pytest.raises(WorkerStartError, match=lack) as failure:
         rig.worker.start().get(timeout=WAIT_S)
     assert failure.value.reason is StartFailReason.SPAWN_FAILED
