@@ -218,8 +218,6 @@ class Stream:
         self.next_ping_at = math.inf
         self.deltas = 0
         self.closed = False
-        self._held_head = b""
-        self._held = bytearray()
         self._poller = select.poll()
         self._poller.register(sock, select.POLLRDHUP)
 
@@ -265,23 +263,17 @@ class Stream:
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         if framing == "chunked":
             lines.append("Transfer-Encoding: chunked")
-        elif framing == "length" and length is not None:
+        elif framing == "length":
             lines.append(f"Content-Length: {length}")
         self.headers_sent = True
         self.server.journal.note("headers", n=self.number)
-        if framing == "length" and length is None:  # known only at the end: all is held until then
-            self.framing = "held"
-            self._held_head = "\r\n".join(lines).encode()
-        else:
-            self.wire("\r\n".join([*lines, "", ""]).encode())
+        self.wire("\r\n".join([*lines, "", ""]).encode())
 
     def send(self, *pieces: bytes) -> None:
         """Body bytes, each piece a chunk of its own, all in one send."""
         if not self.headers_sent:
             do_headers(self)
-        if self.framing == "held":
-            self._held += b"".join(pieces)
-        elif self.framing == "chunked":
+        if self.framing == "chunked":
             self.wire(b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece))
         else:
             self.wire(b"".join(pieces))
@@ -292,9 +284,6 @@ class Stream:
             do_headers(self)
         if self.framing == "chunked":
             self.wire(b"0\r\n\r\n")
-        elif self.framing == "held":
-            head = self._held_head + b"\r\nContent-Length: %d\r\n\r\n" % len(self._held)
-            self.wire(head + bytes(self._held))
 
     # -- records --
 
@@ -494,14 +483,6 @@ def do_record(s: Stream, data: Json, end: str | None = None, cut: int | None = N
     if end is not None:
         body = body[: -2 * len(s.newline)] + end.encode("latin-1")
     s.send(body[:cut])
-
-
-def do_big_record(s: Stream, size_bytes: int) -> None:
-    head, tail = s.record(s.chunk({"content": "@"})).split(b"@")
-    s.send(head)
-    for at in range(0, size_bytes, 1 << 20):
-        s.send(b"x" * min(1 << 20, size_bytes - at))
-    s.send(tail)
 
 
 def do_newlines(s: Stream, kind: str) -> None:
@@ -859,7 +840,6 @@ class Server:
     def _endpoint(self, sock: socket.socket, route: str, path: str, headers: Mapping[str, str], body: Json) -> bool:
         specs = self.script.get(route) or [{}]
         spec = self._pick(route, specs)
-        time.sleep(spec.get("delay_s", 0.0))
         if spec.get("hang"):
             return self._hang(sock, path)
         if spec.get("reset"):

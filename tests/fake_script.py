@@ -42,8 +42,7 @@ class Step:
 class Headers(Step):
     """Sends the response headers now; the first body step does it where no `Headers` came before.
 
-    `framing`: "chunked", "close" (delimited by the end of the connection) or "length" (`length` bytes; None:
-    all is held back until the end, and counted).
+    `framing`: "chunked", "close" (delimited by the end of the connection) or "length" (`length` bytes).
     """
 
     status: int = 200
@@ -176,12 +175,6 @@ class Record(Step):
     cut: int | None = None
 
 
-class BigRecord(Step):
-    """One record with `size_bytes` of content."""
-
-    size_bytes: int
-
-
 class Raw(Step):
     """Bytes as they are.
 
@@ -310,7 +303,6 @@ class Answer:
     text: str | None = None
     hang: bool = False
     reset: bool = False
-    delay_s: float = 0.0
     times: int | None = None
 
 
@@ -421,14 +413,6 @@ def steps_json(*steps: Step) -> list[Json]:
 def plain_reply(*steps: Step, reason: str = "stop") -> list[Step]:
     """`steps` in a whole reply: headers and role before; finish, usage and `[DONE]` after."""
     return [Headers(), Role(), *steps, Finish(reason), Usage(), DoneMarker()]
-
-
-def props_answer(*, total_slots: int = 1, tools: bool = True, chat_template: str = "{# fake #}") -> Answer:
-    """A `/props` answer whose template can do tools, or cannot."""
-    caps = {f"supports_{name}": True for name in ("string_content", "system_role")}
-    caps |= {f"supports_{name}": tools for name in ("tools", "tool_calls", "parallel_tool_calls")}
-    body = {"total_slots": total_slots, "chat_template": chat_template, "chat_template_caps": caps}
-    return Answer(body=body)
 
 
 def fake_server_cmd(

@@ -80,7 +80,6 @@ def test_without_a_server_the_error_says_where_to_get_one(monkeypatch: pytest.Mo
     ("given", "error", "says"),
     [
         ({"slots": 0}, ConfigError, "slots"),
-        ({"port": 70000}, ConfigError, "port"),
         ({"max_token": 1}, TypeError, "max_token"),
         ({"server_cmd": ["x"]}, TypeError, "server_cmd"),
         ({"extra_args": "--ctx-size 1"}, TypeError, "extra_args"),

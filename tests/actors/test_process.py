@@ -110,11 +110,12 @@ def test_what_cannot_be_executed_is_spawn_failed(make_worker: MakeWorker, path: 
     assert rig.status()["state"] is WorkerState.FAILED
 
 
-def test_a_server_that_exits_says_why(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize("code", [1, 0, 255, -signal.SIGSEGV])
+def test_a_server_that_exits_says_why_and_with_which_code(make_worker: MakeWorker, code: int) -> None:
     lines = ["loading", "error: failed to load model 'x.gguf'"]
-    rig = make_worker(Script(exits=[Exit(code=1, when="before_bind", log=lines)]), start=False)
+    rig = make_worker(Script(exits=[Exit(code=code, when="before_bind", log=lines)]), start=False)
     error = _fails_to_start(rig)
-    assert (error.reason, error.returncode) == (StartFailReason.EXITED, 1)
+    assert (error.reason, error.returncode) == (StartFailReason.EXITED, code)
     assert error.log_tail[-2:] == tuple(lines)
     assert lines[1] in str(error)
     assert rig.status()["state"] is WorkerState.FAILED
@@ -140,12 +141,6 @@ def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: Ma
     no_name = make_worker(start=False, host="x" * 70 + ".local", server_cmd=("/bin/false",))  # IDNA: 63 at most
     assert _fails_to_start(no_name).returncode == 1
     no_name.stop()
-
-
-@pytest.mark.parametrize("code", [0, 255, -signal.SIGSEGV])
-def test_the_return_code_is_the_servers_own(make_worker: MakeWorker, code: int) -> None:
-    error = _fails_to_start(make_worker(Script(exits=[Exit(code=code, when="after_bind")]), start=False))
-    assert (error.reason, error.returncode) == (StartFailReason.EXITED, code)
 
 
 # ------------------------------------------------------------ the port
