@@ -69,11 +69,9 @@ class Rig:
         return told
 
     def run(self, *steps: Step, **params: Any) -> RequestResult:
-        """`submit` and `ended`."""
         return self.ended(self.submit(*steps, **params))
 
     def request(self, request_id: int) -> RequestStatus:
-        """How far the request is."""
         told = self.worker.get_status(request_id).get(timeout=WAIT_S)
         assert told["ok"] is True, told
         return told
@@ -97,19 +95,15 @@ class Rig:
     # -- the worker --
 
     def start(self) -> WorkerStatus:
-        """READY."""
         return self.worker.start().get(timeout=WAIT_S)
 
     def stop(self) -> None:
-        """STOPPED."""
         self.worker.stop().get(timeout=WAIT_S)
 
     def status(self) -> WorkerStatus:
-        """How the worker is."""
         return self.worker.get_worker_status().get(timeout=WAIT_S)
 
     def wait_state(self, state: WorkerState, timeout_s: float = WAIT_S) -> WorkerStatus:
-        """Until the worker is in the state."""
         eventually(lambda: self.status()["state"] is state, f"state {state}", timeout_s)
         return self.status()
 

@@ -14,26 +14,12 @@ from unittest.mock import Mock
 import pykka
 import pytest
 
-from llama_worker import LlamaWorkerError, WorkerClosed
+from llama_worker import LlamaWorkerError, WorkerClosed, messages
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.actors.worker import WorkerActor
-from llama_worker.messages import (
-    BecameReady,
-    Begin,
-    Exited,
-    GetStatus,
-    OpenStream,
-    RequestEnded,
-    RunTool,
-    Start,
-    Stop,
-    StreamEvents,
-    Submit,
-    Watch,
-)
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.conftest import Leftovers, Speechless
 from tests.fake_script import (
@@ -74,12 +60,12 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Arm:
 @pytest.mark.parametrize(
     ("actor", "kind", "error"),
     [
-        (RequestActor, Begin, RuntimeError),  # it has no record to hand over
-        (TransportActor, OpenStream, RuntimeError),
-        (ToolLoopActor, RunTool, RuntimeError),
-        (WatchdogActor, Watch, RuntimeError),
-        (RequestActor, StreamEvents, SystemExit),
-        (RequestActor, StreamEvents, Speechless),
+        (RequestActor, messages.Begin, RuntimeError),  # it has no record to hand over
+        (TransportActor, messages.OpenStream, RuntimeError),
+        (ToolLoopActor, messages.RunTool, RuntimeError),
+        (WatchdogActor, messages.Watch, RuntimeError),
+        (RequestActor, messages.StreamEvents, SystemExit),
+        (RequestActor, messages.StreamEvents, Speechless),
     ],
 )
 def test_a_death_around_a_request_is_survived(
@@ -106,7 +92,10 @@ def test_a_death_around_a_request_is_survived(
 # ------------------------------------------------------------ the front desk itself
 
 
-@pytest.mark.parametrize("kind", [Start, BecameReady, Submit, RequestEnded, Stop, Exited])
+@pytest.mark.parametrize(
+    "kind",
+    [messages.Start, messages.BecameReady, messages.Submit, messages.RequestEnded, messages.Stop, messages.Exited],
+)
 def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing(
     make_worker: MakeWorker, arm: Arm, leftovers: Leftovers, kind: Any
 ) -> None:
@@ -120,7 +109,7 @@ def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing(
             futures.append(rig.worker.submit("job", "", "x", params={"fake_script": steps_json(*steps)}))
         futures += [call(1) for call in (rig.worker.get_status, rig.worker.read_output, rig.worker.result)]
         futures += [rig.worker.result(2), rig.worker.get_worker_status()]
-        if kind is RequestEnded:
+        if kind is messages.RequestEnded:
             assert happened.wait(WAIT_S)
         futures.append(rig.worker.stop())
         eventually(lambda: futures[-1].done(), "an answer to stop()")
@@ -149,7 +138,7 @@ def test_a_dying_worker_actor_does_not_stop_the_hosts_own_actors(make_worker: Ma
     bystander = Bystander.start()
     try:
         rig = make_worker()
-        arm(WorkerActor, GetStatus, SystemExit)
+        arm(WorkerActor, messages.GetStatus, SystemExit)
         with pytest.raises(WorkerClosed):
             rig.worker.get_status(1).get(timeout=WAIT_S)
         rig.worker.close()

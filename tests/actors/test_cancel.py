@@ -50,6 +50,7 @@ def test_the_connection_is_closed_in_every_phase(rig: Rig, phase: str) -> None:
     result = rig.ended(request)
     assert (result["state"], result["finish_reason"], result["fail_reason"]) == ("canceled", "canceled", "canceled")
     assert set(result["text"].split()) <= {"token"}
+    assert rig.worker.cancel(request).get(timeout=WAIT_S) is False, "there is none with that id any more"
     assert rig.run()["state"] == "completed"
     assert rig.status()["restart_count"] == 0
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from llama_worker import ConfigError, LlamaWorker
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.metrics import WorkerCollector
+from llama_worker.server.totals import BOUNDS_S
 from tests.actors.conftest import WAIT_S, MakeWorker
 from tests.fake_script import Headers, KillSelf, Text, Tokens, ToolCall, WaitClose, plain_reply
 
@@ -77,12 +78,16 @@ def test_requests_tokens_and_times_are_those_of_the_results(make_worker: MakeWor
     assert sample(seen, "request_duration_seconds_count", worker="w1", outcome="completed") == 2
     assert sample(seen, "request_duration_seconds_count", worker="w1", outcome="canceled") == 1
     assert sample(seen, "time_to_first_token_seconds_count", worker="w1") in (2, 3)
+    bounds = {dict(labels)["le"] for name, labels in seen if name.endswith("request_duration_seconds_bucket")}
+    assert sorted(map(float, bounds)) == [*BOUNDS_S, float("inf")]
 
 
 def test_restarts_and_failures_have_their_cause(make_worker: MakeWorker) -> None:
     rig = make_worker()
     rig.run(Headers(), Text("a"), KillSelf())
     rig.wait_restarted()
+    rig.stop()
+    rig.start()  # which forgets nothing
     seen = scrape(rig.worker)
     assert sample(seen, "requests_total", worker="w1", outcome="failed", reason="server_died") == 1
     assert sample(seen, "restarts_total", worker="w1", cause="server_died") == 1

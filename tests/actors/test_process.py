@@ -273,10 +273,12 @@ def test_a_tree_that_outlives_its_root_is_ended(make_worker: MakeWorker) -> None
     rig.wait_gone(5.0)
 
 
-def test_a_start_that_is_stopped_leaves_nothing(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize("children_count", [0, 3], ids=["at once", "while it loads"])
+def test_a_start_that_is_stopped_leaves_nothing(make_worker: MakeWorker, children_count: int) -> None:
     rig = make_worker(Script(startup=Startup(load_s=None), children=TREE, ignore_term=True), start=False)
     starting = rig.worker.start()
-    rig.journal.wait("child", timeout=WAIT_S, count=3)
+    if children_count:
+        rig.journal.wait("child", timeout=WAIT_S, count=children_count)
     rig.stop()
     rig.wait_gone(0.0)
     assert _failure(starting).reason is StartFailReason.STOPPED

@@ -55,25 +55,16 @@ def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -
 # ------------------------------------------------------------ close
 
 
-def _every_call(worker: LlamaWorker) -> dict[str, Callable[[], Any]]:
-    return {
-        "start": worker.start,
-        "stop": worker.stop,
-        "submit": lambda: worker.submit("job", "", "x"),
-        "get_status": lambda: worker.get_status(1),
-        "get_result": lambda: worker.get_result(1),
-        "result": lambda: worker.result(1),
-        "read_output": lambda: worker.read_output(1),
-        "cancel": lambda: worker.cancel(1),
-        "get_worker_status": worker.get_worker_status,
-        "get_debug_info": worker.get_debug_info,
-    }
+def _every_call(worker: LlamaWorker) -> list[Callable[[], Any]]:
+    of_a_request = (worker.get_status, worker.get_result, worker.result, worker.read_output, worker.cancel)
+    about_all = (worker.start, worker.stop, worker.get_worker_status, worker.get_debug_info)
+    return [partial(worker.submit, "job", "", "x"), *(partial(call, 1) for call in of_a_request), *about_all]
 
 
 def test_after_close_every_call_raises(make_worker: MakeWorker, leftovers: Leftovers) -> None:
     rig = make_worker()
     rig.worker.close()
-    for call in _every_call(rig.worker).values():
+    for call in _every_call(rig.worker):
         with pytest.raises(WorkerClosed, match=rig.config.name):
             call()
     rig.worker.close()
@@ -104,7 +95,7 @@ def test_every_future_is_answered_when_the_worker_is_closed_meanwhile(make_worke
     def ask() -> None:
         try:
             while True:
-                futures.extend(call() for call in _every_call(rig.worker).values())
+                futures.extend(call() for call in _every_call(rig.worker))
                 rig.worker.get_worker_status().get(timeout=WAIT_S)  # no faster than they are answered
                 if len(futures) > 100:
                     closing.set()
