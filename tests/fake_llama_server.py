@@ -88,38 +88,24 @@ class DiskReader:
     SIZE = 16 << 20
 
     def __init__(self) -> None:
-        import mmap
-
         directory = os.environ.get("TMPDIR", "/tmp")
         path = f"{directory}/fake-llama-{os.getpid()}-{threading.get_ident()}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            self._direct = True
-        except OSError:  # a file system without O_DIRECT
-            self._fd = os.open(path, os.O_RDONLY)
-            self._direct = False
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.unlink(path)
-        os.write(fd, b"\xa5" * self.SIZE)
-        os.fsync(fd)
-        os.close(fd)
-        self._buffer = mmap.mmap(-1, 1 << 20)  # page-aligned, as O_DIRECT demands
+        os.write(self._fd, b"\xa5" * self.SIZE)
+        os.fsync(self._fd)
         self._offset = 0
 
     def read(self, count_bytes: float) -> None:
-        """Reads at least `count_bytes`, in whole pages."""
-        left = math.ceil(max(count_bytes, 1) / 4096) * 4096
-        while left > 0:
-            if not self._direct:
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            view = memoryview(self._buffer)[: min(left, len(self._buffer), self.SIZE - self._offset)]
-            done = os.preadv(self._fd, [view], self._offset)
+        """Reads at least `count_bytes`."""
+        while count_bytes > 0:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # out of the page cache
+            done = len(os.pread(self._fd, 1 << 20, self._offset))
             self._offset = (self._offset + done) % self.SIZE
-            left -= done
+            count_bytes -= done
 
     def close(self) -> None:
         os.close(self._fd)
-        self._buffer.close()
 
 
 def spin_cpu(cpu_s: float) -> None:
