@@ -22,15 +22,7 @@ from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.actors.worker import WorkerActor
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.conftest import Leftovers, Speechless
-from tests.fake_script import (
-    Headers,
-    Text,
-    ToolCall,
-    Turns,
-    WaitClose,
-    plain_reply,
-    steps_json,
-)
+from tests.fake_script import Headers, Text, ToolCall, Turns, WaitClose, plain_reply, steps_json
 
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 

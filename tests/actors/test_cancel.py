@@ -10,18 +10,7 @@ import pytest
 
 from llama_worker.runtime.stream_reader import StreamReader
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
-from tests.fake_script import (
-    Burn,
-    Finish,
-    Headers,
-    PingEvery,
-    PromptProgress,
-    Repeat,
-    Script,
-    Step,
-    Text,
-    WaitClose,
-)
+from tests.fake_script import Burn, Finish, Headers, PingEvery, PromptProgress, Repeat, Script, Step, Text, WaitClose
 
 PHASES: dict[str, list[Step]] = {
     "before the headers, at work": [Burn(None)],

@@ -181,9 +181,6 @@ def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(make_worker: M
     assert (chunk["text"], chunk["text_offset"], chunk["done"]) == ("", 1, True)
 
 
-# ---------------------------------------------------------------- truths about the server
-
-
 def test_a_wait_that_is_no_bool_is_refused(make_worker: MakeWorker) -> None:
     rig = make_worker(start=False)
     with pytest.raises(TypeError, match="wait must be a bool, not int: 1"):

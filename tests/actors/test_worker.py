@@ -16,17 +16,7 @@ import pytest
 from llama_worker import LlamaWorker, WorkerClosed, WorkerStartError
 from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, eventually
 from tests.conftest import Leftovers
-from tests.fake_script import (
-    Answer,
-    Exit,
-    Fin,
-    Gate,
-    Headers,
-    Script,
-    Text,
-    WaitClose,
-    plain_reply,
-)
+from tests.fake_script import Answer, Exit, Fin, Gate, Headers, Script, Text, WaitClose, plain_reply
 
 NOT_FOUND = {"ok": False, "error": "NOT_FOUND"}
 
