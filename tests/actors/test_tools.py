@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,9 +67,6 @@ class Tools:
         self.entered.release()
         assert self.released.wait(120)
         return "released"
-
-    def wait_entered(self) -> None:
-        assert self.entered.acquire(timeout=WAIT_S)
 
 
 def add(arguments: Mapping[str, Any]) -> int:
@@ -196,7 +194,7 @@ def holding(rig: Rig, tools: Tools, **params: Any) -> int:
     """A request inside a tool that does not return."""
     turn = calling(call("hold"), before=(Reasoning("why"), Text("kept")))
     request_id = rig.submit(Turns([turn, plain_reply(Text(" done"))]), **params)
-    tools.wait_entered()
+    assert tools.entered.acquire(timeout=WAIT_S)
     return request_id
 
 
@@ -218,17 +216,12 @@ def test_a_tool_that_exceeds_its_time_fails_the_request_on_time_and_its_thread_i
 def test_a_batch_that_ends_in_time_leaves_no_stuck_thread_not_even_for_a_moment(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
-
-    def stuck_thread(**fields: Any) -> ToolThreadStuck:
-        told.append(fields)
-        return ToolThreadStuck(**fields)
-
-    monkeypatch.setattr(tool_loop, "ToolThreadStuck", stuck_thread)
+    told = Mock(wraps=ToolThreadStuck)
+    monkeypatch.setattr(tool_loop, "ToolThreadStuck", told)
     rig = make_rig(tool_timeout_s=60.0)
     for last in (call("add", 1, a=1, b=2), call("add", 1)):  # well, and with a failure
         rig.run(Turns([calling(call("echo"), last), plain_reply(Text("done"))]))
-    assert (told, stuck(rig)) == ([], 0)
+    assert (told.called, stuck(rig)) == (False, 0)
 
 
 def test_other_requests_and_stop_go_on_beside_a_tool_that_never_returns(
