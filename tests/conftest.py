@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import glob
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ import pykka
 import pytest
 import trustme
 
+from llama_worker.runtime.liveness_probes import tree_pids
 from tests.ports import held_ports
 from tests.server.pace import HANG_GUARD_S
 from tests.server.thin_model import write_thin_model
@@ -39,7 +39,6 @@ def pytest_configure() -> None:
     """A shell that starts the tests in the background has them ignore Ctrl-C, and so all programs that they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert Path("/proc/thread-self/children").exists(), "a kernel without CONFIG_PROC_CHILDREN: leaks would go unseen"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,7 +58,7 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
-        self._children = _children()
+        self._processes = _processes()
         self._descriptors = _descriptors()
         self._actors = set(pykka.ActorRegistry.get_all())
 
@@ -67,7 +66,7 @@ class Leftovers:
         """What is there and was not before; for a person."""
         found = [f"thread {t.name}" for t in set(threading.enumerate()) - self._threads]
         found = [text for text in found if text.removeprefix("thread ") not in PROCESS_WIDE_THREADS]
-        found += [f"process {pid}" for pid in _children() - self._children]
+        found += [f"process {pid}" for pid in _processes() - self._processes]
         found += [f"descriptor {number}: {target}" for number, target in _descriptors() - self._descriptors]
         found += [f"actor {ref}" for ref in set(pykka.ActorRegistry.get_all()) - self._actors]
         return found
@@ -83,13 +82,8 @@ class Leftovers:
         return []
 
 
-def _children(pid: int | str = "self") -> set[int]:
-    """Every test asks: the kernel's own lists, where psutil reads all processes of the machine."""
-    found: set[int] = set()
-    for listed in glob.glob(f"/proc/{pid}/task/*/children"):
-        with contextlib.suppress(OSError):  # a thread that has just ended
-            found |= {int(child) for child in Path(listed).read_text().split()}
-    return found.union(*map(_children, found))
+def _processes() -> set[int]:
+    return set(tree_pids(os.getpid()))
 
 
 def _descriptors() -> set[tuple[str, str]]:

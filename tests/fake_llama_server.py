@@ -1,6 +1,6 @@
 """A scripted stand-in for llama-server: real process, real sockets, every misbehaviour on demand.
 
-    python -S -E fake_llama_server.py --host H --port P --parallel N --script FILE_OR_JSON [--journal FILE]
+    python -S -E fake_llama_server.py --host H --port P --parallel N --script JSON [--journal FILE]
 
 `tests/fake_script.py` builds scripts and reads journals. Other llama-server flags are accepted and ignored.
 One thread per connection, blocking polls, standard library only. The script format: an object with the
@@ -23,9 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 Json = Any
-NO_SUCH_ROUTE = {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}}
-LOADING = {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
-BAD_KEY = {"error": {"code": 401, "message": "Invalid API Key", "type": "authentication_error"}}
+JSON_TYPE = "application/json; charset=utf-8"
 ROUTES = {
     "/v1/models": "models",
     "/models": "models",
@@ -48,6 +46,15 @@ DEFAULT_STEPS: list[Json] = [
     {"do": "usage"},
     {"do": "done_marker"},
 ]
+
+
+def error_body(code: int, message: str = "fake error", error_type: str = "server_error") -> Json:
+    return {"error": {"code": code, "message": message, "type": error_type}}
+
+
+NO_SUCH_ROUTE = error_body(404, "File Not Found", "not_found_error")
+LOADING = error_body(503, "Loading model", "unavailable_error")
+BAD_KEY = error_body(401, "Invalid API Key", "authentication_error")
 
 
 class ClientGone(Exception):
@@ -80,39 +87,25 @@ class DiskReader:
 
     SIZE = 16 << 20
 
-    def __init__(self, directory: str) -> None:
-        import mmap
-
-        directory = directory or os.environ.get("TMPDIR", "/tmp")
+    def __init__(self) -> None:
+        directory = os.environ.get("TMPDIR", "/tmp")
         path = f"{directory}/fake-llama-{os.getpid()}-{threading.get_ident()}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            self._direct = True
-        except OSError:  # a file system without O_DIRECT
-            self._fd = os.open(path, os.O_RDONLY)
-            self._direct = False
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.unlink(path)
-        os.write(fd, b"\xa5" * self.SIZE)
-        os.fsync(fd)
-        os.close(fd)
-        self._buffer = mmap.mmap(-1, 1 << 20)  # page-aligned, as O_DIRECT demands
+        os.write(self._fd, b"\xa5" * self.SIZE)
+        os.fsync(self._fd)
         self._offset = 0
 
     def read(self, count_bytes: float) -> None:
-        """Reads at least `count_bytes`, in whole pages."""
-        left = math.ceil(max(count_bytes, 1) / 4096) * 4096
-        while left > 0:
-            if not self._direct:
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            view = memoryview(self._buffer)[: min(left, len(self._buffer), self.SIZE - self._offset)]
-            done = os.preadv(self._fd, [view], self._offset)
+        """Reads at least `count_bytes`."""
+        while count_bytes > 0:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # out of the page cache
+            done = len(os.pread(self._fd, 1 << 20, self._offset))
             self._offset = (self._offset + done) % self.SIZE
-            left -= done
+            count_bytes -= done
 
     def close(self) -> None:
         os.close(self._fd)
-        self._buffer.close()
 
 
 def spin_cpu(cpu_s: float) -> None:
@@ -129,11 +122,10 @@ def work(
     pause: Callable[[float], object],
     ticks_per_s: float | None = None,
     bytes_per_s: float = 20e6,
-    directory: str = "",
 ) -> None:
     """Works for `seconds` (None: for ever) as "idle", "cpu" (None ticks: a whole core) or "disk"."""
     end_at = math.inf if seconds is None else time.monotonic() + seconds
-    disk = DiskReader(directory) if kind == "disk" else None
+    disk = DiskReader() if kind == "disk" else None
     try:
         while (now := time.monotonic()) < end_at:
             slice_end_at = min(now + 0.1, end_at)
@@ -212,8 +204,6 @@ class Stream:
         self.next_ping_at = math.inf
         self.deltas = 0
         self.closed = False
-        self._held_head = b""
-        self._held = bytearray()
         self._poller = select.poll()
         self._poller.register(sock, select.POLLRDHUP)
 
@@ -225,23 +215,19 @@ class Stream:
             phase = "streaming" if self.headers_sent else "before_headers"
             self.server.journal.note("client_closed", n=self.number, phase=phase, **more)
 
-    def wait(self, seconds: float | None, notice_close: bool = True) -> None:
+    def wait(self, seconds: float | None) -> None:
         """Sleeps (None: for ever), sending pings that are due; ends with ClientGone on a close."""
         end_at = math.inf if seconds is None else time.monotonic() + seconds
         while True:
             now = time.monotonic()
             left = max(0.0, min(end_at, self.next_ping_at) - now)
-            if self.closed and not notice_close:
-                time.sleep(min(left, 3600.0))
-            elif self._poller.poll(None if left == math.inf else math.ceil(left * 1000)):
+            if self._poller.poll(None if left == math.inf else math.ceil(left * 1000)):
                 self.gone()
-                if notice_close:
-                    raise ClientGone
+                raise ClientGone
             now = time.monotonic()
             if now >= self.next_ping_at and self.ping_every_s is not None:
                 self.next_ping_at = now + self.ping_every_s
-                if not self.closed:
-                    self.ping()
+                self.ping()
             if now >= end_at:
                 return
 
@@ -257,29 +243,23 @@ class Stream:
             self.gone()
             raise ClientGone from error
 
-    def send_headers(self, status: int, framing: str, length: int | None, headers: Mapping[str, str]) -> None:
+    def send_headers(self, status: int, framing: str, length: int | None, **headers: str) -> None:
         self.framing = framing
         lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Status')}", "Server: llama.cpp"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         if framing == "chunked":
             lines.append("Transfer-Encoding: chunked")
-        elif framing == "length" and length is not None:
+        elif framing == "length":
             lines.append(f"Content-Length: {length}")
         self.headers_sent = True
         self.server.journal.note("headers", n=self.number)
-        if framing == "length" and length is None:  # known only at the end: all is held until then
-            self.framing = "held"
-            self._held_head = "\r\n".join(lines).encode()
-        else:
-            self.wire("\r\n".join([*lines, "", ""]).encode())
+        self.wire("\r\n".join([*lines, "", ""]).encode())
 
     def send(self, *pieces: bytes) -> None:
         """Body bytes, each piece a chunk of its own, all in one send."""
         if not self.headers_sent:
             do_headers(self)
-        if self.framing == "held":
-            self._held += b"".join(pieces)
-        elif self.framing == "chunked":
+        if self.framing == "chunked":
             self.wire(b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece))
         else:
             self.wire(b"".join(pieces))
@@ -290,9 +270,6 @@ class Stream:
             do_headers(self)
         if self.framing == "chunked":
             self.wire(b"0\r\n\r\n")
-        elif self.framing == "held":
-            head = self._held_head + b"\r\nContent-Length: %d\r\n\r\n" % len(self._held)
-            self.wire(head + bytes(self._held))
 
     # -- records --
 
@@ -322,8 +299,8 @@ class Stream:
             self.server.journal.note("token", n=self.number, i=self.deltas, count=count)
         self.deltas += count
 
-    def delta(self, delta: Json, extra: Json = None) -> None:
-        self.send(self.record(self.chunk(delta, extra=extra)))
+    def delta(self, delta: Json) -> None:
+        self.send(self.record(self.chunk(delta)))
         self.deltas_sent()
 
     def ping(self) -> None:
@@ -350,32 +327,20 @@ def run_steps(s: Stream, steps: Sequence[Json]) -> None:
         handler(s, **fields)
 
 
-def do_headers(
-    s: Stream,
-    status: int = 200,
-    framing: str = "chunked",
-    length: int | None = None,
-    content_type: str = "text/event-stream",
-    extra: Mapping[str, str] | None = None,
-) -> None:
-    headers = {"Content-Type": content_type, "Keep-Alive": "timeout=5, max=100", **(extra or {})}
-    s.send_headers(status, framing, length, headers)
+def do_headers(s: Stream, status: int = 200, framing: str = "chunked", length: int | None = None) -> None:
+    s.send_headers(status, framing, length, Content_Type="text/event-stream", Keep_Alive="timeout=5, max=100")
 
 
 def do_role(s: Stream) -> None:
     s.send(s.record(s.chunk({"role": "assistant", "content": None})))
 
 
-def do_text(s: Stream, text: str, extra: Json = None) -> None:
-    s.delta({"content": text}, extra)
+def do_text(s: Stream, text: str) -> None:
+    s.delta({"content": text})
 
 
-def do_reasoning(s: Stream, text: str, extra: Json = None) -> None:
-    s.delta({"reasoning_content": text}, extra)
-
-
-def do_delta(s: Stream, delta: Json, extra: Json = None) -> None:
-    s.delta(delta, extra)
+def do_reasoning(s: Stream, text: str) -> None:
+    s.delta({"reasoning_content": text})
 
 
 def do_tool_call(
@@ -385,29 +350,20 @@ def do_tool_call(
     call_id: str = "call00001",
     index: int = 0,
     pieces: int = 1,
-    old_form: bool = False,
-    repeat_name: bool = False,
 ) -> None:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     size = max(1, math.ceil(len(text) / pieces))
     parts = [text[at : at + size] for at in range(0, len(text), size)] or [""]
     for position, part in enumerate(parts):
-        function: dict[str, Json] = {"arguments": part}
-        call: dict[str, Json] = {"index": index, "function": function}
-        if position == 0 or repeat_name:
-            function["name"] = name
+        call: dict[str, Json] = {"index": index, "function": {"arguments": part}}
         if position == 0:
-            call["type"] = "function"
-            (function if old_form else call)["id"] = call_id
+            call |= {"type": "function", "id": call_id}
+            call["function"]["name"] = name
         s.delta({"tool_calls": [call]})
 
 
-def do_final_message(s: Stream, message: Json, reason: str = "tool_calls") -> None:
-    s.send(s.record(s.envelope([{"finish_reason": reason, "index": 0, "message": message}])))
-
-
-def do_prompt_progress(s: Stream, processed: int, total: int, cache: int = 0, time_ms: int = 0) -> None:
-    progress = {"total": total, "cache": cache, "processed": processed, "time_ms": time_ms}
+def do_prompt_progress(s: Stream, processed: int, total: int) -> None:
+    progress = {"total": total, "cache": 0, "processed": processed, "time_ms": 0}
     delta = {"role": "assistant", "content": None}
     s.send(s.record(s.chunk(delta, extra={"prompt_progress": progress})))
 
@@ -419,9 +375,8 @@ def do_prefill(s: Stream, total: int, batch: int, interval_s: float, work_kind: 
             work(work_kind, interval_s, s.wait)
 
 
-def do_finish(s: Stream, reason: str = "stop", timings: Json = True) -> None:
-    value = s.timings() if timings is True else timings
-    s.send(s.record(s.chunk({}, reason, {"timings": value} if value else None)))
+def do_finish(s: Stream, reason: str = "stop") -> None:
+    s.send(s.record(s.chunk({}, reason, {"timings": s.timings()})))
 
 
 def do_usage(s: Stream, prompt_tokens: int = 10, completion_tokens: int | None = None, cached_tokens: int = 0) -> None:
@@ -447,7 +402,6 @@ def do_tokens(
     start: int = 0,
     reasoning: bool = False,
     batch: int = 1,
-    timings: bool = False,
 ) -> None:
     field = "reasoning_content" if reasoning else "content"
     next_at = time.monotonic()
@@ -455,26 +409,17 @@ def do_tokens(
         numbers = range(first, min(first + batch, start + n))
         records = []
         for i in numbers:
-            extra = {"timings": {**s.timings(), "predicted_n": i - start + 1}} if timings else None
             said = text.replace("{i}", str(i)).replace("{at}", f"{time.time():.6f}")
-            records.append(s.record(s.chunk({field: said}, extra=extra)))
+            records.append(s.record(s.chunk({field: said})))
         s.send(*records)
         s.deltas_sent(len(numbers))
         next_at += interval_s * len(numbers)
         s.wait(max(0.0, next_at - time.monotonic()))
 
 
-def do_lines(s: Stream, lines: Sequence[str], n: int = 1, interval_s: float = 0.0, split: int = 0) -> None:
-    for _ in range(n):
-        for line in lines:
-            text = line + "\n"
-            for at in range(0, len(text), split or len(text)):
-                do_text(s, text[at : at + (split or len(text))])
-                s.wait(interval_s)
-
-
-def do_echo(s: Stream) -> None:
-    do_text(s, json.dumps(s.body))
+def do_lines(s: Stream, lines: Sequence[str], n: int = 1) -> None:
+    for line in list(lines) * n:
+        do_text(s, line + "\n")
 
 
 def do_ping(s: Stream) -> None:
@@ -486,25 +431,16 @@ def do_ping_every(s: Stream, every_s: float | None) -> None:
     s.next_ping_at = math.inf if every_s is None else time.monotonic() + every_s
 
 
-def do_sleep(s: Stream, seconds: float, notice_close: bool = True) -> None:
-    s.wait(seconds, notice_close)
+def do_sleep(s: Stream, seconds: float) -> None:
+    s.wait(seconds)
 
 
-def do_burn(s: Stream, seconds: float | None, ticks_per_s: float | None = None, notice_close: bool = True) -> None:
-    work("cpu", seconds, lambda pause_s: s.wait(pause_s, notice_close), ticks_per_s)
+def do_burn(s: Stream, seconds: float | None, ticks_per_s: float | None = None) -> None:
+    work("cpu", seconds, s.wait, ticks_per_s)
 
 
-def do_disk_reads(
-    s: Stream,
-    seconds: float | None,
-    bytes_per_s: float = 20e6,
-    directory: str = "",
-    notice_close: bool = True,
-) -> None:
-    def pause(pause_s: float) -> None:
-        s.wait(pause_s, notice_close)
-
-    work("disk", seconds, pause, bytes_per_s=bytes_per_s, directory=directory)
+def do_disk_reads(s: Stream, seconds: float | None, bytes_per_s: float = 20e6) -> None:
+    work("disk", seconds, s.wait, bytes_per_s=bytes_per_s)
 
 
 def do_wait_close(s: Stream) -> None:
@@ -520,80 +456,42 @@ def do_note(s: Stream, name: str) -> None:
     s.server.journal.note("note", n=s.number, name=name)
 
 
-def do_raw(s: Stream, pieces: Sequence[str], delay_s: float = 0.0, framed: bool = True) -> None:
+def do_raw(s: Stream, pieces: Sequence[str], framed: bool = True) -> None:
     if not framed and not s.headers_sent:
         s.headers_sent = True
         s.framing = "close"
-    for position, piece in enumerate(pieces):
-        if position:
-            s.wait(delay_s)
+    for piece in pieces:
         (s.send if framed else s.wire)(piece.encode("latin-1"))
 
 
-def do_record(s: Stream, data: Json, field: str = "data", end: str | None = None, cut: int | None = None) -> None:
-    body = s.record(data, field)
+def do_record(s: Stream, data: Json, end: str | None = None, cut: int | None = None) -> None:
+    body = s.record(data)
     if end is not None:
         body = body[: -2 * len(s.newline)] + end.encode("latin-1")
     s.send(body[:cut])
-
-
-def do_split_text(s: Stream, text: str, delay_s: float = 0.05) -> None:
-    body = s.record(s.chunk({"content": text}))
-    middle = next(at for at, byte in enumerate(body) if byte >= 0x80) + 1
-    s.send(body[:middle])
-    s.wait(delay_s)
-    s.send(body[middle:])
-    s.deltas_sent()
-
-
-def do_big_record(s: Stream, size_bytes: int, terminated: bool = True) -> None:
-    head, tail = s.record(s.chunk({"content": "@"})).split(b"@")
-    s.send(head)
-    for at in range(0, size_bytes, 1 << 20):
-        s.send(b"x" * min(1 << 20, size_bytes - at))
-    if terminated:
-        s.send(tail)
 
 
 def do_newlines(s: Stream, kind: str) -> None:
     s.newline = kind
 
 
-def do_error_data(
-    s: Stream,
-    code: int = 500,
-    message: str = "fake error",
-    error_type: str = "server_error",
-    extra: Json = None,
-) -> None:
-    error = {"code": code, "message": message, "type": error_type, **(extra or {})}
-    s.send(s.record({"error": error}))
+def do_error_data(s: Stream, code: int = 500, message: str = "fake error") -> None:
+    s.send(s.record(error_body(code, message)))
 
 
-def do_error_field(
-    s: Stream, code: int = 400, message: str = "fake error", error_type: str = "invalid_request_error"
-) -> None:
-    s.send(s.record({"code": code, "message": message, "type": error_type}, "error"))
+def do_error_field(s: Stream, code: int = 400, message: str = "fake error") -> None:
+    s.send(s.record(error_body(code, message, "invalid_request_error")["error"], "error"))
 
 
-def do_http_error(
-    s: Stream,
-    status: int,
-    message: str = "fake error",
-    error_type: str = "server_error",
-    extra: Json = None,
-    body: str | None = None,
-    content_type: str = "application/json; charset=utf-8",
-) -> NoReturn:
-    error = {"error": {"code": status, "message": message, "type": error_type, **(extra or {})}}
-    content = (json.dumps(error) if body is None else body).encode()
-    s.send_headers(status, "length", len(content), {"Content-Type": content_type})
+def do_http_error(s: Stream, status: int, message: str = "fake error", error_type: str = "server_error") -> NoReturn:
+    content = json.dumps(error_body(status, message, error_type)).encode()
+    s.send_headers(status, "length", len(content), Content_Type=JSON_TYPE)
     s.wire(content)
     raise EndReply("complete")
 
 
 def do_redirect(s: Stream, location: str, status: int = 302) -> NoReturn:
-    s.send_headers(status, "length", 0, {"Location": location})
+    s.send_headers(status, "length", 0, Location=location)
     raise EndReply("complete")
 
 
@@ -627,10 +525,6 @@ def do_turns(s: Stream, turns: Sequence[Sequence[Json]]) -> None:
 
 def do_freeze_endpoints(s: Stream, frozen: bool = True) -> None:
     s.server.frozen = frozen
-
-
-def do_log(s: Stream, line: str, times: int = 1, stream: int = 2) -> None:
-    write_all(stream, (line.encode("latin-1") + b"\n") * times)
 
 
 def do_kill_self(s: Stream, signal_name: str = "SIGKILL") -> None:
@@ -695,7 +589,7 @@ class Server:
         self.options = options
         self.script = script
         self.launch = launch
-        self.journal = Journal(options.get("--journal") or os.environ.get("FAKE_JOURNAL"))
+        self.journal = Journal(options.get("--journal"))
         self.journal_tokens = bool(script.get("journal_tokens"))
         self.host = options.get("--host", "127.0.0.1")
         self.port = int(options.get("--port", "8080"))
@@ -705,8 +599,6 @@ class Server:
         self.loading = True
         self.frozen = False
         self.stopping = False
-        self.first_chat = threading.Event()
-        self.ready = threading.Event()
         self.open_chats: dict[int, socket.socket] = {}
         self.chats_seen = 0
         self.chats_done = 0
@@ -769,7 +661,6 @@ class Server:
         self.loading = False
         self.log(f"main: server is listening on http://{self.host}:{self.port}")
         self.journal.note("ready")
-        self.ready.set()
 
     def log(self, *lines: str) -> None:
         if lines:
@@ -834,26 +725,21 @@ class Server:
         if not child.get("keep_output", True):
             os.dup2(os.open(os.devnull, os.O_RDWR), 1)
             os.dup2(1, 2)
-        signal.alarm(max(1, math.ceil(child.get("lives_s", 120.0))))
+        signal.alarm(120)
         self.journal.note("child", kind=kind, pid=os.getpid(), pgid=os.getpgid(0), sid=os.getsid(0))
         while True:
             signal.pause()
 
     def _flood(self, spec: Json) -> None:
-        start = spec.get("start", "launch")
-        if start != "launch":
-            (self.ready if start == "ready" else self.first_chat).wait()
         line = spec["line"].encode("latin-1") + (b"\n" if spec.get("newline", True) else b"")
-        rate, for_s = spec.get("lines_per_s"), spec.get("for_s")
-        begun_at = time.monotonic()
-        written = 0
-        block = line * max(1, 65536 // len(line))
-        while for_s is None or time.monotonic() - begun_at < for_s:
+        rate = spec.get("lines_per_s")
+        begun_at, written = time.monotonic(), 0
+        while True:
             if rate is None:
-                write_all(spec.get("stream", 2), block)
+                write_all(2, line * max(1, 65536 // len(line)))
                 continue
             due = int((time.monotonic() - begun_at) * rate) + 1 - written
-            write_all(spec.get("stream", 2), line * due)
+            write_all(2, line * due)
             written += due
             time.sleep(max(0.02, 1 / rate))
 
@@ -901,27 +787,19 @@ class Server:
             return {"unparsed": body.decode("latin-1")}
 
     def _refusal(self, route: str, headers: Mapping[str, str]) -> tuple[int, Json] | None:
-        startup = self.script.get("startup", {})
         if not route:
             return 404, NO_SUCH_ROUTE
         if self.api_key and route != "health":
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if self.api_key not in (given, headers.get("x-api-key")):
                 return 401, BAD_KEY
-        if self.loading and not (route == "models" and startup.get("models_ok_while_loading")):
-            return 503, LOADING
-        return None
+        return (503, LOADING) if self.loading else None
 
     def _respond(
-        self,
-        sock: socket.socket,
-        headers: Mapping[str, str],
-        status: int,
-        body: Json,
-        text: str | None = None,
+        self, sock: socket.socket, headers: Mapping[str, str], status: int, body: Json, text: str | None = None
     ) -> bool:
         content = (json.dumps(body) if text is None else text).encode()
-        kind = "application/json; charset=utf-8" if text is None else "text/plain"
+        kind = JSON_TYPE if text is None else "text/plain"
         head = f"HTTP/1.1 {status} {REASONS.get(status, 'Status')}\r\nServer: llama.cpp\r\n"
         head += f"Content-Type: {kind}\r\nContent-Length: {len(content)}\r\n\r\n"
         sock.sendall(head.encode() + content)
@@ -948,19 +826,14 @@ class Server:
     def _endpoint(self, sock: socket.socket, route: str, path: str, headers: Mapping[str, str], body: Json) -> bool:
         specs = self.script.get(route) or [{}]
         spec = self._pick(route, specs)
-        time.sleep(spec.get("delay_s", 0.0))
         if spec.get("hang"):
             return self._hang(sock, path)
         if spec.get("reset"):
             return self._reset(sock)
-        if spec.get("wire") is not None:
-            sock.sendall(spec["wire"].encode("latin-1"))
-            return False
         status = spec.get("status", 200)
         given = spec.get("body")
         if given is None and spec.get("text") is None:
-            error = {"error": {"code": status, "message": "fake error", "type": "server_error"}}
-            given = self._default_body(route, body) if status < 300 else error
+            given = self._default_body(route, body) if status < 300 else error_body(status)
         return self._respond(sock, headers, status, given, spec.get("text"))
 
     def _default_body(self, route: str, body: Json) -> Json:
@@ -995,12 +868,10 @@ class Server:
     def _chat(self, sock: socket.socket, number: int, body: Json) -> None:
         with self._lock:
             self.open_chats[number] = sock
-        self.first_chat.set()
         self._leave_if("request", number)
         stream = Stream(self, sock, number, body)
         how = "client_closed"
         try:
-            write_all(2, b"x" * self.script.get("log_bytes_per_request", 0))
             if not self.slots.acquire(sock.fileno()):
                 stream.gone(queued=True)
             else:
@@ -1039,9 +910,7 @@ class Server:
 
     def _steps_for(self, body: Json) -> Sequence[Json]:
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-            message = "[json.exception.out_of_range.403] key 'messages' not found"
-            kind = "invalid_request_error"
-            return [{"do": "http_error", "status": 400, "message": message, "error_type": kind}]
+            return [{"do": "http_error", "status": 400, "message": "key 'messages' not found"}]
         if isinstance(body.get("fake_script"), list):
             return list(body["fake_script"])
         users = [m for m in body["messages"] if isinstance(m, dict) and m.get("role") == "user"]
@@ -1083,11 +952,7 @@ def count_launch(path: str) -> int:
 
 def main(argv: Sequence[str]) -> NoReturn:
     options = parse_options(argv)
-    text = options.get("--script", "{}")
-    if not text.lstrip().startswith("{"):
-        with open(text, encoding="utf-8") as file:
-            text = file.read()
-    script = json.loads(text)
+    script = json.loads(options.get("--script", "{}"))
     launch = 0
     if script.get("state_file"):
         launch = count_launch(script["state_file"])

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 Json = Any
 SERVER = Path(__file__).with_name("fake_llama_server.py")
@@ -25,59 +25,52 @@ MAX_SCRIPT_BYTES = 120_000  # Linux: 131072 for one argument
 Work = Literal["idle", "cpu", "disk"]
 
 
+@dataclass_transform(frozen_default=True)
 class Step:
-    """Something that a reply does; the server's function of that name (`do_...`) carries it out."""
+    """Something that a reply does; the server's function of that name (`do_...`) carries it out.
 
-    __slots__ = ()
+    Every kind of step is a frozen dataclass.
+    """
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
 
 # -- headers and framing --
 
 
-@dataclass(frozen=True, slots=True)
 class Headers(Step):
     """Sends the response headers now; the first body step does it where no `Headers` came before.
 
-    `framing`: "chunked", "close" (delimited by the end of the connection) or "length" (`length` bytes; None:
-    all is held back until the end, and counted).
+    `framing`: "chunked", "close" (delimited by the end of the connection) or "length" (`length` bytes).
     """
 
     status: int = 200
     framing: Literal["chunked", "close", "length"] = "chunked"
     length: int | None = None
-    content_type: str = "text/event-stream"
-    extra: Mapping[str, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class HttpError(Step):
-    """Instead of a stream: a status with llama-server's error body, or with `body` as it is."""
+    """Instead of a stream: a status with llama-server's error body."""
 
     status: int
     message: str = "fake error"
     error_type: str = "server_error"
-    extra: Json = None
-    body: str | None = None
-    content_type: str = "application/json; charset=utf-8"
 
 
-@dataclass(frozen=True, slots=True)
 class Redirect(Step):
     location: str
     status: int = 302
 
 
-@dataclass(frozen=True, slots=True)
 class Fin(Step):
     """Closes without the terminating chunk, or before Content-Length is reached."""
 
 
-@dataclass(frozen=True, slots=True)
 class Reset(Step):
     """Closes with a TCP reset."""
 
 
-@dataclass(frozen=True, slots=True)
 class End(Step):
     """Ends the reply regularly, the steps that follow notwithstanding."""
 
@@ -85,66 +78,35 @@ class End(Step):
 # -- records --
 
 
-@dataclass(frozen=True, slots=True)
 class Role(Step):
     """llama-server's first chunk: role and null content."""
 
 
-@dataclass(frozen=True, slots=True)
 class Text(Step):
-    """One content delta; `extra` is merged into the chunk (e.g. `timings`)."""
+    """One content delta."""
 
     text: str
-    extra: Json = None
 
 
-@dataclass(frozen=True, slots=True)
 class Reasoning(Step):
     text: str
-    extra: Json = None
 
 
-@dataclass(frozen=True, slots=True)
-class Delta(Step):
-    """Any delta object."""
-
-    delta: Json
-    extra: Json = None
-
-
-@dataclass(frozen=True, slots=True)
 class ToolCall(Step):
-    """A tool call in `pieces` deltas; `old_form` puts the id inside `function`.
-
-    `arguments`: an object, or text that is sent as it is.
-    """
+    """A tool call in `pieces` deltas. `arguments`: an object, or text that is sent as it is."""
 
     name: str
     arguments: Json = "{}"
     call_id: str = "call00001"
     index: int = 0
     pieces: int = 1
-    old_form: bool = False
-    repeat_name: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FinalMessage(Step):
-    """A chunk with a whole `message` instead of a delta."""
-
-    message: Json
-    reason: str = "tool_calls"
-
-
-@dataclass(frozen=True, slots=True)
 class PromptProgress(Step):
     processed: int
     total: int
-    cache: int = 0
-    time_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class Prefill(Step):
     """Progress chunks from 0 to `total`, `interval_s` of work of a kind between them."""
 
@@ -154,15 +116,10 @@ class Prefill(Step):
     work_kind: Work = "idle"
 
 
-@dataclass(frozen=True, slots=True)
 class Finish(Step):
-    """`timings`: True (made up from the deltas sent), False (none), or an object."""
-
     reason: str = "stop"
-    timings: Json = True
 
 
-@dataclass(frozen=True, slots=True)
 class Usage(Step):
     """The usage chunk, `choices: []`; completion tokens default to the deltas sent."""
 
@@ -171,12 +128,10 @@ class Usage(Step):
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class DoneMarker(Step):
     """`data: [DONE]`."""
 
 
-@dataclass(frozen=True, slots=True)
 class Tokens(Step):
     """`n` deltas, `interval_s` apart, `batch` of them in one send; in `text` {i} is the number, {at} the Unix time."""
 
@@ -186,44 +141,29 @@ class Tokens(Step):
     start: int = 0
     reasoning: bool = False
     batch: int = 1
-    timings: bool = False
 
 
-@dataclass(frozen=True, slots=True)
 class Lines(Step):
-    """The block of `lines`, `n` times; deltas are whole lines, or `split` characters each."""
+    """The block of `lines`, `n` times; each line is a delta."""
 
     lines: Sequence[str]
     n: int = 1
-    interval_s: float = 0.0
-    split: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Echo(Step):
-    """A content delta that holds the received body as JSON."""
-
-
-@dataclass(frozen=True, slots=True)
 class ErrorData(Step):
     """`data: {"error": {...}}`; today's form."""
 
     code: int = 500
     message: str = "fake error"
-    error_type: str = "server_error"
-    extra: Json = None
 
 
-@dataclass(frozen=True, slots=True)
 class ErrorField(Step):
     """`error: {...}`; the old form, to be followed by `DoneMarker`."""
 
     code: int = 400
     message: str = "fake error"
-    error_type: str = "invalid_request_error"
 
 
-@dataclass(frozen=True, slots=True)
 class Record(Step):
     """Any record. Text data goes as it is, other data as JSON.
 
@@ -231,52 +171,30 @@ class Record(Step):
     """
 
     data: Json
-    field: str = "data"
     end: str | None = None
     cut: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BigRecord(Step):
-    """One record with `size_bytes` of content."""
-
-    size_bytes: int
-    terminated: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class SplitText(Step):
-    """A content delta sent in two, cut inside its first multi-byte character."""
-
-    text: str
-    delay_s: float = 0.05
-
-
-@dataclass(frozen=True, slots=True)
 class Raw(Step):
-    """Bytes as they are, `delay_s` between the pieces.
+    """Bytes as they are.
 
     Not `framed`: past the chunked framing, and, where no `Headers` came before, instead of a whole response.
     """
 
     pieces: Sequence[bytes]
-    delay_s: float = 0.0
     framed: bool = True
 
 
-@dataclass(frozen=True, slots=True)
 class Newlines(Step):
     r"""The line ends of all records that follow: "\n", "\r\n" or "\r"."""
 
     kind: str
 
 
-@dataclass(frozen=True, slots=True)
 class Ping(Step):
     """One keepalive comment."""
 
 
-@dataclass(frozen=True, slots=True)
 class PingEvery(Step):
     """Keepalives from now on, beside whatever waits, burns or reads; None ends them."""
 
@@ -286,44 +204,34 @@ class PingEvery(Step):
 # -- time and work --
 
 
-@dataclass(frozen=True, slots=True)
 class Sleep(Step):
     seconds: float
-    notice_close: bool = True
 
 
-@dataclass(frozen=True, slots=True)
 class Burn(Step):
     """Burns CPU, silently: a whole core, or `ticks_per_s` (of 10 ms). None seconds: for ever."""
 
     seconds: float | None
     ticks_per_s: float | None = None
-    notice_close: bool = True
 
 
-@dataclass(frozen=True, slots=True)
 class DiskReads(Step):
-    """Reads from the disk under `directory` ($TMPDIR or /tmp), past the page cache, with little CPU."""
+    """Reads from the disk under $TMPDIR or /tmp, past the page cache, with little CPU."""
 
     seconds: float | None
     bytes_per_s: float = 20e6
-    directory: str = ""
-    notice_close: bool = True
 
 
-@dataclass(frozen=True, slots=True)
 class WaitClose(Step):
     """Silence until the client closes."""
 
 
-@dataclass(frozen=True, slots=True)
 class Gate(Step):
     """Waits until the file `path` exists."""
 
     path: Path | str
 
 
-@dataclass(frozen=True, slots=True)
 class Note(Step):
     """Journals the fact "note" with this name."""
 
@@ -333,7 +241,6 @@ class Note(Step):
 # -- control --
 
 
-@dataclass(frozen=True, slots=True)
 class Repeat(Step):
     """`steps`, `n` times (None: for ever)."""
 
@@ -341,7 +248,6 @@ class Repeat(Step):
     steps: Sequence[Step]
 
 
-@dataclass(frozen=True, slots=True)
 class Turns(Step):
     """The steps of this turn of a tool conversation; the last repeats.
 
@@ -351,33 +257,20 @@ class Turns(Step):
     turns: Sequence[Sequence[Step]]
 
 
-@dataclass(frozen=True, slots=True)
 class FreezeEndpoints(Step):
     """From now on every endpoint but the chat one accepts and never answers."""
 
     frozen: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Log(Step):
-    """Writes to the server's output; blocks while the pipe is full."""
-
-    line: bytes
-    times: int = 1
-    stream: Literal[1, 2] = 2
-
-
-@dataclass(frozen=True, slots=True)
 class KillSelf(Step):
     signal_name: str = "SIGKILL"
 
 
-@dataclass(frozen=True, slots=True)
 class StopSelf(Step):
     """SIGSTOP; the steps go on after a SIGCONT."""
 
 
-@dataclass(frozen=True, slots=True)
 class ExitSelf(Step):
     code: int
     log: Sequence[str] = ()
@@ -402,16 +295,14 @@ class Reply:
 class Answer:
     """What a plain endpoint answers, `times` times (None: from then on).
 
-    `body`: JSON (None: what llama-server says); `text`: another body; `wire`: bytes instead of a response.
+    `body`: JSON (None: what llama-server says); `text`: another body.
     """
 
     status: int = 200
     body: Json = None
     text: str | None = None
-    wire: bytes | None = None
     hang: bool = False
     reset: bool = False
-    delay_s: float = 0.0
     times: int | None = None
 
 
@@ -426,7 +317,6 @@ class Startup:
     load_work: Work = "idle"
     load_ticks_per_s: float | None = None
     load_bytes_per_s: float = 20e6
-    models_ok_while_loading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,19 +341,15 @@ class Child:
     kind: Literal["group", "session", "daemon"] = "group"
     ignore_term: bool = True
     keep_output: bool = True
-    lives_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Flood:
-    """Output without end, or for `for_s`: `lines_per_s` (None: as fast as the pipe takes it)."""
+    """Output without end: `lines_per_s` (None: as fast as the pipe takes it)."""
 
     line: bytes = b"srv  fake: a line of log output that nobody asked for"
     lines_per_s: float | None = None
     newline: bool = True
-    for_s: float | None = None
-    start: Literal["launch", "ready", "request"] = "launch"
-    stream: Literal[1, 2] = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,8 +358,7 @@ class Script:
 
     Launches are counted in `state_file`. SIGTERM: `ignore_term`; `term_waits` until open chats are closed, as
     llama-server does (a second one exits 1); `term_delay_s` passes before the exit. `limit_slots`: a request
-    beyond `--parallel` waits silently. `log_bytes_per_request` are written before a reply begins, and block
-    where nobody drains them. The process ends itself after `lifetime_s`.
+    beyond `--parallel` waits silently. The process ends itself after `lifetime_s`.
     """
 
     startup: Startup = Startup()
@@ -490,7 +375,6 @@ class Script:
     ignore_term: bool = False
     term_waits: bool = True
     term_delay_s: float = 0.0
-    log_bytes_per_request: int = 0
     journal_tokens: bool = False  # and every send that has to wait
     lifetime_s: float = 3600.0
     launches: Sequence[Script] = ()
@@ -529,14 +413,6 @@ def steps_json(*steps: Step) -> list[Json]:
 def plain_reply(*steps: Step, reason: str = "stop") -> list[Step]:
     """`steps` in a whole reply: headers and role before; finish, usage and `[DONE]` after."""
     return [Headers(), Role(), *steps, Finish(reason), Usage(), DoneMarker()]
-
-
-def props_answer(*, total_slots: int = 1, tools: bool = True, chat_template: str = "{# fake #}") -> Answer:
-    """A `/props` answer whose template can do tools, or cannot."""
-    caps = {f"supports_{name}": True for name in ("string_content", "system_role")}
-    caps |= {f"supports_{name}": tools for name in ("tools", "tool_calls", "parallel_tool_calls")}
-    body = {"total_slots": total_slots, "chat_template": chat_template, "chat_template_caps": caps}
-    return Answer(body=body)
 
 
 def fake_server_cmd(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -42,24 +44,13 @@ def eventually(check: Callable[[], T | None], what: str, timeout_s: float = WAIT
         time.sleep(0.01)
 
 
-class GatePath:
-    """A file that a script's `Gate` step waits for."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def open(self) -> None:
-        """Let the script go on."""
-        self.path.touch()
-
-
+@dataclass(frozen=True, slots=True)
 class Rig:
     """One worker and what its servers wrote down."""
 
-    def __init__(self, worker: LlamaWorker, config: WorkerConfig, journal: Journal) -> None:
-        self.worker = worker
-        self.config = config
-        self.journal = journal
+    worker: LlamaWorker
+    config: WorkerConfig
+    journal: Journal
 
     # -- requests --
 
@@ -78,11 +69,9 @@ class Rig:
         return told
 
     def run(self, *steps: Step, **params: Any) -> RequestResult:
-        """`submit` and `ended`."""
         return self.ended(self.submit(*steps, **params))
 
     def request(self, request_id: int) -> RequestStatus:
-        """How far the request is."""
         told = self.worker.get_status(request_id).get(timeout=WAIT_S)
         assert told["ok"] is True, told
         return told
@@ -106,19 +95,15 @@ class Rig:
     # -- the worker --
 
     def start(self) -> WorkerStatus:
-        """READY."""
         return self.worker.start().get(timeout=WAIT_S)
 
     def stop(self) -> None:
-        """STOPPED."""
         self.worker.stop().get(timeout=WAIT_S)
 
     def status(self) -> WorkerStatus:
-        """How the worker is."""
         return self.worker.get_worker_status().get(timeout=WAIT_S)
 
     def wait_state(self, state: WorkerState, timeout_s: float = WAIT_S) -> WorkerStatus:
-        """Until the worker is in the state."""
         eventually(lambda: self.status()["state"] is state, f"state {state}", timeout_s)
         return self.status()
 
@@ -156,23 +141,17 @@ def living(seen: Tree) -> set[int]:
     return {pid for pid, at in seen.items() if _is_there(pid, at)}
 
 
-def _is_there(pid: int, at: float) -> bool:
-    try:
-        return psutil.Process(pid).create_time() < at + 1.0
-    except psutil.NoSuchProcess:
-        return False
-
-
 def running(seen: Tree) -> set[int]:
     """Those that still run. An orphan's zombie is left to this machine's init, which may take its time."""
-    return {pid for pid in living(seen) if not _is_zombie(pid)}
+    return {pid for pid, at in seen.items() if _is_there(pid, at, zombies=False)}
 
 
-def _is_zombie(pid: int) -> bool:
+def _is_there(pid: int, at: float, *, zombies: bool = True) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.create_time() < at + 1.0 and (zombies or process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
-        return True
+        return False
 
 
 class MakeWorker(Protocol):
@@ -187,7 +166,6 @@ def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWo
 
     `config` overrides any field of the WorkerConfig; `timeouts` and `restart` are short by default.
     """
-    workers: list[LlamaWorker] = []
     numbers = itertools.count(1)
 
     def make(script: Script = Script(), *, start: bool = True, **config: Any) -> Rig:  # noqa: B008 (frozen)
@@ -197,31 +175,22 @@ def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWo
         command = config.pop("server_cmd", None) or fake_server_cmd(
             script, host=HOST, port=port, slots=slots, journal=journal.path
         )
-        made = WorkerConfig(
-            **{
-                "name": name,
-                "host": HOST,
-                "port": port,
-                "server_cmd": command,
-                "timeouts": fast_timeouts(),
-                "restart": fast_restart(),
-                **config,
-            }
-        )
-        worker = LlamaWorker(made)
-        workers.append(worker)
-        rig = Rig(worker, made, journal)
+        config = {"name": name, "timeouts": fast_timeouts(), "restart": fast_restart(), **config}
+        made = WorkerConfig(host=config.pop("host", HOST), port=port, server_cmd=command, **config)
+        rig = Rig(cleanup.enter_context(closing(LlamaWorker(made))), made, journal)
         if start:
             rig.start()
         return rig
 
-    yield make
-    for worker in workers:
-        worker.close()
+    with ExitStack() as cleanup:
+        yield make
+
+
+MakeGate = Callable[[], Path]
 
 
 @pytest.fixture
-def make_gate(tmp_path: Path) -> Callable[[], GatePath]:
-    """A factory of gates for `Gate(gate.path)`; closed until `open()`."""
+def make_gate(tmp_path: Path) -> MakeGate:
+    """A factory of gates for `Gate(gate)`; closed until `gate.touch()`."""
     numbers = itertools.count(1)
-    return lambda: GatePath(tmp_path / f"gate{next(numbers)}")
+    return lambda: tmp_path / f"gate{next(numbers)}"

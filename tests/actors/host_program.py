@@ -55,35 +55,12 @@ def announce() -> None:
     sys.stdin.readline()
 
 
-def _plain_return(worker: LlamaWorker) -> None:
-    announce()
+def _end_by(end: Callable[[], object]) -> Callable[[LlamaWorker], None]:
+    def run(worker: LlamaWorker) -> None:
+        announce()
+        end()
 
-
-def _unhandled_exception(worker: LlamaWorker) -> None:
-    announce()
-    raise ValueError("nobody handles this")
-
-
-def _sys_exit(worker: LlamaWorker) -> None:
-    announce()
-    sys.exit(3)
-
-
-def _os_exit(worker: LlamaWorker) -> None:
-    announce()
-    os._exit(4)
-
-
-def _killed(worker: LlamaWorker) -> None:
-    announce()
-    time.sleep(120)  # the test sends the signal
-
-
-def _sys_exit_in_a_thread_and_return(worker: LlamaWorker) -> None:
-    announce()
-    thread = threading.Thread(target=sys.exit)
-    thread.start()
-    thread.join()
+    return run
 
 
 def _return_while_a_thread_waits(worker: LlamaWorker) -> None:
@@ -128,18 +105,16 @@ def _child_that_runs_atexit(worker: LlamaWorker) -> None:
     worker.close()
 
 
+_killed = _end_by(lambda: time.sleep(120))  # the test sends the signal
 WAYS: dict[str, Callable[[LlamaWorker], None]] = {
-    "plain return": _plain_return,
-    "unhandled exception": _unhandled_exception,
-    "sys.exit": _sys_exit,
-    "os._exit": _os_exit,
+    "plain return, forked children live on": _with_forked_children(_end_by(lambda: None)),
+    "sys.exit": _end_by(lambda: sys.exit(3)),
+    "os._exit, forked children live on": _with_forked_children(_end_by(lambda: os._exit(4))),
     "killed": _killed,
-    "a thread calls sys.exit": _sys_exit_in_a_thread_and_return,
+    "killed, forked children live on": _with_forked_children(_killed),
     "a thread waits for a result": _return_while_a_thread_waits,
     "a child runs atexit": _child_that_runs_atexit,
 }
-for _name in ("plain return", "unhandled exception", "os._exit", "killed"):
-    WAYS[f"{_name}, forked children live on"] = _with_forked_children(WAYS[_name])
 
 
 if __name__ == "__main__":

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llama_worker import ConfigError, OutputChunk, WorkerClosed
 from llama_worker.async_output import stream
-from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig
+from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, Rig
 from tests.fake_script import Gate, Headers, Reasoning, Text, Tokens, WaitClose, plain_reply
 
-T = TypeVar("T")
-MakeGate = Callable[[], GatePath]
 
-
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, Any]) -> Any:
     """In an event loop of its own, within a generous time."""
     return asyncio.run(asyncio.wait_for(main, WAIT_S))
 
@@ -27,122 +25,77 @@ async def collect(rig: Rig, request_id: int, **how: Any) -> list[OutputChunk]:
     return [chunk async for chunk in stream(rig.worker, request_id, poll_interval_s=0.01, **how)]
 
 
-def text_of(chunks: list[OutputChunk]) -> str:
-    return "".join(chunk["text"] for chunk in chunks)
+@pytest.fixture
+def rig(make_worker: MakeWorker) -> Rig:
+    return make_worker()
 
 
-def test_the_pieces_are_the_whole_output_in_order_and_the_last_alone_is_done(make_worker: MakeWorker) -> None:
-    rig = make_worker()
+@pytest.fixture
+def gate(make_gate: MakeGate) -> Path:
+    return make_gate()
+
+
+def test_the_pieces_are_the_whole_output_in_order_and_the_last_alone_is_done(rig: Rig) -> None:
     request_id = rig.submit(*plain_reply(Reasoning("hm "), Tokens(50, interval_s=0.002)))
     chunks = run(collect(rig, request_id))
     assert [chunk["done"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert all(chunk["text"] or chunk["reasoning"] for chunk in chunks[:-1])
+    (late,) = run(collect(rig, request_id, text_offset=1, reasoning_offset=1))
     result = rig.ended(request_id)  # streaming has not released it
-    assert (text_of(chunks), "".join(chunk["reasoning"] for chunk in chunks)) == (result["text"], "hm")
-    assert result["text"] == "".join(f"tok{i} " for i in range(50))
+    assert "".join(chunk["text"] for chunk in chunks) == result["text"] == "".join(f"tok{i} " for i in range(50))
+    assert "".join(chunk["reasoning"] for chunk in chunks) == "hm"
+    assert (late["text"], late["reasoning"]) == (result["text"][1:], "m")
 
 
-def test_a_piece_comes_while_the_request_still_runs_and_the_event_loop_goes_on(
-    make_worker: MakeWorker, make_gate: MakeGate
-) -> None:
-    rig, gate = make_worker(), make_gate()
-    request_id = rig.submit(*plain_reply(Text("first"), Gate(gate.path), Text(" second")))
-    turns = 0
+def test_a_piece_comes_while_the_request_still_runs_and_the_event_loop_goes_on(rig: Rig, gate: Path) -> None:
+    request_id = rig.submit(*plain_reply(Text("first"), Gate(gate), Text(" second")))
+
+    async def turn_and_open() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        gate.touch()  # the server waits for the event loop to turn
 
     async def main() -> list[str]:
-        async def ticker() -> None:
-            nonlocal turns
-            while turns < 100:
-                turns += 1
-                await asyncio.sleep(0)
-            gate.open()  # the server waits for the event loop to turn
-
-        texts, ticking = [], None
+        texts, turning = [], None
         async for chunk in stream(rig.worker, request_id, poll_interval_s=0.01):
             texts.append(chunk["text"])
-            ticking = ticking or asyncio.create_task(ticker())
-        assert ticking is not None
-        await ticking
+            turning = turning or asyncio.create_task(turn_and_open())
         return texts
 
-    texts = run(main())
-    assert texts[0] == "first"
-    assert "".join(texts) == "first second"
-    assert turns == 100
+    first, *rest = run(main())
+    assert (first, "".join(rest)) == ("first", " second")
 
 
-def test_a_cancelled_task_leaves_the_request_running(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig, gate = make_worker(), make_gate()
-    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate.path), Text("b")))
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["left", "cancelled"])
+def test_an_iteration_that_ends_early_leaves_the_request_running(rig: Rig, gate: Path, is_cancelled: bool) -> None:
+    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
 
     async def main() -> None:
-        seen = asyncio.Event()
-
-        async def consume() -> None:
-            async for _ in stream(rig.worker, request_id, poll_interval_s=0.01):
-                seen.set()
-
-        task = asyncio.create_task(consume())
-        await seen.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        async with aclosing(stream(rig.worker, request_id, poll_interval_s=0.01)) as chunks:
+            assert (await anext(chunks))["text"] == "a"
+            if is_cancelled:
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(anext(chunks), 0.05)
 
     run(main())
     assert rig.request(request_id)["state"] == "running"
-    gate.open()
+    gate.touch()
     assert rig.ended(request_id)["text"] == "ab"
 
 
-def test_an_iteration_that_is_left_early_ends_there(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig, gate = make_worker(), make_gate()
-    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate.path), Text("b")))
-
-    async def main() -> str:
-        async with aclosing(stream(rig.worker, request_id, poll_interval_s=0.01)) as chunks:
-            async for chunk in chunks:
-                return chunk["text"]
-        raise AssertionError("no chunk")
-
-    assert run(main()) == "a"
-    gate.open()
-    assert rig.ended(request_id)["text"] == "ab"
-
-
-def test_cancelling_the_request_ends_the_iteration(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    request_id = rig.submit(Headers(), Text("a"), WaitClose())
-
-    async def main() -> list[OutputChunk]:
-        chunks = []
-        async for chunk in stream(rig.worker, request_id, poll_interval_s=0.01):
-            chunks.append(chunk)
-            if not chunk["done"]:
-                assert await rig.worker.cancel(request_id)
-        return chunks
-
-    chunks = run(main())
-    assert text_of(chunks) == "a"
-    assert chunks[-1]["done"]
-
-
-def test_a_result_that_is_taken_from_under_the_stream_is_no_silent_end(
-    make_worker: MakeWorker, make_gate: MakeGate
-) -> None:
-    rig, gate = make_worker(), make_gate()
-    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate.path), Text("b")))
+def test_a_result_that_is_taken_from_under_the_stream_is_no_silent_end(rig: Rig, gate: Path) -> None:
+    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
 
     async def main() -> None:
         async for _ in stream(rig.worker, request_id, poll_interval_s=0.01):
-            gate.open()
+            gate.touch()
             assert (await rig.worker.result(request_id))["ok"]
 
     with pytest.raises(LookupError, match="taken"):
         run(main())
 
 
-def test_a_closed_worker_ends_it(make_worker: MakeWorker) -> None:
-    rig = make_worker()
+def test_a_closed_worker_ends_it(rig: Rig) -> None:
     request_id = rig.submit(Headers(), Text("a"), WaitClose())
 
     async def main() -> None:
@@ -153,30 +106,11 @@ def test_a_closed_worker_ends_it(make_worker: MakeWorker) -> None:
         run(main())
 
 
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [
-        ({"poll_interval_s": 0}, ConfigError),
-        ({"poll_interval_s": "fast"}, TypeError),
-    ],
-)
-def test_a_bad_interval_is_refused_at_once(
-    make_worker: MakeWorker, how: dict[str, Any], error: type[Exception]
-) -> None:
-    rig = make_worker(start=False)
-    with pytest.raises(error, match="poll_interval_s"):
-        stream(rig.worker, 1, **how)
-
-
-def test_it_goes_on_from_the_offsets(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    request_id = rig.submit(*plain_reply(Reasoning("abcd"), Text("efgh")))
-    rig.wait_ended(request_id)
-    (chunk,) = run(collect(rig, request_id, text_offset=1, reasoning_offset=3))
-    assert (chunk["text"], chunk["reasoning"]) == ("fgh", "d")
-
-
-def test_a_bad_offset_is_refused(make_worker: MakeWorker) -> None:
-    rig = make_worker(start=False)
+def test_bad_arguments_are_refused(make_worker: MakeWorker) -> None:
+    worker = make_worker(start=False).worker
+    with pytest.raises(ConfigError, match="poll_interval_s"):
+        stream(worker, 1, poll_interval_s=0)
+    with pytest.raises(TypeError, match="poll_interval_s"):
+        stream(worker, 1, poll_interval_s="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="text_offset"):
-        run(collect(rig, 1, text_offset=-1))
+        run(anext(stream(worker, 1, text_offset=-1)))

@@ -73,15 +73,3 @@ def test_whole_workers_leak_nothing(make_worker: MakeWorker) -> None:
 
     _repeat(life, Leftovers())
     first.wait_gone(0.0)
-
-
-@pytest.mark.timeout(60 + 5 * CYCLES)
-def test_requests_leak_nothing(make_worker: MakeWorker) -> None:
-    rig = make_worker(slots=2, liveness_probes=())  # a look at a slow request would leave its thread to the launch
-    rig.run()
-
-    def life(number: int) -> None:
-        for _ in range(10):
-            assert rig.run(*plain_reply(Tokens(20)))["state"] == "completed"
-
-    _repeat(life, Leftovers())

@@ -21,18 +21,38 @@ from llama_worker.runtime import futures
 from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
 
 TIMEOUT_S = 30.0
+CALLBACKS = "llama_worker-callbacks"
 
 
-def in_thread(call: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=call, name="answerer")
-    thread.start()
-    return thread
+async def wait(future: WorkerFuture[Any]) -> Any:
+    return await future
 
 
-# ---------------------------------------------------------------- Ctrl-C
+def run(main: Any) -> Any:
+    """In an event loop of its own, within a generous time."""
+    return asyncio.run(asyncio.wait_for(main, TIMEOUT_S))
 
 
-def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait() -> None:
+@pytest.fixture
+def future() -> WorkerFuture[Any]:
+    return WorkerFuture()
+
+
+@pytest.fixture
+def taken() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def handed_over(taken: list[int]) -> ResultFuture[int]:
+    """Its value goes to `taken` when it is taken."""
+    return ResultFuture(taken.append)
+
+
+# ---------------------------------------------------------------- get
+
+
+def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait(future: WorkerFuture[None]) -> None:
     """Another thread is sent the signal; to Python that is the same as one in the instant before the wait."""
 
     def interrupt() -> None:
@@ -40,14 +60,11 @@ def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait() -> None:
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     def wait() -> None:
-        in_thread(interrupt)
-        WorkerFuture[None]().get()
+        threading.Thread(target=interrupt).start()
+        future.get()
 
     with pytest.raises(KeyboardInterrupt):
         wait()
-
-
-# ---------------------------------------------------------------- a forgotten get
 
 
 @pytest.mark.parametrize(
@@ -55,38 +72,32 @@ def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait() -> None:
     [lambda f: f["text"], lambda f: f.text, lambda f: f.result(), list, lambda f: [*f]],
     ids=["item", "attribute", "result()", "list", "star"],
 )
-def test_who_forgets_get_is_told_so(use: Callable[[Any], object]) -> None:
+def test_who_forgets_get_is_told_so(future: WorkerFuture[Any], use: Callable[[Any], object]) -> None:
     with pytest.raises((TypeError, AttributeError), match=r"call get\(timeout=...\) for its value"):
-        use(WorkerFuture())
+        use(future)
 
 
-def test_a_future_that_is_printed_says_how_to_get_its_value() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
+def test_a_future_that_is_printed_says_how_to_get_its_value(future: WorkerFuture[Any]) -> None:
     assert repr(future) == "<WorkerFuture, pending: get(timeout=...) returns its value>"
     future.answer(1)
     assert "resolved" in str(future)
     assert future  # a future is no value: it is never false
 
 
-# ---------------------------------------------------------------- one answer
-
-
-def test_it_is_a_threading_future_of_pykka() -> None:
-    assert issubclass(WorkerFuture, pykka.ThreadingFuture)
-
-
-def test_the_first_answer_counts() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
+@pytest.mark.parametrize("value", [1, None])
+def test_the_first_answer_counts(future: WorkerFuture[Any], value: Any) -> None:
+    assert isinstance(future, pykka.ThreadingFuture)
+    with pytest.raises(pykka.Timeout):
+        future.get(timeout=0.01)
     assert not future.done()
-    future.answer(1)
+    future.answer(value)
     future.answer(2)
     future.fail(RuntimeError())
     assert future.done()
-    assert future.get() == future.get(timeout=0) == 1
+    assert [future.get(), future.get(timeout=0)] == [value, value]
 
 
-def test_the_first_failure_counts() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
+def test_the_first_failure_counts(future: WorkerFuture[Any]) -> None:
     error = LookupError("lost")
     future.fail(error)
     future.answer(2)
@@ -96,118 +107,53 @@ def test_the_first_failure_counts() -> None:
         assert caught.value is error
 
 
-def test_of_many_answers_at_once_all_see_the_same() -> None:
+def test_of_many_answers_at_once_all_see_the_same_and_one_takes_it() -> None:
     for _ in range(50):
-        future: WorkerFuture[int] = WorkerFuture()
+        taken: SimpleQueue[int] = SimpleQueue()
+        future: ResultFuture[int] = ResultFuture(taken.put)
         with ThreadPoolExecutor(8) as pool:
             got = [pool.submit(future.get, timeout=TIMEOUT_S) for _ in range(4)]
             for number in range(4):
                 pool.submit(future.answer, number)
             assert len({each.result(TIMEOUT_S) for each in got}) == 1
-
-
-def test_none_is_an_answer() -> None:
-    future: WorkerFuture[None] = WorkerFuture()
-    future.answer(None)
-    assert future.done()
-    assert future.get(timeout=0) is None
-
-
-def test_a_get_that_times_out_changes_nothing() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
-    with pytest.raises(pykka.Timeout):
-        future.get(timeout=0.01)
-    future.answer(1)
-    assert future.get(timeout=0) == 1
+        assert taken.qsize() == 1
 
 
 # ---------------------------------------------------------------- await
 
 
-def test_awaiting_leaves_the_event_loop_running() -> None:
-    future: WorkerFuture[str] = WorkerFuture()
-    ticks = 0
+def test_awaiting_leaves_the_event_loop_running(future: WorkerFuture[str]) -> None:
+    async def main() -> Any:
+        waiting = asyncio.create_task(wait(future))
+        await asyncio.sleep(0)
+        threading.Thread(target=future.answer, args=("done",)).start()  # reached only if the wait does not block
+        return await waiting
 
-    async def ticker() -> None:
-        nonlocal ticks
-        while ticks < 10:
-            ticks += 1
-            await asyncio.sleep(0)
-        in_thread(lambda: future.answer("done")).join(TIMEOUT_S)
-
-    async def main() -> str:
-        ticking = asyncio.create_task(ticker())
-        got = await future  # the answer comes only once the ticker has run
-        await ticking
-        return got
-
-    assert asyncio.run(asyncio.wait_for(main(), TIMEOUT_S)) == "done"
-    assert ticks == 10
+    assert run(main()) == "done"
+    assert run(wait(future)) == "done"  # what is answered already returns at once
 
 
-def test_awaiting_what_is_answered_already_returns_at_once() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
-    future.answer(1)
-
-    async def main() -> list[int]:
-        return [await future, await future]
-
-    assert asyncio.run(main()) == [1, 1]
-
-
-def test_many_tasks_of_several_loops_may_await_the_same_future() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
-    waiting: SimpleQueue[None] = SimpleQueue()
-
-    async def one() -> int:
-        waiting.put(None)
-        return await future
-
-    async def three() -> list[int]:
-        return list(await asyncio.gather(one(), one(), one()))
-
-    with ThreadPoolExecutor(2) as pool:
-        loops = [pool.submit(lambda: asyncio.run(three())) for _ in range(2)]
-        for _ in range(6):
-            waiting.get(timeout=TIMEOUT_S)
-        future.answer(7)
-        assert [loop.result(TIMEOUT_S) for loop in loops] == [[7, 7, 7]] * 2
-
-
-def test_awaiting_raises_what_the_future_failed_with() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
-
+def test_awaiting_raises_what_the_future_failed_with(future: WorkerFuture[int]) -> None:
     async def main() -> None:
         asyncio.get_running_loop().call_soon(lambda: future.fail(LookupError("lost")))
         await future
 
     with pytest.raises(LookupError, match="lost"):
-        asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+        run(main())
 
 
-def test_a_cancelled_task_takes_nothing_and_leaves_nothing() -> None:
-    taken: list[int] = []
-    future: ResultFuture[int] = ResultFuture(taken.append)
-
+def test_a_cancelled_task_takes_nothing_and_leaves_nothing(handed_over: ResultFuture[int], taken: list[int]) -> None:
     async def main() -> None:
-        task = asyncio.create_task(wait(future))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(wait(future), 0.01)
+            await asyncio.wait_for(wait(handed_over), 0.01)
 
-    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
-    assert future._wakers == []
-    future.answer(5)
+    run(main())
+    assert handed_over._wakers == []
+    handed_over.answer(5)
     assert taken == []
-    assert future.get(timeout=0) == 5
-    assert taken == [5]
 
 
-def test_an_answer_after_the_event_loop_was_closed_harms_nobody() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
+def test_an_answer_after_the_event_loop_was_closed_harms_nobody(future: WorkerFuture[int]) -> None:
     loop = asyncio.new_event_loop()
     task = loop.create_task(wait(future))
     loop.call_soon(loop.stop)
@@ -218,153 +164,104 @@ def test_an_answer_after_the_event_loop_was_closed_harms_nobody() -> None:
     task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
-async def wait(future: WorkerFuture[Any]) -> Any:
-    return await future
-
-
 # ---------------------------------------------------------------- callbacks
 
 
-def test_a_callback_runs_on_a_thread_of_its_own() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
-    called: SimpleQueue[tuple[Any, str]] = SimpleQueue()
-    for _ in range(2):
-        future.add_done_callback(lambda f: called.put((f, threading.current_thread().name)))
-    answerer = in_thread(lambda: future.answer(1))
-    assert called.get(timeout=TIMEOUT_S) == called.get(timeout=TIMEOUT_S) == (future, "llama_worker-callbacks")
-    answerer.join(TIMEOUT_S)
-
-
-def test_a_callback_added_after_the_answer_runs_too() -> None:
-    future: WorkerFuture[int] = WorkerFuture()
-    future.answer(1)
+@pytest.mark.parametrize("is_answered", [False, True], ids=["before the answer", "after it"])
+def test_a_callback_runs_on_a_thread_of_its_own(future: WorkerFuture[int], is_answered: bool) -> None:
     called: SimpleQueue[tuple[int, str]] = SimpleQueue()
-    future.add_done_callback(lambda f: called.put((f.get(timeout=0), threading.current_thread().name)))
-    assert called.get(timeout=TIMEOUT_S) == (1, "llama_worker-callbacks")
+    if is_answered:
+        future.answer(1)
+    for _ in range(2):
+        future.add_done_callback(lambda f: called.put((f.get(timeout=0), threading.current_thread().name)))
+    future.answer(1)
+    assert [called.get(timeout=TIMEOUT_S) for _ in range(2)] == [(1, CALLBACKS)] * 2
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(3), KeyboardInterrupt()])
 def test_an_exception_in_a_callback_is_logged_and_the_next_one_runs(
-    error: BaseException, caplog: pytest.LogCaptureFixture
+    future: WorkerFuture[int], error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(_: object) -> None:
         raise error
 
-    future: WorkerFuture[int] = WorkerFuture()
-    called: SimpleQueue[None] = SimpleQueue()
+    called = threading.Event()
     with caplog.at_level(logging.ERROR, logger="llama_worker.futures"):
         future.add_done_callback(failing)
-        future.add_done_callback(lambda _: called.put(None))
+        future.add_done_callback(lambda _: called.set())
         future.answer(1)
-        called.get(timeout=TIMEOUT_S)
+        assert called.wait(TIMEOUT_S)
     (entry,) = [record for record in caplog.records if record.name == "llama_worker.futures"]
     assert entry.exc_info is not None
     assert entry.exc_info[1] is error
 
 
+def test_an_answer_does_not_fail_where_no_thread_can_be_started_for_a_callback(
+    future: WorkerFuture[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_more_threads(thread: threading.Thread) -> None:
+        raise RuntimeError("no more threads")
+
+    monkeypatch.setattr(futures, "_callbacks", futures._CallbackThread())
+    called = threading.Event()
+    future.add_done_callback(lambda _: called.set())
+    with monkeypatch.context() as exiting:
+        exiting.setattr(threading.Thread, "start", no_more_threads)
+        future.answer(1)
+    assert future.get(timeout=TIMEOUT_S) == 1
+    assert "no more threads" in caplog.text
+    assert not called.is_set()
+
+
 # ---------------------------------------------------------------- a value that is handed over
 
 
-def test_taking_a_result_is_told_once_and_later_gets_return_it_still() -> None:
-    taken: list[int] = []
-    future: ResultFuture[int] = ResultFuture(taken.append)
-    future.answer(5)
+@pytest.mark.parametrize(
+    "take",
+    [lambda f: f.get(), lambda f: f.get(timeout=1), lambda f: run(wait(f))],
+    ids=["get", "get in time", "await"],
+)
+def test_taking_a_result_is_told_once_and_later_gets_return_it_still(
+    handed_over: ResultFuture[int], taken: list[int], take: Callable[[Any], int]
+) -> None:
+    handed_over.answer(5)
     assert taken == []
-    assert [future.get(), future.get(timeout=1)] == [5, 5]
+    assert [take(handed_over), handed_over.get()] == [5, 5]
     assert taken == [5]
 
 
-def test_a_get_that_times_out_takes_nothing() -> None:
-    taken: list[int] = []
-    future: ResultFuture[int] = ResultFuture(taken.append)
-    for _ in range(3):
-        with pytest.raises(pykka.Timeout):
-            future.get(timeout=0.001)
-    future.answer(5)
-    assert taken == []
-
-
-def test_of_concurrent_gets_one_takes() -> None:
-    for _ in range(20):
-        taken: SimpleQueue[int] = SimpleQueue()
-        future: ResultFuture[int] = ResultFuture(taken.put)
-        with ThreadPoolExecutor(8) as pool:
-            gets = [pool.submit(future.get, timeout=TIMEOUT_S) for _ in range(8)]
-            future.answer(5)
-            assert [get.result(TIMEOUT_S) for get in gets] == [5] * 8
-        assert taken.qsize() == 1
-
-
-def test_an_await_takes() -> None:
-    taken: list[int] = []
-    future: ResultFuture[int] = ResultFuture(taken.append)
-    future.answer(5)
-    assert asyncio.run(wait(future)) == 5
-    assert taken == [5]
-
-
-def test_a_failure_is_not_taken() -> None:
-    taken: list[int] = []
-    future: ResultFuture[int] = ResultFuture(taken.append)
-    future.fail(LookupError())
-    with pytest.raises(LookupError):
-        future.get()
-    assert taken == []
-
-
-def test_a_done_callback_by_itself_takes_nothing() -> None:
-    taken: list[int] = []
-    future: ResultFuture[int] = ResultFuture(taken.append)
+def test_a_timeout_a_callback_or_a_failure_takes_nothing(handed_over: ResultFuture[int], taken: list[int]) -> None:
     called = threading.Event()
-    future.add_done_callback(lambda _: called.set())
-    future.answer(5)
+    handed_over.add_done_callback(lambda _: called.set())
+    with pytest.raises(pykka.Timeout):
+        handed_over.get(timeout=0.001)
+    handed_over.answer(5)
     assert called.wait(TIMEOUT_S)
+    failed: ResultFuture[int] = ResultFuture(taken.append)
+    failed.fail(LookupError())
+    with pytest.raises(LookupError):
+        failed.get()
     assert taken == []
 
 
 # ---------------------------------------------------------------- Pykka's derived futures
 
 
-def plus_one(value: int) -> int:
-    return value + 1
-
-
-def derived() -> tuple[WorkerFuture[Any], WorkerFuture[Any]]:
-    source: WorkerFuture[int] = WorkerFuture()
-    return source, source.map(plus_one)  # type: ignore[return-value]
-
-
-def test_a_mapped_future_can_be_awaited_and_the_event_loop_goes_on() -> None:
-    source, mapped = derived()
+def test_a_mapped_future_can_be_awaited_and_the_event_loop_goes_on(future: WorkerFuture[Any]) -> None:
+    mapped: Any = future.map(lambda value: value + 1)
 
     async def main() -> Any:
         waiting = asyncio.create_task(wait(mapped))
         await asyncio.sleep(0)
-        source.answer(1)  # reached only because the wait above does not block the loop
+        future.answer(1)  # reached only because the wait above does not block the loop
         return await waiting
 
-    assert asyncio.run(asyncio.wait_for(main(), TIMEOUT_S)) == 2
+    assert run(main()) == 2
 
 
-def test_futures_can_be_joined_and_awaited() -> None:
-    one: WorkerFuture[int] = WorkerFuture()
-    other: WorkerFuture[int] = WorkerFuture()
-    joined = one.join(other)
-
-    async def main() -> Any:
-        asyncio.get_running_loop().call_soon(other.answer, 2)
-        asyncio.get_running_loop().call_soon(one.answer, 1)
-        return await joined
-
-    assert list(asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))) == [1, 2]
-    assert list(joined.get(timeout=TIMEOUT_S)) == [1, 2]
-
-
-def test_a_mapped_result_is_taken_through_the_map() -> None:
-    taken: list[int] = []
-    future: ResultFuture[int] = ResultFuture(taken.append)
-    future.answer(5)
-    mapped = future.map(plus_one)
+def test_a_mapped_result_is_taken_through_the_map(handed_over: ResultFuture[int], taken: list[int]) -> None:
+    handed_over.answer(5)
+    mapped = handed_over.map(lambda value: value + 1)
     assert taken == []
     assert mapped.get(timeout=TIMEOUT_S) == 6
     assert taken == [5]
@@ -375,8 +272,7 @@ def test_a_mapped_result_is_taken_through_the_map() -> None:
 
 def test_every_open_future_fails_at_the_close_and_every_later_one() -> None:
     open_futures = OpenFutures()
-    before: WorkerFuture[int] = WorkerFuture()
-    answered: WorkerFuture[int] = WorkerFuture()
+    before, answered, after = (WorkerFuture[int]() for _ in range(3))
     open_futures.add(before)
     open_futures.add(answered)
     answered.answer(1)
@@ -384,7 +280,6 @@ def test_every_open_future_fails_at_the_close_and_every_later_one() -> None:
     closing = LookupError("closed")
     open_futures.close(closing)
     open_futures.close(RuntimeError("again"))
-    after: WorkerFuture[int] = WorkerFuture()
     open_futures.add(after)
     assert open_futures.closed_by is closing
     for future in (before, after):
@@ -418,23 +313,3 @@ def test_an_answered_future_is_not_kept() -> None:
     del future
     gc.collect()
     assert gone() is None
-
-
-def test_an_answer_does_not_fail_where_no_thread_can_be_started_for_a_callback(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    callbacks = futures._CallbackThread()
-    monkeypatch.setattr(futures, "_callbacks", callbacks)
-    future: WorkerFuture[int] = WorkerFuture()
-    called = threading.Event()
-    future.add_done_callback(lambda _: called.set())
-    with monkeypatch.context() as exiting:
-        exiting.setattr(threading.Thread, "start", _no_more_threads)
-        future.answer(1)
-    assert future.get(timeout=TIMEOUT_S) == 1
-    assert "no more threads" in caplog.text
-    assert not called.is_set()
-
-
-def _no_more_threads(thread: threading.Thread) -> None:
-    raise RuntimeError("no more threads")

@@ -17,61 +17,50 @@ import pytest
 from llama_worker.messages import GpuFaulted
 from llama_worker.runtime import gpu_watch
 from llama_worker.server.gpu_faults import GpuFault
-from tests.actors.conftest import MakeWorker, eventually
+from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.fake_script import Finish, Text, WaitClose
 from tests.scripted_nvml import Gpu, NVMLError, ScriptedNvml
 
-WAIT_S = 20.0  # for what takes milliseconds
 STRANGER = 2**22 + 7
 
 
-class Told:
-    """A mailbox."""
+class Watching:
+    """A process that is watched for errors of GPUs, and the mailbox that hears of them."""
 
-    def __init__(self) -> None:
-        self._faults: queue.SimpleQueue[GpuFault] = queue.SimpleQueue()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.faults: queue.SimpleQueue[GpuFault] = queue.SimpleQueue()
+        self._monkeypatch = monkeypatch
+        self._server = subprocess.Popen(["sleep", "1000"])
+        self.pid = self._server.pid
+        self._nvml: object = None
+        self._thread = threading.Thread(target=gpu_watch.watch_gpus, args=(self.pid, 3, self), daemon=True)
 
     def tell(self, message: GpuFaulted) -> bool:
         assert message.epoch == 3
-        self._faults.put(message.fault)
+        self.faults.put(message.fault)
         return True
 
     def next(self) -> GpuFault:
-        return self._faults.get(timeout=WAIT_S)
-
-    def is_empty(self) -> bool:
-        return self._faults.empty()
-
-
-class Watching:
-    """A process that is watched for errors of GPUs, and what is told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
-        self._server = subprocess.Popen(["sleep", "1000"])
-        self._nvml: ScriptedNvml | None = None
-        self._thread: threading.Thread | None = None
-        self.pid = self._server.pid
-        self.told = Told()
+        return self.faults.get(timeout=WAIT_S)
 
     def begin(self, nvml: object) -> None:
         """Until it waits for the first event, or has nothing to wait for."""
+        self._nvml = nvml
         self._monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        self._thread = threading.Thread(target=gpu_watch.watch_gpus, args=(self.pid, 3, self.told), daemon=True)
         self._thread.start()
         if isinstance(nvml, ScriptedNvml):
-            self._nvml = nvml
-            eventually(lambda: nvml.waits.acquire(blocking=False) or not self.is_alive, "a wait, or the end", WAIT_S)
+            eventually(lambda: nvml.waits.acquire(blocking=False) or not self._thread.is_alive(), "a wait, or the end")
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+    def begin_on(self, *gpus: Gpu) -> ScriptedNvml:
+        nvml = ScriptedNvml(*gpus)
+        self.begin(nvml)
+        return nvml
 
     def join(self) -> None:
         """Until the thread has ended by itself."""
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._thread.join(WAIT_S)
-        assert not self.is_alive
+        assert not self._thread.is_alive()
 
     def end_server(self) -> None:
         self._server.kill()
@@ -79,7 +68,7 @@ class Watching:
 
     def close(self) -> None:
         self.end_server()
-        if self._nvml is not None:
+        if isinstance(self._nvml, ScriptedNvml):
             self._nvml.release()
         self.join()
 
@@ -91,44 +80,39 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watching]:
     made.close()
 
 
-def test_errors_of_the_gpu_in_use_are_told(watching: Watching) -> None:
-    nvml = ScriptedNvml(Gpu(), Gpu(pids={STRANGER, watching.pid}))
-    watching.begin(nvml)
-    nvml.report(nvml.gpus[1], 31)
-    assert watching.told.next() == GpuFault(fatal=False, detail="GPU 1: Xid 31, a memory page fault")
-    nvml.report(nvml.gpus[1], 79)
-    assert watching.told.next().fatal
-    nvml.report_ecc(nvml.gpus[1])
-    assert watching.told.next().detail == "GPU 1: a double-bit ECC error"
+@pytest.fixture
+def used(watching: Watching) -> Gpu:
+    """A GPU that the server uses."""
+    return Gpu(pids={STRANGER, watching.pid})
+
+
+def test_errors_of_the_gpu_in_use_are_told(watching: Watching, used: Gpu) -> None:
+    nvml = watching.begin_on(Gpu(), used)
+    nvml.report(used, 31)
+    assert watching.next() == GpuFault(fatal=False, detail="GPU 1: Xid 31, a memory page fault")
+    nvml.report(used, 79)
+    assert watching.next().fatal
+    nvml.report_ecc(used)
+    assert watching.next().detail == "GPU 1: a double-bit ECC error"
 
 
 def test_only_what_is_in_use_and_can_report_is_registered(watching: Watching) -> None:
     pids = {watching.pid}
-    nvml = ScriptedNvml(Gpu(pids={STRANGER}), Gpu(pids=pids, event_types=0x8), Gpu(pids=pids, event_types=0), Gpu())
-    watching.begin(nvml)
-    assert nvml.sets == {1: [(nvml.gpus[1], 0x8)]}
+    able, unable = Gpu(pids=pids, event_types=0x8), Gpu(pids=pids, event_types=0)
+    assert watching.begin_on(Gpu(pids={STRANGER}), able, unable, Gpu()).sets == {1: [(able, 0x8)]}
 
 
-def test_each_fault_is_told_once_and_what_is_harmless_never(watching: Watching) -> None:
-    nvml = ScriptedNvml(Gpu(pids={watching.pid}))
-    watching.begin(nvml)
+def test_each_fault_is_told_once_and_what_is_harmless_never(watching: Watching, used: Gpu) -> None:
+    nvml = watching.begin_on(used)
     for xid in (31, 31, 45, 31, 13):
-        nvml.report(nvml.gpus[0], xid)
-    assert [watching.told.next().detail.split(",")[0] for _ in range(2)] == ["GPU 0: Xid 31", "GPU 0: Xid 13"]
-    assert watching.told.is_empty()
+        nvml.report(used, xid)
+    assert [watching.next().detail.split(",")[0] for _ in range(2)] == ["GPU 0: Xid 31", "GPU 0: Xid 13"]
+    assert watching.faults.empty()
 
 
-def test_a_lost_gpu_is_told_once(watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_watch, "WAIT_S", 0.01)
-    nvml = ScriptedNvml(Gpu(pids={watching.pid}), Gpu(pids={watching.pid}))
-    watching.begin(nvml)
-    nvml.lose(nvml.gpus[1])
-    assert watching.told.next() == GpuFault(fatal=True, detail="GPU 1: the GPU is lost")
-    nvml.report(nvml.gpus[0], 13)
-    assert watching.told.next().detail.startswith("GPU 0: Xid 13")
-
-
-def test_a_lost_gpu_is_asked_again_after_a_pause_each_time(watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_is_told_once_and_asked_again_after_a_pause_each_time(
+    watching: Watching, used: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pauses: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     def pause(seconds: float) -> None:
@@ -136,66 +120,61 @@ def test_a_lost_gpu_is_asked_again_after_a_pause_each_time(watching: Watching, m
         time.sleep(0.01)
 
     monkeypatch.setattr(gpu_watch, "time", SimpleNamespace(sleep=pause))
-    nvml = ScriptedNvml(Gpu(pids={watching.pid}))
-    watching.begin(nvml)
-    nvml.lose(nvml.gpus[0])
-    assert [pauses.get(timeout=WAIT_S) for _ in range(2)] == [gpu_watch.WAIT_S] * 2
-
-
-def test_another_gpu_that_is_lost_is_no_news(watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_watch, "WAIT_S", 0.01)
-    nvml = ScriptedNvml(Gpu(pids={watching.pid}), Gpu(pids={STRANGER}))
-    watching.begin(nvml)
+    nvml = watching.begin_on(used, Gpu(pids={watching.pid}))
     nvml.lose(nvml.gpus[1])
-    nvml.report(nvml.gpus[0], 13)
-    assert watching.told.next().detail.startswith("GPU 0: Xid 13")
+    assert watching.next() == GpuFault(fatal=True, detail="GPU 1: the GPU is lost")
+    assert [pauses.get(timeout=WAIT_S) for _ in range(2)] == [gpu_watch.WAIT_S] * 2
+    nvml.report(used, 13)
+    assert watching.next().detail.startswith("GPU 0: Xid 13")
+
+
+def test_another_gpu_that_is_lost_is_no_news(watching: Watching, used: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_watch, "WAIT_S", 0.01)
+    nvml = watching.begin_on(used, Gpu(pids={STRANGER}))
+    nvml.lose(nvml.gpus[1])
+    nvml.report(used, 13)
+    assert watching.next().detail.startswith("GPU 0: Xid 13")
 
 
 def test_an_event_of_a_gpu_that_cannot_be_asked_any_more_counts(
-    watching: Watching, monkeypatch: pytest.MonkeyPatch
+    watching: Watching, used: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nvml = ScriptedNvml(Gpu(pids={watching.pid}))
-    watching.begin(nvml)
+    nvml = watching.begin_on(used)
 
     def fail(gpu: Gpu) -> int:
         raise NVMLError(nvml.NVML_ERROR_GPU_IS_LOST)
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetIndex", fail)
-    nvml.report(nvml.gpus[0], 79)
-    assert watching.told.next() == GpuFault(fatal=True, detail="a GPU: Xid 79, the GPU has fallen off the bus")
+    nvml.report(used, 79)
+    assert watching.next() == GpuFault(fatal=True, detail="a GPU: Xid 79, the GPU has fallen off the bus")
 
 
-@pytest.mark.parametrize("gpus", [(), (Gpu(pids={STRANGER}),), (Gpu(lost=True),)])
-def test_a_server_that_uses_no_gpu_is_not_watched(watching: Watching, gpus: tuple[Gpu, ...]) -> None:
-    nvml = ScriptedNvml(*gpus)
+@pytest.mark.parametrize(
+    "nvml",
+    [
+        ScriptedNvml(),
+        ScriptedNvml(Gpu(pids={STRANGER})),
+        ScriptedNvml(Gpu(lost=True)),
+        ScriptedNvml(Gpu(pids=None, event_types=0)),
+        None,
+        object(),
+    ],
+    ids=["no GPU", "another's GPU", "a lost GPU", "a GPU that reports nothing", "no library", "a broken library"],
+)
+def test_where_there_is_nothing_to_watch_the_watch_ends(watching: Watching, nvml: object) -> None:
     watching.begin(nvml)
     watching.join()
-    assert nvml.sets == {}
+    assert getattr(nvml, "sets", {}) == {}
 
 
-def test_a_gpu_that_reports_nothing_is_not_watched(watching: Watching) -> None:
-    nvml = ScriptedNvml(Gpu(pids={watching.pid}, event_types=0))
-    watching.begin(nvml)
-    watching.join()
-    assert nvml.sets == {}
-
-
-@pytest.mark.parametrize("module", [None, object()])
-def test_without_the_library_or_with_a_broken_one_nothing_is_watched(watching: Watching, module: object) -> None:
-    watching.begin(module)
-    watching.join()
-
-
-def test_a_server_that_is_gone_is_not_watched(watching: Watching) -> None:
-    nvml = ScriptedNvml(Gpu(pids={watching.pid}))
+def test_a_server_that_is_gone_is_not_watched(watching: Watching, used: Gpu) -> None:
     watching.end_server()
-    watching.begin(nvml)
+    watching.begin_on(used)
     watching.join()
 
 
-def test_the_watch_ends_with_the_server_and_frees_its_set(watching: Watching) -> None:
-    nvml = ScriptedNvml(Gpu(pids={watching.pid}))
-    watching.begin(nvml)
+def test_the_watch_ends_with_the_server_and_frees_its_set(watching: Watching, used: Gpu) -> None:
+    nvml = watching.begin_on(used)
     watching.end_server()
     nvml.release()
     watching.join()

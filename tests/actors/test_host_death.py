@@ -40,6 +40,7 @@ HOST_PROGRAM = Path(__file__).with_name("host_program.py")
 ENDLESS = Reply([Headers(), Repeat(None, [Text("token "), Sleep(0.02)])], marker="stream", times=None)
 TREE = (Child("group"), Child("session"), Child("daemon"))
 STUBBORN = Script(replies=[ENDLESS], children=TREE, ignore_term=True)
+FLOODING = replace(STUBBORN, floods=[Flood()])
 OBEDIENT = Script(replies=[ENDLESS])
 
 
@@ -61,8 +62,11 @@ class Host:
         self.process.stdin.flush()
 
 
+RunHost = Callable[[str, Script], Host]
+
+
 @pytest.fixture
-def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[Callable[[str, Script], Host]]:
+def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
     running: list[subprocess.Popen[str]] = []
 
     def run(way: str, script: Script) -> Host:
@@ -95,16 +99,14 @@ def _assert_nothing_is_left(host: Host, seen: Tree, ended_at: float) -> None:
 @pytest.mark.parametrize(
     ("way", "returncode", "script"),
     [
-        ("plain return", 0, STUBBORN),
         ("plain return, forked children live on", 0, STUBBORN),
-        ("unhandled exception", 1, OBEDIENT),
         ("sys.exit", 3, OBEDIENT),
         ("os._exit, forked children live on", 4, STUBBORN),
         ("a thread waits for a result", 0, OBEDIENT),
     ],
 )
 def test_a_host_that_exits_without_close_leaves_nothing(
-    run_host: Callable[[str, Script], Host], way: str, returncode: int, script: Script
+    run_host: RunHost, way: str, returncode: int, script: Script
 ) -> None:
     host = run_host(way, script)
     seen = host.tree()
@@ -116,39 +118,30 @@ def test_a_host_that_exits_without_close_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("way", "number", "script"),
+    ("way", "number", "script", "is_stopped"),
     [
-        ("killed", signal.SIGTERM, OBEDIENT),
-        ("killed", signal.SIGKILL, STUBBORN),
-        ("killed, forked children live on", signal.SIGKILL, STUBBORN),
+        ("killed", signal.SIGTERM, OBEDIENT, False),
+        ("killed, forked children live on", signal.SIGKILL, STUBBORN, False),
+        ("killed", signal.SIGKILL, FLOODING, False),
+        ("killed", signal.SIGKILL, FLOODING, True),
     ],
+    ids=["SIGTERM", "SIGKILL, forked children live on", "the server floods its log", "the server is SIGSTOPped"],
 )
 def test_a_host_that_is_killed_leaves_nothing(
-    run_host: Callable[[str, Script], Host], way: str, number: signal.Signals, script: Script
+    run_host: RunHost, way: str, number: signal.Signals, script: Script, is_stopped: bool
 ) -> None:
     host = run_host(way, script)
     seen = host.tree()
+    if is_stopped:
+        os.kill(host.journal.wait("launched")["pid"], signal.SIGSTOP)
     host.process.send_signal(number)
     began_at = time.monotonic()
     host.process.wait(timeout=LEFT_WITHIN_S)
     _assert_nothing_is_left(host, seen, began_at)
 
 
-@pytest.mark.parametrize("stop_server", [False, True], ids=["runs", "is SIGSTOPped"])
-def test_a_killed_host_leaves_no_server_that_floods_or_stands_still(
-    run_host: Callable[[str, Script], Host], stop_server: bool
-) -> None:
-    host = run_host("killed", replace(STUBBORN, floods=[Flood()]))
-    seen = host.tree()
-    if stop_server:
-        for pid in (fact["pid"] for fact in host.journal.facts("launched")):
-            os.kill(pid, signal.SIGSTOP)
-    host.process.kill()
-    _assert_nothing_is_left(host, seen, time.monotonic())
-
-
 @pytest.mark.parametrize("way", ["exits", "is killed"])
-def test_a_host_that_ends_during_a_start_leaves_nothing(run_host: Callable[[str, Script], Host], way: str) -> None:
+def test_a_host_that_ends_during_a_start_leaves_nothing(run_host: RunHost, way: str) -> None:
     host = run_host("exit while starting", replace(STUBBORN, startup=Startup(load_s=None)))
     host.journal.wait("child", timeout=WAIT_S, count=3)
     seen = host.tree()
@@ -161,22 +154,19 @@ def test_a_host_that_ends_during_a_start_leaves_nothing(run_host: Callable[[str,
     _assert_nothing_is_left(host, seen, began_at)
 
 
-def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: Callable[[str, Script], Host]) -> None:
+def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: RunHost) -> None:
     host = run_host("exit while starting", STUBBORN)
     host.process.kill()
     host.process.wait()
-    eventually(lambda: not _processes_with(str(host.journal.path)), "end of guard and server", LEFT_WITHIN_S)
+    journal = str(host.journal.path)  # which guard and server are told
+
+    def is_left() -> bool:
+        return any(journal in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+
+    eventually(lambda: not is_left(), "end of guard and server", LEFT_WITHIN_S)
 
 
-def _processes_with(word: str) -> list[int]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if word in (process.info["cmdline"] or ()) and process.pid != os.getpid():
-            found.append(process.pid)
-    return found
-
-
-def test_a_child_forked_by_the_host_does_not_harm_the_worker(run_host: Callable[[str, Script], Host]) -> None:
+def test_a_child_forked_by_the_host_does_not_harm_the_worker(run_host: RunHost) -> None:
     host = run_host("a child runs atexit", OBEDIENT)
     host.go()
     _, errors = host.process.communicate(timeout=WAIT_S)
@@ -202,8 +192,7 @@ def test_the_server_does_not_outlive_its_guard(make_worker: MakeWorker) -> None:
 
 
 def test_the_servers_children_are_swept_after_the_guard_was_killed_and_nobody_elses(make_worker: MakeWorker) -> None:
-    tree = Script(children=[Child("group"), Child("session"), Child("daemon")])
-    swept, other = make_worker(tree), make_worker(tree)
+    swept, other = (make_worker(Script(children=TREE)) for _ in range(2))
     for rig in (swept, other):
         rig.journal.wait("child", count=3)
     first, others = swept.tree(), other.tree()

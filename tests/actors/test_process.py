@@ -10,16 +10,18 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
 from llama_worker.runtime import server_process
-from llama_worker.types import StartFailReason, WorkerState
+from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.types import StartFailReason, WorkerState, WorkerStatus
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts, living
 from tests.conftest import Leftovers
 from tests.fake_script import (
@@ -62,10 +64,14 @@ def _answers(port: int) -> bool:
         return probe.connect_ex((HOST, port)) == 0
 
 
-def _fails_to_start(rig: Rig) -> WorkerStartError:
+def _failure(starting: WorkerFuture[WorkerStatus]) -> WorkerStartError:
     with pytest.raises(WorkerStartError) as failure:
-        rig.worker.start().get(timeout=WAIT_S)
+        starting.get(timeout=WAIT_S)
     return failure.value
+
+
+def _fails_to_start(rig: Rig) -> WorkerStartError:
+    return _failure(rig.worker.start())
 
 
 # ------------------------------------------------------------ start
@@ -92,26 +98,24 @@ def test_what_would_reconfigure_a_server_is_not_inherited(
     assert env["GGML_NO_BACKTRACE"] == "1"
 
 
-def test_a_missing_executable_is_spawn_failed(make_worker: MakeWorker) -> None:
-    rig = make_worker(start=False, server_cmd=("/nowhere/llama-server",))
+@pytest.mark.parametrize(
+    ("path", "why"), [("/nowhere/llama-server", "No such file"), ("/etc/passwd", "Permission denied")]
+)
+def test_what_cannot_be_executed_is_spawn_failed(make_worker: MakeWorker, path: str, why: str) -> None:
+    rig = make_worker(start=False, server_cmd=(path,))
     error = _fails_to_start(rig)
     assert error.reason is StartFailReason.SPAWN_FAILED
-    assert "/nowhere/llama-server" in str(error)
-    assert "No such file" in str(error)
+    assert path in str(error)
+    assert why in str(error)
     assert rig.status()["state"] is WorkerState.FAILED
 
 
-def test_a_file_that_cannot_be_executed_is_spawn_failed(make_worker: MakeWorker) -> None:
-    error = _fails_to_start(make_worker(start=False, server_cmd=("/etc/passwd",)))
-    assert error.reason is StartFailReason.SPAWN_FAILED
-    assert "ermission denied" in str(error)
-
-
-def test_a_server_that_exits_says_why(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize("code", [1, 0, 255, -signal.SIGSEGV])
+def test_a_server_that_exits_says_why_and_with_which_code(make_worker: MakeWorker, code: int) -> None:
     lines = ["loading", "error: failed to load model 'x.gguf'"]
-    rig = make_worker(Script(exits=[Exit(code=1, when="before_bind", log=lines)]), start=False)
+    rig = make_worker(Script(exits=[Exit(code=code, when="before_bind", log=lines)]), start=False)
     error = _fails_to_start(rig)
-    assert (error.reason, error.returncode) == (StartFailReason.EXITED, 1)
+    assert (error.reason, error.returncode) == (StartFailReason.EXITED, code)
     assert error.log_tail[-2:] == tuple(lines)
     assert lines[1] in str(error)
     assert rig.status()["state"] is WorkerState.FAILED
@@ -139,12 +143,6 @@ def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: Ma
     no_name.stop()
 
 
-@pytest.mark.parametrize("code", [0, 255, -signal.SIGSEGV])
-def test_the_return_code_is_the_servers_own(make_worker: MakeWorker, code: int) -> None:
-    error = _fails_to_start(make_worker(Script(exits=[Exit(code=code, when="after_bind")]), start=False))
-    assert (error.reason, error.returncode) == (StartFailReason.EXITED, code)
-
-
 # ------------------------------------------------------------ the port
 
 
@@ -168,9 +166,7 @@ def test_a_port_that_is_taken_during_the_launch_is_port_in_use(make_worker: Make
     starting = rig.worker.start()
     rig.journal.wait("launched", timeout=WAIT_S)
     with socket.create_server((HOST, rig.config.port)):
-        with pytest.raises(WorkerStartError) as failure:
-            starting.get(timeout=WAIT_S)
-        assert failure.value.reason is StartFailReason.PORT_IN_USE
+        assert _failure(starting).reason is StartFailReason.PORT_IN_USE
     assert rig.status()["state"] is WorkerState.STOPPED
     assert rig.start()["state"] is WorkerState.READY
 
@@ -182,21 +178,11 @@ def test_a_stranger_who_answers_is_not_readiness(
     starting = rig.worker.start()
     rig.journal.wait("launched", timeout=WAIT_S)
     other = stranger(rig.config.port)
-    with pytest.raises(WorkerStartError) as failure:
-        starting.get(timeout=WAIT_S)
-    assert failure.value.reason is StartFailReason.PORT_IN_USE
+    assert _failure(starting).reason is StartFailReason.PORT_IN_USE
     assert rig.status()["state"] is WorkerState.STOPPED
     rig.wait_gone()
     assert other.poll() is None
     assert _answers(rig.config.port)
-
-
-def test_connections_of_the_past_do_not_make_a_port_taken(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    for _ in range(3):
-        assert rig.run()["state"] == "completed"
-        rig.stop()
-        rig.start()
 
 
 # ------------------------------------------------------------ output
@@ -229,16 +215,6 @@ def test_a_host_without_descriptors_loses_none_over_a_pipe_that_cannot_be_made(
     assert not leftovers.now()
 
 
-def test_output_per_request_beyond_the_pipes_size_does_not_hang_the_server(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(log_bytes_per_request=1 << 20))
-    assert [rig.run()["state"] for _ in range(3)] == ["completed"] * 3
-
-
-def test_output_that_is_not_utf8_is_replaced(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(floods=[Flood(line=b"caf\xe9 \xff", for_s=0.1)]))
-    eventually(lambda: "caf\ufffd \ufffd" in rig.worker.get_debug_info().get()["recent_logs"], "the replaced line")
-
-
 # ------------------------------------------------------------ stop
 
 STUBBORN = {
@@ -247,19 +223,19 @@ STUBBORN = {
     "children": Script(children=TREE),
     "children without output": Script(children=[Child(kind, keep_output=False) for kind in ("session", "daemon")]),
     "floods its log, ignores SIGTERM": Script(floods=[Flood()], ignore_term=True),
+    "children, is SIGSTOPped": Script(children=TREE),
 }
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["runs", "is SIGSTOPped"])
 @pytest.mark.parametrize("name", STUBBORN)
 def test_stop_leaves_nothing_within_the_grace_and_two_seconds(
-    make_worker: MakeWorker, leftovers: Leftovers, name: str, stopped: bool
+    make_worker: MakeWorker, leftovers: Leftovers, name: str
 ) -> None:
     rig = make_worker(STUBBORN[name], slots=2, timeouts=fast_timeouts(stop_grace_s=GRACE_S))
     streams = [rig.submit(*steps) for steps in ([Headers(), Tokens(1), WaitClose()], [Sleep(60)])]
     rig.wait_text(streams[0], "tok")
     seen = rig.tree()
-    if stopped:
+    if "SIGSTOPped" in name:
         os.kill(rig.status()["pid"], signal.SIGSTOP)
     began_at = time.monotonic()
     rig.worker.stop().get(timeout=WAIT_S)
@@ -297,81 +273,27 @@ def test_a_tree_that_outlives_its_root_is_ended(make_worker: MakeWorker) -> None
     rig.wait_gone(5.0)
 
 
-def test_a_fork_bomb_of_daemons_is_ended(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(children=[Child("daemon")] * 25 + [Child("session")] * 25))
-    assert len(rig.tree()) == 52
-    rig.stop()
-    rig.wait_gone(0.0)
-
-
-def test_a_start_that_is_stopped_leaves_nothing(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize("children_count", [0, 3], ids=["at once", "while it loads"])
+def test_a_start_that_is_stopped_leaves_nothing(make_worker: MakeWorker, children_count: int) -> None:
     rig = make_worker(Script(startup=Startup(load_s=None), children=TREE, ignore_term=True), start=False)
     starting = rig.worker.start()
-    rig.journal.wait("child", timeout=WAIT_S, count=3)
+    if children_count:
+        rig.journal.wait("child", timeout=WAIT_S, count=children_count)
     rig.stop()
     rig.wait_gone(0.0)
-    with pytest.raises(WorkerStartError) as failure:
-        starting.get(timeout=WAIT_S)
-    assert failure.value.reason is StartFailReason.STOPPED
-
-
-@pytest.mark.parametrize("wait_s", [0.0, 0.03, 0.1])
-def test_a_stop_at_any_moment_of_a_launch_leaves_nothing(
-    make_worker: MakeWorker, leftovers: Leftovers, wait_s: float
-) -> None:
-    rig = make_worker(Script(children=TREE, startup=Startup(load_s=None)), start=False)
-    starting = rig.worker.start()
-    time.sleep(wait_s)  # what is tested is a moment, not an outcome
-    rig.stop()
-    rig.wait_gone(0.0)
-    with pytest.raises(WorkerStartError) as failure:
-        starting.get(timeout=0)
-    assert failure.value.reason is StartFailReason.STOPPED
-    rig.worker.close()
-    assert leftovers.wait_none() == []
+    assert _failure(starting).reason is StartFailReason.STOPPED
 
 
 def test_the_server_inherits_no_descriptor_of_the_host(make_worker: MakeWorker) -> None:
-    read, write = os.pipe()
-    os.set_inheritable(write, True)
-    try:
-        rig = make_worker()
-        targets = {os.readlink(f"/proc/{rig.status()['pid']}/fd/{fd}") for fd in _fds(rig.status()["pid"])}
-        mine = os.readlink(f"/proc/self/fd/{write}")
-        assert mine not in targets
-    finally:
-        os.close(read)
-        os.close(write)
-
-
-def _fds(pid: int) -> list[str]:
-    return os.listdir(f"/proc/{pid}/fd")
+    with tempfile.TemporaryFile() as file:
+        os.set_inheritable(file.fileno(), True)
+        theirs = Path(f"/proc/{make_worker().status()['pid']}/fd")
+        assert not any(fd.samefile(f"/proc/self/fd/{file.fileno()}") for fd in theirs.iterdir())
 
 
 def test_the_executable_is_found_on_the_path_of_the_servers_own_environment(make_worker: MakeWorker) -> None:
     name = os.path.basename(sys.executable)
     rig = make_worker(start=False)
-    command = (name, *rig.config.server_cmd[1:])
-    other = make_worker(
-        start=False,
-        server_cmd=command,
-        port=rig.config.port,
-        env={"PATH": os.path.dirname(sys.executable)},
-    )
-    assert other.start()["state"] is WorkerState.READY
-
-
-def test_a_launch_that_gets_no_thread_is_spawn_failed(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_worker(start=False)
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.endswith("-server"):
-            raise RuntimeError("no more threads")
-        start(thread)
-
-    with monkeypatch.context() as crowded:
-        crowded.setattr(threading.Thread, "start", refuse)
-        error = _fails_to_start(rig)
-    assert (error.reason, "no more threads" in str(error)) == (StartFailReason.SPAWN_FAILED, True)
-    assert rig.start()["state"] is WorkerState.READY
+    command, path = (name, *rig.config.server_cmd[1:]), os.path.dirname(sys.executable)
+    other = make_worker(server_cmd=command, port=rig.config.port, env={"PATH": path})
+    assert other.status()["state"] is WorkerState.READY

@@ -7,29 +7,22 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, WorkerStartError
-from llama_worker.actors.watchdog import WatchdogActor
-from llama_worker.messages import Probed, ProbeOutcome
 from llama_worker.runtime import loop_thread
 from llama_worker.runtime.loop_thread import LoopThread
 from llama_worker.types import StartFailReason, WorkerState
-from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, fast_timeouts
+from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, Rig, fast_timeouts
 from tests.conftest import Leftovers
 from tests.fake_script import Gate, Headers, Text, ToolCall, Turns, plain_reply
 
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SUSPICIOUS = RestartPolicy(transport_failures_before_restart=1, restart_backoff_s=0.05)
-
-
-class Runner:
-    def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
-        return "seen"
 
 
 @contextlib.contextmanager
@@ -80,7 +73,7 @@ def assert_as_before(rig: Rig) -> None:
 def test_without_a_thread_a_request_fails_and_the_server_stays(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
 ) -> None:
-    rig = make_worker(normal_tools=[TOOL], tool_runner=Runner(), bios_provider=lambda _: "bios", restart=SUSPICIOUS)
+    rig = make_worker(normal_tools=[TOOL], tool_runner=Mock(), bios_provider=lambda _: "bios", restart=SUSPICIOUS)
     turns = Turns([plain_reply(ToolCall("look"), reason="tool_calls"), plain_reply(Text("done"))])
     with monkeypatch.context() as fresh, no_threads(monkeypatch, kind) as refused:
         fresh.setattr(loop_thread, "_loop", LoopThread())  # as if this were the process's first stream
@@ -92,20 +85,20 @@ def test_without_a_thread_a_request_fails_and_the_server_stays(
 
 
 def test_without_threads_for_probes_a_stream_goes_on_and_the_server_stays(
-    make_worker: MakeWorker, make_gate: Callable[[], GatePath], monkeypatch: pytest.MonkeyPatch
+    make_worker: MakeWorker, make_gate: MakeGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeouts = fast_timeouts(
         health_probe_interval_s=0.1, health_failures_before_restart=1, liveness_probe_interval_s=0.1
     )
     gate = make_gate()
     rig = make_worker(timeouts=timeouts)
-    request = rig.submit(Headers(), Text("a"), Gate(gate.path), Text("b"), *plain_reply(Text("c"))[1:])
+    request = rig.submit(Headers(), Text("a"), Gate(gate), Text("b"), *plain_reply(Text("c"))[1:])
     rig.wait_text(request, "a")
     with no_threads(monkeypatch, "-look") as refused:
         assert refused.wait(WAIT_S)
         refused.clear()
         assert refused.wait(WAIT_S), "it asks again"
-    gate.open()
+    gate.touch()
     assert rig.ended(request)["text"] == "abc"
     assert_as_before(rig)
 
@@ -124,49 +117,21 @@ def test_a_worker_that_gets_no_threads_raises_and_leaves_nothing(
 def test_without_descriptors_a_request_fails_and_the_server_stays(make_worker: MakeWorker) -> None:
     rig = make_worker(restart=SUSPICIOUS, slots=2)
     with no_descriptors():
-        results = [rig.worker.result(request) for request in (submitted(rig), submitted(rig))]
-        told: list[Any] = [result.get(timeout=WAIT_S) for result in results]
+        told = [rig.ended(request) for request in (rig.submit(), rig.submit())]
     for result in told:
         assert (result["fail_reason"], "Too many open files" in result["fail_detail"]) == ("unknown_error", True)
     assert_as_before(rig)
 
 
-def submitted(rig: Rig) -> int:
-    told = rig.worker.submit("job", "", "x").get(timeout=WAIT_S)
-    assert told["ok"]
-    return told["request_id"]
-
-
-def test_without_descriptors_no_probe_accuses_the_server(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lack", ["can't start new thread", "Too many open files"])
+def test_a_start_that_lacks_something_fails_with_the_cause_and_may_be_repeated(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, lack: str
 ) -> None:
-    timeouts = fast_timeouts(health_probe_interval_s=0.1, health_failures_before_restart=1)
-    rig = make_worker(timeouts=timeouts)
-    outcomes: SimpleQueue[ProbeOutcome] = SimpleQueue()
-    handle = WatchdogActor.handle
-
-    def listening(actor: WatchdogActor, message: Any) -> None:
-        handle(actor, message)
-        if isinstance(message, Probed):
-            outcomes.put(message.outcome)
-
-    monkeypatch.setattr(WatchdogActor, "handle", listening)
-    with no_descriptors():
-        while outcomes.get(timeout=WAIT_S) is not ProbeOutcome.NO_NEWS:
-            pass  # one that was under way
-        assert [outcomes.get(timeout=WAIT_S) for _ in range(3)] == [ProbeOutcome.NO_NEWS] * 3
-        assert rig.status()["state"] is WorkerState.READY
-    while outcomes.get(timeout=WAIT_S) is not ProbeOutcome.READY:
-        pass
-    assert_as_before(rig)
-
-
-def test_without_descriptors_a_start_fails_with_the_cause_and_may_be_repeated(make_worker: MakeWorker) -> None:
     rig = make_worker(start=False)
-    with no_descriptors(), pytest.raises(WorkerStartError) as failure:
+    crowded: Any = no_threads(monkeypatch, "-server") if "thread" in lack else no_descriptors()
+    with crowded, pytest.raises(WorkerStartError, match=lack) as failure:
         rig.worker.start().get(timeout=WAIT_S)
     assert failure.value.reason is StartFailReason.SPAWN_FAILED
-    assert "Too many open files" in str(failure.value)
     assert rig.status()["state"] is WorkerState.FAILED
     rig.start()
     assert_as_before(rig)

@@ -7,22 +7,28 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from llama_worker import RestartPolicy
 from llama_worker.actors import tool_loop
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.messages import ToolThreadStuck
+from llama_worker.stream.tagged_calls import tagged_call
 from llama_worker.types import ExitSignal, RequestResult, ToolDef
-from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually
+from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, Rig, eventually
 from tests.conftest import Speechless
 from tests.fake_script import (
     DoneMarker,
     Finish,
     Gate,
     Headers,
+    HttpError,
     Reasoning,
+    Reply,
     Role,
+    Script,
     Step,
     Text,
     ToolCall,
@@ -61,9 +67,6 @@ class Tools:
         self.entered.release()
         assert self.released.wait(120)
         return "released"
-
-    def wait_entered(self) -> None:
-        assert self.entered.acquire(timeout=WAIT_S)
 
 
 def add(arguments: Mapping[str, Any]) -> int:
@@ -107,23 +110,15 @@ def stuck(rig: Rig) -> int:
     return rig.worker.get_debug_info().get(timeout=WAIT_S)["stuck_tool_threads_count"]
 
 
-def test_tools_of_different_requests_run_side_by_side(make_worker: MakeWorker) -> None:
+def test_tools_of_different_requests_run_side_by_side_on_threads_of_their_own(make_worker: MakeWorker) -> None:
     both = threading.Barrier(2)
     meeting = Tools(meet=lambda _: both.wait(WAIT_S) >= 0)
     rig = make_worker(slots=2, normal_tools=meeting.definitions, tool_runner=meeting)
-    ids = [rig.submit(Turns([calling(call("meet")), plain_reply(Text("met"))])) for _ in range(2)]
+    turns = Turns([calling(call("meet")), plain_reply(Text("met"))])
+    ids = {rig.submit(turns, job_name=name): name for name in ("one", "two")}
     assert [rig.ended(request_id)["text"] for request_id in ids] == ["met", "met"]
-
-
-def test_a_tool_is_called_on_a_thread_of_its_own_with_the_ids_of_its_request(
-    make_rig: Callable[..., Rig], tools: Tools
-) -> None:
-    rig = make_rig()
-    request_id = rig.submit(Turns([calling(call("add", a=1, b=2)), plain_reply()]), job_name="sums")
-    rig.ended(request_id)
-    ((called_for, job_name, thread_name),) = tools.callers
-    assert (called_for, job_name) == (request_id, "sums")
-    assert "tool" in thread_name
+    assert {request_id: job_name for request_id, job_name, _ in meeting.callers} == ids
+    assert all("tool" in thread_name for *_, thread_name in meeting.callers)
 
 
 def test_the_arguments_are_the_tools_own_to_change(make_worker: MakeWorker) -> None:
@@ -137,28 +132,6 @@ def test_the_arguments_are_the_tools_own_to_change(make_worker: MakeWorker) -> N
     assert result["tool_trace"][0]["arguments"] == {"list": [1]}
     (sent,) = bodies(rig)[1]["messages"][-2]["tool_calls"]
     assert json.loads(sent["function"]["arguments"]) == {"list": [1]}
-
-
-def test_the_continuation_holds_the_calls_and_one_message_per_call_under_ids_of_our_own(
-    make_rig: Callable[..., Rig],
-) -> None:
-    rig = make_rig()
-    turn = calling(call("add", 0, a=1, b=2), call("echo", 1, value=[3]), before=(Reasoning("hm"), Text("Let me see.")))
-    rig.run(Turns([turn, plain_reply(Text("done"))]))
-    assistant, first, second = bodies(rig)[1]["messages"][-3:]
-    assert (assistant["role"], assistant["content"]) == ("assistant", "Let me see.")
-    assert assistant["reasoning_content"] == "hm"
-    assert [(c["id"], c["type"], c["function"]["name"]) for c in assistant["tool_calls"]] == [
-        ("c00000001", "function", "add"),
-        ("c00000002", "function", "echo"),
-    ]
-    assert [json.loads(c["function"]["arguments"]) for c in assistant["tool_calls"]] == [
-        {"a": 1, "b": 2},
-        {"value": [3]},
-    ]
-    assert (first["role"], first["tool_call_id"], first["content"]) == ("tool", "c00000001", "3")
-    assert (second["role"], second["tool_call_id"]) == ("tool", "c00000002")
-    assert second["content"].startswith("[3]")
 
 
 def _raise(error: BaseException) -> Any:
@@ -184,6 +157,36 @@ def test_a_tool_that_raises_anything_fails_its_request_only(make_worker: MakeWor
     assert rig.status()["restart_count"] == 0
 
 
+B11434_REFUSAL = "tools param requires --jinja flag"  # with --no-jinja, as a 500
+
+
+def test_auto_sends_the_very_request_again_prompted_where_the_server_refuses_tools(
+    make_worker: MakeWorker, tools: Tools
+) -> None:
+    called = tagged_call("add", '{"a": 1, "b": 2}')
+    prompted = [Turns([plain_reply(Text(called)), plain_reply(Text("3"))])]
+    script = Script(replies=[Reply([HttpError(500, B11434_REFUSAL)]), Reply(prompted, times=None)])
+    rig = make_worker(
+        script,
+        normal_tools=tools.definitions,
+        tool_runner=tools,
+        restart=RestartPolicy(server_errors_before_restart=1),
+    )
+    result = rig.run(prompt="What is 1 + 2?", temperature=0)
+    assert (result["state"], result["text"], tools.calls) == ("completed", "3", [("add", {"a": 1, "b": 2})])
+    rig.run()
+    refused, again, *later = bodies(rig)
+    assert not any("tools" in body for body in later), "once refused, they are not offered again"
+    assert "tools" in refused
+    assert "tools" not in again
+    assert "<tool_call>" in again["messages"][0]["content"]
+    assert {**refused, "messages": 0, "tools": 0} == {**again, "messages": 0, "tools": 0}
+    assert refused["messages"][-1] == again["messages"][-1]
+    status = rig.status()
+    assert status["restart_count"] == 0
+    assert any(B11434_REFUSAL in line for line in status["warnings"])
+
+
 # --- tools that take their time ---------------------------------------------------------------------------
 
 
@@ -191,7 +194,7 @@ def holding(rig: Rig, tools: Tools, **params: Any) -> int:
     """A request inside a tool that does not return."""
     turn = calling(call("hold"), before=(Reasoning("why"), Text("kept")))
     request_id = rig.submit(Turns([turn, plain_reply(Text(" done"))]), **params)
-    tools.wait_entered()
+    assert tools.entered.acquire(timeout=WAIT_S)
     return request_id
 
 
@@ -213,17 +216,12 @@ def test_a_tool_that_exceeds_its_time_fails_the_request_on_time_and_its_thread_i
 def test_a_batch_that_ends_in_time_leaves_no_stuck_thread_not_even_for_a_moment(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
-
-    def stuck_thread(**fields: Any) -> ToolThreadStuck:
-        told.append(fields)
-        return ToolThreadStuck(**fields)
-
-    monkeypatch.setattr(tool_loop, "ToolThreadStuck", stuck_thread)
+    told = Mock(wraps=ToolThreadStuck)
+    monkeypatch.setattr(tool_loop, "ToolThreadStuck", told)
     rig = make_rig(tool_timeout_s=60.0)
     for last in (call("add", 1, a=1, b=2), call("add", 1)):  # well, and with a failure
         rig.run(Turns([calling(call("echo"), last), plain_reply(Text("done"))]))
-    assert (told, stuck(rig)) == ([], 0)
+    assert (told.called, stuck(rig)) == (False, 0)
 
 
 def test_other_requests_and_stop_go_on_beside_a_tool_that_never_returns(
@@ -248,7 +246,7 @@ ISSUE = {"code": "missing_input", "severity": "error", "summary": "No file."}
 
 
 def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conversation(
-    make_rig: Callable[..., Rig], make_gate: Callable[[], GatePath]
+    make_rig: Callable[..., Rig], make_gate: MakeGate
 ) -> None:
     heard: SimpleQueue[tuple[Any, int, str]] = SimpleQueue()
 
@@ -259,7 +257,7 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
     gate = make_gate()
     rig = make_rig(exit_tools=ALL_EXIT_TOOLS, on_signal=on_signal)
     issue = ToolCall("signal_issue", ISSUE, index=0, call_id="exit", pieces=3)
-    first = [Headers(), Role(), issue, Gate(gate.path), call("add", 1, a=1, b=2), Finish("tool_calls"), DoneMarker()]
+    first = [Headers(), Role(), issue, Gate(gate), call("add", 1, a=1, b=2), Finish("tool_calls"), DoneMarker()]
     second = calling(ToolCall("declare_outcome", {"outcome": "success", "summary": "s"}), before=(Text("done"),))
     request_id = rig.submit(Turns([first, second]))
     signal, *whose = heard.get(timeout=WAIT_S)
@@ -267,7 +265,7 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
     status = rig.request(request_id)
     assert (status["state"], status["signals"]) == ("running", [signal])
     assert rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]["signals"] == {"signal_issue": 1}
-    gate.open()
+    gate.touch()
     result = rig.ended(request_id)
     assert [told["tool_name"] for told in result["signals"]] == ["signal_issue", "declare_outcome"]
     assert heard.get(timeout=WAIT_S)[0]["tool_name"] == "declare_outcome"
@@ -278,9 +276,3 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
         tool["function"]["name"] for tool in ALL_EXIT_TOOLS
     ]
     assert "missing_input" not in json.dumps(continued["messages"])
-
-
-def test_exit_tools_need_no_runner(make_worker: MakeWorker) -> None:
-    rig = make_worker(exit_tools=ALL_EXIT_TOOLS)
-    (signal,) = rig.run(*calling(ToolCall("signal_issue", ISSUE)))["signals"]
-    assert signal["arguments"] == ISSUE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import os
 import signal
@@ -14,37 +12,25 @@ from typing import Any
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
-from tests.actors.conftest import WAIT_S, GatePath, MakeWorker, Rig, eventually, fast_timeouts
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 from tests.fake_script import (
-    BigRecord,
     DoneMarker,
-    Echo,
     End,
     ErrorData,
-    Exit,
     Fin,
     Finish,
-    Gate,
     Headers,
     HttpError,
-    KillSelf,
-    Ping,
     PingEvery,
-    Raw,
     Record,
     Redirect,
     Reset,
-    Role,
     Script,
+    Startup,
     Step,
     Text,
-    Tokens,
-    Usage,
     WaitClose,
-    plain_reply,
 )
-
-FRAMINGS = ["chunked", "close", "length"]
 
 
 @pytest.fixture
@@ -52,121 +38,33 @@ def rig(make_worker: MakeWorker) -> Rig:
     return make_worker()
 
 
-def _chunk(delta: Any, finish_reason: str | None = None) -> str:
-    return json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}, ensure_ascii=False)
-
-
-def _wire(newline: str) -> bytes:
-    """A whole body: reasoning, text in several scripts, comments, unknown fields, the end."""
-    records = [
-        ": a comment",
-        f"data: {_chunk({'role': 'assistant', 'content': None})}",
-        f"id: 7{newline}event: delta{newline}data: {_chunk({'reasoning_content': 'hm 🤔'})}{newline}unknown: x",
-        f"data: {_chunk({'content': 'naïve 日本'})}",
-        ":",
-        f"data:{_chunk({'content': '語 🦙 end'})}",
-        f"data: {_chunk({}, 'stop')}",
-        "data: [DONE]",
-    ]
-    return "".join(record + newline + newline for record in records).encode()
-
-
-# ------------------------------------------------------------ any split, any newline, any framing
-
-
-def test_output_does_not_depend_on_splits_newlines_or_framing(rig: Rig) -> None:
-    for newline, framing in itertools.product(("\n", "\r\n", "\r"), FRAMINGS):
-        wire = _wire(newline)
-        result = rig.run(Headers(framing=framing), Raw([bytes([byte]) for byte in wire]))  # type: ignore[arg-type]
-        assert (result["state"], result["reasoning"], result["text"]) == ("completed", "hm 🤔", "naïve 日本語 🦙 end")
-
-
-@pytest.mark.parametrize("framing", ["chunked", "close"])
-def test_a_token_is_there_when_it_was_sent(rig: Rig, make_gate: Callable[[], GatePath], framing: Any) -> None:
-    gates = [make_gate() for _ in range(3)]
-    steps: list[Step] = [Headers(framing=framing), Role()]
-    for number, gate in enumerate(gates):
-        steps += [Text(f"token{number} "), Gate(gate.path)]
-    request = rig.submit(*steps, Finish(), DoneMarker())
-    for number, gate in enumerate(gates):
-        rig.wait_text(request, f"token{number} ")  # the server waits: nothing that follows can have pushed it
-        assert f"token{number + 1}" not in rig.text(request)
-        gate.open()
-    assert rig.ended(request)["text"] == "token0 token1 token2 "
-
-
-def test_a_flood_of_tokens_arrives_whole_and_in_order(make_worker: MakeWorker) -> None:
-    rig = make_worker(slots=4)
-    requests = [rig.submit(*plain_reply(Tokens(5000, batch=1 + 49 * (n % 2)))) for n in range(4)]
-    expected = "".join(f"tok{i} " for i in range(5000))
-    assert all(rig.ended(request)["text"] == expected for request in requests)
-
-
 # ------------------------------------------------------------ ends
 
 
-SAID_SO: list[list[Step]] = [
-    [Finish(), DoneMarker()],
-    [Finish()],
-    [DoneMarker()],
-    [Finish(), Usage(), DoneMarker()],
-    [Finish(), WaitClose()],
-    [Finish(), Reset()],
-    [Finish(), PingEvery(0.05), WaitClose()],
-    [DoneMarker(), WaitClose()],
-]
-CUT_OFF: list[list[Step]] = [
-    [End()],
-    [Fin()],
-    [Reset()],
-    [Record(_chunk({"content": "x"}), end="\n")],
-    [Record(_chunk({}, "stop"), end="")],
-    [Record("[DONE]", end="\n")],
-    [Record(_chunk({"content": "x"}), cut=30)],
-    [Ping(), Fin()],
-    [Raw([b'data: {"choices": [{"delta": {"content": "\xf0\x9f']), Fin()],
-]
-GARBAGE: list[Step] = [
-    Record("this is no JSON"),
-    Raw([b'data: {"choices": [{"delta": {"content": "\xff\xfe"}}]}\n\n']),
-    BigRecord(17 << 20),
-]
-NO_HTTP = [
-    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nno chunk\r\n",
-    b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
-    b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\nContent-Type: text/event-stream\r\n\r\ndata: ",
-    b"HTTP/1.1 two hundred\r\n\r\n",
-    b"\x00\x01\x02",
+ENDS: list[tuple[list[Step], str, str | None]] = [
+    ([Headers(), Text("all"), Finish(), Reset()], "all", None),
+    ([Headers(), Text("all"), Finish(), PingEvery(0.05), WaitClose()], "all", None),
+    ([Headers(), Text("all"), DoneMarker(), WaitClose()], "all", None),
+    ([Headers(), Text("part"), End()], "part", "stream_disconnected"),
+    ([Headers(), Text("part"), Fin()], "part", "stream_disconnected"),
+    ([Headers(), Text("part"), Reset()], "part", "stream_disconnected"),
+    ([Headers(framing="close"), Text("part"), End()], "part", "stream_disconnected"),
+    ([Headers(), Text("part"), Record("this is no JSON"), Text("more"), WaitClose()], "part", "protocol_error"),
+    ([Reset()], "", "stream_disconnected"),
+    ([Headers(status=500, framing="length", length=100), WaitClose()], "", "http_error"),
 ]
 
 
 def test_how_streams_end(make_worker: MakeWorker) -> None:
     """Each request fails, or not, for itself alone: the server is the same to the end."""
-    garbled = ("protocol_error", "stream_disconnected")
-    cases: list[tuple[list[Step], str, tuple[str | None, ...]]] = [
-        *(([Headers(), Text("all"), *steps], "all", (None,)) for steps in SAID_SO),
-        *(([Headers(), Text("part"), *steps], "part", ("stream_disconnected",)) for steps in CUT_OFF),
-        *(([Headers(framing="close"), Text("part"), *steps], "part", ("stream_disconnected",)) for steps in CUT_OFF),
-        *(([Headers(), Text("good"), step, Text("more"), WaitClose()], "good", garbled[:1]) for step in GARBAGE),
-        *(([Raw([wire], framed=False), Fin()], "", garbled) for wire in NO_HTTP),
-        ([Reset()], "", garbled[1:]),
-        ([Headers(status=500, framing="length", length=100), WaitClose()], "", ("http_error",)),
-    ]
     restart = RestartPolicy(transport_failures_before_restart=1000, server_errors_before_restart=1000)
-    rig = make_worker(slots=len(cases), restart=restart)
-    requests = [rig.submit(*steps) for steps, _, _ in cases]
-    for request, (steps, text, reasons) in zip(requests, cases, strict=True):
+    rig = make_worker(slots=len(ENDS), restart=restart)
+    requests = [rig.submit(*steps) for steps, _, _ in ENDS]
+    for request, (steps, text, reason) in zip(requests, ENDS, strict=True):
         result = rig.ended(request)
-        assert (result["text"], result.get("fail_reason") in reasons) == (text, True), (steps, result)
+        assert (result["text"], result.get("fail_reason")) == (text, reason), (steps, result)
     assert rig.run()["state"] == "completed"
     assert (rig.status()["restart_count"], rig.status()["slots_used"]) == (0, 0)
-
-
-def test_a_server_that_dies_in_mid_stream_is_server_died(rig: Rig) -> None:
-    result = rig.run(Headers(), Text("part"), KillSelf("SIGSEGV"))
-    assert (result["fail_reason"], result["text"]) == ("server_died", "part")
-    rig.wait_restarted()
-    assert rig.run()["state"] == "completed"
 
 
 # ------------------------------------------------------------ errors
@@ -219,10 +117,8 @@ def test_proxy_settings_of_the_environment_are_ignored(
 
 
 def test_the_request_is_what_the_contract_says(rig: Rig) -> None:
-    request = rig.submit(
-        Echo(), Finish(), DoneMarker(), prompt="Hi", temperature=0.5, new_knob={"deep": [1]}, stream=False, tools=[1]
-    )
-    body = json.loads(rig.ended(request)["text"])
+    rig.run(prompt="Hi", temperature=0.5, new_knob={"deep": [1]}, stream=False, tools=[1])
+    body = rig.journal.facts("request", n=1)[0]["body"]
     assert body["stream"] is True
     assert body["messages"][-1]["content"].startswith("Hi")
     assert (body["temperature"], body["new_knob"], body["max_tokens"]) == (0.5, {"deep": [1]}, 4096)
@@ -236,23 +132,15 @@ KEY = "sk-very-secret-0815"
 
 def test_the_api_key_is_sent_and_shown_nowhere(make_worker: MakeWorker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    rig = make_worker(Script(), start=False, api_key=KEY, env={"LLAMA_API_KEY": KEY})
-    rig.start()
+    log = [f"started with --api-key {KEY}"]
+    rig = make_worker(Script(startup=Startup(log=log)), api_key=KEY, env={"LLAMA_API_KEY": KEY})
     assert rig.run()["state"] == "completed"
     told = rig.ended(rig.submit(HttpError(401, message=f"Invalid API Key: {KEY}")))
     also = rig.ended(rig.submit(Headers(), ErrorData(message=f"Invalid API Key: {KEY}")))
     shown = [told, also, rig.status(), rig.worker.get_debug_info().get(), rig.worker, rig.config, caplog.text]
     assert KEY not in repr(shown) + str(rig.worker) + str(rig.config)
+    assert "started with --api-key ***" in repr(shown)
     assert any(fact["headers"].get("authorization") == "***" for fact in rig.journal.facts("request", n=1))
-
-
-def test_the_api_key_in_the_servers_own_log_is_masked(make_worker: MakeWorker) -> None:
-    log = [f"started with --api-key {KEY}", "fatal"]
-    rig = make_worker(Script(exits=[Exit(code=1, when="before_bind", log=log)]), start=False, api_key=KEY)
-    with pytest.raises(WorkerStartError) as failure:
-        rig.worker.start().get(timeout=WAIT_S)
-    assert KEY not in str(failure.value) + repr(failure.value) + repr(failure.value.log_tail)
-    assert KEY not in repr(rig.worker.get_debug_info().get()) + repr(rig.status())
 
 
 def test_a_wrong_api_key_is_a_start_that_never_gets_ready(make_worker: MakeWorker) -> None:

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from llama_worker import WorkerStartError, WorkerStopError
 from llama_worker.types import StartFailReason, WorkerState
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, fast_timeouts
 from tests.conftest import Leftovers
 from tests.fake_script import Headers, Script, Text, WaitClose, plain_reply
 
 GRACE_S, KILL_TIMEOUT_S = 0.5, 1.0
 BOUND_S = GRACE_S + KILL_TIMEOUT_S + 3.0  # a second for our connections, the rest for a busy machine
-FREEZER = Path("/sys/fs/cgroup/freezer")
 _PTRACE_SEIZE = 0x4206
 
 Release = Callable[[], None]
-
-
-def freeze(pid: int) -> Release:
-    """Into a frozen control group (v1): SIGKILL waits until it is thawed. Undone at most once."""
-    group = FREEZER / f"llama_worker-test-{pid}"
-    group.mkdir()
-    (group / "cgroup.procs").write_text(str(pid))
-    (group / "freezer.state").write_text("FROZEN")
-    eventually(lambda: (group / "freezer.state").read_text() == "FROZEN\n", "a frozen server")
-
-    def thaw() -> None:
-        (group / "freezer.state").write_text("THAWED")
-        eventually(lambda: not (group / "cgroup.procs").read_text(), "an empty control group")
-        group.rmdir()
-
-    return thaw
 
 
 def trace(pid: int) -> Release:
@@ -64,28 +47,16 @@ def trace(pid: int) -> Release:
     return let_go
 
 
-KEEP = freeze if os.access(FREEZER, os.W_OK) and (FREEZER / "cgroup.procs").exists() else trace
-
-
 @pytest.fixture
 def hold() -> Iterator[Callable[[int], Release]]:
     """Makes a process outlive SIGKILL until what is returned is called, at the latest at the end of the test."""
-    held: list[Release] = []
+    with contextlib.ExitStack() as held:
 
-    def holding(pid: int) -> Release:
-        release = KEEP(pid)
-        held.append(release)
+        def holding(pid: int) -> Release:
+            held.callback(trace(pid))
+            return held.close
 
-        def once() -> None:
-            if release in held:
-                held.remove(release)
-                release()
-
-        return once
-
-    yield holding
-    for release in held:
-        release()
+        yield holding
 
 
 def stubborn(make_worker: MakeWorker) -> Rig:

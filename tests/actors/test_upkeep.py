@@ -10,43 +10,14 @@ from typing import Any
 
 import pytest
 
-from llama_worker import Canary, Recycle, WorkerStartError, WorkerState
+from llama_worker import Recycle
 from llama_worker.runtime import oom_watch
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually, fast_restart
-from tests.fake_script import Gate, Reply, Script, Text, fake_server_cmd, plain_reply
+from tests.fake_script import Script, fake_server_cmd
 
 
 def restarts(rig: Any) -> list[str]:
     return [told["reason"] for told in rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]]
-
-
-def test_a_server_is_recycled_between_requests_and_nobody_is_locked_out(make_worker: MakeWorker) -> None:
-    rig = make_worker(restart=fast_restart(max_restarts_per_window=1, recycle=Recycle(max_requests=2)))
-    pids = {rig.status()["pid"]}
-    for round_number in range(1, 4):
-        for _ in range(2):
-            assert rig.run()["state"] == "completed"
-        pids.add(rig.wait_restarted(round_number)["pid"])
-    assert len(pids) == 4
-    assert restarts(rig) == ["recycled"] * 3
-    assert {fact["code"] for fact in rig.journal.facts("exit")} == {0}  # in peace
-
-
-def test_a_server_with_a_request_in_flight_is_not_recycled(make_worker: MakeWorker, make_gate: Any) -> None:
-    gate = make_gate()
-    rig = make_worker(slots=2, restart=fast_restart(recycle=Recycle(max_requests=1)))
-    long = rig.submit(*plain_reply(Gate(gate.path), Text("at last")))
-    assert rig.run()["state"] == "completed"
-    assert rig.status()["state"] is WorkerState.READY
-    gate.open()
-    assert rig.ended(long)["text"] == "at last"
-    rig.wait_restarted(1)
-
-
-def test_an_idle_server_is_recycled_for_its_age(make_worker: MakeWorker) -> None:
-    rig = make_worker(restart=fast_restart(recycle=Recycle(max_age_s=0.2)))
-    rig.wait_restarted(2)
-    assert set(restarts(rig)) == {"recycled"}
 
 
 def test_a_server_that_has_grown_is_recycled(make_worker: MakeWorker) -> None:
@@ -55,37 +26,6 @@ def test_a_server_that_has_grown_is_recycled(make_worker: MakeWorker) -> None:
     rig.wait_restarted(1)
     (told,) = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"][:1]
     assert "MiB of anonymous memory (limit: max_anon_mib 1)" in told["detail"]
-
-
-def test_a_canary_that_lives_makes_it_ready(make_worker: MakeWorker) -> None:
-    asked: list[str] = []
-
-    def check(text: str) -> bool:
-        asked.append(text)
-        return True
-
-    rig = make_worker(canary=Canary(prompt="Say hello.", check=check))
-    assert rig.status()["state"] is WorkerState.READY
-    (request,) = rig.journal.facts("request", method="POST", path="/v1/chat/completions")
-    assert (request["body"]["temperature"], request["body"]["stream"]) == (0, False)
-    assert len(asked) == 1
-
-
-def test_a_server_that_answers_garbage_is_not_ready(make_worker: MakeWorker) -> None:
-    rig = make_worker(start=False, canary=Canary(prompt="2 + 2?", check=lambda text: "4" in text))
-    with pytest.raises(WorkerStartError, match="the canary's check refused the answer") as caught:
-        rig.start()
-    assert caught.value.reason == "canary_failed"
-    assert rig.status()["state"] is WorkerState.FAILED
-    rig.wait_gone()
-
-
-def test_jobs_that_come_to_nothing_restart_the_server(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(replies=[Reply(plain_reply())]), restart=fast_restart(degenerate_outputs_before_restart=2))
-    for name in ("one", "two"):
-        rig.ended(rig.submit(job_name=name))
-    rig.wait_restarted(1)
-    assert restarts(rig) == ["degenerate_outputs"]
 
 
 def test_a_kill_for_lack_of_memory_is_named(

@@ -1,0 +1,100 @@
+"""`make_server`: servers of one connection, for the code that talks to one."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.actors.conftest import HOST, WAIT_S
+
+Serve = Callable[[socket.socket], None]
+
+
+class Server:
+    """Serves one connection on a thread and keeps it until the client has closed it, which sets `closed`."""
+
+    def __init__(self, serve: Serve, certificate: Path | None) -> None:
+        self.closed = threading.Event()
+        self._serve = serve
+        self._tls = None
+        if certificate is not None:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.load_cert_chain(certificate)
+        self._ends = [socket.create_server((HOST, 0))]
+        self.port = int(self._ends[0].getsockname()[1])
+        self.url = f"{'https' if self._tls else 'http'}://localhost:{self.port}"
+        self._thread = threading.Thread(target=self._run, name="server")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the connection and the thread."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):  # it has ended
+                end.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._ends[0].close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:  # a reset is a close
+            connection = cleanup.enter_context(self._ends[0].accept()[0])
+            if self._tls is not None:
+                connection = cleanup.enter_context(self._tls.wrap_socket(connection, server_side=True))
+            self._ends.append(connection)
+            self._serve(connection)
+            while connection.recv(1 << 16):
+                pass
+        self.closed.set()
+
+
+def sends(*pieces: bytes, close: bool = False, delay_s: float = 0.0) -> Serve:
+    """Reads a request's head, sends the pieces and, perhaps, ends the connection."""
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        for piece in pieces:
+            connection.sendall(piece)
+            threading.Event().wait(delay_s)
+        if close:
+            connection.shutdown(socket.SHUT_WR)
+
+    return serve
+
+
+class Silent:
+    """Reads the first byte, which sets `asked`, and says nothing."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    def __call__(self, connection: socket.socket) -> None:
+        connection.recv(1)
+        self._asked.set()
+
+    def wait_asked(self) -> None:
+        assert self._asked.wait(WAIT_S)
+
+
+class MakeServer(Protocol):
+    """`make_server`'s type."""
+
+    def __call__(self, serve: Serve, certificate: Path | None = None) -> Server: ...
+
+
+@pytest.fixture
+def make_server() -> Iterator[MakeServer]:
+    """A factory of servers, with TLS where there is a certificate; ended at the end of the test."""
+    with contextlib.ExitStack() as cleanup:
+
+        def make(serve: Serve, certificate: Path | None = None) -> Server:
+            server = Server(serve, certificate)
+            cleanup.callback(server.close)
+            return server
+
+        yield make
