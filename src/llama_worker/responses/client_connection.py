@@ -17,6 +17,7 @@ from llama_worker.responses.refusal import RequestRefused
 
 MAX_HEAD_BYTES = 65536
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
+_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 _LENGTH = re.compile(rb"^content-length[ \t]*:", re.IGNORECASE | re.MULTILINE)
 
 
@@ -54,6 +55,7 @@ class ClientConnection:
         self._head_bytes = bytearray()
         self._head: Request | None = None
         self._wants_body = True
+        self._is_chunked = False
         self._body: list[bytes] = []
 
     # ------------------------------------------------------------ requests
@@ -162,11 +164,17 @@ class ClientConnection:
         """The reply's head; without a Content-Length among the headers it is framed as the client understands it."""
         sent = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers]
         reply = h11.Response(status_code=status, headers=sent, reason=(reason or _phrase(status)).encode("latin-1"))
-        return self._h11.send(reply) or b""
+        head = self._h11.send(reply) or b""
+        self._is_chunked = _CHUNKED in head.lower()
+        return head
 
     def data(self, data: bytes) -> bytes:
         """A piece of its body, as it goes over the wire: not at all in reply to HEAD."""
-        return (self._h11.send(h11.Data(data=data)) or b"") if self._wants_body else b""
+        if not self._wants_body:
+            return b""
+        if self._is_chunked and data:  # as h11 writes it, which takes a tenth of what an event costs
+            return b"%x\r\n%b\r\n" % (len(data), data)
+        return self._h11.send(h11.Data(data=data)) or b""
 
     def end(self) -> bytes:
         """The end of its body. Raises h11.LocalProtocolError where it is shorter than its Content-Length."""
