@@ -50,7 +50,8 @@ class Client:
         return failure.reason, failure.detail
 
     def _run(self, prompt: str) -> None:
-        if self._chat.open({"prompt": prompt}):
+        self._chat.post({"prompt": prompt})
+        if self._chat.open():
             self.opened.set()
             while (events := self._chat.read()) is not None:
                 self.events += events
@@ -150,7 +151,8 @@ def test_one_that_was_aborted_before_connects_to_nothing() -> None:
     abort = Abort()
     abort.abort()
     exchange = ChatExchange(abort, Endpoint(base_url=f"http://{HOST}:1", connect_timeout_s=WAIT_S))
-    assert not exchange.open({})
+    exchange.post({})
+    assert not exchange.open()
     reason, detail = RequestFailReason.CONNECT_FAILED, "aborted before the connection was made"
     assert exchange.failure == StreamFailure(reason=reason, detail=detail)
 

@@ -109,6 +109,13 @@ class ResponsesApp:
         exchange.enter(response_id_of(unique))
         if chat_request.has_late_instructions and self._late_role(exchange, request) == "system":
             chat_request = normalise(body, recalled, late_role="system")
+        chat = ChatExchange(
+            exchange.abort,
+            self._endpoint,
+            ca_file=self._config.ca_file,
+            silence_s=self._config.heartbeat_s if chat_request.stream else None,
+        )
+        chat.connect()  # the server takes the connection while the rest is made
         events = ResponseEvents(
             response_id=response_id_of(unique),
             created_at=int(time.time()),
@@ -137,14 +144,9 @@ class ResponsesApp:
             heartbeat_s=self._config.heartbeat_s,
             over=over,
         )
-        chat = ChatExchange(
-            exchange.abort,
-            self._endpoint,
-            ca_file=self._config.ca_file,
-            before_reading=run.before_reading,
-            silence_s=self._config.heartbeat_s if chat_request.stream else None,
-        )
-        if chat.open(chat_request.body, forwarded(request, exclude=_NOT_FOR_CHAT)):
+        chat.post(chat_request.body, forwarded(request, exclude=_NOT_FOR_CHAT))
+        exchange.announce()
+        if chat.open(before_reading=run.before_reading):
             run.to_the_end(chat)
         else:
             assert chat.failure is not None
@@ -201,6 +203,7 @@ class ResponsesApp:
 
     def _pass_through(self, exchange: Exchange, request: Request, client: Client) -> None:
         exchange.enter()
+        exchange.announce()
         prepared = requests.Request(request.method, self._endpoint.base_url).prepare()
         prepared.url = self._endpoint.base_url + request.target
         headers = {**forwarded(request), **self._endpoint.headers()}

@@ -22,6 +22,7 @@ from llama_worker.runtime.futures import WorkerFuture
 T = TypeVar("T")
 
 _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
+_TOGETHER_S = 0.002  # the first text mostly comes right behind the headers: both to the client at once
 
 
 class Exchange:
@@ -35,6 +36,7 @@ class Exchange:
         self._config = config
         self._http: requests.Session | None = None
         self._has_entered = False
+        self._unannounced: Enter | None = None
 
     def enter(self, response_id: str | None = None) -> None:
         """Ask for admission, for the response of that id if it makes one. Raises RequestRefused.
@@ -46,10 +48,16 @@ class Exchange:
         reply: WorkerFuture[bool] | None = WorkerFuture() if is_bounded else None
         entering = Enter(exchange_id=self._number, cut=self.cut, response_id=response_id, reply=reply)
         if reply is None:  # nothing to wait for
-            self._proxy.tell(entering)
+            self._unannounced = entering
         elif not ask(self._proxy, entering, reply):
             raise RequestRefused(503, "too many requests run at once", code="overloaded", retry_after_s=2)
         self._client.when_left(self.abort.abort)
+
+    def announce(self) -> None:
+        """Tell the actor of an exchange that needed no admission: once the upstream has work, and this thread none."""
+        if self._unannounced is not None:
+            self._proxy.tell(self._unannounced)
+            self._unannounced = None
 
     def http(self) -> requests.Session:
         self._http = session(self.abort)
@@ -93,13 +101,13 @@ class Run:
         self._send_bytes = send
         self._heartbeat_s = heartbeat_s
         self._over = over
-        self._begun = False
+        self._first = events.begin()  # until it is sent, or would be
         self._sent_at = time.monotonic()
 
     @property
     def has_begun(self) -> bool:
         """Whether the client has been sent anything."""
-        return self._begun and self._send_bytes is not None
+        return not self._first and self._send_bytes is not None
 
     def before_reading(self) -> None:
         """Keep the client that has waited for long. What may follow a finish is not awaited for ever."""
@@ -109,15 +117,16 @@ class Run:
             self._abort.abort()
 
     def begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._send(self._events.begin())
+        if first := self._first:
+            self._first = []
+            self._send(first)
 
     def to_the_end(self, chat: ChatExchange) -> None:
         """Drive it. Raises OSError where the client has left; the response is over in any case."""
         try:
-            self.begin()
             while not self._events.over:
+                if self._first and not chat.can_read and not self._abort.wait_readable(_TOGETHER_S):
+                    self.begin()
                 read = chat.read()
                 now = time.monotonic()
                 if read is None:
@@ -143,7 +152,8 @@ class Run:
         if self._events.over:  # first: who has read the end may refer to the response, and have its place
             self._over()
         if events and self._send_bytes is not None:
-            self._send_bytes(sse(events))
+            first, self._first = self._first, []
+            self._send_bytes(sse([*first, *events]))
             self._sent_at = time.monotonic()
 
 

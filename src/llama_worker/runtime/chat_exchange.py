@@ -103,9 +103,8 @@ def send(
 class ChatExchange:
     """A chat completion as a stream of events, for a thread that waits for them; only the Abort is for others.
 
-    `ca_file`: the certificates that an https server's is checked with; None: those of `certifi`. `before_reading` is
-    called each time, and again after every `silence_s` in which there was nothing to read; what it raises, `open` and
-    `read` raise.
+    `ca_file`: the certificates that an https server's is checked with; None: those of `certifi`. `silence_s`: how long
+    a read waits for something; None: for ever.
     """
 
     def __init__(
@@ -114,31 +113,45 @@ class ChatExchange:
         endpoint: Endpoint,
         *,
         ca_file: str | None = None,
-        before_reading: Callable[[], object] = lambda: None,
         silence_s: float | None = None,
     ) -> None:
         self.failure: StreamFailure | None = None
         self._abort = abort
         self._endpoint = endpoint
         self._ca_file = ca_file
-        self._before_reading = before_reading
+        self._before_reading: Callable[[], object] = lambda: None
         self._silence_s = None if silence_s is None else min(silence_s, MAX_WAIT_S)
         self._socket: socket.socket | None = None
         self._response = ChatResponse()
         self._events: list[StreamEvent] = []  # that came along with the headers
 
-    def open(self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bool:
-        """Post it and wait for the headers; False where `failure` says why there is no stream."""
+    def connect(self) -> None:
+        """Ahead of `post`, for a caller that has something to do while the server takes the connection."""
         try:
             self._socket = self._connect()
         except (OSError, Aborted) as error:
             self.failure = no_connection(error, self._endpoint.connect_timeout_s)
-            return False
+
+    def post(self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+        """Send it, on a connection that is made unless it was."""
+        if self._socket is None and self.failure is None:
+            self.connect()
+        if self._socket is None:
+            return
         try:
             self._socket.sendall(self._endpoint.chat_request(body, headers))
         except OSError:
             pass  # the server hung up; it may have said why
         self._socket.settimeout(self._silence_s)
+
+    def open(self, *, before_reading: Callable[[], object] = lambda: None) -> bool:
+        """Wait for the headers; False where `failure` says why there is no stream.
+
+        `before_reading` is called each time, and again after each silence; what it raises, this and `read` raise.
+        """
+        if self._socket is None:
+            return False
+        self._before_reading = before_reading
         while self._response.status is None and not self._response.over:
             self._events += self._receive()
         if self._response.refused:
@@ -150,6 +163,11 @@ class ChatExchange:
             self.failure = self._response.failure
             self.close()
         return self._response.opened
+
+    @property
+    def can_read(self) -> bool:
+        """Whether `read` has something that came along with the headers."""
+        return bool(self._events)
 
     def read(self) -> list[StreamEvent] | None:
         """What comes next, [] for a keepalive or a silence; None at the end: `failure` says whether a good one."""
