@@ -275,6 +275,7 @@ class Episode:
             )
             for thread in range(THREADS)
         ]
+        self._strangers = set(_family())
         self._lock = threading.Lock()
         self._tracked: dict[int, Tracked] = {}
         self._recent: deque[str] = deque(maxlen=80)
@@ -410,7 +411,7 @@ class Episode:
                 self._violation = self._violation or violation
             if first:
                 self._note(f"VIOLATION {violation}")
-                self._last_events = [f"process {line}" for line in _family()]
+                self._last_events = [f"process {line}" for line in _family().values()]
                 with contextlib.suppress(Exception):
                     info = self.worker.get_debug_info().get(timeout=1.0)
                     self._last_events += [str(event) for event in info["recent_events"][-60:]]
@@ -694,11 +695,21 @@ class Episode:
         status = self._take(self.worker.get_worker_status(), "get_worker_status")
         if status["state"] is not WorkerState.STOPPED or status["slots_used"]:
             raise Violation(f"after stop(): {status}")
-        _check_no_process("stop()")
+        self._check_no_process("stop()")
         for restart in self._take(self.worker.get_debug_info(), "get_debug_info")["recent_restarts"]:
             self.counts.restarts[restart["reason"]] += 1
         self._drain(ANSWER_S)
         self._check_nothing_is_kept()
+
+    def _check_no_process(self, after: str) -> None:
+        """No scripted server, child of one or guard is left; no zombie either. Other tests' own are not counted."""
+        left = [
+            line
+            for pid, line in _family().items()
+            if pid not in self._strangers and ("fake_llama_server" in line or psutil.STATUS_ZOMBIE in line)
+        ]
+        if left:
+            raise Violation(f"after {after} these processes are left: {left}")
 
     def _check_nothing_is_kept(self) -> None:
         """A worker whose results were all taken keeps nothing of its requests, however long it has lived."""
@@ -760,7 +771,7 @@ class Episode:
         self._note(f"closed in {took_s:.2f} s")
         if took_s > STOP_S + ANSWER_S:
             raise Violation(f"close() took {took_s:.1f} s")
-        _check_no_process("close()")
+        self._check_no_process("close()")
 
     def _check_closed(self) -> None:
         """Nobody waits for ever, and every call says so."""
@@ -827,17 +838,11 @@ def _connections_of(requests: Sequence[Tracked]) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.rpartition(".")[0] in prefixes]
 
 
-def _check_no_process(after: str) -> None:
-    """No scripted server, child of one or guard is left; no zombie either."""
-    left = [line for line in _family() if "fake_llama_server" in line or psutil.STATUS_ZOMBIE in line]
-    if left:
-        raise Violation(f"after {after} these processes are left: {left}")
-
-
-def _family() -> list[str]:
+def _family() -> dict[int, str]:
     """The processes below this one, and what they are doing."""
-    found = []
+    found = {}
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found.append(f"{child.pid} of {child.ppid()}, {child.status()}: {' '.join(child.cmdline())[:1000]}")
+            words = " ".join(child.cmdline())[:1000]
+            found[child.pid] = f"{child.pid} of {child.ppid()}, {child.status()}: {words}"
     return found
