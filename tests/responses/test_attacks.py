@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llama_worker.responses.request_threads import RequestThreads
 from llama_worker.responses.store import StoredResponse, stored_response
 from tests.actors.conftest import eventually
 from tests.fake_script import Headers, Repeat, Role, Text
@@ -192,6 +193,19 @@ def test_where_all_descriptors_are_taken_it_waits_without_spinning(fake: Client)
         waiting[-1].settimeout(WAIT_S)
         waiting[-1].sendall(request_bytes("/health", port=fake.proxy.port))
         assert b"200 OK" in waiting[-1].recv(65536)
+
+
+def test_without_a_thread_a_request_is_refused_and_the_next_one_is_answered(
+    fake: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as short:
+        short.setattr(RequestThreads, "run", none_left)
+        refused = fake.send("GET", "/health")
+        assert (refused.status, refused.headers["retry-after"]) == (503, "2")
+    assert fake.send("GET", "/health").status == 200
 
 
 # ---------------------------------------------------------------- the store

@@ -17,6 +17,7 @@ from llama_worker.server.start_advice import described, not_executed
     [
         (1, "E ggml_aligned_malloc: insufficient memory (attempted to allocate 2197265.62 MB)", "--ctx-size"),
         (1, "CUDA error: out of memory", "memory"),
+        (-signal.SIGABRT, "ggml.c:1644: GGML_ASSERT(ctx->mem_buffer != NULL) failed", "--ctx-size"),
         (-signal.SIGKILL, "load_tensors", "memory"),
         (1, "error: invalid argument: --frob", "`llama-server --help`"),
         (1, "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (No such file or directory)", "check the path"),

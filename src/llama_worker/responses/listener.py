@@ -55,6 +55,7 @@ class SocketListener:
         self._clients: dict[int, Client] = {}  # by descriptor; only this thread closes one
         self._busy: set[Client] = set()
         self._threads = RequestThreads()
+        self._whole: list[tuple[Client, Request]] = []  # requests that are about to run
         self._returned: queue.SimpleQueue[Client] = queue.SimpleQueue()
         self._pending_bytes = 0
         self._stopped = False
@@ -99,7 +100,9 @@ class SocketListener:
 
     def _turn(self) -> None:
         """Wait for something to happen, and see to it."""
-        for descriptor, _ in self._epoll.poll(self._wait_s()):
+        wait_s = self._wait_s()
+        self._run_whole()  # last: the threads that it wakes want the interpreter, which the wait lets go
+        for descriptor, _ in self._epoll.poll(wait_s):
             if descriptor == self._wake:
                 os.eventfd_read(self._wake)
             elif descriptor == self._socket.fileno():
@@ -242,12 +245,19 @@ class SocketListener:
         self._stop_waiting(client)
         if len(self._busy) >= self._max_busy:
             raise RequestRefused(503, "too many requests run at once", retry_after_s=2)
-        try:
-            self._threads.run(partial(self._run_request, client, request))
-        except RuntimeError:
-            raise RequestRefused(503, "no thread can be started", retry_after_s=2) from None
         self._busy.add(client)
         self._epoll.modify(client.socket, select.EPOLLRDHUP | select.EPOLLONESHOT)
+        self._whole.append((client, request))
+
+    def _run_whole(self) -> None:
+        whole, self._whole = self._whole, []
+        for client, request in whole:
+            try:
+                self._threads.run(partial(self._run_request, client, request))
+            except RuntimeError:
+                self._busy.discard(client)
+                self._epoll.modify(client.socket, select.EPOLLIN)
+                self._refuse(client, RequestRefused(503, "no thread can be started", retry_after_s=2))
 
     def _run_request(self, client: Client, request: Request) -> None:
         """The request's own thread."""
@@ -276,6 +286,9 @@ class SocketListener:
         self._epoll.unregister(self._socket)
         self._socket.close()
         for client in tuple(self._waiting_clients):
+            self._drop(client)
+        for client, _ in self._whole:
+            self._busy.discard(client)
             self._drop(client)
         for client in self._busy:
             client.cut()

@@ -20,7 +20,7 @@ NOT_EXECUTED = (
 ILLEGAL = re.compile("illegal instruction", re.IGNORECASE)  # as a shell says it that started the server
 OUT_OF_MEMORY = re.compile(
     r"insufficient memory|failed to allocate|unable to allocate|out of memory|alloc.* failed|bad_alloc"
-    r"|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit",
+    r"|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit|mem_buffer != NULL",
     re.IGNORECASE,
 )
 # What the system refuses, to the server or to us.
