@@ -6,7 +6,6 @@ Case number i of a campaign is the same wherever it runs: campaigns may be cut i
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ from multiprocessing import get_context
 
 from tests.adversary.case import Case, Outcome
 from tests.adversary.wedges import WEDGES
+from tests.simulation.garbage import collected_by_hand
 from tests.simulation.trace import Trace
 
 SHOWN_STEPS = 40
@@ -60,16 +60,15 @@ def run(count: int, seed: int, kinds: list[str] | None = None, *, first: int = 0
     """
     figures, names = Figures(), kinds or list(WEDGES)
     began = time.process_time()
-    gc.disable()
-    for index in range(first, first + count):
-        number = seed * _SEED_STEP + index
-        honest_before = figures.honest
-        _run_wedged(figures, number, names[index % len(names)])
-        if figures.honest == honest_before:
-            _run_honest(figures, number)
-        if index % _UNCOLLECTED == 0:
-            gc.collect()
-    gc.enable()
+    with collected_by_hand() as collect:
+        for index in range(first, first + count):
+            number = seed * _SEED_STEP + index
+            honest_before = figures.honest
+            _run_wedged(figures, number, names[index % len(names)])
+            if figures.honest == honest_before:
+                _run_honest(figures, number)
+            if index % _UNCOLLECTED == 0:
+                collect()
     figures.cpu_s = time.process_time() - began
     return figures
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
 from tests.simulation.dice import Dice
+from tests.simulation.garbage import collected_by_hand
 from tests.simulation.world import Report, Setting, World
 
 
@@ -40,10 +41,12 @@ def settings(seed: int, hours: float, faults: float, kinds: Mapping[str, float] 
 def run_all(chosen: Iterable[Setting]) -> Report:
     """One after the other; raises the first Failure."""
     total, digests = Report(), sha256()
-    for setting in chosen:
-        report = World(setting).run()
-        total.add(report)
-        digests.update(report.digest.encode())
+    with collected_by_hand() as collect:
+        for setting in chosen:
+            report = World(setting).run()
+            total.add(report)
+            digests.update(report.digest.encode())
+            collect()
     total.digest = digests.hexdigest()[:16]
     return total
 

@@ -324,10 +324,10 @@ def _profile(dice: Dice, *, idle: bool) -> TimeoutProfile:
 
 
 def _policy(dice: Dice, hours: float) -> RestartPolicy:
-    """With planned recycling (for its age 360 times a run at most) and a limit for nonsense, or without."""
+    """With planned recycling (for its age 60 times a run at most) and a limit for nonsense, or without."""
     recycle = None
     if dice.chance(0.3):
-        requests, age_s = 1 + dice.below(20), max(dice.log_between(60.0, 1e5), 10.0 * hours)
+        requests, age_s = 1 + dice.below(20), max(dice.log_between(60.0, 1e5), 60.0 * hours)
         recycle = Recycle(max_requests=requests if dice.chance(0.7) else None, max_age_s=age_s)
     return RestartPolicy(
         recycle=recycle, degenerate_outputs_before_restart=1 + dice.below(3) if dice.chance(0.3) else None
