@@ -45,7 +45,7 @@ scenarios: $(VENV)/.test ## hung or only slow? every scenario, with its verdict 
 	$(BIN)/python -m tests.scenarios
 
 test-responses: $(VENV)/.test server $(NODE_CLIENTS)/.stamp ## the Responses layer with every client, those of Node too (needs npm)
-	$(BIN)/python -m pytest tests/responses $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/responses --every-line $(PYTEST_ARGS)
 
 test-clients: $(VENV)/.test $(CODING_CLIENTS)/.stamp ## Codex, OpenCode and a browser in front of a scripted server, without a network (needs npm; installs Debian's chromium)
 	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; }

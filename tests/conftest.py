@@ -30,9 +30,16 @@ hypothesis.settings.register_profile("busy machine", deadline=None)  # an exampl
 hypothesis.settings.load_profile("busy machine")
 
 _LONGEST_FIRST = (
-    *("ray", "test_examples.py", "test_simulation.py", "test_supervision.py", "test_docs.py", "test_run_in_a_pipe.py"),
-    *("test_planted_bugs.py", "server", "test_tutorial.py", "test_host_death.py", "responses", "tools", "cli"),
+    *("ray", "test_node_clients.py", "test_examples.py", "test_simulation.py", "test_supervision.py", "test_docs.py"),
+    *("test_run_in_a_pipe.py", "server", "test_tutorial.py", "test_host_death.py", "responses", "tools", "cli"),
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `make test-responses` runs more than `make test`."""
+    parser.addoption(
+        "--every-line", action="store_true", help="with all lines of the AI SDK, not the oldest and newest"
+    )
 
 
 def pytest_configure() -> None:
