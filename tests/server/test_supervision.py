@@ -84,10 +84,8 @@ def assert_serves(worker: LlamaWorker) -> None:
     [pytest.param(150, is_reading, id="prefill"), pytest.param(1, is_generating, id="generation")],
 )
 def test_a_killed_server_fails_its_request_at_once_and_comes_back_by_itself(
-    serve: Serve, words: int, reached: Reached, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, words: int, reached: Reached
 ) -> None:
-    # Which of the two news is waited for is decided in virtual time (tests/unit): here, either may be late.
-    monkeypatch.setattr("llama_worker.request.state.DEATH_NEWS_S", patience())
     took_s, message_s = [], 0.0
     with LlamaWorker(serve()) as worker:
         for restarts in range(1, 4):
