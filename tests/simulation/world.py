@@ -79,10 +79,10 @@ class Report:
 
 
 class Failure(Exception):
-    """A run broke an invariant: its seed, which one, and the last steps."""
+    """A run broke an invariant: its setting, which plays it again, which one, and the last steps."""
 
     def __init__(self, setting: Setting, broken: BaseException, story: list[str]) -> None:
-        super().__init__(f"seed {setting.seed}: {type(broken).__name__}: {broken}")
+        super().__init__(f"{setting}: {type(broken).__name__}: {broken}")
         self.setting = setting
         self.broken = broken
         self.story = story
