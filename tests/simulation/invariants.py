@@ -365,7 +365,8 @@ class Invariants:
             return truth.ended_at is not None or fault.ended_at is not None
 
         def due() -> None:
-            spared_s = bound_s - (self._scheduler.now - self._neighbours_heard_at(truth))
+            heard_at = self._scheduler.host_time_at(self._neighbours_heard_at(truth))
+            spared_s = bound_s - (self._scheduler.host_time - heard_at)
             if fault.kind.neighbours_spare and spared_s > 0:
                 self.expect(4, spared_s, f"request {truth.request_id} under the fault {name!r}", over, otherwise=due)
             else:

@@ -108,14 +108,18 @@ class Scheduler:
         self._starts: dict[str, int] = {}
         self._breaks: set[str] = set()
         self.halted_until = now  # the host does not run before
-        self._halted_s = 0.0
+        self._halts: list[tuple[float, float]] = []  # from, to
 
     # ------------------------------------------------------------ time
 
     @property
     def host_time(self) -> float:
         """Seconds that the host has run: the clock without the times in which it did not."""
-        return self.now - self._halted_s + max(0.0, self.halted_until - self.now)
+        return self.host_time_at(self.now)
+
+    def host_time_at(self, instant: float) -> float:
+        """The same at an earlier instant."""
+        return instant - sum(max(0.0, min(end, instant) - begin) for begin, end in self._halts)
 
     def at(self, when: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
         """Make the call at `when`, or now if that is past."""
@@ -134,8 +138,9 @@ class Scheduler:
 
     def halt_host(self, seconds: float) -> None:
         """The host does not run for so long: no actor, no thread, no timer of it."""
-        until = max(self.halted_until, self.now) + seconds
-        self._halted_s += seconds
+        begin = max(self.halted_until, self.now)
+        until = begin + seconds
+        self._halts.append((begin, until))
         self.halted_until = until
         self.at(until, lambda: None, "the host runs again", of_host=False)
 

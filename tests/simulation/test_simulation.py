@@ -15,9 +15,21 @@ YEAR_H = 8760.0
 SHARES = 4  # of the year, one a test: they may run side by side
 
 
-def test_a_result_that_ask_was_given_is_not_given_once_more() -> None:
-    """The seed that once broke an invariant: ask() resolved before its result was released."""
-    World(Setting(seed=7, hours=4.0, requests_per_hour=25.0, faults_per_hour=20.0)).run()
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(
+            Setting(seed=7, hours=4.0, requests_per_hour=25.0, faults_per_hour=20.0),
+            id="ask() resolved before its result was released",
+        ),
+        pytest.param(
+            Setting(seed=189804746787714, hours=2.7, requests_per_hour=37.6712325, faults_per_hour=3.4246575),
+            id="a bound counted time in which the host was halted",
+        ),
+    ],
+)
+def test_a_run_that_once_broke_an_invariant(setting: Setting) -> None:
+    World(setting).run()
 
 
 @pytest.mark.parametrize("share", range(SHARES))
