@@ -104,7 +104,7 @@ def test_a_client_that_asks_before_it_sends_its_body_is_told_to_go_on(through: T
         connection.sendall(
             b"POST /any HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\nExpect: 100-continue\r\n\r\n"
         )
-        assert connection.recv(65536) == b"HTTP/1.1 100 \r\n\r\n"
+        assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(b"abcdef")
         assert b"200 OK" in connection.recv(65536)
     assert upstream.requests[0].endswith(b"abcdef")

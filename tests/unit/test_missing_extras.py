@@ -27,7 +27,6 @@ COMMAND = "from llama_worker.cli import main; sys.argv[1:] = {}; sys.exit(main()
     [
         ("typer", "cli", COMMAND.format(["doctor"])),
         ("rich", "cli", COMMAND.format(["doctor"])),
-        ("h11", "responses", COMMAND.format(["responses-proxy", "--upstream", "http://127.0.0.1:1"])),
         ("prometheus_client", "metrics", "from llama_worker.metrics import WorkerCollector"),
         ("ray", "ray", "from llama_worker.ray import Fleet"),
     ],

@@ -16,7 +16,7 @@ POLICY = access_policy("127.0.0.1", [PAGE])
 
 
 def head(method: str = "GET", **headers: str) -> Request:
-    named = tuple((name.replace("_", "-"), value) for name, value in headers.items())
+    named = {name.replace("_", "-").lower(): (name, value) for name, value in headers.items()}
     return Request(method=method, target="/", headers=named, body=b"")
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from llama_worker.responses.client_connection import MAX_HEAD_BYTES, ClientConnection, Phase, Request
 from llama_worker.responses.refusal import RequestRefused
+from llama_worker.responses.reply import MalformedReply, Reply
 from llama_worker.responses.waiting_clients import BODY_S, HEAD_S, LINGER_S, SILENT_S, WaitingClients
 
 HEAD = b"POST /v1/responses?a=%2F HTTP/1.1\r\nHost: localhost\r\n"
@@ -56,7 +57,12 @@ def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject
         (b"X-A: a\0b\r\n\r\n", 400),
         (b"X-A: a\rX-B: b\r\n\r\n", 400),
         (b"Content-Length: 101\r\n\r\n", 413),
-        (b"Content-Length: 99999999999999999999\r\n\r\n", 413),
+        (b"Content-Length: 9999999999999999999\r\n\r\n", 413),
+        (b"Content-Length: 99999999999999999999\r\n\r\n", 400),  # beyond 64 bits
+        (CHUNKED + b"1;" + b"x" * MAX_HEAD_BYTES, 400),
+        (CHUNKED + b"0\r\nTrailer: " + b"x" * MAX_HEAD_BYTES, 400),
+        (b"X-A: a\r\n b\r\n\r\n", 400),
+        (b"X-A: a\n\n", 400),
         (CHUNKED + b"65\r\n" + b"x" * 101, 413),
         (b"X-A: " + b"a" * MAX_HEAD_BYTES, 431),
     ],
@@ -64,8 +70,8 @@ def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject
 def test_what_another_server_might_read_differently_is_refused(rest: bytes, status: int) -> None:
     early = connection()
     early.receive(HEAD + b"\r\n" + HEAD + rest)  # behind another request it is read as strictly
-    early.begin(200, [("Content-Length", "0")])
-    early.end()
+    early.reply.begin(200, [("Content-Length", "0")])
+    early.reply.end()
     with pytest.raises(RequestRefused) as refused:
         connection().receive(HEAD + rest)
     with pytest.raises(RequestRefused) as refused_later:
@@ -80,6 +86,11 @@ def test_what_another_server_might_read_differently_is_refused(rest: bytes, stat
 def test_a_request_line_of_another_kind_is_refused(line: bytes) -> None:
     with pytest.raises(RequestRefused):
         connection().receive(line + b"\r\nHost: localhost\r\n\r\n")
+
+
+def test_what_is_not_http_is_refused_at_once() -> None:
+    with pytest.raises(RequestRefused):
+        connection().receive(b"\x16\x03\x01\x02")
 
 
 def test_the_head_is_checked_before_the_body_is_read() -> None:
@@ -99,8 +110,8 @@ def test_what_follows_a_request_waits_for_its_reply() -> None:
     targets = [first.target]
     assert client.phase is Phase.BUSY
     for _ in range(2):
-        assert client.begin(200, [("Content-Length", "2")]).startswith(b"HTTP/1.1 200 OK\r\n")
-        assert client.data(b"ok") + client.end() == b"ok"
+        assert client.reply.begin(200, [("Content-Length", "2")]).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert client.reply.data(b"ok") + client.reply.end() == b"ok"
         assert client.can_go_on
         request = client.next_request()
         targets += [request.target] if request else []
@@ -108,20 +119,72 @@ def test_what_follows_a_request_waits_for_its_reply() -> None:
 
 
 def test_a_body_may_look_like_a_head() -> None:
-    body = b"\nContent-Length: 1\nContent-Length: 2\n"
-    request = connection().receive(HEAD.replace(b"\r", b"") + b"Content-Length: %d\n\n" % len(body) + body)
+    body = b"\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n"
+    request = connection().receive(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     assert request is not None
     assert request.body == body
+
+
+def test_what_is_lost_behind_a_chunked_request_is_said_to_be() -> None:
+    get = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for behind, head in (
+        (b"", b""),
+        (b"\r\n", b""),
+        (get, b"Connection: close\r\n"),
+        (get[:5], b"Connection: close\r\n"),
+    ):
+        client = connection()
+        request = client.receive(HEAD + CHUNKED + b"2\r\nok\r\n0\r\n\r\n" + behind)
+        assert request is not None
+        assert request.body == b"ok"
+        assert client.reply.begin(204, []) == b"HTTP/1.1 204 No Content\r\n" + head + b"\r\n"
+        client.reply.end()
+        assert client.can_go_on is not bool(head)
+
+
+def test_a_client_that_waits_before_its_body_is_told_to_go_on_once() -> None:
+    client = connection()
+    assert client.receive(HEAD + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n") is None
+    assert client.wanted_continue() == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert client.wanted_continue() == b""
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [(200, [("X-A", "a\r\nX-B: b")]), (101, []), (200, [("Content-Length", "1"), ("Content-Length", "2")]),
+     (200, [("Content-Length", "-1")])],
+)  # fmt: skip
+def test_a_reply_that_would_be_read_differently_is_not_begun(status: int, headers: list[tuple[str, str]]) -> None:
+    reply = Reply()
+    with pytest.raises(MalformedReply):
+        reply.begin(status, headers)
+    assert not reply.has_begun
+
+
+def test_a_reply_is_as_long_as_it_says() -> None:
+    for body in (b"a", b"abc"):
+        reply = Reply()
+        reply.begin(200, [("Content-Length", "2")])
+        with pytest.raises(MalformedReply):
+            assert reply.data(body) + reply.end()
+        assert not reply.is_complete
+
+
+def test_head_is_replied_to_without_a_body() -> None:
+    reply = Reply("HEAD", is_kept=True)
+    assert reply.begin(200, [("Content-Length", "2")]) == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+    assert reply.data(b"ok") + reply.end() == b""
+    assert reply.is_complete
 
 
 def test_a_reply_without_a_length_is_framed_as_the_client_understands_it() -> None:
     for version, framed in ((b"1.1", b"2\r\nok\r\n"), (b"1.0", b"ok")):
         client = connection()
         client.receive(b"GET / HTTP/%b\r\nHost: localhost\r\n\r\n" % version)
-        client.begin(200, [])
-        assert client.data(b"ok") == framed
-        client.end()
-        assert client.is_complete
+        client.reply.begin(200, [])
+        assert client.reply.data(b"ok") == framed
+        client.reply.end()
+        assert client.reply.is_complete
         assert client.can_go_on is (version == b"1.1")
 
 

@@ -10,7 +10,6 @@ import signal
 import ssl
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -19,10 +18,8 @@ from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.models import find_model, find_server
 from llama_worker.cli.starting import Stopped
+from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.runtime.futures import WorkerFuture
-
-if TYPE_CHECKING:  # it needs the extra `responses`
-    from llama_worker.responses.proxy import ResponsesProxy
 
 _LOCALHOST = "127.0.0.1"
 _TICK_S = 0.05
@@ -57,10 +54,6 @@ def serve(options: ProxyOptions) -> int:
 
 
 def _serve(options: ProxyOptions, ended: WorkerFuture[None]) -> None:
-    try:
-        from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
-    except ModuleNotFoundError as error:
-        raise Problem("no_extra", f"{error.name} is missing", "pip install 'llama-worker[responses]'") from error
     api_key = _api_key(options.api_key_env)
     _check_ca_file(options.ca_file)
     with _upstream(options, api_key, ended) as upstream:

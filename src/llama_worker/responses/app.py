@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import h11
 import requests
 import urllib3.exceptions
 
@@ -27,6 +26,7 @@ from llama_worker.responses.exchange import Exchange, Run, ask
 from llama_worker.responses.http import forwarded, passed_back, warning_headers
 from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall, Remember
 from llama_worker.responses.refusal import RequestRefused, error_code, refused_by_server
+from llama_worker.responses.reply import MalformedReply
 from llama_worker.responses.request import (
     NOTHING_RECALLED,
     ChatRequest,
@@ -77,7 +77,7 @@ class ResponsesApp:
             raise
         except Exception as error:
             _logger.error("a request failed: %s", type(error).__name__)
-            if not client.http.can_begin:
+            if client.http.reply.has_begun:
                 raise
             failed = RequestRefused(500, f"the proxy failed: {type(error).__name__}")
             client.reply(request, failed.status, failed.body())
@@ -115,7 +115,7 @@ class ResponsesApp:
             ca_file=self._config.ca_file,
             silence_s=self._config.heartbeat_s if chat_request.stream else None,
         )
-        chat.connect()  # the server takes the connection while the rest is made
+        chat.post(chat_request.body, forwarded(request, exclude=_NOT_FOR_CHAT))
         events = ResponseEvents(
             response_id=response_id_of(unique),
             created_at=int(time.time()),
@@ -127,11 +127,11 @@ class ResponsesApp:
         warnings = warning_headers(chat_request.warnings)
 
         def send_events(data: bytes) -> None:
-            if client.http.can_begin:
+            if client.http.reply.has_begun:
+                client.write(data)
+            else:
                 headers = [("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache"), *warnings]
                 client.begin(request, 200, headers, data=data)
-            else:
-                client.write(data)
 
         def over() -> None:
             self._remember(chat_request, events)
@@ -144,7 +144,6 @@ class ResponsesApp:
             heartbeat_s=self._config.heartbeat_s,
             over=over,
         )
-        chat.post(chat_request.body, forwarded(request, exclude=_NOT_FOR_CHAT))
         exchange.announce()
         if chat.open(before_reading=run.before_reading):
             run.to_the_end(chat)
@@ -217,7 +216,7 @@ class ResponsesApp:
         raw = answer.raw
         try:
             client.begin(request, answer.status_code, passed_back(raw.headers.iteritems()), reason=answer.reason or "")
-        except h11.LocalProtocolError:
+        except MalformedReply:
             raise RequestRefused(502, "the upstream server: its reply is malformed", code="upstream_failed") from None
         for piece in _pieces(raw):
             client.write(piece)

@@ -14,6 +14,7 @@ from typing import Any
 from llama_worker.responses.access import page_headers
 from llama_worker.responses.client_connection import ClientConnection, Request
 from llama_worker.responses.refusal import RequestRefused
+from llama_worker.responses.reply import Reply
 
 Headers = Iterable[tuple[str, str]]
 
@@ -47,15 +48,15 @@ class Client:
         Raises OSError where the client has left or takes nothing, as `write` and `end` do.
         """
         own = page_headers(request, self.origin) if self.origin is not None else []
-        head = self.http.begin(status, [*headers, *own], reason)
-        self._send(head + self.http.data(data) if data else head)
+        head = self.http.reply.begin(status, [*headers, *own], reason)
+        self._send(head + self.http.reply.data(data) if data else head)
 
     def write(self, data: bytes) -> None:
         """A piece of its body; blocks while the client does not take it."""
-        self._send(self.http.data(data))
+        self._send(self.http.reply.data(data))
 
     def end(self) -> None:
-        if end := self.http.end():  # nothing follows a body whose length was stated
+        if end := self.http.reply.end():  # nothing follows a body whose length was stated
             self._send(end)
 
     def when_left(self, call: Callable[[], object]) -> None:
@@ -91,11 +92,11 @@ class Client:
             return  # it is gone already
 
 
-def refusal_bytes(http: ClientConnection, refused: RequestRefused) -> bytes:
+def refusal_bytes(reply: Reply, refused: RequestRefused) -> bytes:
     """The whole reply to a request that could not be read, or was not to be."""
     body = json.dumps(refused.body()).encode()
     headers = [*_json_headers(body), ("Connection", "close"), *refused.headers()]
-    return http.begin(refused.status, headers) + http.data(body) + http.end()
+    return reply.begin(refused.status, headers) + reply.data(body) + reply.end()
 
 
 def _json_headers(body: bytes) -> list[tuple[str, str]]:

@@ -101,7 +101,7 @@ class Run:
         self._send_bytes = send
         self._heartbeat_s = heartbeat_s
         self._over = over
-        self._first = events.begin()  # until it is sent, or would be
+        self._first = sse(events.begin()) if send is not None else b""  # until it is sent
         self._sent_at = time.monotonic()
 
     @property
@@ -117,9 +117,7 @@ class Run:
             self._abort.abort()
 
     def begin(self) -> None:
-        if first := self._first:
-            self._first = []
-            self._send(first)
+        self._write([])
 
     def to_the_end(self, chat: ChatExchange) -> None:
         """Drive it. Raises OSError where the client has left; the response is over in any case."""
@@ -151,9 +149,13 @@ class Run:
     def _send(self, events: list[Event]) -> None:
         if self._events.over:  # first: who has read the end may refer to the response, and have its place
             self._over()
-        if events and self._send_bytes is not None:
-            first, self._first = self._first, []
-            self._send_bytes(sse([*first, *events]))
+        if events:
+            self._write(events)
+
+    def _write(self, events: list[Event]) -> None:
+        if self._send_bytes is not None and (self._first or events):
+            first, self._first = self._first, b""
+            self._send_bytes(first + sse(events))
             self._sent_at = time.monotonic()
 
 

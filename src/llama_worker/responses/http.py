@@ -20,8 +20,7 @@ _CORS = "access-control-"
 def forwarded(request: Request, exclude: Iterable[str] = ()) -> dict[str, str]:
     """The client's headers, but those that belong to its connection."""
     dropped = {*_HOP_BY_HOP, *_SET_BY_US, *_named(request.header("connection")), *exclude}
-    names = {name.lower(): name for name, _ in request.headers}
-    return {name: request.header(lower) for lower, name in names.items() if lower.replace("_", "-") not in dropped}
+    return {name: value for lower, (name, value) in request.headers.items() if lower.replace("_", "-") not in dropped}
 
 
 def passed_back(headers: Iterable[tuple[str, str]]) -> Headers:

@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import h11
-
 from llama_worker.responses.access import access_policy
 from llama_worker.responses.client import Client, refusal_bytes
 from llama_worker.responses.client_connection import ClientConnection, Phase, Request
@@ -67,6 +65,8 @@ class SocketListener:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the connections inherit both
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
         self._is_closed = False
@@ -147,8 +147,6 @@ class SocketListener:
 
     def _register(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         try:
             local_address = str(connection.getsockname()[0])
         except OSError:
@@ -162,6 +160,7 @@ class SocketListener:
         self._clients[connection.fileno()] = client
         self._epoll.register(connection, select.EPOLLIN)
         self._waiting_clients.enter(client, Phase.SILENT, time.monotonic())
+        self._on_ready(client)  # its request is mostly here by now
 
     def _check(self, client: Client, request: Request) -> None:
         client.origin = self._access.allowed_origin(request, client.local_address)
@@ -209,8 +208,8 @@ class SocketListener:
             self._refuse(largest, RequestRefused(503, "too many requests are being sent at once", retry_after_s=1))
 
     def _refuse(self, client: Client, refused: RequestRefused) -> None:
-        with contextlib.suppress(h11.LocalProtocolError):  # a reply has been begun: to the request before
-            self._send(client, refusal_bytes(client.http, refused))
+        if not client.http.reply.has_begun:
+            self._send(client, refusal_bytes(client.http.reply, refused))
         self._linger(client)
 
     def _send(self, client: Client, data: bytes) -> None:
@@ -273,7 +272,7 @@ class SocketListener:
         """From its request's thread: for another request, or to be closed."""
         self._busy.discard(client)
         client.when_left(lambda: None)
-        if not client.http.is_complete:
+        if not client.http.reply.is_complete:
             self._drop(client)
         elif not client.http.can_go_on or self._stopped:
             self._epoll.modify(client.socket, select.EPOLLIN)

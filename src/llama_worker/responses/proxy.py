@@ -23,10 +23,7 @@ _LEAVE_S = 5.0
 
 
 class ResponsesProxy(Startable):
-    """Makes a llama-server usable by clients that speak only OpenAI's Responses API. Any thread; a context manager.
-
-    Needs the extra `responses`.
-    """
+    """Makes a llama-server usable by clients that speak only OpenAI's Responses API. Any thread; a context manager."""
 
     def __init__(self, config: ResponsesProxyConfig) -> None:
         """Nothing listens yet."""

@@ -30,8 +30,6 @@ ERROR_BODY_S = 2.0  # for what an error status says, from the headers on
 _READ_BYTES = 65536
 _SHOWN_CHARS = 40  # of what is not HTTP
 
-Address = tuple[int, int, int, str, Any]  # as getaddrinfo has it
-
 
 class Endpoint(Struct, frozen=True, kw_only=True):
     """Where a server listens, and what it wants to be shown."""
@@ -58,10 +56,6 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     def address(self) -> tuple[str, int]:
         url = urlsplit(self.base_url)
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
-
-    def addresses(self, flags: int = 0) -> list[Address]:
-        """Resolved by `getaddrinfo`, which may take its time: AI_NUMERICHOST does not. Raises socket.gaierror."""
-        return list(socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM, flags=flags))
 
     def chat_request(self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
         """A chat completion's HTTP request. By hand: `requests` takes half a millisecond to build one."""
@@ -125,18 +119,12 @@ class ChatExchange:
         self._response = ChatResponse()
         self._events: list[StreamEvent] = []  # that came along with the headers
 
-    def connect(self) -> None:
-        """Ahead of `post`, for a caller that has something to do while the server takes the connection."""
+    def post(self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+        """Send it, on a connection of its own; `open` says how that went."""
         try:
             self._socket = self._connect()
         except (OSError, Aborted) as error:
             self.failure = no_connection(error, self._endpoint.connect_timeout_s)
-
-    def post(self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
-        """Send it, on a connection that is made unless it was."""
-        if self._socket is None and self.failure is None:
-            self.connect()
-        if self._socket is None:
             return
         try:
             self._socket.sendall(self._endpoint.chat_request(body, headers))

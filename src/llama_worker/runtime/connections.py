@@ -7,6 +7,7 @@ connections make their own socket.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import select
 import socket
@@ -22,6 +23,8 @@ import urllib3
 import urllib3.connection
 import urllib3.connectionpool
 import urllib3.exceptions
+
+Address = tuple[int, int, int, str, Any]  # as getaddrinfo has it
 
 _BUFFER_BYTES = 65536
 MAX_WAIT_S = 2e6  # 23 days: poll counts milliseconds in a C int
@@ -76,6 +79,20 @@ class Abort:
             self._socket = None
 
 
+@functools.lru_cache
+def numeric_addresses(host: str, port: int) -> list[Address]:
+    """Where a host is that is named by its address; empty for another name. To be read only."""
+    try:
+        return addresses(host, port, socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        return []
+
+
+def addresses(host: str, port: int, flags: int = 0) -> list[Address]:
+    """Resolved, which may take its time. Raises socket.gaierror."""
+    return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
+
+
 def session(abort: Abort) -> requests.Session:
     """A session for one request: no proxies, no .netrc, no retries, one connection, closed after the reply."""
     made = requests.Session()
@@ -94,7 +111,7 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> sock
     It blocks, for `timeout_s` each time. Raises Aborted, or OSError; TimeoutError after `timeout_s`.
     """
     refused: OSError | None = None
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, address in numeric_addresses(host, port) or addresses(host, port):
         made = socket.socket(family, kind, protocol)
         try:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

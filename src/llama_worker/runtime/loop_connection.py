@@ -14,7 +14,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from llama_worker.runtime.chat_exchange import Address, Endpoint
+from llama_worker.runtime.chat_exchange import Endpoint
+from llama_worker.runtime.connections import Address, addresses, numeric_addresses
 from llama_worker.runtime.loop_thread import loop_thread
 from llama_worker.runtime.timers import Timer, call_at
 
@@ -68,13 +69,12 @@ class LoopConnection(ABC):
 
     def _begin(self, name: str) -> None:
         """Connect. Raises OSError or RuntimeError where the host lacks threads, descriptors, ports or memory."""
-        try:
-            addresses = self._endpoint.addresses(socket.AI_NUMERICHOST)
-        except socket.gaierror:  # a name, which takes its time
+        found = numeric_addresses(*self._endpoint.address)
+        if not found:  # a name, which takes its time
             threading.Thread(target=self._resolve, name=f"{name}-resolve", daemon=True).start()
             return
         try:
-            self._connect(iter(addresses))
+            self._connect(iter(found))
         except BaseException:
             self._drop_socket()
             raise
@@ -92,10 +92,10 @@ class LoopConnection(ABC):
 
     def _resolve(self) -> None:
         try:
-            addresses = self._endpoint.addresses()
+            found = addresses(*self._endpoint.address)
             with self._lock:
                 if not self._closed:
-                    self._connect(iter(addresses))
+                    self._connect(iter(found))
         except socket.gaierror as error:
             with self._lock:
                 self._on_no_connection(error)

@@ -1,0 +1,85 @@
+"""The reply to a client's request, as bytes on its connection. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from http import HTTPStatus
+
+_NEW_LINE = re.compile(r"[\0\r\n]")
+_WITHOUT_BODY = frozenset({204, 304})
+
+
+class MalformedReply(ValueError):
+    """What was to be sent would be read as something else."""
+
+
+class Reply:
+    """One reply: `begin`, `data` as often as there is some, `end`.
+
+    `method` and `version` are the request's. `is_kept`: whether its connection may have another request afterwards;
+    the reply itself may say that it may not.
+    """
+
+    def __init__(self, method: str = "", version: str = "1.1", *, is_kept: bool = False) -> None:
+        self.has_begun = False
+        self.is_complete = False
+        self.is_kept = is_kept
+        self._method = method
+        self._version = version
+        self._is_chunked = False
+        self._missing: int | None = None  # bytes of its body; None: as many as will come
+
+    def begin(self, status: int, headers: Iterable[tuple[str, str]], reason: str = "") -> bytes:
+        """Its head; without a Content-Length among the headers it is framed as the client understands it.
+
+        Raises MalformedReply, and then nothing has begun.
+        """
+        headers = list(headers)
+        told = {name.lower(): value for name, value in headers}
+        lengths = {value for name, value in headers if name.lower() == "content-length"}
+        if not 200 <= status < 1000 or len(lengths) > 1 or not all(length.isdecimal() for length in lengths):
+            raise MalformedReply(f"status {status}, Content-Length {sorted(lengths)}")
+        if status in _WITHOUT_BODY or self._method == "HEAD":
+            self._missing = 0
+        elif lengths:
+            self._missing = int(lengths.pop())
+        elif self._version == "1.1":
+            self._is_chunked = True
+            headers.append(("Transfer-Encoding", "chunked"))
+        else:
+            self.is_kept = False  # its end is the connection's
+        self.is_kept = self.is_kept and told.get("connection", "").lower() != "close"
+        if not self.is_kept and "connection" not in told:
+            headers.append(("Connection", "close"))
+        lines = [f"HTTP/1.1 {status} {reason or _phrase(status)}", *(f"{name}: {value}" for name, value in headers)]
+        if any(_NEW_LINE.search(line) for line in lines):
+            raise MalformedReply("a header has more than one line")
+        self.has_begun = True
+        return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
+
+    def data(self, data: bytes) -> bytes:
+        """A piece of its body, as it goes over the wire: not at all in reply to HEAD."""
+        if self._is_chunked:
+            return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        if self._method == "HEAD":
+            return b""
+        if self._missing is not None:
+            self._missing -= len(data)
+            if self._missing < 0:
+                raise MalformedReply("the body is longer than its Content-Length")
+        return data
+
+    def end(self) -> bytes:
+        """The end of its body. Raises MalformedReply where it is shorter than its Content-Length."""
+        if self._missing:
+            raise MalformedReply(f"the body is {self._missing} bytes shorter than its Content-Length")
+        self.is_complete = True
+        return b"0\r\n\r\n" if self._is_chunked else b""
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Unknown"
