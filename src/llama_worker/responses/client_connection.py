@@ -62,6 +62,7 @@ class ClientConnection:
         self.phase = Phase.SILENT
         self.reply = Reply()
         self._message = _Message()
+        self._parser = httptools.HttpRequestParser(self._message)
         self._head_bytes = bytearray()
         self._head: Request | None = None
         self._body_wire_bytes = 0
@@ -110,7 +111,7 @@ class ClientConnection:
         self._head_bytes += data
         found = _END_OF_HEAD.search(self._head_bytes, max(read - 2, 0))
         end = found.end() if found else len(self._head_bytes)
-        self._message.feed(bytes(self._head_bytes[read:end]))
+        self._feed(bytes(self._head_bytes[read:end]))
         if end > MAX_HEAD_BYTES:
             raise RequestRefused(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
         if found is None:
@@ -120,16 +121,29 @@ class ClientConnection:
         self._head_bytes.clear()
         return behind
 
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # which nobody has to do
+        except httptools.HttpParserError as error:
+            if not self._message.is_complete:
+                raise RequestRefused(400, f"malformed HTTP request: {error}") from None
+
     def _begin(self) -> None:
         self.phase = Phase.BODY
-        message = self._message
-        head = self._head = Request(method=message.method, target=message.target, headers=message.headers, body=b"")
-        self.reply = Reply(message.method, message.version)
-        if message.version not in ("1.0", "1.1"):
+        message, method, version = (
+            self._message,
+            self._parser.get_method().decode("ascii"),
+            self._parser.get_http_version(),
+        )
+        head = self._head = Request(method=method, target=message.target, headers=message.headers, body=b"")
+        self.reply = Reply(method, version)
+        if version not in ("1.0", "1.1"):
             raise RequestRefused(505, "the request is not HTTP/1.1")
         if not head.target.startswith("/"):
             raise RequestRefused(400, "the request's target must be a path")
-        if message.hosts > 1 or (message.hosts == 0 and message.version == "1.1"):
+        if message.hosts > 1 or (message.hosts == 0 and version == "1.1"):
             raise RequestRefused(400, "the request must have one Host")
         encoding = head.header("transfer-encoding").lower()
         if encoding not in ("", "chunked"):
@@ -137,7 +151,8 @@ class ClientConnection:
         self._check_head(head)
         self._length = None if encoding else int(head.header("content-length") or 0)
         self._check_size(self._length or 0)
-        self._awaits_continue = head.header("expect").lower() == "100-continue" and message.version == "1.1"
+        self._awaits_continue = head.header("expect").lower() == "100-continue" and version == "1.1"
+        self.reply.is_kept = version == "1.1" and "close" not in header_words(head.header("connection"))
 
     def _read_body(self, data: bytes) -> bool:
         """Whether it is whole."""
@@ -148,7 +163,7 @@ class ClientConnection:
             message.on_body(data[:missing])
             self._behind = data[missing:]
             return len(data) >= missing
-        message.feed(data)
+        self._feed(data)
         self._check_size(message.body_bytes)
         self._body_wire_bytes += len(data)
         if self._body_wire_bytes > MAX_HEAD_BYTES + _MAX_FRAMING * message.body_bytes:
@@ -162,42 +177,28 @@ class ClientConnection:
     def _complete(self) -> Request:
         assert self._head is not None
         self.phase = Phase.BUSY
-        self.reply.is_kept = self._message.keeps_connection
-        head, body = self._head, b"".join(self._message.body)
+        if self._message.is_followed:
+            self.reply.is_kept = False
+        head, message = self._head, self._message
         self._message = _Message()
-        return Request(method=head.method, target=head.target, headers=head.headers, body=body)
+        return Request(method=head.method, target=head.target, headers=head.headers, body=b"".join(message.body))
 
 
 class _Message:
-    """What `httptools` reads of one request."""
+    """What `httptools` reads of one request: it calls the methods."""
 
     def __init__(self) -> None:
-        self.method = self.version = self.target = ""
+        self.target = ""
         self.headers: dict[str, tuple[str, str]] = {}
         self.hosts = 0
         self.body: list[bytes] = []
         self.body_bytes = 0
-        self.keeps_connection = False  # after the reply
         self.is_complete = False
+        self.is_followed = False  # behind a chunked body, whose end only the parser knows: what it has read is lost
         self._has_head = False
-        self._parser = httptools.HttpRequestParser(self)
-
-    def feed(self, data: bytes) -> None:
-        """Raises RequestRefused."""
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # which nobody has to do
-        except httptools.HttpParserError as error:
-            if not self.is_complete:
-                raise RequestRefused(400, f"malformed HTTP request: {error}") from None
-
-    # ------------------------------------------------------------ called by httptools
 
     def on_message_begin(self) -> None:
-        """Behind a chunked body, whose end only the parser knows: then this is lost, and the client told so."""
-        if self.is_complete:
-            self.keeps_connection = False
+        self.is_followed = self.is_complete
 
     def on_url(self, url: bytes) -> None:
         """A piece of it."""
@@ -214,10 +215,7 @@ class _Message:
         self.headers[lower] = (sent, f"{self.headers[lower][1]}, {said}" if lower in self.headers else said)
 
     def on_headers_complete(self) -> None:
-        if not self._has_head:
-            self._has_head = True
-            self.method, self.version = self._parser.get_method().decode("ascii"), self._parser.get_http_version()
-            self.keeps_connection = self.version == "1.1" and self._parser.should_keep_alive()
+        self._has_head = True
 
     def on_body(self, body: bytes) -> None:
         """A piece of it."""
@@ -227,3 +225,8 @@ class _Message:
 
     def on_message_complete(self) -> None:
         self.is_complete = True
+
+
+def header_words(value: str) -> set[str]:
+    """The words of a header that is a list of them, in lower case."""
+    return {word.strip().lower() for word in value.split(",")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llama_worker.responses.client_connection import Request
+from llama_worker.responses.client_connection import Request, header_words
 
 Headers = list[tuple[str, str]]
 
@@ -19,7 +19,7 @@ _CORS = "access-control-"
 
 def forwarded(request: Request, exclude: Iterable[str] = ()) -> dict[str, str]:
     """The client's headers, but those that belong to its connection."""
-    dropped = {*_HOP_BY_HOP, *_SET_BY_US, *_named(request.header("connection")), *exclude}
+    dropped = {*_HOP_BY_HOP, *_SET_BY_US, *header_words(request.header("connection")), *exclude}
     return {name: value for lower, (name, value) in request.headers.items() if lower.replace("_", "-") not in dropped}
 
 
@@ -29,7 +29,7 @@ def passed_back(headers: Iterable[tuple[str, str]]) -> Headers:
     dropped = {*_HOP_BY_HOP}
     for name, value in headers:
         if name.lower() == "connection":
-            dropped |= _named(value)
+            dropped |= header_words(value)
     return [
         (name, value) for name, value in headers if name.lower() not in dropped and not name.lower().startswith(_CORS)
     ]
@@ -40,8 +40,3 @@ def warning_headers(warnings: Iterable[str]) -> Headers:
     text = "; ".join(warnings)
     safe = "".join(char if " " <= char <= "~" else "?" for char in text)
     return [(WARNING_HEADER, safe[:1000])] if safe else []
-
-
-def _named(connection: str) -> set[str]:
-    """The headers that a Connection header declares to be the connection's."""
-    return {name.strip().lower() for name in connection.split(",")}
