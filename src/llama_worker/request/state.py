@@ -216,10 +216,9 @@ class Request:
         return isinstance(self._waiting, _Broken) and not self._waiting.server_is_gone
 
     def saw_server_gone(self, now: float) -> None:
-        """The server's process is gone, which explains a broken connection; how it ended is still to be told."""
-        if self.waits_for_news:
-            gone = StreamFailure(reason=RequestFailReason.SERVER_DIED, detail="the server's process is gone")
-            self._waiting = _Broken(gone, now + LATE_NEWS_S, server_is_gone=True)
+        """To be said while it waits for news: the server's process is gone, how it ended is still to be told."""
+        gone = StreamFailure(reason=RequestFailReason.SERVER_DIED, detail="the server's process is gone")
+        self._waiting = _Broken(gone, now + LATE_NEWS_S, server_is_gone=True)
 
     def saw_liveness(self, at: float | None) -> None:
         """Evidence that the server works; for the status."""
