@@ -114,39 +114,18 @@ BAD_TIMEOUTS = [
     bad("connect_timeout_s", INF, ConfigError, "finite", "inf"),
     bad("connect_timeout_s", HUGE, ConfigError, "double"),
     bad("idle_stream_timeout_s", 1e10, ConfigError, "1e+09", "10000000000.0", "None"),
-    bad("health_failures_before_restart", 0, ConfigError, "1 or more", "0"),
-    bad("health_failures_before_restart", 3.0, TypeError, "int", "3.0"),
 ]
-
-
 BAD_POLICIES = [
     bad("restart_backoff_s", -0.1, ConfigError, "0 or more", "-0.1"),
     bad("backoff_max_s", "60", TypeError, "number", "'60'"),
     bad("backoff_factor", 0.5, ConfigError, "1 or more", "0.5"),
     bad("backoff_factor", INF, ConfigError, "finite"),
     bad("restart_window_s", 0, ConfigError, "above 0"),
-    bad("restart_window_s", 1e12, ConfigError, "1e+09"),
     bad("stable_after_s", -1, ConfigError, "0 or more"),
-    bad("max_restarts_per_window", -1, ConfigError, "0 or more", "-1"),
     bad("restart_on_stall", 1, TypeError, "bool", "1"),
-    bad("transport_failures_before_restart", 0, ConfigError, "1 or more"),
-    bad("server_errors_before_restart", True, TypeError, "int", "True"),
-    bad("degenerate_outputs_before_restart", 0, ConfigError, "1 or more", "None is allowed"),
     bad("recycle", 600, TypeError, "Recycle", "int"),
 ]
-
-
-BAD_DETECTORS = [
-    bad("min_line_chars", 0, ConfigError, "1 or more", "0"),
-    bad("long_line_chars", 31, ConfigError, "min_line_chars", "31", "32"),
-    bad("short_line_repeats", 1, ConfigError, "2 or more", "1"),
-    bad("long_line_repeats", "8", TypeError, "int", "'8'"),
-    bad("min_output_chars", -1, ConfigError, "0 or more"),
-    bad("max_period", 0, ConfigError, "from 1 to 1000"),
-    bad("max_period", 1001, ConfigError, "from 1 to 1000", "1001"),
-]
-
-
+BAD_DETECTORS = [bad("long_line_chars", 31, ConfigError, "min_line_chars", "31", "32")]
 BAD_CONFIGS = [
     bad("name", "", ConfigError, "empty"),
     bad("name", 7, TypeError, "str", "7"),
@@ -155,11 +134,6 @@ BAD_CONFIGS = [
     bad("host", None, TypeError, "str", "None"),
     bad("host", "http://localhost", ConfigError, "address or a name", "'http://localhost'"),
     bad("host", "127.0.0.1:8080", ConfigError, "without port", "'127.0.0.1:8080'"),
-    bad("port", 0, ConfigError, "from 1 to 65535", "0"),
-    bad("port", 65536, ConfigError, "from 1 to 65535", "65536"),
-    bad("port", "8080", TypeError, "int", "'8080'"),
-    bad("port", True, TypeError, "int", "True"),
-    bad("port", 8080.0, TypeError, "int", "8080.0"),
     bad("port", HUGE, ConfigError, "bits"),
     bad("server_cmd", (), ConfigError, "executable", "()"),
     bad("server_cmd", [""], ConfigError, "executable", "['']"),
@@ -174,28 +148,28 @@ BAD_CONFIGS = [
     bad("env", {"": "a"}, ConfigError, "env key", "empty"),
     bad("env", {"A=B": "a"}, ConfigError, "'A=B'", "'='"),
     bad("env", {"A": "a\0b"}, ConfigError, "env['A']", "NUL"),
-    bad("slots", 0, ConfigError, "from 1 to 1024", "0"),
-    bad("slots", None, TypeError, "int", "None"),
     bad("slots", Odd(), TypeError, "int", "Odd"),
-    bad("slots", 1025, ConfigError, "from 1 to 1024", "1025"),
     bad("timeouts", None, TypeError, "TimeoutProfile", "None"),
     bad("restart", False, TypeError, "RestartPolicy", "bool"),
     bad("loop_detector", True, TypeError, "LoopDetector", "bool"),
-    bad("max_tool_iterations", -1, ConfigError, "0 or more", "-1"),
+    bad("canary", "2 + 2?", TypeError, "Canary", "'2 + 2?'"),
     bad("tool_timeout_s", 0, ConfigError, "above 0"),
     bad("tool_timeout_s", None, TypeError, "number", "None"),
-    bad("tool_timeout_s", 1e300, ConfigError, "1e+09"),
+    bad("result_ttl_s", 0, ConfigError, "above 0", "None"),
     bad("tool_call_mode", "xml", ConfigError, "'auto', 'native', 'prompted'", "'xml'"),
     bad("tool_call_mode", None, TypeError, "str", "None"),
     bad("system_prompt_mode", "both", ConfigError, "'merged', 'separate'", "'both'"),
     bad("bios_provider", "text", TypeError, "callable", "'text'"),
     bad("bios_provider", async_call, TypeError, "must not be async", "def"),
-    bad("timezone_name", "Mars/Olympus", ConfigError, "'Mars/Olympus'", "IANA", "Europe/Vienna"),
+    bad("on_signal", "ring", TypeError, "callable", "'ring'"),
+    bad("on_signal", async_call, TypeError, "must not be async", "run_coroutine_threadsafe"),
+    bad("tool_runner", object(), TypeError, "run_tool", "object"),
+    bad("tool_runner", ASYNC_RUNNER, TypeError, ".run_tool", "must not be async", "asyncio.run("),
     bad("timezone_name", "", ConfigError, "empty"),
-    bad("timezone_name", "../etc/passwd", ConfigError, "IANA"),
-    bad("timezone_name", "Europe", ConfigError, "IANA"),
-    bad("max_tokens", 0, ConfigError, "1 or more", "None"),
-    bad("max_tokens", "many", TypeError, "int", "'many'"),
+    *(
+        bad("timezone_name", name, ConfigError, repr(name), "IANA", "Europe/Vienna")
+        for name in ("Mars/Olympus", "../etc/passwd", "Europe")
+    ),
     bad("default_params", [("a", 1)], TypeError, "mapping", "list"),
     bad("default_params", {"temperature": NAN}, ConfigError, "['temperature']", "finite", "nan"),
     bad("default_params", {"stop": {"a"}}, TypeError, "['stop']", "JSON cannot hold", "{'a'}"),
@@ -204,20 +178,10 @@ BAD_CONFIGS = [
     bad("default_params", {SURROGATE: 1}, ConfigError, "key", "surrogate"),
     bad("default_params", {"a": HUGE}, ConfigError, "['a']", "double"),
     bad("default_params", HOLDS_ITSELF, ConfigError, "hold itself"),
-    bad("liveness_probes", Probe(), TypeError, "sequence", "None"),
     bad("liveness_probes", [object()], TypeError, "[0]", "probe and reset"),
-    bad("liveness_probes", "process", TypeError, "sequence", "'process'"),
+    *(bad("liveness_probes", value, TypeError, "sequence", "None") for value in (Probe(), "process")),
     bad("api_key", "", ConfigError, "empty"),
-    bad("api_key", "k\u00e9y", ConfigError, "printable ASCII"),
-    bad("api_key", "k\r\ny", ConfigError, "printable ASCII"),
-    bad("log_lines", 0, ConfigError, "from 1 to 1000000"),
-    bad("log_lines", 1_000_001, ConfigError, "from 1 to 1000000"),
-    bad("result_ttl_s", 0, ConfigError, "above 0", "None"),
-    bad("canary", "2 + 2?", TypeError, "Canary", "'2 + 2?'"),
-    bad("tool_runner", object(), TypeError, "run_tool", "object"),
-    bad("tool_runner", ASYNC_RUNNER, TypeError, ".run_tool", "must not be async", "asyncio.run("),
-    bad("on_signal", "ring", TypeError, "callable", "'ring'"),
-    bad("on_signal", async_call, TypeError, "must not be async", "run_coroutine_threadsafe"),
+    *(bad("api_key", key, ConfigError, "printable ASCII") for key in ("k\u00e9y", "k\r\ny")),
 ]
 
 
@@ -265,6 +229,38 @@ def test_normal_tools_need_a_runner_and_names_of_their_own() -> None:
     refuses(lambda: config(normal_tools=normal), "normal_tools", ConfigError, ("'a'", "'b'", "tool_runner", "None"))
     both = {"normal_tools": normal, "exit_tools": exits, "tool_runner": RUNNER}
     refuses(lambda: config(**both), "normal_tools", ConfigError, ("exit_tools", "'b'"))
+
+
+INTS: list[tuple[Callable[..., object], str, int, int | None]] = [  # each with its least and its greatest value
+    (TimeoutProfile, "health_failures_before_restart", 1, None),
+    (RestartPolicy, "max_restarts_per_window", 0, None),
+    (RestartPolicy, "transport_failures_before_restart", 1, None),
+    (RestartPolicy, "server_errors_before_restart", 1, None),
+    (RestartPolicy, "degenerate_outputs_before_restart", 1, None),
+    (LoopDetector, "min_line_chars", 1, None),
+    (LoopDetector, "long_line_chars", 1, None),
+    (LoopDetector, "short_line_repeats", 2, None),
+    (LoopDetector, "long_line_repeats", 2, None),
+    (LoopDetector, "min_text_repeats", 2, None),
+    (LoopDetector, "min_output_chars", 0, None),
+    (LoopDetector, "max_period", 1, 1000),
+    (config, "port", 1, 65535),
+    (config, "slots", 1, 1024),
+    (config, "max_tool_iterations", 0, None),
+    (config, "max_tokens", 1, None),
+    (config, "log_lines", 1, 1_000_000),
+]
+
+
+@pytest.mark.parametrize(("make", "field", "least", "greatest"), INTS, ids=[field for _, field, _, _ in INTS])
+def test_a_count_is_an_int_within_its_bounds(
+    make: Callable[..., object], field: str, least: int, greatest: int | None
+) -> None:
+    says = f"{least} or more" if greatest is None else f"from {least} to {greatest}"
+    for beyond in (least - 1, *([] if greatest is None else [greatest + 1])):
+        refuses(lambda value=beyond: make(**{field: value}), field, ConfigError, (says, str(beyond)))
+    for value in ("8", True, 8.0):
+        refuses(lambda value=value: make(**{field: value}), field, TypeError, ("int", repr(value)))
 
 
 def refuses(make: Callable[[], object], field: str, error: type[Exception], says: tuple[str, ...]) -> None:

@@ -63,22 +63,15 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
     [
         (chunk({"content": " word"}), [TextDelta(" word")]),
         (chunk({"content": ""}), []),
-        (chunk({"content": 3}), []),
         (chunk({"content": [{"type": "text", "text": "a"}, {"text": "b"}, {"image": 1}, 5]}), [TextDelta("ab")]),
         (chunk({"reasoning_content": "hm"}), [ReasoningDelta("hm")]),
         (chunk({"content": "x", "reasoning_content": "hm"}), [ReasoningDelta("hm"), TextDelta("x")]),
-        (chunk({"content": "x", "reasoning_content": None}), [TextDelta("x")]),
         (chunk({"role": "assistant", "content": None}), [RoleOnly()]),
-        (chunk({"role": "assistant", "content": "x"}), [TextDelta("x")]),
-        (chunk({}, "stop"), [Finish("stop")]),
         (chunk(None, "stop"), [Finish("stop")]),
         (chunk({}, ""), []),
         (chunk({"content": "x"}, "length"), [TextDelta("x"), Finish("length")]),
-        ({"choices": [{"delta": {"content": "x"}}]}, [TextDelta("x")]),
         ({"choices": [{"finish_reason": "stop"}]}, [Finish("stop")]),
         ({"choices": [{"text": "x", "finish_reason": "stop"}]}, [TextDelta("x"), Finish("stop")]),
-        ({"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]}, [TextDelta("x"), Finish("stop")]),
-        ({"choices": []}, []),
         ({"choices": ["x", None, 5, [], [1]]}, []),
         (
             {"choices": [{"index": 1, "delta": {"content": "x"}}, {"index": 0, "delta": {"content": "y"}}]},
@@ -96,14 +89,9 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
             chunk({"tool_calls": [{"function": {"name": "f"}}, "x", {"function": {"name": "g"}}]}),
             [ToolCallDelta(0, None, "f", None), ToolCallDelta(2, None, "g", None)],
         ),
-        (chunk({"tool_calls": None, "content": "x"}), [TextDelta("x")]),
         (
             {"choices": [{"message": {"content": None, "tool_calls": [TOOL]}, "finish_reason": "tool_calls"}]},
             [ToolCallDelta(0, "c1", "add", "{"), Finish("tool_calls")],
-        ),
-        (
-            {"choices": [{"delta": {}, "message": {"tool_calls": [TOOL]}, "index": 0}]},
-            [ToolCallDelta(0, "c1", "add", "{")],
         ),
         # progress, usage and timings
         (chunk({"role": "assistant"}, prompt_progress=PROGRESS), [PromptProgress(processed=5, total=9, cached=2)]),
@@ -117,7 +105,6 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
         ({"timings": {}}, [NO_TIMINGS]),
         ({"timings": TIMINGS}, [Timings(3, 1, 8, 40.0)]),
         ({"timings": {"predicted_n": float("inf"), "cache_n": 1.5}}, [NO_TIMINGS]),
-        ({"timings": {"predicted_per_second": float("nan")}}, [NO_TIMINGS]),
         ({"timings": {"predicted_per_second": 10**400, "prompt_n": -1}}, [NO_TIMINGS]),
     ],
 )
@@ -155,15 +142,9 @@ def test_an_error_is_recognised_wrapped_or_not_in_either_field(value: Any, event
     assert decode(value, is_error=is_error) == [event]
 
 
-@pytest.mark.parametrize("text", ["out of memory", "{half", "[DONE]", "[" * 100_000])
-def test_an_error_field_that_is_no_json_is_an_error_with_that_text(text: str) -> None:
+@pytest.mark.parametrize("text", ["x", "{half", '{"a": 1}}', "null", "[]", "[DONE", "[" * 100_000, "9" * 5000, " "])
+def test_what_is_no_json_object_is_an_error_record_or_a_protocol_error_that_quotes_little(text: str) -> None:
     assert decode_record(SseRecord(text, True)) == (ServerError(text, None, None),)
-
-
-@pytest.mark.parametrize(
-    "text", ["x", "{", '{"a": 1}}', "null", "5", '"s"', "[]", "[DONE", "[" * 100_000, "9" * 5000, " "]
-)
-def test_what_is_no_json_object_is_a_protocol_error_that_quotes_little(text: str) -> None:
     with pytest.raises(ProtocolError) as raised:
         decode_record(SseRecord(text, False))
     assert len(str(raised.value)) < 140
