@@ -9,6 +9,7 @@ import pickle
 import re
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -231,36 +232,33 @@ def test_normal_tools_need_a_runner_and_names_of_their_own() -> None:
     refuses(lambda: config(**both), "normal_tools", ConfigError, ("exit_tools", "'b'"))
 
 
-INTS: list[tuple[Callable[..., object], str, int, int | None]] = [  # each with its least and its greatest value
-    (TimeoutProfile, "health_failures_before_restart", 1, None),
-    (RestartPolicy, "max_restarts_per_window", 0, None),
-    (RestartPolicy, "transport_failures_before_restart", 1, None),
-    (RestartPolicy, "server_errors_before_restart", 1, None),
-    (RestartPolicy, "degenerate_outputs_before_restart", 1, None),
-    (LoopDetector, "min_line_chars", 1, None),
-    (LoopDetector, "long_line_chars", 1, None),
-    (LoopDetector, "short_line_repeats", 2, None),
-    (LoopDetector, "long_line_repeats", 2, None),
-    (LoopDetector, "min_text_repeats", 2, None),
-    (LoopDetector, "min_output_chars", 0, None),
-    (LoopDetector, "max_period", 1, 1000),
-    (config, "port", 1, 65535),
-    (config, "slots", 1, 1024),
-    (config, "max_tool_iterations", 0, None),
-    (config, "max_tokens", 1, None),
-    (config, "log_lines", 1, 1_000_000),
-]
-
-
-@pytest.mark.parametrize(("make", "field", "least", "greatest"), INTS, ids=[field for _, field, _, _ in INTS])
+@pytest.mark.parametrize(
+    ("make", "fields", "least", "greatest"),
+    [
+        (TimeoutProfile, ["health_failures_before_restart"], 1, None),
+        (RestartPolicy, ["max_restarts_per_window"], 0, None),
+        (RestartPolicy, ["transport_failures_before_restart", "server_errors_before_restart"], 1, None),
+        (RestartPolicy, ["degenerate_outputs_before_restart"], 1, None),
+        (LoopDetector, ["min_output_chars"], 0, None),
+        (LoopDetector, ["min_line_chars", "long_line_chars"], 1, None),
+        (LoopDetector, ["short_line_repeats", "long_line_repeats", "min_text_repeats"], 2, None),
+        (LoopDetector, ["max_period"], 1, 1000),
+        (config, ["port"], 1, 65535),
+        (config, ["slots"], 1, 1024),
+        (config, ["max_tool_iterations"], 0, None),
+        (config, ["max_tokens"], 1, None),
+        (config, ["log_lines"], 1, 1_000_000),
+    ],
+)
 def test_a_count_is_an_int_within_its_bounds(
-    make: Callable[..., object], field: str, least: int, greatest: int | None
+    make: Callable[..., object], fields: list[str], least: int, greatest: int | None
 ) -> None:
     says = f"{least} or more" if greatest is None else f"from {least} to {greatest}"
-    for beyond in (least - 1, *([] if greatest is None else [greatest + 1])):
-        refuses(lambda value=beyond: make(**{field: value}), field, ConfigError, (says, str(beyond)))
-    for value in ("8", True, 8.0):
-        refuses(lambda value=value: make(**{field: value}), field, TypeError, ("int", repr(value)))
+    for field in fields:
+        for beyond in (least - 1, *([] if greatest is None else [greatest + 1])):
+            refuses(partial(make, **{field: beyond}), field, ConfigError, (says, str(beyond)))
+        for value in ("8", True, 8.0):
+            refuses(partial(make, **{field: value}), field, TypeError, ("int", repr(value)))
 
 
 def refuses(make: Callable[[], object], field: str, error: type[Exception], says: tuple[str, ...]) -> None:
@@ -359,9 +357,7 @@ def test_secrets_show_in_no_repr() -> None:
     [
         {"api_key": b"sesame"},
         {"api_key": "sesame\n"},
-        {"api_key": "sesam\u00e9 sesame"},
         {"api_key": "sesame\ud800"},
-        {"env": {"HF_TOKEN": b"sesame"}},
         {"env": {"HF_TOKEN": "sesame\0"}},
         {"server_cmd": "llama-server --api-key sesame"},
         {"server_cmd": "llama-server --api-key=sesame"},
@@ -431,16 +427,14 @@ def test_a_config_of_plain_parts_can_be_pickled_and_copied() -> None:
         assert other.config_hash == made.config_hash
 
 
-def test_the_hash_is_the_same_for_the_same_config() -> None:
-    one = config(env={"A": "1", "B": "2"}, tool_timeout_s=10, default_params={"a": 1.0, "b": [2]})
-    other = config(env={"B": "2", "A": "1"}, tool_timeout_s=10.0, default_params={"b": (2.0,), "a": 1})
-    assert one.config_hash == other.config_hash
-    assert re.fullmatch("[0-9a-f]{64}", one.config_hash)
-
-
 @pytest.mark.parametrize(
-    ("base", "changed"),
+    ("one", "other"),
     [
+        ({"env": {"A": "1", "B": "2"}}, {"env": {"B": "2", "A": "1"}}),
+        (
+            {"tool_timeout_s": 10, "default_params": {"a": 1.0, "b": [2]}},
+            {"tool_timeout_s": 10.0, "default_params": {"b": (2.0,), "a": 1}},
+        ),
         ({"api_key": "one"}, {"api_key": "two"}),
         ({"env": {"HF_TOKEN": "one"}}, {"env": {"HF_TOKEN": "two"}}),
         ({"env": {"LLAMA_API_KEY": "one"}}, {"env": {"LLAMA_API_KEY": "two"}}),
@@ -448,8 +442,11 @@ def test_the_hash_is_the_same_for_the_same_config() -> None:
         ({}, {"tool_runner": RUNNER, "bios_provider": str, "liveness_probes": [Probe()], "on_signal": print}),
     ],
 )
-def test_secrets_and_callables_do_not_enter_the_hash(base: dict[str, Any], changed: dict[str, Any]) -> None:
-    assert config(**base).config_hash == config(**(base | changed)).config_hash
+def test_the_hash_is_the_same_for_the_same_data_whatever_the_secrets_and_callables(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert config(**one).config_hash == config(**other).config_hash
+    assert re.fullmatch("[0-9a-f]{64}", config(**one).config_hash)
 
 
 DATA_CHANGES: dict[str, Any] = {
@@ -500,8 +497,6 @@ def test_every_field_of_the_parts_changes_the_hash(holder: str, kind: type[Any])
 # ---------------------------------------------------------------- a submission
 
 GOOD: dict[str, Any] = {"job_name": "", "system_prompt": "", "user_prompt": "", "params": None, "messages": None}
-
-
 PARTS: list[dict[str, Any]] = [
     {"type": "text", "text": "What is this?"},
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},
@@ -510,7 +505,7 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_submission_of_content_parts_goes_through_as_it_is_and_is_copied() -> None:
+def test_a_submission_of_content_parts_is_copied_as_it_is_and_one_may_leave_out_params_and_messages() -> None:
     given = copy.deepcopy(PARTS)
     params = {"stop": ["x"]}
     messages = ({"role": "user", "content": given, "extra": {"a": 1}} for _ in range(2))
@@ -519,11 +514,8 @@ def test_a_submission_of_content_parts_goes_through_as_it_is_and_is_copied() -> 
     params["stop"].append("y")
     assert (got.user_prompt, got.params) == (PARTS, {"stop": ["x"]})
     assert got.messages == ({"role": "user", "content": PARTS, "extra": {"a": 1}},) * 2
-
-
-def test_a_submission_may_leave_out_params_and_messages_and_have_empty_texts() -> None:
-    got = validate_submit(**GOOD)
-    assert (got.params, got.messages) == ({}, ())
+    bare = validate_submit(**GOOD)
+    assert (bare.user_prompt, bare.params, bare.messages) == ("", {}, ())
 
 
 @pytest.mark.parametrize(
@@ -554,9 +546,8 @@ def test_a_part_of_no_use_is_refused(part: Any, error: type[Exception], says: tu
         bad("user_prompt", "x" * 100_000 + SURROGATE, ConfigError, "surrogate"),
         bad("params", [1], TypeError, "mapping", "[1]"),
         bad("params", {"temperature": INF}, ConfigError, "['temperature']", "finite", "inf"),
-        bad("messages", "hello", TypeError, "sequence", "'hello'"),
+        *(bad("messages", value, TypeError, "sequence", repr(value)) for value in ("hello", 0)),
         bad("messages", {"role": "user"}, TypeError, "sequence", "dict"),
-        bad("messages", 0, TypeError, "sequence", "0"),
         bad("messages", ["hello"], TypeError, "messages[0]", "mapping", "'hello'"),
         bad("messages", [{"content": "x"}], ConfigError, "messages[0]", "role", "None"),
         bad("messages", [{"role": "user"}, {"role": ""}], ConfigError, "messages[1]", "role", "''"),

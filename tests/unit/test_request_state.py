@@ -599,22 +599,31 @@ def test_a_servers_report_of_a_malformed_call_is_a_parse_error_and_accuses_no_se
 # ---------------------------------------------------------------- refused tools
 
 
-def test_a_request_whose_tools_are_refused_is_sent_again_prompted() -> None:
-    request = made(with_tools())
+@pytest.mark.parametrize("opens_thinking", [False, True], ids=["no thinking", "an answer without any thinking"])
+def test_a_request_whose_tools_are_refused_is_sent_again_and_calls_and_results_travel_as_text(
+    opens_thinking: bool,
+) -> None:
+    request = made(with_tools(), opens_thinking=opens_thinking)
     native = only(OpenStream, request.begin(100.0)).body
     assert native["tools"] == [ADD, SIGNAL]
     assert "<tool_call>" not in native["messages"][0]["content"]
     report, again = request.closed(FIRST, REFUSED, 101.0)
     assert report == ToolsRefused(detail=REFUSED.detail)
     assert isinstance(again, OpenStream)
-    assert again.turn_id == SECOND
-    assert "tools" not in again.body
+    assert (again.turn_id, request.phase) == (SECOND, "waiting")
     assert "<tool_call>" in again.body["messages"][0]["content"]
     assert again.body["messages"][0]["content"].endswith("Be terse.")
-    assert request.phase == "waiting"
     assert hear(request, TextDelta("late"), stream=FIRST) == []
-    record = ended(hear(request, TextDelta("a"), Finish("stop"), Done(), stream=SECOND), CloseStream(turn_id=SECOND))
-    assert record.result["text"] == "a"
+    tagged = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    hear(request, TextDelta("Adding. "), TextDelta(tagged[:15]), TextDelta(tagged[15:]), Finish("stop"), stream=SECOND)
+    assert isinstance(hear(request, Done(), stream=SECOND)[-1], RunTool)
+    assert request.read_output(0, 0)["text"] == "Adding. "
+    sent = only(OpenStream, request.call_ended(SECOND, ok=True, text="3", at=103.0)).body
+    assert "tools" not in again.body | sent
+    assistant, result = sent["messages"][2:]
+    assert assistant == {"role": "assistant", "content": f"Adding. {tagged}"}
+    assert result["role"] == "user"
+    assert "\n3\n</tool_response>" in result["content"]
 
 
 def test_a_second_refusal_or_one_without_auto_or_without_tools_is_an_error() -> None:
@@ -623,21 +632,6 @@ def test_a_second_refusal_or_one_without_auto_or_without_tools_is_an_error() -> 
     request = begun(with_tools())
     request.closed(FIRST, REFUSED, 101.0)
     failed(request.closed(SECOND, REFUSED, 102.0), "http_error", CloseStream(turn_id=SECOND))
-
-
-@pytest.mark.parametrize("opens_thinking", [False, True], ids=["no thinking", "an answer without any thinking"])
-def test_in_prompted_mode_calls_and_results_travel_as_text(opens_thinking: bool) -> None:
-    request = begun(with_tools(), prompted=True, opens_thinking=opens_thinking)
-    tagged = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    hear(request, TextDelta("Adding. "), TextDelta(tagged[:15]), TextDelta(tagged[15:]), Finish("stop"))
-    assert isinstance(hear(request, Done())[-1], RunTool)
-    assert request.read_output(0, 0)["text"] == "Adding. "
-    sent = only(OpenStream, returned(request, "3")).body
-    assistant, result = sent["messages"][2:]
-    assert assistant == {"role": "assistant", "content": f"Adding. {tagged}"}
-    assert result["role"] == "user"
-    assert "\n3\n</tool_response>" in result["content"]
-    assert "tools" not in sent
 
 
 # ---------------------------------------------------------------- a think that the template opened
