@@ -225,13 +225,6 @@ def test_nesting_of_any_depth_ends_in_events_or_a_protocol_error_that_keeps_what
         assert StreamDecoder().feed(good + record)[0] == TextDelta("x")
 
 
-@given(st.lists(st.binary(min_size=1, max_size=12)))
-def test_bytes_of_any_kind_end_in_events_or_an_error(pieces: list[bytes]) -> None:
-    decoder = StreamDecoder()
-    for piece in pieces:
-        decoder.feed(b"\ndata:" + piece)
-
-
 def test_deltas_in_a_row_are_one_event_and_keep_their_order() -> None:
     text, thoughts = [{"content": "a"}, {"content": "b"}], [{"reasoning_content": "c"}, {"reasoning_content": "d"}]
     said = records(*map(chunk, [*text, *thoughts, {"content": "e"}]))

@@ -33,7 +33,7 @@ def progress(phase: RequestPhase, **times: Any) -> Progress:
     return Progress(phase=phase, **{"request_id": 1, "dispatched_at": 1000.0, "turn_started_at": 1000.0, **times})
 
 
-def heard(work: float | None = None, neighbour: float | None = None, **limits: float | None) -> dict[str, Any]:
+def heard(work: float | None = None, neighbour: float | None = None, **limits: Any) -> dict[str, Any]:
     """When a sign of work and a neighbour's data came last, judged by these limits."""
     return {"liveness_at": work, "neighbour_data_at": neighbour, "profile": replace(PROFILE, **limits)}
 
