@@ -331,10 +331,7 @@ def test_how_a_turn_ends_its_request(
 @pytest.mark.parametrize("before", [(), (Finish("stop"),)])
 @pytest.mark.parametrize(
     ("error", "detail"),
-    [
-        (ServerError("boom", 500, "server_error"), "boom (server_error), code 500"),
-        (ServerError("boom", None, None), "boom"),
-    ],
+    [(ServerError("boom", 500, "of_a_kind"), "boom (of_a_kind), code 500"), (ServerError("boom", None, None), "boom")],
 )
 def test_an_error_record_fails_it_after_a_finish_reason_too_and_whatever_follows(
     before: tuple[StreamEvent, ...], error: ServerError, detail: str
@@ -381,37 +378,27 @@ def test_what_broke_since_the_server_is_gone_waits_for_how_that_ended() -> None:
 
 @pytest.mark.parametrize("reason", ["protocol_error", "http_error", "unknown_error"])
 def test_other_failures_of_a_stream_end_it_at_once(reason: str) -> None:
-    record = failed(
-        generating(begun()).closed(FIRST, stream_failure(reason, "HTTP 503: busy", 503), 105.0), reason, CLOSE
-    )
-    assert (record.result["text"], record.http_status) == ("a", 503)
-    assert record.result["fail_detail"] == "HTTP 503: busy"
+    failure = stream_failure(reason, "HTTP 503: busy", 503)
+    record = failed(generating(begun()).closed(FIRST, failure, 105.0), reason, CLOSE)
+    assert (record.result["text"], record.result["fail_detail"], record.http_status) == ("a", failure.detail, 503)
 
 
 # ---------------------------------------------------------------- prompts
 
 
-def test_a_provider_that_raises_fails_the_request_which_keeps_what_came() -> None:
-    def once(ctx: BiosContext) -> str:
-        if ctx.tool_iters_remaining < 8:
-            raise LookupError("no prompt today")
-        return "bios"
-
-    request = in_tools(with_tools(bios_provider=once))
-    record = failed(returned(request, "1"), "prompt_error")
-    assert record.result["text"] == "Let me add."
-    assert "LookupError: no prompt today" in record.result["fail_detail"]
-
-
-def test_the_provider_is_told_the_time_and_the_budget_of_the_turn() -> None:
+def test_the_provider_is_told_the_time_and_the_budget_of_the_turn_and_where_it_raises_what_came_is_kept() -> None:
     seen: list[BiosContext] = []
 
-    def remembering(ctx: BiosContext) -> BiosText:
+    def once(ctx: BiosContext) -> BiosText:
         seen.append(ctx)
-        return BiosText("stable", f"left: {ctx.tool_iters_remaining}")
+        if ctx.tool_iters_remaining < 8:
+            raise LookupError("no prompt today")
+        return BiosText("stable", "volatile")
 
-    request = in_tools(with_tools(bios_provider=remembering, timezone_name="Europe/Vienna"))
-    returned(request, "1", at=160.0)
+    request = in_tools(with_tools(bios_provider=once, timezone_name="Europe/Vienna"))
+    record = failed(returned(request, "1", at=160.0), "prompt_error")
+    assert record.result["text"] == "Let me add."
+    assert "LookupError: no prompt today" in record.result["fail_detail"]
     assert [context.tool_iters_remaining for context in seen] == [8, 7]
     assert [context.now.timestamp() for context in seen] == [1100.0, 1160.0]
     assert (seen[0].worker_name, seen[0].timezone_name, seen[0].tool_call_mode) == ("w", "Europe/Vienna", "native")
