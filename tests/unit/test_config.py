@@ -122,6 +122,7 @@ BAD_POLICIES = [
     bad("backoff_factor", 0.5, ConfigError, "1 or more", "0.5"),
     bad("backoff_factor", INF, ConfigError, "finite"),
     bad("restart_window_s", 0, ConfigError, "above 0"),
+    bad("restart_window_s", 1e12, ConfigError, "1e+09"),
     bad("stable_after_s", -1, ConfigError, "0 or more"),
     bad("restart_on_stall", 1, TypeError, "bool", "1"),
     bad("recycle", 600, TypeError, "Recycle", "int"),
@@ -156,6 +157,7 @@ BAD_CONFIGS = [
     bad("canary", "2 + 2?", TypeError, "Canary", "'2 + 2?'"),
     bad("tool_timeout_s", 0, ConfigError, "above 0"),
     bad("tool_timeout_s", None, TypeError, "number", "None"),
+    bad("tool_timeout_s", 1e300, ConfigError, "1e+09"),
     bad("result_ttl_s", 0, ConfigError, "above 0", "None"),
     bad("tool_call_mode", "xml", ConfigError, "'auto', 'native', 'prompted'", "'xml'"),
     bad("tool_call_mode", None, TypeError, "str", "None"),
@@ -186,18 +188,17 @@ BAD_CONFIGS = [
 ]
 
 
+BAD = [
+    (TimeoutProfile, BAD_TIMEOUTS),
+    (RestartPolicy, BAD_POLICIES),
+    (LoopDetector, BAD_DETECTORS),
+    (config, BAD_CONFIGS),
+]
+
+
 @pytest.mark.parametrize(
     ("make", "field", "value", "error", "says"),
-    [
-        pytest.param(make, *case.values, id=case.id)
-        for make, cases in (
-            (TimeoutProfile, BAD_TIMEOUTS),
-            (RestartPolicy, BAD_POLICIES),
-            (LoopDetector, BAD_DETECTORS),
-            (config, BAD_CONFIGS),
-        )
-        for case in cases
-    ],
+    [pytest.param(make, *case.values, id=case.id) for make, cases in BAD for case in cases],
 )
 def test_bad_input_is_refused(
     make: Callable[..., object], field: str, value: Any, error: type[Exception], says: tuple[str, ...]

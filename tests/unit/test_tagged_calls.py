@@ -98,10 +98,7 @@ def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
     ("piece", "shown"),
     [
         ("a < b", "a < b"),
-        ("a <", "a "),
-        ("a <tool", "a "),
-        ("a <tool_call>", "a "),
-        ('a <tool_call>{"na', "a "),
+        *((f"a {held_back}", "a ") for held_back in ("<", "<tool", "<tool_call>", '<tool_call>{"na')),
         ("a <tool_call>x", "a <tool_call>x"),
         ('a <tool_call>{"name": <', 'a <tool_call>{"name": '),
     ],
@@ -133,11 +130,11 @@ def test_a_call_of_the_longest_length_is_taken_and_a_longer_one_is_text() -> Non
 @pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', '<tool_call>{"":"', "<", '"{', ADD])
 @pytest.mark.parametrize("piece_chars", [3, 10**9])
 def test_time_is_linear_in_the_text(unit: str, piece_chars: int) -> None:
-    text = '<tool_call>{"a": "' + unit * (200_000 // len(unit))
+    text = '<tool_call>{"a": "' + unit * (100_000 // len(unit))
     pieces = [text[at : at + piece_chars] for at in range(0, len(text), piece_chars)]
     began = time.process_time()
     filtered(pieces)
-    assert time.process_time() - began < 5.0  # quadratic: minutes
+    assert time.process_time() - began < 2.5  # quadratic: minutes
 
 
 FRAGMENTS = st.sampled_from(
