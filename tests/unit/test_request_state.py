@@ -696,7 +696,8 @@ def broken(request: Driven) -> Driven:
     return request
 
 
-IN_STREAM = {
+Phase = Callable[[Driven], Driven]  # brings a request into it
+IN_STREAM: dict[str, Phase] = {
     "waiting": lambda r: r,
     "prefill": opened,
     "generating": generating,
@@ -706,12 +707,12 @@ IN_STREAM = {
 every_phase = pytest.mark.parametrize("phase", IN_STREAM.values(), ids=IN_STREAM)
 
 
-def said_in(phase: Callable[[Driven], Driven]) -> str:
+def said_in(phase: Phase) -> str:
     return "a" if phase in (generating, settling, broken) else ""
 
 
 @every_phase
-def test_a_cancel_closes_the_connection_in_every_phase(phase: Callable[[Driven], Driven]) -> None:
+def test_a_cancel_closes_the_connection_in_every_phase(phase: Phase) -> None:
     record = ended(phase(begun()).cancel(104.0), CLOSE)
     assert (record.result["state"], record.result["finish_reason"]) == ("canceled", "canceled")
     assert record.result["fail_reason"] == record.status["fail_reason"] == "canceled"
@@ -720,9 +721,7 @@ def test_a_cancel_closes_the_connection_in_every_phase(phase: Callable[[Driven],
 
 
 @every_phase
-def test_who_is_abandoned_fails_with_the_reason_told_unless_its_turn_had_ended(
-    phase: Callable[[Driven], Driven],
-) -> None:
+def test_who_is_abandoned_fails_with_the_reason_told_unless_its_turn_had_ended(phase: Phase) -> None:
     effects = phase(begun()).abandon(RequestFailReason.WORKER_RESTARTED, "stall", 103.2)
     if phase is settling:
         assert ended(effects, CLOSE).result["state"] == "completed"
@@ -743,9 +742,7 @@ def dead(request: Driven) -> Driven:
 
 @pytest.mark.parametrize("phase", [IN_STREAM[name] for name in ("waiting", "prefill", "generating")])
 @pytest.mark.parametrize("failure", [None, RESET])
-def test_what_a_dead_server_had_sent_is_heard_out_but_not_for_long(
-    phase: Callable[[Driven], Driven], failure: StreamFailure | None
-) -> None:
+def test_what_a_dead_server_had_sent_is_heard_out_but_not_for_long(phase: Phase, failure: StreamFailure | None) -> None:
     ends, stays = dead(phase(begun())), dead(phase(begun()))
     for request in (ends, stays):
         assert hear(request, TextDelta("bc"), at=104.1) == []
@@ -759,7 +756,7 @@ def test_what_a_dead_server_had_sent_is_heard_out_but_not_for_long(
 @pytest.mark.parametrize("last", [(Usage(3, 4, None),), (Usage(3, 4, None), Done())], ids=["closed", "done"])
 @pytest.mark.parametrize("phase", [generating, settling])
 def test_a_dead_server_that_had_said_its_finish_reason_had_answered(
-    phase: Callable[[Driven], Driven], last: tuple[StreamEvent, ...]
+    phase: Phase, last: tuple[StreamEvent, ...]
 ) -> None:
     request = dead(phase(begun()))
     result = ended(hear(request, Finish("stop"), *last) or request.closed(FIRST, None, 104.3), CLOSE).result
@@ -784,7 +781,7 @@ def test_who_hears_a_dead_server_out_ends_at_once_by_its_death_where_given_up_an
 
 @every_phase
 def test_a_request_that_is_broken_off_keeps_what_was_shown_and_leaves_its_turn_alone(
-    phase: Callable[[Driven], Driven], monkeypatch: pytest.MonkeyPatch
+    phase: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raising(*_: Any, **__: Any) -> Any:
         raise IndexError("a bug")
