@@ -191,6 +191,7 @@ def test_a_restart_policy_may_be_never_or_hold_a_recycle_table(tmp_path: Path) -
         ("env.A = 1", "fleet.toml:5: workers.a.env: env['A'] must be a str"),
         ("env = 1", "fleet.toml:5: workers.a.env: must be a table, not int"),
         ('timeouts = "fat"', "fleet.toml:5: workers.a.timeouts.preset: must be one of 'slow_prefill', 'normal',"),
+        ("timeouts = 3", "fleet.toml:5: workers.a.timeouts: must be a table, not int"),
         ("timeouts.stop_grace = 3", "workers.a.timeouts.stop_grace: unknown key; did you mean 'stop_grace_s'?"),
         ("timeouts.stop_grace_s = -1", "fleet.toml:5: workers.a.timeouts.stop_grace_s: stop_grace_s must be 0 or"),
         ('timeouts.stop_grace_s = "off"', "workers.a.timeouts.stop_grace_s: stop_grace_s must be a number, not str"),
@@ -218,6 +219,7 @@ def test_a_wrong_line_is_named_with_file_number_and_key(tmp_path: Path, line: st
     [
         ("", "fleet.toml: no workers; each needs a table [workers.NAME]"),
         ("workers = 3\n", "fleet.toml:1: workers: must be a table, not int"),
+        ("workers.a = 3\n", "fleet.toml:1: workers.a: must be a table, not int"),
         ("[worker.a]\n", "fleet.toml:1: worker: unknown key; did you mean 'workers'?"),
         ("defaults = 1\n", "fleet.toml:1: defaults: must be a table, not int"),
         ("[defaults]\n\nport = 1\n", "fleet.toml:3: defaults.port: is each worker's own"),

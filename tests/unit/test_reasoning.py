@@ -73,7 +73,7 @@ def test_content_alone(content: str, opened: bool, reasoning: str, text: str, ta
     content = with_tags(content, tags)
     expected = with_tags(reasoning, tags), with_tags(text, tags)
     assert split([("c", content)], opened=opened) == expected
-    assert split([("c", char) for char in content], opened=opened) == expected
+    assert split([("c", piece) for char in content for piece in (char, "")], opened=opened) == expected
 
 
 AFTER_REASONING = [
