@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
@@ -53,7 +54,7 @@ def begin(
     bios: BiosText | str = BIOS,
     *,
     system_prompt: str = "SYS",
-    messages: list[ChatMessage] | None = None,
+    messages: Sequence[ChatMessage] = (),
     user_prompt: str = "Hi",
     mode: SystemPromptMode = "merged",
     prompted: bool = False,
@@ -61,11 +62,7 @@ def begin(
     return Conversation.begin(
         bios,
         Submission(
-            job_name="j",
-            system_prompt=system_prompt,
-            user_prompt=user_prompt,
-            params={},
-            messages=tuple(messages or ()),
+            job_name="j", system_prompt=system_prompt, user_prompt=user_prompt, params={}, messages=tuple(messages)
         ),
         system_prompt_mode=mode,
         prompted=prompted,

@@ -52,6 +52,9 @@ REPORTS = progress(PREFILL, headers_at=1010.0, prompt_progress_at=1020.0)
 REPEATS = progress(PREFILL, prompt_progress_at=1100.0, last_data_at=1100.0, repeats=99)
 WRITES = progress(GENERATING, first_token_at=1050.0, last_data_at=1100.0)
 SECOND_TURN = progress(PREFILL, turn_started_at=1500.0, headers_at=1501.0, prompt_progress_at=1559.0)
+OLD_TOKEN = replace(SECOND_TURN, first_token_at=1100.0)
+BUSY = progress(TOOL, turn_started_at=1499.0, headers_at=1499.0, last_data_at=1499.0)
+HAS_500_S = {"absolute_timeout_s": 500.0}  # from the dispatch on, at 1000.0
 
 
 @pytest.mark.parametrize(
@@ -75,21 +78,9 @@ SECOND_TURN = progress(PREFILL, turn_started_at=1500.0, headers_at=1501.0, promp
         pytest.param(WRITES, heard(work=2299.0), 2300.0, STALL, id="a server that spins"),
         pytest.param(WRITES, heard(3199.0, 2000.0), 3200.0, STALL, id="a server whose work is a neighbour's"),
         pytest.param(SECOND_TURN, heard(1559.0, ttft_timeout_s=60.0), 1560.0, TTFT, id="no token in this turn"),
-        pytest.param(
-            replace(SECOND_TURN, first_token_at=1100.0),
-            heard(1559.0, ttft_timeout_s=60.0),
-            1560.0,
-            TTFT,
-            id="a token of the turn before",
-        ),
+        pytest.param(OLD_TOKEN, heard(1559.0, ttft_timeout_s=60.0), 1560.0, TTFT, id="only one of the turn before"),
         *(
-            pytest.param(
-                progress(phase, turn_started_at=1499.0, headers_at=1499.0, last_data_at=1499.0),
-                heard(work=1499.9, absolute_timeout_s=500.0),
-                1500.0,
-                ABSOLUTE,
-                id=f"absolute, from dispatch on: {phase}",
-            )
+            pytest.param(replace(BUSY, phase=phase), heard(1499.9, **HAS_500_S), 1500.0, ABSOLUTE, id=f"late, {phase}")
             for phase in (WAITING, PREFILL, GENERATING, TOOL)
         ),
     ],
