@@ -9,6 +9,7 @@ import pickle
 import re
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -114,11 +115,7 @@ BAD_TIMEOUTS = [
     bad("connect_timeout_s", INF, ConfigError, "finite", "inf"),
     bad("connect_timeout_s", HUGE, ConfigError, "double"),
     bad("idle_stream_timeout_s", 1e10, ConfigError, "1e+09", "10000000000.0", "None"),
-    bad("health_failures_before_restart", 0, ConfigError, "1 or more", "0"),
-    bad("health_failures_before_restart", 3.0, TypeError, "int", "3.0"),
 ]
-
-
 BAD_POLICIES = [
     bad("restart_backoff_s", -0.1, ConfigError, "0 or more", "-0.1"),
     bad("backoff_max_s", "60", TypeError, "number", "'60'"),
@@ -127,26 +124,10 @@ BAD_POLICIES = [
     bad("restart_window_s", 0, ConfigError, "above 0"),
     bad("restart_window_s", 1e12, ConfigError, "1e+09"),
     bad("stable_after_s", -1, ConfigError, "0 or more"),
-    bad("max_restarts_per_window", -1, ConfigError, "0 or more", "-1"),
     bad("restart_on_stall", 1, TypeError, "bool", "1"),
-    bad("transport_failures_before_restart", 0, ConfigError, "1 or more"),
-    bad("server_errors_before_restart", True, TypeError, "int", "True"),
-    bad("degenerate_outputs_before_restart", 0, ConfigError, "1 or more", "None is allowed"),
     bad("recycle", 600, TypeError, "Recycle", "int"),
 ]
-
-
-BAD_DETECTORS = [
-    bad("min_line_chars", 0, ConfigError, "1 or more", "0"),
-    bad("long_line_chars", 31, ConfigError, "min_line_chars", "31", "32"),
-    bad("short_line_repeats", 1, ConfigError, "2 or more", "1"),
-    bad("long_line_repeats", "8", TypeError, "int", "'8'"),
-    bad("min_output_chars", -1, ConfigError, "0 or more"),
-    bad("max_period", 0, ConfigError, "from 1 to 1000"),
-    bad("max_period", 1001, ConfigError, "from 1 to 1000", "1001"),
-]
-
-
+BAD_DETECTORS = [bad("long_line_chars", 31, ConfigError, "min_line_chars", "31", "32")]
 BAD_CONFIGS = [
     bad("name", "", ConfigError, "empty"),
     bad("name", 7, TypeError, "str", "7"),
@@ -155,11 +136,6 @@ BAD_CONFIGS = [
     bad("host", None, TypeError, "str", "None"),
     bad("host", "http://localhost", ConfigError, "address or a name", "'http://localhost'"),
     bad("host", "127.0.0.1:8080", ConfigError, "without port", "'127.0.0.1:8080'"),
-    bad("port", 0, ConfigError, "from 1 to 65535", "0"),
-    bad("port", 65536, ConfigError, "from 1 to 65535", "65536"),
-    bad("port", "8080", TypeError, "int", "'8080'"),
-    bad("port", True, TypeError, "int", "True"),
-    bad("port", 8080.0, TypeError, "int", "8080.0"),
     bad("port", HUGE, ConfigError, "bits"),
     bad("server_cmd", (), ConfigError, "executable", "()"),
     bad("server_cmd", [""], ConfigError, "executable", "['']"),
@@ -174,28 +150,29 @@ BAD_CONFIGS = [
     bad("env", {"": "a"}, ConfigError, "env key", "empty"),
     bad("env", {"A=B": "a"}, ConfigError, "'A=B'", "'='"),
     bad("env", {"A": "a\0b"}, ConfigError, "env['A']", "NUL"),
-    bad("slots", 0, ConfigError, "from 1 to 1024", "0"),
-    bad("slots", None, TypeError, "int", "None"),
     bad("slots", Odd(), TypeError, "int", "Odd"),
-    bad("slots", 1025, ConfigError, "from 1 to 1024", "1025"),
     bad("timeouts", None, TypeError, "TimeoutProfile", "None"),
     bad("restart", False, TypeError, "RestartPolicy", "bool"),
     bad("loop_detector", True, TypeError, "LoopDetector", "bool"),
-    bad("max_tool_iterations", -1, ConfigError, "0 or more", "-1"),
+    bad("canary", "2 + 2?", TypeError, "Canary", "'2 + 2?'"),
     bad("tool_timeout_s", 0, ConfigError, "above 0"),
     bad("tool_timeout_s", None, TypeError, "number", "None"),
     bad("tool_timeout_s", 1e300, ConfigError, "1e+09"),
+    bad("result_ttl_s", 0, ConfigError, "above 0", "None"),
     bad("tool_call_mode", "xml", ConfigError, "'auto', 'native', 'prompted'", "'xml'"),
     bad("tool_call_mode", None, TypeError, "str", "None"),
     bad("system_prompt_mode", "both", ConfigError, "'merged', 'separate'", "'both'"),
     bad("bios_provider", "text", TypeError, "callable", "'text'"),
     bad("bios_provider", async_call, TypeError, "must not be async", "def"),
-    bad("timezone_name", "Mars/Olympus", ConfigError, "'Mars/Olympus'", "IANA", "Europe/Vienna"),
+    bad("on_signal", "ring", TypeError, "callable", "'ring'"),
+    bad("on_signal", async_call, TypeError, "must not be async", "run_coroutine_threadsafe"),
+    bad("tool_runner", object(), TypeError, "run_tool", "object"),
+    bad("tool_runner", ASYNC_RUNNER, TypeError, ".run_tool", "must not be async", "asyncio.run("),
     bad("timezone_name", "", ConfigError, "empty"),
-    bad("timezone_name", "../etc/passwd", ConfigError, "IANA"),
-    bad("timezone_name", "Europe", ConfigError, "IANA"),
-    bad("max_tokens", 0, ConfigError, "1 or more", "None"),
-    bad("max_tokens", "many", TypeError, "int", "'many'"),
+    *(
+        bad("timezone_name", name, ConfigError, repr(name), "IANA", "Europe/Vienna")
+        for name in ("Mars/Olympus", "../etc/passwd", "Europe")
+    ),
     bad("default_params", [("a", 1)], TypeError, "mapping", "list"),
     bad("default_params", {"temperature": NAN}, ConfigError, "['temperature']", "finite", "nan"),
     bad("default_params", {"stop": {"a"}}, TypeError, "['stop']", "JSON cannot hold", "{'a'}"),
@@ -204,35 +181,24 @@ BAD_CONFIGS = [
     bad("default_params", {SURROGATE: 1}, ConfigError, "key", "surrogate"),
     bad("default_params", {"a": HUGE}, ConfigError, "['a']", "double"),
     bad("default_params", HOLDS_ITSELF, ConfigError, "hold itself"),
-    bad("liveness_probes", Probe(), TypeError, "sequence", "None"),
     bad("liveness_probes", [object()], TypeError, "[0]", "probe and reset"),
-    bad("liveness_probes", "process", TypeError, "sequence", "'process'"),
+    *(bad("liveness_probes", value, TypeError, "sequence", "None") for value in (Probe(), "process")),
     bad("api_key", "", ConfigError, "empty"),
-    bad("api_key", "k\u00e9y", ConfigError, "printable ASCII"),
-    bad("api_key", "k\r\ny", ConfigError, "printable ASCII"),
-    bad("log_lines", 0, ConfigError, "from 1 to 1000000"),
-    bad("log_lines", 1_000_001, ConfigError, "from 1 to 1000000"),
-    bad("result_ttl_s", 0, ConfigError, "above 0", "None"),
-    bad("canary", "2 + 2?", TypeError, "Canary", "'2 + 2?'"),
-    bad("tool_runner", object(), TypeError, "run_tool", "object"),
-    bad("tool_runner", ASYNC_RUNNER, TypeError, ".run_tool", "must not be async", "asyncio.run("),
-    bad("on_signal", "ring", TypeError, "callable", "'ring'"),
-    bad("on_signal", async_call, TypeError, "must not be async", "run_coroutine_threadsafe"),
+    *(bad("api_key", key, ConfigError, "printable ASCII") for key in ("k\u00e9y", "k\r\ny")),
+]
+
+
+BAD = [
+    (TimeoutProfile, BAD_TIMEOUTS),
+    (RestartPolicy, BAD_POLICIES),
+    (LoopDetector, BAD_DETECTORS),
+    (config, BAD_CONFIGS),
 ]
 
 
 @pytest.mark.parametrize(
     ("make", "field", "value", "error", "says"),
-    [
-        pytest.param(make, *case.values, id=case.id)
-        for make, cases in (
-            (TimeoutProfile, BAD_TIMEOUTS),
-            (RestartPolicy, BAD_POLICIES),
-            (LoopDetector, BAD_DETECTORS),
-            (config, BAD_CONFIGS),
-        )
-        for case in cases
-    ],
+    [pytest.param(make, *case.values, id=case.id) for make, cases in BAD for case in cases],
 )
 def test_bad_input_is_refused(
     make: Callable[..., object], field: str, value: Any, error: type[Exception], says: tuple[str, ...]
@@ -267,6 +233,35 @@ def test_normal_tools_need_a_runner_and_names_of_their_own() -> None:
     refuses(lambda: config(**both), "normal_tools", ConfigError, ("exit_tools", "'b'"))
 
 
+@pytest.mark.parametrize(
+    ("make", "fields", "least", "greatest"),
+    [
+        (TimeoutProfile, ["health_failures_before_restart"], 1, None),
+        (RestartPolicy, ["max_restarts_per_window"], 0, None),
+        (RestartPolicy, ["transport_failures_before_restart", "server_errors_before_restart"], 1, None),
+        (RestartPolicy, ["degenerate_outputs_before_restart"], 1, None),
+        (LoopDetector, ["min_output_chars"], 0, None),
+        (LoopDetector, ["min_line_chars", "long_line_chars"], 1, None),
+        (LoopDetector, ["short_line_repeats", "long_line_repeats", "min_text_repeats"], 2, None),
+        (LoopDetector, ["max_period"], 1, 1000),
+        (config, ["port"], 1, 65535),
+        (config, ["slots"], 1, 1024),
+        (config, ["max_tool_iterations"], 0, None),
+        (config, ["max_tokens"], 1, None),
+        (config, ["log_lines"], 1, 1_000_000),
+    ],
+)
+def test_a_count_is_an_int_within_its_bounds(
+    make: Callable[..., object], fields: list[str], least: int, greatest: int | None
+) -> None:
+    says = f"{least} or more" if greatest is None else f"from {least} to {greatest}"
+    for field in fields:
+        for beyond in (least - 1, *([] if greatest is None else [greatest + 1])):
+            refuses(partial(make, **{field: beyond}), field, ConfigError, (says, str(beyond)))
+        for value in ("8", True, 8.0):
+            refuses(partial(make, **{field: value}), field, TypeError, ("int", repr(value)))
+
+
 def refuses(make: Callable[[], object], field: str, error: type[Exception], says: tuple[str, ...]) -> None:
     with pytest.raises(error) as caught:
         make()
@@ -279,21 +274,16 @@ def refuses(make: Callable[[], object], field: str, error: type[Exception], says
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "told", "field", "value"),
     [
-        ("--host 0.0.0.0", ("--host 0.0.0.0", "host", "'127.0.0.1'")),
-        ("--host=10.0.0.1", ("--host 10.0.0.1", "host", "'127.0.0.1'")),
-        ("--port=9002", ("--port 9002", "port", "9001")),
-        ("--port", ("--port", "port", "9001")),
-        ("-np 4", ("-np 4", "slots", "1")),
-        ("--parallel=4", ("--parallel 4", "slots", "1")),
-        ("--n-parallel 4", ("--n-parallel 4", "slots", "1")),
-        ("--parallel one", ("--parallel one", "slots", "1")),
-        ("--port 9001 --port 9002", ("--port 9002", "port", "9001")),
+        ("--host=10.0.0.1", "--host 10.0.0.1", "host", "'127.0.0.1'"),
+        ("--port", "--port", "port", "9001"),
+        ("--port 9001 --port 9002", "--port 9002", "port", "9001"),
+        *((words, words, "slots", "1") for words in ("-np 4", "--n-parallel 4", "--parallel one")),
     ],
 )
-def test_a_command_that_contradicts_the_config_is_refused(words: str, says: tuple[str, ...]) -> None:
-    refuses(lambda: config(server_cmd=("s", *words.split())), "server_cmd", ConfigError, says)
+def test_a_command_that_contradicts_the_config_is_refused(words: str, told: str, field: str, value: str) -> None:
+    refuses(lambda: config(server_cmd=("s", *words.split())), "server_cmd", ConfigError, (told, field, value))
 
 
 @pytest.mark.parametrize(
@@ -363,9 +353,7 @@ def test_secrets_show_in_no_repr() -> None:
     [
         {"api_key": b"sesame"},
         {"api_key": "sesame\n"},
-        {"api_key": "sesam\u00e9 sesame"},
         {"api_key": "sesame\ud800"},
-        {"env": {"HF_TOKEN": b"sesame"}},
         {"env": {"HF_TOKEN": "sesame\0"}},
         {"server_cmd": "llama-server --api-key sesame"},
         {"server_cmd": "llama-server --api-key=sesame"},
@@ -435,16 +423,14 @@ def test_a_config_of_plain_parts_can_be_pickled_and_copied() -> None:
         assert other.config_hash == made.config_hash
 
 
-def test_the_hash_is_the_same_for_the_same_config() -> None:
-    one = config(env={"A": "1", "B": "2"}, tool_timeout_s=10, default_params={"a": 1.0, "b": [2]})
-    other = config(env={"B": "2", "A": "1"}, tool_timeout_s=10.0, default_params={"b": (2.0,), "a": 1})
-    assert one.config_hash == other.config_hash
-    assert re.fullmatch("[0-9a-f]{64}", one.config_hash)
-
-
 @pytest.mark.parametrize(
-    ("base", "changed"),
+    ("one", "other"),
     [
+        ({"env": {"A": "1", "B": "2"}}, {"env": {"B": "2", "A": "1"}}),
+        (
+            {"tool_timeout_s": 10, "default_params": {"a": 1.0, "b": [2]}},
+            {"tool_timeout_s": 10.0, "default_params": {"b": (2.0,), "a": 1}},
+        ),
         ({"api_key": "one"}, {"api_key": "two"}),
         ({"env": {"HF_TOKEN": "one"}}, {"env": {"HF_TOKEN": "two"}}),
         ({"env": {"LLAMA_API_KEY": "one"}}, {"env": {"LLAMA_API_KEY": "two"}}),
@@ -452,8 +438,11 @@ def test_the_hash_is_the_same_for_the_same_config() -> None:
         ({}, {"tool_runner": RUNNER, "bios_provider": str, "liveness_probes": [Probe()], "on_signal": print}),
     ],
 )
-def test_secrets_and_callables_do_not_enter_the_hash(base: dict[str, Any], changed: dict[str, Any]) -> None:
-    assert config(**base).config_hash == config(**(base | changed)).config_hash
+def test_the_hash_is_the_same_for_the_same_data_whatever_the_secrets_and_callables(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert config(**one).config_hash == config(**other).config_hash
+    assert re.fullmatch("[0-9a-f]{64}", config(**one).config_hash)
 
 
 DATA_CHANGES: dict[str, Any] = {
@@ -504,8 +493,6 @@ def test_every_field_of_the_parts_changes_the_hash(holder: str, kind: type[Any])
 # ---------------------------------------------------------------- a submission
 
 GOOD: dict[str, Any] = {"job_name": "", "system_prompt": "", "user_prompt": "", "params": None, "messages": None}
-
-
 PARTS: list[dict[str, Any]] = [
     {"type": "text", "text": "What is this?"},
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},
@@ -514,7 +501,7 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_submission_of_content_parts_goes_through_as_it_is_and_is_copied() -> None:
+def test_a_submission_of_content_parts_is_copied_as_it_is_and_one_may_leave_out_params_and_messages() -> None:
     given = copy.deepcopy(PARTS)
     params = {"stop": ["x"]}
     messages = ({"role": "user", "content": given, "extra": {"a": 1}} for _ in range(2))
@@ -523,11 +510,8 @@ def test_a_submission_of_content_parts_goes_through_as_it_is_and_is_copied() -> 
     params["stop"].append("y")
     assert (got.user_prompt, got.params) == (PARTS, {"stop": ["x"]})
     assert got.messages == ({"role": "user", "content": PARTS, "extra": {"a": 1}},) * 2
-
-
-def test_a_submission_may_leave_out_params_and_messages_and_have_empty_texts() -> None:
-    got = validate_submit(**GOOD)
-    assert (got.params, got.messages) == ({}, ())
+    bare = validate_submit(**GOOD)
+    assert (bare.user_prompt, bare.params, bare.messages) == ("", {}, ())
 
 
 @pytest.mark.parametrize(
@@ -558,9 +542,8 @@ def test_a_part_of_no_use_is_refused(part: Any, error: type[Exception], says: tu
         bad("user_prompt", "x" * 100_000 + SURROGATE, ConfigError, "surrogate"),
         bad("params", [1], TypeError, "mapping", "[1]"),
         bad("params", {"temperature": INF}, ConfigError, "['temperature']", "finite", "inf"),
-        bad("messages", "hello", TypeError, "sequence", "'hello'"),
+        *(bad("messages", value, TypeError, "sequence", repr(value)) for value in ("hello", 0)),
         bad("messages", {"role": "user"}, TypeError, "sequence", "dict"),
-        bad("messages", 0, TypeError, "sequence", "0"),
         bad("messages", ["hello"], TypeError, "messages[0]", "mapping", "'hello'"),
         bad("messages", [{"content": "x"}], ConfigError, "messages[0]", "role", "None"),
         bad("messages", [{"role": "user"}, {"role": ""}], ConfigError, "messages[1]", "role", "''"),

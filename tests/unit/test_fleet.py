@@ -29,9 +29,7 @@ host = "127.0.0.1"
 slots = 2
 timeouts = "normal"
 executable = "/opt/llama-server"
-extra_args = [
-    "--n-gpu-layers", "99",
-]
+extra_args = ["--n-gpu-layers", "99"]
 env = { GGML_NO_BACKTRACE = "1" }
 default_params = { temperature = 0.2, seed = 7 }
 
@@ -92,29 +90,19 @@ def refusal(tmp_path: Path, text: str) -> str:
 def test_a_whole_file(tmp_path: Path) -> None:
     workers = load(tmp_path, FULL)
     assert list(workers) == ["planner", "coder"]
+    command = "/opt/llama-server --model {}.gguf --host 127.0.0.1 --port {} --parallel {}"
     assert workers["planner"] == WorkerConfig(
-        name="planner",
-        host="127.0.0.1",
-        port=8081,
+        *("planner", "127.0.0.1", 8081),
+        (*command.format("planner", 8081, 2).split(), "--n-gpu-layers", "99"),
         slots=2,
-        server_cmd=(
-            *("/opt/llama-server", "--model", "planner.gguf", "--host", "127.0.0.1", "--port", "8081"),
-            *("--parallel", "2", "--n-gpu-layers", "99"),
-        ),
         env={"GGML_NO_BACKTRACE": "1", "CUDA_VISIBLE_DEVICES": "0"},
         timeouts=TimeoutProfile(absolute_timeout_s=7200, idle_stream_timeout_s=None),
         restart=RestartPolicy(max_restarts_per_window=3),
         default_params={"temperature": 0.9, "seed": 7},
     )
     assert workers["coder"] == WorkerConfig(
-        name="coder",
-        host="127.0.0.1",
-        port=8082,
-        slots=1,
-        server_cmd=(
-            *("/opt/llama-server", "--model", "coder.gguf", "--host", "127.0.0.1", "--port", "8082"),
-            *("--parallel", "1", "--ctx-size", "4096"),
-        ),
+        *("coder", "127.0.0.1", 8082),
+        (*command.format("coder", 8082, 1).split(), "--ctx-size", "4096"),
         env={"GGML_NO_BACKTRACE": "1", "CUDA_VISIBLE_DEVICES": "1"},
         timeouts=TimeoutProfile.normal(),
         restart=RestartPolicy(max_restarts_per_window=3, restart_backoff_s=1),
@@ -126,8 +114,8 @@ def test_a_whole_file(tmp_path: Path) -> None:
 
 def test_what_is_not_said_is_as_in_a_program_and_a_path_may_be_text(tmp_path: Path) -> None:
     (tmp_path / "f.toml").write_text(ONE)
-    command = ("llama-server", "--model", "m.gguf", "--host", "127.0.0.1", "--port", "8081", "--parallel", "1")
-    assert load_config(str(tmp_path / "f.toml")) == {"a": WorkerConfig("a", "127.0.0.1", 8081, command)}
+    command = "llama-server --model m.gguf --host 127.0.0.1 --port 8081 --parallel 1"
+    assert load_config(str(tmp_path / "f.toml")) == {"a": WorkerConfig("a", "127.0.0.1", 8081, command.split())}
 
 
 @pytest.mark.parametrize("preset", ["slow_prefill", "normal", "fast", "debug"])
@@ -157,14 +145,11 @@ def test_off_is_none_beside_other_defaults_too_and_can_be_taken_back(tmp_path: P
 
 
 def test_a_whole_command_takes_no_model_from_the_defaults(tmp_path: Path) -> None:
-    text = """\
-defaults = { model = "m.gguf", extra_args = ["-v"], host = "127.0.0.1" }
-workers.a = { port = 8081, server_cmd = ["my-server", "--port", "8081"] }
-workers.b = { port = 8082 }
-"""
-    workers = load(tmp_path, text)
-    assert workers["a"].server_cmd == ("my-server", "--port", "8081")
-    assert workers["b"].server_cmd[:3] == ("llama-server", "--model", "m.gguf")
+    defaults = 'defaults = { model = "n.gguf", extra_args = ["-v"] }\n'
+    whole = 'workers.b = { host = "127.0.0.1", port = 8082, server_cmd = ["my-server", "--port", "8082"] }\n'
+    workers = load(tmp_path, defaults + whole + ONE)
+    assert workers["b"].server_cmd == ("my-server", "--port", "8082")
+    assert workers["a"].server_cmd[-1] == "-v"
 
 
 def test_every_key_that_a_file_can_hold_reaches_the_config(tmp_path: Path) -> None:
@@ -186,20 +171,11 @@ def test_every_key_that_a_file_can_hold_reaches_the_config(tmp_path: Path) -> No
     assert in_file | in_code | {"name"} == {field.name for field in dataclasses.fields(WorkerConfig)}
 
 
-@pytest.mark.parametrize(
-    ("line", "policy"),
-    [
-        ('restart = "never"', RestartPolicy.never()),
-        (
-            "[workers.a.restart]\nrestart_backoff_s = 1\nrecycle = { max_requests = 100, max_age_s = 3600 }",
-            RestartPolicy(restart_backoff_s=1, recycle=Recycle(max_requests=100, max_age_s=3600)),
-        ),
-    ],
-)
-def test_a_restart_policy_may_be_never_or_hold_a_recycle_table(
-    tmp_path: Path, line: str, policy: RestartPolicy
-) -> None:
-    assert one(tmp_path, line).restart == policy
+def test_a_restart_policy_may_be_never_or_hold_a_recycle_table(tmp_path: Path) -> None:
+    assert one(tmp_path, 'restart = "never"').restart == RestartPolicy.never()
+    table = "restart = { restart_backoff_s = 1, recycle = { max_requests = 100, max_age_s = 3600 } }"
+    recycle = Recycle(max_requests=100, max_age_s=3600)
+    assert one(tmp_path, table).restart == RestartPolicy(restart_backoff_s=1, recycle=recycle)
 
 
 # ---------------------------------------------------------------- what it refuses
@@ -220,24 +196,16 @@ def test_a_restart_policy_may_be_never_or_hold_a_recycle_table(
         ("timeouts.stop_grace_s = -1", "fleet.toml:5: workers.a.timeouts.stop_grace_s: stop_grace_s must be 0 or"),
         ('timeouts.stop_grace_s = "off"', "workers.a.timeouts.stop_grace_s: stop_grace_s must be a number, not str"),
         ('restart = "always"', "fleet.toml:5: workers.a.restart.preset: must be one of 'never', not 'always'"),
-        ("restart.backoff_factor = 0.5", "fleet.toml:5: workers.a.restart.backoff_factor: backoff_factor must be 1"),
         ("loop_detector.min_line_chars = 99", "workers.a.loop_detector.min_line_chars: long_line_chars 64 must be"),
         ('loop_detector.preset = "x"', "fleet.toml:5: workers.a.loop_detector.preset: unknown key"),
         ('executable = ""', "fleet.toml:5: workers.a.executable: must be a non-empty str, not ''"),
         ('extra_args = "-v"', "fleet.toml:5: workers.a.extra_args: extra_args must be a sequence of words"),
-        ("extra_args = 3", "fleet.toml:5: workers.a.extra_args: extra_args must be a sequence of str, not int"),
         ('extra_args = ["--port", "1"]', "server_cmd says --port 1, but port is 8081: make them agree"),
         ('server_cmd = ["s"]', "fleet.toml:4: workers.a.model: has no effect beside server_cmd: leave out one"),
         ("default_params.at = 2026-01-01", "fleet.toml:5: workers.a.default_params: default_params['at'] is date"),
         ("normal_tools = []", "fleet.toml:5: workers.a.normal_tools: cannot be in a file; in the program: dataclasses"),
-        (
-            "restart.recycle = { max_request = 1 }",
-            "5: workers.a.restart.recycle.max_request: unknown key; did",
-        ),
-        (
-            "restart.recycle.max_requests = 0",
-            "5: workers.a.restart.recycle.max_requests: max_requests must be 1",
-        ),
+        ("restart.recycle = { max_request = 1 }", "5: workers.a.restart.recycle.max_request: unknown key; did"),
+        ("restart.recycle.max_requests = 0", "5: workers.a.restart.recycle.max_requests: max_requests must be 1"),
         ("restart.recycle = {}", "fleet.toml:5: workers.a.restart.recycle: recycle needs one of"),
         ("restart.recycle = 7", "fleet.toml:5: workers.a.restart.recycle: recycle must be a Recycle or None"),
     ],
@@ -250,7 +218,6 @@ def test_a_wrong_line_is_named_with_file_number_and_key(tmp_path: Path, line: st
     ("text", "told"),
     [
         ("", "fleet.toml: no workers; each needs a table [workers.NAME]"),
-        ("[workers]\n", "fleet.toml: no workers"),
         ("workers = 3\n", "fleet.toml:1: workers: must be a table, not int"),
         ("workers.a = 3\n", "fleet.toml:1: workers.a: must be a table, not int"),
         ("[worker.a]\n", "fleet.toml:1: worker: unknown key; did you mean 'workers'?"),

@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -75,9 +75,8 @@ def wait_for_work(pid: int) -> None:
         time.sleep(0.01)
 
 
-def is_alive(evidence: LivenessEvidence | None) -> bool:
-    assert evidence is not None
-    return evidence.alive
+def saw_work(evidence: LivenessEvidence | None) -> bool | None:
+    return None if evidence is None else evidence.alive
 
 
 # ---------------------------------------------------------------------------------------- ProcessProbe
@@ -87,11 +86,11 @@ def test_a_busy_process_gives_evidence_and_a_stopped_one_none(start: Start) -> N
     pid, probe = start(BUSY), ProcessProbe()
     assert probe.probe(pid, 0.0) is None
     wait_for_work(pid)
-    assert is_alive(probe.probe(pid, 1.0))
+    assert saw_work(probe.probe(pid, 1.0))
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
     probe.probe(pid, 5.0)
-    assert not is_alive(probe.probe(pid, 9.0))
+    assert saw_work(probe.probe(pid, 9.0)) is False
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_work_of_a_child_counts_where_it_serves(
     pid, probe = start(root), ProcessProbe()
     assert probe.probe(pid, 0.0) is None
     wait_for_work(psutil.Process(pid).children()[0].pid)
-    assert is_alive(probe.probe(pid, 1.0)) is counts
+    assert saw_work(probe.probe(pid, 1.0)) is counts
 
 
 def test_a_look_without_a_descriptor_is_no_look(start: Start) -> None:
@@ -136,20 +135,14 @@ def test_a_look_without_a_descriptor_is_no_look(start: Start) -> None:
 
 
 def test_children_are_looked_up_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    walks = []
-
-    def walk(root_pid: int) -> tuple[int, ...]:
-        walks.append(root_pid)
-        return (root_pid,)
-
+    walk = Mock(wraps=probes.tree_pids)
     monkeypatch.setattr(probes, "tree_pids", walk)
     probe = ProcessProbe()
-    for now in (0.0, 1.0, 4.9):
+    walks = []
+    for now in (0.0, 1.0, 4.9, 5.0, 6.0, 9.9):
         probe.probe(ME, now)
-    assert walks == [ME]
-    for now in (5.0, 6.0, 9.9):
-        probe.probe(ME, now)
-    assert walks == [ME, ME]
+        walks.append(walk.call_count)
+    assert walks == [1, 1, 1, 2, 2, 2]
 
 
 def test_a_tree_is_the_root_its_children_and_theirs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,23 +155,16 @@ def test_a_tree_is_the_root_its_children_and_theirs(start: Start, monkeypatch: p
         assert probes.tree_pids(NOBODY) == (NOBODY,)
 
 
-def test_a_process_that_is_gone_or_a_zombie_is_no_news(start: Start) -> None:
+def test_another_root_and_a_reset_begin_anew_and_what_is_gone_or_a_zombie_is_no_news(start: Start) -> None:
     pid, probe = start(IDLE), ProcessProbe()
-    probe.probe(pid, 0.0)
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
-    assert probe.probe(pid, 1.0) is None
-    assert probe.probe(NOBODY, 2.0) is None
-
-
-def test_another_root_and_a_reset_begin_anew(start: Start) -> None:
-    pid, probe = start(IDLE), ProcessProbe()
-    assert probe.probe(ME, 0.0) is None
-    assert probe.probe(ME, 1.0) is not None
-    assert probe.probe(pid, 2.0) is None
-    assert probe.probe(pid, 3.0) is not None
+    told = [probe.probe(root, now) for now, root in enumerate((ME, ME, pid, pid))]
+    assert [evidence is None for evidence in told] == [True, False, True, False]
     probe.reset()
     assert probe.probe(pid, 4.0) is None
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
+    assert probe.probe(pid, 5.0) is None
+    assert probe.probe(NOBODY, 6.0) is None
 
 
 @pytest.fixture
@@ -200,16 +186,12 @@ def stat_line(*, faults: int = 0, utime: int = 0, stime: int = 0) -> bytes:
     ).encode("latin-1")
 
 
-def io_text(read_bytes: int) -> str:
-    return f"rchar: 999999999\nwchar: 1\nsyscr: 1\nread_bytes: {read_bytes}\nwrite_bytes: 99999999\n"
-
-
-@pytest.mark.parametrize("stat", [None, b"", b"garbage", b"77 (x) S 1", b"77 (x) S " + b"x " * 40])
-def test_what_cannot_be_read_is_no_news(proc: Path, stat: bytes | None) -> None:
-    if stat is not None:
-        (proc / "stat").write_bytes(stat)
+def test_what_cannot_be_read_is_no_news(proc: Path) -> None:
     probe = probe_of(proc)
-    assert [probe.probe(ME, now) for now in (0.0, 1.0, 2.0)] == [None, None, None]
+    assert probe.probe(ME, 0.0) is None, "no file"
+    for stat in (b"", b"garbage", b"77 (x) S 1", b"77 (x) S " + b"x " * 40):
+        (proc / "stat").write_bytes(stat)
+        assert [probe.probe(ME, now) for now in (1.0, 2.0)] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -227,9 +209,9 @@ def test_counts_cpu_faults_and_reads(proc: Path, after: bytes, read_bytes: int |
     for now, stat, was_read in ((0.0, stat_line(), 7), (1.0, after, 7 + (read_bytes or 0))):
         (proc / "stat").write_bytes(stat)
         if read_bytes is not None:
-            (proc / "io").write_text(io_text(was_read))
+            (proc / "io").write_text(f"rchar: 999999999\nwchar: 1\nread_bytes: {was_read}\nwrite_bytes: 99999999\n")
         evidence = probe.probe(ME, now)
-    assert is_alive(evidence) is alive
+    assert saw_work(evidence) is alive
 
 
 def test_an_unreadable_look_between_two_loses_nothing(proc: Path) -> None:
@@ -245,8 +227,7 @@ def test_an_unreadable_look_between_two_loses_nothing(proc: Path) -> None:
 # ----------------------------------------------------------------------------------------- NvidiaProbe
 
 
-@dataclass
-class Sample:
+class Sample(NamedTuple):
     pid: int
     timeStamp: int
     smUtil: int = 0
@@ -262,14 +243,16 @@ class FakeNvml:
     NVMLError = NVMLError
     NVML_ERROR_NOT_FOUND = 6
 
-    def __init__(self, *devices: Device) -> None:
-        self.devices = list(devices)
+    def __init__(self) -> None:
+        self.devices: list[Device] = []
         self.asked: list[tuple[int, int]] = []
 
     def nvmlInit(self) -> None:
         pass
 
     def nvmlDeviceGetCount(self) -> int:
+        if not self.devices:
+            raise NVMLError(1)
         return len(self.devices)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
@@ -280,71 +263,54 @@ class FakeNvml:
         device = self.devices[handle]
         if isinstance(device, NVMLError):
             raise device
-        newer = [sample for sample in device if sample.timeStamp > since]
-        if not newer:
-            raise NVMLError(self.NVML_ERROR_NOT_FOUND)
-        return newer
+        if newer := [sample for sample in device if sample.timeStamp > since]:
+            return newer
+        raise NVMLError(self.NVML_ERROR_NOT_FOUND)
 
 
-def looked_at(*devices: Device) -> tuple[FakeNvml, NvidiaProbe]:
-    """After the first look, which tells nothing of what happened before watching began."""
-    nvml = FakeNvml(*devices)
+def mine(at: int, **use: int) -> Sample:
+    return Sample(ME, at, **use)
+
+
+WORK, OLD_WORK, STRANGERS = mine(2, smUtil=50), mine(1, smUtil=99), Sample(NOBODY, 2, smUtil=100)
+
+
+@pytest.mark.parametrize(
+    ("looks", "seen"),  # what the devices answer at each look; whether our process was at work, None: no news of it
+    [
+        pytest.param([[[OLD_WORK]], [[OLD_WORK]]], [None, None], id="what was before the first look"),
+        pytest.param([[[]], [[mine(5, memUtil=4)]]], [None, True], id="a device that was idle at the first look"),
+        pytest.param([[[]], [[STRANGERS, mine(2)]], [[STRANGERS]]], [None, False, None], id="idle, and a stranger"),
+        pytest.param([[NVMLError(15)], [[OLD_WORK]], [[WORK]]], [None, None, True], id="a device that recovers"),
+        pytest.param([[], []], [None, None], id="devices that cannot even be counted"),
+        *(
+            pytest.param([[NVMLError(code), [OLD_WORK]], [NVMLError(code), [WORK]]], [None, True], id=f"error {code}")
+            for code in (3, 6, 15, 999)
+        ),
+    ],
+)
+def test_new_use_of_a_gpu_is_evidence_and_an_error_is_no_news_and_spares_the_other_devices(
+    looks: list[list[Device]], seen: list[bool | None]
+) -> None:
+    nvml = FakeNvml()
     probe = NvidiaProbe(nvml)
+    for now, (nvml.devices, alive) in enumerate(zip(looks, seen, strict=True)):
+        assert saw_work(probe.probe(ME, float(now))) == alive
+
+
+def test_evidence_names_the_device_and_the_most_that_was_used_and_a_reset_forgets_what_was_seen() -> None:
+    nvml = FakeNvml()
+    probe = NvidiaProbe(nvml)
+    nvml.devices = [[], [mine(10, smUtil=99)]]
     assert probe.probe(ME, 0.0) is None
-    return nvml, probe
-
-
-def test_use_of_a_gpu_by_our_process_is_evidence_on_any_device() -> None:
-    nvml, probe = looked_at([], [Sample(ME, 10, smUtil=99)])
-    nvml.devices[1] = [Sample(ME, 10, smUtil=99), Sample(ME, 20, smUtil=3), Sample(ME, 30, smUtil=87)]
+    nvml.devices = [[], [mine(10, smUtil=99), mine(20, smUtil=3), mine(30, smUtil=87)]]
     detail = f"GPU 1: process {ME} used 87 % compute, 0 % memory"
     assert probe.probe(ME, 1.0) == LivenessEvidence(alive=True, detail=detail)
     assert nvml.asked[-1] == (1, 10)
     assert probe.probe(ME, 2.0) is None, "no new sample"
-
-
-def test_an_idle_context_is_no_evidence_and_a_stranger_is_no_news() -> None:
-    nvml, probe = looked_at([])
-    nvml.devices[0] = [Sample(NOBODY, 5, smUtil=100), Sample(ME, 5)]
-    assert not is_alive(probe.probe(ME, 1.0))
-    nvml.devices[0] = [Sample(NOBODY, 6, smUtil=100)]
-    assert probe.probe(ME, 2.0) is None
-
-
-def test_a_device_that_was_idle_at_the_first_look_is_watched_from_then_on() -> None:
-    nvml, probe = looked_at([])
-    nvml.devices[0] = [Sample(ME, 5, memUtil=4)]
-    assert is_alive(probe.probe(ME, 1.0))
-
-
-@pytest.mark.parametrize("code", [3, 6, 15, 999])
-def test_errors_of_nvml_are_no_news_and_spare_the_other_devices(code: int) -> None:
-    nvml, probe = looked_at(NVMLError(code), [Sample(ME, 1)])
-    nvml.devices[1] = [Sample(ME, 2, smUtil=50)]
-    assert is_alive(probe.probe(ME, 1.0))
-
-
-def test_a_device_that_recovers_tells_nothing_old() -> None:
-    nvml, probe = looked_at(NVMLError(15))
-    nvml.devices[0] = [Sample(ME, 5, smUtil=100)]
-    assert probe.probe(ME, 1.0) is None
-    nvml.devices[0] = [Sample(ME, 6, smUtil=100)]
-    assert probe.probe(ME, 2.0) is not None
-
-
-def test_nvml_that_cannot_even_count_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(nvml: FakeNvml) -> int:
-        raise NVMLError(1)
-
-    monkeypatch.setattr(FakeNvml, "nvmlDeviceGetCount", fail)
-    looked_at()
-
-
-def test_a_reset_forgets_what_was_seen() -> None:
-    nvml, probe = looked_at([Sample(ME, 1, smUtil=9)])
     probe.reset()
-    nvml.devices[0] = [Sample(ME, 2, smUtil=9)]
-    assert probe.probe(ME, 1.0) is None
+    nvml.devices = [[mine(40, smUtil=9)]]
+    assert probe.probe(ME, 3.0) is None
 
 
 @pytest.mark.parametrize(
@@ -380,10 +346,7 @@ def test_process_evidence_shows_the_tree_with_its_threads_and_fits_json(start: S
     assert child["pid"] in {process.pid for process in psutil.Process(parent).children()}
 
 
-def test_thread_states_are_bounded_and_empty_where_the_process_is_gone(start: Start) -> None:
+def test_threads_are_bounded_and_of_what_is_gone_nothing_is_shown(start: Start) -> None:
     assert len(thread_states(start(THREADS))) == 64
     assert thread_states(NOBODY) == []
-
-
-def test_process_evidence_of_nothing_is_empty() -> None:
     assert process_evidence(NOBODY) == {"root_pid": NOBODY, "processes_count": 1, "processes": []}

@@ -3,8 +3,11 @@
 import asyncio
 import copy
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -35,30 +38,23 @@ CALLS = (
 BIOS = BiosText("BIOS", "T1")
 
 
-def context(
-    *,
-    now: datetime = datetime(2026, 10, 1, 12, 30, 5, tzinfo=timezone(timedelta(hours=2))),
-    iterations: int = 8,
-    normal: tuple[ToolDef, ...] = (ADD,),
-    exits: tuple[ToolDef, ...] = (ESCALATE,),
-    mode: ToolCallMode = "native",
-) -> BiosContext:
-    return BiosContext(
-        now=now,
-        timezone_name="Europe/Berlin",
-        worker_name="w-1",
-        tool_iters_remaining=iterations,
-        normal_tools=normal,
-        exit_tools=exits,
-        tool_call_mode=mode,
-    )
+CONTEXT = BiosContext(
+    now=datetime(2026, 10, 1, 12, 30, 5, tzinfo=timezone(timedelta(hours=2))),
+    timezone_name="Europe/Berlin",
+    worker_name="w-1",
+    tool_iters_remaining=8,
+    normal_tools=(ADD,),
+    exit_tools=(ESCALATE,),
+    tool_call_mode="native",
+)
+WITHOUT_TOOLS = replace(CONTEXT, normal_tools=(), exit_tools=())
 
 
 def begin(
     bios: BiosText | str = BIOS,
     *,
     system_prompt: str = "SYS",
-    messages: list[ChatMessage] | None = None,
+    messages: Sequence[ChatMessage] = (),
     user_prompt: str = "Hi",
     mode: SystemPromptMode = "merged",
     prompted: bool = False,
@@ -66,11 +62,7 @@ def begin(
     return Conversation.begin(
         bios,
         Submission(
-            job_name="j",
-            system_prompt=system_prompt,
-            user_prompt=user_prompt,
-            params={},
-            messages=tuple(messages or ()),
+            job_name="j", system_prompt=system_prompt, user_prompt=user_prompt, params={}, messages=tuple(messages)
         ),
         system_prompt_mode=mode,
         prompted=prompted,
@@ -87,66 +79,40 @@ def status(text: str) -> str:
     return f"\n\n{STATUS_OPEN}\n{text}\n{STATUS_CLOSE}"
 
 
-def dumped(conversation: Conversation) -> list[str]:
-    return [json.dumps(message) for message in conversation.messages()]
-
-
 # --- the default BIOS -----------------------------------------------------------------------------------
 
 
-def test_the_default_bios_says_who_and_with_what_in_its_stable_part() -> None:
-    stable = default_bios(context()).stable
-    assert stable.splitlines()[0] == "bios-v1"
+every_mode = pytest.mark.parametrize("mode", ["native", "prompted", "auto"])
+
+
+@every_mode
+def test_the_default_bios_is_the_same_for_the_whole_request_but_for_time_and_iterations(mode: ToolCallMode) -> None:
+    bios = default_bios(replace(CONTEXT, tool_call_mode=mode))
+    assert bios.volatile == "Time: 2026-10-01 12:30:05+02:00 (Europe/Berlin)\nTool iterations left: 8"
+    assert bios.stable.splitlines()[0] == "bios-v1"
     for said in ("hivemind", "'w-1'", "add", "escalate", "unless the matter is urgent"):
-        assert said in stable
+        assert said in bios.stable
+    later = replace(CONTEXT, tool_call_mode=mode, now=datetime(2027, 1, 2, tzinfo=UTC), tool_iters_remaining=0)
+    assert default_bios(later).stable == bios.stable
 
 
-def test_the_default_bios_has_time_with_zone_and_iterations_in_its_volatile_part() -> None:
-    bios = default_bios(context())
-    for said in ("2026-10-01 12:30:05+02:00", "Europe/Berlin", "Tool iterations left: 8"):
-        assert said in bios.volatile
-        assert said not in bios.stable
-
-
-@pytest.mark.parametrize("mode", ["native", "prompted", "auto"])
-def test_the_stable_part_is_the_same_for_the_whole_request(mode: ToolCallMode) -> None:
-    later = default_bios(context(now=datetime(2027, 1, 2, tzinfo=UTC), iterations=0, mode=mode))
-    assert later.stable == default_bios(context(mode=mode)).stable
-
-
-def test_only_in_prompted_mode_the_bios_lists_the_tools_and_the_convention() -> None:
-    stable = default_bios(context(mode="prompted")).stable
-    assert prompted_tools_text((ADD,), (ESCALATE,)) in stable
-    assert json.dumps(ADD["function"]) in stable
-    assert json.dumps(ESCALATE["function"]) in stable
-    assert "XML" not in stable
-    without_tools = default_bios(context(normal=(), exits=(), mode="prompted")).stable
+@every_mode
+def test_how_to_call_a_tool_is_said_as_the_mode_needs_it_and_only_where_there_are_tools(mode: ToolCallMode) -> None:
+    stable = default_bios(replace(CONTEXT, tool_call_mode=mode)).stable
+    shown = prompted_tools_text((ADD,), (ESCALATE,))
+    for said in (shown, json.dumps(ADD["function"]), json.dumps(ESCALATE["function"]), "<tool_call>"):
+        assert (said in stable) is (mode == "prompted")
+    assert ("an XML element named tool_call" in stable) is (mode != "prompted")
     for said in ("<tool_call>", "Tools that answer", "Exit tools", "XML"):
-        assert said not in without_tools
+        assert said not in default_bios(replace(WITHOUT_TOOLS, tool_call_mode=mode)).stable
 
 
-@pytest.mark.parametrize("mode", ["native", "auto"])
-def test_in_native_mode_the_bios_says_what_to_do_without_tool_calls(mode: ToolCallMode) -> None:
-    stable = default_bios(context(mode=mode)).stable
-    assert "an XML element named tool_call" in stable
-    assert "<tool_call>" not in stable
-    assert "XML" not in default_bios(context(normal=(), exits=(), mode=mode)).stable
-
-
-@pytest.mark.parametrize(
-    ("tool", "use"),
-    [
-        (exit_tools.SIGNAL_ISSUE, "your confidence is low"),
-        (exit_tools.REQUEST_ESCALATION, "you need information from outside"),
-        (exit_tools.REQUEST_DECISION, "a decision has to be taken by others"),
-        (exit_tools.DECLARE_OUTCOME, "how the work ended"),
-        (ESCALATE, "as its description says"),
-    ],
-)
-def test_the_bios_says_what_each_exit_tool_is_for(tool: ToolDef, use: str) -> None:
-    name = tool["function"]["name"]
-    assert f"- {name}: {use}" in default_bios(context(exits=(tool,))).stable
-    assert use not in default_bios(context(exits=())).stable
+def test_the_bios_says_what_each_ready_made_exit_tool_is_for_and_refers_to_the_description_of_others() -> None:
+    stable = default_bios(replace(CONTEXT, exit_tools=(*exit_tools.ALL_EXIT_TOOLS, ESCALATE))).stable
+    uses = dict(line.removeprefix("- ").split(": ", 1) for line in stable.splitlines() if ": " in line)
+    said = {"signal_issue": "confidence is low", "request_escalation": "from outside", "escalate": "description says"}
+    for name, use in {**said, "request_decision": "decision has to", "declare_outcome": "how the work ended"}.items():
+        assert use in uses[name]
 
 
 @pytest.mark.parametrize(
@@ -169,52 +135,43 @@ def test_the_convention_shown_is_one_that_the_parser_reads(shown: str, strict: b
 
 @pytest.mark.parametrize("bios", ["text", "", BiosText("a", "b"), BiosText("a")])
 def test_text_of_a_provider_is_taken_as_it_is(bios: BiosText | str) -> None:
-    assert run_bios(lambda ctx: bios, context()) == bios
+    assert run_bios(lambda ctx: bios, CONTEXT) == bios
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        *(RuntimeError("boom"), RecursionError("boom"), SystemExit("boom"), KeyboardInterrupt("boom")),
-        *(GeneratorExit("boom"), asyncio.CancelledError("boom"), Speechless("boom")),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_a_provider_that_raises_is_a_prompt_error(error: BaseException) -> None:
-    def provider(ctx: BiosContext) -> str:
-        raise error
-
-    with pytest.raises(PromptError, match=rf"raised .*\b{type(error).__name__}: ") as caught:
-        run_bios(provider, context())
-    assert caught.value.__cause__ is error
+@pytest.mark.parametrize("kind", [RecursionError, SystemExit, GeneratorExit, asyncio.CancelledError, Speechless])
+def test_a_provider_that_raises_is_a_prompt_error(kind: type[BaseException]) -> None:
+    with pytest.raises(PromptError, match=rf"raised .*\b{kind.__name__}: ") as caught:
+        run_bios(Mock(side_effect=kind("boom")), CONTEXT)
+    assert type(caught.value.__cause__) is kind
 
 
 @pytest.mark.parametrize("value", [None, b"x", 1, ("a", "b"), BiosText(None, ""), BiosText("", 1), "\ud800"])  # type: ignore[arg-type]
 def test_a_provider_that_returns_no_string_is_a_prompt_error(value: Any) -> None:
     with pytest.raises(PromptError, match="the BIOS provider"):
-        run_bios(lambda ctx: value, context())
+        run_bios(lambda ctx: value, CONTEXT)
 
 
 # --- the first turn -------------------------------------------------------------------------------------
 
 
-def test_merged_is_one_system_message_with_a_delimiter_and_separate_is_two() -> None:
-    user = {"role": "user", "content": "Hi" + status("T1")}
-    bios, system = ({"role": "system", "content": text} for text in ("BIOS", "SYS"))
-    assert begin().messages() == [{"role": "system", "content": f"BIOS{SYSTEM_PROMPT_DELIMITER}SYS"}, user]
-    assert begin(mode="separate").messages() == [bios, system, user]
-
-
-@pytest.mark.parametrize("mode", ["merged", "separate"])
 @pytest.mark.parametrize(
-    ("bios", "system_prompt", "contents"),
-    [("BIOS", "", ["BIOS"]), ("", "SYS", ["SYS"]), ("", "", []), (BiosText("", ""), "", [])],
+    ("bios", "system_prompt", "merged", "separate"),
+    [
+        ("BIOS", "SYS", [f"BIOS{SYSTEM_PROMPT_DELIMITER}SYS"], ["BIOS", "SYS"]),
+        ("BIOS", "", ["BIOS"], ["BIOS"]),
+        ("", "SYS", ["SYS"], ["SYS"]),
+        ("", "", [], []),
+        (BiosText("", ""), "", [], []),
+    ],
 )
-def test_an_empty_prompt_leaves_no_message_and_no_delimiter(
-    mode: SystemPromptMode, bios: BiosText | str, system_prompt: str, contents: list[str]
+def test_merged_is_one_system_message_separate_is_two_and_an_empty_prompt_leaves_none(
+    bios: BiosText | str, system_prompt: str, merged: list[str], separate: list[str]
 ) -> None:
-    messages = begin(bios, system_prompt=system_prompt, mode=mode).messages()
-    assert [m["content"] for m in messages if m["role"] == "system"] == contents
+    modes: list[tuple[SystemPromptMode, list[str]]] = [("merged", merged), ("separate", separate)]
+    for mode, contents in modes:
+        messages = begin(bios, system_prompt=system_prompt, mode=mode).messages()
+        assert messages[:-1] == [{"role": "system", "content": content} for content in contents]
+        assert messages[-1] == {"role": "user", "content": "Hi"}
 
 
 def test_the_order_is_bios_system_prompt_messages_user_prompt() -> None:
@@ -223,6 +180,7 @@ def test_the_order_is_bios_system_prompt_messages_user_prompt() -> None:
         messages = begin("BIOS", messages=prior, mode="separate", user_prompt=user_prompt).messages()
         assert [m["content"] for m in messages] == ["BIOS", "SYS", "q", "a", user_prompt]
     assert begin("BIOS", user_prompt="").messages()[-1] == {"role": "user", "content": ""}
+    assert begin().messages()[-1] == {"role": "user", "content": "Hi" + status("T1")}
 
 
 @pytest.mark.parametrize(
@@ -271,24 +229,25 @@ def test_content_is_empty_never_null_and_no_reasoning_is_no_field() -> None:
     assert "reasoning_content" not in assistant
 
 
-def test_in_prompted_mode_the_results_are_one_user_message() -> None:
-    added = after_tools(begin(prompted=True), BiosText("BIOS", "T2"), text="Look:\n").messages()[2:]
-    first, second = tagged_call("add", '{"a":1}'), tagged_call("find", "{}")
-    assert added == [
-        {"role": "assistant", "content": f"Look:\n{first}\n{second}", "reasoning_content": "hm"},
+def test_in_prompted_mode_a_call_goes_back_as_the_model_wrote_it_and_the_results_are_one_user_message() -> None:
+    written = '<tool_call>\n{"name":"add", "arguments":{"a" : 1}}\n</tool_call>'
+    calls = [ParsedCall("c00000001", "add", {"a": 1}, '{"a": 1}', written), CALLS[1]]
+    bios = BiosText("BIOS", "T2")
+    conversation = begin(prompted=True).after_tools(
+        bios, text="So:\n", reasoning="hm", calls=calls, results=["2", "[]"]
+    )
+    assert conversation.messages()[2:] == [
+        {
+            "role": "assistant",
+            "content": f"So:\n{written}\n{tagged_call('find', '{}')}",
+            "reasoning_content": "hm",
+        },
         {
             "role": "user",
             "content": '<tool_response id="c00000001" name="add">\n2\n</tool_response>\n'
             '<tool_response id="c00000002" name="find">\n[]\n</tool_response>' + status("T2"),
         },
     ]
-
-
-def test_in_prompted_mode_a_call_goes_back_as_the_model_wrote_it() -> None:
-    written = '<tool_call>\n{"name":"add", "arguments":{"a" : 1}}\n</tool_call>'
-    call = ParsedCall("c00000001", "add", {"a": 1}, '{"a": 1}', written)
-    conversation = begin(prompted=True).after_tools(BIOS, text="So: ", reasoning="", calls=[call], results=["2"])
-    assert conversation.messages()[2]["content"] == f"So: {written}"
 
 
 @pytest.mark.parametrize(("calls", "results"), [((), []), (CALLS, ["2"]), (CALLS[:1], ["2", "3"])])
@@ -305,10 +264,10 @@ def test_earlier_messages_stay_to_the_byte_the_same_after_a_tool_turn(
 ) -> None:
     conversation = begin(prompted=prompted)
     for text, reasoning, volatile in turns:
-        before = dumped(conversation)
+        before = json.dumps(conversation.messages())
         following = after_tools(conversation, BiosText("other", volatile), text=text, reasoning=reasoning)
-        assert dumped(following)[: len(before)] == before
-        assert dumped(conversation) == before
+        assert json.dumps(following.messages()).startswith(before.removesuffix("]"))
+        assert json.dumps(conversation.messages()) == before
         conversation = following
 
 
@@ -316,5 +275,5 @@ def test_a_str_is_put_first_anew_and_the_rest_stays() -> None:
     conversation = begin("BIOS at 1")
     following = after_tools(conversation, "BIOS at 2")
     assert following.messages()[0]["content"] == f"BIOS at 2{SYSTEM_PROMPT_DELIMITER}SYS"
-    assert dumped(following)[1:2] == dumped(conversation)[1:]
+    assert following.messages()[1:2] == conversation.messages()[1:]
     assert STATUS_OPEN not in str(following.messages())

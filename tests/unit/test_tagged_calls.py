@@ -39,14 +39,10 @@ def cut(text: str, places: list[int]) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "visible", "names"),
     [
-        (ADD, "", ["add"]),
-        (f"Let me see.\n{ADD}", "Let me see.\n", ["add"]),
-        (f"a{ADD}b{ISSUE}c", "abc", ["add", "signal_issue"]),
+        (f"a\n{ADD}b{ISSUE}c", "a\nbc", ["add", "signal_issue"]),
         (f"{ADD}\n{ADD}\n", "\n\n", ["add", "add"]),
         ('<tool_call>\n{"name": "add",\n "arguments": {}}\n</tool_call>', "", ["add"]),
         ('<tool_call>{"arguments": {}, "name": "mul"}</tool_call>', "", ["mul"]),
-        ("no call", "no call", []),
-        ("", "", []),
     ],
 )
 def test_well_formed_calls_never_appear_in_the_text(text: str, visible: str, names: list[str]) -> None:
@@ -59,7 +55,6 @@ MALFORMED = [
     "<tool_call></tool_call>",
     "<tool_call>add</tool_call>",
     '<tool_call>{"name": "add"}</tool_call>',
-    '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
     '<tool_call>{"name": "add", "arguments": null}</tool_call>',
     '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {}, "id": 1}</tool_call>',
@@ -69,14 +64,11 @@ MALFORMED = [
     '<tool_call>{"name": "add", "arguments": {"a": "it said "hi""}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {"a": "two\nlines"}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {}}}</tool_call>',
-    '<tool_call>{"name": "add", "arguments": {]}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {}} and</tool_call>',
     '<tool_call>[{"name": "add", "arguments": {}}]</tool_call>',
     '<tool_call>{"name": "add", "arguments": ' + '{"a": ' * 500 + "{}" + "}" * 501 + "</tool_call>",
-    '<tool_call>{"name": "add", "arguments": {}}</tool_cal>',
     '<tool_call>{"name": "add", "arguments": {}}</tool_call',
     '<tool_call>{"name": "add", "arguments": {}}',
-    "<tool_call>{",
     "<tool_call>and then I stopped",
 ]
 
@@ -99,24 +91,28 @@ def test_a_malformed_call_ends_at_its_closing_tag_or_where_the_next_begins() -> 
     "text", ["a < b", "<tool_cal", "<tool_calls>", "<Tool_call>", "</tool_call>", "<", "x<tool_<tool_", "< tool_call>"]
 )
 def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
-    assert filtered([text]) == (text, [])
-    assert filtered(list(text)) == (text, [])
+    assert filtered(list(text)) == filtered([text]) == (text, [])
 
 
 @pytest.mark.parametrize(
     ("piece", "shown"),
     [
         ("a < b", "a < b"),
-        ("a <", "a "),
-        ("a <tool", "a "),
-        ("a <tool_call>", "a "),
-        ('a <tool_call>{"na', "a "),
+        *((f"a {held_back}", "a ") for held_back in ("<", "<tool", "<tool_call>", '<tool_call>{"na')),
         ("a <tool_call>x", "a <tool_call>x"),
         ('a <tool_call>{"name": <', 'a <tool_call>{"name": '),
     ],
 )
 def test_only_what_may_be_a_call_is_held_back(piece: str, shown: str) -> None:
     assert TaggedCallFilter(strict=True).feed(piece) == shown
+
+
+def test_in_native_mode_text_up_to_the_first_call_is_shown_at_once_and_a_malformed_one_behind_it_stays_text() -> None:
+    tool_filter = TaggedCallFilter(strict=False)
+    assert tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
+    assert tool_filter.feed("<tool_call>d") == ""
+    assert tool_filter.finish() == " c<tool_call>d"
+    assert tool_filter.calls == [RawCall(None, "add", '{"a": 1}', ADD)]
 
 
 def test_a_call_of_the_longest_length_is_taken_and_a_longer_one_is_text() -> None:
@@ -134,11 +130,11 @@ def test_a_call_of_the_longest_length_is_taken_and_a_longer_one_is_text() -> Non
 @pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', '<tool_call>{"":"', "<", '"{', ADD])
 @pytest.mark.parametrize("piece_chars", [3, 10**9])
 def test_time_is_linear_in_the_text(unit: str, piece_chars: int) -> None:
-    text = '<tool_call>{"a": "' + unit * (200_000 // len(unit))
+    text = '<tool_call>{"a": "' + unit * (100_000 // len(unit))
     pieces = [text[at : at + piece_chars] for at in range(0, len(text), piece_chars)]
     began = time.process_time()
     filtered(pieces)
-    assert time.process_time() - began < 5.0  # quadratic: minutes
+    assert time.process_time() - began < 2.5  # quadratic: minutes
 
 
 FRAGMENTS = st.sampled_from(
@@ -169,7 +165,6 @@ def test_nothing_but_the_calls_is_lost(text: str) -> None:
 @given(st.text(), st.text(), st.dictionaries(st.text(), JSON_VALUES, max_size=3))
 @example("", "", {"a": "</tool_call>"})
 @example("", "", {"a": "<tool_call>{}</tool_call>"})
-@example("", "", {"a": '"}}</tool_call>\\'})
 @example("", "", {"</tool_call>": {"b": [{"c": "}"}, [], '\\"']}})
 @example("", "", {"a": 'line\nline\t"é"\u2028'})
 @example("", "", {"a": [True, False, None, -1.5e-7, 12]})
@@ -181,21 +176,9 @@ def test_every_call_written_in_the_convention_is_found(before: str, after: str, 
     assert (parse_arguments(call.arguments), call.tagged) == (arguments, written)
 
 
-def test_in_native_mode_a_malformed_one_stays_text_behind_a_call_that_is_taken() -> None:
-    taken = RawCall(None, "add", '{"a": 1}', ADD)
-    assert filtered([f"a{ADD}b<tool_call>c"], strict=False) == ("ab<tool_call>c", [taken])
-
-
 @given(st.lists(FRAGMENTS, max_size=8).map("".join), st.lists(st.integers(0, 400)))
 def test_wherever_a_structured_call_comes_all_that_was_held_back_is_put_back(text: str, places: list[int]) -> None:
     assert filtered(cut(text, places), strict=False, structured=True) == (text, [])
-
-
-def test_in_native_mode_text_up_to_the_first_call_is_shown_at_once() -> None:
-    tool_filter = TaggedCallFilter(strict=False)
-    assert tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
-    assert tool_filter.feed("d") == ""
-    assert tool_filter.finish() == " cd"
 
 
 LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, last_progress_at
-from llama_worker.server.timeouts import DataLedger, Inquiry, Triage, Verdict, busy_neighbour, verdict
+from llama_worker.server.timeouts import DataLedger, Inquiry, Triage, busy_neighbour, verdict
 from llama_worker.types import RequestFailReason, RequestPhase
 
 WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING
@@ -33,19 +33,13 @@ def progress(phase: RequestPhase, **times: Any) -> Progress:
     return Progress(phase=phase, **{"request_id": 1, "dispatched_at": 1000.0, "turn_started_at": 1000.0, **times})
 
 
-def verdict_at(
-    now: float,
-    at: Progress,
-    *,
-    liveness_at: float | None = None,
-    neighbour_data_at: float | None = None,
-    profile: TimeoutProfile = PROFILE,
-) -> Verdict | None:
-    return verdict(at, liveness_at=liveness_at, neighbour_data_at=neighbour_data_at, profile=profile, now=now)
+def heard(work: float | None = None, neighbour: float | None = None, **limits: Any) -> dict[str, Any]:
+    """When a sign of work and a neighbour's data came last, judged by these limits."""
+    return {"liveness_at": work, "neighbour_data_at": neighbour, "profile": replace(PROFILE, **limits)}
 
 
-def reason_at(now: float, at: Progress, **heard: Any) -> RequestFailReason | None:
-    found = verdict_at(now, at, **heard)
+def reason_at(now: float, at: Progress, told: dict[str, Any]) -> RequestFailReason | None:
+    found = verdict(at, now=now, **told)
     return None if found is None else found.reason
 
 
@@ -57,93 +51,82 @@ HAS_A_ROLE = progress(PREFILL, headers_at=1010.0, last_data_at=1016.0)
 REPORTS = progress(PREFILL, headers_at=1010.0, prompt_progress_at=1020.0)
 REPEATS = progress(PREFILL, prompt_progress_at=1100.0, last_data_at=1100.0, repeats=99)
 WRITES = progress(GENERATING, first_token_at=1050.0, last_data_at=1100.0)
+SECOND_TURN = progress(PREFILL, turn_started_at=1500.0, headers_at=1501.0, prompt_progress_at=1559.0)
+OLD_TOKEN = replace(SECOND_TURN, first_token_at=1100.0)
+BUSY = progress(TOOL, turn_started_at=1499.0, headers_at=1499.0, last_data_at=1499.0)
+HAS_500_S = {"absolute_timeout_s": 500.0}  # from the dispatch on, at 1000.0
 
 
 @pytest.mark.parametrize(
-    ("at", "liveness_at", "neighbour_data_at", "due_at", "reason"),
+    ("at", "told", "due_at", "reason"),
     [
-        pytest.param(QUEUED, None, None, 1030.0, HEADERS, id="no headers and no work"),
-        pytest.param(QUEUED, 1020.0, None, 1050.0, HEADERS, id="no headers, and the work has ended"),
-        pytest.param(QUEUED, 999.0, None, 1030.0, HEADERS, id="work before the turn saves nothing"),
-        pytest.param(QUEUED, None, 1029.0, 1059.0, HEADERS, id="queued behind a neighbour that gets data"),
-        pytest.param(QUEUED, 2199.0, None, 2200.0, STALL, id="silent work counts before the headers too"),
-        pytest.param(READS, None, None, 1610.0, STALL, id="silent prefill, from the headers on"),
-        pytest.param(READS, 2199.0, None, 2200.0, STALL, id="headers are no data for silent work"),
-        pytest.param(HAS_A_ROLE, None, None, 1616.0, STALL, id="a role chunk is data"),
-        pytest.param(HAS_A_ROLE, 1017.0, None, 1617.0, STALL, id="prefill that works"),
-        pytest.param(REPORTS, None, None, 1140.0, STALL, id="reported prefill has the stream's limit"),
-        pytest.param(REPORTS, 1021.0, None, 1141.0, STALL, id="reported prefill that works"),
-        pytest.param(REPEATS, 1219.0, None, 1220.0, STALL, id="the same again and again, while it computes"),
-        pytest.param(WRITES, None, None, 1220.0, STALL, id="a silent stream"),
-        pytest.param(WRITES, 1101.0, None, 1221.0, STALL, id="a silent stream of a server that works"),
-        pytest.param(WRITES, 2299.0, None, 2300.0, STALL, id="a server that spins"),
-        pytest.param(WRITES, 3199.0, 2000.0, 3200.0, STALL, id="a server whose work is a neighbour's"),
+        pytest.param(QUEUED, heard(), 1030.0, HEADERS, id="no headers and no work"),
+        pytest.param(QUEUED, heard(work=1020.0), 1050.0, HEADERS, id="no headers, and the work has ended"),
+        pytest.param(QUEUED, heard(work=999.0), 1030.0, HEADERS, id="work before the turn saves nothing"),
+        pytest.param(QUEUED, heard(neighbour=1029.0), 1059.0, HEADERS, id="queued behind a neighbour that gets data"),
+        pytest.param(QUEUED, heard(work=2199.0), 2200.0, STALL, id="silent work counts before the headers too"),
+        pytest.param(READS, heard(), 1610.0, STALL, id="silent prefill, from the headers on"),
+        pytest.param(READS, heard(work=2199.0), 2200.0, STALL, id="headers are no data for silent work"),
+        pytest.param(HAS_A_ROLE, heard(), 1616.0, STALL, id="a role chunk is data"),
+        pytest.param(HAS_A_ROLE, heard(work=1017.0), 1617.0, STALL, id="prefill that works"),
+        pytest.param(REPORTS, heard(), 1140.0, STALL, id="reported prefill has the stream's limit"),
+        pytest.param(REPORTS, heard(prefill_liveness_timeout_s=10.0), 1140.0, STALL, id="and not the prefill's"),
+        pytest.param(REPORTS, heard(work=1021.0), 1141.0, STALL, id="reported prefill that works"),
+        pytest.param(REPEATS, heard(work=1219.0), 1220.0, STALL, id="the same again and again, while it computes"),
+        pytest.param(WRITES, heard(), 1220.0, STALL, id="a silent stream"),
+        pytest.param(WRITES, heard(work=1101.0), 1221.0, STALL, id="a silent stream of a server that works"),
+        pytest.param(WRITES, heard(work=2299.0), 2300.0, STALL, id="a server that spins"),
+        pytest.param(WRITES, heard(3199.0, 2000.0), 3200.0, STALL, id="a server whose work is a neighbour's"),
+        pytest.param(SECOND_TURN, heard(1559.0, ttft_timeout_s=60.0), 1560.0, TTFT, id="no token in this turn"),
+        pytest.param(OLD_TOKEN, heard(1559.0, ttft_timeout_s=60.0), 1560.0, TTFT, id="only one of the turn before"),
+        *(
+            pytest.param(replace(BUSY, phase=phase), heard(1499.9, **HAS_500_S), 1500.0, ABSOLUTE, id=f"late, {phase}")
+            for phase in (WAITING, PREFILL, GENERATING, TOOL)
+        ),
     ],
 )
-def test_silence_costs_the_server_once_its_limit_is_over(
-    at: Progress, liveness_at: float | None, neighbour_data_at: float | None, due_at: float, reason: RequestFailReason
+def test_silence_costs_the_server_once_its_limit_is_over_and_an_absolute_limit_only_the_request(
+    at: Progress, told: dict[str, Any], due_at: float, reason: RequestFailReason
 ) -> None:
-    heard: dict[str, Any] = {"liveness_at": liveness_at, "neighbour_data_at": neighbour_data_at}
-    assert verdict_at(due_at - 0.1, at, **heard) is None
-    found = verdict_at(due_at, at, **heard)
+    assert verdict(at, now=due_at - 0.1, **told) is None
+    found = verdict(at, now=due_at, **told)
     assert found is not None
-    assert (found.reason, found.restart) == (reason, True)
+    assert (found.reason, found.restart) == (reason, reason is not ABSOLUTE)
 
 
-def test_prefill_that_reports_is_not_measured_by_the_limit_of_one_that_does_not() -> None:
-    assert verdict_at(1139.9, REPORTS, profile=replace(PROFILE, prefill_liveness_timeout_s=10.0)) is None
-
-
-@pytest.mark.parametrize("at", [progress(TOOL, last_data_at=1100.0), progress(DONE)])
-def test_tools_have_their_own_deadline_and_what_has_ended_has_none(at: Progress) -> None:
-    assert verdict_at(99999.0, at) is None
-
-
-@pytest.mark.parametrize("phase", [WAITING, PREFILL, GENERATING, TOOL])
-def test_absolute_timeout_counts_from_dispatch_in_every_phase_and_spares_the_server(phase: RequestPhase) -> None:
-    profile = replace(PROFILE, absolute_timeout_s=500.0)
-    at = progress(phase, turn_started_at=1499.0, headers_at=1499.0, last_data_at=1499.0)
-    assert verdict_at(1499.9, at, profile=profile) is None
-    found = verdict_at(1500.0, at, liveness_at=1499.9, profile=profile)
-    assert found is not None
-    assert (found.reason, found.restart) == (ABSOLUTE, False)
-
-
-def test_ttft_timeout_runs_anew_in_each_turn_and_ends_with_the_first_token() -> None:
-    heard: dict[str, Any] = {"liveness_at": 1559.0, "profile": replace(PROFILE, ttft_timeout_s=60.0)}
-    at = progress(PREFILL, turn_started_at=1500.0, headers_at=1501.0, prompt_progress_at=1559.0)
-    assert verdict_at(1559.9, at, **heard) is None
-    found = verdict_at(1560.0, at, **heard)
-    assert found is not None
-    assert (found.reason, found.restart) == (TTFT, True)
-    assert reason_at(1560.0, replace(at, phase=GENERATING, first_token_at=1559.5), **heard) is None
-    assert reason_at(1560.0, replace(at, first_token_at=1100.0), **heard) is TTFT  # of the turn before
+STRICT = heard(idle_stream_timeout_s=1.0, ttft_timeout_s=1.0, absolute_timeout_s=1.0)
+ONLY_TTFT = heard(ttft_timeout_s=60.0, idle_stream_timeout_s=None, silent_work_timeout_s=None)
+OFF = heard() | {"profile": TimeoutProfile.debug()}
 
 
 @pytest.mark.parametrize(
-    ("phase", "liveness_at"), [(WAITING, 1e9 - 1), (PREFILL, None), (GENERATING, None), (TOOL, None)]
+    ("at", "told"),
+    [
+        pytest.param(progress(TOOL, last_data_at=1100.0), heard(), id="tools have their own deadline"),
+        pytest.param(progress(DONE), STRICT, id="it has ended"),
+        pytest.param(progress(GENERATING, first_token_at=1050.0), ONLY_TTFT, id="the first token came"),
+        pytest.param(progress(WAITING), OFF | {"liveness_at": 1e9 - 1}, id="off: waiting"),
+        *(pytest.param(progress(phase), OFF, id=f"off: {phase}") for phase in (PREFILL, GENERATING, TOOL)),
+        *(
+            pytest.param(progress(phase, concluding=True), STRICT, id=f"the turn has finished: {phase}")
+            for phase in (WAITING, PREFILL, GENERATING)
+        ),
+    ],
 )
-def test_limits_that_are_none_are_off(phase: RequestPhase, liveness_at: float | None) -> None:
-    assert verdict_at(1e9, progress(phase), liveness_at=liveness_at, profile=TimeoutProfile.debug()) is None
+def test_where_no_limit_holds_no_verdict_falls(at: Progress, told: dict[str, Any]) -> None:
+    assert verdict(at, now=1e9, **told) is None
 
 
 def test_the_limit_that_was_over_first_gives_the_reason_however_late_the_tick() -> None:
-    profile = replace(PROFILE, absolute_timeout_s=100.0, ttft_timeout_s=50.0)
-    assert reason_at(5000.0, progress(WAITING), profile=profile) is HEADERS
-    assert reason_at(5000.0, progress(WAITING), liveness_at=1040.0, profile=profile) is TTFT
-    assert reason_at(5000.0, progress(TOOL), profile=profile) is ABSOLUTE
-
-
-@pytest.mark.parametrize("phase", [WAITING, PREFILL, GENERATING])
-def test_a_turn_that_has_finished_is_not_judged_while_its_end_is_awaited(phase: RequestPhase) -> None:
-    short = replace(PROFILE, idle_stream_timeout_s=1.0, ttft_timeout_s=1.0, absolute_timeout_s=1.0)
-    assert verdict_at(1e6, progress(phase, concluding=True), profile=short) is None
-    assert verdict_at(1e6, progress(phase), profile=short) is not None
+    limits = {"absolute_timeout_s": 100.0, "ttft_timeout_s": 50.0}
+    assert reason_at(5000.0, progress(WAITING), heard(**limits)) is HEADERS
+    assert reason_at(5000.0, progress(WAITING), heard(work=1040.0, **limits)) is TTFT
+    assert reason_at(5000.0, progress(TOOL), heard(**limits)) is ABSOLUTE
 
 
 def test_detail_names_the_limit_and_the_times() -> None:
     at = progress(GENERATING, request_id=7, last_data_at=1100.0, last_stream_byte_at=1245.0)
-    found = verdict_at(1250.0, at, liveness_at=1110.0)
+    found = verdict(at, now=1250.0, **heard(work=1110.0))
     assert found is not None
     assert found.detail == (
         "no data and no sign of work for 140.0 s (limit: idle_stream_timeout_s 120); request 7 in phase generating, "
@@ -187,23 +170,23 @@ def progresses(draw: st.DrawFn) -> Progress:
 
 @given(progresses(), what_is_heard, offsets, offsets)
 def test_a_verdict_once_due_stays_the_same_while_nothing_new_is_heard(
-    at: Progress, heard: dict[str, Any], age: float, more: float
+    at: Progress, told: dict[str, Any], age: float, more: float
 ) -> None:
     now = at.turn_started_at + age
-    reason = reason_at(now, at, **heard)
+    reason = reason_at(now, at, told)
     if reason is not None:
-        assert reason_at(now + more, at, **heard) is reason
+        assert reason_at(now + more, at, told) is reason
 
 
 @given(progresses(), what_is_heard, offsets, offsets)
-def test_hearing_more_never_brings_a_verdict_on(at: Progress, heard: dict[str, Any], age: float, more: float) -> None:
+def test_hearing_more_never_brings_a_verdict_on(at: Progress, told: dict[str, Any], age: float, more: float) -> None:
     now = at.turn_started_at + age
-    if verdict_at(now, at, **heard) is None:
+    if verdict(at, now=now, **told) is None:
         for name in ("liveness_at", "neighbour_data_at"):
-            heard[name] = max(heard[name] or 0.0, 1000.0 + more)
-        assert verdict_at(now, at, **heard) is None
+            told[name] = max(told[name] or 0.0, 1000.0 + more)
+        assert verdict(at, now=now, **told) is None
         newer = replace(at, last_data_at=max(at.last_data_at or 0.0, at.turn_started_at + more))
-        assert verdict_at(now, newer, **heard) is None
+        assert verdict(newer, now=now, **told) is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.floats(0.0, 100.0)), max_size=40), st.integers(1, 7))
@@ -237,21 +220,20 @@ def test_a_neighbour_is_busy_within_twice_the_probe_interval_or_a_second(
     assert not busy_neighbour(None, profile=profile, now=1000.0)
 
 
-def judge(triage: Triage, request_id: int, *, busy: bool) -> tuple[Triage, bool]:
+def judge(triage: Triage, request_id: int, *, busy: bool = True) -> tuple[Triage, bool]:
+    """What is known afterwards, and whether the server has to go."""
     return triage.judge(request_id, busy_neighbour=busy, newest_request_id=9)
 
 
-def test_a_stall_costs_the_server_unless_it_is_the_first_beside_a_busy_neighbour() -> None:
+def test_a_stall_costs_the_server_unless_it_is_the_first_beside_a_busy_neighbour_since_a_new_request_completed() -> (
+    None
+):
     assert judge(Triage(), 1, busy=False) == (Triage(), True)
-    triage, restart = judge(Triage(), 1, busy=True)
+    once, restart = judge(Triage(), 1)
     assert not restart
-    assert judge(triage, 1, busy=False) == (triage, False)  # the same culprit, told twice
-    assert judge(triage, 2, busy=True) == (Triage(), True)
-
-
-def test_only_a_new_request_that_completes_clears_the_first_verdict() -> None:
-    triage, _ = judge(Triage(), 1, busy=True)
-    assert judge(triage.request_completed(9), 2, busy=True)[1]
-    after, restart = judge(triage.request_completed(10), 2, busy=True)
+    assert judge(once, 1, busy=False) == (once, False)  # the same culprit, told twice
+    assert judge(once, 2) == (Triage(), True)
+    assert judge(once.request_completed(9), 2)[1], "it was under way already"
+    after, restart = judge(once.request_completed(10), 2)
     assert not restart
-    assert judge(after, 3, busy=True)[1]
+    assert judge(after, 3)[1]

@@ -46,36 +46,23 @@ def assembled(*deltas: ToolCallDelta) -> tuple[RawCall, ...]:
     return assembler.calls()
 
 
-@pytest.mark.parametrize(("number", "text"), [(0, "c00000000"), (1, "c00000001"), (99_999_999, "c99999999")])
-def test_ids_sent_back_are_nine_alphanumerics(number: int, text: str) -> None:
-    assert tool_call_id(number) == text
+def test_ids_sent_back_are_nine_alphanumerics_and_a_number_that_has_none_is_refused() -> None:
+    assert [tool_call_id(number) for number in (0, 1, 99_999_999)] == ["c00000000", "c00000001", "c99999999"]
+    for number in (-1, 10**8):
+        with pytest.raises(ValueError, match="number must be from 0"):
+            tool_call_id(number)
 
 
-@pytest.mark.parametrize("number", [-1, 10**8])
-def test_a_number_that_has_no_id_is_refused(number: int) -> None:
-    with pytest.raises(ValueError, match="number must be from 0"):
-        tool_call_id(number)
+def test_arguments_are_appended_but_name_and_id_are_not_nor_are_they_erased() -> None:
+    pieces = [delta(0, "id1", "add", "{"), delta(0, "", "", '"a"'), delta(0, "id1", "add", ": 1}"), delta(0)]
+    assert assembled(*pieces) == (RawCall("id1", "add", '{"a": 1}'),)
 
 
-@pytest.mark.parametrize(
-    ("deltas", "calls"),
-    [
-        (
-            [delta(0, "id1", "add", "{"), delta(0, arguments='"a"'), delta(0, arguments=": 1}")],
-            [("id1", "add", '{"a": 1}')],
-        ),
-        ([delta(0, "id1", "add", "{"), delta(0, "id1", "add", "}")], [("id1", "add", "{}")]),
-        ([delta(0, "id1", "add", "{}"), delta(0, "", "")], [("id1", "add", "{}")]),
-        (
-            [delta(7, name="find"), delta(2, name="add"), delta(7, arguments="{}")],
-            [(None, "add", ""), (None, "find", "{}")],
-        ),
-        ([delta(n, name=f"t{n}") for n in range(17)], [(None, f"t{n}", "") for n in range(17)]),
-    ],
-    ids=["arguments are appended", "not so name and id", "nor erased", "gaps between indices", "the order of many"],
-)
-def test_calls_are_put_together(deltas: list[ToolCallDelta], calls: list[tuple[str | None, str, str]]) -> None:
-    assert assembled(*deltas) == tuple(RawCall(*call) for call in calls)
+def test_calls_come_in_the_order_of_their_indices_which_may_have_gaps() -> None:
+    indices = [7, 2, *range(20, 37)]
+    heads = [delta(index, name=f"t{index}") for index in indices]
+    calls = [RawCall(None, f"t{index}", "{}" if index == 7 else "") for index in sorted(indices)]
+    assert assembled(*heads, delta(7, arguments="{}")) == tuple(calls)
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(NORMAL)), st.lists(st.text())), max_size=4))
@@ -92,10 +79,8 @@ def test_fragments_of_calls_may_come_in_turns(calls: list[tuple[str, list[str]]]
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ('{"a": 1}', {"a": 1}),
         (' {"a": [1.5, null, "x"]}\n', {"a": [1.5, None, "x"]}),
         ('{"a": "\\ud83d\\ude00"}', {"a": "\U0001f600"}),
-        ("{}", {}),
         ("", {}),
         (" \n", {}),
     ],
@@ -143,14 +128,11 @@ def test_a_normal_call_gets_the_workers_own_id_and_keeps_its_text() -> None:
     [
         (raw("mul", "{}"), "'mul'.*add, escalate, find, signal_issue"),
         (raw("", "{}"), "''"),
-        (raw("Add", "{}"), "'Add'"),
         (raw("add ", "{}"), "'add '"),
         (raw("add", "[]"), r"'add'.*'\[\]'"),
-        (raw("add", "null"), "'add'.*'null'"),
         (raw("add", '{"a": '), """'add'.*'{"a": '"""),
         (raw("add", "x" * 10_000), "'add'.*'xxx"),
         (MalformedCall('<tool_call>{"name": "add", "arguments": {"a": "signal_issue"}</tool_call>'), '"name": "add"'),
-        (MalformedCall('<tool_call>{"name": "mul", "arguments": "signal_issue"}</tool_call>'), '"name": "mul"'),
         (MalformedCall("<tool_call>add(signal_issue)</tool_call>"), r"add\(signal_issue\)</tool_call>"),
         (MalformedCall("<tool_call>my_signal_issue()</tool_call>"), "my_signal_issue"),
         (MalformedCall("<tool_call>"), "<tool_call>"),
@@ -164,37 +146,29 @@ def test_a_call_that_cannot_be_run_is_a_problem_told_in_short(call: RawCall | Ma
 
 
 @pytest.mark.parametrize(
-    ("call", "malformed"),
+    "malformed",
     [
-        *((raw("signal_issue", text), text) for text in ("[]", '{"code": "x', "nope", '{"code": "\\ud800"}')),
-        *(
-            (MalformedCall(text), text)
-            for text in (
-                '<tool_call>{"name": "signal_issue", "arguments": "oops"}</tool_call>',
-                '<tool_call>{"name": "signal_issue", "argum',
-                "<tool_call>{name: signal_issue}</tool_call>",
-                "<tool_call>signal_issue(code=1)</tool_call>",
-            )
-        ),
+        *("[]", '{"code": "x', "nope", '{"code": "\\ud800"}'),
+        '<tool_call>{"name": "signal_issue", "arguments": "oops"}</tool_call>',
+        '<tool_call>{"name": "signal_issue", "argum',
+        "<tool_call>{name: signal_issue}</tool_call>",
+        "<tool_call>signal_issue(code=1)</tool_call>",
     ],
 )
-def test_a_malformed_exit_call_is_recorded_with_its_text_and_is_no_problem(
-    call: RawCall | MalformedCall, malformed: str
-) -> None:
-    parts = split([call])
+def test_a_malformed_exit_call_is_recorded_with_its_text_and_is_no_problem(malformed: str) -> None:
+    parts = split([MalformedCall(malformed) if "<" in malformed else raw("signal_issue", malformed)])
     assert parts.exits == ({"tool_name": "signal_issue", "arguments": {}, "emitted_at": 7.5, "malformed": malformed},)
     assert (parts.normal, parts.problem) == ((), None)
 
 
-@pytest.mark.parametrize("beside", [raw("add", "{}"), raw("mul", "{}"), raw("add", "["), MalformedCall("<tool_call>")])
-def test_exit_calls_are_recorded_beside_normal_unknown_and_malformed_ones(beside: RawCall | MalformedCall) -> None:
+@pytest.mark.parametrize("beside", [raw("mul", "{}"), raw("add", "["), MalformedCall("<tool_call>")])
+def test_exit_calls_are_recorded_beside_unknown_and_malformed_ones(beside: RawCall | MalformedCall) -> None:
     for calls in ([beside, raw("escalate", "{}")], [raw("escalate", "{}"), beside]):
         assert [signal["tool_name"] for signal in split(calls).exits] == ["escalate"]
 
 
-def test_exit_calls_are_never_counted_and_take_no_id() -> None:
-    signal = raw("escalate", '{"code": "x"}')
-    parts = split([signal, raw("add", "{}"), raw("escalate", "{}"), raw("find", "{}")])
+def test_exit_calls_beside_normal_ones_are_never_counted_and_take_no_id() -> None:
+    parts = split([raw("escalate", '{"code": "x"}'), raw("add", "{}"), raw("escalate", "{}"), raw("find", "{}")])
     assert [call.id for call in parts.normal] == ["c00000001", "c00000002"]
     assert [signal["arguments"] for signal in parts.exits] == [{"code": "x"}, {}]
     assert parts.problem is None
