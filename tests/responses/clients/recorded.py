@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.responses.clients.stage import Json
+from tests.responses.conftest import Json
 
 FOLDER = Path(__file__).parents[1] / "recorded"
 _KEPT = "input_items_kept"

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tests.responses.relay import FAILS
-from tests.responses.scenarios.node import Json, run_node
+from tests.responses.scenarios.node import Json, Scenario, run_scenarios
 from tests.responses.scenarios.sayings import ADD_PARAMETERS, GREETING, STORY, calls, thinks
 
 Check = Callable[[Json], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """`check` raises AssertionError where what the request gave is not as the helper's user expects."""
-
-    name: str
-    body: Json
-    check: Check
-
-
 SCENARIOS: list[Scenario] = []
 ADD: Json = {"type": "function", "name": "add", "parameters": ADD_PARAMETERS, "strict": False}
 
@@ -39,8 +27,7 @@ def scenario(said: str, *, model: str = "m", **settings: Any) -> Callable[[Check
 
 def run_all(base_url: str) -> dict[str, Json]:
     """What every scenario gave, by its name."""
-    done = run_node("openai_client.mjs", base_url, [scenario.body for scenario in SCENARIOS])
-    return {scenario.name: result for scenario, result in zip(SCENARIOS, done, strict=True)}
+    return run_scenarios("openai_client.mjs", base_url, SCENARIOS)
 
 
 @scenario(GREETING)
