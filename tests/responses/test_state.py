@@ -81,14 +81,6 @@ def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) 
         assert fake.send("GET", f"/v1/responses/{found[1].decode()}").json == final  # as soon as it has ended
 
 
-def test_reasoning_round_trips_without_state(fake: Client) -> None:
-    include = ["reasoning.encrypted_content"]
-    items = fake.create(*ANSWER, store=False, include=include).json["output"]
-    kept = [{**items[0], "content": [], "summary": []}, *items[1:]]
-    fake.create(input=[*kept, {"role": "user", "content": "More"}], store=False, include=include)
-    assert fake.last_chat()["messages"][0]["reasoning_content"] == "hm"
-
-
 def test_the_store_is_bounded(make_fake: MakeClient) -> None:
     fake = make_fake(max_responses=2)
     ids = [fake.create().json["id"] for _ in range(3)]

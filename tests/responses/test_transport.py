@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -144,17 +143,6 @@ def test_who_has_read_the_end_has_a_place(make_fake: MakeClient) -> None:
     for _ in range(20):
         with fake.begun(until=b"event: response.completed"):
             assert fake.create().status == 200
-
-
-def test_more_streams_than_threads_run_side_by_side(make_client: MakeClient, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    fake = make_client(Script(replies=[Reply([*plain_reply(Gate(gate))])]), slots=30)
-    with ThreadPoolExecutor(30) as pool:
-        replies = [pool.submit(fake.create, stream=True) for _ in range(30)]
-        fake.journal.wait("headers", timeout=WAIT_S, count=30)
-        assert fake.send("GET", "/health").status == 200
-        gate.touch()
-    assert [reply.result().status for reply in replies] == [200] * 30
 
 
 def test_no_more_than_allowed_run_at_once(make_fake: MakeClient) -> None:

@@ -167,46 +167,36 @@ def test_interleaved_calls_come_out_whole(data: st.DataObject, arguments: list[s
 # ---------------------------------------------------------------- what comes out
 
 
-def test_reasoning_text_and_calls_are_items_in_order() -> None:
-    response = response_of(
-        RoleOnly(),
-        ReasoningDelta("hm"),
-        TextDelta("I "),
-        TextDelta("add."),
-        call(0, '{"a"', "add", "c1"),
-        call(0, ": 1}"),
-        call(1, "{}", "sub", "c2"),
-        Finish("tool_calls"),
-        Usage(7, 5, 3),
-        Done(),
-    )
-    assert shown(response) == [
-        ("reasoning", "hm"),
-        ("text", "I add."),
-        ("call", "add", '{"a": 1}'),
-        ("call", "sub", "{}"),
-    ]
-    assert response["status"] == "completed"
-    assert response["usage"] == {
-        "input_tokens": 7,
-        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
-        "output_tokens": 5,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 12,
-    }
-
-
 @pytest.mark.parametrize(
     ("said", "items"),
     [
         ([TextDelta("<think>hm</think>\n\nYes")], [("reasoning", "hm"), ("text", "Yes")]),
+        (
+            [
+                ReasoningDelta("hm"),
+                TextDelta("I "),
+                TextDelta("add."),
+                call(0, '{"a"', "f"),
+                call(0, ": 1}"),
+                call(1, "{}", "g"),
+            ],
+            [("reasoning", "hm"), ("text", "I add."), ("call", "f", '{"a": 1}'), ("call", "g", "{}")],
+        ),
         ([TextDelta("a"), call(0, "{}", "f"), TextDelta("b")], [("text", "a"), ("call", "f", "{}"), ("text", "b")]),
         ([call(0, None, "f", "c1")], [("call", "f", "{}")]),
         ([call(0, "{", None, "c"), call(0, "}", "f"), call(0, None, "f")], [("call", "f", "{}")]),
         ([], [("text", "")]),
         ([ReasoningDelta("hm")], [("reasoning", "hm"), ("text", "")]),
     ],
-    ids=["tagged reasoning", "text after a call", "no arguments", "a late name, twice", "nothing", "no answer"],
+    ids=[
+        "tagged reasoning",
+        "all kinds",
+        "text after a call",
+        "no arguments",
+        "a late name, twice",
+        "nothing",
+        "no answer",
+    ],
 )
 def test_items_are_what_the_model_meant(said: list[StreamEvent], items: list[tuple[str, ...]]) -> None:
     assert shown(response_of(*said, Finish("stop"), Done())) == items
@@ -356,7 +346,13 @@ def test_equal_call_ids_are_told_apart() -> None:
     assert response["output"][0]["call_id"] == "c"  # the oracle sees that the other differs
 
 
-def test_usage_is_taken_from_the_timings_where_there_is_none() -> None:
-    usage = response_of(TextDelta("a"), Timings(3, 4, 5, None), ServerError("x", None, None))["usage"]
-    assert (usage["input_tokens"], usage["output_tokens"]) == (7, 5)
-    assert usage["input_tokens_details"]["cached_tokens"] == 3
+@pytest.mark.parametrize("counts", [Usage(7, 5, 3), Timings(3, 4, 5, None)], ids=["usage", "timings in its place"])
+@pytest.mark.parametrize("ending", [Finish("stop"), FAILURE])
+def test_usage_is_told_also_of_a_failure(counts: StreamEvent, ending: StreamEvent) -> None:
+    assert response_of(TextDelta("a"), counts, ending)["usage"] == {
+        "input_tokens": 7,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 12,
+    }

@@ -265,6 +265,11 @@ def test_unknown_items_are_ignored_with_a_warning() -> None:
         ({"input": [{"type": "custom_tool_call_output", "output": "x"}]}, "input"),
         ({"input": "a", "tools": [ADD], "tool_choice": "maybe"}, "tool_choice"),
         ({"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
+        ({"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": {"a": 1}}}, "tool_choice"),
+        (
+            {"input": "a", "tools": [ADD], "tool_choice": {"type": "allowed_tools", "tools": [{"name": []}]}},
+            "tool_choice",
+        ),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ],
@@ -323,14 +328,6 @@ def test_what_the_store_does_not_have_is_refused(body: dict[str, Any], recalled:
 
 
 # ---------------------------------------------------------------- parameters
-
-
-@pytest.mark.parametrize("name", [{"a": 1}, [], 5])
-@pytest.mark.parametrize("choice", ["function", "allowed_tools"])
-def test_a_tool_choice_whose_name_is_none_is_refused(choice: str, name: Any) -> None:
-    chosen = {"type": choice, "name": name, "tools": [{"type": "function", "name": name}]}
-    with pytest.raises(RequestRefused, match="not found"):
-        normalise({"input": "a", "tools": [ADD], "tool_choice": chosen})
 
 
 def test_what_neither_api_knows_passes_through_and_null_is_absent() -> None:
@@ -528,15 +525,5 @@ def test_nothing_given_is_changed() -> None:
     assert body == before
 
 
-@pytest.mark.parametrize(
-    ("status", "detail", "code"),
-    [
-        (400, "HTTP 400: too long (exceed_context_size_error)", "context_length_exceeded"),
-        (503, "HTTP 503: Loading model (unavailable_error)", None),
-        (302, "HTTP 302: no message", None),
-    ],
-)
-def test_the_servers_refusal_is_passed_on(status: int, detail: str, code: str | None) -> None:
-    refused = refused_by_server(status, detail)
-    assert refused.status == (status if status >= 400 else 502)
-    assert refused.body()["error"]["code"] == code
+def test_what_the_server_sends_in_place_of_a_refusal_is_a_502() -> None:
+    assert refused_by_server(302, "HTTP 302: no message").status == 502
