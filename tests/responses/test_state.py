@@ -20,8 +20,9 @@ def test_a_conversation_goes_on_by_id(fake: Client) -> None:
     first = fake.create(*ANSWER, instructions="Only now.").json
     second = fake.create(*plain_reply(Text("I see.")), input="More", previous_response_id=first["id"]).json
     assert second["previous_response_id"] == first["id"]
-    fake.create(input="And?", previous_response_id=second["id"])
+    fake.create(input="And?", previous_response_id=second["id"], instructions="Be terse.")
     assert fake.last_chat()["messages"] == [
+        {"role": "system", "content": "Be terse."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes?", "reasoning_content": "hm"},
         {"role": "user", "content": "More"},

@@ -290,20 +290,6 @@ def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
 # ---------------------------------------------------------------- state
 
 
-def test_history_comes_before_the_input_and_instructions_are_only_this_requests() -> None:
-    body = {"input": "more", "previous_response_id": "resp_1", "instructions": "Be terse."}
-    history = (USER, {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes?"}]})
-    request = normalise(body, Recalled(history=history, items={}))
-    assert request.body["messages"] == [
-        {"role": "system", "content": "Be terse."},
-        USER,
-        {"role": "assistant", "content": "Yes?"},
-        {"role": "user", "content": "more"},
-    ]
-    assert request.previous_response_id == "resp_1"
-    assert len(request.input_items) == 1  # the store has the rest already
-
-
 def test_references_are_found_and_resolved_once() -> None:
     body = {"input": [{"type": "item_reference", "id": "msg_1"}, {"id": "rs_1"}, USER]}
     assert references(body).item_ids == ("msg_1", "rs_1")
@@ -312,19 +298,6 @@ def test_references_are_found_and_resolved_once() -> None:
     assert normalise(body, recalled).body["messages"] == [SAID, USER]
     with pytest.raises(RequestRefused, match="twice"):
         references({"input": [{"type": "item_reference", "id": "msg_1"}] * 2})
-
-
-@pytest.mark.parametrize(
-    ("body", "recalled"),
-    [
-        ({"input": "a", "previous_response_id": "resp_1"}, Recalled(history=None, items={})),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, Recalled(items={})),
-    ],
-)
-def test_what_the_store_does_not_have_is_refused(body: dict[str, Any], recalled: Recalled) -> None:
-    with pytest.raises(RequestRefused) as refused:
-        normalise(body, recalled)
-    assert (refused.value.status, refused.value.code) == (400, "previous_response_not_found")
 
 
 # ---------------------------------------------------------------- parameters

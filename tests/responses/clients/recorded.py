@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,9 @@ def _difference(before: Json, after: Json) -> Json:
     if before.keys() - after.keys():
         return after
     changed = {key: value for key, value in after.items() if before.get(key) != value}
-    kept = 0
-    for ours, theirs in zip(before["input"], after["input"], strict=False):
-        if ours != theirs:
-            break
-        kept += 1
+    kept = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before["input"], after["input"], strict=False))
+    )
     return {_KEPT: kept, **changed, "input": after["input"][kept:]}
 
 
