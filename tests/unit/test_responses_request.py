@@ -50,6 +50,10 @@ def reasoning(**fields: Any) -> dict[str, Any]:
     return {"type": "reasoning", "id": "rs_1", "summary": [], **fields}
 
 
+def text_parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "input_text", "text": text} for text in texts]
+
+
 # ---------------------------------------------------------------- input
 
 
@@ -62,7 +66,7 @@ SENT_IMAGE = {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}
     [
         ("a", "a"),
         (None, ""),
-        ([{"type": "input_text", "text": t} for t in "ab"], "a\nb"),
+        (text_parts("a", "b"), "a\nb"),
         (["a"], "a"),
         ([{"type": "text", "text": "a"}, None], "a"),
         ([IMAGE], [SENT_IMAGE]),
@@ -133,29 +137,16 @@ def test_the_messages_of_a_turn_begin_with_those_of_the_turn_before(turns: list[
 
 
 def test_an_assistant_turn_of_several_items_is_one_message_and_two_answers_are_two() -> None:
-    found = messages(
-        USER,
-        reasoning(content=[{"type": "reasoning_text", "text": "hm"}]),
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
-        call("call_a", '{"a": 1}'),
-        call("call_b"),
-        output("call_a"),
-        output("call_b", [{"type": "input_text", "text": "4"}, {"type": "input_text", "text": "5"}]),
-        SAID,
-        SAID,
-    )
-    sent_calls = [("c00000001", '{"a": 1}'), ("c00000002", "{}")]
-    assert found == [
-        USER,
-        {
-            "role": "assistant",
-            "content": "I add.",
-            "reasoning_content": "hm",
-            "tool_calls": [
-                {"id": own_id, "type": "function", "function": {"name": "add", "arguments": arguments}}
-                for own_id, arguments in sent_calls
-            ],
-        },
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]}
+    both = [call("call_a", '{"a": 1}'), call("call_b"), output("call_a"), output("call_b", text_parts("4", "5"))]
+    user, turn, *results_and_answers = messages(USER, THOUGHT, said, *both, SAID, SAID)
+    calls = [(one["id"], one["type"], one["function"]) for one in turn.pop("tool_calls")]
+    assert calls == [
+        ("c00000001", "function", {"name": "add", "arguments": '{"a": 1}'}),
+        ("c00000002", "function", {"name": "add", "arguments": "{}"}),
+    ]
+    assert (user, turn) == (USER, {"role": "assistant", "content": "I add.", "reasoning_content": "hm"})
+    assert results_and_answers == [
         {"role": "tool", "tool_call_id": "c00000001", "content": "3"},
         {"role": "tool", "tool_call_id": "c00000002", "content": "4\n5"},
         SAID,
@@ -218,9 +209,9 @@ def test_reasoning_is_restored_from_the_best_that_there_is(fields: dict[str, Any
 
 
 def test_reasoning_alone_is_kept_in_the_middle_and_dropped_at_the_end() -> None:
-    alone = reasoning(content=[{"type": "reasoning_text", "text": "hm"}])
-    assert messages(USER, alone, USER) == [USER, {"role": "assistant", "content": "", "reasoning_content": "hm"}, USER]
-    assert messages(USER, alone) == [USER]
+    kept = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert messages(USER, THOUGHT, USER) == [USER, kept, USER]
+    assert messages(USER, THOUGHT) == [USER]
 
 
 @pytest.mark.parametrize("text", ["", "a", "ä\n\ud83d\ude00", "\ud800"])
@@ -344,29 +335,6 @@ def test_text_format(form: dict[str, Any], sent: Any) -> None:
     assert normalise({"input": "a", "text": {"format": form}}).body.get("response_format") == sent
 
 
-ONLY_ADD = [{"type": "function", "name": "add"}]
-
-
-@pytest.mark.parametrize(
-    ("choice", "mode", "names"),
-    [
-        (None, "auto", ["add", "sub"]),
-        ("auto", "auto", ["add", "sub"]),
-        ("none", "none", ["add", "sub"]),
-        ("required", "required", ["add", "sub"]),
-        ({"type": "function", "name": "sub"}, "required", ["sub"]),
-        ({"type": "function", "function": {"name": "sub"}}, "required", ["sub"]),
-        ({"type": "allowed_tools", "mode": "auto", "tools": ONLY_ADD}, "auto", ["add"]),
-        ({"type": "allowed_tools", "mode": "required", "tools": ONLY_ADD}, "required", ["add"]),
-        ({"type": "web_search_preview"}, "auto", ["add", "sub"]),
-    ],
-)
-def test_tool_choice(choice: Any, mode: str, names: list[str]) -> None:
-    request = normalise({"input": "a", "tools": [ADD, SUB], "tool_choice": choice, "parallel_tool_calls": False})
-    assert (request.body["tool_choice"], request.body["parallel_tool_calls"]) == (mode, False)
-    assert list(offered(request)) == names
-
-
 def test_a_tool_is_sent_as_chat_completions_have_it() -> None:
     function = {"name": "sub", "description": "minus", "parameters": {"type": "object", "properties": {}}}
     assert normalise({"input": "a", "tools": [SUB]}).body["tools"] == [{"type": "function", "function": function}]
@@ -379,6 +347,34 @@ PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits.", "form
 
 def offered(request: ChatRequest) -> dict[str, Any]:
     return {tool["function"]["name"]: tool["function"] for tool in request.body["tools"]}
+
+
+LOOKUP = {"name": "lookup", "namespace": "mcp__dict"}
+EVERY = ["add", "sub", "mcp__dict__lookup", "apply_patch"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "names"),
+    [
+        (None, "auto", EVERY),
+        ("auto", "auto", EVERY),
+        ("none", "none", EVERY),
+        ("required", "required", EVERY),
+        ({"type": "function", "name": "sub"}, "required", ["sub"]),
+        ({"type": "function", "function": {"name": "sub"}}, "required", ["sub"]),
+        ({"type": "function", **LOOKUP}, "required", ["mcp__dict__lookup"]),
+        ({"type": "function", "name": "mcp__dict__lookup"}, "required", ["mcp__dict__lookup"]),
+        ({"type": "custom", "name": "apply_patch"}, "required", ["apply_patch"]),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}, "auto", ["add"]),
+        ({"type": "allowed_tools", "mode": "required", "tools": [LOOKUP]}, "required", ["mcp__dict__lookup"]),
+        ({"type": "web_search_preview"}, "auto", EVERY),
+    ],
+)
+def test_tool_choice(choice: Any, mode: str, names: list[str]) -> None:
+    tools = [ADD, SUB, MCP, PATCH]
+    request = normalise({"input": "a", "tools": tools, "tool_choice": choice, "parallel_tool_calls": False})
+    assert (request.body["tool_choice"], request.body["parallel_tool_calls"]) == (mode, False)
+    assert list(offered(request)) == names
 
 
 def test_tools_in_a_namespace_are_offered_with_its_name_in_front() -> None:
@@ -447,23 +443,6 @@ def test_tools_that_the_client_found_are_offered_and_named_to_the_model() -> Non
     _, asked, found = request.body["messages"]
     assert asked["tool_calls"][0]["function"] == {"name": "tool_search", "arguments": '{"query": "words"}'}
     assert found["content"] == "These tools can be called now: mcp__dict__lookup"
-
-
-LOOKUP = {"name": "lookup", "namespace": "mcp__dict"}
-
-
-@pytest.mark.parametrize(
-    ("choice", "name"),
-    [
-        ({"type": "function", **LOOKUP}, "mcp__dict__lookup"),
-        ({"type": "function", "name": "mcp__dict__lookup"}, "mcp__dict__lookup"),
-        ({"type": "allowed_tools", "mode": "required", "tools": [LOOKUP]}, "mcp__dict__lookup"),
-        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
-    ],
-)
-def test_a_tool_that_is_no_plain_function_can_be_chosen(choice: dict[str, Any], name: str) -> None:
-    request = normalise({"input": "a", "tools": [ADD, MCP, PATCH], "tool_choice": choice})
-    assert (list(offered(request)), request.body["tool_choice"]) == ([name], "required")
 
 
 @pytest.mark.parametrize(
