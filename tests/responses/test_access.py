@@ -52,6 +52,7 @@ def test_only_a_page_that_was_named_is_told_that_it_may_read(
     reply = open_to[0].send("GET", "/v1/models", headers=asks)
     assert reply.status == 200
     assert reply.headers.get("access-control-allow-origin") == asks.get("Origin")
+    assert reply.headers.get("vary") == ("Origin" if asks else None)
     assert "access-control-allow-credentials" not in reply.headers
 
 

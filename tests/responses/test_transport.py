@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from tests.actors.conftest import eventually
 from tests.fake_script import (
     Answer,
@@ -174,15 +173,6 @@ def test_neither_bodies_nor_keys_are_logged(fake: Client, caplog: pytest.LogCapt
     fake.send("POST", "/v1/chat/completions", b'{"messages": "hush-hush"}', headers)
     own = [record.getMessage() for record in caplog.records if record.name.startswith("llama_worker")]
     assert not any("hush" in line for line in own)
-
-
-def test_a_port_that_is_taken_is_an_error(fake: Client) -> None:
-    proxy = ResponsesProxy(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=fake.proxy.port))
-    try:
-        with pytest.raises(OSError):
-            proxy.start().get(timeout=WAIT_S)
-    finally:
-        proxy.close()
 
 
 LATE = [

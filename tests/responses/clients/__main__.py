@@ -42,9 +42,8 @@ def passes(client: str, scenario: Scenario, *, keep: bool) -> bool:
 
 def table(verdicts: dict[tuple[str, str], bool]) -> str:
     """By client and scenario: whether it passes."""
-    names = dict.fromkeys(scenario for _, scenario in verdicts)
     lines = [f"| scenario | {' | '.join(CLIENTS)} |", "| --- |" + " --- |" * len(CLIENTS)]
-    for name in names:
+    for name in dict.fromkeys(scenario for _, scenario in verdicts):
         cells = [{True: "passes", False: "fails", None: ""}[verdicts.get((client, name))] for client in CLIENTS]
         lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
     passed = [[good for (of, _), good in verdicts.items() if of == client] for client in CLIENTS]
