@@ -82,11 +82,7 @@ _TEXTS = {  # by their events: where an item has the parts that they belong to, 
     "response.reasoning_text": ("content", "reasoning_text"),
     "response.reasoning_summary_text": ("summary", "summary_text"),
 }
-_LATE = {
-    "message": ("status",),
-    "reasoning": ("status", "encrypted_content"),
-    "tool_search_call": ("status", "arguments"),
-}
+_LATE = {"reasoning": ("status", "encrypted_content"), "tool_search_call": ("status", "arguments")}  # else the status
 
 
 def _check_items(events: list[Event], *, ending: str) -> list[Event]:
