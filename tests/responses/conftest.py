@@ -8,8 +8,8 @@ import json
 import re
 import socket
 import socketserver
+import ssl
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.proxy import ResponsesProxy
 from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
 from tests.responses.oracle import Event, check_events, read_sse
-from tests.responses.relay import Relay
+from tests.responses.relay import Listener, Relay
 from tests.responses.scenarios import PARROT_ARGS
 from tests.responses.scenarios.openai_python import make_client as openai_client
 from tests.server.conftest import NO_PROBES, Serve, lasting_port, serve
@@ -69,6 +69,11 @@ class Client:
         connection = socket.create_connection((HOST, self.proxy.port), timeout=WAIT_S)
         connection.sendall(said)
         return connection
+
+    def exchange(self, said: bytes) -> bytes:
+        """All that comes back on such a connection, until the proxy closes it."""
+        with self.dial(said) as connection, connection.makefile("rb") as reply:
+            return reply.read()
 
     def ask(self, *steps: Step, target: str = "/v1/responses", **body: Any) -> socket.socket:
         """A bare connection with a request, of which nothing was read."""
@@ -190,21 +195,17 @@ def fake(make_fake: MakeClient) -> Client:
     return make_fake()
 
 
-class Upstream(socketserver.TCPServer):
+class Upstream(Listener):
     """Answers every request with the same bytes, closes the connection, and keeps what it got."""
 
-    def __init__(self, reply: bytes) -> None:
-        super().__init__((HOST, 0), _Answer)
+    def __init__(self, reply: bytes, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__((HOST, port), _Answer)
         self.reply = reply
         self.requests: list[bytes] = []
         self.port: int = self.server_address[1]
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
+        self.listen()
 
 
 class _Answer(socketserver.StreamRequestHandler):

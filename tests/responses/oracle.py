@@ -73,78 +73,71 @@ def _check_error(event: Event) -> None:
     assert event["code"] == event["error"]["code"]
 
 
-Parts = dict[tuple[str, int, str], str]  # by kind, index and "open" or "text done": what the deltas add up to
+_CALLS = ("function_call", "custom_tool_call", "tool_search_call")
+_PARTS = {"response.content_part": "content", "response.reasoning_summary_part": "summary"}  # where an item has them
+_TEXTS = {  # by their events: where an item has the parts that they belong to, and which field or kind of part it is
+    "response.function_call_arguments": ("", "arguments"),
+    "response.custom_tool_call_input": ("", "input"),
+    "response.output_text": ("content", "output_text"),
+    "response.reasoning_text": ("content", "reasoning_text"),
+    "response.reasoning_summary_text": ("summary", "summary_text"),
+}
+_LATE = {"reasoning": ("status", "encrypted_content"), "tool_search_call": ("status", "arguments")}  # else the status
 
 
 def _check_items(events: list[Event], *, ending: str) -> list[Event]:
-    """One item is open at a time, its parts are opened and closed inside it, deltas add up.
+    """Who builds the items of their events gets what `done` says; one is open at a time, its parts inside it.
 
     Where the stream failed, the last item stays open; so does a call that the token limit cut.
     """
     done: list[Event] = []
     item: Event | None = None
-    parts: Parts = {}
+    open_texts: dict[str, str] = {}  # by their place: what is to be done next, the text or its part
     for event in events:
-        kind = event["type"]
         assert event["output_index"] == len(done), event
-        if kind == "response.output_item.added":
-            assert item is None
-            item = event["item"]
-            assert item["status"] == "in_progress"
-            if item["type"] in _GIVEN:
-                assert item[_GIVEN[item["type"]]] == ""
-                parts[_GIVEN[item["type"]], 0, "open"] = ""
-            continue
-        assert item is not None
-        if kind == "response.output_item.done":
-            assert not parts, parts
-            _check_done(item, event["item"])
-            done.append(event["item"])
-            item = None
-            continue
-        assert event["item_id"] == item["id"]
-        _check_part(event, parts)
+        match event["type"]:
+            case "response.output_item.added":
+                assert item is None
+                item = event["item"]
+                assert item["status"] == "in_progress"
+                open_texts = {field: "text" for field in ("arguments", "input") if item.get(field) == ""}
+            case "response.output_item.done":
+                assert item is not None
+                assert not open_texts, open_texts
+                late = {field: event["item"][field] for field in _LATE.get(item["type"], ("status",))}
+                assert event["item"] == {**item, **late}
+                assert event["item"]["status"] in ("completed", "incomplete")
+                done.append(event["item"])
+                item = None
+            case _:
+                assert item is not None
+                assert event["item_id"] == item["id"]
+                _build(item, event, open_texts)
     cut = item is not None and item["type"] in _CALLS and ending == "response.incomplete"
     assert item is None or ending == "response.failed" or cut
     return done
 
 
-_CALLS = ("function_call", "custom_tool_call", "tool_search_call")
-_GIVEN = {"function_call": "arguments", "custom_tool_call": "input"}
-_PARTS = {
-    "response.custom_tool_call_input": ("input", "input"),
-    "response.output_text": ("output_text", "text"),
-    "response.reasoning_text": ("reasoning_text", "text"),
-    "response.reasoning_summary_text": ("summary_text", "text"),
-    "response.function_call_arguments": ("arguments", "arguments"),
-}
-
-
-def _check_part(event: Event, parts: Parts) -> None:
+def _build(item: Event, event: Event, open_texts: dict[str, str]) -> None:
     head, _, phase = event["type"].rpartition(".")
-    index: int = event["content_index"] if "content_index" in event else event.get("summary_index") or 0
-    if phase == "added":
-        key = (event["part"]["type"], index, "open")
-        assert key not in parts
-        assert event["part"]["text"] == ""
-        parts[key] = ""
-    elif head in ("response.content_part", "response.reasoning_summary_part"):
-        assert parts.pop((event["part"]["type"], index, "text done")) == event["part"]["text"]
-    else:
-        name, field = _PARTS[head]
-        if phase == "delta":
-            assert event["delta"]
-            parts[name, index, "open"] += event["delta"]
+    index = event.get("content_index", event.get("summary_index", 0))
+    if place := _PARTS.get(head):
+        if phase == "added":
+            assert (index, event["part"]["text"]) == (len(item[place]), "")
+            item[place].append(event["part"])
+            open_texts[place] = "text"
         else:
-            assert phase == "done"
-            text = parts.pop((name, index, "open"))
-            assert event[field] == text
-            if name not in _GIVEN.values():
-                parts[name, index, "text done"] = text
-
-
-def _check_done(added: Event, done: Event) -> None:
-    assert (done["id"], done["type"]) == (added["id"], added["type"])
-    assert done["status"] in ("completed", "incomplete")
-    if done["type"] == "reasoning":
-        assert done["summary"][0]["text"] == done["content"][0]["text"]
+            assert (open_texts.pop(place), event["part"]) == ("part", item[place][index])
+        return
+    place, kind = _TEXTS[head]
+    owner, field = (item[place][index], "text") if place else (item, kind)
+    assert open_texts[place or kind] == "text"
+    assert not place or owner["type"] == kind
+    if phase == "delta":
+        assert event["delta"]
+        owner[field] += event["delta"]
+        return
+    assert event[field] == owner[field]
+    del open_texts[place or kind]
+    if place:
+        open_texts[place] = "part"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import openai
 import pytest
 
 from llama_worker.responses import app
@@ -24,7 +23,6 @@ from tests.fake_script import (
     Text,
     ToolCall,
     WaitClose,
-    steps_json,
 )
 from tests.responses.conftest import Client, MakeClient
 
@@ -85,13 +83,6 @@ def test_a_broken_reply_in_one_piece_is_a_502_that_is_not_to_be_retried(fake: Cl
     reply = fake.create(*HALF, ErrorData(500, "out of memory"))
     assert (reply.status, reply.json["error"]["message"]) == (502, "out of memory")
     assert reply.headers["x-should-retry"] == "false"
-
-
-def test_the_official_client_raises_what_went_wrong(fake: Client) -> None:
-    script = {"fake_script": steps_json(*HALF, ErrorData(500, "out of memory"))}
-    with fake.openai() as client, pytest.raises(openai.APIError, match="out of memory") as raised:
-        list(client.responses.create(model="m", input="Hi", stream=True, extra_body=script))
-    assert raised.value.code == "server_error"
 
 
 @pytest.mark.parametrize("depth", [195, 300, 960, 980])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -14,7 +15,7 @@ from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from tests.fake_script import Reasoning, Reply, Script, Text, ToolCall, plain_reply
 from tests.responses.conftest import MakeClient
 from tests.responses.scenarios import ai_sdk, openai_node
-from tests.responses.scenarios.node import Json, is_installed, run_node
+from tests.responses.scenarios.node import Json, Scenario, is_installed, run_node
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="run `make test-responses`")
 CALL = plain_reply(Reasoning("hm"), ToolCall("add", '{"a": 1}', pieces=3), reason="tool_calls")
@@ -44,7 +45,7 @@ def done(request: pytest.FixtureRequest, base_url: str) -> dict[str, ai_sdk.Turn
 
 @pytest.mark.server
 @pytest.mark.parametrize("scenario", ai_sdk.SCENARIOS, ids=lambda scenario: scenario.name)
-def test_the_ai_sdk(done: dict[str, ai_sdk.Turns], scenario: ai_sdk.Scenario) -> None:
+def test_the_ai_sdk(done: dict[str, ai_sdk.Turns], scenario: Scenario) -> None:
     scenario.check(done[scenario.name])
 
 
@@ -56,21 +57,24 @@ def helped(base_url: str) -> dict[str, Json]:
 
 @pytest.mark.server
 @pytest.mark.parametrize("scenario", openai_node.SCENARIOS, ids=lambda scenario: scenario.name)
-def test_the_stream_helper_of_openai(helped: dict[str, Json], scenario: openai_node.Scenario) -> None:
+def test_the_stream_helper_of_openai(helped: dict[str, Json], scenario: Scenario) -> None:
     scenario.check(helped[scenario.name])
 
 
-@pytest.mark.parametrize("line", ai_sdk.LINES)
-@pytest.mark.parametrize("options", [{}, ai_sdk.STATELESS], ids=["stored", "stateless"])
-def test_a_tools_result_goes_back_with_the_call_and_the_reasoning(
-    make_client: MakeClient, line: str, options: Json
-) -> None:
-    client = make_client(Script(replies=[Reply(CALL), Reply(ANSWER)]))
-    given: Json = {"tools": [ai_sdk.ADD], "providerOptions": options}
-    turns = [ai_sdk.turn("Hi", system="Be terse.", **given), ai_sdk.turn(results=["5"], **given)]
-    ((first, second),) = run_node("ai_sdk.mjs", client.proxy.base_url, [{"line": line, "turns": turns}])
-    ai_sdk.went_well(first, second)
-    system, user, assistant, tool = client.last_chat()["messages"]
-    assert (system["content"], user["content"], assistant["reasoning_content"]) == ("Be terse.", "Hi", "hm")
-    assert json.loads(assistant["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
-    assert (tool["content"], tool["tool_call_id"]) == ("5", assistant["tool_calls"][0]["id"])
+def test_a_tools_result_goes_back_with_the_call_and_the_reasoning(make_client: MakeClient) -> None:
+    """With every line, stored and stateless."""
+    jobs = []
+    for line, options in product(ai_sdk.LINES, ({}, ai_sdk.STATELESS)):
+        given: Json = {"tools": [ai_sdk.ADD], "providerOptions": options}
+        turns = [ai_sdk.turn("Hi", system="Be terse.", **given), ai_sdk.turn(results=["5"], **given)]
+        jobs.append({"line": line, "turns": turns})
+    client = make_client(Script(replies=[Reply(CALL), Reply(ANSWER)] * len(jobs)))
+    for turns in run_node("ai_sdk.mjs", client.proxy.base_url, jobs):
+        ai_sdk.went_well(*turns)
+    second_chats = client.journal.facts("request", path="/v1/chat/completions")[1::2]
+    for job, chat in zip(jobs, second_chats, strict=True):
+        system, user, assistant, tool = chat["body"]["messages"]
+        (call,) = assistant["tool_calls"]
+        assert (system["content"], user["content"], assistant["reasoning_content"]) == ("Be terse.", "Hi", "hm"), job
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}, job
+        assert (tool["content"], tool["tool_call_id"]) == ("5", call["id"]), job

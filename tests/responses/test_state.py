@@ -20,8 +20,9 @@ def test_a_conversation_goes_on_by_id(fake: Client) -> None:
     first = fake.create(*ANSWER, instructions="Only now.").json
     second = fake.create(*plain_reply(Text("I see.")), input="More", previous_response_id=first["id"]).json
     assert second["previous_response_id"] == first["id"]
-    fake.create(input="And?", previous_response_id=second["id"])
+    fake.create(input="And?", previous_response_id=second["id"], instructions="Be terse.")
     assert fake.last_chat()["messages"] == [
+        {"role": "system", "content": "Be terse."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes?", "reasoning_content": "hm"},
         {"role": "user", "content": "More"},
@@ -79,14 +80,6 @@ def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) 
         assert waiting.result().status == 200
         final = check_events(read_sse(data + response.read()))
         assert fake.send("GET", f"/v1/responses/{found[1].decode()}").json == final  # as soon as it has ended
-
-
-def test_reasoning_round_trips_without_state(fake: Client) -> None:
-    include = ["reasoning.encrypted_content"]
-    items = fake.create(*ANSWER, store=False, include=include).json["output"]
-    kept = [{**items[0], "content": [], "summary": []}, *items[1:]]
-    fake.create(input=[*kept, {"role": "user", "content": "More"}], store=False, include=include)
-    assert fake.last_chat()["messages"][0]["reasoning_content"] == "hm"
 
 
 def test_the_store_is_bounded(make_fake: MakeClient) -> None:

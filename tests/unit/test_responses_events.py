@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -167,46 +166,36 @@ def test_interleaved_calls_come_out_whole(data: st.DataObject, arguments: list[s
 # ---------------------------------------------------------------- what comes out
 
 
-def test_reasoning_text_and_calls_are_items_in_order() -> None:
-    response = response_of(
-        RoleOnly(),
-        ReasoningDelta("hm"),
-        TextDelta("I "),
-        TextDelta("add."),
-        call(0, '{"a"', "add", "c1"),
-        call(0, ": 1}"),
-        call(1, "{}", "sub", "c2"),
-        Finish("tool_calls"),
-        Usage(7, 5, 3),
-        Done(),
-    )
-    assert shown(response) == [
-        ("reasoning", "hm"),
-        ("text", "I add."),
-        ("call", "add", '{"a": 1}'),
-        ("call", "sub", "{}"),
-    ]
-    assert response["status"] == "completed"
-    assert response["usage"] == {
-        "input_tokens": 7,
-        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
-        "output_tokens": 5,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 12,
-    }
-
-
 @pytest.mark.parametrize(
     ("said", "items"),
     [
         ([TextDelta("<think>hm</think>\n\nYes")], [("reasoning", "hm"), ("text", "Yes")]),
+        (
+            [
+                ReasoningDelta("hm"),
+                TextDelta("I "),
+                TextDelta("add."),
+                call(0, '{"a"', "f"),
+                call(0, ": 1}"),
+                call(1, "{}", "g"),
+            ],
+            [("reasoning", "hm"), ("text", "I add."), ("call", "f", '{"a": 1}'), ("call", "g", "{}")],
+        ),
         ([TextDelta("a"), call(0, "{}", "f"), TextDelta("b")], [("text", "a"), ("call", "f", "{}"), ("text", "b")]),
         ([call(0, None, "f", "c1")], [("call", "f", "{}")]),
         ([call(0, "{", None, "c"), call(0, "}", "f"), call(0, None, "f")], [("call", "f", "{}")]),
         ([], [("text", "")]),
         ([ReasoningDelta("hm")], [("reasoning", "hm"), ("text", "")]),
     ],
-    ids=["tagged reasoning", "text after a call", "no arguments", "a late name, twice", "nothing", "no answer"],
+    ids=[
+        "tagged reasoning",
+        "all kinds",
+        "text after a call",
+        "no arguments",
+        "a late name, twice",
+        "nothing",
+        "no answer",
+    ],
 )
 def test_items_are_what_the_model_meant(said: list[StreamEvent], items: list[tuple[str, ...]]) -> None:
     assert shown(response_of(*said, Finish("stop"), Done())) == items
@@ -308,47 +297,34 @@ CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edit."}
 MCP = {"type": "namespace", "name": "mcp__dict", "description": "d", "tools": [{**TOOL, "name": "lookup"}, CUSTOM]}
 
 
-@pytest.mark.parametrize(
-    ("name", "shown_as"),
-    [
-        ("f", ("function_call", "f", None)),
-        ("mcp__dict__lookup", ("function_call", "lookup", "mcp__dict")),
-        ("lookup", ("function_call", "lookup", None)),
-        ("apply_patch", ("custom_tool_call", "apply_patch", None)),
-        ("mcp__dict__apply_patch", ("custom_tool_call", "apply_patch", "mcp__dict")),
-    ],
-)
-def test_calls_come_back_as_the_client_knows_the_tool(name: str, shown_as: tuple[str, str, str | None]) -> None:
-    said = [call(0, '{"input": "+', name, "c1"), call(0, 'a\\n"}'), Finish("tool_calls"), Done()]
-    (item,) = response_of(*said, body={"input": "a", "tools": [TOOL, CUSTOM, MCP]})["output"]
-    assert (item["type"], item["name"], item.get("namespace")) == shown_as
-    if item["type"] == "custom_tool_call":
-        assert item["input"] == "+a\n"
-    else:
-        assert json.loads(item["arguments"]) == {"input": "+a\n"}
-
-
 SEARCH = {"type": "tool_search", "execution": "client", "description": "d", "parameters": TOOL["parameters"]}
+TEXT = '{"input": "+a\\n"}'
 
 
 @pytest.mark.parametrize(
-    ("tool", "name", "arguments", "field", "shown_as"),
+    ("name", "arguments", "shown_as"),
     [
-        (SEARCH, "tool_search", '{"query": "words"}', "arguments", {"query": "words"}),
-        (SEARCH, "tool_search", "[", "arguments", {}),
-        (CUSTOM, "apply_patch", '{"input": ""}', "input", ""),
-        (CUSTOM, "apply_patch", "{}", "input", "{}"),
-        (CUSTOM, "apply_patch", '{"input": 3}', "input", '{"input": 3}'),
-        (CUSTOM, "apply_patch", "", "input", ""),
+        ("f", TEXT, {"type": "function_call", "name": "f", "namespace": None, "arguments": TEXT}),
+        ("mcp__dict__lookup", TEXT, {"type": "function_call", "name": "lookup", "namespace": "mcp__dict"}),
+        ("lookup", TEXT, {"type": "function_call", "name": "lookup", "namespace": None}),
+        ("apply_patch", TEXT, {"type": "custom_tool_call", "namespace": None, "input": "+a\n"}),
+        ("mcp__dict__apply_patch", TEXT, {"name": "apply_patch", "namespace": "mcp__dict", "input": "+a\n"}),
+        ("apply_patch", '{"input": ""}', {"input": ""}),
+        ("apply_patch", "{}", {"input": "{}"}),
+        ("apply_patch", '{"input": 3}', {"input": '{"input": 3}'}),
+        ("apply_patch", "", {"input": ""}),
+        (
+            "tool_search",
+            '{"query": "a"}',
+            {"type": "tool_search_call", "execution": "client", "arguments": {"query": "a"}},
+        ),
+        ("tool_search", "[", {"type": "tool_search_call", "arguments": {}}),
     ],
 )
-def test_arguments_reach_a_tool_that_is_no_function_as_well_as_they_can(
-    tool: dict[str, Any], name: str, arguments: str, field: str, shown_as: object
-) -> None:
-    said = [call(0, arguments, name, "c1"), Finish("tool_calls"), Done()]
-    (item,) = response_of(*said, body={"input": "a", "tools": [tool]})["output"]
-    assert (item["type"], item[field]) == (f"{tool['type']}_call" if tool is SEARCH else "custom_tool_call", shown_as)
-    assert item.get("execution") == tool.get("execution")
+def test_calls_come_back_as_the_client_knows_the_tool(name: str, arguments: str, shown_as: dict[str, Any]) -> None:
+    said = [call(0, arguments[:12], name, "c1"), call(0, arguments[12:]), Finish("tool_calls"), Done()]
+    (item,) = response_of(*said, body={"input": "a", "tools": [TOOL, CUSTOM, MCP, SEARCH]})["output"]
+    assert {key: item.get(key) for key in shown_as} == shown_as
 
 
 def test_equal_call_ids_are_told_apart() -> None:
@@ -356,7 +332,13 @@ def test_equal_call_ids_are_told_apart() -> None:
     assert response["output"][0]["call_id"] == "c"  # the oracle sees that the other differs
 
 
-def test_usage_is_taken_from_the_timings_where_there_is_none() -> None:
-    usage = response_of(TextDelta("a"), Timings(3, 4, 5, None), ServerError("x", None, None))["usage"]
-    assert (usage["input_tokens"], usage["output_tokens"]) == (7, 5)
-    assert usage["input_tokens_details"]["cached_tokens"] == 3
+@pytest.mark.parametrize("counts", [Usage(7, 5, 3), Timings(3, 4, 5, None)], ids=["usage", "timings in its place"])
+@pytest.mark.parametrize("ending", [Finish("stop"), FAILURE])
+def test_usage_is_told_also_of_a_failure(counts: StreamEvent, ending: StreamEvent) -> None:
+    assert response_of(TextDelta("a"), counts, ending)["usage"] == {
+        "input_tokens": 7,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 12,
+    }

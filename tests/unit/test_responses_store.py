@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 from hypothesis import given, settings
@@ -82,6 +83,19 @@ def test_one_that_is_too_large_is_not_kept_and_costs_no_other() -> None:
     store = store_of(stored(1), stored(2, text="x" * 4000), max_bytes=4000)
     assert store.get("resp_1") is not None
     assert store.get("resp_2") is None
+
+
+def test_what_is_kept_costs_the_process_what_the_limit_says() -> None:
+    limit = 4 * 1024 * 1024
+    store = store_of(max_count=5000, max_bytes=limit)
+    tracemalloc.start()
+    try:
+        for number in range(2000):
+            store.put(stored(number, number - 1 if number % 10 else None, f"{number} " + "word " * 600))
+        assert len(store) > 250
+        assert 0.4 < tracemalloc.get_traced_memory()[0] / limit < 2.0
+    finally:
+        tracemalloc.stop()
 
 
 @settings(max_examples=50)

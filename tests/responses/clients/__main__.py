@@ -13,16 +13,15 @@ from collections.abc import Callable, Sequence
 
 from tests.responses.clients import browser, codex, opencode
 from tests.responses.clients.recorded import record
-from tests.responses.clients.stage import Json
+from tests.responses.clients.stage import Stage
 from tools.pages import DOCS, write_part
 
-Scenario = Callable[[], list[Json]]
+Scenario = Callable[[Stage], object]
 CLIENTS: dict[str, Sequence[Scenario]] = {
-    "codex": codex.SCENARIOS,
-    "opencode": opencode.SCENARIOS,
-    "chromium": browser.SCENARIOS,
+    "Codex": codex.SCENARIOS,
+    "OpenCode": opencode.SCENARIOS,
+    "Chromium": browser.SCENARIOS,
 }
-TITLES = {"codex": "Codex", "opencode": "OpenCode", "chromium": "Chromium"}
 
 
 def passes(client: str, scenario: Scenario, *, keep: bool) -> bool:
@@ -30,21 +29,21 @@ def passes(client: str, scenario: Scenario, *, keep: bool) -> bool:
     began = time.monotonic()
     print(f"{client} {scenario.__name__}", end=" ", file=sys.stderr, flush=True)
     try:
-        bodies = scenario()
+        with Stage() as on:
+            scenario(on)
     except Exception:
         traceback.print_exc()
         return False
     print(f"passes, {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
     if keep:
-        record(client, scenario.__name__, bodies)
+        record(client.lower(), scenario.__name__, on.bodies)
     return True
 
 
 def table(verdicts: dict[tuple[str, str], bool]) -> str:
     """By client and scenario: whether it passes."""
-    names = dict.fromkeys(scenario for _, scenario in verdicts)
-    lines = [f"| scenario | {' | '.join(TITLES.values())} |", "| --- |" + " --- |" * len(CLIENTS)]
-    for name in names:
+    lines = [f"| scenario | {' | '.join(CLIENTS)} |", "| --- |" + " --- |" * len(CLIENTS)]
+    for name in dict.fromkeys(scenario for _, scenario in verdicts):
         cells = [{True: "passes", False: "fails", None: ""}[verdicts.get((client, name))] for client in CLIENTS]
         lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
     passed = [[good for (of, _), good in verdicts.items() if of == client] for client in CLIENTS]
@@ -65,7 +64,7 @@ def main() -> None:
         (client, scenario.__name__): passes(client, scenario, keep=given.record)
         for client, scenarios in CLIENTS.items()
         for scenario in scenarios
-        if given.only in f"{client} {scenario.__name__}"
+        if given.only in f"{client.lower()} {scenario.__name__}"
     }
     text = table(verdicts)
     print(text)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
-import http.server
 import json
 import re
 import shutil
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 from llama_worker import free_port
 from tests.responses.clients.coding import said
-from tests.responses.clients.stage import HOST, Json, Stage, stage
+from tests.responses.clients.stage import Stage
+from tests.responses.conftest import HOST, Upstream, answer
 
 EVIL = "evil.example"
+REBOUND = f"--host-resolver-rules=MAP {EVIL} {HOST}"
 PAGE = """<!doctype html><pre id="out"></pre><form id="form" method="post" target="frame"><input name="input"></form>
 <iframe name="frame"></iframe><script>
-const url = %(url)s, found = {}, wait = (s) => new Promise((done) => setTimeout(done, s * 1000));
+const url = location.search.slice(1), found = {}, wait = (s) => new Promise((done) => setTimeout(done, s * 1000));
 async function attempt(name, act) {
   try { found[name] = await Promise.race([act(), wait(3).then(() => "no answer")]); }
   catch (error) { found[name] = "refused"; }
@@ -55,69 +53,35 @@ const loaded = (tag, path) => new Promise((done, failed) => {
 </script>"""
 
 
-def a_foreign_page_gets_nothing_and_moves_nothing() -> list[Json]:
+def a_foreign_page_gets_nothing_and_moves_nothing(on: Stage) -> None:
     """Of another origin on this machine: what is reached is refused, and nothing reaches the server."""
-    with stage(said("secret"), api_key="secret") as on, _page(f"http://{HOST}:{on.proxy.port}") as page:
-        found = _browse(on, page)
-        assert set(found.values()) <= {"refused", "opaque", "sent", "no answer"}, found
-        assert on.bodies == []
-        assert on.journal.facts("request") == []
-        return []
+    on.plays(said("secret"), api_key="secret")
+    found = _browse(on, HOST)
+    assert set(found.values()) <= {"refused", "opaque", "sent", "no answer"}, found
+    assert on.bodies == on.journal.facts("request") == []
 
 
-def a_page_under_a_rebound_name_gets_nothing() -> list[Json]:
+def a_page_under_a_rebound_name_gets_nothing(on: Stage) -> None:
     """Its own name leads to this machine, so that to the browser the proxy is the page's own server."""
-    port = free_port()
-    with stage(said("secret"), api_key="secret") as on, _page(f"http://{EVIL}:{on.proxy.port}") as page:
-        found = _browse(on, page, f"--host-resolver-rules=MAP {EVIL} {HOST}")
-        assert "secret" not in json.dumps(found)
-        assert on.journal.facts("request") == []
-        shown = _dump(on, f"http://{EVIL}:{on.proxy.port}/v1/models", f"--host-resolver-rules=MAP {EVIL} {HOST}")
-        assert "not an address of this machine" in shown, (shown, port)
-        return []
+    on.plays(said("secret"), api_key="secret")
+    assert "secret" not in json.dumps(_browse(on, EVIL, REBOUND))
+    assert on.journal.facts("request") == []
+    assert "not an address of this machine" in _dump(on, f"http://{EVIL}:{on.proxy.port}/v1/models", REBOUND)
 
 
-def an_allowed_page_is_served() -> list[Json]:
+def an_allowed_page_is_served(on: Stage) -> None:
     """The one that was named reads a stream."""
     port = free_port()
-    with stage(said("Hello, page."), allow_origins=(f"http://{HOST}:{port}",)) as on:
-        with _page(f"http://{HOST}:{on.proxy.port}", port) as page:
-            found = _browse(on, page)
-        assert "Hello, page." in found["create"], found
-        assert "Hello, page." in found["create as text"], found
-        return []
+    on.plays(said("Hello, page."), allow_origins=(f"http://{HOST}:{port}",))
+    found = _browse(on, HOST, page_port=port)
+    assert "Hello, page." in found["create"], found
+    assert "Hello, page." in found["create as text"], found
 
 
-@contextlib.contextmanager
-def _page(target: str, port: int = 0) -> Iterator[str]:
-    """The address of a page that tries everything with `target`."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            data = (PAGE % {"url": json.dumps(target)}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer((HOST, port), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://{HOST}:{server.server_port}/"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def _browse(on: Stage, page: str, *options: str) -> dict[str, Any]:
-    """What the page found out."""
-    shown = _dump(on, page, *options)
+def _browse(on: Stage, proxy_host: str, *options: str, page_port: int = 0) -> dict[str, Any]:
+    """What a page found out that tries everything with the proxy under that name."""
+    with Upstream(answer(PAGE.encode(), headers=b"Content-Type: text/html\r\n"), page_port) as page:
+        shown = _dump(on, f"http://{HOST}:{page.port}/?http://{proxy_host}:{on.proxy.port}", *options)
     told = re.search(r"<pre id=\"out\">FOUND(.*?)END</pre>", shown, re.DOTALL)
     assert told is not None, shown
     found: dict[str, Any] = json.loads(html.unescape(told[1]))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-from tests.responses.clients.stage import Json
+from tests.responses.conftest import Json
 
 FOLDER = Path(__file__).parents[1] / "recorded"
 _KEPT = "input_items_kept"
@@ -49,11 +49,9 @@ def _difference(before: Json, after: Json) -> Json:
     if before.keys() - after.keys():
         return after
     changed = {key: value for key, value in after.items() if before.get(key) != value}
-    kept = 0
-    for ours, theirs in zip(before["input"], after["input"], strict=False):
-        if ours != theirs:
-            break
-        kept += 1
+    kept = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before["input"], after["input"], strict=False))
+    )
     return {_KEPT: kept, **changed, "input": after["input"][kept:]}
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,41 +19,71 @@ from unittest import mock
 from llama_worker import free_port
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.responses.request import parse_body
-from tests.fake_script import Journal, Reply, Script, Step, fake_server_cmd
+from tests.fake_script import Journal, Reply, Script, Step
+from tests.responses.conftest import Json, scripted_server
 
-HOST = "127.0.0.1"
-PACKAGES = Path(__file__).parent / "npm"
+PACKAGES = Path(__file__).parent / "npm/node_modules/.bin"
 MCP_SERVER = Path(__file__).with_name("mcp_server.py")
 WAIT_S = 90.0
-Json = dict[str, Any]
 
 
-@dataclass
-class Stage:
-    """`bodies`: the requests for responses, as the client sent them."""
+@dataclass(frozen=True)
+class Done:
+    """What a client said: events in JSON, a line each."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def events(self, kind: str) -> list[Json]:
+        """Those of that type."""
+        events = [json.loads(line) for line in self.stdout.splitlines() if line.startswith("{")]
+        return [event for event in events if event["type"] == kind]
+
+
+class Stage(contextlib.ExitStack):
+    """For one scenario. `bodies`: the requests for responses, as the client sent them."""
 
     proxy: ResponsesProxy
-    journal: Journal
-    home: Path
-    project: Path
-    bodies: list[Json]
+
+    def __init__(self) -> None:
+        super().__init__()
+        folder = Path(self.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        self.home, self.project, self.journal = folder / "home", folder / "project", Journal(folder / "journal")
+        self.home.mkdir()
+        self.project.mkdir()
+        self.bodies: list[Json] = []
+
+    def plays(self, *replies: Sequence[Step] | Reply, **config: Any) -> None:
+        """Begin, with `replies` in the order of the requests; the last one repeats."""
+        script = Script(replies=[reply if isinstance(reply, Reply) else Reply(reply) for reply in replies])
+        url = self.enter_context(scripted_server(script, self.journal, port=free_port(), slots=8))
+        self.enter_context(mock.patch("llama_worker.responses.app.parse_body", self._parse_and_keep))
+        self.proxy = self.enter_context(ResponsesProxy(ResponsesProxyConfig(upstream=url, port=0, **config)))
+
+    def _parse_and_keep(self, data: bytes) -> Json:
+        body = parse_body(data)
+        self.bodies.append(copy.deepcopy(body))
+        return body
 
     def chats(self) -> list[Json]:
         """The chat completions that the server was asked for."""
-        asked = [fact for fact in self.journal.facts("request") if fact["path"] == "/v1/chat/completions"]
-        return [fact["body"] for fact in asked]
+        return [fact["body"] for fact in self.journal.facts("request", path="/v1/chat/completions")]
 
-    def messages(self, number: int = -1) -> list[Json]:
-        """Of one of them."""
-        found: list[Json] = self.chats()[number]["messages"]
+    def messages(self) -> list[Json]:
+        """Of the last one."""
+        found: list[Json] = self.chats()[-1]["messages"]
         return found
 
-    def tools(self, number: int = -1) -> set[str]:
-        """The names of the tools that were offered in it."""
-        return {tool["function"]["name"] for tool in self.chats()[number].get("tools", [])}
+    def results(self) -> list[str]:
+        """The results of tools in it."""
+        return [str(message["content"]) for message in self.messages() if message["role"] == "tool"]
 
     def run(
-        self, command: Sequence[str], env: dict[str, str], meanwhile: Callable[[subprocess.Popen[str]], object] | None
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        meanwhile: Callable[[subprocess.Popen[str]], object] | None,
     ) -> Done:
         """Run a client to its end; `meanwhile` may do something to it."""
         full = {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", "TERM": "dumb", **env}
@@ -72,48 +102,3 @@ class Stage:
             with contextlib.suppress(ProcessLookupError):  # what it left behind
                 os.killpg(process.pid, signal.SIGKILL)
         return Done(process.returncode, stdout, stderr)
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a client said: events in JSON, a line each."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-    @property
-    def events(self) -> list[Json]:
-        """Those of them that are."""
-        return [json.loads(line) for line in self.stdout.splitlines() if line.startswith("{")]
-
-
-@contextlib.contextmanager
-def stage(*replies: Sequence[Step] | Reply, **config: Any) -> Iterator[Stage]:
-    """`replies` in the order of the requests; the last one repeats."""
-    script = Script(replies=[reply if isinstance(reply, Reply) else Reply(reply) for reply in replies])
-    bodies: list[Json] = []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, contextlib.ExitStack() as stack:
-        home, project = Path(folder, "home"), Path(folder, "project")
-        for made in (home, project):
-            made.mkdir()
-        journal, port = Journal(Path(folder, "journal")), free_port()
-        command = fake_server_cmd(script, host=HOST, port=port, slots=8, journal=journal.path)
-        server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        stack.callback(server.kill)
-        journal.wait("ready", timeout=WAIT_S)
-        stack.enter_context(_recording(bodies))
-        proxy_config = ResponsesProxyConfig(upstream=f"http://{HOST}:{port}", port=0, **config)
-        proxy = stack.enter_context(ResponsesProxy(proxy_config))
-        yield Stage(proxy, journal, home, project, bodies)
-
-
-def _recording(bodies: list[Json]) -> Any:
-    """The proxy keeps what it is sent, as long as this context lasts."""
-
-    def parse_and_keep(data: bytes) -> Json:
-        body = parse_body(data)
-        bodies.append(copy.deepcopy(body))
-        return body
-
-    return mock.patch("llama_worker.responses.app.parse_body", parse_and_keep)

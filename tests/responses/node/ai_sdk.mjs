@@ -22,7 +22,7 @@ async function run({ line, turns }) {
     const settings = structuredClone(turn.settings);
     if (turn.byId) settings.providerOptions = { openai: { previousResponseId: last.responseId } };
     const model = provider.responses(turn.model);
-    last = await (turn.stream ? streamed : generated)(model, { prompt, ...settings }, turn.abortAfter);
+    last = await outcome(model, { prompt, ...settings }, turn);
     results.push(last);
     prompt = [...prompt, { role: "assistant", content: last.said }];
   }
@@ -34,39 +34,32 @@ function empty() {
   return { text: "", deltas: 0, reasoning: "", calls: [], said: [], errors: [], unbegun: 0, unclosed: 0, ...nothing };
 }
 
-async function generated(model, given) {
-  const result = empty();
-  try {
-    const answer = await model.doGenerate({ ...given, abortSignal: AbortSignal.timeout(WAIT_MS) });
-    for (const part of answer.content) {
-      if (part.type === "text") result.text += part.text;
-      if (part.type === "reasoning") result.reasoning += part.text;
-      if (part.type === "tool-call") result.calls.push(part);
-      result.said.push(asPrompt(part, part.text));
-    }
-    finish(result, answer);
-  } catch (error) {
-    fail(result, error);
-  }
-  return result;
-}
-
-async function streamed(model, given, abortAfter) {
+async function outcome(model, given, { stream, abortAfter }) {
   const result = empty();
   const abort = new AbortController();
+  const abortSignal = AbortSignal.any([abort.signal, AbortSignal.timeout(WAIT_MS)]);
   try {
-    const signal = AbortSignal.any([abort.signal, AbortSignal.timeout(WAIT_MS)]);
-    const { stream } = await model.doStream({ ...given, abortSignal: signal });
+    const parts = stream ? (await model.doStream({ ...given, abortSignal })).stream
+      : asStream(await model.doGenerate({ ...given, abortSignal }));
     const open = new Map();
-    for await (const part of stream) {
+    for await (const part of parts) {
       take(part, result, open);
       if (abortAfter && result.deltas >= abortAfter) abort.abort();
     }
     result.unclosed = open.size;
   } catch (error) {
-    fail(result, error);
+    result.thrown = `${error.name}: ${error.message}`;
+    result.status = error.statusCode ?? null;
   }
   return result;
+}
+
+function* asStream({ content, ...end }) {
+  for (const { type, text, ...part } of content) {
+    if (text === undefined) yield { type, ...part };
+    else for (const phase of ["start", "delta", "end"]) yield { ...part, type: `${type}-${phase}`, id: type, delta: text };
+  }
+  yield { type: "finish", ...end };
 }
 
 function take(part, result, open) {
@@ -100,11 +93,6 @@ function finish(result, { finishReason, usage, providerMetadata }) {
     output: usage.outputTokens?.total ?? usage.outputTokens,
   };
   result.responseId = providerMetadata?.openai?.responseId ?? null;
-}
-
-function fail(result, error) {
-  result.thrown = `${error.name}: ${error.message}`;
-  result.status = error.statusCode ?? null;
 }
 
 function asPrompt(part, text) {

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tests.responses.relay import DIES, FAILS
-from tests.responses.scenarios.node import Json, run_node
+from tests.responses.scenarios.node import Json, Scenario, run_scenarios
 from tests.responses.scenarios.sayings import (
     ADD_PARAMETERS,
     GREETING,
@@ -24,35 +23,25 @@ LINES = ("ai-sdk-openai-2.0", "ai-sdk-openai-3.0", "ai-sdk-openai-3.1", "ai-sdk-
 ADD: Json = {"type": "function", "name": "add", "description": "add", "inputSchema": ADD_PARAMETERS}
 SUB: Json = {**ADD, "name": "sub"}
 STATELESS: Json = {"openai": {"store": False, "include": ["reasoning.encrypted_content"]}}
-LOOP = thinks("Add them.", calls({"a": 2, "b": 3}))
+SUM = {"a": 2, "b": 3}
+CALL = calls(SUM)
+LOOP = thinks("Add them.", CALL)
 
 Turns = list[Json]
-Check = Callable[[Turns], None]
-CheckTurns = Callable[..., None]
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """`check` raises AssertionError where what the turns gave is not as a user of the SDK expects."""
-
-    name: str
-    turns: Sequence[Json]
-    check: Check
-
-
+Check = Callable[..., None]
 SCENARIOS: list[Scenario] = []
 
 
-def scenario(*turns: Json, goes_well: bool = True) -> Callable[[CheckTurns], CheckTurns]:
+def scenario(*turns: Json, goes_well: bool = True) -> Callable[[Check], Check]:
     """Adds a scenario of these turns; its check gets what each turn gave."""
 
-    def add(check_turns: CheckTurns) -> CheckTurns:
+    def add(check_turns: Check) -> Check:
         def check(done: Turns) -> None:
             if goes_well:
                 went_well(*done)
             check_turns(*done)
 
-        SCENARIOS.append(Scenario(check_turns.__name__, turns, check))
+        SCENARIOS.append(Scenario(check_turns.__name__, {"turns": turns}, check))
         return check_turns
 
     return add
@@ -78,9 +67,7 @@ def turn(
 
 def run_line(line: str, base_url: str) -> dict[str, Turns]:
     """What every scenario gave with one line of the SDK, by the scenario's name."""
-    jobs = [{"line": line, "turns": scenario.turns} for scenario in SCENARIOS]
-    done = run_node("ai_sdk.mjs", base_url, jobs)
-    return {scenario.name: turns for scenario, turns in zip(SCENARIOS, done, strict=True)}
+    return run_scenarios("ai_sdk.mjs", base_url, SCENARIOS, line=line)
 
 
 def went_well(*turns: Json) -> None:
@@ -128,52 +115,46 @@ def a_conversation_goes_on_by_id(first: Json, second: Json) -> None:
 # ---------------------------------------------------------------- tools
 
 
-@scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD]))
+@scenario(turn(CALL, tools=[ADD]))
 def a_call_is_streamed(result: Json) -> None:
-    assert (arguments(result), result["finish"]) == ([{"a": 2, "b": 3}], "tool-calls")
+    assert (arguments(result), result["finish"]) == ([SUM], "tool-calls")
 
 
-@scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD], stream=False))
+@scenario(turn(CALL, tools=[ADD], stream=False))
 def a_call_comes_in_one_piece(result: Json) -> None:
-    assert (arguments(result), result["finish"]) == ([{"a": 2, "b": 3}], "tool-calls")
+    assert (arguments(result), result["finish"]) == ([SUM], "tool-calls")
 
 
 @scenario(
-    turn(calls({"a": 2, "b": 3}, {"a": 4, "b": 5}), tools=[ADD]),
+    turn(calls(SUM, {"a": 4, "b": 5}), tools=[ADD]),
     turn(results=["It is 5.", "It is 9."], tools=[ADD]),
 )
 def two_calls_in_one_turn_are_answered(first: Json, second: Json) -> None:
-    assert arguments(first) == [{"a": 2, "b": 3}, {"a": 4, "b": 5}]
+    assert arguments(first) == [SUM, {"a": 4, "b": 5}]
     assert len({call["toolCallId"] for call in first["calls"]}) == 2
     assert (second["text"], second["finish"]) == ("It is 9.", "stop")
 
 
-def check_loop(*turns: Json) -> None:
-    assert [arguments(result) for result in turns] == [[{"a": 2, "b": 3}], [{"a": 5, "b": 1}], []]
+def a_tool_loop(**settings: Json) -> list[Json]:
+    second = thinks("And one.", calls({"a": 5, "b": 1}))
+    given: Json = {"tools": [ADD], **settings}
+    return [turn(LOOP, **given), turn(results=[second], **given), turn(results=["It is 6."], **given)]
+
+
+@scenario(*a_tool_loop())
+def a_tool_loop_refers_to_stored_items(*turns: Json) -> None:
+    assert [arguments(result) for result in turns] == [[SUM], [{"a": 5, "b": 1}], []]
     assert [result["finish"] for result in turns] == ["tool-calls", "tool-calls", "stop"]
     assert [result["reasoning"].strip() for result in turns] == ["Add them.", "And one.", ""]
     assert turns[-1]["text"] == "It is 6."
 
 
-@scenario(
-    turn(LOOP, tools=[ADD]),
-    turn(results=[thinks("And one.", calls({"a": 5, "b": 1}))], tools=[ADD]),
-    turn(results=["It is 6."], tools=[ADD]),
-)
-def a_tool_loop_refers_to_stored_items(*turns: Json) -> None:
-    check_loop(*turns)
-
-
-@scenario(
-    turn(LOOP, tools=[ADD], providerOptions=STATELESS),
-    turn(results=[thinks("And one.", calls({"a": 5, "b": 1}))], tools=[ADD], providerOptions=STATELESS),
-    turn(results=["It is 6."], tools=[ADD], providerOptions=STATELESS),
-)
+@scenario(*a_tool_loop(providerOptions=STATELESS))
 def a_tool_loop_needs_no_state(*turns: Json) -> None:
-    check_loop(*turns)
+    a_tool_loop_refers_to_stored_items(*turns)
 
 
-@scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD, SUB], toolChoice={"type": "tool", "toolName": "sub"}))
+@scenario(turn(CALL, tools=[ADD, SUB], toolChoice={"type": "tool", "toolName": "sub"}))
 def a_chosen_tool_is_called(result: Json) -> None:
     assert {call["toolName"] for call in result["calls"]} == {"sub"}
 
@@ -187,7 +168,7 @@ def the_token_limit_is_told(result: Json) -> None:
     assert GREETING.startswith(result["text"])
 
 
-@scenario(turn(calls({"a": 2, "b": 3}), tools=[ADD], maxOutputTokens=20), goes_well=False)
+@scenario(turn(CALL, tools=[ADD], maxOutputTokens=20), goes_well=False)
 def a_call_that_the_limit_cut_is_not_finished(result: Json) -> None:
     assert (result["thrown"], result["errors"], result["finish"]) == (None, [], "length")
 

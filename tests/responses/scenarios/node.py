@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
 NODE = Path(__file__).parents[1] / "node"
 WAIT_S = 1500.0  # for all jobs; the scripts give up on each of them much sooner
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`check` raises AssertionError where what the job gave is not as the client's user expects."""
+
+    name: str
+    job: Json
+    check: Callable[[Any], None]
 
 
 def is_installed() -> bool:
@@ -32,3 +42,9 @@ def run_node(script: str, base_url: str, jobs: Sequence[Any]) -> list[Any]:
     assert done.returncode == 0, done.stderr
     results: list[Any] = json.loads(done.stdout)
     return results
+
+
+def run_scenarios(script: str, base_url: str, scenarios: Sequence[Scenario], **settings: str) -> dict[str, Any]:
+    """What each gave, by its name."""
+    done = run_node(script, base_url, [{**settings, **scenario.job} for scenario in scenarios])
+    return {scenario.name: result for scenario, result in zip(scenarios, done, strict=True)}

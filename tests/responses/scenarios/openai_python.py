@@ -7,20 +7,13 @@ import json
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-import agents
 import openai
+from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.responses.oracle import check_events, read_sse
 from tests.responses.relay import FAILS
-from tests.responses.scenarios.sayings import (
-    ADD_PARAMETERS,
-    GREETING,
-    STORY,
-    TOO_LONG,
-    calls,
-    thinks,
-)
+from tests.responses.scenarios.sayings import ADD_PARAMETERS, GREETING, STORY, TOO_LONG, calls, thinks
 
 E = TypeVar("E", bound=Exception)
 Scenario = Callable[[openai.OpenAI], None]
@@ -50,6 +43,16 @@ def scenario(run: Scenario) -> Scenario:
     return run
 
 
+def ask(client: openai.OpenAI, said: Any, **settings: Any) -> Response:
+    response: Response = client.responses.create(model="m", input=said, **settings)
+    return response
+
+
+def input_tokens(response: Response) -> int:
+    assert response.usage is not None
+    return response.usage.input_tokens
+
+
 def raised(kind: type[E], request: Callable[[], object]) -> E:
     """The error that it ends with."""
     try:
@@ -64,7 +67,7 @@ def raised(kind: type[E], request: Callable[[], object]) -> E:
 
 @scenario
 def create(client: openai.OpenAI) -> None:
-    response = client.responses.create(model="m", input=GREETING)
+    response = ask(client, GREETING)
     assert (response.status, response.output_text, response.error) == ("completed", GREETING, None)
     assert response.usage is not None
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
@@ -91,19 +94,15 @@ def every_event_is_of_the_apis_form(client: openai.OpenAI) -> None:
 
 @scenario
 def reasoning_goes_back_without_state(client: openai.OpenAI) -> None:
-    first = client.responses.create(
-        model="m", input=thinks("Greet back.", GREETING), store=False, include=["reasoning.encrypted_content"]
-    )
+    include = ["reasoning.encrypted_content"]
+    first = ask(client, thinks("Greet back.", GREETING), store=False, include=include)
     thought, message = first.output
     assert thought.type == "reasoning"
     assert thought.encrypted_content
     history: Any = [thought, message, {"role": "user", "content": "And?"}]
-    second = client.responses.create(model="m", input=history, store=False)
-    unthought = client.responses.create(model="m", input=history[1:], store=False)
+    second = ask(client, history, store=False)
     assert second.output_text == "And?"
-    assert second.usage is not None
-    assert unthought.usage is not None
-    assert second.usage.input_tokens > unthought.usage.input_tokens
+    assert input_tokens(second) > input_tokens(ask(client, history[1:], store=False))
 
 
 @scenario
@@ -114,9 +113,8 @@ def untyped_messages_and_null_fields(client: openai.OpenAI) -> None:
         {"role": "assistant", "content": "Yes?"},
         {"role": "user", "content": GREETING},
     ]
-    unset: Any = dict.fromkeys(("tools", "tool_choice", "text", "reasoning", "metadata", "previous_response_id"))
-    response = client.responses.create(model="m", input=history, extra_body=unset)
-    assert response.output_text == GREETING
+    unset = dict.fromkeys(("tools", "tool_choice", "text", "reasoning", "metadata", "previous_response_id"))
+    assert ask(client, history, extra_body=unset).output_text == GREETING
 
 
 # ---------------------------------------------------------------- limits and forms
@@ -124,7 +122,7 @@ def untyped_messages_and_null_fields(client: openai.OpenAI) -> None:
 
 @scenario
 def the_token_limit_is_incomplete(client: openai.OpenAI) -> None:
-    response = client.responses.create(model="m", input=GREETING, max_output_tokens=2)
+    response = ask(client, GREETING, max_output_tokens=2)
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -132,7 +130,7 @@ def the_token_limit_is_incomplete(client: openai.OpenAI) -> None:
 
 @scenario
 def a_prompt_that_is_too_long_is_refused(client: openai.OpenAI) -> None:
-    refused = raised(openai.BadRequestError, lambda: client.responses.create(model="m", input=TOO_LONG))
+    refused = raised(openai.BadRequestError, lambda: ask(client, TOO_LONG))
     assert refused.code == "context_length_exceeded"
 
 
@@ -144,9 +142,7 @@ def parse_gives_what_the_schema_says(client: openai.OpenAI) -> None:
 
 @scenario
 def a_json_object_is_one(client: openai.OpenAI) -> None:
-    response = client.responses.create(
-        model="m", input="Not JSON.", text={"format": {"type": "json_object"}}, max_output_tokens=100
-    )
+    response = ask(client, "Not JSON.", text={"format": {"type": "json_object"}}, max_output_tokens=100)
     assert response.output_text.lstrip().startswith("{")
 
 
@@ -155,43 +151,35 @@ def a_json_object_is_one(client: openai.OpenAI) -> None:
 
 @scenario
 def a_call_and_its_output(client: openai.OpenAI) -> None:
-    first = client.responses.create(model="m", input=CALL, tools=[ADD])
+    first = ask(client, CALL, tools=[ADD])
     (call,) = first.output
     assert call.type == "function_call"
     assert (call.name, json.loads(call.arguments)) == ("add", SUM)
-    second = client.responses.create(
-        model="m",
-        previous_response_id=first.id,
-        input=[{"type": "function_call_output", "call_id": call.call_id, "output": "It is 5."}],
-        tools=[ADD],
-    )
-    assert second.output_text == "It is 5."
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "It is 5."}
+    assert ask(client, [output], previous_response_id=first.id, tools=[ADD]).output_text == "It is 5."
 
 
 @scenario
 def two_calls_in_one_turn_and_outputs_in_parts(client: openai.OpenAI) -> None:
-    first = client.responses.create(model="m", input=calls(SUM, {"a": 4, "b": 5}), tools=[ADD])
+    first = ask(client, calls(SUM, {"a": 4, "b": 5}), tools=[ADD])
     history: Any = [{"role": "user", "content": "Add."}, *first.output]
     for call in first.output:
         assert call.type == "function_call"
         output = [{"type": "input_text", "text": f"It is {sum(json.loads(call.arguments).values())}."}]
         history.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
     assert len(first.output) == 2
-    second = client.responses.create(model="m", input=history, tools=[ADD])
-    assert second.output_text == "It is 9."
+    assert ask(client, history, tools=[ADD]).output_text == "It is 9."
 
 
 @scenario
 def a_chosen_tool_is_called(client: openai.OpenAI) -> None:
-    response = client.responses.create(
-        model="m", input=CALL, tools=[ADD, SUB], tool_choice={"type": "function", "name": "sub"}
-    )
+    response = ask(client, CALL, tools=[ADD, SUB], tool_choice={"type": "function", "name": "sub"})
     assert {getattr(item, "name", None) for item in response.output} == {"sub"}
 
 
 @scenario
 def built_in_tools_do_no_harm(client: openai.OpenAI) -> None:
-    response = client.responses.create(model="m", input=CALL, tools=[{"type": "web_search"}, ADD])
+    response = ask(client, CALL, tools=[{"type": "web_search"}, ADD])
     assert [item.type for item in response.output] == ["function_call"]
 
 
@@ -200,25 +188,20 @@ def built_in_tools_do_no_harm(client: openai.OpenAI) -> None:
 
 @scenario
 def a_conversation_goes_on_by_id(client: openai.OpenAI) -> None:
-    first = client.responses.create(model="m", input=GREETING)
-    second = client.responses.create(model="m", input="Go on.", previous_response_id=first.id)
-    alone = client.responses.create(model="m", input="Go on.")
+    first = ask(client, GREETING)
+    second = ask(client, "Go on.", previous_response_id=first.id)
     assert (second.output_text, second.previous_response_id) == ("Go on.", first.id)
-    assert second.usage is not None
-    assert alone.usage is not None
-    assert second.usage.input_tokens > alone.usage.input_tokens
+    assert input_tokens(second) > input_tokens(ask(client, "Go on."))
 
 
 @scenario
 def a_response_is_retrieved(client: openai.OpenAI) -> None:
-    made = client.responses.create(model="m", input=GREETING)
-    assert client.responses.retrieve(made.id).output_text == GREETING
+    assert client.responses.retrieve(ask(client, GREETING).id).output_text == GREETING
 
 
 @scenario
 def an_unknown_response_is_refused(client: openai.OpenAI) -> None:
-    body: Any = {"model": "m", "input": "Hi", "previous_response_id": "resp_unknown"}
-    refused = raised(openai.BadRequestError, lambda: client.responses.create(**body))
+    refused = raised(openai.BadRequestError, lambda: ask(client, "Hi", previous_response_id="resp_unknown"))
     assert refused.code == "previous_response_not_found"
 
 
@@ -238,20 +221,21 @@ def an_error_in_mid_stream_is_raised(client: openai.OpenAI) -> None:
 # ---------------------------------------------------------------- openai-agents
 
 
-@agents.function_tool
-def add(a: int, b: int) -> str:
-    """add"""
-    return f"It is {a + b}."
+def run_agent(client: openai.OpenAI, said: str, *, stream: bool = False, output_type: type | None = None) -> Any:
+    """What the run of an agent ends with that has a tool, or gives that type."""
+    import agents  # takes two seconds, in every process that collects the tests
 
-
-def run_agent(client: openai.OpenAI, agent: agents.Agent[Any], said: str, *, stream: bool) -> Any:
-    """What the agent's run ends with."""
+    @agents.function_tool
+    def add(a: int, b: int) -> str:
+        """add"""
+        return f"It is {a + b}."
 
     async def run() -> Any:
-        async with openai.AsyncOpenAI(
-            base_url=client.base_url, api_key="k", timeout=WAIT_S, max_retries=0
-        ) as own_client:
-            agent.model = agents.OpenAIResponsesModel(model="m", openai_client=own_client)
+        options: Any = {"base_url": client.base_url, "api_key": "k", "timeout": WAIT_S, "max_retries": 0}
+        async with openai.AsyncOpenAI(**options) as own_client:
+            model = agents.OpenAIResponsesModel(model="m", openai_client=own_client)
+            tools: list[agents.Tool] = [] if output_type else [add]
+            agent = agents.Agent(name="a", instructions="Do it.", model=model, tools=tools, output_type=output_type)
             config = agents.RunConfig(tracing_disabled=True)
             if not stream:
                 return (await agents.Runner.run(agent, said, run_config=config, max_turns=3)).final_output
@@ -265,17 +249,14 @@ def run_agent(client: openai.OpenAI, agent: agents.Agent[Any], said: str, *, str
 
 @scenario
 def an_agent_uses_its_tool(client: openai.OpenAI) -> None:
-    agent = agents.Agent(name="a", instructions="Add.", tools=[add])
-    assert run_agent(client, agent, thinks("Add them.", CALL), stream=False) == "It is 5."
+    assert run_agent(client, thinks("Add them.", CALL)) == "It is 5."
 
 
 @scenario
 def an_agent_that_streams_uses_its_tool(client: openai.OpenAI) -> None:
-    agent = agents.Agent(name="a", instructions="Add.", tools=[add])
-    assert run_agent(client, agent, thinks("Add them.", CALL), stream=True) == "It is 5."
+    assert run_agent(client, thinks("Add them.", CALL), stream=True) == "It is 5."
 
 
 @scenario
 def an_agent_gives_structured_output(client: openai.OpenAI) -> None:
-    agent = agents.Agent(name="a", instructions="Extract.", output_type=Person)
-    assert isinstance(run_agent(client, agent, "John is five.", stream=False), Person)
+    assert isinstance(run_agent(client, "John is five.", output_type=Person), Person)
