@@ -1,4 +1,4 @@
-"""When a server is worn, what tells a lack of memory, and what a canary is: with literal numbers."""
+"""When a server is worn, and what a canary is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from llama_worker import Canary, ConfigError, Recycle
 from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.server.recycling import worn
-from llama_worker.server.start_advice import lack_of_memory
 
 MIB = 1 << 20
 
@@ -42,34 +41,6 @@ def test_a_server_is_worn_at_its_limit(
 def test_limits_that_limit_nothing_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"max_|recycle"):
         Recycle(**given)
-
-
-# ---------------------------------------------------------------- lack of memory
-
-
-LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
-
-
-@pytest.mark.parametrize(
-    ("returncode", "kills", "line", "log", "says"),
-    [
-        (-9, 0, None, (), None),  # somebody else's kill
-        (-9, 1, None, (), "the kernel killed it for lack of memory (its control group counts it: oom_kill +1)"),
-        (-9, 0, LINE, (), f"the kernel killed it for lack of memory: {LINE}"),
-        (-6, 1, LINE, (), None),  # it was another process that the kernel killed
-        (1, 0, None, ("ggml: failed to allocate buffer", "bye"), "its last words: ggml: failed to allocate buffer"),
-        (-6, 0, None, ("terminate called: std::bad_alloc",), "its last words: terminate called: std::bad_alloc"),
-        (0, 0, None, ("out of memory",), None),
-        (1, 0, None, ("out of memory", "1", "2", "3", "4", "5"), None),  # long ago
-        (None, 1, None, (), None),
-    ],
-)
-def test_what_tells_a_lack_of_memory(
-    returncode: int | None, kills: int, line: str | None, log: tuple[str, ...], says: str | None
-) -> None:
-    found = lack_of_memory(returncode, oom_kills=kills, kernel_line=line, log_tail=log)
-    assert (found is None) == (says is None)
-    assert (says or "") in (found or "")
 
 
 # ---------------------------------------------------------------- canary
