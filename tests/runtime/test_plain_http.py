@@ -182,7 +182,12 @@ def test_a_reply_that_is_there_when_the_time_is_up_counts() -> None:
 def test_an_abort_ends_an_exchange_that_waits(make_server: MakeServer) -> None:
     abort = Abort()
     server = make_server(sends())
-    aborter = threading.Thread(target=lambda: (server.served.wait(WAIT_S), abort.abort()))
+
+    def abort_then() -> None:
+        server.served.wait(WAIT_S)
+        abort.abort()
+
+    aborter = threading.Thread(target=abort_then)
     aborter.start()
     with pytest.raises(ConnectionError):
         ask(server.port, abort=abort, within_s=100 * WAIT_S)

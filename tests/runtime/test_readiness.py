@@ -1,4 +1,4 @@
-"""What a readiness probe without an answer says: something about the server, or about this machine."""
+"""What a readiness probe says of the server, or else of this machine; and what a canary is."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from llama_worker.config import WorkerConfig
+from llama_worker import Canary, ConfigError, WorkerConfig
 from llama_worker.messages import Probed, ProbeOutcome
 from llama_worker.runtime import readiness
+from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.readiness import ReadinessProbe, models_outcome
 from llama_worker.server.gaps import LATE_S
@@ -62,3 +63,55 @@ def test_what_this_machine_lacks_is_no_news(monkeypatch: pytest.MonkeyPatch) -> 
     host: Any = SimpleNamespace(tell=told.append)
     ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
     assert [(probed.epoch, probed.outcome) for probed in told] == [(3, ProbeOutcome.NO_NEWS)]
+
+
+# ---------------------------------------------------------------- canary
+
+
+def answer(content: Any) -> Any:
+    return {"choices": [{"message": {"content": content}}]}
+
+
+def raises(text: str) -> bool:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "told", "problem"),
+    [
+        (lambda text: "4" in text, 200, answer("2 + 2 = 4"), None),
+        (lambda text: "4" in text, 200, answer("????"), "the canary's check refused the answer '????'"),
+        (lambda text: "4" in text, 200, answer(None), "refused the answer ''"),
+        (lambda text: not text, 200, [], None),
+        (lambda text: True, 500, {"error": "no"}, "the canary got HTTP 500: {'error': 'no'}"),
+        (raises, 200, answer("x"), "the canary's check raised SystemExit: 3"),
+    ],
+)
+def test_a_canary_lives_or_not(check: Any, status: int, told: Any, problem: str | None) -> None:
+    found = canary_problem(check, status, told)
+    assert (found is None) == (problem is None)
+    assert (problem or "") in (found or "")
+
+
+def test_a_canary_is_greedy() -> None:
+    body = canary_body(Canary(prompt="2 + 2?", check=bool, max_tokens=5))
+    assert (body["temperature"], body["max_tokens"], body["messages"][0]["content"]) == (0, 5, "2 + 2?")
+
+
+async def async_check(text: str) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"prompt": "", "check": bool}, ConfigError),
+        ({"prompt": 7, "check": bool}, TypeError),
+        ({"prompt": "x", "check": "yes"}, TypeError),
+        ({"prompt": "x", "check": async_check}, TypeError),
+        ({"prompt": "x", "check": bool, "max_tokens": 0}, ConfigError),
+    ],
+)
+def test_a_canary_of_no_use_is_refused(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="canary"):
+        Canary(**given)

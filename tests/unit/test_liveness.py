@@ -27,7 +27,7 @@ def watch(
 
 
 def alive(*looks: dict[ProcessKey, Counters], **clock: Any) -> list[bool | None]:
-    return [evidence and evidence.alive for evidence in watch(*looks, **clock)]
+    return [None if evidence is None else evidence.alive for evidence in watch(*looks, **clock)]
 
 
 def steady(

@@ -1,4 +1,4 @@
-"""The contract's field names and values, which hosts depend on."""
+"""The contract's field names and values, which hosts depend on, and the ready-made exit tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from llama_worker import types
-from llama_worker.types import RequestState
+from llama_worker.exit_tools import ALL_EXIT_TOOLS
+from llama_worker.types import RequestState, ToolDef
 
 
 def words(text: str) -> set[str]:
@@ -23,13 +24,6 @@ def words(text: str) -> set[str]:
         (types.RequestState, "running tool_running completed failed canceled"),
         (types.RequestFinishReason, "stop max_tokens canceled failed"),
         (types.RequestPhase, "waiting prefill generating tool done"),
-        (
-            types.RequestFailReason,
-            "worker_restarted worker_stopped server_died connect_failed headers_timeout ttft_timeout stall_timeout"
-            " absolute_timeout stream_disconnected protocol_error http_error server_error prompt_error"
-            " tool_parse_error tool_execution_error repeated_line_loop repeated_text_loop context_exceeded request_lost"
-            " canceled unknown_error",
-        ),
     ],
 )
 def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
@@ -82,3 +76,15 @@ def test_the_keys_of_an_answer(kind: Any, required: str, optional: str) -> None:
 
 def test_three_states_are_terminal() -> None:
     assert {state for state in RequestState if state.is_terminal} == {"completed", "failed", "canceled"}
+
+
+@pytest.mark.parametrize("tool", ALL_EXIT_TOOLS, ids=lambda tool: tool["function"]["name"])
+def test_an_exit_tool_is_an_openai_function_with_a_closed_object_schema(tool: ToolDef) -> None:
+    assert json.loads(json.dumps(tool)) == tool
+    assert tool["type"] == "function"
+    assert tool["function"]["description"]
+    schema = tool["function"]["parameters"]
+    assert schema["type"] == "object"
+    assert schema["additionalProperties"] is False
+    assert set(schema["required"]) <= set(schema["properties"])
+    assert all(item["description"] and item["type"] for item in schema["properties"].values())
