@@ -6,6 +6,7 @@ import os
 import queue
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pykka
@@ -70,15 +71,11 @@ def test_no_message_is_lost_or_out_of_order_however_many_threads_tell() -> None:
         for number in range(2000):
             ref.tell((thread, number))
 
-    threads = [threading.Thread(target=tell, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(tell, range(4)))
     ref.stop(timeout=WAIT_S)
-    for thread_number in range(4):
-        told = [number for each in seen[1:-1] for sender, number in [each] if sender == thread_number]
-        assert told == list(range(2000))
+    for thread in range(4):
+        assert [number for sender, number in seen[1:-1] if sender == thread] == list(range(2000))
 
 
 class Failing:

@@ -6,7 +6,8 @@ import json
 import select
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,11 +56,7 @@ class Rig:
     loop: HandMadeLoop
     reader: StreamReader
     server: socket.socket
-    told: list[Any] = field(default_factory=list)
-
-    def tell(self, message: Any) -> bool:
-        self.told.append(message)
-        return True
+    told: list[Any]
 
     def arrives(self, data: bytes) -> None:
         """The server sends, and the loop sees to what that makes ready: of a resting socket, nothing."""
@@ -72,7 +69,8 @@ class Rig:
 
     def events(self) -> list[Any]:
         """Of every message since the last time, in order."""
-        told, self.told = self.told, []
+        told = self.told.copy()
+        self.told.clear()
         return [event for message in told if isinstance(message, StreamEvents) for event in message.events]
 
 
@@ -82,15 +80,16 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         loop = HandMadeLoop()
         monkeypatch.setattr(loop_connection, "loop_thread", lambda: loop)
-        made = Rig(loop, None, None)  # type: ignore[arg-type]
         endpoint = Endpoint(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0)
-        order = OpenStream(turn_id=(1, 1), body={"stream": True}, reply_to=made)
-        made.reader = StreamReader(order, endpoint, on_closed=made, name="test")
-        made.server, _ = listener.accept()
-        made.serve()
-        yield made
-        made.reader.abort()
-        made.server.close()
+        told: list[Any] = []
+        host: Any = SimpleNamespace(tell=told.append)
+        order = OpenStream(turn_id=(1, 1), body={"stream": True}, reply_to=host)
+        reader = StreamReader(order, endpoint, on_closed=host, name="test")
+        with listener.accept()[0] as server:
+            made = Rig(loop, reader, server, told)
+            made.serve()
+            yield made
+            reader.abort()
         loop.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
+from logging.handlers import QueueHandler
 from queue import SimpleQueue
 from typing import Any
 
@@ -61,20 +61,17 @@ def test_the_last_two_hundred_events_are_kept(journal: Journal) -> None:
 
 
 def test_lines_are_written_under_the_librarys_name_on_a_thread_of_their_own() -> None:
-    written: SimpleQueue[tuple[str, int, str, str]] = SimpleQueue()
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            written.put((record.name, record.levelno, record.getMessage(), threading.current_thread().name))
-
-    logger, handler = logging.getLogger("llama_worker"), Handler()
+    written: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    logger, handler = logging.getLogger("llama_worker"), QueueHandler(written)
     logger.addHandler(handler)
     try:
         write_log(logger, logging.DEBUG - 1, "below the level: not written")
         write_log(logger, logging.ERROR, "100 %s")
-        assert written.get(timeout=60) == ("llama_worker", logging.ERROR, "100 %s", "llama_worker-log")
+        line = written.get(timeout=60)
     finally:
         logger.removeHandler(handler)
+    assert (line.name, line.levelno, line.getMessage()) == ("llama_worker", logging.ERROR, "100 %s")
+    assert line.threadName == "llama_worker-log"
 
 
 def test_a_warning_is_kept_once_and_is_an_event(journal: Journal) -> None:

@@ -66,17 +66,6 @@ def test_to_import_the_package_is_to_import_next_to_nothing() -> None:
     assert not imported & {"pykka", "requests", "urllib3", "psutil", "sseclient", "asyncio"}
 
 
-def test_what_the_contract_names_is_public() -> None:
-    named = (
-        "LlamaWorker WorkerConfig TimeoutProfile RestartPolicy LoopDetector llama_server_cmd LlamaWorkerError"
-        " ConfigError WorkerStartError WorkerClosed WorkerState RequestState RequestFinishReason RequestFailReason"
-        " SubmitOk SubmitErr NotFound NotReady RequestStatus OutputChunk RequestResult ExitSignal ToolTraceEntry"
-        " WorkerStatus WorkerDebugInfo ChatMessage ToolDef ToolFunctionDef ToolCall BiosText BiosContext"
-        " BiosProvider ToolRunner LivenessProbe default_bios RequestRefused Recycle Canary SignalHandler ContentPart"
-    )
-    assert set(named.split()) <= set(llama_worker.__all__)
-
-
 @pytest.mark.parametrize(
     ("package", "extra", "program"),
     [
