@@ -19,7 +19,7 @@ from llama_worker import (
     WorkerStartError,
     WorkerStopError,
 )
-from llama_worker.server.start_advice import lack_of_memory, not_executed
+from llama_worker.server.start_advice import described, lack_of_memory, not_executed
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,10 @@ def test_a_program_that_cannot_be_executed(program: str, number: int, told: str)
     text = not_executed(program, number, os.strerror(number))
     assert told in text
     assert repr(program) in text
+
+
+def test_a_return_code_in_words() -> None:
+    assert [described(code) for code in (1, -9, None)] == ["return code 1", "signal 9", "an unknown return code"]
 
 
 LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
