@@ -8,20 +8,22 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
-from tests.actors.conftest import HOST, WAIT_S
+from tests.actors.conftest import HOST
 
 Serve = Callable[[socket.socket], None]
 
 
 class Server:
-    """Serves one connection on a thread and keeps it until the client has closed it, which sets `closed`."""
+    """Serves one connection on a thread and keeps it until the client has closed it.
+
+    `served` is set when `serve` has returned, `closed` when the client has closed the connection.
+    """
 
     def __init__(self, serve: Serve, certificate: Path | None) -> None:
-        self.closed = threading.Event()
+        self.served, self.closed = threading.Event(), threading.Event()
         self._serve = serve
         self._tls = None
         if certificate is not None:
@@ -48,6 +50,7 @@ class Server:
                 connection = cleanup.enter_context(self._tls.wrap_socket(connection, server_side=True))
             self._ends.append(connection)
             self._serve(connection)
+            self.served.set()
             while connection.recv(1 << 16):
                 pass
         self.closed.set()
@@ -67,24 +70,7 @@ def sends(*pieces: bytes, close: bool = False, delay_s: float = 0.0) -> Serve:
     return serve
 
 
-class Silent:
-    """Reads the first byte, which sets `asked`, and says nothing."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-
-    def __call__(self, connection: socket.socket) -> None:
-        connection.recv(1)
-        self._asked.set()
-
-    def wait_asked(self) -> None:
-        assert self._asked.wait(WAIT_S)
-
-
-class MakeServer(Protocol):
-    """`make_server`'s type."""
-
-    def __call__(self, serve: Serve, certificate: Path | None = None) -> Server: ...
+MakeServer = Callable[..., Server]
 
 
 @pytest.fixture

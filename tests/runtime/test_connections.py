@@ -18,11 +18,10 @@ from llama_worker.stream.events import StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason
 from tests.actors.conftest import HOST, WAIT_S, eventually
-from tests.runtime.conftest import MakeServer, Silent, sends
+from tests.runtime.conftest import MakeServer, Serve, Server, sends
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 RECORD = b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}]}\n\n'
-both = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 
 
 class Client:
@@ -30,7 +29,7 @@ class Client:
 
     def __init__(self, url: str, *, prompt: str = "", ca_file: Path | None = None, connect_timeout_s: float) -> None:
         self.abort = Abort()
-        self.opened = threading.Event()
+        self.opened = False
         self.events: list[StreamEvent] = []
         endpoint = Endpoint(base_url=url, connect_timeout_s=connect_timeout_s)
         self._chat = ChatExchange(self.abort, endpoint, ca_file=None if ca_file is None else str(ca_file))
@@ -44,7 +43,7 @@ class Client:
         return self._chat.failure
 
     def failed(self) -> tuple[RequestFailReason, str]:
-        """Likewise; it has failed."""
+        """As `ended`, of one that has failed."""
         failure = self.ended()
         assert failure is not None
         return failure.reason, failure.detail
@@ -52,7 +51,7 @@ class Client:
     def _run(self, prompt: str) -> None:
         self._chat.post({"prompt": prompt})
         if self._chat.open():
-            self.opened.set()
+            self.opened = True
             while (events := self._chat.read()) is not None:
                 self.events += events
 
@@ -75,36 +74,40 @@ def make_client() -> Iterator[MakeClient]:
 # ------------------------------------------------------------ aborts and bounds
 
 
-@both
-def test_an_abort_before_the_headers_ends_the_exchange(
-    make_server: MakeServer, make_client: MakeClient, certificate: Path, tls: bool
-) -> None:
-    silent = Silent()
-    server = make_server(silent, certificate if tls else None)
-    client = make_client(server.url, ca_file=certificate)
-    silent.wait_asked()
+Connect = Callable[..., tuple[Server, Client]]
+
+
+@pytest.fixture(params=["plain", "tls"])
+def connect(
+    request: pytest.FixtureRequest, make_server: MakeServer, make_client: MakeClient, certificate: Path
+) -> Connect:
+    """A server and the client of it."""
+
+    def make(serve: Serve, **options: object) -> tuple[Server, Client]:
+        server = make_server(serve, certificate if request.param == "tls" else None)
+        return server, make_client(server.url, ca_file=certificate, **options)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        pytest.param(b"", RequestFailReason.STREAM_DISCONNECTED, id="before the headers"),
+        pytest.param(HEAD + RECORD, None, id="in mid-stream"),  # whose end is the connection's
+    ],
+)
+def test_an_abort_ends_the_exchange(connect: Connect, reply: bytes, reason: RequestFailReason | None) -> None:
+    server, client = connect(sends(reply))
+    assert server.served.wait(WAIT_S)
+    eventually(lambda: client.events == [TextDelta("x")] * bool(reply), "the record")
     client.abort.abort()
-    assert client.failed()[0] is RequestFailReason.STREAM_DISCONNECTED
+    failure = client.ended()
+    assert (failure and failure.reason) is reason
     assert server.closed.wait(WAIT_S)
 
 
-@both
-def test_an_abort_in_mid_stream_ends_the_exchange(
-    make_server: MakeServer, make_client: MakeClient, certificate: Path, tls: bool
-) -> None:
-    server = make_server(sends(HEAD + RECORD), certificate if tls else None)
-    client = make_client(server.url, ca_file=certificate)
-    assert client.opened.wait(WAIT_S)
-    eventually(lambda: client.events == [TextDelta("x")], "the record")
-    client.abort.abort()
-    client.ended()
-    assert server.closed.wait(WAIT_S)
-
-
-@both
-def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(
-    make_server: MakeServer, make_client: MakeClient, certificate: Path, tls: bool
-) -> None:
+def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(connect: Connect) -> None:
     timeout_s = 1.0
 
     def serve(connection: socket.socket) -> None:
@@ -115,10 +118,9 @@ def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(
         connection.sendall(HEAD + b"data: [DONE]\n\n")
         connection.shutdown(socket.SHUT_WR)
 
-    server = make_server(serve, certificate if tls else None)
-    client = make_client(server.url, ca_file=certificate, prompt="x" * (32 << 20), connect_timeout_s=timeout_s)
+    _, client = connect(serve, prompt="x" * (32 << 20), connect_timeout_s=timeout_s)
     assert client.ended() is None
-    assert client.opened.is_set()
+    assert client.opened
 
 
 @contextlib.contextmanager

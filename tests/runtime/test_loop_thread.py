@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pykka
@@ -70,34 +71,29 @@ def test_no_message_is_lost_or_out_of_order_however_many_threads_tell() -> None:
         for number in range(2000):
             ref.tell((thread, number))
 
-    threads = [threading.Thread(target=tell, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(tell, range(4)))
     ref.stop(timeout=WAIT_S)
-    for thread_number in range(4):
-        told = [number for each in seen[1:-1] for sender, number in [each] if sender == thread_number]
-        assert told == list(range(2000))
+    for thread in range(4):
+        assert [number for sender, number in seen[1:-1] if sender == thread] == list(range(2000))
 
 
-class Watched:
-    """A channel that does as it is told."""
+class Failing:
+    """A channel that fails, and again when it is told so."""
 
-    def __init__(self, ready: Callable[[], None]) -> None:
-        self.errors: list[Exception] = []
-        self.ready = threading.Event()
-        self._on_ready = ready
+    def __init__(self, end: socket.socket) -> None:
+        self.errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        self._end = end
 
     def on_ready(self, mask: int) -> None:
-        self.ready.set()
-        self._on_ready()
+        self._end.recv(1)
+        raise RuntimeError("a mistake")
 
     def on_tick(self) -> None:
         raise AssertionError("it does not rest")
 
     def on_error(self, error: Exception) -> None:
-        self.errors.append(error)
+        self.errors.put(error)
         raise error
 
 
@@ -105,18 +101,11 @@ def test_a_channel_that_raises_even_when_it_is_told_so_stops_nobody_else() -> No
     loop = loop_thread()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-
-        def fail() -> None:
-            ours.recv(1)
-            raise RuntimeError("a mistake")
-
-        channel = Watched(fail)
+        channel = Failing(ours)
         loop.watch(ours, channel, writable=False)
         for _ in range(2):
-            channel.ready.clear()
             theirs.send(b"x")
-            assert channel.ready.wait(WAIT_S)
-        eventually(lambda: len(channel.errors) == 2, "both errors")
+            assert isinstance(channel.errors.get(timeout=WAIT_S), RuntimeError)
         loop.forget(ours, channel)
 
 

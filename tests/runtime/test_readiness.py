@@ -1,22 +1,22 @@
-"""What a readiness probe without an answer says: something about the server, or about this machine."""
+"""What a readiness probe says of the server, or else of this machine; and what a canary is."""
 
 from __future__ import annotations
 
 import errno
 import os
-import queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llama_worker.config import WorkerConfig
+from llama_worker import Canary, ConfigError, WorkerConfig
 from llama_worker.messages import Probed, ProbeOutcome
 from llama_worker.runtime import readiness
+from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.readiness import ReadinessProbe, models_outcome
 from llama_worker.server.gaps import LATE_S
 from llama_worker.stream.plain_reply import PlainReply
-from tests.actors.conftest import WAIT_S
 
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
@@ -54,18 +54,64 @@ def test_a_probe_with_an_answer(status: bytes, body: bytes, outcome: ProbeOutcom
     assert models_outcome(reply, late_s=100.0)[0] is outcome
 
 
-@pytest.mark.parametrize("lack", [RuntimeError("can't start new thread"), OSError(errno.EMFILE, "too many open files")])
-def test_what_this_machine_lacks_is_no_news(monkeypatch: pytest.MonkeyPatch, lack: Exception) -> None:
-    class Box(queue.SimpleQueue[Probed]):
-        def tell(self, message: Probed) -> bool:
-            self.put(message)
-            return True
-
+def test_what_this_machine_lacks_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
     def question(*args: Any, **kwargs: Any) -> Any:
-        raise lack
+        raise RuntimeError("can't start new thread")
 
-    box = Box()
     monkeypatch.setattr(readiness, "Question", question)
-    ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=box)
-    probed = box.get(timeout=WAIT_S)
-    assert (probed.epoch, probed.outcome) == (3, ProbeOutcome.NO_NEWS)
+    told: list[Probed] = []
+    host: Any = SimpleNamespace(tell=told.append)
+    ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
+    assert [(probed.epoch, probed.outcome) for probed in told] == [(3, ProbeOutcome.NO_NEWS)]
+
+
+# ---------------------------------------------------------------- canary
+
+
+def answer(content: Any) -> Any:
+    return {"choices": [{"message": {"content": content}}]}
+
+
+def raises(text: str) -> bool:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "told", "problem"),
+    [
+        (lambda text: "4" in text, 200, answer("2 + 2 = 4"), None),
+        (lambda text: "4" in text, 200, answer("????"), "the canary's check refused the answer '????'"),
+        (lambda text: "4" in text, 200, answer(None), "refused the answer ''"),
+        (lambda text: not text, 200, [], None),
+        (lambda text: True, 500, {"error": "no"}, "the canary got HTTP 500: {'error': 'no'}"),
+        (raises, 200, answer("x"), "the canary's check raised SystemExit: 3"),
+    ],
+)
+def test_a_canary_lives_or_not(check: Any, status: int, told: Any, problem: str | None) -> None:
+    found = canary_problem(check, status, told)
+    assert (found is None) == (problem is None)
+    assert (problem or "") in (found or "")
+
+
+def test_a_canary_is_greedy() -> None:
+    body = canary_body(Canary(prompt="2 + 2?", check=bool, max_tokens=5))
+    assert (body["temperature"], body["max_tokens"], body["messages"][0]["content"]) == (0, 5, "2 + 2?")
+
+
+async def async_check(text: str) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"prompt": "", "check": bool}, ConfigError),
+        ({"prompt": 7, "check": bool}, TypeError),
+        ({"prompt": "x", "check": "yes"}, TypeError),
+        ({"prompt": "x", "check": async_check}, TypeError),
+        ({"prompt": "x", "check": bool, "max_tokens": 0}, ConfigError),
+    ],
+)
+def test_a_canary_of_no_use_is_refused(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="canary"):
+        Canary(**given)

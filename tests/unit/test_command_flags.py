@@ -139,22 +139,17 @@ def test_a_bound_that_is_none_is_refused(value: Any, error: type[Exception]) -> 
 # ---------------------------------------------------------------- what a build knows
 
 
-def known() -> KnownFlags:
-    found = read_help(HELP)
-    assert found is not None
-    return found
+NO_VALUE = ("-h", "--help", "--usage", "-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified", "--fim-qwen-1.5b-default")
+ONE_VALUE = ("-m", "--model", "-fa", "--flash-attn", "-np", "--parallel", "-ot", "--override-tensor", "--port")
+KNOWN = KnownFlags({**dict.fromkeys(NO_VALUE, 0), **dict.fromkeys(ONE_VALUE, 1), "--control-vector-layer-range": 2})
 
 
-def test_the_help_is_read() -> None:
-    none = ("-h", "--help", "--usage", "-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified", "--fim-qwen-1.5b-default")
-    one = ("-m", "--model", "-fa", "--flash-attn", "-np", "--parallel", "-ot", "--override-tensor", "--port")
-    values_count = {**dict.fromkeys(none, 0), **dict.fromkeys(one, 1), "--control-vector-layer-range": 2}
-    assert known().values_count == values_count
-
-
-@pytest.mark.parametrize("text", ["", "error: unknown argument: --help", "llama-server: not found"])
-def test_what_lists_no_flags_is_no_help(text: str) -> None:
-    assert read_help(text) is None
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [(HELP, KNOWN), ("", None), ("error: unknown argument: --help", None), ("llama-server: not found", None)],
+)
+def test_the_help_is_read_where_it_lists_flags(text: str, known: KnownFlags | None) -> None:
+    assert read_help(text) == known
 
 
 @pytest.mark.parametrize(
@@ -171,8 +166,8 @@ def test_what_lists_no_flags_is_no_help(text: str) -> None:
     ],
 )
 def test_what_a_build_does_not_know_is_named(words: tuple[str, ...], unknown: tuple[str, ...]) -> None:
-    assert unknown_flags(("numactl", "-N0", "/bin/llama-server", *words), known()) == list(unknown)
+    assert unknown_flags(("numactl", "-N0", "/bin/llama-server", *words), KNOWN) == list(unknown)
 
 
 def test_the_words_of_a_program_of_another_name_are_its_own() -> None:
-    assert unknown_flags(("./serve.sh", "--zzz"), known()) == []
+    assert unknown_flags(("./serve.sh", "--zzz"), KNOWN) == []

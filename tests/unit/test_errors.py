@@ -1,53 +1,169 @@
-"""What the library raises: one root, data as attributes, text for a person."""
+"""What the library raises: one root, data as attributes, text for a person: the cause and what to do come first."""
 
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
+import signal
 
 import pytest
 
-from llama_worker import ConfigError, LlamaWorkerError, StartFailReason, WorkerClosed, WorkerStartError, WorkerStopError
+from llama_worker import (
+    ConfigError,
+    LlamaWorkerError,
+    RequestRefused,
+    StartFailReason,
+    WorkerClosed,
+    WorkerStartError,
+    WorkerStopError,
+)
+from llama_worker.server.start_advice import described, lack_of_memory, not_executed
 
 
-def test_every_error_has_the_one_root() -> None:
-    assert {ConfigError, WorkerStartError, WorkerStopError, WorkerClosed} <= set(LlamaWorkerError.__subclasses__())
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (WorkerStartError("exited", "it ended", -9, ("a", "b")), "exited: it ended (signal 9)"),
+        (WorkerStopError("unkillable", "pid 5"), "unkillable: pid 5"),
+        (WorkerClosed("w"), "worker 'w' is closed"),
+        (RequestRefused("NO_SLOT_AVAILABLE"), "NO_SLOT_AVAILABLE: every slot holds a request"),
+        (ConfigError("slots must be 1 or more"), "slots must be 1 or more"),
+    ],
+)
+def test_an_error_has_the_one_root_and_survives_pickling_and_copying(error: LlamaWorkerError, text: str) -> None:
+    assert isinstance(error, LlamaWorkerError)
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(other) is type(error)
+        assert str(other).startswith(text)
+        assert (str(other), other.__dict__) == (str(error), error.__dict__)
+
+
+def test_a_wrong_config_is_a_value_error() -> None:
     assert issubclass(ConfigError, ValueError)
+
+
+# ---------------------------------------------------------------- a start that failed
 
 
 def test_a_start_error_tells_why_and_what_the_server_said_last() -> None:
     lines = tuple(f"line {number}" for number in range(40))
-    error = WorkerStartError("exited", "the server ended before it was ready", 1, lines)
-    assert (error.reason, error.returncode) == (StartFailReason.EXITED, 1)
-    assert error.log_tail == lines
-    text = str(error)
-    assert text.startswith("exited: the server ended before it was ready (return code 1)")
-    assert [line.strip() for line in text.splitlines()[1:]] == list(lines[-20:])
+    error = WorkerStartError("exited", "the server ended", 1, lines)
+    assert (error.reason, error.returncode, error.log_tail, error.advice) == (StartFailReason.EXITED, 1, lines, None)
+    first, *others = str(error).splitlines()
+    assert first == "exited: the server ended (return code 1); the server's last lines:"
+    assert [line.strip() for line in others] == list(lines[-20:])
 
 
-def test_a_start_error_without_a_process_says_just_why() -> None:
-    error = WorkerStartError(StartFailReason.PORT_IN_USE, "127.0.0.1:9001 is taken")
-    assert str(error) == "port_in_use: 127.0.0.1:9001 is taken"
-    assert (error.returncode, error.log_tail) == (None, ())
-    with pytest.raises(ValueError):
-        WorkerStartError("bored", "")  # no such reason
+@pytest.mark.parametrize("reason", [reason for reason in StartFailReason if reason != "exited"])
+def test_a_start_error_without_a_process_says_just_why(reason: StartFailReason) -> None:
+    error = WorkerStartError(reason, "detail")
+    assert (str(error), error.returncode, error.log_tail) == (f"{reason}: detail", None, ())
 
 
-def test_a_closed_worker_is_named() -> None:
-    assert "'w'" in str(WorkerClosed("w"))
-    assert WorkerClosed("w").worker_name == "w"
+def test_there_are_no_other_reasons() -> None:
+    with pytest.raises(ValueError, match="bored"):
+        WorkerStartError("bored", "")
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("returncode", "log", "told"),
     [
-        WorkerStartError("exited", "it ended", -9, ("a", "b")),
-        WorkerStopError("unkillable", "pid 5"),
-        WorkerClosed("w"),
-        ConfigError("slots must be 1 or more"),
+        (1, "E ggml_aligned_malloc: insufficient memory (attempted to allocate 2197265.62 MB)", "--ctx-size"),
+        (1, "CUDA error: out of memory", "memory"),
+        (-signal.SIGABRT, "ggml.c:1644: GGML_ASSERT(ctx->mem_buffer != NULL) failed", "--ctx-size"),
+        (-signal.SIGKILL, "load_tensors", "(signal 9); it was killed, mostly by the kernel when memory ran out"),
+        (1, "error: invalid argument: --frob", "`llama-server --help`"),
+        (1, "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (No such file or directory)", "check the path"),
+        (1, "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (Permission denied)", "chmod u+r"),
+        (1, "E gguf_init_from_reader: failed to read magic", "name the .gguf file itself"),
+        (1, "E gguf_init_from_reader: invalid magic characters: 'hell', expected 'GGUF'", "not a GGUF model"),
+        (1, "E read: string length 20 exceeds remaining file size 8 bytes", "the model file is incomplete"),
+        (1, "data is not within the file bounds, model is corrupted or incomplete", "download it again"),
+        (1, "error loading model: unknown model architecture: 'new'", "newer build"),
+        (127, "error while loading shared libraries: libggml.so: cannot open shared object file", "libraries"),
+        (1, "ggml_cuda_init: CUDA driver version is insufficient", "driver"),
+        (1, "E srv start: couldn't bind HTTP server socket, hostname: 10.9.9.9, port: 80", "address of this machine"),
+        (1, "E srv start: couldn't bind HTTP server socket, hostname: 10.9.9.9, port: 80", "above 1023"),
+        (-signal.SIGILL, "", "add --no-repack, which avoids AMX; or take a portable build"),
+        (132, "./run.sh: line 2: 4711 Illegal instruction (core dumped) llama-server", "add --no-repack"),
+        (-signal.SIGSEGV, "", "crashed"),
+        (0, "", "check that server_cmd starts a llama-server"),
     ],
 )
-def test_an_error_survives_pickling_and_copying(error: LlamaWorkerError) -> None:
-    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
-        assert type(other) is type(error)
-        assert (str(other), other.__dict__) == (str(error), error.__dict__)
+def test_a_server_that_ended(returncode: int, log: str, told: str) -> None:
+    lines = ["before", log, "after"] if log else []
+    error = WorkerStartError("exited", "the server ended before it was ready", returncode, lines)
+    assert told in str(error).splitlines()[0]
+
+
+@pytest.mark.parametrize(("returncode", "log"), [(3, "something"), (-signal.SIGRTMIN, "x"), (-40, "x"), (None, "x")])
+def test_what_is_not_known_is_left_to_the_servers_last_lines(returncode: int | None, log: str) -> None:
+    error = WorkerStartError("exited", "it ended", returncode, [log])
+    assert str(error) == f"{error.summary}; the server's last lines:\n  {log}"
+
+
+@pytest.mark.parametrize(
+    ("reason", "detail", "log", "told"),
+    [
+        ("exited", "actor_died: transport: RuntimeError: can't start new thread", "loading", "`ulimit -u`"),
+        ("spawn_failed", "no process could be started: can't start new thread", "loading", "`ulimit -u`"),
+        ("spawn_failed", "no process could be started: [Errno 24] Too many open files", "loading", "`ulimit -n`"),
+        (
+            "startup_timeout",
+            "not ready",
+            "I srv main: listening on http://127.0.0.1:8081",
+            "it listens on http://127.0.0.1:8081: pass it the worker's host and port",
+        ),
+    ],
+)
+def test_a_host_that_is_at_its_limits_and_a_server_that_listens_elsewhere(
+    reason: str, detail: str, log: str, told: str
+) -> None:
+    assert told in str(WorkerStartError(reason, detail, None, [log])).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("program", "number", "told"),
+    [
+        ("llama-server", errno.ENOENT, "no program 'llama-server' on the PATH: install"),
+        ("./llama-server", errno.ENOENT, "No such file or directory; begin server_cmd with the path"),
+        ("./llama-server", errno.EACCES, "chmod +x"),
+        ("./llama-server", errno.ENOEXEC, "not a program for this system"),
+        ("./llama-server", errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_a_program_that_cannot_be_executed(program: str, number: int, told: str) -> None:
+    text = not_executed(program, number, os.strerror(number))
+    assert told in text
+    assert repr(program) in text
+
+
+def test_a_return_code_in_words() -> None:
+    assert [described(code) for code in (1, -9, None)] == ["return code 1", "signal 9", "an unknown return code"]
+
+
+LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "kills", "line", "log", "says"),
+    [
+        (-9, 0, None, (), None),  # somebody else's kill
+        (-9, 1, None, (), "the kernel killed it for lack of memory (its control group counts it: oom_kill +1)"),
+        (-9, 0, LINE, (), f"the kernel killed it for lack of memory: {LINE}"),
+        (-6, 1, LINE, (), None),  # it was another process that the kernel killed
+        (1, 0, None, ("ggml: failed to allocate buffer", "bye"), "its last words: ggml: failed to allocate buffer"),
+        (-6, 0, None, ("terminate called: std::bad_alloc",), "its last words: terminate called: std::bad_alloc"),
+        (0, 0, None, ("out of memory",), None),
+        (1, 0, None, ("out of memory", "1", "2", "3", "4", "5"), None),  # long ago
+        (None, 1, None, (), None),
+    ],
+)
+def test_what_tells_a_lack_of_memory(
+    returncode: int | None, kills: int, line: str | None, log: tuple[str, ...], says: str | None
+) -> None:
+    found = lack_of_memory(returncode, oom_kills=kills, kernel_line=line, log_tail=log)
+    assert (found is None) == (says is None)
+    assert (says or "") in (found or "")

@@ -1,15 +1,19 @@
-"""The counter of failed health probes, with a literal clock."""
+"""What tells that a server is lost, or worn: failed probes, errors of its GPU, age and size; with literal numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from llama_worker.profiles import TimeoutProfile
+from llama_worker import ConfigError, Recycle, TimeoutProfile
+from llama_worker.server.gpu_faults import GpuFault, fault_of_xid
 from llama_worker.server.health import HealthCounter, probe_timeout_s
+from llama_worker.server.recycling import worn
 
+MIB = 1 << 20
 PROFILE = TimeoutProfile(health_failures_before_restart=3)
 
 
@@ -54,3 +58,54 @@ def test_the_reason_names_count_limit_and_last_failure() -> None:
 )
 def test_a_probe_is_given_up_when_the_next_is_due_within_bounds(interval_s: float | None, timeout_s: float) -> None:
     assert probe_timeout_s(replace(PROFILE, health_probe_interval_s=interval_s)) == timeout_s
+
+
+# ---------------------------------------------------------------- errors of GPUs
+
+
+@pytest.mark.parametrize(
+    ("xids", "fatal"),
+    [
+        pytest.param((46, 48, 62, 79, 95, 110, 119, 120, 140, 143, 158), True, id="takes a reset to mend"),
+        pytest.param((8, 13, 31, 32, 94, 109, 9999), False, id="may be another process's, or is unknown"),
+        pytest.param((43, 45, 63, 92, 154), None, id="is left behind by a kill, or mends itself: no fault"),
+    ],
+)
+def test_what_an_error_means_for_the_server(xids: tuple[int, ...], fatal: bool | None) -> None:
+    faults = {xid: fault_of_xid("GPU 0", xid) for xid in xids}
+    assert {xid: fault.fatal if fault else None for xid, fault in faults.items()} == dict.fromkeys(xids, fatal)
+
+
+def test_a_fault_names_the_gpu_the_number_and_the_meaning() -> None:
+    assert fault_of_xid("GPU 3", 79) == GpuFault(fatal=True, detail="GPU 3: Xid 79, the GPU has fallen off the bus")
+    assert fault_of_xid("GPU 3", 9999) == GpuFault(fatal=False, detail="GPU 3: Xid 9999, see NVIDIA's catalog")
+
+
+# ---------------------------------------------------------------- planned restarts
+
+
+@pytest.mark.parametrize(
+    ("policy", "ready_for_s", "requests", "anon", "says"),
+    [
+        (Recycle(max_requests=3), 1e9, 2, 1 << 60, None),
+        (Recycle(max_requests=3), 0.0, 3, None, "3 requests ended (limit: max_requests 3)"),
+        (Recycle(max_age_s=60), 59.9, 10**9, None, None),
+        (Recycle(max_age_s=60), 60.0, 0, None, "ready for 60 s (limit: max_age_s 60)"),
+        (Recycle(max_anon_mib=100), 1e9, 1, 100 * MIB - 1, None),
+        (Recycle(max_anon_mib=100), 0.0, 1, 100 * MIB, "100 MiB of anonymous memory (limit: max_anon_mib 100)"),
+        (Recycle(max_anon_mib=100), 1e9, 1, None, None),  # it cannot be seen
+    ],
+)
+def test_a_server_is_worn_at_its_limit(
+    policy: Recycle, ready_for_s: float, requests: int, anon: int | None, says: str | None
+) -> None:
+    found = worn(policy, ready_for_s=ready_for_s, requests_count=requests, anon_bytes=anon)
+    assert (found.detail if found else None) == says
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"max_requests": 0}, {"max_anon_mib": -1}, {"max_age_s": 0}, {"max_age_s": float("inf")}]
+)
+def test_limits_that_limit_nothing_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"max_|recycle"):
+        Recycle(**given)

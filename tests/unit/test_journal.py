@@ -1,23 +1,34 @@
-"""What a worker keeps for a person, with literal times."""
+"""What a worker keeps for a person and counts for metrics, with literal times."""
 
 from __future__ import annotations
 
+import copy
+import logging
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from llama_worker.messages import Observed
 from llama_worker.request.progress import Progress
-from llama_worker.request.table import Admitted
+from llama_worker.request.table import Admitted, RequestRecord
+from llama_worker.runtime.futures import write_log
 from llama_worker.server.journal import Journal
-from llama_worker.types import RequestPhase
+from llama_worker.server.totals import BOUNDS_S
+from llama_worker.types import RequestFailReason, RequestFinishReason, RequestPhase, RequestState
 
 UNIX = 1000.0  # what makes Unix seconds of the clock here
 
 
 @pytest.fixture
-def journal() -> Journal:
-    return Journal("w", UNIX, lambda level, line: None)
+def log() -> list[tuple[int, str]]:
+    return []
+
+
+@pytest.fixture
+def journal(log: list[tuple[int, str]]) -> Journal:
+    return Journal("w", UNIX, lambda *line: log.append(line))
 
 
 def told(journal: Journal) -> Any:
@@ -28,19 +39,39 @@ def events(journal: Journal) -> list[str]:
     return [event["event"] for event in told(journal)["recent_events"]]
 
 
-def killed(journal: Journal, *, epoch: int = 1) -> Any:
-    journal.keep_evidence(110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)])
-    return told(journal)["evidence"]
+# ---------------------------------------------------------------- events, warnings, restarts
 
 
-def observed() -> Observed:
-    progress = Progress(request_id=7, phase=RequestPhase.PREFILL, dispatched_at=100.0, turn_started_at=101.0)
-    return Observed(epoch=1, at=109.0, activity="no CPU", liveness_at=105.0, requests=(progress,))
+def test_an_event_is_kept_in_unix_seconds_and_logged_as_one_line_without_what_is_not_known(
+    journal: Journal, log: list[tuple[int, str]]
+) -> None:
+    facts: dict[str, Any] = {"request_id": 7, "job_name": "two\nlines", "pid": None}
+    for level in (logging.INFO, logging.WARNING):
+        journal.note("request_ended", 100.0, level=level, **facts)
+    line = "request_ended worker='w' request_id=7 job_name='two\\nlines'"
+    assert log == [(logging.INFO, line), (logging.WARNING, line)]
+    kept = {"at": 1100.0, "event": "request_ended", "worker": "w", "request_id": 7, "job_name": "two\nlines"}
+    assert told(journal)["recent_events"] == [kept, kept]
 
 
-def test_an_event_is_told_in_unix_seconds(journal: Journal) -> None:
-    journal.note("launched", 100.0, pid=5)
-    assert told(journal)["recent_events"] == [{"at": 1100.0, "event": "launched", "worker": "w", "pid": 5}]
+def test_the_last_two_hundred_events_are_kept(journal: Journal) -> None:
+    for number in range(250):
+        journal.note("e", number - UNIX)
+    assert [event["at"] for event in told(journal)["recent_events"]] == list(range(50, 250))
+
+
+def test_lines_are_written_under_the_librarys_name_on_a_thread_of_their_own() -> None:
+    written: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    logger, handler = logging.getLogger("llama_worker"), QueueHandler(written)
+    logger.addHandler(handler)
+    try:
+        write_log(logger, logging.DEBUG - 1, "below the level: not written")
+        write_log(logger, logging.ERROR, "100 %s")
+        line = written.get(timeout=60)
+    finally:
+        logger.removeHandler(handler)
+    assert (line.name, line.levelno, line.getMessage()) == ("llama_worker", logging.ERROR, "100 %s")
+    assert line.threadName == "llama_worker-log"
 
 
 def test_a_warning_is_kept_once_and_is_an_event(journal: Journal) -> None:
@@ -64,14 +95,22 @@ def test_a_lockout_is_recorded_and_is_no_restart(journal: Journal) -> None:
         {"at": 1101.0, "reason": "exited", "detail": "too often"},
     ]
     assert events(journal) == ["restart", "locked_out"]
-    assert journal.totals.snapshot()["restarts"] == {"exited": 1}
+    assert told(journal)["totals"]["restarts"] == {"exited": 1}
+
+
+# ---------------------------------------------------------------- evidence
+
+
+def killed(journal: Journal, *, epoch: int = 1) -> Any:
+    """The evidence, where the watchdog had observed the launch 1 a second before."""
+    progress = Progress(request_id=7, phase=RequestPhase.PREFILL, dispatched_at=100.0, turn_started_at=101.0)
+    journal.observed = Observed(epoch=1, at=109.0, activity="no CPU", liveness_at=105.0, requests=(progress,))
+    journal.keep_evidence(110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)])
+    return told(journal)["evidence"]
 
 
 def test_the_evidence_of_a_kill(journal: Journal) -> None:
-    journal.observed = observed()
-    evidence = killed(journal)
-    (request,) = evidence.pop("requests")
-    assert request == {
+    request = {
         "request_id": 7,
         "job_name": "j",
         "slot": 0,
@@ -84,12 +123,11 @@ def test_the_evidence_of_a_kill(journal: Journal) -> None:
         "last_byte_ago_s": None,
         "last_sign_of_work_ago_s": 5.0,
     }
-    known = {"at": 1110.0, "pid": 5, "last_error": "it hangs"}
-    assert evidence == {**known, "activity": "no CPU", "observed_ago_s": 1.0}
+    seen = {"activity": "no CPU", "observed_ago_s": 1.0, "requests": [request]}
+    assert killed(journal) == {"at": 1110.0, "pid": 5, "last_error": "it hangs", **seen}
 
 
 def test_what_was_observed_of_another_launch_is_no_evidence(journal: Journal) -> None:
-    journal.observed = observed()
     evidence = killed(journal, epoch=2)
     assert (evidence["activity"], evidence["observed_ago_s"]) == ("", None)
     assert evidence["requests"] == [{"request_id": 7, "job_name": "j", "slot": 0}]
@@ -103,6 +141,9 @@ def test_the_processes_and_last_lines_join_the_evidence_of_the_last_kill_only(jo
     assert not killed(journal).keys() & {"processes", "log_tail"}
 
 
+# ---------------------------------------------------------------- totals
+
+
 def test_a_stuck_tool_thread_counts_for_as_long_as_it_runs(journal: Journal) -> None:
     running = {"first", "second"}
     journal.tool_thread_stuck(lambda: "first" in running)
@@ -110,15 +151,77 @@ def test_a_stuck_tool_thread_counts_for_as_long_as_it_runs(journal: Journal) -> 
     assert told(journal)["stuck_tool_threads_count"] == 2
     running.remove("first")
     assert told(journal)["stuck_tool_threads_count"] == 1
-    running.remove("second")
-    assert told(journal)["stuck_tool_threads_count"] == 0
+
+
+def record(state: RequestState = RequestState.COMPLETED, *, tokens: int | None = None, **result: Any) -> RequestRecord:
+    return RequestRecord(
+        request_id=1,
+        job_name="j",
+        status={} if tokens is None else {"tokens_received": tokens},  # type: ignore[typeddict-item]
+        result={"state": state, "finish_reason": RequestFinishReason.STOP, **result},  # type: ignore[typeddict-item]
+        ended_at=1.0,
+    )
+
+
+def counted(journal: Journal, *records: RequestRecord) -> Any:
+    for ended in records:
+        journal.totals.request_ended(ended)
+    return told(journal)["totals"]
+
+
+def test_requests_are_counted_by_outcome_and_reason(journal: Journal) -> None:
+    assert counted(journal)["requests"] == {"completed": {}, "failed": {}, "canceled": {}}
+    totals = counted(
+        journal,
+        record(),
+        record(),
+        record(finish_reason=RequestFinishReason.MAX_TOKENS),
+        record(RequestState.FAILED, fail_reason=RequestFailReason.SERVER_DIED),
+        record(RequestState.CANCELED, fail_reason=RequestFailReason.CANCELED),
+    )
+    completed = {"stop": 2, "max_tokens": 1}
+    assert totals["requests"] == {"completed": completed, "failed": {"server_died": 1}, "canceled": {"canceled": 1}}
+
+
+def test_tokens_add_up_also_those_of_requests_without_usage(journal: Journal) -> None:
+    usage = {"prompt_tokens": 100, "completion_tokens": 5, "cached_tokens": 60}
+    totals = counted(journal, record(tokens=5, usage=usage), record(tokens=3, usage=usage), record(tokens=3), record())
+    assert (totals["prompt_tokens"], totals["cached_tokens"], totals["generated_tokens"]) == (200, 120, 11)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "index"), [(0.0, 0), (0.1, 0), (0.11, 1), (3600.0, len(BOUNDS_S) - 1), (3601.0, len(BOUNDS_S))]
+)
+def test_a_duration_is_counted_once_where_it_is_not_above_the_bound(
+    journal: Journal, seconds: float, index: int
+) -> None:
+    totals = counted(journal, record(timings={"total_s": seconds, "ttft_s": seconds}))
+    counts = [int(at == index) for at in range(len(BOUNDS_S) + 1)]
+    once = {"bounds_s": list(BOUNDS_S), "counts": counts, "sum_s": pytest.approx(seconds)}
+    assert (totals["ttft"], totals["duration"]["completed"]) == (once, once)
+    assert sum(totals["duration"]["failed"]["counts"]) == 0
+
+
+def test_a_request_without_a_token_has_no_time_to_it(journal: Journal) -> None:
+    assert sum(counted(journal, record(timings={"total_s": 1.0}))["ttft"]["counts"]) == 0
+
+
+# ---------------------------------------------------------------- whose it is
+
+
+def empty(value: Any) -> None:
+    """Clear it and all that is in it."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            empty(inner)
+        value.clear()
 
 
 def test_what_a_host_is_told_is_its_own(journal: Journal) -> None:
     journal.restart_decided("exited", "code 1", 5.0, 100.0)
+    counted(journal, record(tokens=1, timings={"total_s": 1.0, "ttft_s": 1.0}))
     killed(journal)
     given = told(journal)
-    given["evidence"]["requests"].clear()
-    given["recent_restarts"][0]["reason"] = "other"
-    assert told(journal)["evidence"]["requests"]
-    assert told(journal)["recent_restarts"][0]["reason"] == "exited"
+    kept = copy.deepcopy(given)
+    empty(given)
+    assert told(journal) == kept

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,70 +17,54 @@ MIB = 1 << 20
 
 
 def watch(
-    *looks: tuple[float, dict[ProcessKey, Counters]], ticks_per_second: int = 100
+    *looks: dict[ProcessKey, Counters], every_s: float = 1.0, ticks_per_second: int = 100
 ) -> list[LivenessEvidence | None]:
-    activity = ProcessActivity(ticks_per_second)
-    told = []
-    for at, processes in looks:
-        activity, evidence = activity.observe(ProcessSample(at=at, processes=processes))
+    activity, told = ProcessActivity(ticks_per_second), []
+    for number, processes in enumerate(looks):
+        activity, evidence = activity.observe(ProcessSample(at=50.0 + number * every_s, processes=processes))
         told.append(evidence)
     return told
 
 
-def alive(told: list[LivenessEvidence | None]) -> list[bool | None]:
-    return [None if evidence is None else evidence.alive for evidence in told]
-
-
-def each_second(*looks: dict[ProcessKey, Counters]) -> list[bool | None]:
-    return alive(watch(*((float(s), look) for s, look in enumerate(looks))))
+def alive(*looks: dict[ProcessKey, Counters], **clock: Any) -> list[bool | None]:
+    return [None if evidence is None else evidence.alive for evidence in watch(*looks, **clock)]
 
 
 def steady(
-    interval_s: float,
-    *,
-    seconds: float | None = None,
-    ticks: float = 0.0,
-    read_bytes: float = 0.0,
-    faults: float = 0.0,
-    ticks_per_second: int = 100,
+    interval_s: float, *, looks_count: int = 0, ticks_per_second: int = 100, **per_second: float
 ) -> list[bool | None]:
-    """What one process tells that uses so much of each per second."""
+    """What one process tells that uses so much of each per second; for four windows where `looks_count` is 0."""
     looks = []
-    for i in range(int((seconds or 4 * max(interval_s, 3.0)) / interval_s) + 1):
-        s = i * interval_s
-        use = Counters(
-            cpu_ticks=int(ticks * s + 1e-6),
-            read_bytes=int(read_bytes * s + 1e-6),
-            major_faults=int(faults * s + 1e-6),
-        )
-        looks.append((50.0 + s, {ROOT: use}))
-    return alive(watch(*looks, ticks_per_second=ticks_per_second))
+    for number in range(looks_count or int(4 * max(interval_s, 3.0) / interval_s) + 1):
+        use = {name: int(rate * number * interval_s + 1e-6) for name, rate in per_second.items()}
+        looks.append({ROOT: Counters(**{"cpu_ticks": 0, **use})})
+    return alive(*looks, every_s=interval_s, ticks_per_second=ticks_per_second)
 
 
 @pytest.mark.parametrize("interval_s", [0.05, 0.5, 1.0, 5.0, 30.0, 60.0])
-@pytest.mark.parametrize(("ticks", "works"), [(0.0, False), (4.0, False), (100.0, True), (3200.0, True)])
+@pytest.mark.parametrize(("ticks", "works"), [(0.0, False), (100.0, True), (3200.0, True)])
 def test_a_computing_server_gives_evidence_from_the_second_look_and_an_idle_one_never(
     interval_s: float, ticks: float, works: bool
 ) -> None:
-    first, *others = steady(interval_s, ticks=ticks)
+    first, *others = steady(interval_s, cpu_ticks=ticks)
     assert first is None
     assert set(others) == {works}
 
 
 def test_a_slow_rate_needs_five_ticks_before_it_counts() -> None:
-    assert steady(0.5, seconds=2.0, ticks=8.0) == [None, False, True, True, True]
-    assert steady(1.0, seconds=4.0, ticks=5.0) == [None, True, True, True, True]
+    assert steady(0.5, looks_count=5, cpu_ticks=8.0) == [None, False, True, True, True]
+    assert steady(1.0, looks_count=5, cpu_ticks=5.0) == [None, True, True, True, True]
 
 
 def test_a_burst_is_forgotten_when_the_window_has_passed() -> None:
     use = [0, 20, 20, 20, 20, 20, 20]
-    told = each_second(*({ROOT: Counters(cpu_ticks=ticks)} for ticks in use))
+    told = alive(*({ROOT: Counters(cpu_ticks=ticks)} for ticks in use))
     assert told == [None, True, True, True, False, False, False]
 
 
 def test_ticks_are_of_ten_milliseconds_whatever_the_clock_of_the_system() -> None:
-    assert steady(1.0, ticks=50.0, ticks_per_second=1000)[-1] is True
-    assert steady(1.0, ticks=49.0, ticks_per_second=1000)[-1] is False
+    assert steady(1.0, cpu_ticks=50.0, ticks_per_second=1000)[-1] is True
+    assert steady(1.0, cpu_ticks=49.0, ticks_per_second=1000)[-1] is False
 
 
 @pytest.mark.parametrize("interval_s", [0.05, 1.0, 5.0, 60.0])
@@ -92,11 +78,11 @@ def test_ticks_are_of_ten_milliseconds_whatever_the_clock_of_the_system() -> Non
     ],
 )
 def test_reads_and_major_faults_count_by_rate(interval_s: float, read_bytes: float, faults: float, works: bool) -> None:
-    assert steady(interval_s, read_bytes=read_bytes, faults=faults)[-1] is works
+    assert steady(interval_s, read_bytes=read_bytes, major_faults=faults)[-1] is works
 
 
 def test_counters_that_cannot_be_read_are_left_out() -> None:
-    told = each_second(
+    told = alive(
         {ROOT: Counters(cpu_ticks=0)},
         {ROOT: Counters(cpu_ticks=0, read_bytes=900 * MIB, major_faults=10_000)},
         {ROOT: Counters(cpu_ticks=100)},
@@ -105,7 +91,7 @@ def test_counters_that_cannot_be_read_are_left_out() -> None:
 
 
 def test_a_process_that_appears_brings_in_nothing_of_its_past() -> None:
-    told = each_second(
+    told = alive(
         {ROOT: Counters(cpu_ticks=10)},
         {ROOT: Counters(cpu_ticks=10), CHILD: Counters(cpu_ticks=99_999, read_bytes=900 * MIB)},
         {ROOT: Counters(cpu_ticks=10), CHILD: Counters(cpu_ticks=100_099, read_bytes=900 * MIB)},
@@ -114,31 +100,28 @@ def test_a_process_that_appears_brings_in_nothing_of_its_past() -> None:
 
 
 def test_a_process_that_vanishes_takes_nothing_away() -> None:
-    last = watch(
-        (0.0, {ROOT: Counters(cpu_ticks=0), CHILD: Counters(cpu_ticks=5000)}),
-        (1.0, {ROOT: Counters(cpu_ticks=50), CHILD: Counters(cpu_ticks=5050)}),
-        (2.0, {ROOT: Counters(cpu_ticks=100)}),
-    )[-1]
+    *_, last = watch(
+        {ROOT: Counters(cpu_ticks=0), CHILD: Counters(cpu_ticks=5000)},
+        {ROOT: Counters(cpu_ticks=50), CHILD: Counters(cpu_ticks=5050)},
+        {ROOT: Counters(cpu_ticks=100)},
+    )
     assert last is not None
     assert last.detail.startswith("CPU 75.0 ticks/s")
 
 
 def test_a_pid_that_comes_back_is_another_process() -> None:
     again: ProcessKey = (100, 7.0)
-    told = each_second({ROOT: Counters(cpu_ticks=9000)}, {again: Counters(cpu_ticks=3)}, {again: Counters(cpu_ticks=4)})
+    told = alive({ROOT: Counters(cpu_ticks=9000)}, {again: Counters(cpu_ticks=3)}, {again: Counters(cpu_ticks=4)})
     assert told == [None, None, False]
 
 
 def test_a_look_at_the_same_instant_is_no_news() -> None:
-    look = (0.0, {ROOT: Counters(cpu_ticks=0)})
-    assert watch(look, look) == [None, None]
+    assert watch({ROOT: Counters(cpu_ticks=0)}, {ROOT: Counters(cpu_ticks=9)}, every_s=0.0) == [None, None]
 
 
 def test_detail_tells_the_rates() -> None:
-    told = watch(
-        (0.0, {ROOT: Counters(cpu_ticks=0, read_bytes=0, major_faults=0)}),
-        (2.0, {ROOT: Counters(cpu_ticks=150, read_bytes=4096, major_faults=3)}),
-    )
+    first = Counters(cpu_ticks=0, read_bytes=0, major_faults=0)
+    told = watch({ROOT: first}, {ROOT: Counters(cpu_ticks=150, read_bytes=4096, major_faults=3)}, every_s=2.0)
     detail = "CPU 75.0 ticks/s, read 2.0 KiB/s, major faults 1.5/s over 2.00 s"
     assert told[1] == LivenessEvidence(alive=True, detail=detail)
 

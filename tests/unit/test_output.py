@@ -8,13 +8,6 @@ from llama_worker.request.output import Output
 LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times
 
 
-def test_text_and_reasoning_grow_side_by_side() -> None:
-    it = Output(LoopDetector())
-    it.add("hm", "Hel")
-    it.add("", "lo")
-    assert (it.reasoning, it.text, it.reasoning_chars, it.text_chars) == ("hm", "Hello", 2, 5)
-
-
 def test_it_ends_with_the_line_that_decided_on_a_loop() -> None:
     it = Output(LoopDetector())
     it.add("", "a\n" + LINE * 11)
@@ -39,10 +32,3 @@ def test_the_rest_is_added_whole_and_is_no_loop() -> None:
     it.add_rest("\n" + LINE * 20, LINE * 20 + "b")
     assert it.loop is None
     assert (it.reasoning, it.text) == ("hm\n" + LINE * 20, "a\n" + LINE * 20 + "b")
-
-
-def test_without_a_detector_nothing_is_a_loop() -> None:
-    it = Output(None)
-    it.add(LINE * 100, LINE * 100)
-    assert it.loop is None
-    assert it.text == it.reasoning == LINE * 100

@@ -1,4 +1,4 @@
-"""The lists that are kept by hand agree with what is on disk, and a wheel holds all of it."""
+"""The lists that are kept by hand agree with what is on disk, a wheel holds all of it, and extras are named."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ import llama_worker
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE = ROOT / "src" / "llama_worker"
+HIDE = """
+import sys
+
+class Hider:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hider())
+"""
+COMMAND = "from llama_worker.cli import main; sys.argv[1:] = {}; sys.exit(main())"
 SUBPACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}  # not rglob: it follows no links
 
 
@@ -55,15 +66,26 @@ def test_to_import_the_package_is_to_import_next_to_nothing() -> None:
     assert not imported & {"pykka", "requests", "urllib3", "psutil", "sseclient", "asyncio"}
 
 
-def test_what_the_contract_names_is_public() -> None:
-    named = (
-        "LlamaWorker WorkerConfig TimeoutProfile RestartPolicy LoopDetector llama_server_cmd LlamaWorkerError"
-        " ConfigError WorkerStartError WorkerClosed WorkerState RequestState RequestFinishReason RequestFailReason"
-        " SubmitOk SubmitErr NotFound NotReady RequestStatus OutputChunk RequestResult ExitSignal ToolTraceEntry"
-        " WorkerStatus WorkerDebugInfo ChatMessage ToolDef ToolFunctionDef ToolCall BiosText BiosContext"
-        " BiosProvider ToolRunner LivenessProbe default_bios RequestRefused Recycle Canary SignalHandler ContentPart"
-    )
-    assert set(named.split()) <= set(llama_worker.__all__)
+@pytest.mark.parametrize(
+    ("package", "extra", "program"),
+    [
+        ("typer", "cli", COMMAND.format(["doctor"])),
+        ("rich", "cli", COMMAND.format(["doctor"])),
+        ("prometheus_client", "metrics", "from llama_worker.metrics import WorkerCollector"),
+        ("ray", "ray", "from llama_worker.ray import Fleet"),
+    ],
+)
+def test_what_needs_an_extra_that_is_not_installed_says_how_to_install_it(
+    package: str, extra: str, program: str
+) -> None:
+    command = [sys.executable, "-c", HIDE.format(package) + program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"{package} is missing" in done.stderr
+    assert f"pip install 'llama-worker[{extra}]'" in done.stderr
+
+
+# ---------------------------------------------------------------- wheels
 
 
 def checkout(at: Path) -> Path:
@@ -103,11 +125,12 @@ def test_a_wheel_holds_every_module_the_actors_too(wheel: Path) -> None:
 
 
 def test_a_wheel_installs_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path)], check=True)
-    pip = (str(tmp_path / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
+    python = str(tmp_path / "bin" / "python")
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check")
     subprocess.run([*pip, str(wheel)], check=True)
     program = "import llama_worker.actors.worker as actors; from llama_worker import *; print(actors.__file__)"
-    told = subprocess.run([pip[0], "-I", "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)
+    told = subprocess.run([python, "-I", "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)
     (installed,) = tmp_path.glob("lib/python*/site-packages/llama_worker/actors/worker.py")
     assert told.stdout.strip() == str(installed)
     command = subprocess.run([str(tmp_path / "bin" / "llama-worker")], capture_output=True, text=True)

@@ -19,13 +19,10 @@ POLICY = RestartPolicy(
 )
 
 
-def test_backoff_doubles_up_to_its_maximum() -> None:
-    assert [backoff_s(number, POLICY) for number in (1, 2, 3, 4, 5, 6, 5000)] == [5, 10, 20, 40, 60, 60, 60]
-
-
-def test_no_backoff_stays_none() -> None:
-    policy = replace(POLICY, restart_backoff_s=0.0)
-    assert [backoff_s(number, policy) for number in (1, 7, 5000)] == [0, 0, 0]
+@pytest.mark.parametrize(("first_s", "delays"), [(5.0, [5, 10, 20, 40, 60, 60, 60]), (0.0, [0] * 7)])
+def test_backoff_doubles_up_to_its_maximum_and_none_stays_none(first_s: float, delays: list[int]) -> None:
+    policy = replace(POLICY, restart_backoff_s=first_s)
+    assert [backoff_s(number, policy) for number in (1, 2, 3, 4, 5, 6, 5000)] == delays
 
 
 def crashes(

@@ -119,14 +119,9 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
 
 def test_repeats_are_counted_from_the_latest_that_was_new_and_are_no_tokens() -> None:
     it = turn()
-    for _ in range(5):
-        it.take(RoleOnly(), 1.0)
-    assert (it.repeats, it.last_data_at, it.first_token_at) == (5, None, None)
-    for nothing in (None, ""):
-        it.take(ToolCallDelta(0, None, None, nothing), 1.5)
-    assert (it.tokens, it.first_token_at) == (0, None)
+    take(it, *[RoleOnly()] * 5, ToolCallDelta(0, None, None, None), ToolCallDelta(0, None, None, ""))
+    assert (it.repeats, it.last_data_at, it.tokens, it.first_token_at) == (7, None, 0, None)
     take(it, TextDelta("a"), at=2.0)
     assert (it.repeats, it.last_data_at) == (0, 2.0)
-    for _ in range(4):
-        it.take(ToolCallDelta(0, None, None, ""), 3.0)
+    take(it, *[ToolCallDelta(0, None, None, "")] * 4, at=3.0)
     assert (it.repeats, it.last_data_at) == (4, 2.0)

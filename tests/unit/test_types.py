@@ -1,4 +1,4 @@
-"""The contract's field names and values, which hosts depend on."""
+"""The contract's field names and values, which hosts depend on, and the ready-made exit tools."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from llama_worker import types
-from llama_worker.types import RequestState
-
-
-def words(text: str) -> set[str]:
-    return set(text.replace(",", " ").split())
+from llama_worker.exit_tools import ALL_EXIT_TOOLS
+from llama_worker.types import RequestState, ToolDef
 
 
 @pytest.mark.parametrize(
@@ -23,62 +20,65 @@ def words(text: str) -> set[str]:
         (types.RequestState, "running tool_running completed failed canceled"),
         (types.RequestFinishReason, "stop max_tokens canceled failed"),
         (types.RequestPhase, "waiting prefill generating tool done"),
-        (
-            types.RequestFailReason,
-            "worker_restarted worker_stopped server_died connect_failed headers_timeout ttft_timeout stall_timeout"
-            " absolute_timeout stream_disconnected protocol_error http_error server_error prompt_error"
-            " tool_parse_error tool_execution_error repeated_line_loop repeated_text_loop context_exceeded request_lost"
-            " canceled unknown_error",
-        ),
     ],
 )
 def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
-    assert {member.value for member in kind} == words(values)
+    assert {member.value for member in kind} == set(values.split())
     assert all(member == member.value == str(member) == json.loads(json.dumps(member)) for member in kind)
 
 
 @pytest.mark.parametrize(
-    ("kind", "required", "optional"),
+    ("kind", "keys"),
     [
-        (types.SubmitOk, "ok request_id", ""),
-        (types.SubmitErr, "ok error", ""),
-        (types.NotFound, "ok error", ""),
-        (types.NotReady, "ok error", ""),
+        (types.SubmitOk, "ok request_id"),
+        (types.SubmitErr, "ok error"),
+        (types.NotFound, "ok error"),
+        (types.NotReady, "ok error"),
         (
             types.RequestStatus,
             "ok request_id job_name state phase created_at output_chars reasoning_chars tool_iters_remaining"
-            " tool_calls_count signals",
-            "dispatched_at first_token_at completed_at last_progress_at last_stream_byte_at last_liveness_at"
-            " prompt_progress tokens_received tokens_per_second tail fail_reason fail_detail",
+            " tool_calls_count signals dispatched_at? first_token_at? completed_at? last_progress_at?"
+            " last_stream_byte_at? last_liveness_at? prompt_progress? tokens_received? tokens_per_second? tail?"
+            " fail_reason? fail_detail?",
         ),
-        (types.PromptProgress, "processed total cached", ""),
-        (types.OutputChunk, "ok text reasoning text_offset reasoning_offset done", ""),
+        (types.PromptProgress, "processed total cached"),
+        (types.OutputChunk, "ok text reasoning text_offset reasoning_offset done"),
         (
             types.RequestResult,
-            "ok request_id job_name state finish_reason text reasoning signals tool_trace",
-            "usage timings fail_reason fail_detail context",
+            "ok request_id job_name state finish_reason text reasoning signals tool_trace usage? timings? fail_reason?"
+            " fail_detail? context?",
         ),
-        (types.Usage, "prompt_tokens completion_tokens cached_tokens", ""),
-        (types.Timings, "total_s", "ttft_s tokens_per_second"),
-        (types.ExitSignal, "tool_name arguments emitted_at", "malformed"),
-        (types.ToolTraceEntry, "tool_call_id tool_name arguments iteration started_at duration_s ok", "error"),
+        (types.Usage, "prompt_tokens completion_tokens cached_tokens"),
+        (types.Timings, "total_s ttft_s? tokens_per_second?"),
+        (types.ExitSignal, "tool_name arguments emitted_at malformed?"),
+        (types.ToolTraceEntry, "tool_call_id tool_name arguments iteration started_at duration_s ok error?"),
         (
             types.WorkerStatus,
-            "name state slots_total slots_used active_request_ids active_jobs restart_count config_hash warnings",
-            "pid last_error last_ready_at next_restart_at n_ctx modalities model",
+            "name state slots_total slots_used active_request_ids active_jobs restart_count config_hash warnings pid?"
+            " last_error? last_ready_at? next_restart_at? n_ctx? modalities? model?",
         ),
-        (types.RestartRecord, "at reason detail", ""),
+        (types.RestartRecord, "at reason detail"),
         (
             types.WorkerDebugInfo,
             "recent_logs recent_restarts recent_events server_cmd evidence stuck_tool_threads_count totals",
-            "",
         ),
     ],
 )
-def test_the_keys_of_an_answer(kind: Any, required: str, optional: str) -> None:
-    assert kind.__required_keys__ == words(required)
-    assert kind.__optional_keys__ == words(optional)
+def test_the_keys_of_an_answer_and_which_may_be_missing(kind: Any, keys: str) -> None:
+    assert {*kind.__required_keys__, *(f"{key}?" for key in kind.__optional_keys__)} == set(keys.split())
 
 
 def test_three_states_are_terminal() -> None:
     assert {state for state in RequestState if state.is_terminal} == {"completed", "failed", "canceled"}
+
+
+@pytest.mark.parametrize("tool", ALL_EXIT_TOOLS, ids=lambda tool: tool["function"]["name"])
+def test_an_exit_tool_is_an_openai_function_with_a_closed_object_schema(tool: ToolDef) -> None:
+    assert json.loads(json.dumps(tool)) == tool
+    assert tool["type"] == "function"
+    assert tool["function"]["description"]
+    schema = tool["function"]["parameters"]
+    assert schema["type"] == "object"
+    assert schema["additionalProperties"] is False
+    assert set(schema["required"]) <= set(schema["properties"])
+    assert all(item["description"] and item["type"] for item in schema["properties"].values())

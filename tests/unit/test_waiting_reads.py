@@ -38,14 +38,11 @@ def test_a_question_is_answered_by_what_is_behind_its_offsets(
 
 
 def test_each_waits_for_its_own_offset() -> None:
-    early, late = Future(), Future()
+    early, late = read(Future(), 3), read(Future(), 5)
     reads = WaitingReads()
-    reads.add(read(early, 3))
-    reads.add(read(late, 5))
-    assert reads.take(3, 0) == []
-    assert reads.take(4, 0) == [read(early, 3)]
-    assert reads.take() == [read(late, 5)]
-    assert len(reads) == 0
+    reads.add(early)
+    reads.add(late)
+    assert [reads.take(3, 0), reads.take(4, 0), reads.take(), reads.take()] == [[], [early], [late], []]
 
 
 def test_who_was_answered_or_gave_up_waiting_is_forgotten() -> None:
