@@ -21,15 +21,15 @@ from functools import partial
 from typing import Any
 
 from llama_worker.messages import RequestEnded, StreamEvents
-from llama_worker.profiles import RestartPolicy
 from llama_worker.request.table import RequestRecord
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import Launching
 from llama_worker.server.suspicion import is_degenerate
 from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types import RequestFailReason, RequestState, WorkerState
+from tests.simulation.bench import Bench
 from tests.simulation.faults import Kind
-from tests.simulation.scheduler import Scheduler, SimulatedActor, Violation
+from tests.simulation.scheduler import SimulatedActor, Violation
 from tests.simulation.server import Exchange
 
 ARROWS = {
@@ -79,7 +79,7 @@ class Truth:
 class Invariants:
     """Hears of every step of one worker; raises Violation."""
 
-    def __init__(self, scheduler: Scheduler, policy: RestartPolicy, slots: int) -> None:
+    def __init__(self, bench: Bench) -> None:
         self.faults: list[Fault] = []
         self.requests: dict[int, Truth] = {}
         self._killed: set[int] = set()  # launches
@@ -90,10 +90,10 @@ class Invariants:
         self.blind_s = 0.0  # how long the host could not look, in all
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
         self.restarts_count = 0
-        self._scheduler = scheduler
-        self._policy = policy
-        self._slots = slots
-        self.worker: Any = None  # the WorkerActor to look into
+        self._scheduler = bench.scheduler
+        self._policy = bench.config.restart
+        self._slots = bench.config.slots
+        self._worker = bench.actor
         self._active: tuple[int, ...] = ()
         self.state = WorkerState.STOPPED  # the worker's
         self._replaced: set[int] = set()  # launches that ended as planned, or for the nonsense that they said
@@ -101,20 +101,20 @@ class Invariants:
         self._restarted_at: list[float] = []
         self._restart_count = 0
         self._stale_before: Lifecycle | None = None
-        scheduler.before_message = self.before_message
-        scheduler.after_message = self.after_message
-        scheduler.on_told = self.on_told
+        bench.scheduler.before_message = self.before_message
+        bench.scheduler.after_message = self.after_message
+        bench.scheduler.on_told = self.on_told
 
     @property
     def lifecycle(self) -> Lifecycle:
         """The worker's."""
-        life: Lifecycle = self.worker._server.lifecycle
+        life: Lifecycle = self._worker._server.lifecycle
         return life
 
     @property
     def active(self) -> tuple[int, ...]:
         """Ids of the requests that hold a slot."""
-        return tuple(admitted.request_id for admitted in self.worker._table.active)
+        return tuple(admitted.request_id for admitted in self._worker._table.active)
 
     # ------------------------------------------------------------ every step
 
@@ -125,7 +125,7 @@ class Invariants:
             if truth is not None:
                 truth.text += [event.text for event in message.events if type(event) is TextDelta]
                 truth.reasoning += [event.text for event in message.events if type(event) is ReasoningDelta]
-        elif actor.actor is self.worker:
+        elif actor.actor is self._worker:
             epoch = getattr(message, "epoch", None)
             if epoch is not None and epoch < self.lifecycle.epoch:
                 self._stale_before = self.lifecycle
@@ -139,7 +139,7 @@ class Invariants:
 
     def after_message(self, actor: SimulatedActor, message: Any) -> None:
         """An actor has handled a message."""
-        if actor.actor is not self.worker:
+        if actor.actor is not self._worker:
             return
         if self._stale_before is not None:
             if self._stale_before != self.lifecycle:
@@ -181,7 +181,7 @@ class Invariants:
         now = self._scheduler.now
         self._restart_count = life.budget.restart_count
         self.restarts_count += 1
-        restart = self.worker._journal._restarts[-1]
+        restart = self._worker._journal._restarts[-1]
         if restart["reason"] == "recycled":
             self._check_recycled(life.epoch, restart["detail"])
             return  # no matter for the lockout
@@ -210,7 +210,7 @@ class Invariants:
     # ------------------------------------------------------------ requests
 
     def _ended(self, truth: Truth) -> None:
-        record = self.worker._table.record(truth.request_id)
+        record = self._worker._table.record(truth.request_id)
         if record is None:
             raise Violation(1, f"request {truth.request_id} lost its slot without a record")
         truth.record, truth.ended_at = record, self._scheduler.now
@@ -262,6 +262,10 @@ class Invariants:
             whole = self._scheduler.now - self._scheduler.halted_until > 5.0
         if whole and result["text"] != sent:
             raise Violation(2, f"request {truth.request_id} ended ({reason}) without a part of what was sent")
+
+    def exchange_begins(self, exchange: Exchange) -> None:
+        """The server has taken a request."""
+        self.requests[exchange.request_id].exchanges.append(exchange)
 
     def awaits_result(self, request_id: int, future: Any) -> None:
         """A host waits for a result."""

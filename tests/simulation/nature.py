@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from llama_worker.messages import Tick
-from llama_worker.profiles import TimeoutProfile
 from llama_worker.server.gpu_faults import GpuFault, gpu_lost
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS, Kind, Scope, Stage, longest_load_s
-from tests.simulation.invariants import QUICK_S, Fault, Invariants, Truth
-from tests.simulation.machine import Machine
+from tests.simulation.invariants import QUICK_S, Fault, Truth
 from tests.simulation.runtime import SimServerProcess
-from tests.simulation.scheduler import Scheduler
 from tests.simulation.server import Exchange, LlamaServer, Reply
 
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+HOUR_S = 3600.0
 _TOOL_S = 12.0  # a request may be in its tools when a fault of the server begins
 _EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
 _LAST_BYTES = {  # what goes out before the connection ends, and whether the body ends in the regular way
@@ -38,26 +40,20 @@ _ARGUMENTS = (
 class Nature:
     """What it does is drawn from its own generator; `calm` ends it."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        dice: Dice,
-        machine: Machine,
-        invariants: Invariants,
-        profile: TimeoutProfile,
-        kinds: Mapping[str, float],
-        mean_s: float,
-    ) -> None:
+    def __init__(self, world: World, dice: Dice) -> None:
+        machine, setting = world.machine, world.setting
+        self._machine = machine
+        kinds = {KINDS[name]: weight for name, weight in setting.kinds.items()}
+        kinds = kinds or {kind: kind.weight for kind in KINDS.values()}
         self.is_calm = False
         self.counts: Counter[str] = Counter()
-        self._scheduler = scheduler
+        self._scheduler = world.scheduler
         self._dice = dice
-        self._machine = machine
-        self._invariants = invariants
-        self._profile = profile
-        self._kinds = {KINDS[name]: weight for name, weight in kinds.items() if KINDS[name].scope is not Scope.REPLY}
-        self._reply_kinds = {KINDS[name]: w for name, w in kinds.items() if KINDS[name].scope is Scope.REPLY}
-        self._mean_s = mean_s
+        self._invariants = world.invariants
+        self._profile = world.profile
+        self._kinds = {kind: weight for kind, weight in kinds.items() if kind.scope is not Scope.REPLY}
+        self._reply_kinds = {kind: weight for kind, weight in kinds.items() if kind.scope is Scope.REPLY}
+        self._mean_s = HOUR_S / setting.faults_per_hour if setting.faults_per_hour else math.inf
         self._next_load: Kind | None = None
         self._crashes_left: int | None = None  # of a crash loop
         self._at_next_request: list[Kind] = []
@@ -73,11 +69,11 @@ class Nature:
         machine.bios_call = self._bios_call
         machine.on_signal = self._on_signal
         machine.on_death = lambda server: self._on_server.pop(server.epoch, None)
-        invariants.on_admitted = self._admitted
+        world.invariants.on_admitted = self._admitted
 
     def begin(self) -> None:
         """From now on, until `calm`."""
-        if self._mean_s > 0 and self._kinds:
+        if self._mean_s < math.inf and self._kinds:
             self._later(self._dice.waiting_time(self._mean_s), self._strike, "nature")
 
     def calm(self) -> None:

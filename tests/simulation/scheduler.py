@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,13 +56,12 @@ class Event:
     of_host: bool
 
     def cancel(self) -> None:
-        """Forget it."""
         self.call = None
 
 
 @dataclass(eq=False, slots=True)
 class SimulatedActor:
-    """One actor with its mailbox; it is also what Pykka knows as the actor's inbox."""
+    """One actor with its mailbox; `put`, `get` and `empty` are what Pykka knows as the actor's inbox."""
 
     scheduler: Scheduler
     actor: Any
@@ -74,15 +72,12 @@ class SimulatedActor:
     stuck: bool = False  # inside a call that has not returned
 
     def put(self, envelope: Any) -> None:
-        """Pykka's: somebody tells this actor something."""
         self.scheduler.told(self, envelope)
 
     def get(self) -> Any:
-        """Pykka's."""
         return self.inbox.popleft()
 
     def empty(self) -> bool:
-        """Pykka's."""
         return not self.inbox
 
 
@@ -96,7 +91,6 @@ class Scheduler:
         self.actors: list[SimulatedActor] = []  # those that live
         self.before_message: Callable[[SimulatedActor, Any], object] = lambda actor, message: None
         self.after_message: Callable[[SimulatedActor, Any], object] = lambda actor, message: None
-        self.on_event: Callable[[str], object] = lambda what: None
         self.on_told: Callable[[Any], object] = lambda message: None
         self._choices = choices
         self._heap: list[tuple[float, int, Event]] = []
@@ -146,7 +140,6 @@ class Scheduler:
 
     @property
     def host_is_halted(self) -> bool:
-        """Whether the host does not run at this instant."""
         return self.now < self.halted_until
 
     # ------------------------------------------------------------ actors
@@ -244,7 +237,6 @@ class Scheduler:
                 self._postpone(event)
                 continue
             self.trace.event(now, event.what)
-            self.on_event(event.what)
             event.call()
             return True
 
@@ -261,6 +253,18 @@ class Scheduler:
                 self.now = max(self.now, deadline)
                 return done()
         return True
+
+    def run_for(self, seconds: float) -> None:
+        """Steps until the clock would pass so many seconds."""
+        deadline = self.now + seconds
+        while self.step(deadline):
+            pass
+        self.now = max(self.now, deadline)
+
+    def forget(self) -> None:
+        """Nothing more happens, and nobody is kept alive by what would have."""
+        self._heap.clear()
+        self._due.clear()
 
     def pending(self, what: str) -> int:
         """How many events of that name are still to come."""
@@ -291,14 +295,14 @@ class Scheduler:
             actor._handle_receive(message)
         except Violation:
             raise
-        except Exception:
-            actor._handle_failure(*sys.exc_info())
+        except Exception as error:
+            actor._handle_failure(type(error), error, error.__traceback__)
             try:
-                actor.on_failure(*sys.exc_info())
+                actor.on_failure(type(error), error, error.__traceback__)
             except Violation:
                 raise
-            except Exception:
-                actor._handle_failure(*sys.exc_info())
+            except Exception as another:
+                actor._handle_failure(type(another), another, another.__traceback__)
         finally:
             self._serving, self._sends_left = before, _MANY
         self._requeue(simulated)
@@ -307,18 +311,15 @@ class Scheduler:
     def _requeue(self, simulated: SimulatedActor) -> None:
         """Whether the actor has more to do, after a step of it."""
         if simulated.actor.actor_stopped.is_set() and not simulated.held:
-            self._ended(simulated)
+            simulated.inbox.clear()
+            simulated.is_ready = True  # nobody puts it among the ready ones any more
+            self._ready.remove(simulated)
+            self.actors.remove(simulated)
         elif simulated.stuck:
             self._ready.remove(simulated)
         elif not simulated.inbox and not simulated.held:
             simulated.is_ready = False
             self._ready.remove(simulated)
-
-    def _ended(self, simulated: SimulatedActor) -> None:
-        simulated.inbox.clear()
-        simulated.is_ready = True  # nobody puts it among the ready ones any more
-        self._ready.remove(simulated)
-        self.actors.remove(simulated)
 
 
 @dataclass

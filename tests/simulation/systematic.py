@@ -19,7 +19,8 @@ from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS
-from tests.simulation.scheduler import Scheduler, SeededChoices, SimulatedActor
+from tests.simulation.scheduler import Scheduler, SeededChoices
+from tests.simulation.trace import Trace
 from tests.simulation.world import Failure, Setting, World
 
 
@@ -41,36 +42,47 @@ class _PlayedBeforeError(Exception):
     """The rest of this order is known."""
 
 
+class _Histories(Trace):
+    """A hash of all that every actor, and the world, has had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: dict[str, int] = {}
+
+    def message(self, now: float, actor: str, message: object) -> None:
+        super().message(now, actor, message)
+        self._add(actor, now, _name(message))
+
+    def event(self, now: float, what: str) -> None:
+        super().event(now, what)
+        self._add("world", now, what)
+
+    def _add(self, who: str, now: float, what: str) -> None:
+        self.by_name[who] = hash((self.by_name.get(who, 0), now, what))
+
+
 class _Orders(SeededChoices):
     """Choices taken from a list, then the first of each; remembers what there was to choose."""
 
     def __init__(self, prefix: list[int], seen: set[int]) -> None:
         super().__init__(_NoDice().random, preempts=0.0, sleeps=0.0, late=0.0)
         self.taken: list[tuple[int, int]] = []  # (chosen, of how many)
-        self.is_open = False  # before, everything is delivered in the order in which it came
+        self.histories = _Histories()
         self._prefix = prefix
         self._seen = seen
-        self._histories: dict[str, int] = {}
-        self._scheduler: Scheduler | None = None
+        self._scheduler: Scheduler | None = None  # None: everything is delivered in the order in which it came
 
     def open(self, scheduler: Scheduler) -> None:
         """From now on every order counts."""
-        self.is_open = True
         self._scheduler = scheduler
-        before = scheduler.before_message
+        self.histories.by_name.clear()
 
-        def heard(actor: SimulatedActor, message: object) -> None:
-            self._note(actor.name, f"{scheduler.now} {_name(message)}")
-            before(actor, message)
-
-        scheduler.before_message = heard
-        scheduler.on_event = lambda what: self._note("world", f"{scheduler.now} {what}")
-
-    def _note(self, who: str, what: str) -> None:
-        self._histories[who] = hash((self._histories.get(who, 0), what))
+    def close(self) -> None:
+        """From now on none does."""
+        self._scheduler = None
 
     def pick(self, count: int) -> int:
-        if not self.is_open or self._scheduler is None:
+        if self._scheduler is None:
             return 0
         index = len(self.taken)
         if index < len(self._prefix):
@@ -80,7 +92,7 @@ class _Orders(SeededChoices):
             waiting = tuple(
                 (actor.name, *(_name(envelope.message) for envelope in actor.inbox)) for actor in self._scheduler.actors
             )
-            state = hash((tuple(sorted(self._histories.items())), tuple(sorted(waiting)), self._scheduler.now))
+            state = hash((tuple(sorted(self.histories.by_name.items())), tuple(sorted(waiting)), self._scheduler.now))
             if state in self._seen:
                 raise _PlayedBeforeError
             self._seen.add(state)
@@ -175,7 +187,7 @@ STORIES: tuple[Story, ...] = (
 def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[int, int]], bool]:
     """One order of the story; what there was to choose, and whether it was played to its end."""
     orders = _Orders(prefix, seen)
-    world = World(Setting(seed=0, faults_per_hour=0.0), orders, _NoDice())
+    world = World(Setting(seed=0, faults_per_hour=0.0), orders, _NoDice(), orders.histories)
     world.machine.slowness = 0.0
     is_new = True
 
@@ -189,8 +201,8 @@ def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[in
             scheduler.run_until(lambda: world.speaks(), scheduler.now + 600.0)
         orders.open(scheduler)
         story.act(world)
-        scheduler.run_until(lambda: False, scheduler.now + 60.0)
-        orders.is_open = False
+        scheduler.run_for(60.0)
+        orders.close()
 
     try:
         world.do(act, world.come_to_rest, world.leave)
