@@ -83,7 +83,7 @@ class Invariants:
         self.faults: list[Fault] = []
         self.requests: dict[int, Truth] = {}
         self._killed: set[int] = set()  # launches
-        self.found: dict[str, list[float]] = {}  # seconds from the fault to its discovery, by kind
+        self.found: list[tuple[str, float]] = []  # kinds of faults, and the seconds to their discovery
         # By request: what it is to be ended for, and since when.
         self._awaited: dict[int, list[tuple[Fault, float]]] = {}
         self.stop_called_at = -math.inf  # by stop() or close()
@@ -388,7 +388,7 @@ class Invariants:
             return
         for fault, since in self._awaited.pop(truth.request_id, ()):
             if fault.ended_at is None:
-                self.found.setdefault(fault.kind.name, []).append(self._scheduler.now - since)
+                self.found.append((fault.kind.name, self._scheduler.now - since))
 
     def expect_answer(self, future: Any, bound_s: float, what: str) -> None:
         """The future must have resolved within the bound."""

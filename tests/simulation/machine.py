@@ -23,7 +23,6 @@ class Machine:
         self.build = build
         self.slowness = 1.0  # of everything below; 0.0: all that can happen happens at the same instant
         self.unix_jump_s = 0.0
-        self.stranger_on_port = False
         self.slow_reads = dice.choice((0.02, 0.3))  # how often a reader sleeps before it reads
         self.has_foreign_probe = dice.chance(0.3)  # beside the one of processes; it never has any news
         self.looks_hang = False  # the foreign one's

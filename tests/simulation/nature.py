@@ -80,7 +80,7 @@ class Nature:
         """Nothing new goes wrong, and what lasts is over."""
         self.is_calm = True
         machine = self._machine
-        machine.lacks_threads = machine.looks_hang = machine.stranger_on_port = False
+        machine.lacks_threads = machine.looks_hang = False
         self._next_load = self._bios = None
 
     def reply_kind(self, chance: float) -> str | None:
@@ -379,8 +379,7 @@ class Nature:
         self._invariants.server_killed(process.epoch, process.launched_at)
         fault = self._loading_faults.pop(process.epoch, None)
         if fault is not None and signal is not Signal.TERMINATE:
-            found = self._invariants.found.setdefault(fault.kind.name, [])
-            found.append(self._scheduler.now - fault.began_at)
+            self._invariants.found.append((fault.kind.name, self._scheduler.now - fault.began_at))
         kind = self._unkillable.get(process.epoch)
         server = process.server
         if kind is not None and kind.name == "unkillable for minutes" and server is not None:

@@ -17,6 +17,7 @@ from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice
 from tests.simulation.host import Host, Plan
 from tests.simulation.invariants import QUICK_S, Invariants
+from tests.simulation.many_runs import Figures
 from tests.simulation.nature import HOUR_S, Nature
 from tests.simulation.scheduler import Choices, SeededChoices, Violation
 from tests.simulation.server import Build, Headers, Reply
@@ -44,8 +45,8 @@ class Setting:
     kinds: Mapping[str, float] = field(default_factory=dict)  # weights by name; empty: all
 
 
-@dataclass(slots=True, kw_only=True)
-class Report:
+@dataclass(kw_only=True)
+class Report(Figures):
     """What came of it."""
 
     hours: float = 0.0
@@ -54,19 +55,8 @@ class Report:
     restarts: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
-    found: dict[str, list[float]] = field(default_factory=dict)
+    found: list[tuple[str, float]] = field(default_factory=list)  # which fault, and after how many seconds
     digest: str = ""
-
-    def add(self, other: Report) -> None:
-        """Another run's figures, too."""
-        self.hours += other.hours
-        self.messages += other.messages
-        self.requests += other.requests
-        self.restarts += other.restarts
-        self.faults.update(other.faults)
-        self.outcomes.update(other.outcomes)
-        for name, times in other.found.items():
-            self.found.setdefault(name, []).extend(times)
 
 
 class Failure(Exception):
