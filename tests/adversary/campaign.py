@@ -38,8 +38,6 @@ class Wrong(NamedTuple):
 
 @dataclass
 class CaseFigures(Figures):
-    """Of all cases."""
-
     honest: int = 0
     false_kills: list[Wrong] = field(default_factory=list)
     found: list[tuple[str, float]] = field(default_factory=list)  # which wedge, and after how many seconds

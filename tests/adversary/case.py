@@ -101,7 +101,6 @@ class Case(Bench):
     # ------------------------------------------------------------ the run
 
     def run(self) -> Outcome:
-        """All of it."""
         with self.in_use():
             started = self.worker.start()
             if not self.scheduler.run_until(started.done, self.scheduler.now + 600.0):
@@ -153,7 +152,6 @@ class Case(Bench):
 
     @property
     def server(self) -> LlamaServer:
-        """The one that runs."""
         server = self.machine.listening()
         assert server is not None
         return server

@@ -61,13 +61,11 @@ class Host:
     # ------------------------------------------------------------ calls
 
     def start(self) -> WorkerFuture[Any]:
-        """`start()`, with its bound."""
         future = self._world.worker.start()
         self._invariants.expect_answer(future, self.start_bound_s, "start()")
         return future
 
     def stop(self) -> WorkerFuture[Any]:
-        """`stop()`, with its bound."""
         invariants = self._invariants
         invariants.stop_called_at = self._scheduler.now
         launched = tuple(self._world.machine.launched)

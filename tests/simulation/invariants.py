@@ -49,8 +49,6 @@ _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_S
 
 @dataclass(eq=False, slots=True)
 class Fault:
-    """One thing that went wrong."""
-
     kind: Kind
     began_at: float
     epoch: int | None = None  # of the launch it happened to; None: the host
@@ -107,19 +105,16 @@ class Invariants:
 
     @property
     def lifecycle(self) -> Lifecycle:
-        """The worker's."""
         life: Lifecycle = self._worker._server.lifecycle
         return life
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Ids of the requests that hold a slot."""
         return tuple(admitted.request_id for admitted in self._worker._table.active)
 
     # ------------------------------------------------------------ every step
 
     def before_message(self, actor: SimulatedActor, message: Any) -> None:
-        """An actor is about to handle a message."""
         if type(message) is StreamEvents:
             truth = self.requests.get(message.turn_id[0])
             if truth is not None:
@@ -131,14 +126,12 @@ class Invariants:
                 self._stale_before = self.lifecycle
 
     def on_told(self, message: Any) -> None:
-        """An actor tells something."""
         if type(message) is RequestEnded:
             truth = self.requests.get(message.record.request_id)
             if truth is not None and truth.decided is None:
                 truth.decided = "".join(truth.text), "".join(truth.reasoning)
 
     def after_message(self, actor: SimulatedActor, message: Any) -> None:
-        """An actor has handled a message."""
         if actor.actor is not self._worker:
             return
         if self._stale_before is not None:
@@ -264,11 +257,9 @@ class Invariants:
             raise Violation(2, f"request {truth.request_id} ended ({reason}) without a part of what was sent")
 
     def exchange_begins(self, exchange: Exchange) -> None:
-        """The server has taken a request."""
         self.requests[exchange.request_id].exchanges.append(exchange)
 
     def awaits_result(self, request_id: int, future: Any) -> None:
-        """A host waits for a result."""
         truth = self.requests[request_id]
         truth.waiting.append(future)
         if truth.ended_at is not None:
@@ -289,7 +280,6 @@ class Invariants:
             raise Violation(1, f"refused with {error} while {state}, {len(self.active)} slots in use")
 
     def took_result(self, request_id: int, result: Any) -> None:
-        """A host was given a result."""
         truth = self.requests[request_id]
         if truth.record is None:
             raise Violation(1, f"request {request_id} has a result and has not ended")
@@ -300,7 +290,6 @@ class Invariants:
     # ------------------------------------------------------------ faults and bounds
 
     def fault(self, kind: Kind, *, epoch: int | None = None, request_id: int | None = None) -> Fault:
-        """Something goes wrong now."""
         fault = Fault(kind, self._scheduler.now, epoch, request_id)
         self.faults.append(fault)
         where = f"request {request_id}" if request_id is not None else f"launch {epoch}" if epoch else "the host"
@@ -320,7 +309,6 @@ class Invariants:
         return None
 
     def server_killed(self, epoch: int, launched_at: float) -> None:
-        """The worker ends a launch."""
         if epoch in self._killed | self._replaced:
             return
         self._killed.add(epoch)
@@ -391,7 +379,6 @@ class Invariants:
                 self.found.append((fault.kind.name, self._scheduler.now - since))
 
     def expect_answer(self, future: Any, bound_s: float, what: str) -> None:
-        """The future must have resolved within the bound."""
         self.expect(5, bound_s, f"the future of {what}", future.done)
 
     # ------------------------------------------------------------ processes
@@ -405,7 +392,6 @@ class Invariants:
             self._restarted_at.clear()
 
     def stopped(self, processes: Sequence[Any]) -> None:
-        """A `stop()` has resolved with success."""
         for process in processes:
             if process.server is not None and not process.server.gone:
                 raise Violation(6, f"stop() resolved while launch {process.epoch} still lives")

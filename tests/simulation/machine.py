@@ -51,7 +51,6 @@ class Machine:
             raise RuntimeError("can't start new thread")
 
     def start_server(self, epoch: int) -> LlamaServer:
-        """A process of the server's."""
         self._pid += 10
         self.servers = [server for server in self.servers if not server.gone]
         server = LlamaServer(
@@ -72,7 +71,6 @@ class Machine:
         return next((server for server in reversed(self.servers) if not server.gone), None)
 
     def find(self, pid: int) -> LlamaServer | None:
-        """The server with that process."""
         return next((server for server in self.servers if server.pid == pid and not server.gone), None)
 
     def serve(self, server: LlamaServer, stream: SimStream, body: dict[str, Any]) -> None:
@@ -98,7 +96,6 @@ class Machine:
     # ------------------------------------------------------------ how long things take
 
     def thread_start_s(self) -> float:
-        """Until a new thread runs."""
         return 0.0002 * self.slowness
 
     def read_delay_s(self) -> float:
@@ -108,11 +105,9 @@ class Machine:
         return 0.0003 * self.slowness
 
     def probe_s(self) -> float:
-        """Until a probe has its answer."""
         return 0.004 * self.slowness
 
     def between_s(self, low_s: float, high_s: float) -> float:
-        """A delay of that order."""
         return self._dice.log_between(low_s, high_s) * self.slowness
 
 

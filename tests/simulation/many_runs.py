@@ -13,7 +13,6 @@ class Figures:
     """Of one run or of many: a dataclass whose fields can be added."""
 
     def add(self, other: Self) -> None:
-        """Another run's."""
         for each in fields(cast(Any, self)):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 

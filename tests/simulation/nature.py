@@ -72,7 +72,6 @@ class Nature:
         world.invariants.on_admitted = self._admitted
 
     def begin(self) -> None:
-        """From now on, until `calm`."""
         if self._mean_s < math.inf and self._kinds:
             self._later(self._dice.waiting_time(self._mean_s), self._strike, "nature")
 
@@ -84,7 +83,6 @@ class Nature:
         self._next_load = self._bios = None
 
     def reply_kind(self, chance: float) -> str | None:
-        """A misbehaviour for the next reply."""
         if self.is_calm or not self._reply_kinds or not self._dice.chance(chance):
             return None
         return self._dice.weighted(self._reply_kinds).name

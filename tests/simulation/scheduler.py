@@ -69,7 +69,6 @@ class SimulatedActor:
     inbox: deque[Any] = field(default_factory=deque)
     held: deque[tuple[SimulatedActor | None, Any]] = field(default_factory=deque)  # told since it was preempted
     is_ready: bool = False
-    stuck: bool = False  # inside a call that has not returned
 
     def put(self, envelope: Any) -> None:
         self.scheduler.told(self, envelope)
@@ -82,8 +81,6 @@ class SimulatedActor:
 
 
 class Scheduler:
-    """See the module."""
-
     def __init__(self, choices: Choices, trace: Trace, now: float) -> None:
         self.now = now
         self.trace = trace
@@ -123,7 +120,6 @@ class Scheduler:
         return event
 
     def after(self, seconds: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
-        """Make the call so many seconds from now."""
         return self.at(self.now + seconds, call, what, of_host=of_host)
 
     def timer(self, when: float, call: Callable[[], object]) -> Event:
@@ -183,23 +179,7 @@ class Scheduler:
             else:
                 self._ready.append(receiver)
 
-    def block_serving_actor(self, seconds: float | None) -> None:
-        """What the actor calls just now returns after so long, None: never. It serves nobody meanwhile."""
-        actor = self._serving
-        if actor is None:
-            return
-        actor.stuck = True
-
-        def returned() -> None:
-            actor.stuck = False
-            if actor.is_ready:
-                self._ready.append(actor)
-
-        if seconds is not None:
-            self.after(seconds, returned, f"the call in {actor.name} returns")
-
     def break_actor(self, simulated: SimulatedActor) -> None:
-        """Its next message raises."""
         self._breaks.add(simulated.name)
 
     # ------------------------------------------------------------ steps
@@ -241,7 +221,6 @@ class Scheduler:
             return True
 
     def _postpone(self, event: Event) -> None:
-        """Until the host runs again."""
         self._events_count += 1
         heapq.heappush(self._heap, (self.halted_until, self._events_count, event))
 
@@ -315,8 +294,6 @@ class Scheduler:
             simulated.is_ready = True  # nobody puts it among the ready ones any more
             self._ready.remove(simulated)
             self.actors.remove(simulated)
-        elif simulated.stuck:
-            self._ready.remove(simulated)
         elif not simulated.inbox and not simulated.held:
             simulated.is_ready = False
             self._ready.remove(simulated)

@@ -111,14 +111,11 @@ class Exchange:
 
     @property
     def text(self) -> str:
-        """Sent so far."""
         return "".join(self.said)
 
 
 @dataclass(slots=True)
 class Counters:
-    """What /proc shows of one process."""
-
     cpu_ticks: float = 0.0
     read_bytes: float = 0.0
     cpu_rate: float = IDLE
@@ -196,7 +193,6 @@ class LlamaServer:
         self._rates(cpu=BUSY if works and not reads else IDLE, reads=works and reads)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         if self.gone or self.ignores_term or self.stopped:
             return
         self._terms += 1
@@ -213,13 +209,11 @@ class LlamaServer:
             self._scheduler.after(0.1, lambda: self.die(0), "the server leaves", of_host=False)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.killed = True
         if not self.unkillable:
             self.die(-9)
 
     def become_killable(self) -> None:
-        """What held the process up is over."""
         self.unkillable = False
         if self.killed:
             self.die(-9)
@@ -236,7 +230,6 @@ class LlamaServer:
         self._rates(cpu=0.0)
 
     def continue_signal(self) -> None:
-        """SIGCONT."""
         if not self.stopped:
             return
         self.stopped = False
@@ -284,7 +277,6 @@ class LlamaServer:
             self._start_batch(0.0)
 
     def thaw(self) -> None:
-        """It goes on."""
         self.frozen = False
         self.work()
 
@@ -297,7 +289,6 @@ class LlamaServer:
 
     @property
     def answers(self) -> bool:
-        """Whether the HTTP thread does."""
         return not self.gone and not self.http_dead and not self.stopped
 
     def accept(self, connection: Connection, turn_id: tuple[int, int], body: dict[str, Any]) -> Exchange | None:
@@ -333,7 +324,6 @@ class LlamaServer:
         self._leave_when_free()
 
     def slots_view(self) -> list[dict[str, Any]]:
-        """The body of `GET /slots`."""
         view = []
         for index, exchange in enumerate(self.slots):
             shown: dict[str, Any] = {"id": index, "n_ctx": 4096, "speculative": False, "is_processing": False}
@@ -461,17 +451,14 @@ class LlamaServer:
             exchange.connection.receive(data)
 
     def send_words(self, exchange: Exchange, words: str, *, reasons: bool = False) -> None:
-        """One delta of text or of reasoning."""
         if not reasons:
             exchange.said.append(words)
         self.send(exchange, _delta({"reasoning_content" if reasons else "content": words}))
 
     def send_progress(self, exchange: Exchange) -> None:
-        """A report of the prompt's progress."""
         self.send(exchange, _PROGRESS % (exchange.reply.prompt_tokens, exchange.processed))
 
     def hang_up(self, exchange: Exchange, *, regular: bool) -> None:
-        """The server ends the response; its slot is free."""
         self._drop(exchange)
         exchange.connection.end(regular=regular)
         self._leave_when_free()
@@ -501,7 +488,6 @@ class LlamaServer:
         exchange.ping = self._scheduler.after(PING_S, ping, "ping", of_host=False)
 
     def _drop(self, exchange: Exchange) -> None:
-        """The exchange is over for the server."""
         exchange.over = True
         if exchange.ping is not None:
             exchange.ping.cancel()

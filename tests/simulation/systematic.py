@@ -78,7 +78,6 @@ class _Orders(SeededChoices):
         self.histories.by_name.clear()
 
     def close(self) -> None:
-        """From now on none does."""
         self._scheduler = None
 
     def pick(self, count: int) -> int:

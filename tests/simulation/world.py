@@ -36,8 +36,6 @@ class _Tools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a run is about."""
-
     seed: int
     hours: float = 24.0
     requests_per_hour: float = 1.5
@@ -47,8 +45,6 @@ class Setting:
 
 @dataclass(kw_only=True)
 class Report(Figures):
-    """What came of it."""
-
     hours: float = 0.0
     messages: int = 0
     requests: int = 0
@@ -70,8 +66,6 @@ class Failure(Exception):
 
 
 class World(Bench):
-    """See the module."""
-
     def __init__(
         self, setting: Setting, choices: Choices | None = None, dice: Dice | None = None, trace: Trace | None = None
     ) -> None:
@@ -142,13 +136,11 @@ class World(Bench):
         return reply
 
     def speaks(self) -> bool:
-        """Whether a request's answer has begun."""
         return any(each.decoded for truth in self.invariants.requests.values() for each in truth.exchanges)
 
     # ------------------------------------------------------------ the run
 
     def run(self) -> Report:
-        """All of it; raises Failure."""
         self.do(self._live, self.come_to_rest, self.leave)
         return Report(
             hours=self.setting.hours,
