@@ -10,7 +10,7 @@ neither CPU time nor data shows that anybody works.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -282,7 +282,7 @@ class Case(Bench):
     def _delays_tokenizing(self) -> None:
         serve, dice = self.machine.serve, self.dice.fork()
 
-        def delayed(server: LlamaServer, stream: Any, body: dict[str, Any]) -> None:
+        def delayed(server: LlamaServer, stream: Any, body: Mapping[str, Any]) -> None:
             def arrives() -> None:
                 if not stream._aborted and not server.gone:
                     serve(server, stream, body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llama_worker.server.gpu_faults import GpuFault
@@ -53,15 +53,7 @@ class Machine:
     def start_server(self, epoch: int) -> LlamaServer:
         self._pid += 10
         self.servers = [server for server in self.servers if not server.gone]
-        server = LlamaServer(
-            self._scheduler,
-            self._dice,
-            self.build,
-            epoch=epoch,
-            pid=self._pid,
-            reply_to=self.reply_to,
-            twist=self.twist,
-        )
+        server = LlamaServer(self._scheduler, self.build, self, epoch=epoch, pid=self._pid)
         self.servers.append(server)
         self.loads(server)
         return server
@@ -73,25 +65,18 @@ class Machine:
     def find(self, pid: int) -> LlamaServer | None:
         return next((server for server in self.servers if server.pid == pid and not server.gone), None)
 
-    def serve(self, server: LlamaServer, stream: SimStream, body: dict[str, Any]) -> None:
+    def serve(self, server: LlamaServer, stream: SimStream, body: Mapping[str, Any]) -> None:
         """A request has arrived at a server that answers."""
         stream.exchange = server.accept(stream, stream.turn_id, body)
         if stream.exchange is not None:
             self.exchanges(stream.exchange)
 
     def answer_waiting(self, server: LlamaServer) -> None:
-        """The server answers again: what was sent to it meanwhile is taken."""
+        """The server answers again, and takes what was sent to it meanwhile; or it is gone, and so are connections."""
         waiting = [stream for each, stream in self.unanswered if each is server]
         self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
         for stream in waiting:
             stream.posted()
-
-    def cut_waiting(self, server: LlamaServer) -> None:
-        """The server is gone: so are the connections that it never looked at."""
-        for each, stream in self.unanswered:
-            if each is server:
-                stream.end(regular=False)
-        self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
 
     # ------------------------------------------------------------ how long things take
 

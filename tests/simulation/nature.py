@@ -61,7 +61,7 @@ class Nature:
         self._loading_faults: dict[int, Fault] = {}
         self._unkillable: dict[int, Kind] = {}
         self._tool_kinds: dict[int, Kind] = {}
-        self._bios: tuple[float | None, str | None] | None = None
+        self._bios: tuple[float | None, str | None] = (0.001, None)  # after how long, with which error
         machine.loads = self._load
         machine.launch_failure = self._launch_failure
         machine.twist = self._twist
@@ -80,7 +80,7 @@ class Nature:
         self.is_calm = True
         machine = self._machine
         machine.lacks_threads = machine.looks_hang = False
-        self._next_load = self._bios = None
+        self._next_load, self._bios = None, (0.001, None)
 
     def reply_kind(self, chance: float) -> str | None:
         if self.is_calm or not self._reply_kinds or not self._dice.chance(chance):
@@ -174,19 +174,12 @@ class Nature:
 
     def _wedge(self, name: str, server: LlamaServer) -> None:
         fault = self._hurt(name, server)
-        match name:
-            case "decode dead, HTTP alive":
-                server.freeze(spins=False)
-            case "livelock":
-                server.freeze(spins=True)
-                server.ignores_term = True
-            case "SIGSTOP":
-                server.stop_signal()
-            case "dead altogether":
-                server.freeze(spins=False)
-                server.http_dead = True
-            case "HTTP thread dead":
-                server.http_dead = True
+        if name == "SIGSTOP":
+            server.stop_signal()
+        elif name != "HTTP thread dead":
+            server.freeze(spins=name == "livelock")
+        server.ignores_term |= name == "livelock"
+        server.http_dead = name in ("dead altogether", "HTTP thread dead")
         self._bound(fault, server)
         if self._dice.chance(0.3):  # some come back by themselves
             self._later(self._dice.log_between(1.0, 4000.0), lambda: self._recover(fault, server), "it goes on")
@@ -242,8 +235,7 @@ class Nature:
         fault = self._fault(name, epoch=server.epoch)
         for request_id in self._invariants.active:
             self._expect(fault, self._invariants.requests[request_id])
-        if server.unkillable:
-            server.unkillable = False
+        server.unkillable = False
         server.die(returncode)
 
     # ------------------------------------------------------------ one request
@@ -428,8 +420,8 @@ class Nature:
                 fault.ended_at = None
 
     def _bios_call(self) -> tuple[float | None, str | None]:
-        bios, self._bios = self._bios, None
-        return bios or (0.001, None)
+        bios, self._bios = self._bios, (0.001, None)
+        return bios
 
     def _tool_call(self, request_id: int) -> tuple[float | None, bool]:
         kind = self._tool_kinds.get(request_id)

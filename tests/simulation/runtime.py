@@ -247,7 +247,7 @@ class SimServerProcess:
     def _server_died(self, returncode: int) -> None:
         """The guard's report comes by a thread of the host's; the rest of the tree is reaped after it."""
         if self.server is not None:
-            self._machine.cut_waiting(self.server)
+            self._machine.answer_waiting(self.server)
             self._machine.on_death(self.server)
 
         def died() -> None:
@@ -341,7 +341,7 @@ class SimStream:
         elif not server.answers:
             self._machine.unanswered.append((server, self))
         else:
-            self._machine.serve(server, self, dict(self._order.body))
+            self._machine.serve(server, self, self._order.body)
 
     def _read_soon(self) -> None:
         if self._reading is None and not self._ended:

@@ -9,12 +9,11 @@ and sends keepalives, whatever the loop does.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from tests.simulation.dice import Dice
 from tests.simulation.scheduler import Event, Scheduler
 
 IDLE, BUSY = 0.6, 95.0  # CPU ticks per second of a process that waits, and of one thread that computes (b11434)
@@ -77,6 +76,13 @@ class Reply:
         return f"{self.key}\n{index}," if index % 16 == 15 else f"{self.key}.{index},"
 
 
+class Script(Protocol):
+    """Who decides what a server says, and how it misbehaves."""
+
+    reply_to: Callable[[int, int], Reply]
+    twist: Callable[[LlamaServer, Exchange], None]
+
+
 class Connection(Protocol):
     """The server's end of one."""
 
@@ -125,17 +131,7 @@ class Counters:
 class LlamaServer:
     """See the module. `on_death` is called with the return code when the process has ended."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        dice: Dice,
-        build: Build,
-        *,
-        epoch: int,
-        pid: int,
-        reply_to: Callable[[int, int], Reply],
-        twist: Callable[[LlamaServer, Exchange], None],
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, build: Build, script: Script, *, epoch: int, pid: int) -> None:
         self.epoch, self.pid, self.build = epoch, pid, build
         self.loaded = self.gone = False
         self.frozen = False  # the main loop
@@ -152,14 +148,12 @@ class LlamaServer:
         self.processes: dict[int, Counters] = {pid: Counters()}
         self.on_death: Callable[[int], object] = lambda returncode: None
         self._scheduler = scheduler
-        self._dice = dice
-        self._reply_to = reply_to
-        self._twist = twist
+        self._script = script
         self._accounted_at = scheduler.now
         self._batch: Event | None = None
         self._batch_left_s: float | None = None  # of one that SIGSTOP interrupted
         self._load_works = True
-        self._after_stop: Callable[[], object] = _nothing  # what came to pass while it was stopped
+        self._after_stop: list[Callable[[], object]] = []  # what came to pass while it was stopped
         self._terms = 0
         self._used: dict[int, Exchange] = {}  # by slot: who had it last
 
@@ -176,7 +170,7 @@ class LlamaServer:
             if self.gone:
                 return
             if self.stopped:
-                self._after_stop = loaded
+                self._after_stop = [loaded]
                 return
             if returncode is not None:
                 self.die(returncode)
@@ -225,9 +219,7 @@ class LlamaServer:
         self.stopped = True
         if self._batch is not None:
             self._batch_left_s = self._batch.at - self._scheduler.now
-            self._batch.cancel()
-            self._batch = None
-        self._rates(cpu=0.0)
+        self._interrupt(cpu=0.0)
 
     def continue_signal(self) -> None:
         if not self.stopped:
@@ -238,8 +230,8 @@ class LlamaServer:
         if self._batch_left_s is not None and not self.frozen:
             self._start_batch(self._batch_left_s)
         self._batch_left_s = None
-        after_stop, self._after_stop = self._after_stop, _nothing
-        after_stop()
+        while self._after_stop:
+            self._after_stop.pop()()
         self.work()
 
     def die(self, returncode: int) -> None:
@@ -261,10 +253,13 @@ class LlamaServer:
     def freeze(self, *, spins: bool) -> None:
         """The main loop does nothing more: it waits, or it spins."""
         self.frozen = True
+        self._interrupt(cpu=BUSY if spins else IDLE)
+
+    def _interrupt(self, *, cpu: float) -> None:
         if self._batch is not None:
             self._batch.cancel()
             self._batch = None
-        self._rates(cpu=BUSY if spins else IDLE)
+        self._rates(cpu=cpu)
 
     def finish_now(self) -> None:
         """The requests under way are answered with the batch that ends at this instant."""
@@ -291,12 +286,12 @@ class LlamaServer:
     def answers(self) -> bool:
         return not self.gone and not self.http_dead and not self.stopped
 
-    def accept(self, connection: Connection, turn_id: tuple[int, int], body: dict[str, Any]) -> Exchange | None:
+    def accept(self, connection: Connection, turn_id: tuple[int, int], body: Mapping[str, Any]) -> Exchange | None:
         """A chat request; None: refused, with the status told."""
         if not self.loaded:
             connection.headers(503)
             return None
-        reply = self._reply_to(*turn_id)
+        reply = self._script.reply_to(*turn_id)
         if reply.status != 200:
             connection.headers(reply.status)
             return None
@@ -398,7 +393,7 @@ class LlamaServer:
                 self._send_headers(exchange)
             self.send_progress(exchange)
         if exchange.reply.twist is not None and exchange.reply.twist_at <= 0:
-            self._twist(self, exchange)
+            self._script.twist(self, exchange)
         return self.slots[slot]
 
     def _read_prompt(self, exchange: Exchange) -> None:
@@ -417,7 +412,7 @@ class LlamaServer:
         reply = exchange.reply
         self._send_headers(exchange)
         if reply.twist is not None and exchange.decoded >= reply.twist_at:
-            self._twist(self, exchange)
+            self._script.twist(self, exchange)
             return
         count = self._next_tokens(exchange)
         if exchange.decoded == 0:
@@ -517,10 +512,6 @@ class LlamaServer:
         for used in self.processes.values():
             used.cpu_ticks += used.cpu_rate * span_s
             used.read_bytes += used.read_rate * span_s
-
-
-def _nothing() -> None:
-    pass
 
 
 def _record(chunk: dict[str, Any]) -> bytes:
