@@ -20,7 +20,7 @@ from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState
 from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice
-from tests.simulation.scheduler import SeededChoices
+from tests.simulation.scheduler import Choices
 from tests.simulation.server import Build, Exchange, Headers, LlamaServer, Reply
 from tests.simulation.trace import Trace
 
@@ -70,7 +70,7 @@ class Case(Bench):
         # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that anybody works.
         self.has_strangers = build.cpu_shows and dice.chance(0.5)
         super().__init__(
-            SeededChoices(dice.fork().random, preempts=0.02, sleeps=0.005, late=0.02),
+            Choices(dice.fork().random, preempts=0.02, sleeps=0.005, late=0.02),
             trace or Silence(),
             now=1000.0,
             build=build,
@@ -93,10 +93,8 @@ class Case(Bench):
         self.paused_s = 0.0  # in all, by what is honest
         self._running = 0
         self._gave_up: tuple[float, str] | None = None
-        self._slots_asked = 0
         self._held_since: dict[int, int] = {}  # tokens, by request
         self._delays_tokenizing()
-        self._counts_slots()
 
     # ------------------------------------------------------------ the run
 
@@ -132,13 +130,13 @@ class Case(Bench):
             given_up_after_s=None if gave_up is None else gave_up[0] - since,
             promised_s=promised_s,
             detail=detail or ("" if gave_up is None else gave_up[1]),
-            slots_asked=self._slots_asked,
+            slots_asked=self.runtime.slots_asked,
             messages=self.scheduler.messages_count,
         )
 
     def _somebody_moves(self) -> bool:
         server = self.machine.servers[0]
-        return not server.frozen and any(each is not None and not each.dead for each in server.slots)
+        return not server.frozen and any(not each.dead for each in server.busy)
 
     def _given_up(self, detail: str) -> None:
         if self._gave_up is None:
@@ -290,15 +288,6 @@ class Case(Bench):
             self.later(dice.log_between(0.001, 10.0) if dice.chance(0.2) else 0.0, arrives)
 
         self.machine.serve = delayed  # type: ignore[method-assign]
-
-    def _counts_slots(self) -> None:
-        look = self.runtime.look_at_slots
-
-        def counted(*args: Any) -> Any:
-            self._slots_asked += 1
-            return look(*args)
-
-        self.runtime.look_at_slots = counted  # type: ignore[method-assign,assignment]
 
 
 def _let_go(exchange: Exchange) -> None:

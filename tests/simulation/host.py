@@ -71,13 +71,17 @@ class Host:
         launched = tuple(self._world.machine.launched)
         future = self._world.worker.stop()
         invariants.expect_answer(future, self.stop_bound_s, "stop()")
+        return self._checked(future, lambda answer: invariants.check_gone(launched, "stop() resolved"))
+
+    def _checked(self, future: WorkerFuture[Any], check: Callable[[Any], object]) -> WorkerFuture[Any]:
+        """Its answer is looked at as soon as there is one."""
 
         def resolved() -> None:
             try:
-                future.get(timeout=0)
+                answer = future.get(timeout=0)
             except (WorkerStopError, WorkerClosed):
                 return
-            invariants.stopped(launched)
+            check(answer)
 
         future._on_resolved(resolved)
         return future
@@ -90,16 +94,7 @@ class Host:
     def submit(self, job_name: str) -> WorkerFuture[Any]:
         """`submit()`; a refusal must be true at the instant it is given."""
         future = self.quick(self._world.worker.submit(job_name, "", "hello"), "submit()")
-
-        def resolved() -> None:
-            try:
-                answer = future.get(timeout=0)
-            except WorkerClosed:
-                return
-            self._invariants.admission_answered(answer.get("error"))
-
-        future._on_resolved(resolved)
-        return future
+        return self._checked(future, lambda answer: self._invariants.admission_answered(answer.get("error")))
 
     def result(self, request_id: int) -> WorkerFuture[Any]:
         """`result()`, which resolves soon after the request has ended."""

@@ -383,18 +383,16 @@ class Invariants:
 
     # ------------------------------------------------------------ processes
 
-    def launch(self, processes: list[Any], epoch: int) -> None:
+    def launch(self, processes: Sequence[Any], epoch: int) -> None:
         """A process is about to be started: the one before is gone, as those before it were when it was started."""
-        for process in processes[-1:]:
-            if process.server is not None and not process.server.gone:
-                raise Violation(6, f"launch {epoch} begins while launch {process.epoch} still lives")
+        self.check_gone(processes[-1:], f"launch {epoch} begins")
         if isinstance(self.lifecycle.state, Launching) and self.lifecycle.state.first:
             self._restarted_at.clear()
 
-    def stopped(self, processes: Sequence[Any]) -> None:
+    def check_gone(self, processes: Sequence[Any], what: str) -> None:
         for process in processes:
             if process.server is not None and not process.server.gone:
-                raise Violation(6, f"stop() resolved while launch {process.epoch} still lives")
+                raise Violation(6, f"{what} while launch {process.epoch} still lives")
 
 
 def _is_closed(exchange: Exchange) -> bool:

@@ -80,17 +80,11 @@ class Machine:
 
     # ------------------------------------------------------------ how long things take
 
-    def thread_start_s(self) -> float:
-        return 0.0002 * self.slowness
-
     def read_delay_s(self) -> float:
         """Until a reader that has something to read runs."""
         if self._dice.chance(self.slow_reads):
             return self._dice.log_between(0.001, 0.2) * self.slowness
         return 0.0003 * self.slowness
-
-    def probe_s(self) -> float:
-        return 0.004 * self.slowness
 
     def between_s(self, low_s: float, high_s: float) -> float:
         return self._dice.log_between(low_s, high_s) * self.slowness

@@ -128,10 +128,9 @@ class Nature:
     # ------------------------------------------------------------ the server at work
 
     def _to_server(self, kind: Kind, server: LlamaServer) -> None:
-        name, dice = kind.name, self._dice
-        limits = [self._profile.headers_timeout_s, self._profile.idle_stream_timeout_s or 1e9]
-        limits.append(self._profile.prefill_liveness_timeout_s or 1e9)
-        within_s = 0.4 * min(limits)
+        name, dice, profile = kind.name, self._dice, self._profile
+        limits = (profile.headers_timeout_s, profile.idle_stream_timeout_s, profile.prefill_liveness_timeout_s)
+        within_s = 0.4 * min(limit or 1e9 for limit in limits)
         match name:
             case "crash":
                 self._crash(server, name, dice.choice((1, 134, 139, -6, -11)))
@@ -218,18 +217,17 @@ class Nature:
                 )
 
     def _admitted(self, truth: Truth) -> None:
-        waiting, self._at_next_request = self._at_next_request, []
-        for kind in waiting:
+        while self._at_next_request:
+            kind = self._at_next_request.pop(0)
             self._later(self._dice.log_between(0.001, 60.0), partial(self.strike, kind), "nature")
         for fault in self._on_server.get(truth.epoch, ()):
             if fault.ended_at is None:
                 self._expect(fault, truth)
 
     def _expect(self, fault: Fault, truth: Truth) -> None:
-        bound_s = fault.kind.found_within(self._profile, _stage(truth, fault.epoch))
-        if fault.kind.name == "HTTP thread dead":
-            return  # its requests go on
-        self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
+        if fault.kind.name != "HTTP thread dead":  # its requests go on
+            bound_s = fault.kind.found_within(self._profile, _stage(truth, fault.epoch))
+            self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
 
     def _crash(self, server: LlamaServer, name: str, returncode: int) -> None:
         fault = self._fault(name, epoch=server.epoch)
@@ -348,12 +346,8 @@ class Nature:
                 server.begin_load(min(slow_s, 0.5 * (longest_load_s(self._profile) or math.inf)))
         bound_s = kind.found_within(self._profile, Stage.UNKNOWN)
         if bound_s is not None:
-            self._invariants.expect(
-                4,
-                bound_s + load_s,
-                f"{kind.name} of launch {server.epoch}",
-                lambda: server.gone or server.killed,
-            )
+            what = f"{kind.name} of launch {server.epoch}"
+            self._invariants.expect(4, bound_s + load_s, what, lambda: server.gone or server.killed)
             self._loading_faults[server.epoch] = fault
 
     def _to_process(self, kind: Kind, server: LlamaServer) -> None:
@@ -391,18 +385,13 @@ class Nature:
                     broken.actor.actor_ref.tell(Tick())
             case "a probe hangs":
                 machine.looks_hang = True
-                self._later(
-                    dice.log_between(1.0, 300.0), partial(setattr, machine, "looks_hang", False), "looks return again"
-                )
-            case "host stalled" | "host and server stalled" if self._scheduler.host_is_halted:
-                return
-            case "host stalled":
-                self._scheduler.halt_host(dice.log_between(1.0, 4000.0))
-            case "host and server stalled":
+                seconds = dice.log_between(1.0, 300.0)
+                self._later(seconds, partial(setattr, machine, "looks_hang", False), "looks return again")
+            case "host stalled" | "host and server stalled" if not self._scheduler.host_is_halted:
                 seconds = dice.log_between(1.0, 4000.0)
                 self._scheduler.halt_host(seconds)
                 server = machine.listening()
-                if server is not None and not server.stopped:
+                if name == "host and server stalled" and server is not None and not server.stopped:
                     server.stop_signal()
                     self._later(seconds, lambda: self._resume(server), "all go on")
             case "host lacks threads":

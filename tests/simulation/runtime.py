@@ -48,6 +48,7 @@ from tests.simulation.server import Exchange, LlamaServer
 
 UNIX_EPOCH = 1_700_000_000.0
 _SLOTS_TIMEOUT_S = 2.0
+_THREAD_START_S, _PROBE_S = 0.0002, 0.004  # until a new thread runs, until a probe has its answer
 
 
 class SimRuntime:
@@ -62,6 +63,7 @@ class SimRuntime:
         self.dice = dice
         self._config = config
         self._activity = ProcessActivity()
+        self.slots_asked = 0
         self.server: SimServerProcess | None = None  # launched last
 
     # ------------------------------------------------------------ time
@@ -154,10 +156,11 @@ class SimRuntime:
             reply_to.tell(structs.replace(seen, alive=alive, at=self.scheduler.now, detail=detail))
 
         if seen.probe == 0 or not self.machine.looks_hang:
-            self.scheduler.after(self.machine.thread_start_s(), looked, "look")
+            self.scheduler.after(_THREAD_START_S * self.machine.slowness, looked, "look")
 
     def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SimQuestion:
         self.machine.need_thread()
+        self.slots_asked += 1
         asked_at, nothing = self.scheduler.now, SlotsSeen(epoch=epoch, look=None)
 
         def answer(server: LlamaServer | None) -> SlotsSeen | None:
@@ -280,7 +283,7 @@ class SimStream:
         self._opened = self._aborted = self._ended = False
         self._is_over = False  # nothing more comes from the server
         self._reading: Event | None = None
-        self._scheduler.after(self._machine.thread_start_s(), self._connect, "connect")
+        self._scheduler.after(_THREAD_START_S * self._machine.slowness, self._connect, "connect")
 
     def abort(self) -> None:
         if self._aborted or self._ended:
@@ -421,7 +424,7 @@ class SimQuestion:
         self._scheduler, self._machine = runtime.scheduler, runtime.machine
         self._what, self._limit_s, self._reply_to = what, limit_s, reply_to
         self._answer, self._otherwise = answer, otherwise
-        self._event = self._scheduler.after(self._machine.probe_s(), self._ask, what)
+        self._event = self._scheduler.after(_PROBE_S * self._machine.slowness, self._ask, what)
 
     def abort(self) -> None:
         if self._event.call is not None:

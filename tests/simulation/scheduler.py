@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from tests.simulation.trace import Trace
 
@@ -30,20 +30,36 @@ class Violation(AssertionError):
         self.number = number
 
 
-class Choices(Protocol):
-    """What decides where reality leaves the order open."""
+@dataclass
+class Choices:
+    """What decides where reality leaves the order open: drawn from a generator, with the rates of one run."""
+
+    random: Callable[[], float]
+    preempts: float
+    sleeps: float
+    late: float
 
     def pick(self, count: int) -> int:
         """Which of `count` (2 or more) things is next."""
+        return int(self.random() * count)
 
     def preempt_after(self) -> int | None:
         """How many messages a handler sends before it is preempted; None: it is not."""
+        if not self.preempts or self.random() >= self.preempts:
+            return None
+        return int(self.random() * 3)
 
     def wake_delay_s(self) -> float:
         """How long an actor with a new message waits for its thread to run."""
+        if not self.sleeps or self.random() >= self.sleeps:
+            return 0.0
+        return float(0.0001 * 5000.0 ** self.random())  # 0.1 ms to 0.5 s
 
     def timer_delay_s(self) -> float:
         """How late a timer fires."""
+        if not self.late or self.random() >= self.late:
+            return 0.0
+        return float(0.001 * 800.0 ** self.random())  # 1 ms to 0.8 s
 
 
 @dataclass(eq=False, slots=True)
@@ -297,31 +313,3 @@ class Scheduler:
         elif not simulated.inbox and not simulated.held:
             simulated.is_ready = False
             self._ready.remove(simulated)
-
-
-@dataclass
-class SeededChoices:
-    """Choices drawn from a generator, with the rates of one run."""
-
-    random: Callable[[], float]
-    preempts: float
-    sleeps: float
-    late: float
-
-    def pick(self, count: int) -> int:
-        return int(self.random() * count)
-
-    def preempt_after(self) -> int | None:
-        if not self.preempts or self.random() >= self.preempts:
-            return None
-        return int(self.random() * 3)
-
-    def wake_delay_s(self) -> float:
-        if not self.sleeps or self.random() >= self.sleeps:
-            return 0.0
-        return float(0.0001 * 5000.0 ** self.random())  # 0.1 ms to 0.5 s
-
-    def timer_delay_s(self) -> float:
-        if not self.late or self.random() >= self.late:
-            return 0.0
-        return float(0.001 * 800.0 ** self.random())  # 1 ms to 0.8 s

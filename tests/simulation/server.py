@@ -339,6 +339,11 @@ class LlamaServer:
 
     # ------------------------------------------------------------ the main loop
 
+    @property
+    def busy(self) -> list[Exchange]:
+        """Those that have a slot."""
+        return [exchange for exchange in self.slots if exchange is not None]
+
     def work(self) -> None:
         """Begin the next batch, if there is anything to do and nothing in the way."""
         if self.gone or self.frozen or self.stopped or not self.loaded or self._batch is not None:
@@ -350,7 +355,7 @@ class LlamaServer:
                 holder = self._take(slot, self.queue.pop(0))
                 if self.frozen:
                     return
-        busy = [exchange for exchange in self.slots if exchange is not None and not exchange.dead]
+        busy = [exchange for exchange in self.busy if not exchange.dead]
         if not busy:
             self._rates(cpu=IDLE)
             self._leave_when_free()
@@ -372,7 +377,7 @@ class LlamaServer:
     def _batch_done(self) -> None:
         self._batch = None
         self.advanced_at = self._scheduler.now
-        for exchange in [each for each in self.slots if each is not None and not each.dead]:
+        for exchange in [each for each in self.busy if not each.dead]:
             if exchange.closed_by_client:
                 self._drop(exchange)
             elif exchange.processed < exchange.reply.prompt_tokens:

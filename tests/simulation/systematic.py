@@ -18,7 +18,7 @@ from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS
-from tests.simulation.scheduler import Scheduler, SeededChoices
+from tests.simulation.scheduler import Choices, Scheduler
 from tests.simulation.trace import Trace
 from tests.simulation.world import Failure, Setting, World
 
@@ -60,7 +60,7 @@ class _Histories(Trace):
         self.by_name[who] = hash((self.by_name.get(who, 0), now, what))
 
 
-class _Orders(SeededChoices):
+class _Orders(Choices):
     """Choices taken from a list, then the first of each; remembers what there was to choose."""
 
     def __init__(self, prefix: list[int], seen: set[int]) -> None:
@@ -105,10 +105,10 @@ def _name(message: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """`act` does, at one instant, what is to be tried in every order; the worker is READY then, or never started."""
+    """`acts` do, at one instant, what is to be tried in every order; the worker is READY then, or never started."""
 
     name: str
-    act: Callable[[World], object]
+    acts: tuple[Callable[[World], object], ...]
     started: bool = True
     busy: bool = False  # a request is in flight, one step before its end
 
@@ -158,28 +158,37 @@ def _finish(world: World) -> None:
     server.finish_now()
 
 
-def _both(*acts: Callable[[World], object]) -> Callable[[World], object]:
-    return lambda world: [act(world) for act in acts]
+def _start(world: World) -> None:
+    world.host.start()
+
+
+def _stop(world: World) -> None:
+    world.host.stop()
 
 
 STORIES: tuple[Story, ...] = (
-    Story("start against stop", _both(lambda w: w.host.start(), lambda w: w.host.stop()), started=False),
-    Story("two stops", _both(lambda w: w.host.stop(), lambda w: w.host.stop())),
-    Story("stop, then start at once", _both(lambda w: w.host.stop(), lambda w: w.host.start())),
-    Story("submit against death", _both(_submit, _crash)),
-    Story("submit against stop", _both(_submit, lambda w: w.host.stop())),
-    Story("stop against death", _both(lambda w: w.host.stop(), _crash)),
-    Story("cancel against finish", _both(_cancel, _finish), busy=True),
-    Story("cancel against death", _both(_cancel, _crash), busy=True),
-    Story("verdict against completion", _both(_stall, _finish), busy=True),
-    Story("finish against death", _both(_finish, _crash), busy=True),
-    Story("finish against stop", _both(_finish, lambda w: w.host.stop()), busy=True),
-    Story("result against finish", _both(_result, _finish), busy=True),
-    Story("the request's actor dies while it finishes", _both(lambda w: _break(w, "request"), _finish), busy=True),
-    Story("the process's actor dies in a restart", _both(_crash, lambda w: _break(w, "process"))),
-    Story("the watchdog dies while a request is submitted", _both(lambda w: _break(w, "watchdog"), _submit)),
-    Story("the transport dies at a stop", _both(lambda w: _break(w, "transport"), lambda w: w.host.stop()), busy=True),
+    Story("start against stop", (_start, _stop), started=False),
+    Story("two stops", (_stop, _stop)),
+    Story("stop, then start at once", (_stop, _start)),
+    Story("submit against death", (_submit, _crash)),
+    Story("submit against stop", (_submit, _stop)),
+    Story("stop against death", (_stop, _crash)),
+    Story("cancel against finish", (_cancel, _finish), busy=True),
+    Story("cancel against death", (_cancel, _crash), busy=True),
+    Story("verdict against completion", (_stall, _finish), busy=True),
+    Story("finish against death", (_finish, _crash), busy=True),
+    Story("finish against stop", (_finish, _stop), busy=True),
+    Story("result against finish", (_result, _finish), busy=True),
+    Story("the request's actor dies while it finishes", (lambda w: _break(w, "request"), _finish), busy=True),
+    Story("the process's actor dies in a restart", (_crash, lambda w: _break(w, "process"))),
+    Story("the watchdog dies while a request is submitted", (lambda w: _break(w, "watchdog"), _submit)),
+    Story("the transport dies at a stop", (lambda w: _break(w, "transport"), _stop), busy=True),
 )
+
+
+def _speaks(world: World) -> bool:
+    """The request's answer has begun."""
+    return any(each.decoded for truth in world.invariants.requests.values() for each in truth.exchanges)
 
 
 def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[int, int]], bool]:
@@ -196,9 +205,10 @@ def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[in
             scheduler.run_until(lambda: world.invariants.state is WorkerState.READY, scheduler.now + 600.0)
         if story.busy:
             _submit(world)
-            scheduler.run_until(lambda: world.speaks(), scheduler.now + 600.0)
+            scheduler.run_until(lambda: _speaks(world), scheduler.now + 600.0)
         orders.open(scheduler)
-        story.act(world)
+        for each in story.acts:
+            each(world)
         scheduler.run_for(60.0)
         orders.close()
 

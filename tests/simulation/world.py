@@ -19,7 +19,7 @@ from tests.simulation.host import Host, Plan
 from tests.simulation.invariants import QUICK_S, Invariants
 from tests.simulation.many_runs import Figures
 from tests.simulation.nature import HOUR_S, Nature
-from tests.simulation.scheduler import Choices, SeededChoices, Violation
+from tests.simulation.scheduler import Choices, Violation
 from tests.simulation.server import Build, Headers, Reply
 from tests.simulation.trace import Trace
 
@@ -79,7 +79,7 @@ class World(Bench):
         self.ends_by_death = plans.chance(0.2)
         if choices is None:
             wild = dice.chance(0.5)
-            choices = SeededChoices(
+            choices = Choices(
                 dice.fork().random,
                 preempts=0.2 if wild else 0.02,
                 sleeps=0.02 if wild else 0.002,
@@ -134,9 +134,6 @@ class World(Bench):
                 reply.calls = ("search",)
         self.nature.prepare(request_id, reply)
         return reply
-
-    def speaks(self) -> bool:
-        return any(each.decoded for truth in self.invariants.requests.values() for each in truth.exchanges)
 
     # ------------------------------------------------------------ the run
 
