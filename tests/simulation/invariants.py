@@ -82,8 +82,7 @@ class Invariants:
         self.requests: dict[int, Truth] = {}
         self._killed: set[int] = set()  # launches
         self.found: list[tuple[str, float]] = []  # kinds of faults, and the seconds to their discovery
-        # By request: what it is to be ended for, and since when.
-        self._awaited: dict[int, list[tuple[Fault, float]]] = {}
+        self._awaited: dict[int, list[tuple[Fault, float]]] = {}  # by request: what is to end it, and since when
         self.stop_called_at = -math.inf  # by stop() or close()
         self.blind_s = 0.0  # how long the host could not look, in all
         self.on_admitted: Callable[[Truth], object] = lambda truth: None

@@ -69,18 +69,10 @@ class _Orders(Choices):
         self.histories = _Histories()
         self._prefix = prefix
         self._seen = seen
-        self._scheduler: Scheduler | None = None  # None: everything is delivered in the order in which it came
-
-    def open(self, scheduler: Scheduler) -> None:
-        """From now on every order counts."""
-        self._scheduler = scheduler
-        self.histories.by_name.clear()
-
-    def close(self) -> None:
-        self._scheduler = None
+        self.scheduler: Scheduler | None = None  # None: everything is delivered in the order in which it came
 
     def pick(self, count: int) -> int:
-        if self._scheduler is None:
+        if self.scheduler is None:
             return 0
         index = len(self.taken)
         if index < len(self._prefix):
@@ -88,9 +80,9 @@ class _Orders(Choices):
         else:
             chosen = 0
             waiting = tuple(
-                (actor.name, *(_name(envelope.message) for envelope in actor.inbox)) for actor in self._scheduler.actors
+                (actor.name, *(_name(envelope.message) for envelope in actor.inbox)) for actor in self.scheduler.actors
             )
-            state = hash((tuple(sorted(self.histories.by_name.items())), tuple(sorted(waiting)), self._scheduler.now))
+            state = hash((tuple(sorted(self.histories.by_name.items())), tuple(sorted(waiting)), self.scheduler.now))
             if state in self._seen:
                 raise _PlayedBeforeError
             self._seen.add(state)
@@ -206,11 +198,12 @@ def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[in
         if story.busy:
             _submit(world)
             scheduler.run_until(lambda: _speaks(world), scheduler.now + 600.0)
-        orders.open(scheduler)
+        orders.histories.by_name.clear()
+        orders.scheduler = scheduler
         for each in story.acts:
             each(world)
         scheduler.run_for(60.0)
-        orders.close()
+        orders.scheduler = None
 
     try:
         world.do(act, world.come_to_rest, world.leave)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from llama_worker.errors import WorkerClosed
@@ -25,13 +26,6 @@ from tests.simulation.trace import Trace
 
 _PLANS = 0x9E3779B97F4A7C15
 TOOL: ToolDef = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
-
-
-class _Tools:
-    """Never called: the simulated runtime runs no code of a host's."""
-
-    def run_tool(self, *, name: str, arguments: object, request_id: int, job_name: str) -> object:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +90,9 @@ class World(Bench):
                 "timeouts": self.profile,
                 "restart": policy,
                 "normal_tools": (TOOL,),
-                "tool_runner": _Tools(),
-                "bios_provider": lambda context: "",  # never called; not the default, so that its thread is simulated
+                # Never called: the simulated runtime runs no code of a host's.
+                "tool_runner": SimpleNamespace(run_tool=print),
+                "bios_provider": lambda context: "",  # not the default, so that its thread is simulated
                 "result_ttl_s": plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
             },
             runtime_dice=dice.fork(),
