@@ -146,7 +146,7 @@ class Case(Bench):
 
     def later(self, seconds: float, call: Callable[[], object], what: str = "adversary") -> None:
         """The world's doing, not the host's."""
-        self.scheduler.at(self.scheduler.now + seconds, call, what, of_host=False)
+        self.scheduler.after(seconds, call, what, of_host=False)
 
     @property
     def server(self) -> LlamaServer:

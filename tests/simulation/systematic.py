@@ -10,6 +10,7 @@ order played before, the rest is the same, and is not played again.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -240,13 +241,16 @@ def explore(story: Story, limit: int) -> Explored:
 
 
 def main() -> None:
-    """Play all stories; raises the first Failure."""
+    """Play all stories, up to the first that fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=20_000, help="orders of one story")
     limit = parser.parse_args().limit
     print(f"{'story':50}{'orders':>10}{'known':>10}")
     for story in STORIES:
-        found = explore(story, limit)
+        try:
+            found = explore(story, limit)
+        except Failure as failure:
+            sys.exit("\n".join([*failure.story, "", f"{story.name}: {failure}"]))
         print(f"{story.name:50}{found.played:10,}{found.known:10,}{'' if found.complete else '   (limit)'}", flush=True)
 
 
