@@ -10,23 +10,17 @@ neither CPU time nor data shows that anybody works.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pykka
-
-from llama_worker import LlamaWorker
-from llama_worker.config import WorkerConfig
-from llama_worker.profiles import RestartPolicy, TimeoutProfile
-from llama_worker.runtime.futures import WorkerFuture, _awaited
+from llama_worker.profiles import TimeoutProfile
+from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState
+from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice
-from tests.simulation.machine import Machine
-from tests.simulation.runtime import SimRuntime
-from tests.simulation.scheduler import Scheduler, SeededChoices
+from tests.simulation.scheduler import Choices
 from tests.simulation.server import Build, Exchange, Headers, LlamaServer, Reply
 from tests.simulation.trace import Trace
 
@@ -50,78 +44,62 @@ class Outcome:
 class Client:
     """A connection of a foreign client, which reads nothing."""
 
-    def headers(self, status: int) -> None:
-        """Unread."""
+    def headers(self, status: int) -> None: ...
 
-    def receive(self, data: bytes) -> None:
-        """Unread."""
+    def receive(self, data: bytes) -> None: ...
 
-    def end(self, *, regular: bool) -> None:
-        """Unread."""
+    def end(self, *, regular: bool) -> None: ...
 
 
 class Silence(Trace):
     """Nobody wants the story: half the time of a run."""
 
-    def message(self, now: float, actor: str, message: Any) -> None:
-        """Unheard."""
+    def message(self, now: float, actor: str, message: Any) -> None: ...
 
-    def event(self, now: float, what: str) -> None:
-        """Unheard."""
+    def event(self, now: float, what: str) -> None: ...
 
-    def note(self, now: float, what: str) -> None:
-        """Unheard."""
+    def note(self, now: float, what: str) -> None: ...
 
 
-class Case:
+class Case(Bench):
     """See the module. `wedge` hurts somebody and says whom, or says that there is nobody yet."""
 
     def __init__(self, seed: int, wedge: Callable[[Case], bool] | None = None, *, trace: Trace | None = None) -> None:
         dice = self.dice = Dice(seed)
-        self.build = _build(dice)
+        build = _build(dice)
         # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that anybody works.
-        self.has_strangers = self.build.cpu_shows and dice.chance(0.5)
+        self.has_strangers = build.cpu_shows and dice.chance(0.5)
+        super().__init__(
+            Choices(dice.fork().random, preempts=0.02, sleeps=0.005, late=0.02),
+            trace or Silence(),
+            now=1000.0,
+            build=build,
+            machine_dice=dice.fork(),
+            config={
+                "slots": build.slots + dice.below(3),  # some wait in the server
+                "timeouts": PROFILE,
+                "loop_detector": None,  # its words are all alike
+            },
+            runtime_dice=dice.fork(),
+        )
         self.wedge = wedge
         self.wedged_at: float | None = None
         self.promised_s: float | None = None
-        self.replies: dict[tuple[int, int], Reply] = {}
-        self.twists: dict[str, Callable[[LlamaServer, Exchange], object]] = {"held back": self._hold_back}
-        self.trace = trace or Silence()
-        choices = SeededChoices(dice.fork().random, preempts=0.02, sleeps=0.005, late=0.02)
-        self.scheduler = Scheduler(choices, self.trace, now=1000.0)
-        self.machine = Machine(self.scheduler, dice.fork(), self.build)
         self.machine.reply_to = self._reply
-        self.machine.twist = self._twist
-        self.machine.on_signal = lambda process, signal: self._given_up(str(worker._server.lifecycle.last_error))
-        self.config = WorkerConfig(
-            name="adversary",
-            host="127.0.0.1",
-            port=8080,
-            server_cmd=("llama-server",),
-            slots=self.build.slots + dice.below(3),  # some wait in the server
-            timeouts=PROFILE,
-            restart=RestartPolicy(),
-            loop_detector=None,  # its words are all alike
-        )
-        self.runtime = SimRuntime(self.config, self.scheduler, self.machine, dice.fork())
-        self.worker = LlamaWorker(self.config, _runtime=self.runtime)
-        worker = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
+        self.machine.twist = self._hold_back
+        self.machine.on_signal = lambda process, signal: self._given_up(str(self.actor._server.lifecycle.last_error))
         self.to_come = 0
         self.was_halted = False  # a batch that took the machine's sleep, too, passes for a long one
         self.paused_s = 0.0  # in all, by what is honest
         self._running = 0
         self._gave_up: tuple[float, str] | None = None
-        self._slots_asked = 0
         self._held_since: dict[int, int] = {}  # tokens, by request
         self._delays_tokenizing()
-        self._counts_slots()
 
     # ------------------------------------------------------------ the run
 
     def run(self) -> Outcome:
-        """All of it."""
-        logging.disable(logging.CRITICAL)
-        try:
+        with self.in_use():
             started = self.worker.start()
             if not self.scheduler.run_until(started.done, self.scheduler.now + 600.0):
                 return self._outcome("the server did not start")
@@ -130,12 +108,6 @@ class Case:
             end = self.scheduler.now + HORIZON_S
             self.scheduler.run_until(lambda: self._gave_up is not None or self._is_over(), end)
             return self._outcome()
-        finally:
-            logging.disable(logging.NOTSET)
-            for simulated in self.scheduler.actors:
-                pykka.ActorRegistry.unregister(simulated.actor.actor_ref)
-            _awaited.clear()  # of requests that nobody will end
-            del self.worker  # its finalizer holds the backend, and that holds the case
 
     @property
     def all_have_come(self) -> bool:
@@ -158,13 +130,13 @@ class Case:
             given_up_after_s=None if gave_up is None else gave_up[0] - since,
             promised_s=promised_s,
             detail=detail or ("" if gave_up is None else gave_up[1]),
-            slots_asked=self._slots_asked,
+            slots_asked=self.runtime.slots_asked,
             messages=self.scheduler.messages_count,
         )
 
     def _somebody_moves(self) -> bool:
         server = self.machine.servers[0]
-        return not server.frozen and any(each is not None and not each.dead for each in server.slots)
+        return not server.frozen and any(not each.dead for each in server.busy)
 
     def _given_up(self, detail: str) -> None:
         if self._gave_up is None:
@@ -174,11 +146,10 @@ class Case:
 
     def later(self, seconds: float, call: Callable[[], object], what: str = "adversary") -> None:
         """The world's doing, not the host's."""
-        self.scheduler.at(self.scheduler.now + seconds, call, what, of_host=False)
+        self.scheduler.after(seconds, call, what, of_host=False)
 
     @property
     def server(self) -> LlamaServer:
-        """The one that runs."""
         server = self.machine.listening()
         assert server is not None
         return server
@@ -283,13 +254,7 @@ class Case:
         )
         if holds_back:
             reply.twist, reply.twist_at = "held back", 1 + dice.below(reply.text_tokens)
-        self.replies[request_id, turn] = reply
         return reply
-
-    def _twist(self, server: LlamaServer, exchange: Exchange) -> None:
-        name = exchange.reply.twist
-        assert name is not None
-        self.twists[name](server, exchange)
 
     def _hold_back(self, server: LlamaServer, exchange: Exchange) -> None:
         """It generates, and what it says may be the start of something: nothing is sent for minutes."""
@@ -315,7 +280,7 @@ class Case:
     def _delays_tokenizing(self) -> None:
         serve, dice = self.machine.serve, self.dice.fork()
 
-        def delayed(server: LlamaServer, stream: Any, body: dict[str, Any]) -> None:
+        def delayed(server: LlamaServer, stream: Any, body: Mapping[str, Any]) -> None:
             def arrives() -> None:
                 if not stream._aborted and not server.gone:
                     serve(server, stream, body)
@@ -323,15 +288,6 @@ class Case:
             self.later(dice.log_between(0.001, 10.0) if dice.chance(0.2) else 0.0, arrives)
 
         self.machine.serve = delayed  # type: ignore[method-assign]
-
-    def _counts_slots(self) -> None:
-        look = self.runtime.look_at_slots
-
-        def counted(*args: Any) -> Any:
-            self._slots_asked += 1
-            return look(*args)
-
-        self.runtime.look_at_slots = counted  # type: ignore[method-assign,assignment]
 
 
 def _let_go(exchange: Exchange) -> None:

@@ -27,9 +27,8 @@ def _targets(case: Case, *, generating: bool | None = None) -> list[Exchange]:
         return []
     return [
         each
-        for each in server.slots
-        if each is not None
-        and each.request_id < FOREIGN
+        for each in server.busy
+        if each.request_id < FOREIGN
         and not each.over
         and not each.dead
         and not each.closed_by_client
@@ -63,32 +62,17 @@ def _freeze(case: Case, *, spins: bool) -> bool:
         return False
     server = case.server
     server.freeze(spins=spins)
-    busy = [each for each in server.slots if each is not None]
-    if all(each.decoded for each in busy):
-        case.promised_s = _promise_by_slots(case)
+    reading = [each for each in server.busy if not each.decoded]
+    if reading:  # what a stranger's prompt has reported, nobody here has heard
+        batches = min(each.processed // case.build.batch_tokens * (each.request_id < FOREIGN) for each in reading)
+        case.promised_s = _promise_in_prefill(case, batches)
     else:
-        # What a stranger's prompt has reported, nobody here has heard.
-        done = [
-            each.processed // case.build.batch_tokens if each.request_id < FOREIGN else 0
-            for each in busy
-            if not each.decoded
-        ]
-        case.promised_s = _promise_in_prefill(case, min(done))
+        case.promised_s = _promise_by_slots(case)
     return True
 
 
-def livelock(case: Case) -> bool:
-    """100 % CPU, HTTP alive, nothing moves."""
-    return _freeze(case, spins=True)
-
-
-def decode_dead(case: Case) -> bool:
-    """No CPU, HTTP alive, nothing moves."""
-    return _freeze(case, spins=False)
-
-
 def sidecar(case: Case) -> bool:
-    """The same, beside a child that computes for itself."""
+    """No CPU, HTTP alive, nothing moves, beside a child that computes for itself."""
     if not _freeze(case, spins=False):
         return False
     case.server.spare_time(case.server.pid + 1, 95.0)
@@ -131,7 +115,7 @@ def dead_stream(case: Case) -> bool:
     if not targets:
         return False
     case.dice.choice(targets).dead = True
-    others = [each for each in case.server.slots if each is not None]
+    others = case.server.busy
     step_s = sum(each.reply.step_tokens for each in others) / case.build.decode_tokens_per_s
     calm = all(each.decoded and not each.reply.twist for each in others) and not case.server.queue
     calm = calm and step_s < LOOK_INTERVAL_S  # so that the others move between any two looks
@@ -139,14 +123,10 @@ def dead_stream(case: Case) -> bool:
     return True
 
 
-def _repeat(case: Case, exchange: Exchange, data: bytes | None) -> None:
-    if exchange.over or case.server.gone:
-        return
-    if data is None:
-        case.server.send_progress(exchange)
-    else:
-        case.server.send(exchange, data)
-    case.later(1.0, partial(_repeat, case, exchange, data))
+def _repeat(case: Case, exchange: Exchange, send: Callable[[], object]) -> None:
+    if not exchange.over and not case.server.gone:
+        send()
+        case.later(1.0, partial(_repeat, case, exchange, send))
 
 
 def frozen_progress(case: Case) -> bool:
@@ -155,7 +135,7 @@ def frozen_progress(case: Case) -> bool:
     if not targets:
         return False
     case.server.freeze(spins=True)
-    _repeat(case, targets[0], None)
+    _repeat(case, targets[0], partial(case.server.send_progress, targets[0]))
     case.promised_s = min(_promise_by_slots(case), IDLE_S + LATE_S)
     return True
 
@@ -166,15 +146,16 @@ def empty_frames(case: Case) -> bool:
     if not targets:
         return False
     case.server.freeze(spins=True)
-    _repeat(case, targets[0], case.dice.choice((_ROLE, _EMPTY, _NOTHING)))
-    busy = [each for each in case.server.slots if each is not None]
-    case.promised_s = _promise_by_slots(case) if all(each.decoded for each in busy) else LAST_RESORT_S + LATE_S
+    data = case.dice.choice((_ROLE, _EMPTY, _NOTHING))
+    _repeat(case, targets[0], partial(case.server.send, targets[0], data))
+    generating = all(each.decoded for each in case.server.busy)
+    case.promised_s = _promise_by_slots(case) if generating else LAST_RESORT_S + LATE_S
     return True
 
 
 WEDGES: dict[str, Callable[[Case], bool]] = {
-    "livelock": livelock,
-    "decode dead, HTTP alive": decode_dead,
+    "livelock": partial(_freeze, spins=True),  # HTTP alive, nothing moves
+    "decode dead, HTTP alive": partial(_freeze, spins=False),
     "sidecar's CPU": sidecar,
     "stopped": stopped,
     "dead altogether": dead_altogether,

@@ -16,51 +16,34 @@ YEAR_H = 8760.0
 def main() -> int:
     """0: nothing broke."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=None, help="of the campaign; a new one each time if left out")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="of the campaign; a new one each time")
     parser.add_argument("--hours", type=float, default=YEAR_H, help="worker-hours")
     parser.add_argument("--faults", type=float, default=None, help="how many, about; 1,000 a year if left out")
-    parser.add_argument("--kind", action="append", choices=sorted(KINDS), help="of faults; all if left out")
+    parser.add_argument("--kind", action="append", choices=sorted(KINDS), default=[], help="of faults; all if left out")
     parser.add_argument("--run", type=int, default=None, help="only the run with this seed, for --hours hours")
-    parser.add_argument("--requests", type=float, default=None, help="per hour, for --run")
+    parser.add_argument("--requests", type=float, default=10.0, help="per hour, for --run")
     given = parser.parse_args()
-    seed = time.time_ns() % 2**32 if given.seed is None else given.seed
     faults = given.hours * 1000 / YEAR_H if given.faults is None else given.faults
-    kinds = dict.fromkeys(given.kind or (), 1.0)
-    began = time.process_time()
+    kinds = dict.fromkeys(given.kind, 1.0)
+    if given.run is None:
+        print(f"SEED={given.seed}")
+        chosen = list(settings(given.seed, given.hours, faults, kinds))
+    else:
+        rates = {"requests_per_hour": given.requests, "faults_per_hour": faults / given.hours}
+        chosen = [Setting(seed=given.run, hours=given.hours, kinds=kinds, **rates)]
     try:
-        if given.run is not None:
-            chosen = [
-                Setting(
-                    seed=given.run,
-                    hours=given.hours,
-                    faults_per_hour=faults / given.hours,
-                    requests_per_hour=given.requests or 10.0,
-                    kinds=kinds,
-                )
-            ]
-        else:
-            print(f"SEED={seed}")
-            chosen = list(settings(seed, given.hours, faults, kinds))
         total = run_all(chosen)
     except Failure as failure:
-        told(failure)
+        setting = failure.setting
+        again = "".join(f" --kind {name!r}" for name in setting.kinds)
+        print("The last steps:", *failure.story, "", failure, sep="\n")
+        print(
+            f"again: python -m tests.simulation --run {setting.seed} --hours {setting.hours!r}"
+            f" --faults {setting.faults_per_hour * setting.hours!r} --requests {setting.requests_per_hour!r}{again}"
+        )
         return 1
-    print("\n".join(table(total)))
-    print(f"CPU            {time.process_time() - began:12.1f} s")
+    print(*table(total), f"CPU            {time.process_time():12.1f} s", sep="\n")
     return 0
-
-
-def told(failure: Failure) -> None:
-    """The story of a failure, and how to see it again."""
-    setting = failure.setting
-    print("The last steps:", *failure.story, sep="\n")
-    print(f"\n{failure}")
-    kinds = "".join(f" --kind {name!r}" for name in setting.kinds)
-    faults = setting.faults_per_hour * setting.hours
-    print(
-        f"again: python -m tests.simulation --run {setting.seed} --hours {setting.hours!r} --faults {faults!r}"
-        f" --requests {setting.requests_per_hour!r}{kinds}"
-    )
 
 
 if __name__ == "__main__":

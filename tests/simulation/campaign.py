@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
 from tests.simulation.dice import Dice
-from tests.simulation.garbage import collected_by_hand
+from tests.simulation.many_runs import collected_at_the_end, times_by_name
 from tests.simulation.world import Report, Setting, World
 
 
@@ -40,20 +40,19 @@ def settings(seed: int, hours: float, faults: float, kinds: Mapping[str, float] 
 
 def run_all(chosen: Iterable[Setting]) -> Report:
     """One after the other; raises the first Failure."""
-    total, digests = Report(), sha256()
-    with collected_by_hand() as collect:
-        for setting in chosen:
-            report = World(setting).run()
-            total.add(report)
-            digests.update(report.digest.encode())
-            collect()
-    total.digest = digests.hexdigest()[:16]
+    total = Report()
+    for setting in chosen:
+        with collected_at_the_end():
+            total.add(World(setting).run())
+    total.digest = sha256(total.digest.encode()).hexdigest()[:16]
     return total
 
 
 def table(total: Report) -> list[str]:
     """The figures, for a person."""
-    lines = [
+    times = times_by_name(total.found)
+    shown = {name: f"{statistics.median(each):12.1f}{each[-1]:12.1f}" for name, each in times.items()}
+    return [
         f"worker-hours   {total.hours:12,.0f}",
         f"requests       {total.requests:12,}",
         f"faults         {sum(total.faults.values()):12,}",
@@ -64,11 +63,11 @@ def table(total: Report) -> list[str]:
         f"trace hash     {total.digest:>16}",
         "",
         f"{'fault':32}{'count':>8}{'found':>8}{'median s':>12}{'worst s':>12}",
+        *(
+            f"{name:32}{count:8}{len(times.get(name, ())):8}{shown.get(name, '')}"
+            for name, count in sorted(total.faults.items())
+        ),
+        "",
+        f"{'how requests ended':32}{'count':>8}",
+        *(f"{name:32}{count:8}" for name, count in sorted(total.outcomes.items())),
     ]
-    for name in sorted(total.faults):
-        times = total.found.get(name, [])
-        shown = f"{statistics.median(times):12.1f}{max(times):12.1f}" if times else ""
-        lines.append(f"{name:32}{total.faults[name]:8}{len(times):8}{shown}")
-    lines += ["", f"{'how requests ended':32}{'count':>8}"]
-    lines += [f"{name:32}{count:8}" for name, count in sorted(total.outcomes.items())]
-    return lines

@@ -23,15 +23,12 @@ class Dice:
         self._bits = generator.getrandbits
 
     def below(self, count: int) -> int:
-        """An int in [0, count)."""
         return int(self.random() * count) if count > 1 else 0
 
     def chance(self, probability: float) -> bool:
-        """True with that probability."""
         return self.random() < probability
 
     def between(self, low: float, high: float) -> float:
-        """A float in [low, high)."""
         return low + (high - low) * self.random()
 
     def log_between(self, low: float, high: float) -> float:
@@ -43,7 +40,6 @@ class Dice:
         return -mean_s * math.log(1.0 - self.random())
 
     def choice(self, options: Sequence[T]) -> T:
-        """One of them."""
         return options[self.below(len(options))]
 
     def weighted(self, options: Mapping[T, float]) -> T:

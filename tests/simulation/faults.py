@@ -80,10 +80,6 @@ def _health(profile: TimeoutProfile, stage: Stage) -> float | None:
     return None if interval_s is None else (profile.health_failures_before_restart + 1) * (interval_s + 12.0) + SLACK_S
 
 
-def _startup(profile: TimeoutProfile, stage: Stage) -> float:
-    return profile.startup_timeout_s + _looks(profile)
-
-
 def _load(profile: TimeoutProfile, stage: Stage) -> float | None:
     limit = longest_load_s(profile)
     return None if limit is None else limit + _looks(profile)
@@ -92,10 +88,6 @@ def _load(profile: TimeoutProfile, stage: Stage) -> float | None:
 def longest_load_s(profile: TimeoutProfile) -> float | None:
     """How long a load may work; None: for ever."""
     return profile.silent_work_timeout_s if profile.load_timeout_s is None else profile.load_timeout_s
-
-
-def _at_once_killed(profile: TimeoutProfile, stage: Stage) -> float:
-    return float(getattr(profile, "kill_timeout_s", 10.0)) + SLACK_S
 
 
 _KINDS = (
@@ -134,16 +126,18 @@ _KINDS = (
     # ---- a launch
     Kind(name="load crashes", scope=Scope.LOAD, found_within=_soon),
     Kind(name="crash loop", scope=Scope.LOAD, found_within=_soon, weight=0.5),
-    Kind(name="load hangs", scope=Scope.LOAD, found_within=_startup),
+    Kind(
+        name="load hangs", scope=Scope.LOAD, found_within=lambda profile, _: profile.startup_timeout_s + _looks(profile)
+    ),
     Kind(name="load spins", scope=Scope.LOAD, found_within=_load),
     Kind(name="slow load", scope=Scope.LOAD, honest=True, weight=2.0),
     Kind(name="canary fails", scope=Scope.LOAD, found_within=_soon, weight=0.5),
     Kind(name="spawn fails", scope=Scope.LOAD, found_within=_soon),
     Kind(name="port taken", scope=Scope.LOAD, found_within=_soon),
     # ---- a process that is to end
-    Kind(name="SIGTERM ignored", scope=Scope.KILL, found_within=_at_once_killed),
-    Kind(name="unkillable for minutes", scope=Scope.KILL, found_within=_at_once_killed),
-    Kind(name="unkillable for ever", scope=Scope.KILL, found_within=_at_once_killed, weight=0.2),
+    Kind(name="SIGTERM ignored", scope=Scope.KILL),
+    Kind(name="unkillable for minutes", scope=Scope.KILL),
+    Kind(name="unkillable for ever", scope=Scope.KILL, weight=0.2),
     # ---- the host program
     Kind(name="actor's exception", scope=Scope.HOST),
     Kind(name="a probe hangs", scope=Scope.HOST, honest=True),

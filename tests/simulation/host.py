@@ -7,18 +7,18 @@ would be. Every answer is checked against what the worker promises for it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
 
-from llama_worker import LlamaWorker
-from llama_worker.config import WorkerConfig
 from llama_worker.errors import RequestRefused, WorkerClosed, WorkerStartError, WorkerStopError
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.invariants import QUICK_S, Invariants
-from tests.simulation.runtime import SimServerProcess
-from tests.simulation.scheduler import Scheduler, Violation
+from tests.simulation.scheduler import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
 
 LONGEST_LOAD_S = 1500.0  # of Nature's slow loads
 Plan = Generator[float | WorkerFuture[Any], None, None]
@@ -27,25 +27,16 @@ Plan = Generator[float | WorkerFuture[Any], None, None]
 class Host:
     """The program around one worker."""
 
-    def __init__(
-        self,
-        worker: LlamaWorker,
-        config: WorkerConfig,
-        scheduler: Scheduler,
-        invariants: Invariants,
-        dice: Dice,
-        processes: Sequence[SimServerProcess],
-    ) -> None:
-        self.worker = worker
+    def __init__(self, world: World, dice: Dice) -> None:
         self.is_leaving = False
         self.outcomes: Counter[str] = Counter()
         self.asked: list[WorkerFuture[Any]] = []  # by `ask()`; all are resolved once the worker is at rest
-        self._scheduler = scheduler
-        self._invariants = invariants
+        self._world = world
+        self._scheduler = world.scheduler
+        self._invariants: Invariants = world.invariants
         self._dice = dice
-        self._processes = processes  # the launches, oldest first
-        self._result_ttl_s = config.result_ttl_s
-        profile, policy = config.timeouts, config.restart
+        self._result_ttl_s = world.config.result_ttl_s
+        profile, policy = world.config.timeouts, world.config.restart
         self.stop_bound_s = 1.0 + profile.stop_grace_s + 2.0 + profile.kill_timeout_s + QUICK_S + 5.0
         one_start_s = LONGEST_LOAD_S + profile.startup_timeout_s + self.stop_bound_s + 60.0
         self.start_bound_s = one_start_s * (policy.max_restarts_per_window + 2) + policy.backoff_max_s * 8
@@ -70,25 +61,27 @@ class Host:
     # ------------------------------------------------------------ calls
 
     def start(self) -> WorkerFuture[Any]:
-        """`start()`, with its bound."""
-        future = self.worker.start()
+        future = self._world.worker.start()
         self._invariants.expect_answer(future, self.start_bound_s, "start()")
         return future
 
     def stop(self) -> WorkerFuture[Any]:
-        """`stop()`, with its bound."""
         invariants = self._invariants
         invariants.stop_called_at = self._scheduler.now
-        launches = len(self._processes)
-        future = self.worker.stop()
+        launched = tuple(self._world.machine.launched)
+        future = self._world.worker.stop()
         invariants.expect_answer(future, self.stop_bound_s, "stop()")
+        return self._checked(future, lambda answer: invariants.check_gone(launched, "stop() resolved"))
+
+    def _checked(self, future: WorkerFuture[Any], check: Callable[[Any], object]) -> WorkerFuture[Any]:
+        """Its answer is looked at as soon as there is one."""
 
         def resolved() -> None:
             try:
-                future.get(timeout=0)
+                answer = future.get(timeout=0)
             except (WorkerStopError, WorkerClosed):
                 return
-            invariants.stopped(self._processes[:launches])
+            check(answer)
 
         future._on_resolved(resolved)
         return future
@@ -100,21 +93,12 @@ class Host:
 
     def submit(self, job_name: str) -> WorkerFuture[Any]:
         """`submit()`; a refusal must be true at the instant it is given."""
-        future = self.quick(self.worker.submit(job_name, "", "hello"), "submit()")
-
-        def resolved() -> None:
-            try:
-                answer = future.get(timeout=0)
-            except WorkerClosed:
-                return
-            self._invariants.admission_answered(answer.get("error"))
-
-        future._on_resolved(resolved)
-        return future
+        future = self.quick(self._world.worker.submit(job_name, "", "hello"), "submit()")
+        return self._checked(future, lambda answer: self._invariants.admission_answered(answer.get("error")))
 
     def result(self, request_id: int) -> WorkerFuture[Any]:
         """`result()`, which resolves soon after the request has ended."""
-        future = self.worker.result(request_id)
+        future = self._world.worker.result(request_id)
         self._invariants.awaits_result(request_id, future)
         return future
 
@@ -122,7 +106,7 @@ class Host:
         """`close()`, which blocks this thread and must return in good time."""
         self._invariants.stop_called_at = self._scheduler.now
         began = self._scheduler.host_time
-        self.worker.close()
+        self._world.worker.close()
         took_s = self._scheduler.host_time - began
         if took_s > self.stop_bound_s + 5.0:
             raise Violation(5, f"close() took {took_s:.1f} s")
@@ -218,14 +202,14 @@ class Host:
         yield from self._is_gone(request_id, "its result was taken")
 
     def _is_gone(self, request_id: int, since: str) -> Plan:
-        gone = self.quick(self.worker.get_result(request_id), "get_result()")
+        gone = self.quick(self._world.worker.get_result(request_id), "get_result()")
         yield gone
         if gone.get(timeout=0).get("error") != "NOT_FOUND":
             raise Violation(1, f"request {request_id} is still there after {since}")
 
     def _ask(self) -> Plan:
         """`submit` and `result` in one; its future must be resolved once the worker is at rest."""
-        future = self.worker.ask("hello", job_name=f"job-{self._dice.below(50)}")
+        future = self._world.worker.ask("hello", job_name=f"job-{self._dice.below(50)}")
         self.asked.append(future)
         yield future
         try:
@@ -239,7 +223,7 @@ class Host:
     def _poll(self, request_id: int) -> Plan:
         while True:
             yield self._dice.log_between(0.1, 60.0)
-            future = self.quick(self.worker.get_result(request_id), "get_result()")
+            future = self.quick(self._world.worker.get_result(request_id), "get_result()")
             yield future
             result = future.get(timeout=0)
             if result["ok"]:
@@ -254,9 +238,9 @@ class Host:
         text, reasoning, done = "", "", False
         while not done:
             yield self._dice.log_between(0.05, 30.0)
-            status = self.quick(self.worker.get_status(request_id), "get_status()")
+            status = self.quick(self._world.worker.get_status(request_id), "get_status()")
             waits = self._dice.chance(0.5)
-            future: WorkerFuture[Any] = self.worker.read_output(
+            future: WorkerFuture[Any] = self._world.worker.read_output(
                 request_id, text_offset=len(text), reasoning_offset=len(reasoning), wait=waits
             )
             if waits:
@@ -286,8 +270,8 @@ class Host:
         yield self._dice.log_between(0.001, 120.0)
         truth = self._invariants.requests[request_id]
         truth.canceled = True
-        future = self.quick(self.worker.cancel(request_id), "cancel()")
-        twice = self.quick(self.worker.cancel(request_id), "cancel()") if self._dice.chance(0.3) else None
+        future = self.quick(self._world.worker.cancel(request_id), "cancel()")
+        twice = self.quick(self._world.worker.cancel(request_id), "cancel()") if self._dice.chance(0.3) else None
         yield future
         if twice is not None:
             yield twice
@@ -316,7 +300,7 @@ class Host:
 
     def meddler(self, *, every_s: float) -> Plan:
         """Asks at odd moments for odd things."""
-        dice, worker = self._dice, self.worker
+        dice, worker = self._dice, self._world.worker
         calls: list[tuple[str, Callable[[], WorkerFuture[Any]]]] = [
             ("get_worker_status()", worker.get_worker_status),
             ("get_debug_info()", worker.get_debug_info),

@@ -21,15 +21,15 @@ from functools import partial
 from typing import Any
 
 from llama_worker.messages import RequestEnded, StreamEvents
-from llama_worker.profiles import RestartPolicy
 from llama_worker.request.table import RequestRecord
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import Launching
 from llama_worker.server.suspicion import is_degenerate
 from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types import RequestFailReason, RequestState, WorkerState
+from tests.simulation.bench import Bench
 from tests.simulation.faults import Kind
-from tests.simulation.scheduler import Scheduler, SimulatedActor, Violation
+from tests.simulation.scheduler import SimulatedActor, Violation
 from tests.simulation.server import Exchange
 
 ARROWS = {
@@ -49,8 +49,6 @@ _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_S
 
 @dataclass(eq=False, slots=True)
 class Fault:
-    """One thing that went wrong."""
-
     kind: Kind
     began_at: float
     epoch: int | None = None  # of the launch it happened to; None: the host
@@ -79,21 +77,20 @@ class Truth:
 class Invariants:
     """Hears of every step of one worker; raises Violation."""
 
-    def __init__(self, scheduler: Scheduler, policy: RestartPolicy, slots: int) -> None:
+    def __init__(self, bench: Bench) -> None:
         self.faults: list[Fault] = []
         self.requests: dict[int, Truth] = {}
         self._killed: set[int] = set()  # launches
-        self.found: dict[str, list[float]] = {}  # seconds from the fault to its discovery, by kind
-        # By request: what it is to be ended for, and since when.
-        self._awaited: dict[int, list[tuple[Fault, float]]] = {}
+        self.found: list[tuple[str, float]] = []  # kinds of faults, and the seconds to their discovery
+        self._awaited: dict[int, list[tuple[Fault, float]]] = {}  # by request: what is to end it, and since when
         self.stop_called_at = -math.inf  # by stop() or close()
         self.blind_s = 0.0  # how long the host could not look, in all
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
         self.restarts_count = 0
-        self._scheduler = scheduler
-        self._policy = policy
-        self._slots = slots
-        self.worker: Any = None  # the WorkerActor to look into
+        self._scheduler = bench.scheduler
+        self._policy = bench.config.restart
+        self._slots = bench.config.slots
+        self._worker = bench.actor
         self._active: tuple[int, ...] = ()
         self.state = WorkerState.STOPPED  # the worker's
         self._replaced: set[int] = set()  # launches that ended as planned, or for the nonsense that they said
@@ -101,45 +98,40 @@ class Invariants:
         self._restarted_at: list[float] = []
         self._restart_count = 0
         self._stale_before: Lifecycle | None = None
-        scheduler.before_message = self.before_message
-        scheduler.after_message = self.after_message
-        scheduler.on_told = self.on_told
+        bench.scheduler.before_message = self.before_message
+        bench.scheduler.after_message = self.after_message
+        bench.scheduler.on_told = self.on_told
 
     @property
     def lifecycle(self) -> Lifecycle:
-        """The worker's."""
-        life: Lifecycle = self.worker._server.lifecycle
+        life: Lifecycle = self._worker._server.lifecycle
         return life
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Ids of the requests that hold a slot."""
-        return tuple(admitted.request_id for admitted in self.worker._table.active)
+        return tuple(admitted.request_id for admitted in self._worker._table.active)
 
     # ------------------------------------------------------------ every step
 
     def before_message(self, actor: SimulatedActor, message: Any) -> None:
-        """An actor is about to handle a message."""
         if type(message) is StreamEvents:
             truth = self.requests.get(message.turn_id[0])
             if truth is not None:
                 truth.text += [event.text for event in message.events if type(event) is TextDelta]
                 truth.reasoning += [event.text for event in message.events if type(event) is ReasoningDelta]
-        elif actor.actor is self.worker:
+        elif actor.actor is self._worker:
             epoch = getattr(message, "epoch", None)
             if epoch is not None and epoch < self.lifecycle.epoch:
                 self._stale_before = self.lifecycle
 
     def on_told(self, message: Any) -> None:
-        """An actor tells something."""
         if type(message) is RequestEnded:
             truth = self.requests.get(message.record.request_id)
             if truth is not None and truth.decided is None:
                 truth.decided = "".join(truth.text), "".join(truth.reasoning)
 
     def after_message(self, actor: SimulatedActor, message: Any) -> None:
-        """An actor has handled a message."""
-        if actor.actor is not self.worker:
+        if actor.actor is not self._worker:
             return
         if self._stale_before is not None:
             if self._stale_before != self.lifecycle:
@@ -181,7 +173,7 @@ class Invariants:
         now = self._scheduler.now
         self._restart_count = life.budget.restart_count
         self.restarts_count += 1
-        restart = self.worker._journal._restarts[-1]
+        restart = self._worker._journal._restarts[-1]
         if restart["reason"] == "recycled":
             self._check_recycled(life.epoch, restart["detail"])
             return  # no matter for the lockout
@@ -210,7 +202,7 @@ class Invariants:
     # ------------------------------------------------------------ requests
 
     def _ended(self, truth: Truth) -> None:
-        record = self.worker._table.record(truth.request_id)
+        record = self._worker._table.record(truth.request_id)
         if record is None:
             raise Violation(1, f"request {truth.request_id} lost its slot without a record")
         truth.record, truth.ended_at = record, self._scheduler.now
@@ -263,8 +255,10 @@ class Invariants:
         if whole and result["text"] != sent:
             raise Violation(2, f"request {truth.request_id} ended ({reason}) without a part of what was sent")
 
+    def exchange_begins(self, exchange: Exchange) -> None:
+        self.requests[exchange.request_id].exchanges.append(exchange)
+
     def awaits_result(self, request_id: int, future: Any) -> None:
-        """A host waits for a result."""
         truth = self.requests[request_id]
         truth.waiting.append(future)
         if truth.ended_at is not None:
@@ -285,7 +279,6 @@ class Invariants:
             raise Violation(1, f"refused with {error} while {state}, {len(self.active)} slots in use")
 
     def took_result(self, request_id: int, result: Any) -> None:
-        """A host was given a result."""
         truth = self.requests[request_id]
         if truth.record is None:
             raise Violation(1, f"request {request_id} has a result and has not ended")
@@ -296,7 +289,6 @@ class Invariants:
     # ------------------------------------------------------------ faults and bounds
 
     def fault(self, kind: Kind, *, epoch: int | None = None, request_id: int | None = None) -> Fault:
-        """Something goes wrong now."""
         fault = Fault(kind, self._scheduler.now, epoch, request_id)
         self.faults.append(fault)
         where = f"request {request_id}" if request_id is not None else f"launch {epoch}" if epoch else "the host"
@@ -316,7 +308,6 @@ class Invariants:
         return None
 
     def server_killed(self, epoch: int, launched_at: float) -> None:
-        """The worker ends a launch."""
         if epoch in self._killed | self._replaced:
             return
         self._killed.add(epoch)
@@ -384,27 +375,23 @@ class Invariants:
             return
         for fault, since in self._awaited.pop(truth.request_id, ()):
             if fault.ended_at is None:
-                self.found.setdefault(fault.kind.name, []).append(self._scheduler.now - since)
+                self.found.append((fault.kind.name, self._scheduler.now - since))
 
     def expect_answer(self, future: Any, bound_s: float, what: str) -> None:
-        """The future must have resolved within the bound."""
         self.expect(5, bound_s, f"the future of {what}", future.done)
 
     # ------------------------------------------------------------ processes
 
-    def launch(self, processes: list[Any], epoch: int) -> None:
+    def launch(self, processes: Sequence[Any], epoch: int) -> None:
         """A process is about to be started: the one before is gone, as those before it were when it was started."""
-        for process in processes[-1:]:
-            if process.server is not None and not process.server.gone:
-                raise Violation(6, f"launch {epoch} begins while launch {process.epoch} still lives")
+        self.check_gone(processes[-1:], f"launch {epoch} begins")
         if isinstance(self.lifecycle.state, Launching) and self.lifecycle.state.first:
             self._restarted_at.clear()
 
-    def stopped(self, processes: Sequence[Any]) -> None:
-        """A `stop()` has resolved with success."""
+    def check_gone(self, processes: Sequence[Any], what: str) -> None:
         for process in processes:
             if process.server is not None and not process.server.gone:
-                raise Violation(6, f"stop() resolved while launch {process.epoch} still lives")
+                raise Violation(6, f"{what} while launch {process.epoch} still lives")
 
 
 def _is_closed(exchange: Exchange) -> bool:

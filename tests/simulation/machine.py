@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llama_worker.server.gpu_faults import GpuFault
@@ -23,7 +23,6 @@ class Machine:
         self.build = build
         self.slowness = 1.0  # of everything below; 0.0: all that can happen happens at the same instant
         self.unix_jump_s = 0.0
-        self.stranger_on_port = False
         self.slow_reads = dice.choice((0.02, 0.3))  # how often a reader sleeps before it reads
         self.has_foreign_probe = dice.chance(0.3)  # beside the one of processes; it never has any news
         self.looks_hang = False  # the foreign one's
@@ -52,18 +51,9 @@ class Machine:
             raise RuntimeError("can't start new thread")
 
     def start_server(self, epoch: int) -> LlamaServer:
-        """A process of the server's."""
         self._pid += 10
         self.servers = [server for server in self.servers if not server.gone]
-        server = LlamaServer(
-            self._scheduler,
-            self._dice,
-            self.build,
-            epoch=epoch,
-            pid=self._pid,
-            reply_to=self.reply_to,
-            twist=self.twist,
-        )
+        server = LlamaServer(self._scheduler, self.build, self, epoch=epoch, pid=self._pid)
         self.servers.append(server)
         self.loads(server)
         return server
@@ -73,34 +63,22 @@ class Machine:
         return next((server for server in reversed(self.servers) if not server.gone), None)
 
     def find(self, pid: int) -> LlamaServer | None:
-        """The server with that process."""
         return next((server for server in self.servers if server.pid == pid and not server.gone), None)
 
-    def serve(self, server: LlamaServer, stream: SimStream, body: dict[str, Any]) -> None:
+    def serve(self, server: LlamaServer, stream: SimStream, body: Mapping[str, Any]) -> None:
         """A request has arrived at a server that answers."""
         stream.exchange = server.accept(stream, stream.turn_id, body)
         if stream.exchange is not None:
             self.exchanges(stream.exchange)
 
     def answer_waiting(self, server: LlamaServer) -> None:
-        """The server answers again: what was sent to it meanwhile is taken."""
+        """The server answers again, and takes what was sent to it meanwhile; or it is gone, and so are connections."""
         waiting = [stream for each, stream in self.unanswered if each is server]
         self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
         for stream in waiting:
             stream.posted()
 
-    def cut_waiting(self, server: LlamaServer) -> None:
-        """The server is gone: so are the connections that it never looked at."""
-        for each, stream in self.unanswered:
-            if each is server:
-                stream.end(regular=False)
-        self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
-
     # ------------------------------------------------------------ how long things take
-
-    def thread_start_s(self) -> float:
-        """Until a new thread runs."""
-        return 0.0002 * self.slowness
 
     def read_delay_s(self) -> float:
         """Until a reader that has something to read runs."""
@@ -108,12 +86,7 @@ class Machine:
             return self._dice.log_between(0.001, 0.2) * self.slowness
         return 0.0003 * self.slowness
 
-    def probe_s(self) -> float:
-        """Until a probe has its answer."""
-        return 0.004 * self.slowness
-
     def between_s(self, low_s: float, high_s: float) -> float:
-        """A delay of that order."""
         return self._dice.log_between(low_s, high_s) * self.slowness
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from llama_worker.messages import Tick
-from llama_worker.profiles import TimeoutProfile
 from llama_worker.server.gpu_faults import GpuFault, gpu_lost
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS, Kind, Scope, Stage, longest_load_s
-from tests.simulation.invariants import QUICK_S, Fault, Invariants, Truth
-from tests.simulation.machine import Machine
+from tests.simulation.invariants import QUICK_S, Fault, Truth
 from tests.simulation.runtime import SimServerProcess
-from tests.simulation.scheduler import Scheduler
 from tests.simulation.server import Exchange, LlamaServer, Reply
 
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+HOUR_S = 3600.0
 _TOOL_S = 12.0  # a request may be in its tools when a fault of the server begins
 _EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
 _LAST_BYTES = {  # what goes out before the connection ends, and whether the body ends in the regular way
@@ -38,26 +40,20 @@ _ARGUMENTS = (
 class Nature:
     """What it does is drawn from its own generator; `calm` ends it."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        dice: Dice,
-        machine: Machine,
-        invariants: Invariants,
-        profile: TimeoutProfile,
-        kinds: Mapping[str, float],
-        mean_s: float,
-    ) -> None:
+    def __init__(self, world: World, dice: Dice) -> None:
+        machine, setting = world.machine, world.setting
+        self._machine = machine
+        kinds = {KINDS[name]: weight for name, weight in setting.kinds.items()}
+        kinds = kinds or {kind: kind.weight for kind in KINDS.values()}
         self.is_calm = False
         self.counts: Counter[str] = Counter()
-        self._scheduler = scheduler
+        self._scheduler = world.scheduler
         self._dice = dice
-        self._machine = machine
-        self._invariants = invariants
-        self._profile = profile
-        self._kinds = {KINDS[name]: weight for name, weight in kinds.items() if KINDS[name].scope is not Scope.REPLY}
-        self._reply_kinds = {KINDS[name]: w for name, w in kinds.items() if KINDS[name].scope is Scope.REPLY}
-        self._mean_s = mean_s
+        self._invariants = world.invariants
+        self._profile = world.profile
+        self._kinds = {kind: weight for kind, weight in kinds.items() if kind.scope is not Scope.REPLY}
+        self._reply_kinds = {kind: weight for kind, weight in kinds.items() if kind.scope is Scope.REPLY}
+        self._mean_s = HOUR_S / setting.faults_per_hour if setting.faults_per_hour else math.inf
         self._next_load: Kind | None = None
         self._crashes_left: int | None = None  # of a crash loop
         self._at_next_request: list[Kind] = []
@@ -65,7 +61,7 @@ class Nature:
         self._loading_faults: dict[int, Fault] = {}
         self._unkillable: dict[int, Kind] = {}
         self._tool_kinds: dict[int, Kind] = {}
-        self._bios: tuple[float | None, str | None] | None = None
+        self._bios: tuple[float | None, str | None] = (0.001, None)  # after how long, with which error
         machine.loads = self._load
         machine.launch_failure = self._launch_failure
         machine.twist = self._twist
@@ -73,22 +69,20 @@ class Nature:
         machine.bios_call = self._bios_call
         machine.on_signal = self._on_signal
         machine.on_death = lambda server: self._on_server.pop(server.epoch, None)
-        invariants.on_admitted = self._admitted
+        world.invariants.on_admitted = self._admitted
 
     def begin(self) -> None:
-        """From now on, until `calm`."""
-        if self._mean_s > 0 and self._kinds:
+        if self._mean_s < math.inf and self._kinds:
             self._later(self._dice.waiting_time(self._mean_s), self._strike, "nature")
 
     def calm(self) -> None:
         """Nothing new goes wrong, and what lasts is over."""
         self.is_calm = True
         machine = self._machine
-        machine.lacks_threads = machine.looks_hang = machine.stranger_on_port = False
-        self._next_load = self._bios = None
+        machine.lacks_threads = machine.looks_hang = False
+        self._next_load, self._bios = None, (0.001, None)
 
     def reply_kind(self, chance: float) -> str | None:
-        """A misbehaviour for the next reply."""
         if self.is_calm or not self._reply_kinds or not self._dice.chance(chance):
             return None
         return self._dice.weighted(self._reply_kinds).name
@@ -134,10 +128,9 @@ class Nature:
     # ------------------------------------------------------------ the server at work
 
     def _to_server(self, kind: Kind, server: LlamaServer) -> None:
-        name, dice = kind.name, self._dice
-        limits = [self._profile.headers_timeout_s, self._profile.idle_stream_timeout_s or 1e9]
-        limits.append(self._profile.prefill_liveness_timeout_s or 1e9)
-        within_s = 0.4 * min(limits)
+        name, dice, profile = kind.name, self._dice, self._profile
+        limits = (profile.headers_timeout_s, profile.idle_stream_timeout_s, profile.prefill_liveness_timeout_s)
+        within_s = 0.4 * min(limit or 1e9 for limit in limits)
         match name:
             case "crash":
                 self._crash(server, name, dice.choice((1, 134, 139, -6, -11)))
@@ -180,19 +173,12 @@ class Nature:
 
     def _wedge(self, name: str, server: LlamaServer) -> None:
         fault = self._hurt(name, server)
-        match name:
-            case "decode dead, HTTP alive":
-                server.freeze(spins=False)
-            case "livelock":
-                server.freeze(spins=True)
-                server.ignores_term = True
-            case "SIGSTOP":
-                server.stop_signal()
-            case "dead altogether":
-                server.freeze(spins=False)
-                server.http_dead = True
-            case "HTTP thread dead":
-                server.http_dead = True
+        if name == "SIGSTOP":
+            server.stop_signal()
+        elif name != "HTTP thread dead":
+            server.freeze(spins=name == "livelock")
+        server.ignores_term |= name == "livelock"
+        server.http_dead = name in ("dead altogether", "HTTP thread dead")
         self._bound(fault, server)
         if self._dice.chance(0.3):  # some come back by themselves
             self._later(self._dice.log_between(1.0, 4000.0), lambda: self._recover(fault, server), "it goes on")
@@ -231,25 +217,23 @@ class Nature:
                 )
 
     def _admitted(self, truth: Truth) -> None:
-        waiting, self._at_next_request = self._at_next_request, []
-        for kind in waiting:
+        while self._at_next_request:
+            kind = self._at_next_request.pop(0)
             self._later(self._dice.log_between(0.001, 60.0), partial(self.strike, kind), "nature")
         for fault in self._on_server.get(truth.epoch, ()):
             if fault.ended_at is None:
                 self._expect(fault, truth)
 
     def _expect(self, fault: Fault, truth: Truth) -> None:
-        bound_s = fault.kind.found_within(self._profile, _stage(truth, fault.epoch))
-        if fault.kind.name == "HTTP thread dead":
-            return  # its requests go on
-        self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
+        if fault.kind.name != "HTTP thread dead":  # its requests go on
+            bound_s = fault.kind.found_within(self._profile, _stage(truth, fault.epoch))
+            self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
 
     def _crash(self, server: LlamaServer, name: str, returncode: int) -> None:
         fault = self._fault(name, epoch=server.epoch)
         for request_id in self._invariants.active:
             self._expect(fault, self._invariants.requests[request_id])
-        if server.unkillable:
-            server.unkillable = False
+        server.unkillable = False
         server.die(returncode)
 
     # ------------------------------------------------------------ one request
@@ -362,12 +346,8 @@ class Nature:
                 server.begin_load(min(slow_s, 0.5 * (longest_load_s(self._profile) or math.inf)))
         bound_s = kind.found_within(self._profile, Stage.UNKNOWN)
         if bound_s is not None:
-            self._invariants.expect(
-                4,
-                bound_s + load_s,
-                f"{kind.name} of launch {server.epoch}",
-                lambda: server.gone or server.killed,
-            )
+            what = f"{kind.name} of launch {server.epoch}"
+            self._invariants.expect(4, bound_s + load_s, what, lambda: server.gone or server.killed)
             self._loading_faults[server.epoch] = fault
 
     def _to_process(self, kind: Kind, server: LlamaServer) -> None:
@@ -383,8 +363,7 @@ class Nature:
         self._invariants.server_killed(process.epoch, process.launched_at)
         fault = self._loading_faults.pop(process.epoch, None)
         if fault is not None and signal is not Signal.TERMINATE:
-            found = self._invariants.found.setdefault(fault.kind.name, [])
-            found.append(self._scheduler.now - fault.began_at)
+            self._invariants.found.append((fault.kind.name, self._scheduler.now - fault.began_at))
         kind = self._unkillable.get(process.epoch)
         server = process.server
         if kind is not None and kind.name == "unkillable for minutes" and server is not None:
@@ -406,18 +385,13 @@ class Nature:
                     broken.actor.actor_ref.tell(Tick())
             case "a probe hangs":
                 machine.looks_hang = True
-                self._later(
-                    dice.log_between(1.0, 300.0), partial(setattr, machine, "looks_hang", False), "looks return again"
-                )
-            case "host stalled" | "host and server stalled" if self._scheduler.host_is_halted:
-                return
-            case "host stalled":
-                self._scheduler.halt_host(dice.log_between(1.0, 4000.0))
-            case "host and server stalled":
+                seconds = dice.log_between(1.0, 300.0)
+                self._later(seconds, partial(setattr, machine, "looks_hang", False), "looks return again")
+            case "host stalled" | "host and server stalled" if not self._scheduler.host_is_halted:
                 seconds = dice.log_between(1.0, 4000.0)
                 self._scheduler.halt_host(seconds)
                 server = machine.listening()
-                if server is not None and not server.stopped:
+                if name == "host and server stalled" and server is not None and not server.stopped:
                     server.stop_signal()
                     self._later(seconds, lambda: self._resume(server), "all go on")
             case "host lacks threads":
@@ -435,8 +409,8 @@ class Nature:
                 fault.ended_at = None
 
     def _bios_call(self) -> tuple[float | None, str | None]:
-        bios, self._bios = self._bios, None
-        return bios or (0.001, None)
+        bios, self._bios = self._bios, (0.001, None)
+        return bios
 
     def _tool_call(self, request_id: int) -> tuple[float | None, bool]:
         kind = self._tool_kinds.get(request_id)

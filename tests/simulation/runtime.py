@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from llama_worker.bios import default_bios
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
@@ -46,6 +48,7 @@ from tests.simulation.server import Exchange, LlamaServer
 
 UNIX_EPOCH = 1_700_000_000.0
 _SLOTS_TIMEOUT_S = 2.0
+_THREAD_START_S, _PROBE_S = 0.0002, 0.004  # until a new thread runs, until a probe has its answer
 
 
 class SimRuntime:
@@ -60,6 +63,7 @@ class SimRuntime:
         self.dice = dice
         self._config = config
         self._activity = ProcessActivity()
+        self.slots_asked = 0
         self.server: SimServerProcess | None = None  # launched last
 
     # ------------------------------------------------------------ time
@@ -81,7 +85,7 @@ class SimRuntime:
         self.scheduler.after(0.0, call, "callback")
 
     def write_log(self, *record: Any) -> None:
-        """Nobody reads it."""
+        pass
 
     # ------------------------------------------------------------ the server's process
 
@@ -92,7 +96,7 @@ class SimRuntime:
         return self.server
 
     def server_is_gone(self) -> bool:
-        return self.server is not None and self.server.is_gone
+        return self.server is not None and self.server.server is not None and self.server.server.gone
 
     def anon_bytes(self, pid: int) -> int | None:
         return None
@@ -108,9 +112,24 @@ class SimRuntime:
         self.streams.append(stream)
         return stream
 
-    def probe_readiness(self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]) -> SimProbe:
+    def probe_readiness(self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]) -> SimQuestion:
         self.machine.need_thread()
-        return SimProbe(self, epoch, probe_timeout_s(self._config.timeouts), reply_to)
+
+        def probed(outcome: ProbeOutcome) -> Probed:
+            traits = ServerTraits(slots=self.machine.build.slots, tools=True)
+            return Probed(epoch=epoch, outcome=outcome, detail=f"GET /v1/models: {outcome}", traits=traits)
+
+        def answer(server: LlamaServer | None) -> Probed | None:
+            if server is None:
+                return probed(ProbeOutcome.FAILED)
+            if not server.answers:
+                return None
+            if not server.loaded:
+                return probed(ProbeOutcome.LOADING)
+            return probed(ProbeOutcome.UNFIT if server.is_unfit else ProbeOutcome.READY)
+
+        limit_s = probe_timeout_s(self._config.timeouts)
+        return SimQuestion(self, "SimProbe", limit_s, reply_to, answer=answer, otherwise=probed(ProbeOutcome.FAILED))
 
     # ------------------------------------------------------------ evidence and tools
 
@@ -120,7 +139,7 @@ class SimRuntime:
         def looked() -> None:
             if seen.fresh and seen.probe == 0:
                 self._activity = ProcessActivity()
-            alive, detail = False, ""
+            evidence = None
             server = self.machine.find(root_pid) if seen.probe == 0 else None
             if server is not None:
                 processes = {
@@ -133,26 +152,27 @@ class SimRuntime:
                 }
                 sample = ProcessSample(at=self.scheduler.now, processes=processes)
                 self._activity, evidence = self._activity.observe(sample)
-                if evidence is not None:
-                    alive, detail = evidence.alive, evidence.detail
-            reply_to.tell(
-                EvidenceSeen(
-                    epoch=seen.epoch,
-                    probe=seen.probe,
-                    round=seen.round,
-                    alive=alive,
-                    at=self.scheduler.now,
-                    detail=detail,
-                    fresh=seen.fresh,
-                )
-            )
+            alive, detail = (evidence.alive, evidence.detail) if evidence is not None else (False, "")
+            reply_to.tell(structs.replace(seen, alive=alive, at=self.scheduler.now, detail=detail))
 
         if seen.probe == 0 or not self.machine.looks_hang:
-            self.scheduler.after(self.machine.thread_start_s(), looked, "look")
+            self.scheduler.after(_THREAD_START_S * self.machine.slowness, looked, "look")
 
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SimSlotsRequest:
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SimQuestion:
         self.machine.need_thread()
-        return SimSlotsRequest(self, epoch, reply_to)
+        self.slots_asked += 1
+        asked_at, nothing = self.scheduler.now, SlotsSeen(epoch=epoch, look=None)
+
+        def answer(server: LlamaServer | None) -> SlotsSeen | None:
+            if server is None or not server.build.shows_slots or not server.loaded:
+                return nothing
+            if not server.answers:
+                return None
+            slots = parse_slots(server.slots_view())
+            assert slots is not None
+            return SlotsSeen(epoch=epoch, look=SlotsLook(asked_at=asked_at, slots=slots))
+
+        return SimQuestion(self, "SimSlotsRequest", _SLOTS_TIMEOUT_S, reply_to, answer=answer, otherwise=nothing)
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         self.machine.need_thread()
@@ -202,10 +222,6 @@ class SimServerProcess:
         act = self.server.terminate if signal is Signal.TERMINATE else self.server.kill
         self._later(0.0002, 0.02, act, f"{signal.name} arrives", of_host=False)
 
-    @property
-    def is_gone(self) -> bool:
-        return self.server is not None and self.server.gone
-
     def kill_guard(self) -> None:
         """From outside: the kernel kills the server with it."""
         self._guard_killed = True
@@ -217,8 +233,8 @@ class SimServerProcess:
 
     def _start(self) -> None:
         failure = self._machine.launch_failure()
-        if any(order is not Signal.TERMINATE for order in self._orders) and failure is None:
-            failure = StartFailReason.SPAWN_FAILED, "killed before it ran"
+        if set(self._orders) - {Signal.TERMINATE}:
+            failure = failure or (StartFailReason.SPAWN_FAILED, "killed before it ran")
         if failure is not None:
             reason, detail = failure
             self.ended = True
@@ -234,7 +250,7 @@ class SimServerProcess:
     def _server_died(self, returncode: int) -> None:
         """The guard's report comes by a thread of the host's; the rest of the tree is reaped after it."""
         if self.server is not None:
-            self._machine.cut_waiting(self.server)
+            self._machine.answer_waiting(self.server)
             self._machine.on_death(self.server)
 
         def died() -> None:
@@ -245,8 +261,7 @@ class SimServerProcess:
         def gone() -> None:
             self.ended = True
             tail = self._log.tail(40)
-            port_taken = self._machine.stranger_on_port
-            self._reply_to.tell(Exited(epoch=self.epoch, returncode=returncode, log_tail=tail, port_taken=port_taken))
+            self._reply_to.tell(Exited(epoch=self.epoch, returncode=returncode, log_tail=tail, port_taken=False))
 
         self._later(0.0005, 1.0, died, "the server has ended")
 
@@ -268,39 +283,33 @@ class SimStream:
         self._opened = self._aborted = self._ended = False
         self._is_over = False  # nothing more comes from the server
         self._reading: Event | None = None
-        self._scheduler.after(self._machine.thread_start_s(), self._connect, "connect")
+        self._scheduler.after(_THREAD_START_S * self._machine.slowness, self._connect, "connect")
 
     def abort(self) -> None:
-        """Close the connection; the last word follows."""
         if self._aborted or self._ended:
             return
         self._aborted = True
         if self._server is not None and self.exchange is not None and not self.exchange.over:
-            delay_s = 0.001 * self._machine.slowness
-            self._scheduler.after(
-                delay_s, partial(self._server.client_closed, self.exchange), "the client hangs up", of_host=False
-            )
+            hang_up = partial(self._server.client_closed, self.exchange)
+            self._scheduler.after(0.001 * self._machine.slowness, hang_up, "the client hangs up", of_host=False)
         self._read_soon()
 
     def flush(self) -> bool:
-        """Tell now what has come."""
         if self._ended or not self._opened or not self._buffer:
             return False
         self._decode(len(self._buffer))
         return True
 
     def hurry(self) -> None:
-        """Nothing waits here."""
+        pass
 
     # ------------------------------------------------------------ the server's end
 
     def headers(self, status: int) -> None:
-        """The response headers are on their way."""
         self._status = status
         self._read_soon()
 
     def receive(self, data: bytes) -> None:
-        """Bytes of the body are on their way."""
         self._buffer += data
         self._read_soon()
 
@@ -335,7 +344,7 @@ class SimStream:
         elif not server.answers:
             self._machine.unanswered.append((server, self))
         else:
-            self._machine.serve(server, self, dict(self._order.body))
+            self._machine.serve(server, self, self._order.body)
 
     def _read_soon(self) -> None:
         if self._reading is None and not self._ended:
@@ -399,89 +408,43 @@ def _disconnected(detail: str) -> StreamFailure:
     return StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
 
 
-class _Question:
-    """One GET beside the streams; its word follows whatever comes of it."""
+class SimQuestion:
+    """One GET beside the streams; where `answer` finds none, `otherwise` is told after `limit_s`, or once aborted."""
 
-    def __init__(self, runtime: SimRuntime, epoch: int, limit_s: float) -> None:
+    def __init__(
+        self,
+        runtime: SimRuntime,
+        what: str,
+        limit_s: float,
+        reply_to: Mailbox[Any],
+        *,
+        answer: Callable[[LlamaServer | None], Any],
+        otherwise: Any,
+    ) -> None:
         self._scheduler, self._machine = runtime.scheduler, runtime.machine
-        self._epoch = epoch
-        self._limit_s = limit_s
-        self._asked_at = self._scheduler.now
-        self._event = self._scheduler.after(self._machine.probe_s(), self._ask, type(self).__name__)
+        self._what, self._limit_s, self._reply_to = what, limit_s, reply_to
+        self._answer, self._otherwise = answer, otherwise
+        self._event = self._scheduler.after(_PROBE_S * self._machine.slowness, self._ask, what)
 
     def abort(self) -> None:
-        """It fails, soon."""
         if self._event.call is not None:
-            self._wait(0.001 * self._machine.slowness, "Aborted")
-
-    def _wait(self, seconds: float, failure: str) -> None:
-        self._event.cancel()
-        self._event = self._scheduler.after(
-            seconds, lambda: self._fail(failure), f"{type(self).__name__} ends without an answer"
-        )
+            self._fail_after(0.001 * self._machine.slowness)
 
     def _ask(self) -> None:
-        raise NotImplementedError
-
-    def _fail(self, failure: str) -> None:
-        raise NotImplementedError
-
-
-class SimProbe(_Question):
-    """One `GET /v1/models`."""
-
-    def __init__(self, runtime: SimRuntime, epoch: int, limit_s: float, reply_to: Mailbox[Probed]) -> None:
-        super().__init__(runtime, epoch, limit_s)
-        self._reply_to = reply_to
-
-    def _ask(self) -> None:
-        server = self._machine.listening()
-        if self._machine.stranger_on_port:
-            self._tell(ProbeOutcome.STRANGER, "another process answers on the port")
-        elif server is None:
-            self._fail("GET /v1/models: ConnectionRefusedError")
-        elif not server.answers:
-            self._wait(self._limit_s, "GET /v1/models: TimeoutError")
-        elif not server.loaded:
-            self._tell(ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model")
-        elif server.is_unfit:
-            self._tell(ProbeOutcome.UNFIT, "the canary's check refused the answer")
+        answer = self._answer(self._machine.listening())
+        if answer is None:
+            self._fail_after(self._limit_s)
         else:
-            self._tell(ProbeOutcome.READY, "GET /v1/models: 200")
+            self._tell(answer)
 
-    def _fail(self, failure: str) -> None:
-        self._tell(ProbeOutcome.FAILED, failure)
-
-    def _tell(self, outcome: ProbeOutcome, detail: str) -> None:
+    def _fail_after(self, seconds: float) -> None:
         self._event.cancel()
-        traits = ServerTraits(slots=self._machine.build.slots, tools=True)
-        self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
+        tell = partial(self._tell, self._otherwise)
+        self._event = self._scheduler.after(seconds, tell, f"{self._what} ends without an answer")
 
-
-class SimSlotsRequest(_Question):
-    """One `GET /slots`."""
-
-    def __init__(self, runtime: SimRuntime, epoch: int, reply_to: Mailbox[SlotsSeen]) -> None:
-        super().__init__(runtime, epoch, _SLOTS_TIMEOUT_S)
-        self._reply_to = reply_to
-
-    def _ask(self) -> None:
-        server = self._machine.listening()
-        if server is None or not server.build.shows_slots or not server.loaded:
-            self._tell(None)
-        elif not server.answers:
-            self._wait(self._limit_s, "TimeoutError")
-        else:
-            slots = parse_slots(server.slots_view())
-            assert slots is not None
-            self._tell(SlotsLook(asked_at=self._asked_at, slots=slots))
-
-    def _fail(self, failure: str) -> None:
-        self._tell(None)
-
-    def _tell(self, look: SlotsLook | None) -> None:
+    def _tell(self, message: Any) -> None:
         self._event.cancel()
-        self._reply_to.tell(SlotsSeen(epoch=self._epoch, look=look))
+        self._reply_to.tell(message)
 
 
 class SimToolThread:
@@ -500,5 +463,4 @@ class SimToolThread:
             runtime.scheduler.after(seconds, returned, "a tool returns")
 
     def is_alive(self) -> bool:
-        """Whether it still runs."""
         return self._alive

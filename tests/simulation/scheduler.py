@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import heapq
 import math
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from tests.simulation.trace import Trace
 
@@ -31,20 +30,36 @@ class Violation(AssertionError):
         self.number = number
 
 
-class Choices(Protocol):
-    """What decides where reality leaves the order open."""
+@dataclass
+class Choices:
+    """What decides where reality leaves the order open: drawn from a generator, with the rates of one run."""
+
+    random: Callable[[], float]
+    preempts: float
+    sleeps: float
+    late: float
 
     def pick(self, count: int) -> int:
         """Which of `count` (2 or more) things is next."""
+        return int(self.random() * count)
 
     def preempt_after(self) -> int | None:
         """How many messages a handler sends before it is preempted; None: it is not."""
+        if not self.preempts or self.random() >= self.preempts:
+            return None
+        return int(self.random() * 3)
 
     def wake_delay_s(self) -> float:
         """How long an actor with a new message waits for its thread to run."""
+        if not self.sleeps or self.random() >= self.sleeps:
+            return 0.0
+        return float(0.0001 * 5000.0 ** self.random())  # 0.1 ms to 0.5 s
 
     def timer_delay_s(self) -> float:
         """How late a timer fires."""
+        if not self.late or self.random() >= self.late:
+            return 0.0
+        return float(0.001 * 800.0 ** self.random())  # 1 ms to 0.8 s
 
 
 @dataclass(eq=False, slots=True)
@@ -57,13 +72,12 @@ class Event:
     of_host: bool
 
     def cancel(self) -> None:
-        """Forget it."""
         self.call = None
 
 
 @dataclass(eq=False, slots=True)
 class SimulatedActor:
-    """One actor with its mailbox; it is also what Pykka knows as the actor's inbox."""
+    """One actor with its mailbox; `put`, `get` and `empty` are what Pykka knows as the actor's inbox."""
 
     scheduler: Scheduler
     actor: Any
@@ -71,24 +85,18 @@ class SimulatedActor:
     inbox: deque[Any] = field(default_factory=deque)
     held: deque[tuple[SimulatedActor | None, Any]] = field(default_factory=deque)  # told since it was preempted
     is_ready: bool = False
-    stuck: bool = False  # inside a call that has not returned
 
     def put(self, envelope: Any) -> None:
-        """Pykka's: somebody tells this actor something."""
         self.scheduler.told(self, envelope)
 
     def get(self) -> Any:
-        """Pykka's."""
         return self.inbox.popleft()
 
     def empty(self) -> bool:
-        """Pykka's."""
         return not self.inbox
 
 
 class Scheduler:
-    """See the module."""
-
     def __init__(self, choices: Choices, trace: Trace, now: float) -> None:
         self.now = now
         self.trace = trace
@@ -96,7 +104,6 @@ class Scheduler:
         self.actors: list[SimulatedActor] = []  # those that live
         self.before_message: Callable[[SimulatedActor, Any], object] = lambda actor, message: None
         self.after_message: Callable[[SimulatedActor, Any], object] = lambda actor, message: None
-        self.on_event: Callable[[str], object] = lambda what: None
         self.on_told: Callable[[Any], object] = lambda message: None
         self._choices = choices
         self._heap: list[tuple[float, int, Event]] = []
@@ -129,7 +136,6 @@ class Scheduler:
         return event
 
     def after(self, seconds: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
-        """Make the call so many seconds from now."""
         return self.at(self.now + seconds, call, what, of_host=of_host)
 
     def timer(self, when: float, call: Callable[[], object]) -> Event:
@@ -146,7 +152,6 @@ class Scheduler:
 
     @property
     def host_is_halted(self) -> bool:
-        """Whether the host does not run at this instant."""
         return self.now < self.halted_until
 
     # ------------------------------------------------------------ actors
@@ -190,23 +195,7 @@ class Scheduler:
             else:
                 self._ready.append(receiver)
 
-    def block_serving_actor(self, seconds: float | None) -> None:
-        """What the actor calls just now returns after so long, None: never. It serves nobody meanwhile."""
-        actor = self._serving
-        if actor is None:
-            return
-        actor.stuck = True
-
-        def returned() -> None:
-            actor.stuck = False
-            if actor.is_ready:
-                self._ready.append(actor)
-
-        if seconds is not None:
-            self.after(seconds, returned, f"the call in {actor.name} returns")
-
     def break_actor(self, simulated: SimulatedActor) -> None:
-        """Its next message raises."""
         self._breaks.add(simulated.name)
 
     # ------------------------------------------------------------ steps
@@ -244,12 +233,10 @@ class Scheduler:
                 self._postpone(event)
                 continue
             self.trace.event(now, event.what)
-            self.on_event(event.what)
             event.call()
             return True
 
     def _postpone(self, event: Event) -> None:
-        """Until the host runs again."""
         self._events_count += 1
         heapq.heappush(self._heap, (self.halted_until, self._events_count, event))
 
@@ -261,6 +248,18 @@ class Scheduler:
                 self.now = max(self.now, deadline)
                 return done()
         return True
+
+    def run_for(self, seconds: float) -> None:
+        """Steps until the clock would pass so many seconds."""
+        deadline = self.now + seconds
+        while self.step(deadline):
+            pass
+        self.now = max(self.now, deadline)
+
+    def forget(self) -> None:
+        """Nothing more happens, and nobody is kept alive by what would have."""
+        self._heap.clear()
+        self._due.clear()
 
     def pending(self, what: str) -> int:
         """How many events of that name are still to come."""
@@ -291,14 +290,14 @@ class Scheduler:
             actor._handle_receive(message)
         except Violation:
             raise
-        except Exception:
-            actor._handle_failure(*sys.exc_info())
+        except Exception as error:
+            actor._handle_failure(type(error), error, error.__traceback__)
             try:
-                actor.on_failure(*sys.exc_info())
+                actor.on_failure(type(error), error, error.__traceback__)
             except Violation:
                 raise
-            except Exception:
-                actor._handle_failure(*sys.exc_info())
+            except Exception as another:
+                actor._handle_failure(type(another), another, another.__traceback__)
         finally:
             self._serving, self._sends_left = before, _MANY
         self._requeue(simulated)
@@ -307,43 +306,10 @@ class Scheduler:
     def _requeue(self, simulated: SimulatedActor) -> None:
         """Whether the actor has more to do, after a step of it."""
         if simulated.actor.actor_stopped.is_set() and not simulated.held:
-            self._ended(simulated)
-        elif simulated.stuck:
+            simulated.inbox.clear()
+            simulated.is_ready = True  # nobody puts it among the ready ones any more
             self._ready.remove(simulated)
+            self.actors.remove(simulated)
         elif not simulated.inbox and not simulated.held:
             simulated.is_ready = False
             self._ready.remove(simulated)
-
-    def _ended(self, simulated: SimulatedActor) -> None:
-        simulated.inbox.clear()
-        simulated.is_ready = True  # nobody puts it among the ready ones any more
-        self._ready.remove(simulated)
-        self.actors.remove(simulated)
-
-
-@dataclass
-class SeededChoices:
-    """Choices drawn from a generator, with the rates of one run."""
-
-    random: Callable[[], float]
-    preempts: float
-    sleeps: float
-    late: float
-
-    def pick(self, count: int) -> int:
-        return int(self.random() * count)
-
-    def preempt_after(self) -> int | None:
-        if not self.preempts or self.random() >= self.preempts:
-            return None
-        return int(self.random() * 3)
-
-    def wake_delay_s(self) -> float:
-        if not self.sleeps or self.random() >= self.sleeps:
-            return 0.0
-        return float(0.0001 * 5000.0 ** self.random())  # 0.1 ms to 0.5 s
-
-    def timer_delay_s(self) -> float:
-        if not self.late or self.random() >= self.late:
-            return 0.0
-        return float(0.001 * 800.0 ** self.random())  # 1 ms to 0.8 s

@@ -9,19 +9,19 @@ and sends keepalives, whatever the loop does.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from tests.simulation.dice import Dice
 from tests.simulation.scheduler import Event, Scheduler
 
 IDLE, BUSY = 0.6, 95.0  # CPU ticks per second of a process that waits, and of one thread that computes (b11434)
 PING_S = 30.0
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-# The record that is sent most, by far.
+# The records that are sent most, by far.
+_WORDS = b'data: {"choices":[{"index":0,"delta":{"%b":%b},"finish_reason":null}]}\n\n'
 _PROGRESS = (
     b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":null},"finish_reason":null}],'
     b'"prompt_progress":{"total":%d,"cache":0,"processed":%d,"time_ms":1}}\n\n'
@@ -77,6 +77,13 @@ class Reply:
         return f"{self.key}\n{index}," if index % 16 == 15 else f"{self.key}.{index},"
 
 
+class Script(Protocol):
+    """Who decides what a server says, and how it misbehaves."""
+
+    reply_to: Callable[[int, int], Reply]
+    twist: Callable[[LlamaServer, Exchange], None]
+
+
 class Connection(Protocol):
     """The server's end of one."""
 
@@ -111,14 +118,11 @@ class Exchange:
 
     @property
     def text(self) -> str:
-        """Sent so far."""
         return "".join(self.said)
 
 
 @dataclass(slots=True)
 class Counters:
-    """What /proc shows of one process."""
-
     cpu_ticks: float = 0.0
     read_bytes: float = 0.0
     cpu_rate: float = IDLE
@@ -128,17 +132,7 @@ class Counters:
 class LlamaServer:
     """See the module. `on_death` is called with the return code when the process has ended."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        dice: Dice,
-        build: Build,
-        *,
-        epoch: int,
-        pid: int,
-        reply_to: Callable[[int, int], Reply],
-        twist: Callable[[LlamaServer, Exchange], None],
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, build: Build, script: Script, *, epoch: int, pid: int) -> None:
         self.epoch, self.pid, self.build = epoch, pid, build
         self.loaded = self.gone = False
         self.frozen = False  # the main loop
@@ -155,14 +149,12 @@ class LlamaServer:
         self.processes: dict[int, Counters] = {pid: Counters()}
         self.on_death: Callable[[int], object] = lambda returncode: None
         self._scheduler = scheduler
-        self._dice = dice
-        self._reply_to = reply_to
-        self._twist = twist
+        self._script = script
         self._accounted_at = scheduler.now
         self._batch: Event | None = None
         self._batch_left_s: float | None = None  # of one that SIGSTOP interrupted
         self._load_works = True
-        self._after_stop: Callable[[], object] = _nothing  # what came to pass while it was stopped
+        self._after_stop: list[Callable[[], object]] = []  # what came to pass while it was stopped
         self._terms = 0
         self._used: dict[int, Exchange] = {}  # by slot: who had it last
 
@@ -179,7 +171,7 @@ class LlamaServer:
             if self.gone:
                 return
             if self.stopped:
-                self._after_stop = loaded
+                self._after_stop = [loaded]
                 return
             if returncode is not None:
                 self.die(returncode)
@@ -196,7 +188,6 @@ class LlamaServer:
         self._rates(cpu=BUSY if works and not reads else IDLE, reads=works and reads)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         if self.gone or self.ignores_term or self.stopped:
             return
         self._terms += 1
@@ -213,13 +204,11 @@ class LlamaServer:
             self._scheduler.after(0.1, lambda: self.die(0), "the server leaves", of_host=False)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.killed = True
         if not self.unkillable:
             self.die(-9)
 
     def become_killable(self) -> None:
-        """What held the process up is over."""
         self.unkillable = False
         if self.killed:
             self.die(-9)
@@ -231,12 +220,9 @@ class LlamaServer:
         self.stopped = True
         if self._batch is not None:
             self._batch_left_s = self._batch.at - self._scheduler.now
-            self._batch.cancel()
-            self._batch = None
-        self._rates(cpu=0.0)
+        self._interrupt(cpu=0.0)
 
     def continue_signal(self) -> None:
-        """SIGCONT."""
         if not self.stopped:
             return
         self.stopped = False
@@ -245,8 +231,8 @@ class LlamaServer:
         if self._batch_left_s is not None and not self.frozen:
             self._start_batch(self._batch_left_s)
         self._batch_left_s = None
-        after_stop, self._after_stop = self._after_stop, _nothing
-        after_stop()
+        while self._after_stop:
+            self._after_stop.pop()()
         self.work()
 
     def die(self, returncode: int) -> None:
@@ -268,10 +254,13 @@ class LlamaServer:
     def freeze(self, *, spins: bool) -> None:
         """The main loop does nothing more: it waits, or it spins."""
         self.frozen = True
+        self._interrupt(cpu=BUSY if spins else IDLE)
+
+    def _interrupt(self, *, cpu: float) -> None:
         if self._batch is not None:
             self._batch.cancel()
             self._batch = None
-        self._rates(cpu=BUSY if spins else IDLE)
+        self._rates(cpu=cpu)
 
     def finish_now(self) -> None:
         """The requests under way are answered with the batch that ends at this instant."""
@@ -284,7 +273,6 @@ class LlamaServer:
             self._start_batch(0.0)
 
     def thaw(self) -> None:
-        """It goes on."""
         self.frozen = False
         self.work()
 
@@ -297,15 +285,14 @@ class LlamaServer:
 
     @property
     def answers(self) -> bool:
-        """Whether the HTTP thread does."""
         return not self.gone and not self.http_dead and not self.stopped
 
-    def accept(self, connection: Connection, turn_id: tuple[int, int], body: dict[str, Any]) -> Exchange | None:
+    def accept(self, connection: Connection, turn_id: tuple[int, int], body: Mapping[str, Any]) -> Exchange | None:
         """A chat request; None: refused, with the status told."""
         if not self.loaded:
             connection.headers(503)
             return None
-        reply = self._reply_to(*turn_id)
+        reply = self._script.reply_to(*turn_id)
         if reply.status != 200:
             connection.headers(reply.status)
             return None
@@ -333,7 +320,6 @@ class LlamaServer:
         self._leave_when_free()
 
     def slots_view(self) -> list[dict[str, Any]]:
-        """The body of `GET /slots`."""
         view = []
         for index, exchange in enumerate(self.slots):
             shown: dict[str, Any] = {"id": index, "n_ctx": 4096, "speculative": False, "is_processing": False}
@@ -354,6 +340,11 @@ class LlamaServer:
 
     # ------------------------------------------------------------ the main loop
 
+    @property
+    def busy(self) -> list[Exchange]:
+        """Those that have a slot."""
+        return [exchange for exchange in self.slots if exchange is not None]
+
     def work(self) -> None:
         """Begin the next batch, if there is anything to do and nothing in the way."""
         if self.gone or self.frozen or self.stopped or not self.loaded or self._batch is not None:
@@ -365,7 +356,7 @@ class LlamaServer:
                 holder = self._take(slot, self.queue.pop(0))
                 if self.frozen:
                     return
-        busy = [exchange for exchange in self.slots if exchange is not None and not exchange.dead]
+        busy = [exchange for exchange in self.busy if not exchange.dead]
         if not busy:
             self._rates(cpu=IDLE)
             self._leave_when_free()
@@ -387,7 +378,7 @@ class LlamaServer:
     def _batch_done(self) -> None:
         self._batch = None
         self.advanced_at = self._scheduler.now
-        for exchange in [each for each in self.slots if each is not None and not each.dead]:
+        for exchange in [each for each in self.busy if not each.dead]:
             if exchange.closed_by_client:
                 self._drop(exchange)
             elif exchange.processed < exchange.reply.prompt_tokens:
@@ -408,7 +399,7 @@ class LlamaServer:
                 self._send_headers(exchange)
             self.send_progress(exchange)
         if exchange.reply.twist is not None and exchange.reply.twist_at <= 0:
-            self._twist(self, exchange)
+            self._script.twist(self, exchange)
         return self.slots[slot]
 
     def _read_prompt(self, exchange: Exchange) -> None:
@@ -427,7 +418,7 @@ class LlamaServer:
         reply = exchange.reply
         self._send_headers(exchange)
         if reply.twist is not None and exchange.decoded >= reply.twist_at:
-            self._twist(self, exchange)
+            self._script.twist(self, exchange)
             return
         count = self._next_tokens(exchange)
         if exchange.decoded == 0:
@@ -461,17 +452,14 @@ class LlamaServer:
             exchange.connection.receive(data)
 
     def send_words(self, exchange: Exchange, words: str, *, reasons: bool = False) -> None:
-        """One delta of text or of reasoning."""
         if not reasons:
             exchange.said.append(words)
-        self.send(exchange, _delta({"reasoning_content" if reasons else "content": words}))
+        self.send(exchange, _WORDS % (b"reasoning_content" if reasons else b"content", _encode(words).encode()))
 
     def send_progress(self, exchange: Exchange) -> None:
-        """A report of the prompt's progress."""
         self.send(exchange, _PROGRESS % (exchange.reply.prompt_tokens, exchange.processed))
 
     def hang_up(self, exchange: Exchange, *, regular: bool) -> None:
-        """The server ends the response; its slot is free."""
         self._drop(exchange)
         exchange.connection.end(regular=regular)
         self._leave_when_free()
@@ -501,7 +489,6 @@ class LlamaServer:
         exchange.ping = self._scheduler.after(PING_S, ping, "ping", of_host=False)
 
     def _drop(self, exchange: Exchange) -> None:
-        """The exchange is over for the server."""
         exchange.over = True
         if exchange.ping is not None:
             exchange.ping.cancel()
@@ -531,10 +518,6 @@ class LlamaServer:
         for used in self.processes.values():
             used.cpu_ticks += used.cpu_rate * span_s
             used.read_bytes += used.read_rate * span_s
-
-
-def _nothing() -> None:
-    pass
 
 
 def _record(chunk: dict[str, Any]) -> bytes:

@@ -19,7 +19,8 @@ from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS
-from tests.simulation.scheduler import Scheduler, SeededChoices, SimulatedActor
+from tests.simulation.scheduler import Choices, Scheduler
+from tests.simulation.trace import Trace
 from tests.simulation.world import Failure, Setting, World
 
 
@@ -41,36 +42,38 @@ class _PlayedBeforeError(Exception):
     """The rest of this order is known."""
 
 
-class _Orders(SeededChoices):
+class _Histories(Trace):
+    """A hash of all that every actor, and the world, has had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: dict[str, int] = {}
+
+    def message(self, now: float, actor: str, message: object) -> None:
+        super().message(now, actor, message)
+        self._add(actor, now, _name(message))
+
+    def event(self, now: float, what: str) -> None:
+        super().event(now, what)
+        self._add("world", now, what)
+
+    def _add(self, who: str, now: float, what: str) -> None:
+        self.by_name[who] = hash((self.by_name.get(who, 0), now, what))
+
+
+class _Orders(Choices):
     """Choices taken from a list, then the first of each; remembers what there was to choose."""
 
     def __init__(self, prefix: list[int], seen: set[int]) -> None:
         super().__init__(_NoDice().random, preempts=0.0, sleeps=0.0, late=0.0)
         self.taken: list[tuple[int, int]] = []  # (chosen, of how many)
-        self.is_open = False  # before, everything is delivered in the order in which it came
+        self.histories = _Histories()
         self._prefix = prefix
         self._seen = seen
-        self._histories: dict[str, int] = {}
-        self._scheduler: Scheduler | None = None
-
-    def open(self, scheduler: Scheduler) -> None:
-        """From now on every order counts."""
-        self.is_open = True
-        self._scheduler = scheduler
-        before = scheduler.before_message
-
-        def heard(actor: SimulatedActor, message: object) -> None:
-            self._note(actor.name, f"{scheduler.now} {_name(message)}")
-            before(actor, message)
-
-        scheduler.before_message = heard
-        scheduler.on_event = lambda what: self._note("world", f"{scheduler.now} {what}")
-
-    def _note(self, who: str, what: str) -> None:
-        self._histories[who] = hash((self._histories.get(who, 0), what))
+        self.scheduler: Scheduler | None = None  # None: everything is delivered in the order in which it came
 
     def pick(self, count: int) -> int:
-        if not self.is_open or self._scheduler is None:
+        if self.scheduler is None:
             return 0
         index = len(self.taken)
         if index < len(self._prefix):
@@ -78,9 +81,9 @@ class _Orders(SeededChoices):
         else:
             chosen = 0
             waiting = tuple(
-                (actor.name, *(_name(envelope.message) for envelope in actor.inbox)) for actor in self._scheduler.actors
+                (actor.name, *(_name(envelope.message) for envelope in actor.inbox)) for actor in self.scheduler.actors
             )
-            state = hash((tuple(sorted(self._histories.items())), tuple(sorted(waiting)), self._scheduler.now))
+            state = hash((tuple(sorted(self.histories.by_name.items())), tuple(sorted(waiting)), self.scheduler.now))
             if state in self._seen:
                 raise _PlayedBeforeError
             self._seen.add(state)
@@ -95,10 +98,10 @@ def _name(message: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """`act` does, at one instant, what is to be tried in every order; the worker is READY then, or never started."""
+    """`acts` do, at one instant, what is to be tried in every order; the worker is READY then, or never started."""
 
     name: str
-    act: Callable[[World], object]
+    acts: tuple[Callable[[World], object], ...]
     started: bool = True
     busy: bool = False  # a request is in flight, one step before its end
 
@@ -148,34 +151,43 @@ def _finish(world: World) -> None:
     server.finish_now()
 
 
-def _both(*acts: Callable[[World], object]) -> Callable[[World], object]:
-    return lambda world: [act(world) for act in acts]
+def _start(world: World) -> None:
+    world.host.start()
+
+
+def _stop(world: World) -> None:
+    world.host.stop()
 
 
 STORIES: tuple[Story, ...] = (
-    Story("start against stop", _both(lambda w: w.host.start(), lambda w: w.host.stop()), started=False),
-    Story("two stops", _both(lambda w: w.host.stop(), lambda w: w.host.stop())),
-    Story("stop, then start at once", _both(lambda w: w.host.stop(), lambda w: w.host.start())),
-    Story("submit against death", _both(_submit, _crash)),
-    Story("submit against stop", _both(_submit, lambda w: w.host.stop())),
-    Story("stop against death", _both(lambda w: w.host.stop(), _crash)),
-    Story("cancel against finish", _both(_cancel, _finish), busy=True),
-    Story("cancel against death", _both(_cancel, _crash), busy=True),
-    Story("verdict against completion", _both(_stall, _finish), busy=True),
-    Story("finish against death", _both(_finish, _crash), busy=True),
-    Story("finish against stop", _both(_finish, lambda w: w.host.stop()), busy=True),
-    Story("result against finish", _both(_result, _finish), busy=True),
-    Story("the request's actor dies while it finishes", _both(lambda w: _break(w, "request"), _finish), busy=True),
-    Story("the process's actor dies in a restart", _both(_crash, lambda w: _break(w, "process"))),
-    Story("the watchdog dies while a request is submitted", _both(lambda w: _break(w, "watchdog"), _submit)),
-    Story("the transport dies at a stop", _both(lambda w: _break(w, "transport"), lambda w: w.host.stop()), busy=True),
+    Story("start against stop", (_start, _stop), started=False),
+    Story("two stops", (_stop, _stop)),
+    Story("stop, then start at once", (_stop, _start)),
+    Story("submit against death", (_submit, _crash)),
+    Story("submit against stop", (_submit, _stop)),
+    Story("stop against death", (_stop, _crash)),
+    Story("cancel against finish", (_cancel, _finish), busy=True),
+    Story("cancel against death", (_cancel, _crash), busy=True),
+    Story("verdict against completion", (_stall, _finish), busy=True),
+    Story("finish against death", (_finish, _crash), busy=True),
+    Story("finish against stop", (_finish, _stop), busy=True),
+    Story("result against finish", (_result, _finish), busy=True),
+    Story("the request's actor dies while it finishes", (lambda w: _break(w, "request"), _finish), busy=True),
+    Story("the process's actor dies in a restart", (_crash, lambda w: _break(w, "process"))),
+    Story("the watchdog dies while a request is submitted", (lambda w: _break(w, "watchdog"), _submit)),
+    Story("the transport dies at a stop", (lambda w: _break(w, "transport"), _stop), busy=True),
 )
+
+
+def _speaks(world: World) -> bool:
+    """The request's answer has begun."""
+    return any(each.decoded for truth in world.invariants.requests.values() for each in truth.exchanges)
 
 
 def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[int, int]], bool]:
     """One order of the story; what there was to choose, and whether it was played to its end."""
     orders = _Orders(prefix, seen)
-    world = World(Setting(seed=0, faults_per_hour=0.0), orders, _NoDice())
+    world = World(Setting(seed=0, faults_per_hour=0.0), orders, _NoDice(), orders.histories)
     world.machine.slowness = 0.0
     is_new = True
 
@@ -186,11 +198,13 @@ def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[in
             scheduler.run_until(lambda: world.invariants.state is WorkerState.READY, scheduler.now + 600.0)
         if story.busy:
             _submit(world)
-            scheduler.run_until(lambda: world.speaks(), scheduler.now + 600.0)
-        orders.open(scheduler)
-        story.act(world)
-        scheduler.run_until(lambda: False, scheduler.now + 60.0)
-        orders.is_open = False
+            scheduler.run_until(lambda: _speaks(world), scheduler.now + 600.0)
+        orders.histories.by_name.clear()
+        orders.scheduler = scheduler
+        for each in story.acts:
+            each(world)
+        scheduler.run_for(60.0)
+        orders.scheduler = None
 
     try:
         world.do(act, world.come_to_rest, world.leave)
@@ -226,8 +240,8 @@ def explore(story: Story, limit: int) -> Explored:
     return Explored(played, known, False)
 
 
-def main() -> int:
-    """Play all stories."""
+def main() -> None:
+    """Play all stories, up to the first that fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=20_000, help="orders of one story")
     limit = parser.parse_args().limit
@@ -236,11 +250,9 @@ def main() -> int:
         try:
             found = explore(story, limit)
         except Failure as failure:
-            print(*failure.story, "", f"{story.name}: {failure}", sep="\n")
-            return 1
+            sys.exit("\n".join([*failure.story, "", f"{story.name}: {failure}"]))
         print(f"{story.name:50}{found.played:10,}{found.known:10,}{'' if found.complete else '   (limit)'}", flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.faults import KINDS
-from tests.simulation.planted_bugs import ANYTHING, BUGS, NOTHING, Bug, planted
+from tests.simulation.planted_bugs import ANYTHING, BUGS, NOTHING, Bug
+from tests.simulation.scheduler import Violation
 from tests.simulation.world import Failure, Setting, World
 
 RUNS = 40
@@ -21,6 +22,8 @@ def hunt(under: str) -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_is_found(bug: Bug) -> None:
-    with planted(bug), pytest.raises(Failure):
+def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug.plant(monkeypatch)
+    with pytest.raises(Failure) as found:
         hunt(bug.under)
+    assert isinstance(found.value.broken, Violation)

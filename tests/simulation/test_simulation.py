@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -30,6 +32,15 @@ SHARES = 4  # of the year, one a test: they may run side by side
 )
 def test_a_run_that_once_broke_an_invariant(setting: Setting) -> None:
     World(setting).run()
+
+
+def test_a_run_leaves_nothing_behind() -> None:
+    world = World(Setting(seed=7, hours=1.0))
+    world.run()
+    reference = weakref.ref(world)
+    del world
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("share", range(SHARES))

@@ -26,7 +26,6 @@ class Trace:
         self._getters: dict[type, Any] = {}
 
     def message(self, now: float, actor: str, message: Any) -> None:
-        """An actor is handed a message."""
         kind = type(message)
         getter = self._getters.get(kind)
         if getter is None:
@@ -42,13 +41,11 @@ class Trace:
         self._last.append((now, "", what))
 
     def note(self, now: float, what: str) -> None:
-        """For the story: what it means."""
         self._block.append(f"{now!r} {what}")
         self._last.append((now, "*", what))
 
     @property
     def digest(self) -> str:
-        """Hexadecimal, of all steps so far."""
         self._flush()
         return self._hash.hexdigest()[:16]
 

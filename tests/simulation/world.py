@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
-import pykka
-
-from llama_worker import LlamaWorker
-from llama_worker.config import WorkerConfig
 from llama_worker.errors import WorkerClosed
 from llama_worker.messages import Tick
 from llama_worker.profiles import Recycle, RestartPolicy, TimeoutProfile
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState, ToolDef, WorkerState
-from llama_worker.worker import _open_backends
+from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice
-from tests.simulation.faults import KINDS
 from tests.simulation.host import Host, Plan
 from tests.simulation.invariants import QUICK_S, Invariants
-from tests.simulation.machine import Machine
-from tests.simulation.nature import Nature
-from tests.simulation.runtime import SimRuntime
-from tests.simulation.scheduler import Choices, Scheduler, SeededChoices, Violation
-from tests.simulation.server import Build, Exchange, Headers, Reply
+from tests.simulation.many_runs import Figures
+from tests.simulation.nature import HOUR_S, Nature
+from tests.simulation.scheduler import Choices, Violation
+from tests.simulation.server import Build, Headers, Reply
 from tests.simulation.trace import Trace
 
-HOUR_S = 3600.0
 _PLANS = 0x9E3779B97F4A7C15
 TOOL: ToolDef = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 
 
-class _Tools:
-    """Never called: the simulated runtime runs no code of a host's."""
-
-    def run_tool(self, *, name: str, arguments: object, request_id: int, job_name: str) -> object:
-        raise NotImplementedError
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a run is about."""
-
     seed: int
     hours: float = 24.0
     requests_per_hour: float = 1.5
@@ -53,29 +37,16 @@ class Setting:
     kinds: Mapping[str, float] = field(default_factory=dict)  # weights by name; empty: all
 
 
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """What came of it."""
-
+@dataclass(kw_only=True)
+class Report(Figures):
     hours: float = 0.0
     messages: int = 0
     requests: int = 0
     restarts: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
-    found: dict[str, list[float]] = field(default_factory=dict)
+    found: list[tuple[str, float]] = field(default_factory=list)  # which fault, and after how many seconds
     digest: str = ""
-
-    def add(self, other: Report) -> None:
-        """Another run's figures, too."""
-        self.hours += other.hours
-        self.messages += other.messages
-        self.requests += other.requests
-        self.restarts += other.restarts
-        self.faults.update(other.faults)
-        self.outcomes.update(other.outcomes)
-        for name, times in other.found.items():
-            self.found.setdefault(name, []).extend(times)
 
 
 class Failure(Exception):
@@ -88,62 +59,51 @@ class Failure(Exception):
         self.story = story
 
 
-class World:
-    """See the module."""
-
-    def __init__(self, setting: Setting, choices: Choices | None = None, dice: Dice | None = None) -> None:
+class World(Bench):
+    def __init__(
+        self, setting: Setting, choices: Choices | None = None, dice: Dice | None = None, trace: Trace | None = None
+    ) -> None:
         dice = dice or Dice(setting.seed)
         self.setting = setting
         self.profile = _profile(dice, idle=setting.hours > 24)
         slots = 1 + dice.below(4)
-        self.build = _build(dice, self.profile, slots)
+        build = _build(dice, self.profile, slots)
         plans = Dice(setting.seed ^ _PLANS)  # apart, so that other draws stay as they are
-        self.policy = _policy(plans, setting.hours)
+        policy = _policy(plans, setting.hours)
         self.ends_by_death = plans.chance(0.2)
-        self.trace = Trace()
         if choices is None:
             wild = dice.chance(0.5)
-            choices = SeededChoices(
+            choices = Choices(
                 dice.fork().random,
                 preempts=0.2 if wild else 0.02,
                 sleeps=0.02 if wild else 0.002,
                 late=0.1 if wild else 0.02,
             )
-        self.scheduler = Scheduler(choices, self.trace, now=1000.0 + 1e5 * dice.random())
-        self.machine = Machine(self.scheduler, dice.fork(), self.build)
-        self.config = WorkerConfig(
-            name="simulated",
-            host="127.0.0.1",
-            port=8080,
-            server_cmd=("llama-server",),
-            slots=slots,
-            timeouts=self.profile,
-            restart=self.policy,
-            normal_tools=(TOOL,),
-            tool_runner=_Tools(),
-            bios_provider=lambda context: "",  # never called; not the default, so that its thread is simulated
-            result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
+        super().__init__(
+            choices,
+            trace or Trace(),
+            now=1000.0 + 1e5 * dice.random(),
+            build=build,
+            machine_dice=dice.fork(),
+            config={
+                "slots": slots,
+                "timeouts": self.profile,
+                "restart": policy,
+                "normal_tools": (TOOL,),
+                # Never called: the simulated runtime runs no code of a host's.
+                "tool_runner": SimpleNamespace(run_tool=print),
+                "bios_provider": lambda context: "",  # not the default, so that its thread is simulated
+                "result_ttl_s": plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
+            },
+            runtime_dice=dice.fork(),
         )
-        self.runtime = SimRuntime(self.config, self.scheduler, self.machine, dice.fork())
-        self.invariants = Invariants(self.scheduler, self.policy, slots)
-        self.worker = LlamaWorker(self.config, _runtime=self.runtime)
-        self.actor = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
-        self.invariants.worker = self.actor
-        self.nature = Nature(
-            self.scheduler,
-            dice.fork(),
-            self.machine,
-            self.invariants,
-            self.profile,
-            setting.kinds or {name: kind.weight for name, kind in KINDS.items()},
-            HOUR_S / setting.faults_per_hour if setting.faults_per_hour else 0.0,
-        )
-        self.host = Host(self.worker, self.config, self.scheduler, self.invariants, dice.fork(), self.machine.launched)
+        self.invariants = Invariants(self)
+        self.nature = Nature(self, dice.fork())
+        self.host = Host(self, dice.fork())
         self.machine.on_launch = lambda epoch: self.invariants.launch(self.machine.launched, epoch)
         self.machine.reply_to = self._reply
-        self.machine.exchanges = self._exchange
+        self.machine.exchanges = self.invariants.exchange_begins
         self._dice = dice.fork()
-        self._replies: dict[tuple[int, int], Reply] = {}
         self._twist_chance = min(0.5, setting.faults_per_hour / max(setting.requests_per_hour, 1e-9))
 
     # ------------------------------------------------------------ what the server says
@@ -168,36 +128,31 @@ class World:
             if twist.startswith("tool"):
                 reply.calls = ("search",)
         self.nature.prepare(request_id, reply)
-        self._replies[request_id, exchange] = reply
         return reply
-
-    def _exchange(self, exchange: Exchange) -> None:
-        self.invariants.requests[exchange.request_id].exchanges.append(exchange)
-
-    def speaks(self) -> bool:
-        """Whether a request's answer has begun."""
-        return any(each.decoded for truth in self.invariants.requests.values() for each in truth.exchanges)
 
     # ------------------------------------------------------------ the run
 
     def run(self) -> Report:
-        """All of it; raises Failure."""
         self.do(self._live, self.come_to_rest, self.leave)
-        return self._report()
+        return Report(
+            hours=self.setting.hours,
+            messages=self.scheduler.messages_count,
+            requests=len(self.invariants.requests),
+            restarts=self.invariants.restarts_count,
+            faults=self.nature.counts,
+            outcomes=self.host.outcomes,
+            found=self.invariants.found,
+            digest=self.trace.digest,
+        )
 
     def do(self, *parts: Callable[[], object]) -> None:
         """The parts, in order; raises Failure. Nothing of the world is left then."""
-        logging.disable(logging.CRITICAL)
-        try:
-            for part in parts:
-                part()
-        except Exception as broken:
-            raise Failure(self.setting, broken, self.trace.story(60)) from broken
-        finally:
-            logging.disable(logging.NOTSET)
-            for simulated in self.scheduler.actors:  # after a failure
-                pykka.ActorRegistry.unregister(simulated.actor.actor_ref)
-            _open_backends.discard(self.worker._backend)
+        with self.in_use():
+            try:
+                for part in parts:
+                    part()
+            except Exception as broken:
+                raise Failure(self.setting, broken, self.trace.story(60)) from broken
 
     def _live(self) -> None:
         setting, host, dice = self.setting, self.host, self._dice
@@ -208,10 +163,7 @@ class World:
             host.run(host.client(every_s=clients * HOUR_S / setting.requests_per_hour))
         host.run(host.meddler(every_s=300.0 if hectic else 4 * HOUR_S))
         self.nature.begin()
-        self._pass(setting.hours * HOUR_S)
-
-    def _pass(self, seconds: float) -> None:
-        self.scheduler.run_until(lambda: False, self.scheduler.now + seconds)
+        self.scheduler.run_for(setting.hours * HOUR_S)
 
     def come_to_rest(self) -> None:
         """Invariant 8: once nothing new goes wrong, the worker comes to rest, and a fresh request completes."""
@@ -226,7 +178,7 @@ class World:
             lambda: self.invariants.state in rest and not self.invariants.active, self.scheduler.now + rest_s
         ):
             raise Violation(8, f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after the faults")
-        self._pass(10.0)
+        self.scheduler.run_for(10.0)
         if not all(future.done() for future in self.host.asked):
             raise Violation(8, "an ask() has not resolved, and nothing is in flight")
         for _ in range(4):  # what a fault left behind (a frozen server, say) may have to be found first
@@ -237,7 +189,7 @@ class World:
                 raise Violation(8, f"a fresh request has no answer {bound_s:.0f} s after the faults")
             if done[0] == "completed":
                 return
-            self._pass(300.0)
+            self.scheduler.run_for(300.0)
         raise Violation(8, f"fresh requests do not complete after the faults: {done[0]}")
 
     def _fresh_request(self, done: list[str]) -> Plan:
@@ -278,7 +230,7 @@ class World:
     def _worker_dies(self) -> None:
         """In the middle of a request; every future is answered, every later call raises WorkerClosed."""
         submitted = self.host.quick(self.worker.submit("last", "", "hello"), "submit()")
-        self._pass(self._dice.log_between(0.001, 30.0))
+        self.scheduler.run_for(self._dice.log_between(0.001, 30.0))
         self.scheduler.run_until(submitted.done, self.scheduler.now + QUICK_S)  # an answer may take longer than that
         answer = submitted.get(timeout=0)
         open_futures: list[WorkerFuture[Any]] = [self.worker.start()]
@@ -290,7 +242,7 @@ class World:
         self.actor.actor_ref.tell(Tick())
         self.scheduler.run_until(lambda: not self.scheduler.actors, self.scheduler.now + self.host.stop_bound_s)
         # Readers are threads of their own, and whether a kill had its effect is looked at behind the actor's end, too.
-        self._pass(self.profile.kill_timeout_s + QUICK_S)
+        self.scheduler.run_for(self.profile.kill_timeout_s + QUICK_S)
         if not all(future.done() for future in open_futures):
             raise Violation(5, "the worker's actor died, and a future has no answer")
         try:
@@ -298,18 +250,6 @@ class World:
         except WorkerClosed:
             return
         raise Violation(5, "the worker's actor died, and its handle takes calls")
-
-    def _report(self) -> Report:
-        return Report(
-            hours=self.setting.hours,
-            messages=self.scheduler.messages_count,
-            requests=len(self.invariants.requests),
-            restarts=self.invariants.restarts_count,
-            faults=self.nature.counts,
-            outcomes=self.host.outcomes,
-            found=self.invariants.found,
-            digest=self.trace.digest,
-        )
 
 
 def _profile(dice: Dice, *, idle: bool) -> TimeoutProfile:

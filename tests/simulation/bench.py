@@ -1,0 +1,62 @@
+"""One worker on one simulated machine: what every run begins with, and what is left of none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pykka
+
+from llama_worker import LlamaWorker
+from llama_worker.config import WorkerConfig
+from llama_worker.runtime.futures import _awaited
+from llama_worker.worker import _open_backends
+from tests.simulation.dice import Dice
+from tests.simulation.machine import Machine
+from tests.simulation.runtime import SimRuntime
+from tests.simulation.scheduler import Choices, Scheduler
+from tests.simulation.server import Build
+from tests.simulation.trace import Trace
+
+
+class Bench:
+    """The worker is not started yet. `actor` is its WorkerActor, to look into."""
+
+    def __init__(
+        self,
+        choices: Choices,
+        trace: Trace,
+        *,
+        now: float,
+        build: Build,
+        machine_dice: Dice,
+        config: dict[str, Any],
+        runtime_dice: Dice,
+    ) -> None:
+        self.trace = trace
+        self.build = build
+        self.scheduler = Scheduler(choices, trace, now)
+        self.machine = Machine(self.scheduler, machine_dice, build)
+        self.config = WorkerConfig(
+            name="simulated", host="127.0.0.1", port=8080, server_cmd=("llama-server",), **config
+        )
+        self.runtime = SimRuntime(self.config, self.scheduler, self.machine, runtime_dice)
+        self.worker = LlamaWorker(self.config, _runtime=self.runtime)
+        self.actor: Any = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Nothing is logged meanwhile, and nothing in the process remembers the worker afterwards."""
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+            for simulated in self.scheduler.actors:
+                pykka.ActorRegistry.unregister(simulated.actor.actor_ref)
+            self.scheduler.forget()
+            _awaited.clear()
+            _open_backends.discard(self.worker._backend)
+            del self.worker  # its finalizer holds the backend, and that holds everything else
