@@ -27,11 +27,7 @@ sys.exit(llama_worker.cli.main())
 
 @pytest.mark.parametrize(
     ("name", "before", "code"),
-    [
-        ("llama_worker.cli.app", signal.SIG_DFL, 130),
-        ("llama_worker.errors", signal.SIG_DFL, 130),
-        ("typer", signal.SIG_IGN, 0),
-    ],
+    [("llama_worker.errors", signal.SIG_DFL, 130), ("typer", signal.SIG_IGN, 0)],
 )
 def test_it_ends_at_once_and_quietly_unless_it_is_ignored(name: str, before: signal.Handlers, code: int) -> None:
     done = subprocess.run(

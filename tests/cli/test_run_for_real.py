@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import OpenTerminal, Run
+from tests.cli.conftest import Run
 from tests.server.pace import lean_server
 
 pytestmark = pytest.mark.server
@@ -25,16 +25,6 @@ def test_a_prompt_in_a_pipe(run: Run, real_program: str, smollm2: str) -> None:
     assert (done.returncode, told["outcome"]) == (0, "completed")
     assert told["text"]
     assert told["usage"]["completion_tokens"] <= 8
-
-
-def test_a_prompt_in_a_terminal_and_ctrl_c(terminal: OpenTerminal, real_program: str, smollm2: str) -> None:
-    endless = ("--server-arg", "--grammar", "--server-arg", 'root ::= "tick " root')
-    screen = terminal("run", smollm2, "word " * 200, "--server", real_program, "--ctx-size", "2048", *endless)
-    screen.expect("reading the prompt")
-    screen.expect("tick tick")
-    screen.send("\x03")
-    assert screen.wait() == 130
-    assert "cancelled; what had come is above" in screen.shown
 
 
 def test_too_little_memory(run: Run, real_program: str, smollm2: str, tmp_path: Path) -> None:

@@ -54,10 +54,13 @@ def test_the_commands_of_the_tutorial_show_what_it_says(clone: Path, environment
     assert "'event': 'exited'" in told
 
 
-def test_the_server_that_the_reader_kills_comes_back(clone: Path, environment: dict[str, str]) -> None:
+def test_the_server_that_the_reader_kills_comes_back(
+    clone: Path, environment: dict[str, str], thin_model: str
+) -> None:
     environment["PATH"] = f"{clone}:{environment['PATH']}"
+    lean_server(clone, "--temp", "0")
     folder = clone / "build" / "tutorial"
-    (folder / "model.gguf").symlink_to(environment["LLAMA_MODEL"])
+    (folder / "model.gguf").symlink_to(thin_model)
     with subprocess.Popen(
         ["python", "watch.py"],
         cwd=folder,

@@ -74,9 +74,9 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-def test_a_server_that_works(clone: Path, bare_path: Path, smollm2: str, tmp_path: Path) -> None:
+def test_a_server_that_works(clone: Path, bare_path: Path, thin_model: str, tmp_path: Path) -> None:
     (bare_path / "llama-server").symlink_to(lean_server(tmp_path))
-    done = make(clone, bare_path, LLAMA_MODEL=smollm2)
+    done = make(clone, bare_path, LLAMA_MODEL=thin_model)
     assert (done.returncode, done.stderr) == (0, "")
     assert "(on the PATH)" in done.stdout
     assert "checking that it answers: done" in done.stdout
@@ -96,10 +96,10 @@ def test_a_server_that_works(clone: Path, bare_path: Path, smollm2: str, tmp_pat
     ids=["no server and no compiler", "a server that is not there", "a model that is none", "an unknown instruction"],
 )
 def test_what_cannot_work(
-    clone: Path, bare_path: Path, smollm2: str, tmp_path: Path, env: dict[str, str], told: str
+    clone: Path, bare_path: Path, thin_model: str, tmp_path: Path, env: dict[str, str], told: str
 ) -> None:
     known = {"ILL": program(tmp_path / "ill", "kill -ILL $$"), "LEAN": str(lean_server(tmp_path))}
-    given = {name: known.get(value, value) for name, value in {"LLAMA_MODEL": smollm2, **env}.items()}
+    given = {name: known.get(value, value) for name, value in {"LLAMA_MODEL": thin_model, **env}.items()}
     assert re.search(told, refusal(make(clone, bare_path, **given)), flags=re.DOTALL)
 
 
@@ -117,8 +117,10 @@ def test_a_python_that_will_not_do(clone: Path, bare_path: Path, tmp_path: Path,
     assert not (clone / ".venv-python3.9").exists()
 
 
-def test_no_index(clone: Path, bare_path: Path) -> None:
-    done = make(clone, bare_path, f"PYTHON={sys.executable}", PIP_NO_INDEX="1")
+def test_no_index(clone: Path, bare_path: Path, tmp_path: Path) -> None:
+    (clone / ".venv" / ".package").unlink()
+    copies = f'[ "$2" = venv ] && exec /bin/cp -r .venv "$3"; exec {sys.executable} "$@"'  # faster than a real one
+    done = make(clone, bare_path, f"PYTHON={program(tmp_path / 'python3.9', copies)}", PIP_NO_INDEX="1")
     assert done.returncode != 0
     assert "Traceback" not in done.stdout + done.stderr
     assert "pip could not install what is needed: check the network" in done.stderr  # after what pip says itself
