@@ -162,6 +162,12 @@ def test_what_cannot_work_is_said_with_what_to_do(
     assert "Traceback" not in done.stderr
 
 
+def test_without_a_prompt_it_asks_for_one(run: Run, model: str) -> None:
+    done = run("run", model, stdin=None)
+    assert done.returncode == 2
+    assert "Give a prompt" in done.stderr
+
+
 # ---------------------------------------------------------------- ends from outside
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from llama_worker import WorkerConfig, WorkerStartError, llama_server_cmd
@@ -43,14 +41,14 @@ def a_fleet_for_which_there_is_no_room_has_no_live_replica(stage: Stage) -> None
         starting.get(timeout=WAIT_S)
 
 
-def real_config(server: str, model: str, port: int) -> WorkerConfig:
-    args = ("--ctx-size", "1024", *SERVER_ARGS)
-    command = llama_server_cmd(model, host=HOST, port=port, slots=1, executable=server, extra_args=args)
-    return WorkerConfig("real", HOST, port, command, bios_provider=no_bios)
-
-
 def two_real_servers_answer_side_by_side(stage: Stage) -> None:
-    config_for = partial(real_config, stage.server, stage.model)
+    server, model = stage.server, stage.model
+
+    def config_for(port: int) -> WorkerConfig:
+        args = ("--ctx-size", "1024", *SERVER_ARGS)
+        command = llama_server_cmd(model, host=HOST, port=port, slots=1, executable=server, extra_args=args)
+        return WorkerConfig("real", HOST, port, command, bios_provider=no_bios)
+
     with Fleet(config_for, replicas=2, options={"scheduling_strategy": "SPREAD"}) as fleet:
         said = {}
         for word in ("Served.", "Likewise."):
