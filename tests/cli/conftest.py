@@ -7,13 +7,11 @@ import io
 import os
 import pty
 import re
-import select
 import shlex
 import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,9 +147,8 @@ class Terminal:
 
     def expect(self, text: str, count: int = 1) -> None:
         """Wait until that has been shown so often."""
-        deadline = time.monotonic() + WAIT_S
         while self.shown.count(text) < count:
-            assert self._read(deadline), f"{text!r} was not shown, but: {self.shown[-2000:]!r}"
+            assert self._read(), f"{text!r} was not shown, but: {self.shown[-2000:]!r}"
 
     def send(self, keys: str) -> None:
         """What a person types."""
@@ -159,8 +156,7 @@ class Terminal:
 
     def wait(self) -> int:
         """Its exit code, once it has ended."""
-        deadline = time.monotonic() + WAIT_S
-        while self._read(deadline):
+        while self._read():
             pass
         return self.process.wait(timeout=WAIT_S)
 
@@ -170,11 +166,10 @@ class Terminal:
         self.process.wait()
         os.close(self._master)
 
-    def _read(self, deadline: float) -> bool:
-        """False at the end of the output, or when the time is up."""
-        ready, _, _ = select.select([self._master], (), (), max(0.0, deadline - time.monotonic()))
+    def _read(self) -> bool:
+        """False at the end of the output."""
         try:
-            data = os.read(self._master, 65536) if ready else b""
+            data = os.read(self._master, 65536)
         except OSError:  # nobody holds the other side any more
             return False
         self._written += data

@@ -18,9 +18,9 @@ def real_program(tmp_path: Path) -> str:
     return str(lean_server(tmp_path))
 
 
-def test_a_prompt_in_a_pipe(run: Run, real_program: str, smollm2: str) -> None:
+def test_a_prompt_in_a_pipe(run: Run, real_program: str, thin_model: str) -> None:
     options = ("--ctx-size", "512", "--max-tokens", "8", "--temperature", "0", "--seed", "1")
-    done = run("run", smollm2, "What is 2 + 2?", "--server", real_program, *options, "--json")
+    done = run("run", thin_model, "What is 2 + 2?", "--server", real_program, *options, "--json")
     told = json.loads(done.stdout)
     assert (done.returncode, told["outcome"]) == (0, "completed")
     assert told["text"]
@@ -36,8 +36,8 @@ def test_too_little_memory(run: Run, real_program: str, smollm2: str, tmp_path: 
     assert "what to do: it does not fit into the memory" in done.stderr
 
 
-def test_the_doctor(run: Run, real_program: str, smollm2: str) -> None:
-    done = run("doctor", smollm2, "--server", real_program, "--json")
+def test_the_doctor(run: Run, real_program: str, thin_model: str) -> None:
+    done = run("doctor", thin_model, "--server", real_program, "--json")
     report = json.loads(done.stdout)
     assert report["trial"]["tools"] is False  # of the model's own template
     assert report["trial"]["slots"] == 1
