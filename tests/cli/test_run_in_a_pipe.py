@@ -102,7 +102,6 @@ def test_a_conversation_of_lines_goes_on_when_its_server_dies(
 
 # ---------------------------------------------------------------- what goes wrong
 
-
 ENDS = Script(exits=[Exit(1, "before_bind", log=["error: invalid argument: --frobnicate"])])
 
 
