@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cli.conftest import COMMAND, WAIT_S, MakeProgram, Run, environment
+from tests.cli.conftest import COMMAND, HELLO, WAIT_S, MakeProgram, Run, environment
 from tests.fake_script import (
     DoneMarker,
     Exit,
@@ -36,6 +37,7 @@ from tests.fake_script import (
 
 HARMFUL = "a\x1b[31mred\x1b]0;title\x07 [bold]b[/bold]\r\n\x9b2Jc\x7f :smile:"
 TOO_LONG = HttpError(400, "request (99 tokens) exceeds the available context size (64 tokens)")
+ENDS = Script(exits=[Exit(1, "before_bind", log=["error: invalid argument: --frobnicate"])])
 
 
 def saying(*steps: object) -> Script:
@@ -102,37 +104,26 @@ def test_a_conversation_of_lines_goes_on_when_its_server_dies(
 
 # ---------------------------------------------------------------- what goes wrong
 
-ENDS = Script(exits=[Exit(1, "before_bind", log=["error: invalid argument: --frobnicate"])])
-
 
 @pytest.mark.parametrize(
-    ("script", "outcome", "reason", "said", "todo"),
+    ("script", "ends", "said"),
     [
-        (Script(replies=[Reply([TOO_LONG])]), "failed", "context_exceeded", "failed: context_exceeded", "--ctx-size"),
-        (ENDS, "not_started", "exited", "error: invalid argument: --frobnicate", "`llama-server --help`"),
-        (None, "not_started", "no_port", "no port from 20000 to 31999 is free on 127.0.0.1", "give one with --port"),
+        (Script(replies=[Reply([TOO_LONG])]), ("failed", "context_exceeded"), "failed: context_exceeded.*--ctx-size"),
+        (ENDS, ("not_started", "exited"), "what to do: .*`llama-server --help`.*error: invalid argument: --frobnicate"),
+        (None, ("not_started", "no_port"), "no port .* is free on 127.0.0.1.*what to do: give one with --port"),
     ],
     ids=["a request that fails", "a server that does not start", "a machine without a free port"],
 )
 def test_a_failure_is_told_with_what_to_do(
-    run: Run,
-    program: MakeProgram,
-    model: str,
-    monkeypatch: pytest.MonkeyPatch,
-    script: Script | None,
-    outcome: str,
-    reason: str,
-    said: str,
-    todo: str,
+    run: Run, program: MakeProgram, model: str, monkeypatch: pytest.MonkeyPatch, script: Any, ends: Any, said: str
 ) -> None:
     if script is None:
         monkeypatch.setattr("llama_worker.runtime.free_port.can_listen", lambda address: False)
-    done = run("run", model, "Hi", "--server", program(script or Script()).path, "--json")
+    done = run("run", model, "Hi", "--server", program(script or HELLO).path, "--json")
     told = json.loads(done.stdout)
-    assert (done.returncode, told["outcome"], told["reason"], told["text"]) == (1, outcome, reason, "")
+    assert (done.returncode, (told["outcome"], told["reason"]), told["text"]) == (1, ends, "")
     assert told["detail"]
-    assert said in done.stderr
-    assert todo in done.stderr.partition("what to do: ")[2]
+    assert re.search(said, done.stderr, re.DOTALL)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import time
 
 import pytest
 
-from llama_worker import LlamaWorker, RequestFailReason, TimeoutProfile, WorkerState
+from llama_worker import LlamaWorker, RequestFailReason, TimeoutProfile
 from llama_worker.runtime.liveness_probes import NvidiaProbe
 from tests.actors.conftest import eventually
 from tests.gpu.conftest import Gpu, MakeWorker
-from tests.server.conftest import ENDLESS, ended, is_generating, is_ticking, pid_of, submitted, wait_status
+from tests.server.conftest import ENDLESS, ended, is_generating, is_ticking, pid_of, submitted, wait_ready, wait_status
 from tests.server.pace import patience
 
 pytestmark = pytest.mark.gpu
@@ -67,10 +66,10 @@ def test_a_stopped_server_is_found_while_its_neighbour_on_the_gpu_works(on_gpu: 
     result = ended(stopped, request_id)
     assert result["fail_reason"] is RequestFailReason.STALL_TIMEOUT
     assert is_ticking(result["text"])
-    eventually(lambda: is_ready_after(stopped, 1), "a restart", patience())
+    wait_ready(stopped, restarts=1)
     neighbour.cancel(endless).get(timeout=patience())
     assert is_ticking(ended(neighbour, endless)["text"])
-    assert is_ready_after(neighbour, 0)
+    wait_ready(neighbour, restarts=0)
 
 
 @pytest.mark.parametrize("restart_backoff_s", [0.01, 5.0], ids=["at once", "after a pause"])
@@ -83,18 +82,9 @@ def test_a_killed_server_s_memory_comes_back_ten_times_in_a_row(
     assert loaded > before + SLACK_BYTES
     for count in range(1, RESTARTS + 1):
         os.kill(pid_of(worker), signal.SIGKILL)
-        killed_at = time.monotonic()
         if restart_backoff_s > 1.0:
             eventually(lambda: gpu.used_bytes < before + SLACK_BYTES, "the memory is free", patience())
-            print(f"free after {time.monotonic() - killed_at:.3f} s", end="; ")
-        eventually(functools.partial(is_ready_after, worker, count), "READY", patience())
-        print(f"READY after {time.monotonic() - killed_at:.3f} s")
+        wait_ready(worker, restarts=count)
         assert abs(gpu.used_bytes - loaded) < SLACK_BYTES
     worker.stop().get(timeout=patience())
     eventually(lambda: gpu.used_bytes < before + SLACK_BYTES, "the memory is free", patience())
-
-
-def is_ready_after(worker: LlamaWorker, restarts: int) -> bool:
-    status = worker.get_worker_status().get(timeout=patience())
-    assert status["state"] is not WorkerState.FAILED, status
-    return status["state"] is WorkerState.READY and status["restart_count"] == restarts
