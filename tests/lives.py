@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llama_worker.messages import (
-    BecameReady,
-    Died,
-    Exited,
-    LaunchFailed,
-    Start,
-    StartupFailed,
-    Stop,
-    StreamsClosed,
-    Tick,
-    Unkillable,
-)
+from llama_worker import messages
 from llama_worker.server.lifecycle import Lifecycle, step
 from llama_worker.server.lifecycle_states import Effects
 from llama_worker.server.suspicion import Trouble
@@ -26,11 +15,11 @@ _REPLY: Any = object()  # to a host; not the life's to answer
 
 
 def start(life: Lifecycle, now: float) -> Step:
-    return step(life, Start(reply=_REPLY), now)
+    return step(life, messages.Start(reply=_REPLY), now)
 
 
 def stop(life: Lifecycle, now: float, *, grace_s: float = 10.0) -> Step:
-    return step(life, Stop(reply=_REPLY, grace_s=grace_s), now)
+    return step(life, messages.Stop(reply=_REPLY, grace_s=grace_s), now)
 
 
 def trouble(life: Lifecycle, now: float, reason: str = "stall_timeout") -> Step:
@@ -38,7 +27,7 @@ def trouble(life: Lifecycle, now: float, reason: str = "stall_timeout") -> Step:
 
 
 def tick(life: Lifecycle, now: float) -> Step:
-    return step(life, Tick(), now)
+    return step(life, messages.Tick(), now)
 
 
 def _news(kind: Callable[..., Any], first: str = "", **usual: Any) -> Callable[..., Step]:
@@ -51,10 +40,10 @@ def _news(kind: Callable[..., Any], first: str = "", **usual: Any) -> Callable[.
     return tell
 
 
-became_ready = _news(BecameReady, traits=None)
-launch_failed = _news(LaunchFailed, "reason", detail="no process")
-startup_failed = _news(StartupFailed, "reason", detail="no sign of work")
-died = _news(Died, "returncode", returncode=1)
-exited = _news(Exited, "returncode", returncode=1, log_tail=("oops",), port_taken=False)
-unkillable = _news(Unkillable, detail="SIGKILL does not end process 5")
-streams_closed = _news(StreamsClosed)
+became_ready = _news(messages.BecameReady, traits=None)
+launch_failed = _news(messages.LaunchFailed, "reason", detail="no process")
+startup_failed = _news(messages.StartupFailed, "reason", detail="no sign of work")
+died = _news(messages.Died, "returncode", returncode=1)
+exited = _news(messages.Exited, "returncode", returncode=1, log_tail=("oops",), port_taken=False)
+unkillable = _news(messages.Unkillable, detail="SIGKILL does not end process 5")
+streams_closed = _news(messages.StreamsClosed)

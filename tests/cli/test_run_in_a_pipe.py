@@ -36,7 +36,8 @@ from tests.fake_script import (
 )
 
 HARMFUL = "a\x1b[31mred\x1b]0;title\x07 [bold]b[/bold]\r\n\x9b2Jc\x7f :smile:"
-TOO_LONG = HttpError(400, "request (99 tokens) exceeds the available context size (64 tokens)")
+TOO_LONG = "request (99 tokens) exceeds the available context size (64 tokens)"
+REFUSES = Script(replies=[Reply([HttpError(400, TOO_LONG)])])
 ENDS = Script(exits=[Exit(1, "before_bind", log=["error: invalid argument: --frobnicate"])])
 
 
@@ -108,9 +109,9 @@ def test_a_conversation_of_lines_goes_on_when_its_server_dies(
 @pytest.mark.parametrize(
     ("script", "ends", "said"),
     [
-        (Script(replies=[Reply([TOO_LONG])]), ("failed", "context_exceeded"), "failed: context_exceeded.*--ctx-size"),
+        (REFUSES, ("failed", "context_exceeded"), "failed: context_exceeded.*what to do: .*--ctx-size"),
         (ENDS, ("not_started", "exited"), "what to do: .*`llama-server --help`.*error: invalid argument: --frobnicate"),
-        (None, ("not_started", "no_port"), "no port .* is free on 127.0.0.1.*what to do: give one with --port"),
+        (None, ("not_started", "no_port"), "no port from 20000 to 31999 is free on 127.*to do: give one with --port"),
     ],
     ids=["a request that fails", "a server that does not start", "a machine without a free port"],
 )
