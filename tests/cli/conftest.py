@@ -39,7 +39,8 @@ HELP = """\
 --metrics                               enable prometheus compatible metrics endpoint"""
 HELLO = Script()  # the scripted server says so
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_CHANGING = ("PROXY_", "LLAMA_", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "LINES", "TTY_")  # of the tester
+# Of the tester.
+_CHANGING = ("PROXY_", "LLAMA_", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "LINES", "TTY_", "PYTHONUNBUFFERED")
 
 
 def environment(**changes: str) -> dict[str, str]:

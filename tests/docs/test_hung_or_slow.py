@@ -1,16 +1,45 @@
-"""The tables of hung-or-slow.md agree with the code that gives the verdicts."""
+"""The tables of verdicts (hung-or-slow.md) and of restarts (failure-reasons.md) agree with the code."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from llama_worker import RequestFailReason, TimeoutProfile
-from llama_worker.server import liveness
+from llama_worker import RequestFailReason, RequestPhase, StartFailReason, TimeoutProfile
+from llama_worker.actors import server_life
+from llama_worker.actors import worker as worker_actor
+from llama_worker.request.progress import Progress
+from llama_worker.server import lifecycle, liveness, suspicion
+from llama_worker.server.timeouts import Verdict, verdict
 from tests.docs.pages import DOCS, names_in, table
-from tests.docs.verdicts import LIMITS, STATES, judge
+
+# Every state in which a request can be.
+WAITING = Progress(request_id=1, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0)
+PREFILL = replace(WAITING, phase=RequestPhase.PREFILL, headers_at=0.0)
+STATES = {
+    "waiting": WAITING,
+    "silent prefill": PREFILL,
+    "reporting prefill": replace(PREFILL, prompt_progress_at=0.0),
+    "generating": replace(PREFILL, phase=RequestPhase.GENERATING, first_token_at=0.0, last_data_at=0.0),
+    "in a tool": replace(WAITING, phase=RequestPhase.TOOL),
+}
+LIMITS = (
+    *("headers_timeout_s", "prefill_liveness_timeout_s", "idle_stream_timeout_s"),
+    *("ttft_timeout_s", "silent_work_timeout_s", "absolute_timeout_s"),
+)
+
+
+def judge(
+    state: Progress, limit: str, *, liveness_at: float | None = None, neighbour_data_at: float | None = None
+) -> Verdict | None:
+    """The verdict after 10 s, with that limit at 5 s and every other off, or far away."""
+    off = dict.fromkeys(LIMITS)
+    profile = replace(TimeoutProfile(), **{**off, "headers_timeout_s": 1e6, limit: 5.0})  # type: ignore[arg-type]
+    return verdict(state, liveness_at=liveness_at, neighbour_data_at=neighbour_data_at, profile=profile, now=10.0)
+
 
 PAGE = (DOCS / "hung-or-slow.md").read_text()
 # Connecting has a limit of its own, the connection's: no verdict.
@@ -71,3 +100,15 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
     default = getattr(TimeoutProfile(), limit)
     assert re.findall(rf"`{limit}` \((\d+)\)", after) == ([] if default is None else [f"{default:g}"])
     assert ("if set" in after) == (default is None)
+
+
+def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
+    page = (DOCS / "failure-reasons.md").read_text()
+    causes = [name for row in table(page, "cause") for name in names_in(row[0])]
+    said = r'(?:_restart\(life, now,|_trouble\(life, now,|Trouble\(|RecordRestart\(reason=)\s*"(\w+)"'
+    sources = [Path(str(module.__file__)).read_text() for module in (lifecycle, server_life, worker_actor, suspicion)]
+    in_code = {cause for source in sources for cause in re.findall(said, source)}
+    launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.EXITED, StartFailReason.UNKILLABLE}
+    verdicts = [judge(state, limit) for state in STATES.values() for limit in LIMITS]
+    fatal = {found.reason for found in verdicts if found and found.restart}
+    assert sorted(causes) == sorted({*in_code, *launches, *fatal})
