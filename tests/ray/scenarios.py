@@ -12,14 +12,14 @@ from collections.abc import Callable
 from inspect import isfunction, signature
 from pathlib import Path
 
-from tests.ray import actor_scenarios, fleet_scenarios, start_scenarios
+from tests.ray import actor_scenarios, fleet_scenarios
 from tests.ray.cluster import two_nodes
 from tests.ray.stage import Stage
 
 # Those of the shared fleet end with a killed node, and so they are the last.
 SCENARIOS: dict[str, Callable[[Stage], None]] = {
     name: scenario
-    for module in (actor_scenarios, start_scenarios, fleet_scenarios)
+    for module in (actor_scenarios, fleet_scenarios)
     for name, scenario in vars(module).items()
     if isfunction(scenario) and scenario.__module__ == module.__name__ and "stage" in signature(scenario).parameters
 }
