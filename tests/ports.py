@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from llama_worker.runtime.free_port import can_listen
 
 # Below those that the kernel hands out by itself. The servers that outlive a test have a range of their own.
 PORTS, LASTING_PORTS = range(20000, 32000), range(32000, 32768)
@@ -27,7 +28,7 @@ def held_ports(ports: range = PORTS) -> Iterator[Callable[[], int]]:
         def take() -> int:
             for port in candidates:
                 lock = os.open(_LOCKS / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-                if _try_lock(lock) and _is_free(port):
+                if _try_lock(lock) and can_listen(("127.0.0.1", port)):
                     held.callback(os.close, lock)
                     return port
                 os.close(lock)
@@ -41,14 +42,4 @@ def _try_lock(lock: int) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
-    return True
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
     return True

@@ -6,9 +6,11 @@ import itertools
 import queue
 import threading
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
+import pynvml
 
 
 class NVMLError(Exception):
@@ -17,12 +19,6 @@ class NVMLError(Exception):
     def __init__(self, value: int) -> None:
         super().__init__(value)
         self.value = value
-
-
-class Process(NamedTuple):
-    """One that uses a GPU."""
-
-    pid: int
 
 
 @dataclass(eq=False)
@@ -34,31 +30,20 @@ class Gpu:
     lost: bool = False  # every question about it fails
 
 
-class Event(NamedTuple):
-    """As NVML tells it."""
-
-    device: Gpu
-    eventType: int
-    eventData: int = 0
-
-
 class ScriptedNvml:
     """A module like `pynvml`: `report` and `lose` make a wait return, `hang` makes the next one never return."""
 
+    def __getattr__(self, name: str) -> Any:
+        """What is not played here, above all the numbers, is the real one's."""
+        return getattr(pynvml, name)
+
     NVMLError = NVMLError
-    NVML_ERROR_NOT_SUPPORTED = 3
-    NVML_ERROR_NOT_FOUND = 6
-    NVML_ERROR_TIMEOUT = 10
-    NVML_ERROR_GPU_IS_LOST = 15
-    NVML_ERROR_RESET_REQUIRED = 16
-    nvmlEventTypeDoubleBitEccError = 0x2
-    nvmlEventTypeXidCriticalError = 0x8
 
     def __init__(self, *gpus: Gpu) -> None:
         self.gpus = gpus
         self.sets: dict[int, list[tuple[Gpu, int]]] = {}  # every event set, with what is registered in it
         self.freed: set[int] = set()
-        self._arrivals: dict[int, queue.SimpleQueue[Event | NVMLError]] = {}
+        self._arrivals: dict[int, queue.SimpleQueue[SimpleNamespace | Exception]] = {}
         self.waits = threading.Semaphore(0)  # released as often as a wait begins
         self._numbers = itertools.count(1)
         self._released = threading.Event()
@@ -91,7 +76,7 @@ class ScriptedNvml:
     def _arrive(self, gpu: Gpu, event_type: int, data: int = 0) -> None:
         for events, entries in self.sets.items():
             if any(registered is gpu and types & event_type for registered, types in entries):
-                self._arrivals[events].put(Event(gpu, event_type, data))
+                self._arrivals[events].put(SimpleNamespace(device=gpu, eventType=event_type, eventData=data))
 
     def _end_waits(self, error: int) -> None:
         for arrivals in self._arrivals.values():
@@ -114,9 +99,9 @@ class ScriptedNvml:
     def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> object:
         return self._asked(gpu)
 
-    def nvmlDeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[Process]:
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[SimpleNamespace]:
         pids = self._asked(gpu).pids
-        return [Process(pid) for pid in (psutil.pids() if pids is None else pids)]
+        return [SimpleNamespace(pid=pid) for pid in (psutil.pids() if pids is None else pids)]
 
     def nvmlDeviceGetProcessUtilization(self, gpu: Gpu, since: int) -> list[Any]:
         raise NVMLError(self.NVML_ERROR_NOT_FOUND)
@@ -132,7 +117,7 @@ class ScriptedNvml:
     def nvmlDeviceRegisterEvents(self, gpu: Gpu, event_types: int, events: int) -> None:
         self.sets[events].append((self._asked(gpu), event_types))
 
-    def nvmlEventSetWait_v2(self, events: int, timeout_ms: int) -> Event:
+    def nvmlEventSetWait_v2(self, events: int, timeout_ms: int) -> SimpleNamespace:
         self.waits.release()
         self._released.wait()
         is_one_lost = any(gpu.lost for gpu in self.gpus)
@@ -140,7 +125,7 @@ class ScriptedNvml:
             arrival = self._arrivals[events].get(timeout=0 if is_one_lost else timeout_ms / 1000)
         except queue.Empty:
             raise NVMLError(self.NVML_ERROR_GPU_IS_LOST if is_one_lost else self.NVML_ERROR_TIMEOUT) from None
-        if isinstance(arrival, NVMLError):
+        if isinstance(arrival, Exception):
             raise arrival
         return arrival
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import io
 import os
 import pty
 import re
-import select
 import shlex
 import signal
-import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +20,11 @@ import psutil
 import pytest
 
 from llama_worker.cli.app import run_app
+from tests.actors.conftest import make_worker
 from tests.fake_script import Journal, Script, fake_server_cmd
-from tests.responses.conftest import make_client
 from tests.server.pace import HANG_GUARD_S
 
-__all__ = ["make_client"]  # a fixture
+__all__ = ["make_worker"]  # a fixture
 
 COMMAND = (sys.executable, "-m", "llama_worker.cli")
 WAIT_S = float(HANG_GUARD_S)  # nothing here is right or wrong by the clock
@@ -42,10 +39,8 @@ HELP = """\
 --metrics                               enable prometheus compatible metrics endpoint"""
 HELLO = Script()  # the scripted server says so
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_CHANGING = ("PROXY_", "LLAMA_", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "LINES", "TTY_")  # of the tester
-_CONTROLLING = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-)
+# Of the tester.
+_CHANGING = ("PROXY_", "LLAMA_", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "LINES", "TTY_", "PYTHONUNBUFFERED")
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -75,14 +70,13 @@ MakeProgram = Callable[..., Program]
 def program(tmp_path: Path) -> MakeProgram:
     """Makes a scripted llama-server that can be executed by its path; `extra` words end its command."""
 
-    def make(script: Script = HELLO, *, extra: str = "", version: str = "version: 7 (fake)") -> Program:
-        journal = Journal(tmp_path / f"journal-{len(list(tmp_path.glob('journal-*')))}")
+    def make(script: Script = HELLO, *, extra: str = "") -> Program:
+        journal, path = Journal(tmp_path / "journal"), tmp_path / "llama-server"
         words = fake_server_cmd(script, host="HOST", port=0, slots=0, journal=journal.path)
         kept = [*words[:4], *words[words.index("--script") :]]
-        path = tmp_path / f"llama-server-{journal.path.name}"
         path.write_text(
             "#!/bin/sh\n"
-            f'[ "$1" = --version ] && echo {shlex.quote(version)} && exit\n'
+            '[ "$1" = --version ] && echo "version: 7 (fake)" && exit\n'
             f'[ "$1" = --help ] && echo {shlex.quote(HELP)} && exit\n'
             '[ "$1" = --list-devices ] && echo "Available devices:" && exit\n'
             f'exec {shlex.join(kept)} "$@" {extra}\n'
@@ -105,13 +99,16 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """`llama-worker` in a pipe, in this process: to start an interpreter takes longer than most commands."""
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`llama-worker` in a pipe, in this process: to start an interpreter takes longer than most commands.
 
-    def to_the_end(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "stdin").write_text(stdin)
+    `stdin` None: of a person at a terminal, who types nothing.
+    """
+
+    def to_the_end(*args: str, stdin: str | None = "", **env: str) -> subprocess.CompletedProcess[str]:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        with pytest.MonkeyPatch.context() as patch, open(tmp_path / "stdin") as lines:
+        with pytest.MonkeyPatch.context() as patch, io.TextIOWrapper(io.BytesIO((stdin or "").encode())) as lines:
+            patch.setattr(lines, "isatty", lambda: stdin is None)
             patch.setattr(sys, "stdin", lines)
             for name in set(os.environ) - set(environment()):
                 patch.delenv(name)
@@ -130,13 +127,10 @@ class Terminal:
 
     def __init__(self, *args: str, **env: str) -> None:
         self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+        termios.tcsetwinsize(slave, (24, COLUMNS))
         self.process = subprocess.Popen(
-            (sys.executable, "-c", _CONTROLLING, *COMMAND, *args),
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
+            (*COMMAND, *args),
+            preexec_fn=lambda: os.login_tty(slave),
             env=environment(**{"TERM": "xterm-256color", **env}),
         )
         os.close(slave)
@@ -154,9 +148,8 @@ class Terminal:
 
     def expect(self, text: str, count: int = 1) -> None:
         """Wait until that has been shown so often."""
-        deadline = time.monotonic() + WAIT_S
         while self.shown.count(text) < count:
-            assert self._read(deadline), f"{text!r} was not shown, but: {self.shown[-2000:]!r}"
+            assert self._read(), f"{text!r} was not shown, but: {self.shown[-2000:]!r}"
 
     def send(self, keys: str) -> None:
         """What a person types."""
@@ -164,8 +157,7 @@ class Terminal:
 
     def wait(self) -> int:
         """Its exit code, once it has ended."""
-        deadline = time.monotonic() + WAIT_S
-        while self._read(deadline):
+        while self._read():
             pass
         return self.process.wait(timeout=WAIT_S)
 
@@ -175,11 +167,10 @@ class Terminal:
         self.process.wait()
         os.close(self._master)
 
-    def _read(self, deadline: float) -> bool:
-        """False at the end of the output, or when the time is up."""
-        ready, _, _ = select.select([self._master], (), (), max(0.0, deadline - time.monotonic()))
+    def _read(self) -> bool:
+        """False at the end of the output."""
         try:
-            data = os.read(self._master, 65536) if ready else b""
+            data = os.read(self._master, 65536)
         except OSError:  # nobody holds the other side any more
             return False
         self._written += data
@@ -192,12 +183,5 @@ OpenTerminal = Callable[..., Terminal]
 @pytest.fixture
 def terminal() -> Iterator[OpenTerminal]:
     """`llama-worker` in a terminal."""
-    opened: list[Terminal] = []
-
-    def make(*args: str, **env: str) -> Terminal:
-        opened.append(Terminal(*args, **env))
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.close()
+    with contextlib.ExitStack() as opened:
+        yield lambda *args, **env: opened.enter_context(contextlib.closing(Terminal(*args, **env)))

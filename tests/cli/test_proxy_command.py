@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import requests
 
+from tests.actors.conftest import HOST, MakeWorker
 from tests.cli.conftest import COMMAND, WAIT_S, Run, environment
 from tests.fake_script import Journal, Script, Startup, fake_server_cmd
-from tests.responses.conftest import HOST, MakeClient
-
-Start = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
+@contextlib.contextmanager
+def started(*args: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(*args: str, **env: str) -> subprocess.Popen[str]:
-        command = (*COMMAND, "responses-proxy", *args)
-        process = subprocess.Popen(
-            command, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
+    command, pipe = (*COMMAND, "responses-proxy", *args), subprocess.PIPE
+    with subprocess.Popen(command, env=environment(**env), text=True, stdout=pipe, stderr=pipe) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def url_of(process: subprocess.Popen[str]) -> str:
@@ -46,8 +36,9 @@ def url_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().split()[0]
 
 
-def ask(url: str) -> Any:
-    return requests.post(f"{url}/responses", json={"input": "Hi"}, timeout=WAIT_S).json()
+def answer(url: str) -> str:
+    reply = requests.post(f"{url}/responses", json={"input": "Hi"}, timeout=WAIT_S).json()
+    return str(reply["output"][0]["content"][0]["text"])
 
 
 def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[int, str]:
@@ -56,26 +47,17 @@ def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[i
     return process.returncode, errors
 
 
-def test_in_front_of_a_server_that_is_there(make_client: MakeClient, start: Start) -> None:
-    process = start("--upstream", make_client().proxy.config.upstream, "--port", "0")
-    url = url_of(process)
-    assert url.startswith("http://127.0.0.1:")
-    assert ask(url)["status"] == "completed"
-    assert end(process)[0] == 0
-
-
-def test_the_environment_in_place_of_options(
-    make_client: MakeClient, start: Start, free_port: Callable[[], int]
+def test_in_front_of_a_server_that_is_there_with_the_environment_in_place_of_options(
+    make_worker: MakeWorker, free_port: Callable[[], int]
 ) -> None:
-    fake = make_client()
-    port = free_port()
-    env = {"LLAMA_CPP_URL": fake.proxy.config.upstream, "PROXY_HOST": "localhost", "PROXY_PORT": str(port)}
-    process = start("--api-key-env", "MY_KEY", **env, MY_KEY="sk-hush")
-    assert url_of(process) == f"http://localhost:{port}/v1"
-    ask(f"http://127.0.0.1:{port}/v1")
-    (request,) = fake.journal.facts("request")
-    assert request["headers"]["authorization"] == "***"
-    code, errors = end(process)
+    server, port = make_worker(), free_port()
+    env = {"LLAMA_CPP_URL": f"http://{HOST}:{server.config.port}", "PROXY_HOST": "localhost", "PROXY_PORT": str(port)}
+    with started("--api-key-env", "MY_KEY", **env, MY_KEY="sk-hush") as process:
+        assert url_of(process) == f"http://localhost:{port}/v1"
+        assert answer(f"http://127.0.0.1:{port}/v1") == "Hello"
+        (request,) = server.journal.facts("request", path="/v1/chat/completions")
+        assert request["headers"]["authorization"] == "***"
+        code, errors = end(process)
     assert (code, "hush" in errors) == (0, False)
 
 
@@ -85,24 +67,20 @@ def command_of(script: Script, journal: Journal) -> str:
     return shlex.join(words).replace("11111", "{port}").replace("22222", "{slots}")
 
 
-def test_with_a_server_of_its_own_that_ends_with_it(start: Start, tmp_path: Path) -> None:
+def test_with_a_server_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
-    process = start("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0")
-    assert ask(url_of(process))["output"][0]["content"][0]["text"] == "Hello"
-    server = journal.wait("launched")["pid"]
-    assert end(process)[0] == 0
-    assert not psutil.pid_exists(server)
+    with started("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0") as process:
+        assert answer(url_of(process)) == "Hello"
+        assert end(process)[0] == 0
+    assert not psutil.pid_exists(journal.wait("launched")["pid"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_while_its_server_starts(start: Start, tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
-    never = Script(startup=Startup(load_s=None))
-    process = start("--server-cmd", command_of(never, journal), "--port", "0")
-    server = journal.wait("launched", timeout=WAIT_S)["pid"]
-    journal.wait("bound", timeout=WAIT_S)
-    assert end(process, number)[0] == 0
-    assert not psutil.pid_exists(server)
+    with started("--server-cmd", command_of(Script(startup=Startup(load_s=None)), journal), "--port", "0") as process:
+        journal.wait("bound", timeout=WAIT_S)
+        assert end(process, signal.SIGINT)[0] == 0
+    assert not psutil.pid_exists(journal.wait("launched")["pid"])
 
 
 @pytest.mark.parametrize(

@@ -57,13 +57,11 @@ def test_it_shows_loading_a_bar_dim_reasoning_text_and_numbers(
     assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")  # the cursor is there again
 
 
-@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
 def test_without_colours_nothing_is_coloured(
-    terminal: OpenTerminal, program: MakeProgram, model: str, tmp_path: Path, env: dict[str, str]
+    terminal: OpenTerminal, program: MakeProgram, model: str, env: dict[str, str]
 ) -> None:
-    gate = tmp_path / "gate"
-    gate.touch()
-    screen = terminal("run", model, "2 + 2?", "--server", program(thinking(gate)).path, **env)
+    screen = terminal("run", model, "2 + 2?", "--server", program(thinking(Path("/"))).path, **env)  # an open gate
     assert screen.wait() == 0
     assert not re.search(r"\x1b\[[\d;]+m", screen.written.replace("\x1b[0m", ""))
     assert "[reasoning]\nlet me see\n" in screen.shown
@@ -94,7 +92,8 @@ def test_ctrl_c_twice_stops_at_once(terminal: OpenTerminal, program: MakeProgram
     assert server.is_gone()
 
 
-def test_a_conversation(terminal: OpenTerminal, program: MakeProgram, model: str) -> None:
+@pytest.mark.parametrize(("last", "code"), [("\x04", 0), ("\x03", 130)], ids=["Ctrl-D", "Ctrl-C"])
+def test_a_conversation(terminal: OpenTerminal, program: MakeProgram, model: str, last: str, code: int) -> None:
     server = program(
         Script(replies=[Reply(HELD.replies[0].steps, marker="long"), Reply([Text("Hello"), Finish(), DoneMarker()])])
     )
@@ -108,23 +107,8 @@ def test_a_conversation(terminal: OpenTerminal, program: MakeProgram, model: str
     screen.send("Hi\r")
     screen.expect("Hello")
     screen.expect("> ", count=3)
-    screen.send("\x04")
-    assert screen.wait() == 0
-    (last,) = server.journal.facts("request", n=2)
-    assert [message["content"] for message in last["body"]["messages"]] == ["a long story", "half", "Hi"]
+    screen.send(last)
+    assert screen.wait() == code
+    (request,) = server.journal.facts("request", n=2)
+    assert [message["content"] for message in request["body"]["messages"]] == ["a long story", "half", "Hi"]
     assert server.is_gone()
-
-
-def test_ctrl_c_at_the_prompt_ends_a_conversation(terminal: OpenTerminal, program: MakeProgram, model: str) -> None:
-    server = program()
-    screen = terminal("run", model, "--chat", "--server", server.path)
-    screen.expect("> ")
-    screen.send("\x03")
-    assert screen.wait() == 130
-    assert server.is_gone()
-
-
-def test_without_a_prompt_it_asks_for_one(terminal: OpenTerminal, model: str) -> None:
-    screen = terminal("run", model)
-    assert screen.wait() == 2
-    assert "Give a prompt" in screen.shown

@@ -7,7 +7,7 @@ that file of the repository; any other file name ("fleet.toml") is that file, be
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +34,6 @@ def blocks(text: str) -> list[Block]:
 def runnable(text: str, language: str) -> str:
     """The page's runnable blocks of a language, as one program."""
     return "\n".join(block.code for block in blocks(text) if (block.language, block.mark) == (language, "runnable"))
-
-
-def excerpts(text: str) -> Iterator[Block]:
-    """The blocks that are taken from a file of the repository."""
-    return (block for block in blocks(text) if "/" in block.mark)
 
 
 def files(text: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from llama_worker import ConfigError, load_config
-from tests.docs.pages import DOCS, PAGES, ROOT, blocks, excerpts, files, runnable, with_ports
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, files, runnable, with_ports
 from tests.server.pace import lean_server, patience
 
 
@@ -26,11 +26,11 @@ def page_id(page: Path) -> str:
 
 @pytest.mark.server
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page.read_text(), "python")], ids=page_id)
-def test_the_code_of_a_page_runs(page: Path, smollm2: str, free_port: Callable[[], int], tmp_path: Path) -> None:
-    text = re.sub(r'"[\w./~-]+\.gguf"', f'"{smollm2}"', with_ports(page.read_text(), free_port))
+def test_the_code_of_a_page_runs(page: Path, thin_model: str, free_port: Callable[[], int], tmp_path: Path) -> None:
+    text = re.sub(r'"[\w./~-]+\.gguf"', f'"{thin_model}"', with_ports(page.read_text(), free_port))
     for name, content in files(text).items():
         (tmp_path / name).write_text(content)
-    server = lean_server(tmp_path)
+    server = lean_server(tmp_path, "--temp", "0")
     done = subprocess.run(
         [sys.executable, "-c", runnable(text, "python")],
         cwd=tmp_path,
@@ -40,16 +40,16 @@ def test_the_code_of_a_page_runs(page: Path, smollm2: str, free_port: Callable[[
         timeout=patience(),
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    assert len(done.stdout) > 1, "more than the end of an empty line"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_what_a_page_shows_and_links_to_is_there(page: Path) -> None:
     text = page.read_text()
-    unmarked = [block.code for block in blocks(text) if block.language == "python" and not block.mark]
-    assert not unmarked, "write ```python runnable, ```python FILE, or ```text for what is no program"
-    for block in excerpts(text):
-        assert block.code.strip() in (ROOT / block.mark).read_text(), block.mark
+    for block in blocks(text):
+        assert block.mark or block.language != "python", "write `python runnable`, `python FILE`, or `text`"
+        if "/" in block.mark:  # it is taken from a file of the repository
+            assert block.code.strip() in (ROOT / block.mark).read_text(), block.mark
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
 

@@ -1,16 +1,45 @@
-"""The tables of hung-or-slow.md agree with the code that gives the verdicts."""
+"""The tables of verdicts (hung-or-slow.md) and of restarts (failure-reasons.md) agree with the code."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from llama_worker import RequestFailReason, TimeoutProfile
-from llama_worker.server import liveness
+from llama_worker import RequestFailReason, RequestPhase, StartFailReason, TimeoutProfile
+from llama_worker.actors import server_life
+from llama_worker.actors import worker as worker_actor
+from llama_worker.request.progress import Progress
+from llama_worker.server import lifecycle, liveness, suspicion
+from llama_worker.server.timeouts import Verdict, verdict
 from tests.docs.pages import DOCS, names_in, table
-from tests.docs.verdicts import LIMITS, STATES, judge
+
+# Every state in which a request can be.
+WAITING = Progress(request_id=1, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0)
+PREFILL = replace(WAITING, phase=RequestPhase.PREFILL, headers_at=0.0)
+STATES = {
+    "waiting": WAITING,
+    "silent prefill": PREFILL,
+    "reporting prefill": replace(PREFILL, prompt_progress_at=0.0),
+    "generating": replace(PREFILL, phase=RequestPhase.GENERATING, first_token_at=0.0, last_data_at=0.0),
+    "in a tool": replace(WAITING, phase=RequestPhase.TOOL),
+}
+LIMITS = (
+    *("headers_timeout_s", "prefill_liveness_timeout_s", "idle_stream_timeout_s"),
+    *("ttft_timeout_s", "silent_work_timeout_s", "absolute_timeout_s"),
+)
+
+
+def judge(
+    state: Progress, limit: str, *, liveness_at: float | None = None, neighbour_data_at: float | None = None
+) -> Verdict | None:
+    """The verdict after 10 s, with that limit at 5 s and every other off, or far away."""
+    off = dict.fromkeys(LIMITS)
+    profile = replace(TimeoutProfile(), **{**off, "headers_timeout_s": 1e6, limit: 5.0})  # type: ignore[arg-type]
+    return verdict(state, liveness_at=liveness_at, neighbour_data_at=neighbour_data_at, profile=profile, now=10.0)
+
 
 PAGE = (DOCS / "hung-or-slow.md").read_text()
 # Connecting has a limit of its own, the connection's: no verdict.
@@ -28,11 +57,9 @@ WHEN = {
 
 def test_what_counts_as_work_is_said_in_the_numbers_of_the_code() -> None:
     signs = {row[0] for row in table(PAGE, "seen")}
-    ticks, per_s, window_s = liveness.MIN_CPU_TICKS, liveness.MIN_CPU_TICKS_PER_S, liveness.WINDOW_S
-    rate = (
-        f"{ticks} ticks (of {liveness.TICK_S * 1000:g} ms) in all and {per_s:g} a second, over {window_s:g} s or more"
-    )
-    assert f"CPU time of the server's processes: {rate}" in signs
+    ticks = f"{liveness.MIN_CPU_TICKS} ticks (of {liveness.TICK_S * 1000:g} ms) in all"
+    rate = f"{liveness.MIN_CPU_TICKS_PER_S:g} a second, over {liveness.WINDOW_S:g} s or more"
+    assert f"CPU time of the server's processes: {ticks} and {rate}" in signs
     read = f"bytes read from disk ({liveness.MIN_READ_BYTES_PER_S / 1024:g} KiB/s)"
     assert f"{read} or major page faults ({liveness.MIN_MAJOR_FAULTS_PER_S:g}/s)" in signs
 
@@ -73,3 +100,15 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
     default = getattr(TimeoutProfile(), limit)
     assert re.findall(rf"`{limit}` \((\d+)\)", after) == ([] if default is None else [f"{default:g}"])
     assert ("if set" in after) == (default is None)
+
+
+def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
+    page = (DOCS / "failure-reasons.md").read_text()
+    causes = [name for row in table(page, "cause") for name in names_in(row[0])]
+    said = r'(?:_restart\(life, now,|_trouble\(life, now,|Trouble\(|RecordRestart\(reason=)\s*"(\w+)"'
+    sources = [Path(str(module.__file__)).read_text() for module in (lifecycle, server_life, worker_actor, suspicion)]
+    in_code = {cause for source in sources for cause in re.findall(said, source)}
+    launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.EXITED, StartFailReason.UNKILLABLE}
+    verdicts = [judge(state, limit) for state in STATES.values() for limit in LIMITS]
+    fatal = {found.reason for found in verdicts if found and found.restart}
+    assert sorted(causes) == sorted({*in_code, *launches, *fatal})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import llama_worker
+from benchmarks import publish
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks
 
 
@@ -36,3 +38,16 @@ def test_the_first_example_is_short_and_runs_as_it_stands(page: Path) -> None:
     first = next(block for block in blocks(page.read_text()) if block.language == "python")
     assert len([line for line in first.code.splitlines() if line.strip()]) <= 4
     assert first.mark in ("runnable", "first.py")  # what runs it: test_docs, test_tutorial
+
+
+def test_the_page_of_performance_and_its_plot_hold_the_figures_of_the_data_file() -> None:
+    figures = json.loads(publish.DATA.read_text())
+    page = publish.PAGE.read_text()
+    assert publish.render(figures, page) == page
+    assert publish.plot(figures) == publish.PLOT.read_text()
+
+
+def test_a_goal_that_was_missed_is_called_so() -> None:
+    figures = json.loads(publish.DATA.read_text())
+    figures["latency"]["added_ms"]["in all"] = 9.0
+    assert "| 9 ms | no |" in publish.goals(figures)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import json
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 from llama_worker import TimeoutProfile
 from llama_worker.runtime.guard import ORPHAN_GRACE_S
 from tests.docs.pages import DOCS, files
-from tests.server.pace import SERVER_ARGS, patience
+from tests.server.pace import lean_server, patience
 
 FILES = files((DOCS / "how-to" / "systemd.md").read_text())
 
@@ -25,12 +24,8 @@ FILES = files((DOCS / "how-to" / "systemd.md").read_text())
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "llama-host.service"
-    installed = {"/srv/llama/.venv/bin/python": sys.executable, "/srv/llama": str(tmp_path)}
-    text = FILES[unit.name]
-    for there, here in installed.items():
-        assert there in text
-        text = text.replace(there, here)
-    unit.write_text(text)
+    there = FILES[unit.name].replace("/srv/llama/.venv/bin/python", sys.executable)
+    unit.write_text(there.replace("/srv/llama", str(tmp_path)))
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=patience())
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -47,13 +42,12 @@ def test_the_units_times_leave_room_for_a_stop_and_for_the_guards() -> None:
 
 @pytest.mark.server
 def test_the_program_ends_with_its_servers_at_sigterm(
-    llama_server: str, smollm2: str, free_port: Callable[[], int], tmp_path: Path
+    thin_model: str, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     (tmp_path / "host.py").write_text(FILES["host.py"])
-    words = json.dumps(["--ctx-size", "1024", *SERVER_ARGS])
     (tmp_path / "fleet.toml").write_text(
-        f'[defaults]\nhost = "127.0.0.1"\nmodel = {json.dumps(smollm2)}\nexecutable = {json.dumps(llama_server)}\n'
-        f"extra_args = {words}\n[workers.one]\nport = {free_port()}\n[workers.two]\nport = {free_port()}\n"
+        f'[defaults]\nhost = "127.0.0.1"\nmodel = "{thin_model}"\nexecutable = "{lean_server(tmp_path)}"\n'
+        f"[workers.one]\nport = {free_port()}\n[workers.two]\nport = {free_port()}\n"
     )
     command = [sys.executable, "host.py", "fleet.toml"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:

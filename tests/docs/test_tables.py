@@ -21,12 +21,8 @@ from llama_worker import (
     exit_tools,
     messages,
 )
-from llama_worker.actors import server_life
-from llama_worker.actors import worker as worker_actor
-from llama_worker.server import lifecycle, suspicion
 from llama_worker.types import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, names_in, table
-from tests.docs.verdicts import LIMITS, STATES, judge
 
 # ---------------------------------------------------------------- reference.md
 
@@ -101,18 +97,6 @@ def test_every_reason_is_explained_once_and_no_other(section: str) -> None:
     for name, entry in entries:
         parts = re.findall(r"^- \*\*(.+?)\*\* \S", entry, flags=re.MULTILINE)
         assert parts == ["What happened.", "What the worker did.", "What to do."], name
-
-
-def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
-    page = (DOCS / "failure-reasons.md").read_text()
-    causes = [name for row in table(page, "cause") for name in names_in(row[0])]
-    said = r'(?:_restart\(life, now,|_trouble\(life, now,|Trouble\(|RecordRestart\(reason=)\s*"(\w+)"'
-    sources = [Path(str(module.__file__)).read_text() for module in (lifecycle, server_life, worker_actor, suspicion)]
-    in_code = {cause for source in sources for cause in re.findall(said, source)}
-    launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.EXITED, StartFailReason.UNKILLABLE}
-    verdicts = [judge(state, limit) for state in STATES.values() for limit in LIMITS]
-    fatal = {found.reason for found in verdicts if found and found.restart}
-    assert sorted(causes) == sorted({*in_code, *launches, *fatal})
 
 
 # ---------------------------------------------------------------- how-it-works.md

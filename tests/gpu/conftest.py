@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pynvml
@@ -47,7 +48,6 @@ MakeWorker = Callable[..., LlamaWorker]
 @pytest.fixture
 def on_gpu(gpu: Gpu, llama_server: str, smollm2: str) -> Iterator[MakeWorker]:
     """A factory of workers that are READY, all layers on the first GPU; closed at the end of the test."""
-    workers: list[LlamaWorker] = []
 
     def make(*, restart_backoff_s: float = 0.01, **config: Any) -> LlamaWorker:
         worker = LlamaWorker.from_model(
@@ -59,10 +59,9 @@ def on_gpu(gpu: Gpu, llama_server: str, smollm2: str) -> Iterator[MakeWorker]:
             max_tokens=None,
             **config,
         )
-        workers.append(worker)
+        workers.callback(worker.close)
         worker.start().get(timeout=patience())
         return worker
 
-    yield make
-    for worker in workers:
-        worker.close()
+    with ExitStack() as workers:
+        yield make

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import time
 
 import pytest
 
-from llama_worker import LlamaWorker, RequestFailReason, TimeoutProfile, WorkerState
+from llama_worker import LlamaWorker, RequestFailReason, TimeoutProfile
 from llama_worker.runtime.liveness_probes import NvidiaProbe
 from tests.actors.conftest import eventually
 from tests.gpu.conftest import Gpu, MakeWorker
-from tests.server.conftest import ENDLESS, ended, is_generating, is_ticking, submitted, wait_status
+from tests.server.conftest import ENDLESS, ended, is_generating, is_ticking, pid_of, submitted, wait_ready, wait_status
 from tests.server.pace import patience
 
 pytestmark = pytest.mark.gpu
@@ -21,10 +20,6 @@ pytestmark = pytest.mark.gpu
 LOOKS, BETWEEN_LOOKS_S = 5, 0.5  # a small model on a fast GPU fills its context within seconds
 SLACK_BYTES = 64 << 20  # what other programs may take and give back meanwhile
 RESTARTS = 10
-
-
-def server_pid(worker: LlamaWorker) -> int:
-    return worker.get_worker_status().get(timeout=patience())["pid"]
 
 
 def begin_endless_answer(worker: LlamaWorker) -> int:
@@ -48,18 +43,18 @@ def looks(probe: NvidiaProbe, pid: int) -> list[bool]:
 def test_work_of_the_server_is_seen_and_its_idleness_too(on_gpu: MakeWorker) -> None:
     worker, probe = on_gpu(), NvidiaProbe()
     request_id = begin_endless_answer(worker)
-    assert all(looks(probe, server_pid(worker)))
+    assert all(looks(probe, pid_of(worker)))
     worker.cancel(request_id).get(timeout=patience())
     ended(worker, request_id)
     time.sleep(2 * BETWEEN_LOOKS_S)  # a sample may be of the work that is over
-    assert not any(looks(probe, server_pid(worker)))
+    assert not any(looks(probe, pid_of(worker)))
 
 
 def test_of_two_servers_on_one_gpu_each_shows_its_own_work(on_gpu: MakeWorker) -> None:
     busy, idle = on_gpu(), on_gpu()
     begin_endless_answer(busy)
-    assert all(looks(NvidiaProbe(), server_pid(busy)))
-    assert not any(looks(NvidiaProbe(), server_pid(idle)))
+    assert all(looks(NvidiaProbe(), pid_of(busy)))
+    assert not any(looks(NvidiaProbe(), pid_of(idle)))
 
 
 def test_a_stopped_server_is_found_while_its_neighbour_on_the_gpu_works(on_gpu: MakeWorker) -> None:
@@ -67,14 +62,14 @@ def test_a_stopped_server_is_found_while_its_neighbour_on_the_gpu_works(on_gpu: 
     stopped, neighbour = on_gpu(timeouts=timeouts), on_gpu(timeouts=timeouts)
     endless = begin_endless_answer(neighbour)
     request_id = begin_endless_answer(stopped)
-    os.kill(server_pid(stopped), signal.SIGSTOP)
+    os.kill(pid_of(stopped), signal.SIGSTOP)
     result = ended(stopped, request_id)
     assert result["fail_reason"] is RequestFailReason.STALL_TIMEOUT
     assert is_ticking(result["text"])
-    eventually(lambda: is_ready_after(stopped, 1), "a restart", patience())
+    wait_ready(stopped, restarts=1)
     neighbour.cancel(endless).get(timeout=patience())
     assert is_ticking(ended(neighbour, endless)["text"])
-    assert is_ready_after(neighbour, 0)
+    wait_ready(neighbour, restarts=0)
 
 
 @pytest.mark.parametrize("restart_backoff_s", [0.01, 5.0], ids=["at once", "after a pause"])
@@ -86,19 +81,10 @@ def test_a_killed_server_s_memory_comes_back_ten_times_in_a_row(
     loaded = gpu.used_bytes
     assert loaded > before + SLACK_BYTES
     for count in range(1, RESTARTS + 1):
-        os.kill(server_pid(worker), signal.SIGKILL)
-        killed_at = time.monotonic()
+        os.kill(pid_of(worker), signal.SIGKILL)
         if restart_backoff_s > 1.0:
             eventually(lambda: gpu.used_bytes < before + SLACK_BYTES, "the memory is free", patience())
-            print(f"free after {time.monotonic() - killed_at:.3f} s", end="; ")
-        eventually(functools.partial(is_ready_after, worker, count), "READY", patience())
-        print(f"READY after {time.monotonic() - killed_at:.3f} s")
+        wait_ready(worker, restarts=count)
         assert abs(gpu.used_bytes - loaded) < SLACK_BYTES
     worker.stop().get(timeout=patience())
     eventually(lambda: gpu.used_bytes < before + SLACK_BYTES, "the memory is free", patience())
-
-
-def is_ready_after(worker: LlamaWorker, restarts: int) -> bool:
-    status = worker.get_worker_status().get(timeout=patience())
-    assert status["state"] is not WorkerState.FAILED, status
-    return status["state"] is WorkerState.READY and status["restart_count"] == restarts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -12,33 +11,30 @@ from ray.exceptions import ActorDiedError
 
 from llama_worker import StartFailReason, WorkerClosed, WorkerConfig, WorkerStartError, WorkerState
 from tests.actors.conftest import HOST, eventually, running
-from tests.fake_script import Exit, Reasoning, Script, Tokens, plain_reply, steps_json
+from tests.fake_script import Exit, Gate, Reasoning, Script, Text, plain_reply, steps_json
 from tests.ray.stage import TALKING, WAIT_S, Stage, actor, get, tree_of
 
 
 def an_actor_has_the_methods_of_the_handle_and_none_waits_for_another(stage: Stage) -> None:
     worker = actor(stage.config_for(slots=2), num_gpus=1)
-    refused = get(worker.submit.remote("job", "", "Hello?"))
-    assert refused == {"ok": False, "error": "WORKER_NOT_READY"}
+    assert get(worker.submit.remote("job", "", "Hello?")) == {"ok": False, "error": "WORKER_NOT_READY"}
     status = get(worker.start.remote())
     assert (status["state"], status["slots_total"]) == (WorkerState.READY, 2)
-
-    (port,) = {word for word in psutil.Process(status["pid"]).cmdline() if word.isdecimal() and int(word) > 1024}
-    assert int(port) < 32768
-    environment = psutil.Process(status["pid"]).environ()
-    assert environment["CUDA_VISIBLE_DEVICES"] in ("0", "1"), "the GPU that Ray chose"
+    server = psutil.Process(status["pid"])
+    assert int(server.cmdline()[server.cmdline().index("--port") + 1]) < 32768
+    assert server.environ()["CUDA_VISIBLE_DEVICES"] in ("0", "1"), "the GPU that Ray chose"
 
     talking = get(worker.submit.remote("talk", "", "Hello?", params={"fake_script": steps_json(*TALKING)}))
-    waiting = worker.result.remote(talking["request_id"])
-    eventually(lambda: get(worker.read_output.remote(talking["request_id"]))["text"], "output", WAIT_S)
-    assert get(worker.get_status.remote(talking["request_id"]))["phase"] == "generating"
-    assert get(worker.get_result.remote(talking["request_id"])) == {"ok": False, "error": "NOT_READY"}
-    assert get(worker.get_worker_status.remote())["active_jobs"] == {talking["request_id"]: "talk"}
+    request_id = talking["request_id"]
+    waiting = worker.result.remote(request_id)
+    eventually(lambda: get(worker.read_output.remote(request_id))["text"], "output", WAIT_S)
+    assert get(worker.get_status.remote(request_id))["phase"] == "generating"
+    assert get(worker.get_result.remote(request_id)) == {"ok": False, "error": "NOT_READY"}
+    assert get(worker.get_worker_status.remote())["active_jobs"] == {request_id: "talk"}
     assert ray.wait([waiting], timeout=0)[0] == []  # it waits, and held up nothing
-    assert get(worker.cancel.remote(talking["request_id"])) is True
+    assert get(worker.cancel.remote(request_id)) is True
     result = get(waiting)
     assert (result["state"], result["reasoning"], result["text"][:6]) == ("canceled", "hm", "token ")
-    assert get(worker.get_status.remote(talking["request_id"])) == {"ok": False, "error": "NOT_FOUND"}
     assert get(worker.get_debug_info.remote())["recent_logs"]
 
     seen = tree_of(status["pid"])
@@ -52,16 +48,17 @@ def an_actor_has_the_methods_of_the_handle_and_none_waits_for_another(stage: Sta
 
 
 def a_request_can_be_followed_to_its_result(stage: Stage) -> None:
-    worker = actor(stage.config_for())
+    worker, gate = actor(stage.config_for()), stage.folder / "gate"
     get(worker.start.remote())
-    script = steps_json(*plain_reply(Reasoning("hm"), Tokens(20, interval_s=0.02)))
+    script = steps_json(*plain_reply(Reasoning("hm"), Text("one "), Gate(gate), Text("two")))
     request_id = get(worker.submit.remote("job", "", "Hello?", params={"fake_script": script}))["request_id"]
-    pieces = [get(ref) for ref in worker.follow.remote(request_id)]
+    pieces = []
+    for ref in worker.follow.remote(request_id):
+        pieces.append(get(ref))
+        if pieces[-1]["output"]["text"]:
+            gate.touch()  # the rest comes only once the first was followed
     assert ["result" in piece for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert len(pieces) > 2
-    result = pieces[-1]["result"]
-    assert "".join(piece["output"]["text"] for piece in pieces) == result["text"]
-    assert result["text"] == "".join(f"tok{i} " for i in range(20))
+    assert "".join(piece["output"]["text"] for piece in pieces) == pieces[-1]["result"]["text"] == "one two"
     with pytest.raises(LookupError):
         next(get(ref) for ref in worker.follow.remote(request_id))
     ray.kill(worker)
@@ -82,20 +79,16 @@ def an_error_of_the_worker_reaches_the_caller_with_its_fields(stage: Stage) -> N
         get(without_config.start.remote())
 
 
-class TakenFirst:
-    """A config_for whose first port is taken by somebody, just after it was chosen."""
-
-    def __init__(self, config_for: Callable[[int], WorkerConfig]) -> None:
-        self._config_for = config_for
-
-    def __call__(self, port: int) -> WorkerConfig:
-        if not hasattr(self, "taken"):
-            self.taken = socket.create_server((HOST, port))
-        return self._config_for(port)
-
-
 def a_port_that_somebody_takes_is_given_up_for_another(stage: Stage) -> None:
-    worker = actor(TakenFirst(stage.config_for()))
+    taken: list[socket.socket] = []  # in the actor's process: the first port, just after it was chosen
+    config_for = stage.config_for()
+
+    def taking(port: int) -> WorkerConfig:
+        if not taken:
+            taken.append(socket.create_server((HOST, port)))
+        return config_for(port)
+
+    worker = actor(taking)
     statuses = get([worker.start.remote(), worker.start.remote()])
     assert [status["state"] for status in statuses] == [WorkerState.READY] * 2
     assert statuses[0]["pid"] == statuses[1]["pid"]

@@ -88,11 +88,5 @@ def _add_node(cluster: Any, **more: Any) -> Any:
 
 def cluster_processes(folder: Path) -> list[psutil.Process]:
     """Those that run in `cluster_environment(folder)`, servers too; zombies do not run."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get("RAY_TMPDIR") == str(folder):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    environments = ((process, process.info["environ"] or {}) for process in psutil.process_iter(["environ"]))
+    return [each for each, env in environments if each.pid != os.getpid() and env.get("RAY_TMPDIR") == str(folder)]

@@ -1,21 +1,20 @@
-"""What is to be true of a fleet, told in the order of its life; each goes on where the one before has ended."""
+"""What is to be true of fleets: how they start, and one that is shared, whose scenarios go on one after the other."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import pytest
 
-from llama_worker import RestartPolicy, WorkerClosed
-from llama_worker.ray import Fleet, FleetClosed
+from llama_worker import RestartPolicy, WorkerClosed, WorkerConfig, WorkerStartError, llama_server_cmd
+from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, ReplicaLost
 from tests.actors.conftest import HOST, eventually, running
-from tests.fake_script import Reasoning, Text, Tokens, plain_reply, steps_json
+from tests.fake_script import Exit, Reasoning, Script, Text, Tokens, plain_reply, steps_json
 from tests.ray.stage import (
     TALKING,
     WAIT_S,
@@ -30,16 +29,62 @@ from tests.ray.stage import (
     text_of,
     tree_of,
 )
+from tests.server.conftest import forced, no_bios
+from tests.server.pace import SERVER_ARGS
+
+
+def a_fleet_that_cannot_start_says_what_its_server_said(stage: Stage) -> None:
+    script = Script(exits=[Exit(3, "before_bind", log=["no such model"])])
+    with pytest.raises(WorkerStartError) as caught, Fleet(stage.config_for(script), replicas=1):
+        raise AssertionError("it did not start")
+    assert "no such model" in caught.value.log_tail
+    broken = Fleet(lambda port: WorkerConfig("w", HOST, port + 1, ["x"]), replicas=1)
+    try:
+        with pytest.raises(ReplicaLost, match=r"replica 0.*ConfigError: config_for\(\d+\) returned a config with port"):
+            broken.start().get(timeout=WAIT_S)
+        with pytest.raises(NoLiveReplica, match=r"replica 0: lost; last error: .*ConfigError"):
+            broken.submit("job", "", "Hello?").get(timeout=WAIT_S)
+        with pytest.raises(ReplicaLost):
+            broken.get_worker_status(0).get(timeout=WAIT_S)
+    finally:
+        broken.close()
+
+
+def a_fleet_for_which_there_is_no_room_has_no_live_replica(stage: Stage) -> None:
+    with_room = Fleet(stage.config_for(), replicas=2, options={"resources": {"unobtainium": 1}}, name="dreamers")
+    starting = with_room.start()
+    with pytest.raises(NoLiveReplica) as caught:
+        with_room.submit("job", "", "Hello?").get(timeout=WAIT_S)
+    assert caught.value.replicas == ("replica 0: starting", "replica 1: starting")
+    with_room.close()
+    with pytest.raises(FleetClosed):
+        starting.get(timeout=WAIT_S)
+
+
+def two_real_servers_answer_side_by_side(stage: Stage) -> None:
+    server, model = stage.server, stage.model
+
+    def config_for(port: int) -> WorkerConfig:
+        args = ("--ctx-size", "1024", *SERVER_ARGS)
+        command = llama_server_cmd(model, host=HOST, port=port, slots=1, executable=server, extra_args=args)
+        return WorkerConfig("real", HOST, port, command, bios_provider=no_bios)
+
+    with Fleet(config_for, replicas=2, options={"scheduling_strategy": "SPREAD"}) as fleet:
+        said = {}
+        for word in ("Served.", "Likewise."):
+            answer = fleet.submit(word, "", "Say it.", params=forced(word)).get(timeout=WAIT_S)
+            assert answer["ok"], answer
+            said[answer["request_id"]] = word
+        assert {request_id: ended(fleet, request_id)["text"] for request_id in said} == said
+
+
+# ---------------------------------------------------------------- a fleet in the order of its life
 
 
 def a_fleet_starts_one_replica_on_each_node(stage: Stage) -> None:
-    stage.fleet = Fleet(
-        stage.config_for(restart=RestartPolicy.never()),
-        replicas=2,
-        name="shared",
-        options={"num_gpus": 1, "scheduling_strategy": "SPREAD"},
-        retry_s=0.5,
-    )
+    config_for = stage.config_for(restart=RestartPolicy.never())
+    options = {"num_gpus": 1, "scheduling_strategy": "SPREAD"}
+    stage.fleet = Fleet(config_for, replicas=2, name="shared", options=options, retry_s=0.5)
     status = stage.fleet.start().get(timeout=WAIT_S)
     assert (status["name"], status["slots_total"], status["slots_used"]) == ("shared", 2, 0)
     nodes = {each["place"]["node_id"] for each in status["replicas"]}
@@ -78,13 +123,12 @@ def a_fleet_answers_as_a_worker_does(stage: Stage) -> None:
     status = fleet.get_status(request_id).get(timeout=WAIT_S)
     assert status["ok"]
     assert (status["request_id"], status["job_name"]) == (request_id, "count")
-    waiters = [fleet.result(request_id) for _ in range(3)]
-    results = [waiter.get(timeout=WAIT_S) for waiter in waiters]
-    assert results[0]["ok"]
-    assert results[0] == results[1] == results[2]
-    assert results[0]["text"] == "".join(f"tok{i} " for i in range(30))
-    assert (results[0]["request_id"], results[0]["reasoning"]) == (request_id, "hm")
-    assert results[0]["usage"]["completion_tokens"] == 31
+    result, *others = [waiter.get(timeout=WAIT_S) for waiter in [fleet.result(request_id) for _ in range(3)]]
+    assert result["ok"]
+    assert [result, result] == others
+    assert (result["request_id"], result["reasoning"]) == (request_id, "hm")
+    assert result["text"] == "".join(f"tok{i} " for i in range(30))
+    assert result["usage"]["completion_tokens"] == 31
     for late in (fleet.result(request_id), fleet.get_status(request_id), fleet.read_output(request_id)):
         assert late.get(timeout=WAIT_S) == {"ok": False, "error": "NOT_FOUND"}
     with pytest.raises(TypeError, match="job_name"):
@@ -95,51 +139,47 @@ def a_fleet_answers_as_a_worker_does(stage: Stage) -> None:
         fleet.get_worker_status(2).get(timeout=WAIT_S)
 
 
+def talking(fleet: Fleet) -> tuple[int, dict[str, Any]]:
+    """A request that has put out much, and where it runs."""
+    request_id = submitted(fleet, *TALKING)
+    eventually(lambda: len(text_of(fleet, request_id)) > 100, "output", WAIT_S)
+    return request_id, replica_of(fleet, request_id)
+
+
 def a_worker_that_failed_for_good_is_replaced_and_its_request_keeps_the_workers_own_reason(stage: Stage) -> None:
     fleet = stage.fleet
-    request_id = submitted(fleet, *TALKING)
-    eventually(lambda: text_of(fleet, request_id), "output", WAIT_S)
-    replica = replica_of(fleet, request_id)
+    request_id, replica = talking(fleet)
     os.kill(server_pid(fleet, replica["replica"]), signal.SIGKILL)
     result = ended(fleet, request_id)
     assert (result["fail_reason"], result["text"][:6]) == ("server_died", "token "), result
     assert "replica" not in result["fail_detail"]
-    again = back(fleet, replica["replica"], replica["launches"] + 1)
-    assert "its worker failed" in again["last_error"]
+    assert "its worker failed" in back(fleet, replica)["last_error"]
 
 
 def a_replica_whose_actor_is_killed_comes_back(stage: Stage) -> None:
     fleet = stage.fleet
-    request_id = submitted(fleet, *TALKING)
-    eventually(lambda: text_of(fleet, request_id), "output", WAIT_S)
-    replica = replica_of(fleet, request_id)
+    request_id, replica = talking(fleet)
     seen = tree_of(server_pid(fleet, replica["replica"]))
     os.kill(replica["place"]["pid"], signal.SIGKILL)
-    assert_gone(seen, time.monotonic())
+    assert_gone(seen)
     result = ended(fleet, request_id)
     assert (result["state"], result["fail_reason"], result["text"][:6]) == ("failed", "server_died", "token ")
-    assert result["fail_detail"].startswith(
-        f"request {request_id} was lost with replica {replica['replica']} on node {replica['place']['node_id']}"
-    )
-    back(fleet, replica["replica"], replica["launches"] + 1)
+    lost = f"request {request_id} was lost with replica {replica['replica']} on node {replica['place']['node_id']}"
+    assert result["fail_detail"].startswith(lost)
+    back(fleet, replica)
 
 
 def a_killed_node_takes_nothing_along_that_was_received(stage: Stage) -> None:
     fleet, second = stage.fleet, stage.nodes.second.node_id
-    first_id = submitted(fleet, *TALKING, job_name="one")
-    second_id = submitted(fleet, *TALKING, job_name="two")
-    replicas = {each: replica_of(fleet, each) for each in (first_id, second_id)}
-    (lost_id,) = [each for each, replica in replicas.items() if replica["place"]["node_id"] == second]
-    (kept_id,) = {first_id, second_id} - {lost_id}
-    lost_replica = replicas[lost_id]["replica"]
-    eventually(lambda: len(text_of(fleet, lost_id)) > 100, "output", WAIT_S)
-    seen = tree_of(server_pid(fleet, lost_replica))
+    requests = [talking(fleet), talking(fleet)]
+    ((lost_id, lost),) = [each for each in requests if each[1]["place"]["node_id"] == second]
+    ((kept_id, _),) = [each for each in requests if each[1]["place"]["node_id"] != second]
+    seen = tree_of(server_pid(fleet, lost["replica"]))
     waiting = fleet.result(lost_id)
-    before = fleet.read_output(lost_id).get(timeout=WAIT_S)
-    assert before["ok"]
+    before = text_of(fleet, lost_id)
 
     stage.nodes.kill_second()
-    assert_gone(seen, time.monotonic())
+    assert_gone(seen)
 
     eventually(waiting.done, "the end of the lost request", WAIT_S)
     status = fleet.get_status(lost_id).get(timeout=WAIT_S)
@@ -149,16 +189,13 @@ def a_killed_node_takes_nothing_along_that_was_received(stage: Stage) -> None:
     assert output["ok"]
     assert result["ok"]
     assert (result["state"], result["finish_reason"], result["fail_reason"]) == ("failed", "failed", "server_died")
-    assert result["fail_detail"].startswith(
-        f"request {lost_id} was lost with replica {lost_replica} on node {second} ({HOST}): "
-    )
+    where = f"request {lost_id} was lost with replica {lost['replica']} on node {second} ({HOST}): "
+    assert result["fail_detail"].startswith(where)
     assert (status["state"], status["phase"], status["fail_detail"]) == ("failed", "done", result["fail_detail"])
-    assert result["text"].startswith(before["text"])
-    assert (result["text"], result["reasoning"]) == (output["text"], "hm")
-    assert output["done"]
+    assert result["text"].startswith(before)
+    assert (result["text"], result["reasoning"], True) == (output["text"], "hm", output["done"])
 
-    came_back = back(fleet, lost_replica, replicas[lost_id]["launches"] + 1)
-    assert came_back["place"]["node_id"] == stage.nodes.first.node_id
+    assert back(fleet, lost)["place"]["node_id"] == stage.nodes.first.node_id
     assert ended(fleet, submitted(fleet, *plain_reply(Text("again"))))["text"] == "again"
     assert fleet.get_status(kept_id).get(timeout=WAIT_S)["state"] == "running"  # type: ignore[typeddict-item]
     gpus = {psutil.Process(server_pid(fleet, n)).environ()["CUDA_VISIBLE_DEVICES"] for n in (0, 1)}
@@ -169,22 +206,16 @@ def close_ends_requests_servers_and_actors(stage: Stage) -> None:
     fleet = stage.fleet
     (running_id,) = [each for replica in ready_replicas(fleet).values() for each in replica["active_request_ids"]]
     waiting = fleet.result(running_id)
-    places = [replica["place"]["pid"] for replica in ready_replicas(fleet).values()]
+    actors = [psutil.Process(replica["place"]["pid"]) for replica in ready_replicas(fleet).values()]
+    seen = {actor.pid: actor.create_time() for actor in actors}
     fleet.close()
     result = waiting.get(timeout=WAIT_S)
     assert result["ok"]
     assert (result["fail_reason"], result["text"][:6]) == ("worker_stopped", "token ")
     assert not running(stage.processes())
-    eventually(lambda: not any(map(_runs, places)), "end of the actors' processes", WAIT_S)
+    eventually(lambda: not running(seen), "end of the actors' processes", WAIT_S)
     fleet.close()
     with pytest.raises(FleetClosed, match="'shared' is closed"):
         fleet.submit("job", "", "")
     with pytest.raises(WorkerClosed):
         fleet.result(running_id)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -1,18 +1,41 @@
-"""Every scenario, in its order: those of the shared fleet end with a killed node, and so they are the last."""
+"""python -m tests.ray.scenarios FOLDER SERVER MODEL: a cluster, and every scenario on it, one after the other.
+
+Prints a line of JSON for each: `{"scenario", "error"}`, where `error` is None or a traceback.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import traceback
 from collections.abc import Callable
 from inspect import isfunction, signature
+from pathlib import Path
 
-from tests.ray import actor_scenarios, fleet_scenarios, start_scenarios
+from tests.ray import actor_scenarios, fleet_scenarios
+from tests.ray.cluster import two_nodes
 from tests.ray.stage import Stage
 
+# Those of the shared fleet end with a killed node, and so they are the last.
 SCENARIOS: dict[str, Callable[[Stage], None]] = {
     name: scenario
-    for module in (actor_scenarios, start_scenarios, fleet_scenarios)
+    for module in (actor_scenarios, fleet_scenarios)
     for name, scenario in vars(module).items()
-    if isfunction(scenario)
-    and scenario.__module__ == module.__name__
-    and [*signature(scenario).parameters] == ["stage"]
+    if isfunction(scenario) and scenario.__module__ == module.__name__ and "stage" in signature(scenario).parameters
 }
+
+
+def main(folder: str, server: str, model: str) -> None:
+    with two_nodes() as nodes:
+        stage = Stage(nodes, Path(folder), server, model)
+        for name, scenario in SCENARIOS.items():
+            error = None
+            try:
+                scenario(stage)
+            except BaseException:
+                error = traceback.format_exc()
+            print(json.dumps({"scenario": name, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

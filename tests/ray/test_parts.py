@@ -15,7 +15,7 @@ from llama_worker import ConfigError, LlamaWorkerError, RequestState, WorkerConf
 from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, Progress, ReplicaLost
 from llama_worker.ray.replica import told
 from llama_worker.ray.request_copy import RequestCopy
-from llama_worker.types import RequestFinishReason, RequestPhase, RequestResult, RequestStatus
+from llama_worker.types import RequestPhase, RequestStatus
 
 # ---------------------------------------------------------------- the copy
 
@@ -32,31 +32,15 @@ def progress(text: str, reasoning: str = "", **more: Any) -> Progress:
 
 
 def finished(text: str) -> Progress:
-    result: RequestResult = {
-        "ok": True,
-        "request_id": 3,
-        "job_name": "job",
-        "state": RequestState.COMPLETED,
-        "finish_reason": RequestFinishReason.STOP,
-        "text": text,
-        "reasoning": "",
-        "signals": [],
-        "tool_trace": [],
-    }
+    result: Any = {"state": RequestState.COMPLETED, "text": text, "signals": []}
     return {**progress(text, state=RequestState.COMPLETED, phase=RequestPhase.DONE), "result": result}
 
 
 def test_a_copy_grows_piece_by_piece_under_the_fleets_id() -> None:
     request = RequestCopy(7, progress("one ", "hm"))
     request.update(progress("two ", output_chars=8))
-    assert request.read_output(0, 0) == {
-        "ok": True,
-        "text": "one two ",
-        "reasoning": "hm",
-        "text_offset": 8,
-        "reasoning_offset": 2,
-        "done": False,
-    }
+    whole = {"text": "one two ", "reasoning": "hm", "text_offset": 8, "reasoning_offset": 2}
+    assert request.read_output(0, 0) == {"ok": True, "done": False, **whole}
     assert request.read_output(4, 2)["text"] == "two "
     assert (request.status()["request_id"], request.status()["output_chars"]) == (7, 8)
     assert (request.is_over, request.result()) == (False, None)
@@ -77,13 +61,12 @@ def test_a_lost_copy_keeps_everything_that_came() -> None:
     request = RequestCopy(7, progress("one ", "hm"))
     request.update(progress("two", signals=[signal]))
     request.lose("its node burned down", 200.0)
+    lost = {"state": "failed", "fail_reason": "server_died", "fail_detail": "its node burned down"}
+    came = {"text": "one two", "reasoning": "hm", "signals": [signal]}
     result, after = request.result(), request.status()
     assert result is not None
-    assert (result["text"], result["reasoning"], result["signals"]) == ("one two", "hm", [signal])
-    assert (result["state"], result["finish_reason"]) == ("failed", "failed")
-    assert (result["fail_reason"], result["fail_detail"]) == ("server_died", "its node burned down")
-    assert (after["state"], after["phase"], after["completed_at"]) == ("failed", "done", 200.0)
-    assert (after["fail_reason"], after["fail_detail"]) == ("server_died", "its node burned down")
+    assert result == {**result, "finish_reason": "failed", **lost, **came}
+    assert after == {**after, "phase": "done", "completed_at": 200.0, **lost}
 
 
 def test_a_request_does_not_end_before_it_began_though_the_clocks_of_two_machines_differ() -> None:
@@ -94,13 +77,10 @@ def test_a_request_does_not_end_before_it_began_though_the_clocks_of_two_machine
 
 def test_every_host_gets_dicts_of_its_own() -> None:
     request = RequestCopy(7, finished("all"))
-    first = request.result()
-    assert first is not None
-    first["signals"].append({"tool_name": "x", "arguments": {}, "emitted_at": 1.0})
-    request.status()["signals"].append(first["signals"][0])
-    second = request.result()
-    assert second is not None
-    assert (second["signals"], request.status()["signals"]) == ([], [])
+    asked: list[Any] = [request.result, request.status]
+    for ask in asked:
+        ask()["signals"].append("of one host")
+        assert ask()["signals"] == []
 
 
 # ---------------------------------------------------------------- errors
@@ -137,20 +117,10 @@ def config_for(port: int) -> WorkerConfig:
     return WorkerConfig("w", "127.0.0.1", port, ["llama-server"])
 
 
-class Locked:
-    """A tool runner as there are many: it cannot be pickled."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-    def run_tool(self, **call: Any) -> Any:
-        return None
-
-
-def test_a_tool_runner_that_cannot_travel_is_named_with_the_way_out() -> None:
-    runner = Locked()
+def test_a_function_that_cannot_travel_is_named_with_the_way_out() -> None:
+    lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"cannot be sent to another machine: .*lock.*made inside the function"):
-        Fleet(lambda port: WorkerConfig("w", "127.0.0.1", port, ["x"], tool_runner=runner), replicas=1)
+        Fleet(lambda port: config_for(port if lock else 0), replicas=1)
 
 
 def test_a_config_in_the_place_of_a_function_is_a_mistake() -> None:

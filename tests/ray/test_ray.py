@@ -1,4 +1,4 @@
-"""Workers on a real Ray cluster of two nodes, in a program of its own (`python -m tests.ray`)."""
+"""Workers on a real Ray cluster of two nodes, in a program of its own: tests.ray.scenarios."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,14 +24,12 @@ LEFT_WITHIN_S = 15.0
 
 
 @pytest.fixture(scope="module")
-def outcomes(llama_server: str, smollm2: str) -> Iterator[dict[str, Any]]:
+def errors(llama_server: str, thin_model: str) -> Iterator[dict[str, str | None]]:
     """What the program told of every scenario. When it has ended, nothing that it started runs any more."""
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
-    servers = folder / "servers"
-    servers.mkdir()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.ray", str(servers), llama_server, smollm2],
+            [sys.executable, "-m", "tests.ray.scenarios", str(folder), llama_server, thin_model],
             cwd=ROOT,
             env={**os.environ, **cluster_environment(folder), "PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -42,7 +39,7 @@ def outcomes(llama_server: str, smollm2: str) -> Iterator[dict[str, Any]]:
         assert done.returncode == 0, done.stderr
         told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         eventually(lambda: not cluster_processes(folder), "end of every process of the cluster", LEFT_WITHIN_S)
-        yield {each["scenario"]: each for each in told}
+        yield {each["scenario"]: each["error"] for each in told}
     finally:
         for process in cluster_processes(folder):
             process.kill()
@@ -50,6 +47,5 @@ def outcomes(llama_server: str, smollm2: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_on_a_cluster(outcomes: dict[str, Any], scenario: str) -> None:
-    error = outcomes[scenario]["error"]
-    assert error is None, error
+def test_on_a_cluster(errors: dict[str, str | None], scenario: str) -> None:
+    assert errors[scenario] is None, errors[scenario]

@@ -61,10 +61,10 @@ def test_the_pattern_finds_what_it_is_for() -> None:
         assert not BEYOND_AVX2.search(instruction), instruction
 
 
-def test_the_server_names_no_such_feature_of_its_own(built: str, smollm2: str, free_port: Callable[[], int]) -> None:
+def test_the_server_names_no_such_feature_of_its_own(built: str, thin_model: str, free_port: Callable[[], int]) -> None:
     args = (*SERVER_ARGS, "--ctx-size", "512", "--verbosity", "4")
     port = free_port()
-    command = llama_server_cmd(smollm2, host=HOST, port=port, slots=1, executable=built, extra_args=args)
+    command = llama_server_cmd(thin_model, host=HOST, port=port, slots=1, executable=built, extra_args=args)
     with LlamaWorker(WorkerConfig("features", HOST, port, command)) as worker:
         logs = worker.get_debug_info().get(timeout=patience())["recent_logs"]
     (line,) = [line for line in logs if "system_info" in line]
@@ -75,8 +75,8 @@ def test_the_server_names_no_such_feature_of_its_own(built: str, smollm2: str, f
 
 
 @pytest.mark.skipif(EMULATOR is None, reason="qemu-x86_64 (Debian: qemu-user) is not installed")
-def test_it_answers_on_a_plain_haswell(built: str, smollm2: str, tmp_path: Path) -> None:
+def test_it_answers_on_a_plain_haswell(built: str, thin_model: str, tmp_path: Path) -> None:
     emulated = tmp_path / "llama-server"
     emulated.write_text(f'#!/bin/sh\nexec {EMULATOR} -cpu Haswell "{built}" "$@"\n')
     emulated.chmod(0o755)
-    assert measured(str(emulated), smollm2, read_tokens=1, made_tokens=1).start_s > 0
+    assert measured(str(emulated), thin_model, read_tokens=1, made_tokens=1).start_s > 0
