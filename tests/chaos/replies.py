@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,9 @@ class _Draft:
     def any_of(self, *steps: Step) -> _Draft:
         return self.add(self.rng.choice(steps))
 
+    def perhaps(self, step: Step) -> _Draft:
+        return self.add(step) if self.rng.random() < 0.5 else self
+
     def finish(self, reason: str = "stop") -> _Draft:
         return self.add(fs.Finish(reason), fs.Usage(), fs.DoneMarker())
 
@@ -120,18 +124,18 @@ def _silent(draft: _Draft) -> Outcome:
 def _half_record(draft: _Draft) -> Outcome:
     draft.start().tokens(10)
     chunk = {"choices": [{"index": 0, "finish_reason": None, "delta": {"content": f"{draft.key} never"}}]}
-    draft.add(fs.Record(chunk, cut=draft.rng.randint(1, 60))).any_of(fs.Fin(), fs.End())
+    draft.add(fs.Record(chunk, cut=draft.rng.randint(1, 60))).perhaps(fs.Fin())
     return draft.fails(Reason.STREAM_DISCONNECTED)
 
 
 def _error_record(draft: _Draft) -> Outcome:
     draft.start().tokens(10).any_of(fs.ErrorData(400), fs.ErrorData(500), fs.ErrorField())
-    return (draft.add(fs.DoneMarker()) if draft.rng.random() < 0.5 else draft).fails(Reason.SERVER_ERROR)
+    return draft.perhaps(fs.DoneMarker()).fails(Reason.SERVER_ERROR)
 
 
 def _loop(draft: _Draft) -> Outcome:
     line = f"{draft.key} the same line again and again, without end"
-    draft.start().tokens(5).add(fs.Lines([line], n=40))
+    draft.start().tokens(5).add(fs.Repeat(40, [fs.Text(line + "\n")]))
     draft.text += (line + "\n") * 40
     return draft.fails(Reason.REPEATED_LINE_LOOP, sent_whole=False)
 
@@ -162,7 +166,7 @@ def _bad_tool(draft: _Draft) -> Outcome:
             (fs.ToolCall("add", "[1"), Reason.TOOL_PARSE_ERROR),
         ]
     )
-    draft.start().tokens(6).add(call, fs.Finish("tool_calls")).any_of(fs.DoneMarker(), fs.End())
+    draft.start().tokens(6).add(call, fs.Finish("tool_calls")).perhaps(fs.DoneMarker())
     return draft.fails(reason)
 
 
@@ -187,7 +191,7 @@ def _exit_call(draft: _Draft) -> Outcome:
 
 
 def _dies(draft: _Draft) -> Outcome:
-    deaths = fs.KillSelf(), fs.KillSelf("SIGABRT"), fs.ExitSelf(0), fs.ExitSelf(3, ["oh no"])
+    deaths = fs.KillSelf(), fs.KillSelf(-signal.SIGABRT), fs.KillSelf(0), fs.KillSelf(3, ["oh no"])
     return draft.perhaps_start(0.8, 10).any_of(*deaths).stays()
 
 

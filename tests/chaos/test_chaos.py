@@ -21,7 +21,7 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_left(free_port:
     campaign = Campaign(seed=time.time_ns() % (1 << 32), seconds=SECONDS, take_port=free_port, say=print)
     campaign.run()
     print(campaign.report())
-    assert campaign.counts.endings["completed"]
+    assert campaign.counts["endings"]["completed"]
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.006])

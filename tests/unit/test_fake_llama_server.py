@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields
-from inspect import Parameter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,7 @@ import psutil
 import pytest
 import requests
 
-from tests import fake_llama_server
-from tests import fake_script as fs
-from tests.fake_script import Burn, Child, DiskReads, Headers, Journal, Note, Script, Step, fake_server_cmd, steps_json
+from tests.fake_script import Burn, Child, DiskReads, Headers, Journal, Note, Script, fake_server_cmd, steps_json
 
 HOST = "127.0.0.1"
 KEY = {"Authorization": "Bearer sesame"}
@@ -76,19 +72,6 @@ def launch(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Launch]:
         with suppress(ProcessLookupError):
             os.killpg(fake.process.pid, signal.SIGKILL)
         fake.process.wait(10)
-
-
-def test_the_typed_steps_are_the_steps_of_the_server_with_the_same_fields() -> None:
-    types = [t for t in vars(fs).values() if isinstance(t, type) and issubclass(t, Step) and t is not Step]
-    typed: dict[str, dict[str, Any]] = {}
-    for step in types:
-        known: Any = fields(step)  # type: ignore[arg-type]
-        typed[fs.step_name(step)] = {f.name: Parameter.empty if f.default is MISSING else f.default for f in known}
-    scripted = {}
-    for name, run in fake_llama_server.STEPS.items():
-        _, *parameters = inspect.signature(run).parameters.values()
-        scripted[name] = {parameter.name: parameter.default for parameter in parameters}
-    assert typed == scripted
 
 
 def test_endpoints_answer_as_llama_server_does(launch: Launch) -> None:
