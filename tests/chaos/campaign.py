@@ -1,8 +1,8 @@
 """Random faults and random callers against real workers on scripted servers, and what must hold all the same.
 
 A campaign is a row of episodes; each has one worker with a config of its own and several host threads. Every
-thread's actions are drawn before the episode begins, from the seed, the episode's and the thread's number alone:
-the same seed gives the same plan, whatever the machine's speed.
+action is drawn from the seed and the numbers of its episode, its thread and itself alone: the same seed gives the
+same plan, whatever the machine's speed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import gc
 import logging
+import math
 import os
 import random
 import signal
@@ -101,16 +102,6 @@ class _Poison:
     """A message that no actor knows; an inner actor dies of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One step of a host thread. `where` chooses among what there is by then, from 0 up to 1."""
-
-    name: str
-    where: float
-    plan: Plan | None = None
-    seconds: float = 0.0
-
-
 @dataclass(slots=True)
 class Tracked:
     """What the callers know of one admitted request."""
@@ -125,6 +116,9 @@ class Tracked:
     ended_by: float | None = None  # known to have ended at this instant
     held: list[WorkerFuture[Any]] = field(default_factory=list)  # of `result()`, until they are drained
     taken: bool = False
+
+    def __str__(self) -> str:
+        return f"request {self.request_id} ({self.plan.kind})"
 
 
 class _Tools:
@@ -147,46 +141,37 @@ class _Tools:
 Counts = dict[str, Counter[str]]  # what happened how often: endings, replies, actions, restarts
 
 
+@dataclass(kw_only=True)
 class Campaign:
     """See the module. `run` raises Violation at the first thing that is wrong."""
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        take_port: Callable[[], int],
-        steps: int | None = None,
-        seconds: float | None = None,
-        say: Callable[[str], object] = lambda line: None,
-    ) -> None:
-        self.counts: Counts = defaultdict(Counter)
-        self.steps_done = 0
-        self._seed = seed
-        self._steps = steps
-        self._seconds = seconds
-        self._take_port = take_port
-        self._say = say
-        self._memory_bytes: list[int] = []
+    seed: int
+    take_port: Callable[[], int]
+    steps: int | None = None
+    seconds: float = math.inf
+    say: Callable[[str], object] = lambda line: None
+    counts: Counts = field(default_factory=lambda: defaultdict(Counter))
+    steps_done: int = 0
+    _memory_bytes: list[int] = field(default_factory=list)
 
     def run(self) -> None:
         """Episode after episode, until the steps or the seconds are used up."""
         gc.collect()
         gc.freeze()  # what is there already, as other tests' own records, is none of the campaign's
         logging.disable(logging.CRITICAL)  # errors are expected here, and looked at in other ways
-        end_at = time.monotonic() + self._seconds if self._seconds is not None else float("inf")
+        end_at = time.monotonic() + self.seconds
         number = 0
         try:
             with tempfile.TemporaryDirectory(prefix="llama_worker-chaos-") as folder:
-                while time.monotonic() < end_at and (self._steps is None or self.steps_done < self._steps):
+                while time.monotonic() < end_at and (self.steps is None or self.steps_done < self.steps):
                     number += 1
-                    left = STEPS_PER_EPISODE if self._steps is None else self._steps - self.steps_done
-                    steps = min(left, STEPS_PER_EPISODE)
-                    self._run_episode(Episode(self._seed, number, steps, self._take_port(), Path(folder), end_at))
+                    steps = min(STEPS_PER_EPISODE, (self.steps or math.inf) - self.steps_done)
+                    self._run_episode(Episode(self.seed, number, int(steps), self.take_port(), Path(folder), end_at))
                     self._check_nothing_lives()
                     self._memory_bytes.append(psutil.Process().memory_info().rss)
             self._check_memory()
         except AssertionError as error:
-            raise Violation(f"seed {self._seed}, episode {number}: {error}") from error
+            raise Violation(f"seed {self.seed}, episode {number}: {error}") from error
         finally:
             logging.disable(logging.NOTSET)
             gc.unfreeze()
@@ -205,7 +190,7 @@ class Campaign:
         for title, count in episode.counts.items():
             self.counts[title].update(count)
         self.steps_done += episode.steps_done
-        self._say(f"{episode.steps_done} steps, {time.monotonic() - began_at:.1f} s; {episode.description}")
+        self.say(f"{episode.steps_done} steps, {time.monotonic() - began_at:.1f} s; {episode.description}")
 
     def _check_nothing_lives(self) -> None:
         """No object of a closed worker is reachable any more."""
@@ -221,12 +206,12 @@ class Campaign:
             return
         third = len(seen) // 3
         growth = statistics.median(seen[-third:]) - statistics.median(seen[:third])
-        self._say(f"memory: {seen[0] >> 20} MiB early, {seen[-1] >> 20} MiB late")
+        self.say(f"memory: {seen[0] >> 20} MiB early, {seen[-1] >> 20} MiB late")
         assert growth <= GROWTH_LIMIT_BYTES, f"memory grew by {growth / (1 << 20):.1f} MiB: {seen}"
 
     def report(self) -> str:
         """How often what happened, for a person."""
-        lines = [f"{self.steps_done} steps, seed {self._seed}"]
+        lines = [f"{self.steps_done} steps, seed {self.seed}"]
         for title, counts in self.counts.items():
             lines.append(f"{title}: " + ", ".join(f"{name} {count}" for name, count in counts.most_common()))
         return "\n".join(lines)
@@ -247,10 +232,8 @@ class Episode:
         self._calm = rng.random() < 0.4  # the server and the requests make trouble, nobody else does
         self._guard_faults = rng.random() < 0.7
         self._config = self._make_config(rng)
-        self._plans = [
-            self._draw_actions(random.Random(f"{seed}.{number}.{thread}"), f"e{number}t{thread}", steps // THREADS or 1)
-            for thread in range(THREADS)
-        ]
+        self._steps_per_thread = steps // THREADS or 1
+        self._key = f"{seed}.{number}"
         self._strangers = set(_family())
         self._lock = threading.Lock()
         self._tracked: dict[int, Tracked] = {}
@@ -261,19 +244,6 @@ class Episode:
         self._last_events: list[str] = []
 
     # ------------------------------------------------------------ the plan
-
-    def _draw_actions(self, rng: random.Random, key: str, count: int) -> list[Action]:
-        """One thread's plan."""
-        weights = _DAILY if self._calm else {**_DAILY, **_STORM}
-        return [
-            Action(
-                name,
-                where=rng.random(),
-                seconds=rng.choice([0.0, 0.01, 0.1, 0.4]),
-                plan=random_plan(rng, f"{key}n{index}") if name == "submit" else None,
-            )
-            for index, name in enumerate(rng.choices(list(weights), weights=list(weights.values()), k=count))
-        ]
 
     def _make_config(self, rng: random.Random) -> WorkerConfig:
         slots = rng.randint(1, 4)
@@ -359,14 +329,15 @@ class Episode:
         """Raises Violation."""
         self._start()
         threads = [
-            threading.Thread(target=self._guarded, args=(self._act_all, plan), name=f"chaos-{index}")
-            for index, plan in enumerate(self._plans)
+            threading.Thread(target=self._guarded, args=(self._act_all, thread), name=f"chaos-{thread}")
+            for thread in range(THREADS)
         ]
         for thread in threads:
             thread.start()
         try:
             if self.end == "close under fire":
-                while self.steps_done < sum(map(len, self._plans)) / 2 and any(t.is_alive() for t in threads):
+                half = self._steps_per_thread * THREADS / 2
+                while self.steps_done < half and any(thread.is_alive() for thread in threads):
                     time.sleep(0.01)
                 self._guarded(self._close)
         finally:
@@ -409,55 +380,57 @@ class Episode:
             closing.start()
             closing.join(STOP_S)
 
-    def _act_all(self, plan: Sequence[Action]) -> None:
-        for action in plan:
+    def _act_all(self, thread: int) -> None:
+        weights = _DAILY if self._calm else {**_DAILY, **_STORM}
+        for index in range(self._steps_per_thread):
             if self._violation is not None or time.monotonic() > self._end_at:
                 return
+            key = f"e{self._key}t{thread}n{index}"
+            rng = random.Random(key)
+            (name,) = rng.choices(list(weights), weights=list(weights.values()))
             try:
-                self._act(action)
+                self._act(name, rng, key)
                 self._check_worker()
             except WorkerClosed:
-                assert self._closing.is_set(), f"WorkerClosed from {action.name} before close()"
+                assert self._closing.is_set(), f"WorkerClosed from {name} before close()"
                 return
             with self._lock:
                 self.steps_done += 1
-                self.counts["actions"][action.name] += 1
+                self.counts["actions"][name] += 1
 
-    def _act(self, action: Action) -> None:
-        match action.name:
-            case "submit":
-                assert action.plan is not None
-                self._submit(action.plan)
-            case "pause":
-                threading.Event().wait(action.seconds)
-            case "start":
+    def _act(self, name: str, rng: random.Random, key: str) -> None:
+        match name.split():
+            case ["submit"]:
+                self._submit(random_plan(rng, key), starts=rng.random() < 0.5)
+            case ["pause"]:
+                threading.Event().wait(rng.choice([0.0, 0.01, 0.1, 0.4]))
+            case ["start"]:
                 self._start()
-            case "stop":
+            case ["stop"]:
                 self._stop()
-            case "kill server" | "stop server" | "continue server" | "kill guard" | "stop guard":
-                self._signal(action.name)
-            case "poison":
-                self._poison(action.where)
+            case ["poison"]:
+                self._poison(rng)
+            case [verb, "server" | "guard" as whom]:
+                self._signal(verb, whom)
             case _:
                 with self._lock:
                     known = list(self._tracked.values())
-                if action.name == "cancel" and action.where < 0.9:
+                if name == "cancel" and rng.random() < 0.9:
                     known = [tracked for tracked in known if tracked.ending is None]
                 if known:
-                    near_the_end = int(len(known) * (1 - action.where**3))
-                    tracked = known[min(near_the_end, len(known) - 1)]
+                    tracked = known[-1 - int(len(known) * rng.random() ** 3)]  # mostly one of the last
                     about = {"cancel": self._cancel, "status": self._status, "read": self._read, "result": self._result}
-                    about[action.name](tracked)
+                    about[name](tracked)
 
     # ------------------------------------------------------------ actions
 
-    def _submit(self, plan: Plan) -> None:
+    def _submit(self, plan: Plan, *, starts: bool) -> None:
         before = time.monotonic()
         params = {"fake_script": fs.steps_json(*plan.steps)}
         answer = self._take(self.worker.submit(plan.key, "", f"prompt of {plan.key}", params=params), "submit")
         if not answer["ok"]:
             self.counts["endings"][f"refused: {answer['error']}"] += 1
-            if answer["error"] != "NO_SLOT_AVAILABLE" and random.Random(plan.key).random() < 0.5:
+            if answer["error"] != "NO_SLOT_AVAILABLE" and starts:
                 self._start()
             else:
                 threading.Event().wait(0.1)
@@ -465,9 +438,9 @@ class Episode:
         tracked = Tracked(plan, answer["request_id"], before)
         self.counts["replies"][plan.kind] += 1
         with self._lock:
-            assert tracked.request_id not in self._tracked, f"request id {tracked.request_id} was given twice"
+            assert tracked.request_id not in self._tracked, f"the id of {tracked} was given twice"
             self._tracked[tracked.request_id] = tracked
-        self._note(f"submit {plan.kind!r}: request {tracked.request_id}")
+        self._note(f"submit: {tracked}")
 
     def _cancel(self, tracked: Tracked) -> None:
         ended = tracked.ending is not None
@@ -475,34 +448,33 @@ class Episode:
         two = self.worker.cancel(tracked.request_id), self.worker.cancel(tracked.request_id)
         canceled, again = (self._take(future, "cancel") for future in two)
         self._note(f"cancel {tracked.request_id}: {canceled}, {again}")
-        assert canceled or not again, f"request {tracked.request_id} was cancelled by the second of two cancels"
-        assert not (canceled and ended), f"cancel of request {tracked.request_id}, which had ended, was True"
+        assert canceled or not again, f"{tracked} was cancelled by the second of two cancels"
+        assert not (canceled and ended), f"cancel of {tracked}, which had ended, was True"
         status = self._status(tracked)
         state = RequestState(status["state"])
-        assert state.is_terminal, f"request {tracked.request_id} runs on after cancel() said {canceled}: {status}"
+        assert state.is_terminal, f"{tracked} runs on after cancel() said {canceled}: {status}"
         if canceled:
-            assert state is RequestState.CANCELED, f"cancel() was True, and request {tracked.request_id} is {status}"
+            assert state is RequestState.CANCELED, f"cancel() was True, and {tracked} is {status}"
 
     def _status(self, tracked: Tracked) -> dict[str, Any]:
         ended = tracked.ending is not None
         shown = len(tracked.text)
         status = self._there(self._take(self.worker.get_status(tracked.request_id), "get_status"), tracked)
-        which = f"request {tracked.request_id} ({tracked.plan.kind})"
-        assert status["output_chars"] >= shown, f"{which} showed {shown} characters, and now {status}"
+        assert status["output_chars"] >= shown, f"{tracked} showed {shown} characters, and now {status}"
         if RequestState(status["state"]).is_terminal:
             self._ended(tracked, status)
         else:
-            assert not ended, f"{which} had ended as {tracked.ending}, and now {status}"
-            assert time.monotonic() - tracked.admitted_at <= REQUEST_S, f"{which} is still {status}"
+            assert not ended, f"{tracked} had ended as {tracked.ending}, and now {status}"
+            assert time.monotonic() - tracked.admitted_at <= REQUEST_S, f"{tracked} is still {status}"
         return status
 
     def _read(self, tracked: Tracked) -> None:
         text, reasoning = tracked.text, tracked.reasoning
         future = self.worker.read_output(tracked.request_id, text_offset=len(text), reasoning_offset=len(reasoning))
         chunk = self._there(self._take(future, "read_output"), tracked)
-        self._saw(tracked, text + chunk["text"], reasoning + chunk["reasoning"], at_least=(text, reasoning))
+        self._saw(tracked, text + chunk["text"], reasoning + chunk["reasoning"])
         told = chunk["text_offset"]
-        assert told == len(text + chunk["text"]), f"text_offset {told} of request {tracked.request_id}: {chunk}"
+        assert told == len(text + chunk["text"]), f"text_offset {told} of {tracked}: {chunk}"
 
     def _result(self, tracked: Tracked) -> None:
         """Wait a moment; it is taken at the end."""
@@ -527,9 +499,8 @@ class Episode:
         self._take(self.worker.stop(), "stop", STOP_S)
         self._note("stopped")
 
-    def _signal(self, name: str) -> None:
+    def _signal(self, verb: str, whom: str) -> None:
         pid = self._take(self.worker.get_worker_status(), "get_worker_status").get("pid")
-        verb, whom = name.split()
         if pid is None or (whom == "guard" and not self._guard_faults):
             return
         number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}[verb]
@@ -540,15 +511,15 @@ class Episode:
             victim = server.parent() if whom == "guard" else server
             if victim is not None and (whom == "server" or victim.ppid() == os.getpid()):
                 victim.send_signal(number)
-                self._note(f"{name} {victim.pid}")
+                self._note(f"{verb} {whom} {victim.pid}")
 
-    def _poison(self, where: float) -> None:
-        kind = _INNER_ACTORS[int(where * len(_INNER_ACTORS))]
+    def _poison(self, rng: random.Random) -> None:
+        kind = rng.choice(_INNER_ACTORS)
         refs = pykka.ActorRegistry.get_by_class(kind)
         if refs:
             self._note(f"poison for {kind.__name__}")
             with contextlib.suppress(pykka.ActorDeadError):
-                refs[int(where * 1000) % len(refs)].tell(_Poison())
+                rng.choice(refs).tell(_Poison())
             # What waits in the dead actor's mailbox is answered all the same.
             with self._lock:
                 running = [tracked for tracked in self._tracked.values() if tracked.ending is None][-4:]
@@ -566,18 +537,15 @@ class Episode:
 
     def _there(self, answer: Any, tracked: Tracked) -> dict[str, Any]:
         """What is said of a request whose result nobody has taken."""
-        assert answer["ok"], f"asked for request {tracked.request_id}, which nobody took: {answer}"
+        assert answer["ok"], f"asked for {tracked}, which nobody took: {answer}"
         assert answer.get("request_id", tracked.request_id) == tracked.request_id, f"this is another request: {answer}"
         return dict(answer)
 
-    def _saw(self, tracked: Tracked, text: str, reasoning: str, at_least: tuple[str, str]) -> None:
-        """Output only grows, and is what the server was told to send."""
-        whole = (tracked.plan.text, tracked.plan.reasoning)
-        for seen, plan, before in zip((text, reasoning), whole, at_least, strict=True):
-            which = f"request {tracked.request_id} ({tracked.plan.kind})"
+    def _saw(self, tracked: Tracked, text: str, reasoning: str) -> None:
+        """Output is what the server was told to send."""
+        for seen, plan in (text, tracked.plan.text), (reasoning, tracked.plan.reasoning):
             due = plan[: len(seen) + 40][-300:]
-            assert plan.startswith(seen), f"{which}: {seen[-300:]!r} is no beginning of {due!r}"
-            assert len(seen) >= len(before), f"{which}: {len(before)} characters became {len(seen)}"
+            assert plan.startswith(seen), f"{tracked}: {seen[-300:]!r} is no beginning of {due!r}"
         with self._lock:
             tracked.text = max(tracked.text, text, key=len)
             tracked.reasoning = max(tracked.reasoning, reasoning, key=len)
@@ -591,11 +559,11 @@ class Episode:
             tracked.ended_by = tracked.ended_by or time.monotonic()
         if "text" in seen:
             self._check_whole(tracked, seen)
-        assert tracked.ending == ending, f"request {tracked.request_id} ended as {tracked.ending} and as {ending}"
+        assert tracked.ending == ending, f"{tracked} ended as {tracked.ending} and as {ending}"
         if first:
             state, reason, detail = ending
             self.counts["endings"][f"{state}" + (f": {reason}" if state is RequestState.FAILED else "")] += 1
-            self._note(f"request {tracked.request_id} ({tracked.plan.kind}): {state} {reason or ''} {detail or ''}")
+            self._note(f"{tracked}: {state} {reason or ''} {detail or ''}")
             self._check_ending(tracked, state, reason, detail)
 
     def _check_ending(self, tracked: Tracked, state: RequestState, reason: Any, detail: str | None) -> None:
@@ -608,18 +576,18 @@ class Episode:
             allowed = "Poison" in str(detail)
         else:
             allowed = reason in plan.reasons or reason in _WEATHER
-        assert allowed, f"request {tracked.request_id} ({plan.kind}) ended as {state}, {reason}: {detail}"
+        assert allowed, f"{tracked} ended as {state}, {reason}: {detail}"
 
     def _check_whole(self, tracked: Tracked, result: Any) -> None:
         """It has all that was shown before, and, where it ended by itself, all that was sent."""
         plan, said = tracked.plan, (result["text"], result["reasoning"])
-        which = f"request {tracked.request_id} ({plan.kind})"
-        assert len(tracked.text) <= len(result["text"]), f"{which} ended with less text than it had shown"
+        shown = len(tracked.text), len(tracked.reasoning)
+        assert shown == tuple(map(len, said)), f"{tracked} ended with less output than it had shown: {said}"
         completed = result["state"] is RequestState.COMPLETED
         if plan.sent_whole and (completed or result.get("fail_reason") in plan.reasons - _WEATHER):
-            assert said == (plan.text, plan.reasoning), f"{which} lost output: {said}, and {plan} was sent"
+            assert said == (plan.text, plan.reasoning), f"{tracked} lost output: {said}, and {plan} was sent"
         if plan.kind == "exit call" and completed:
-            assert len(result["signals"]) == 1, f"{which} has the signals {result['signals']}"
+            assert len(result["signals"]) == 1, f"{tracked} has the signals {result['signals']}"
 
     def _check_worker(self) -> None:
         """Slots are held by the running requests and by nobody else; connections by nobody who has ended."""
@@ -690,15 +658,15 @@ class Episode:
             answers = [self._take(future, "result", max(0.1, end_at - time.monotonic())) for future in waiting]
             tracked.taken, tracked.held = True, []
             results = [answer for answer in answers if answer["ok"]]
-            assert results or not waiting, f"nobody got the result of request {tracked.request_id}: {answers}"
+            assert results or not waiting, f"nobody got the result of {tracked}: {answers}"
             for result in results:
                 self._took(tracked, result)
             gone: Any = self._take(self.worker.get_result(tracked.request_id), "get_result")
             is_gone = gone == {"ok": False, "error": "NOT_FOUND"}
-            assert is_gone, f"request {tracked.request_id} was taken, and get_result says {gone}"
+            assert is_gone, f"{tracked} was taken, and get_result says {gone}"
 
     def _took(self, tracked: Tracked, result: Any) -> None:
-        self._saw(tracked, result["text"], result["reasoning"], at_least=(tracked.text, tracked.reasoning))
+        self._saw(tracked, result["text"], result["reasoning"])
         self._ended(tracked, result)
 
     def _abandon(self) -> None:
