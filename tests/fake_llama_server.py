@@ -30,13 +30,10 @@ USUAL_ANSWER = {"status": 200, "body": None, "text": None, "hang": False, "reset
 FLOOD_LINE = b"srv  fake: a line of log output that nobody asked for"
 ROUTES = {
     "/v1/models": "models",
-    "/models": "models",
     "/health": "health",
     "/props": "props",
     "/slots": "slots",
     "/apply-template": "apply_template",
-    "/v1/chat/completions": "chat",
-    "/chat/completions": "chat",
 }
 
 
@@ -595,7 +592,6 @@ class Server:
         self.stopping = False
         self.open_chats: dict[int, socket.socket] = {}
         self.chats_seen = 0
-        self.chats_done = 0
         self._picks: dict[str, int] = {}
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
@@ -617,7 +613,7 @@ class Server:
             threading.Thread(target=self._flood, kwargs=flood, daemon=True).start()
         for leave in script["exits"]:
             if leave["when"] == "after_s":
-                threading.Thread(target=self._leave_later, args=(leave,), daemon=True).start()
+                threading.Timer(leave["after_s"], self.end, (leave["code"], leave["log"])).start()
         self._leave_if("before_bind")
         while startup["never_bind"]:
             signal.pause()
@@ -636,16 +632,11 @@ class Server:
             signal.pause()
 
     def _bind(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((self.host, self.port))
-            listener.listen(512)
+            return socket.create_server((self.host, self.port), backlog=512)
         except OSError:
             where = f"hostname: {self.host}, port: {self.port}"
             self.end(1, [f"start: couldn't bind HTTP server socket, {where}"])
-        return listener
 
     def _load(self, startup: Json) -> None:
         work(startup["load_s"], time.sleep, startup["load_ticks_per_s"], startup["load_bytes_per_s"])
@@ -675,10 +666,6 @@ class Server:
         for leave in self.script["exits"]:
             if leave["when"] == when and (not count or leave["request"] == count):
                 self.end(leave["code"], leave["log"])
-
-    def _leave_later(self, leave: Json) -> None:
-        time.sleep(leave["after_s"])
-        self.end(leave["code"], leave["log"])
 
     def _on_signal(self, number: int, _frame: object) -> None:
         connected = sum(not hung_up(sock) for sock in list(self.open_chats.values()))
@@ -742,53 +729,44 @@ class Server:
     ) -> bool:
         """True where the connection may carry another request."""
         path = target.partition("?")[0]
-        route = ROUTES.get(path, "")
-        is_chat = route == "chat" and method == "POST"
+        is_chat = method == "POST" and path == "/v1/chat/completions"
         with self._lock:
             self.chats_seen += is_chat
-            number = self.chats_seen
-        secret = ("authorization", "x-api-key")
-        shown = {name: "***" if name in secret else value for name, value in headers.items()}
-        parsed = self._parse(body)
-        what = {"method": method, "path": target, "headers": shown, "body": parsed}
-        self.journal.note("request", n=number if is_chat else None, **what)
-        refusal = self._refusal(route, headers)
-        if refusal is not None:
-            return self._respond(sock, headers, *refusal)
-        if is_chat:
+            number = self.chats_seen if is_chat else None
+        shown = {name: "***" if name == "authorization" else value for name, value in headers.items()}
+        try:
+            parsed = json.loads(body or b"null")
+        except ValueError:
+            parsed = body.decode("latin-1")
+        self.journal.note("request", n=number, method=method, path=target, headers=shown, body=parsed)
+        answer = self._refusal(path, is_chat, headers)
+        if answer is None and number is not None:
             self._chat(sock, number, parsed)
             return False
-        if self.frozen:
-            return self._hang(sock, path)
-        return self._endpoint(sock, route, path, headers, parsed)
-
-    def _parse(self, body: bytes) -> Json:
-        try:
-            return json.loads(body) if body else None
-        except ValueError:
-            return {"unparsed": body.decode("latin-1")}
-
-    def _refusal(self, route: str, headers: Mapping[str, str]) -> tuple[int, Json] | None:
-        if not route:
-            return 404, error_body(404, "File Not Found", "not_found_error")
-        if self.api_key and route != "health":
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if self.api_key not in (given, headers.get("x-api-key")):
-                return 401, error_body(401, "Invalid API Key", "authentication_error")
-        return (503, error_body(503, "Loading model", "unavailable_error")) if self.loading else None
-
-    def _respond(
-        self, sock: socket.socket, headers: Mapping[str, str], status: int, body: Json, text: str | None = None
-    ) -> bool:
-        content = (json.dumps(body) if text is None else text).encode()
-        kind = JSON_TYPE if text is None else "text/plain"
-        sock.sendall(head(status, Content_Type=kind, Content_Length=len(content)) + content)
+        answer = answer or self._endpoint(ROUTES[path], parsed)
+        if answer["hang"]:
+            hung_up(sock, None)
+            self.journal.note("client_closed", n=None, path=path, phase="before_headers")
+            return False
+        if answer["reset"]:
+            return self._reset(sock)
+        text, kind = answer["text"], "text/plain"
+        if text is None:
+            text, kind = json.dumps(answer["body"]), JSON_TYPE
+        content = text.encode()
+        sock.sendall(head(answer["status"], Content_Type=kind, Content_Length=len(content)) + content)
         return headers.get("connection", "").lower() != "close"
 
-    def _hang(self, sock: socket.socket, path: str) -> bool:
-        hung_up(sock, None)
-        self.journal.note("client_closed", n=None, path=path, phase="before_headers")
-        return False
+    def _refusal(self, path: str, is_chat: bool, headers: Mapping[str, str]) -> Json | None:
+        if path not in ROUTES and not is_chat:
+            status, said = 404, ("File Not Found", "not_found_error")
+        elif self.api_key and path != "/health" and headers.get("authorization") != f"Bearer {self.api_key}":
+            status, said = 401, ("Invalid API Key", "authentication_error")
+        elif self.loading:
+            status, said = 503, ("Loading model", "unavailable_error")
+        else:
+            return None
+        return {**USUAL_ANSWER, "status": status, "body": error_body(status, *said)}
 
     def _pick(self, key: str, specs: Sequence[Json]) -> Json:
         """The spec for this use of `key`: each serves `times` uses (None: for ever), the last all others."""
@@ -800,16 +778,12 @@ class Server:
             use -= spec["times"]
         return specs[-1]
 
-    def _endpoint(self, sock: socket.socket, route: str, path: str, headers: Mapping[str, str], body: Json) -> bool:
-        spec = self._pick(route, self.script[route] or [USUAL_ANSWER])
-        if spec["hang"]:
-            return self._hang(sock, path)
-        if spec["reset"]:
-            return self._reset(sock)
-        status, given = spec["status"], spec["body"]
-        if given is None and spec["text"] is None:
-            given = self._default_body(route, body) if status < 300 else error_body(status)
-        return self._respond(sock, headers, status, given, spec["text"])
+    def _endpoint(self, route: str, body: Json) -> Json:
+        answer = dict(self._pick(route, self.script[route] or [USUAL_ANSWER]))
+        answer["hang"] |= self.frozen
+        if answer["body"] is None:
+            answer["body"] = self._default_body(route, body) if answer["status"] < 300 else error_body(answer["status"])
+        return answer
 
     def _default_body(self, route: str, body: Json) -> Json:
         if route == "models":
@@ -861,9 +835,6 @@ class Server:
             self.journal.note("reply_ended", n=number, how=how)
             with self._lock:
                 del self.open_chats[number]
-                self.chats_done += 1
-                done = self.chats_done
-            self._leave_if("answered", done)
             self._end_if_idle()
 
     def _reply(self, stream: Stream, body: Json) -> str:

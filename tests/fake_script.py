@@ -67,12 +67,12 @@ class Startup:
 class Exit:
     """Ends the process with `code` (negative: by that signal) after printing `log`.
 
-    "request": when chat request number `request` arrives; "answered": when so many have ended; "after_s":
+    "request": when chat request number `request` arrives; "after_s":
     `after_s` seconds after the launch.
     """
 
     code: int
-    when: Literal["before_bind", "after_bind", "after_s", "request", "answered"]
+    when: Literal["before_bind", "after_bind", "after_s", "request"]
     log: Sequence[str] = ()
     after_s: float = 0.0
     request: int = 1

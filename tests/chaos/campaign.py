@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -564,19 +564,15 @@ class Episode:
             state, reason, detail = ending
             self.counts["endings"][f"{state}" + (f": {reason}" if state is RequestState.FAILED else "")] += 1
             self._note(f"{tracked}: {state} {reason or ''} {detail or ''}")
-            self._check_ending(tracked, state, reason, detail)
-
-    def _check_ending(self, tracked: Tracked, state: RequestState, reason: Any, detail: str | None) -> None:
-        plan = tracked.plan
-        if state is RequestState.COMPLETED:
-            allowed = plan.completes
-        elif state is RequestState.CANCELED:
-            allowed = tracked.cancel_called
-        elif reason is RequestFailReason.UNKNOWN_ERROR:
-            allowed = "Poison" in str(detail)
-        else:
-            allowed = reason in plan.reasons or reason in _WEATHER
-        assert allowed, f"{tracked} ended as {state}, {reason}: {detail}"
+            if state is RequestState.COMPLETED:
+                allowed = tracked.plan.completes
+            elif state is RequestState.CANCELED:
+                allowed = tracked.cancel_called
+            elif reason is RequestFailReason.UNKNOWN_ERROR:
+                allowed = "Poison" in str(detail)
+            else:
+                allowed = reason in tracked.plan.reasons | _WEATHER
+            assert allowed, f"{tracked} ended as {state}, {reason}: {detail}"
 
     def _check_whole(self, tracked: Tracked, result: Any) -> None:
         """It has all that was shown before, and, where it ended by itself, all that was sent."""
@@ -604,8 +600,9 @@ class Episode:
         now = time.monotonic()
         old = {tracked.request_id for tracked in known if now - tracked.admitted_at > REQUEST_S}
         assert not old & set(active), f"requests {old & set(active)} still run: {status}"
-        late = [t for t in known if t.ended_by is not None and now - t.ended_by > CLOSED_CONNECTION_S]
-        open_still = _connections_of(late)
+        late = {t.request_id for t in known if t.ended_by is not None and now - t.ended_by > CLOSED_CONNECTION_S}
+        readers = {f"llama_worker-chaos-stream-{request_id}" for request_id in late}
+        open_still = [thread.name for thread in threading.enumerate() if thread.name.rpartition(".")[0] in readers]
         assert not open_still, f"the request has ended, and its connection is open: {open_still}"
 
     # ------------------------------------------------------------ the end
@@ -624,7 +621,7 @@ class Episode:
             self._check_closed()
 
     def _stop_and_count(self) -> None:
-        """After `stop()` every request has its record, and every record is there for whom it is due."""
+        """After `stop()` every request has its record, for whom it is due; once all are taken, nothing is kept."""
         self._stop()
         status = self._take(self.worker.get_worker_status(), "get_worker_status")
         assert (status["state"], status["slots_used"]) == (WorkerState.STOPPED, 0), f"after stop(): {status}"
@@ -632,7 +629,10 @@ class Episode:
         for restart in self._take(self.worker.get_debug_info(), "get_debug_info")["recent_restarts"]:
             self.counts["restarts"][restart["reason"]] += 1
         self._drain(ANSWER_S)
-        self._check_nothing_is_kept()
+        self._take(self.worker.get_worker_status(), "get_worker_status")  # behind the last release
+        kept = _living(Request, RequestRecord, WorkerFuture)
+        kept["WorkerFuture"] -= _QUESTIONS_PER_SLOT * self._config.slots
+        assert not +kept, f"every result was taken, and the worker keeps {dict(kept)}"
 
     def _check_no_process(self, after: str) -> None:
         """No scripted server, child of one or guard is left; no zombie either. Other tests' own are not counted."""
@@ -642,13 +642,6 @@ class Episode:
             if pid not in self._strangers and ("fake_llama_server" in line or psutil.STATUS_ZOMBIE in line)
         ]
         assert not left, f"after {after} these processes are left: {left}"
-
-    def _check_nothing_is_kept(self) -> None:
-        """A worker whose results were all taken keeps nothing of its requests, however long it has lived."""
-        self._take(self.worker.get_worker_status(), "get_worker_status")  # behind the last release
-        kept = _living(Request, RequestRecord, WorkerFuture)
-        kept["WorkerFuture"] -= _QUESTIONS_PER_SLOT * self._config.slots
-        assert not +kept, f"every result was taken, and the worker keeps {dict(kept)}"
 
     def _drain(self, bound_s: float) -> None:
         """Take every result: the request has ended, whoever waited hears of it, and then it is gone."""
@@ -728,12 +721,6 @@ class Episode:
 def _living(*kinds: type) -> Counter[str]:
     gc.collect()
     return Counter(type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds))
-
-
-def _connections_of(requests: Sequence[Tracked]) -> list[str]:
-    """The names of the threads that read their streams."""
-    prefixes = {f"llama_worker-chaos-stream-{tracked.request_id}" for tracked in requests}
-    return [thread.name for thread in threading.enumerate() if thread.name.rpartition(".")[0] in prefixes]
 
 
 def _family() -> dict[int, str]:

@@ -26,7 +26,7 @@ from llama_worker import (
     WorkerState,
 )
 from tests.actors.conftest import eventually
-from tests.fake_script import Journal, Reply, Script, fake_server_cmd
+from tests.fake_script import Journal, Script, fake_server_cmd, steps_json
 from tests.scenarios.scenario import INTERVAL_S, RESTART, TIMEOUTS, Ask, Found, Scenario, Truth
 
 HOST = "127.0.0.1"
@@ -36,17 +36,6 @@ PATIENCE_S = 30.0  # for anything that must happen
 NOISE_S = 1.0
 WINDOW_S = 3.0
 EARLY_S = 0.3  # the mark is written by another process
-# What the worker does about a request or a server of its own accord.
-_GIVEN_UP = {
-    RequestFailReason.HEADERS_TIMEOUT,
-    RequestFailReason.TTFT_TIMEOUT,
-    RequestFailReason.STALL_TIMEOUT,
-    RequestFailReason.REQUEST_LOST,
-    RequestFailReason.REPEATED_TEXT_LOOP,
-    RequestFailReason.ABSOLUTE_TIMEOUT,
-    RequestFailReason.WORKER_RESTARTED,
-    RequestFailReason.SERVER_DIED,
-}
 _BY_SILENCE = (RequestFailReason.STALL_TIMEOUT, RequestFailReason.HEADERS_TIMEOUT)
 # The process ended by itself: nothing was left to take evidence of.
 _OWN_REASONS = {"server_died", "out_of_memory", "exited"}
@@ -123,9 +112,7 @@ def run(scenario: Scenario, port: int) -> Report:
 
 def _config(scenario: Scenario, port: int, journal: Journal) -> WorkerConfig:
     slots = max(1, len(scenario.asks))
-    replies = [Reply(ask.reply, marker=_marker(ask.name), times=None) for ask in scenario.asks]
-    launches = [replace(launch, replies=replies) for launch in scenario.launches or (Script(),)]
-    script = launches[0] if len(launches) == 1 else Script(launches=launches)
+    script = Script(launches=scenario.launches or (Script(),))
     cmd = fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal.path)
     return WorkerConfig(
         name="scenario",
@@ -137,10 +124,6 @@ def _config(scenario: Scenario, port: int, journal: Journal) -> WorkerConfig:
         restart=RESTART,
         **scenario.config,
     )
-
-
-def _marker(name: str) -> str:
-    return f"[{name}]"
 
 
 @dataclass
@@ -221,7 +204,8 @@ class _Run:
     def submit(self, name: str) -> None:
         ask = next(ask for ask in self.scenario.asks if ask.name == name)
         self.marks.setdefault(f"submit {name}", time.time())
-        admitted = self.worker.submit(name, "", _marker(name)).get(timeout=PATIENCE_S)
+        params = {"fake_script": steps_json(*ask.reply)}
+        admitted = self.worker.submit(name, "", "Hello?", params=params).get(timeout=PATIENCE_S)
         assert admitted["ok"], admitted
         submitted = _Submitted(ask, admitted["request_id"], threading.Event())
         self.submitted.append(submitted)
@@ -258,7 +242,7 @@ class _Run:
         if ask.text is not None:
             self.expect(f"text of {ask.name}", result["text"], ask.text)
             self.expect(f"reasoning of {ask.name}", result["reasoning"], ask.reasoning)
-        self.report.given_up |= result.get("fail_reason") in _GIVEN_UP
+        self.report.given_up |= result["state"] is RequestState.FAILED
         if ask.found is not None:
             self.check_time(ask.name, ask.found, status["completed_at"])
 
@@ -314,12 +298,7 @@ class _Run:
 
     def check_serves(self) -> None:
         """A request of another job completes."""
-        for attempt in range(2):
-            admitted = self.worker.submit("control", "", "anything").get()
-            if admitted["ok"]:
-                break
-            self.worker.start().get(timeout=PATIENCE_S)
-            self.expect("the server left READY again", attempt, -1)
+        admitted = self.worker.submit("control", "", "anything").get()
         assert admitted["ok"], admitted
         result = self.worker.result(admitted["request_id"]).get(timeout=PATIENCE_S)
         assert result["ok"], result

@@ -51,7 +51,7 @@ class Found:
 class Ask:
     """One request, how the server replies, and what must become of it."""
 
-    name: str  # the job's; it picks the reply
+    name: str  # the job's
     reply: Sequence[Step]
     fails: RequestFailReason | None = None  # None: it completes
     found: Found | None = None
@@ -61,7 +61,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """The script replies as the asks say. `moves`, by comma; without any, every request is submitted in order:
+    """`moves`, by comma; without any, every request is submitted in order:
 
     submit NAME
     end NAME: until the request has ended
