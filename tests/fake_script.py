@@ -67,8 +67,7 @@ class Startup:
 class Exit:
     """Ends the process with `code` (negative: by that signal) after printing `log`.
 
-    "request": when chat request number `request` arrives; "after_s":
-    `after_s` seconds after the launch.
+    "request": when chat request number `request` arrives; "after_s": `after_s` seconds after the launch.
     """
 
     code: int

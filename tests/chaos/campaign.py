@@ -608,7 +608,9 @@ class Episode:
     # ------------------------------------------------------------ the end
 
     def _finish(self) -> None:
-        if self._closing.is_set() or self._violation is not None:
+        if self._violation is not None:
+            return
+        if self._closing.is_set():
             self._check_closed()
             return
         if self.end == "drain and close":
