@@ -53,7 +53,7 @@ def test_while_the_server_stands_still(make_worker: MakeWorker) -> None:
 
 
 def test_during_a_start(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(startup=Startup(load_s=None, load_work="cpu")), start=False)
+    rig = make_worker(Script(startup=Startup(load_s=None, load_ticks_per_s=100)), start=False)
     starting = rig.worker.start()
     rig.journal.wait("bound", timeout=WAIT_S)
     _assert_answers(rig, 1)

@@ -94,7 +94,7 @@ def calling(*calls: Step, before: tuple[Step, ...] = ()) -> list[Step]:
     return plain_reply(*before, *calls, reason="tool_calls")
 
 
-def call(name: str, index: int = 0, **arguments: Any) -> ToolCall:
+def call(name: str, index: int = 0, **arguments: Any) -> Step:
     return ToolCall(name, arguments, call_id=f"from-the-server-{index}", index=index, pieces=2)
 
 
@@ -150,7 +150,7 @@ def test_a_tool_that_raises_anything_fails_its_request_only(make_worker: MakeWor
         assert outcome(result) == ("failed", "tool_execution_error")
         assert named in result["fail_detail"]
         assert (result["text"], result["reasoning"]) == ("kept", "why")
-        assert [name for name, _ in raising.calls] == [bad.name], "calls behind one that failed are not run"
+        assert [name for name, _ in raising.calls] == [bad["name"]], "calls behind one that failed are not run"
         (entry,) = result["tool_trace"]
         assert (entry["ok"], named in entry["error"]) == (False, True)
     assert rig.run()["text"] == "Hello"

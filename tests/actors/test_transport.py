@@ -15,7 +15,6 @@ from llama_worker import RestartPolicy, WorkerStartError
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 from tests.fake_script import (
     DoneMarker,
-    End,
     ErrorData,
     Fin,
     Finish,
@@ -45,10 +44,10 @@ ENDS: list[tuple[list[Step], str, str | None]] = [
     ([Headers(), Text("all"), Finish(), Reset()], "all", None),
     ([Headers(), Text("all"), Finish(), PingEvery(0.05), WaitClose()], "all", None),
     ([Headers(), Text("all"), DoneMarker(), WaitClose()], "all", None),
-    ([Headers(), Text("part"), End()], "part", "stream_disconnected"),
+    ([Headers(), Text("part")], "part", "stream_disconnected"),
     ([Headers(), Text("part"), Fin()], "part", "stream_disconnected"),
     ([Headers(), Text("part"), Reset()], "part", "stream_disconnected"),
-    ([Headers(framing="close"), Text("part"), End()], "part", "stream_disconnected"),
+    ([Headers(framing="close"), Text("part")], "part", "stream_disconnected"),
     ([Headers(), Text("part"), Record("this is no JSON"), Text("more"), WaitClose()], "part", "protocol_error"),
     ([Reset()], "", "stream_disconnected"),
     ([Headers(status=500, framing="length", length=100), WaitClose()], "", "http_error"),

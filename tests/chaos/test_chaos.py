@@ -21,7 +21,7 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_left(free_port:
     campaign = Campaign(seed=time.time_ns() % (1 << 32), seconds=SECONDS, take_port=free_port, say=print)
     campaign.run()
     print(campaign.report())
-    assert campaign.counts.endings["completed"]
+    assert campaign.counts["endings"]["completed"]
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.006])
@@ -29,13 +29,8 @@ def test_a_guard_that_is_stopped_while_it_obeys_does_not_hold_up_the_stop(
     free_port: Callable[[], int], delay_s: float
 ) -> None:
     port = free_port()
-    config = WorkerConfig(
-        name="stopped-guard",
-        host=HOST,
-        port=port,
-        server_cmd=fake_server_cmd(Script(), host=HOST, port=port, slots=1),
-        timeouts=TimeoutProfile(stop_grace_s=0.0),
-    )
+    command = fake_server_cmd(Script(), host=HOST, port=port, slots=1)
+    config = WorkerConfig("stopped-guard", HOST, port, command, timeouts=TimeoutProfile(stop_grace_s=0.0))
     with LlamaWorker(config) as worker:
         guard = psutil.Process(worker.get_worker_status().get()["pid"]).parent()
         assert guard is not None

@@ -93,7 +93,7 @@ def test_a_conversation_of_lines_goes_on_when_its_server_dies(
     run: Run, program: MakeProgram, model: str, tmp_path: Path
 ) -> None:
     dies = saying(Text("half"), KillSelf())
-    server = program(Script(launches=[dies, Script()], state_file=tmp_path / "launches"))
+    server = program(Script(launches=[dies, Script()]))
     done = run("run", model, "One", "--chat", "--server", server.path, stdin="Two\n\nThree\n")
     assert (done.returncode, done.stdout) == (0, "half\nHello\nHello\n")
     assert "failed: server_died" in done.stderr

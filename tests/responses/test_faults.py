@@ -37,8 +37,8 @@ HALF: list[Step] = [Headers(), Role(), Text("Once ")]
         pytest.param([Finish(), ErrorData(500, "out of memory")], id="error record after the finish reason"),
         pytest.param([Fin()], id="end without the last chunk"),
         pytest.param([Reset()], id="reset"),
-        pytest.param([Raw([b"0\r\n\r\n"], framed=False), Fin()], id="silent, regular end"),
-        pytest.param([Record("{", end="")], id="truncated record"),
+        pytest.param([Raw("0\r\n\r\n", framed=False), Fin()], id="silent, regular end"),
+        pytest.param([Raw("data: {")], id="truncated record"),
         pytest.param([Record("no json")], id="garbage"),
     ],
 )

@@ -29,9 +29,12 @@ def main() -> int:
         for scenario in scenarios
         if not options.words or any(word in f"{group} {scenario.name}" for word in options.words)
     ]
+    reports = []
     began_at = time.monotonic()
     with held_ports() as take_port:
-        reports = run_all(chosen, [take_port() for _ in range(options.jobs)], show)
+        for report in run_all(chosen, [take_port() for _ in range(options.jobs)]):
+            show(report)
+            reports.append(report)
     show_sum(reports, time.monotonic() - began_at)
     return 0 if reports and all(report.ok for report in reports) else 1
 
@@ -60,8 +63,8 @@ def show_sum(reports: list[Report], took_s: float) -> None:
         if times:
             print(f"{title}: median {times[len(times) // 2]:.3f} s, worst {times[-1]:.3f} s of {len(times)}")
     of_name = {report.scenario.name: report for report in reports}
-    pairs = [pair for pair in TWINS.values() if all(name in of_name for name in pair)]
-    told_apart = sum(all(of_name[name].right for name in pair) for pair in pairs)
+    pairs = [pair for pair in TWINS if all(each.name in of_name for each in pair)]
+    told_apart = sum(all(of_name[each.name].right for each in pair) for pair in pairs)
     print(f"{told_apart} of {len(pairs)} kinds of hang told from their honest twins")
     right = sum(report.right for report in reports)
     well = sum(report.ok for report in reports)

@@ -9,10 +9,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from llama_worker import (
@@ -25,23 +26,8 @@ from llama_worker import (
     WorkerState,
 )
 from tests.actors.conftest import eventually
-from tests.fake_script import Journal, Reply, Script, fake_server_cmd
-from tests.scenarios.scenario import (
-    INTERVAL_S,
-    RESTART,
-    Ask,
-    Await,
-    AwaitState,
-    End,
-    Found,
-    Heard,
-    Move,
-    Pause,
-    Scenario,
-    Signal,
-    Submit,
-    Truth,
-)
+from tests.fake_script import Journal, Script, fake_server_cmd, steps_json
+from tests.scenarios.scenario import INTERVAL_S, RESTART, TIMEOUTS, Ask, Found, Scenario, Truth
 
 HOST = "127.0.0.1"
 PATIENCE_S = 30.0  # for anything that must happen
@@ -50,17 +36,6 @@ PATIENCE_S = 30.0  # for anything that must happen
 NOISE_S = 1.0
 WINDOW_S = 3.0
 EARLY_S = 0.3  # the mark is written by another process
-# What the worker does about a request or a server of its own accord.
-_GIVEN_UP = {
-    RequestFailReason.HEADERS_TIMEOUT,
-    RequestFailReason.TTFT_TIMEOUT,
-    RequestFailReason.STALL_TIMEOUT,
-    RequestFailReason.REQUEST_LOST,
-    RequestFailReason.REPEATED_TEXT_LOOP,
-    RequestFailReason.ABSOLUTE_TIMEOUT,
-    RequestFailReason.WORKER_RESTARTED,
-    RequestFailReason.SERVER_DIED,
-}
 _BY_SILENCE = (RequestFailReason.STALL_TIMEOUT, RequestFailReason.HEADERS_TIMEOUT)
 # The process ended by itself: nothing was left to take evidence of.
 _OWN_REASONS = {"server_died", "out_of_memory", "exited"}
@@ -95,27 +70,22 @@ class Report:
         return self.given_up is (self.scenario.truth is not Truth.SLOW)
 
 
-def run_all(
-    scenarios: Sequence[Scenario], ports: Sequence[int], told: Callable[[Report], object] = lambda _: None
-) -> list[Report]:
-    """Side by side, as many at a time as there are ports."""
-    free = list(ports)
-    lock = threading.Lock()
+def run_all(scenarios: Sequence[Scenario], ports: Sequence[int]) -> Iterator[Report]:
+    """Side by side, as many at a time as there are ports; in the order in which they end."""
+    free: SimpleQueue[int] = SimpleQueue()
+    for port in ports:
+        free.put(port)
 
     def one(scenario: Scenario) -> Report:
-        with lock:
-            port = free.pop()
+        port = free.get()
         try:
-            report = run(scenario, port)
+            return run(scenario, port)
         finally:
-            with lock:
-                free.append(port)
-        with lock:
-            told(report)
-        return report
+            free.put(port)
 
     with ThreadPoolExecutor(max_workers=len(ports), thread_name_prefix="scenario") as pool:
-        return list(pool.map(one, scenarios))
+        for future in as_completed([pool.submit(one, scenario) for scenario in scenarios]):
+            yield future.result()
 
 
 def run(scenario: Scenario, port: int) -> Report:
@@ -124,7 +94,7 @@ def run(scenario: Scenario, port: int) -> Report:
     report = Report(scenario=scenario)
     with tempfile.TemporaryDirectory(prefix="scenario-") as folder:
         journal = Journal(Path(folder) / "journal")
-        config = _config(scenario, port, journal, Path(folder) / "launches")
+        config = _config(scenario, port, journal)
         worker = LlamaWorker(config)
         try:
             _Run(scenario, worker, journal, report).go()
@@ -140,25 +110,20 @@ def run(scenario: Scenario, port: int) -> Report:
     return report
 
 
-def _config(scenario: Scenario, port: int, journal: Journal, state_file: Path) -> WorkerConfig:
-    replies = [Reply(ask.reply, marker=_marker(ask.name), times=None) for ask in scenario.asks]
-    launches = [replace(launch, replies=replies) for launch in scenario.launches or (Script(),)]
-    script = launches[0] if len(launches) == 1 else Script(launches=launches, state_file=state_file)
-    cmd = fake_server_cmd(script, host=HOST, port=port, slots=scenario.slots, journal=journal.path)
+def _config(scenario: Scenario, port: int, journal: Journal) -> WorkerConfig:
+    slots = max(1, len(scenario.asks))
+    script = Script(launches=scenario.launches or (Script(),))
+    cmd = fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal.path)
     return WorkerConfig(
         name="scenario",
         host=HOST,
         port=port,
-        slots=scenario.slots,
+        slots=slots,
         server_cmd=(*(_WRAPPER if scenario.wrapped else _SIDECAR if scenario.sidecar else ()), *cmd),
-        timeouts=scenario.profile,
+        timeouts=replace(TIMEOUTS, **scenario.timeouts),
         restart=RESTART,
         **scenario.config,
     )
-
-
-def _marker(name: str) -> str:
-    return f"[{name}]"
 
 
 @dataclass
@@ -182,17 +147,15 @@ class _Run:
     def go(self) -> None:
         """Start, move, compare."""
         scenario = self.scenario
+        due = WorkerState.FAILED if scenario.start_found else WorkerState.READY
         if self.start():
-            moves = scenario.moves or [Submit(ask.name) for ask in scenario.asks]
-            for move in moves:
-                self.move(move)
+            in_order = [f"submit {ask.name}" for ask in scenario.asks]
+            for move in scenario.moves.split(", ") if scenario.moves else in_order:
+                self.move(*move.split())
             for submitted in self.submitted:
                 self.check_end(submitted)
             self.check_server()
-        elif scenario.start_fails is None:
-            return
-        state = self.worker.get_worker_status().get()["state"]
-        self.expect("state", state, scenario.ends)
+        self.expect("state", self.worker.get_worker_status().get()["state"], due)
 
     def expect(self, what: str, seen: object, due: object) -> None:
         if seen != due:
@@ -202,48 +165,61 @@ class _Run:
         """True where the server is ready."""
         self.marks["start"] = time.time()
         reason: StartFailReason | None = None
+        due = None
         try:
             self.worker.start().get(timeout=PATIENCE_S)
         except WorkerStartError as error:
             reason = error.reason
             self.report.given_up = True
-            if self.scenario.start_found is not None:
-                self.check_time("start", self.scenario.start_found, time.time())
-            if reason is StartFailReason.STARTUP_TIMEOUT:
-                self.check_evidence()
-        self.expect("start failed with", reason, self.scenario.start_fails)
+        if self.scenario.start_found is not None:
+            due = StartFailReason.STARTUP_TIMEOUT
+            self.check_time("start", self.scenario.start_found, time.time())
+            self.check_evidence()
+        self.expect("start failed with", reason, due)
         return reason is None
 
     # -- moves --
 
-    def move(self, move: Move) -> None:
-        match move:
-            case Submit(name=name):
+    def move(self, verb: str, *words: str) -> None:
+        match verb, *words:
+            case "submit", name:
                 self.submit(name)
-            case Await(name=name):
-                self.journal.wait("note", timeout=PATIENCE_S, name=name)
-            case Heard(name=name, chars=chars):
-                self.await_output(name, chars)
-            case Pause(seconds=seconds):
-                time.sleep(seconds)
-            case Signal(name=name):
+            case "end", name:
+                self.wait_end(next(submitted for submitted in self.submitted[::-1] if submitted.ask.name == name))
+            case "await", *_:
+                self.journal.wait("note", timeout=PATIENCE_S, name=" ".join(words))
+            case "heard", name, chars:
+                (request_id,) = [submitted.request_id for submitted in self.submitted if submitted.ask.name == name]
+                eventually(lambda: self.heard(request_id) >= int(chars), f"{chars} characters of {name}", PATIENCE_S)
+            case "pause", seconds:
+                time.sleep(float(seconds))
+            case "signal", name:
                 self.signal(name)
-            case End(name=name):
-                for submitted in self.submitted:
-                    if submitted.ask.name == name and not submitted.ended.wait(PATIENCE_S):
-                        raise TimeoutError(f"request {name} does not end")
-            case AwaitState(state=state):
+            case "state", state:
                 status = self.worker.get_worker_status
-                eventually(lambda: status().get()["state"] is state, f"worker {state}", PATIENCE_S)
+                eventually(lambda: status().get()["state"] == state, f"worker {state}", PATIENCE_S)
+            case _:
+                raise ValueError(f"no such move: {verb} {words}")
 
     def submit(self, name: str) -> None:
         ask = next(ask for ask in self.scenario.asks if ask.name == name)
         self.marks.setdefault(f"submit {name}", time.time())
-        admitted = self.worker.submit(name, "", _marker(name)).get(timeout=PATIENCE_S)
+        params = {"fake_script": steps_json(*ask.reply)}
+        admitted = self.worker.submit(name, "", "Hello?", params=params).get(timeout=PATIENCE_S)
         assert admitted["ok"], admitted
         submitted = _Submitted(ask, admitted["request_id"], threading.Event())
         self.submitted.append(submitted)
         self.worker.result(submitted.request_id).add_done_callback(lambda _: submitted.ended.set())
+
+    def wait_end(self, submitted: _Submitted) -> None:
+        if not submitted.ended.wait(PATIENCE_S):
+            status = self.worker.get_status(submitted.request_id).get()
+            raise TimeoutError(f"request {submitted.ask.name} does not end: {status}")
+
+    def heard(self, request_id: int) -> int:
+        status = self.worker.get_status(request_id).get()
+        assert status["ok"], status
+        return status["output_chars"] + status["reasoning_chars"]
 
     def signal(self, name: str) -> None:
         launched = self.journal.facts("launched")[-1]
@@ -251,24 +227,12 @@ class _Run:
         with contextlib.suppress(ProcessLookupError):
             os.kill(launched["pid"], signal.Signals[name])
 
-    def await_output(self, name: str, chars: int) -> None:
-        (request_id,) = [submitted.request_id for submitted in self.submitted if submitted.ask.name == name]
-
-        def heard() -> bool:
-            status = self.worker.get_status(request_id).get()
-            assert status["ok"], status
-            return status["output_chars"] + status["reasoning_chars"] >= chars
-
-        eventually(heard, f"{chars} characters of {name}", PATIENCE_S)
-
     # -- comparisons --
 
     def check_end(self, submitted: _Submitted) -> None:
         """One request: its end, its output, its time."""
         ask, request_id = submitted.ask, submitted.request_id
-        if not submitted.ended.wait(PATIENCE_S):
-            status = self.worker.get_status(request_id).get()
-            raise TimeoutError(f"request {ask.name} does not end: {status}")
+        self.wait_end(submitted)
         status = self.worker.get_status(request_id).get()
         result = self.worker.get_result(request_id).get()
         assert status["ok"], status
@@ -278,7 +242,7 @@ class _Run:
         if ask.text is not None:
             self.expect(f"text of {ask.name}", result["text"], ask.text)
             self.expect(f"reasoning of {ask.name}", result["reasoning"], ask.reasoning)
-        self.report.given_up |= result.get("fail_reason") in _GIVEN_UP
+        self.report.given_up |= result["state"] is RequestState.FAILED
         if ask.found is not None:
             self.check_time(ask.name, ask.found, status["completed_at"])
 
@@ -297,20 +261,18 @@ class _Run:
     def check_server(self) -> None:
         """Restarts, evidence, rest between launches, and that it serves again."""
         scenario = self.scenario
-        if scenario.ends is WorkerState.READY:
-            # Shares the outcome of a restart that is under way.
-            self.worker.start().get(timeout=PATIENCE_S)
+        # Shares the outcome of a restart that is under way.
+        self.worker.start().get(timeout=PATIENCE_S)
         status = self.worker.get_worker_status().get()
         debug = self.worker.get_debug_info().get()
         self.report.given_up |= status["restart_count"] > 0
-        self.expect("restarts", status["restart_count"], scenario.restarts)
+        self.expect("restarts", status["restart_count"], scenario.restarts if scenario.restart_reason else 0)
         self.expect("slots used", status["slots_used"], 0)
         reason = debug["recent_restarts"][-1]["reason"] if debug["recent_restarts"] else ""
         self.expect("reason of the restart", reason, scenario.restart_reason)
-        if scenario.restarts and reason not in _OWN_REASONS:
+        if reason and reason not in _OWN_REASONS:
             self.check_evidence()
-        if scenario.ends is WorkerState.READY:
-            self.check_serves()
+        self.check_serves()
 
     def check_evidence(self) -> None:
         """Phases of the requests, CPU rate, thread states, the last log lines."""
@@ -336,12 +298,7 @@ class _Run:
 
     def check_serves(self) -> None:
         """A request of another job completes."""
-        for attempt in range(2):
-            admitted = self.worker.submit("control", "", "anything").get()
-            if admitted["ok"]:
-                break
-            self.worker.start().get(timeout=PATIENCE_S)
-            self.expect("the server left READY again", attempt, -1)
+        admitted = self.worker.submit("control", "", "anything").get()
         assert admitted["ok"], admitted
         result = self.worker.result(admitted["request_id"]).get(timeout=PATIENCE_S)
         assert result["ok"], result

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from llama_worker import RequestFailReason, RestartPolicy, StartFailReason, TimeoutProfile, WorkerState
+from llama_worker import RequestFailReason, RestartPolicy, TimeoutProfile
 from tests.fake_script import Note, Script, Step
 
 INTERVAL_S = 0.25
@@ -34,23 +34,24 @@ class Truth(Enum):
     DEAD = "dead"  # the process, or its connections
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Found:
     """How soon the end must follow the mark `since`: `limit_s`, and not before it, but for the watchdog's rhythm.
 
-    `after_work`: the server worked until then, and the CPU rate falls only as the window of 3 s moves on.
+    A mark is a `Note` of the server's script, "start", "submit NAME", or the name of a signal. `after_work`: the server
+    worked until then, and the CPU rate falls only as the window of 3 s moves on.
     """
 
-    since: str
     limit_s: float
+    since: str
     after_work: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Ask:
     """One request, how the server replies, and what must become of it."""
 
-    name: str  # the job's; it picks the reply
+    name: str  # the job's
     reply: Sequence[Step]
     fails: RequestFailReason | None = None  # None: it completes
     found: Found | None = None
@@ -58,88 +59,34 @@ class Ask:
     reasoning: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Await:
-    """Until the server's script has come to `Note(name)`."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """Until the worker has received so many characters of the request's output."""
-
-    name: str
-    chars: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """As long as the scenario wants a state of things to last."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Signal:
-    """To the server's process, from outside; sets the mark of the signal's name. A process that is gone is no error."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Until the request has ended."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitState:
-    """Until the worker is in this state."""
-
-    state: WorkerState
-
-
-Move = Submit | Await | Heard | Pause | Signal | End | AwaitState
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`moves` default to submitting every request in order. The script replies as the asks say."""
+    """`moves`, by comma; without any, every request is submitted in order:
+
+    submit NAME
+    end NAME: until the request has ended
+    heard NAME N: until the worker has received so many characters of the request's output
+    await NOTE: until the server's script has come to `Note(NOTE)`
+    state STATE: until the worker is in it
+    pause SECONDS: as long as a state of things is to last
+    signal NAME: to the server's process, from outside; one that is gone is no error
+    """
 
     name: str
     truth: Truth
     asks: Sequence[Ask] = ()
-    moves: Sequence[Move] = ()
+    moves: str = ""
     launches: Sequence[Script] = ()  # one per launch, the last for all others; () is a well server
-    slots: int = 1
     timeouts: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     wrapped: bool = False  # the server is the child of an idle process
     sidecar: bool = False  # the server has a child that computes for itself
-    start_fails: StartFailReason | None = None
-    start_found: Found | None = None  # since "start"
-    restarts: int = 0
-    restart_reason: str = ""  # of the last one
-    ends: WorkerState = WorkerState.READY
+    start_found: Found | None = None  # the start fails: the server is not ready in its time
+    restart_reason: str = ""  # of the last one; "": no restart is due
+    restarts: int = 1  # where there is a reason
     leaves: bool = False  # the process ends by itself once its connections are closed: it may be gone by then
 
-    @property
-    def profile(self) -> TimeoutProfile:
-        return replace(TIMEOUTS, **self.timeouts)
 
-
-def silent(name: str) -> Note:
+def silent(name: str) -> Step:
     """Marks the beginning of the silence."""
     return Note(f"silent {name}")
-
-
-def found(name: str, limit_s: float, *, after_work: bool = False) -> Found:
-    """Within `limit_s` of the silence of that request."""
-    return Found(since=f"silent {name}", limit_s=limit_s, after_work=after_work)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields
-from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +15,26 @@ import psutil
 import pytest
 import requests
 
-from tests import fake_llama_server
-from tests import fake_script as fs
-from tests.fake_script import Burn, Child, DiskReads, Headers, Journal, Note, Script, Step, fake_server_cmd, steps_json
+from tests.fake_script import Burn, Child, DiskReads, Headers, Journal, Note, Script, fake_server_cmd, steps_json
 
 HOST = "127.0.0.1"
-KEY = {"Authorization": "Bearer sesame"}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-@dataclass
 class Fake:
-    """A running fake server."""
+    """A running fake server, with an API key and a child of each kind."""
 
-    process: subprocess.Popen[bytes]
-    port: int
-    journal: Journal
-    http: requests.Session
+    def __init__(self, port: int, journal: Journal) -> None:
+        script = Script(children=[Child("group"), Child("session"), Child("daemon")])
+        cmd = fake_server_cmd(script, host=HOST, port=port, slots=2, journal=journal.path)
+        self.process = subprocess.Popen([*cmd, "-m", "model.gguf", "--api-key", "sesame"], start_new_session=True)
+        self.url = f"http://{HOST}:{port}"
+        self.journal = journal
 
-    def ask(self, path: str, body: Any = None, **headers: str) -> requests.Response:
+    def ask(self, path: str, body: Any = None, key: str = "sesame") -> requests.Response:
         """The response, of which only the head was read."""
-        method, url = "GET" if body is None else "POST", f"http://{HOST}:{self.port}{path}"
-        return self.http.request(method, url, json=body, headers=headers, stream=True, timeout=10)
+        method, headers = "GET" if body is None else "POST", {"Authorization": f"Bearer {key}"}
+        return requests.request(method, self.url + path, json=body, headers=headers, stream=True, timeout=10)
 
     def chat(self, steps: Any) -> requests.Response:
         return self.ask("/v1/chat/completions", {"messages": MESSAGES, "stream": True, "fake_script": steps})
@@ -49,68 +44,37 @@ class Fake:
         return (times.user + times.system) * os.sysconf("SC_CLK_TCK")
 
 
-Launch = Callable[..., Fake]
-
-
 @pytest.fixture
-def launch(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Launch]:
-    """Starts a fake server, and kills its group and its children at the end."""
-    fakes: list[Fake] = []
-
-    def start(script: Script | None = None, *, extra: str = "") -> Fake:
-        port, journal = free_port(), Journal(tmp_path / "journal")
-        cmd = fake_server_cmd(script or Script(), host=HOST, port=port, slots=2, journal=journal.path)
-        with (tmp_path / "output").open("wb") as file:
-            process = subprocess.Popen([*cmd, *extra.split()], stderr=file, start_new_session=True)
-        fakes.append(Fake(process, port, journal, requests.Session()))
-        fakes[-1].http.trust_env = False
-        journal.wait("ready")
-        return fakes[-1]
-
-    yield start
-    for fake in fakes:
-        fake.http.close()
+def fake(tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    monkeypatch.setenv("NO_PROXY", HOST)
+    fake = Fake(free_port(), Journal(tmp_path / "journal"))
+    try:
+        fake.journal.wait("ready")
+        yield fake
+    finally:
+        fake.process.kill()
+        fake.process.wait(10)
         for child in fake.journal.facts("child"):
             with suppress(ProcessLookupError):
                 os.kill(child["pid"], signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            os.killpg(fake.process.pid, signal.SIGKILL)
-        fake.process.wait(10)
 
 
-def test_the_typed_steps_are_the_steps_of_the_server_with_the_same_fields() -> None:
-    types = [t for t in vars(fs).values() if isinstance(t, type) and issubclass(t, Step) and t is not Step]
-    typed: dict[str, dict[str, Any]] = {}
-    for step in types:
-        known: Any = fields(step)  # type: ignore[arg-type]
-        typed[fs.step_name(step)] = {f.name: Parameter.empty if f.default is MISSING else f.default for f in known}
-    scripted = {}
-    for name, run in fake_llama_server.STEPS.items():
-        _, *parameters = inspect.signature(run).parameters.values()
-        scripted[name] = {parameter.name: parameter.default for parameter in parameters}
-    assert typed == scripted
-
-
-def test_endpoints_answer_as_llama_server_does(launch: Launch) -> None:
-    fake = launch(extra="-m model.gguf --api-key sesame --ctx-size=512")
-    assert fake.ask("/health").status_code == 200
-    assert fake.ask("/v1/models").status_code == 401
-    assert fake.ask("/v1/models", **KEY).status_code == 200
-    assert fake.ask("/v1/models/", **KEY).status_code == 404
-    assert fake.ask("/props", **KEY).json()["total_slots"] == 2
-    assert len(fake.ask("/slots", **KEY).json()) == 2
-    assert fake.ask("/apply-template", {"messages": MESSAGES}, **KEY).json()["prompt"].endswith("assistant\n")
+def test_endpoints_answer_as_llama_server_does(fake: Fake) -> None:
+    assert fake.ask("/health", key="").status_code == 200
+    assert fake.ask("/v1/models", key="").status_code == 401
+    assert fake.ask("/v1/models").status_code == 200
+    assert fake.ask("/v1/models/").status_code == 404
+    assert fake.ask("/props").json()["total_slots"] == len(fake.ask("/slots").json()) == 2
+    assert fake.ask("/apply-template", {"messages": MESSAGES}).json()["prompt"].endswith("assistant\n")
     assert "sesame" not in fake.journal.path.read_text()
 
 
-def test_a_mistake_in_a_script_is_loud(launch: Launch) -> None:
-    fake = launch()
+def test_a_mistake_in_a_script_is_loud(fake: Fake) -> None:
     assert fake.chat([{"do": "nonsense"}]).status_code == 599
     assert fake.journal.facts("script_error")
 
 
-def test_work_shows_in_proc_as_it_should(launch: Launch) -> None:
-    fake = launch()
+def test_work_shows_in_proc_as_it_should(fake: Fake) -> None:
     with fake.chat(steps_json(Headers(), Note("slow"), Burn(60, ticks_per_s=8))):
         fake.journal.wait("note", name="slow")
         before, begun_at = fake.cpu_ticks(), time.monotonic()
@@ -131,8 +95,7 @@ def test_work_shows_in_proc_as_it_should(launch: Launch) -> None:
     assert fake.cpu_ticks() - before <= 1
 
 
-def test_children_in_every_relation_outlive_the_server(launch: Launch) -> None:
-    fake = launch(Script(children=[Child("group"), Child("session"), Child("daemon")]))
+def test_children_in_every_relation_outlive_the_server(fake: Fake) -> None:
     children = {kind: fake.journal.wait("child", kind=kind) for kind in ("group", "session", "daemon")}
     fake.process.terminate()
     assert fake.process.wait(5) == 0
