@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 
 import pytest
@@ -69,11 +67,3 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_it(
     readers[0].abort()
     rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
     go_on.set()
-
-
-def test_a_request_to_a_server_that_stands_still_is_cancelled(rig: Rig) -> None:
-    pid = rig.status()["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    assert rig.worker.cancel(rig.submit()).get(timeout=WAIT_S) is True
-    os.kill(pid, signal.SIGCONT)
-    assert rig.run()["state"] == "completed"

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
 
 import psutil
 import pytest
 
 from llama_worker import LlamaWorker
-from llama_worker.types import WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig
 from tests.conftest import Leftovers
 from tests.fake_script import Child, Headers, Reply, Script, Text, Tokens, WaitClose, plain_reply
@@ -31,7 +29,7 @@ def _rss() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _life(rig: Rig, number: int) -> None:
+def _live(rig: Rig, number: int) -> None:
     rig.start()
     assert rig.run(*plain_reply(Tokens(50)))["state"] == "completed"
     if number % 3 == 0:
@@ -41,35 +39,21 @@ def _life(rig: Rig, number: int) -> None:
             rig.worker.cancel(request).get(timeout=WAIT_S)
         rig.stop()
         assert rig.ended(request)["text"] == "open"
-    rig.stop()
-    assert rig.status()["state"] is WorkerState.STOPPED
+        rig.start()
+    if number % 2:
+        rig.stop()
 
 
-def _repeat(life: Callable[[int], None], leftovers: Leftovers) -> None:
-    warm = 0
+@pytest.mark.timeout(60 + 5 * CYCLES)
+def test_workers_and_their_starts_and_stops_leak_nothing(make_worker: MakeWorker) -> None:
+    first = make_worker(SCRIPT, slots=2, log_lines=50, start=False)
+    leftovers, warm = Leftovers(), 0
     for number in range(CYCLES):
-        life(number)
+        with LlamaWorker(first.config) as worker:
+            _live(Rig(worker, first.config, first.journal), number)
+        del worker
         assert leftovers.wait_none() == [], f"after cycle {number}"
+        first.wait_gone(0.0)
         if number == min(WARM_UP, CYCLES - 1):
             warm = _rss()
     assert _rss() - warm < MAX_GROWTH_BYTES
-
-
-@pytest.mark.timeout(60 + 5 * CYCLES)
-def test_start_request_stop_leaks_nothing(make_worker: MakeWorker) -> None:
-    rig = make_worker(SCRIPT, slots=2, log_lines=50)
-    rig.stop()
-    _repeat(lambda number: _life(rig, number), Leftovers())
-    rig.wait_gone(0.0)
-
-
-@pytest.mark.timeout(60 + 5 * CYCLES)
-def test_whole_workers_leak_nothing(make_worker: MakeWorker) -> None:
-    first = make_worker(SCRIPT, slots=2, start=False)
-
-    def life(number: int) -> None:
-        with LlamaWorker(first.config) as worker:
-            _life(Rig(worker, first.config, first.journal), number)
-
-    _repeat(life, Leftovers())
-    first.wait_gone(0.0)
