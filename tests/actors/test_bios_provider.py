@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -27,16 +26,8 @@ class Provider:
         return "bios"
 
 
-@pytest.fixture
-def provider() -> Iterator[Provider]:
-    blocking = Provider()
-    yield blocking
-    blocking.open.set()
-
-
-def test_while_it_blocks_questions_are_answered_and_a_cancel_takes_effect(
-    make_worker: MakeWorker, provider: Provider
-) -> None:
+def test_while_it_blocks_questions_are_answered_and_a_cancel_takes_effect(make_worker: MakeWorker) -> None:
+    provider = Provider()
     rig = make_worker(bios_provider=provider, slots=2)
     kept, canceled = (rig.submit(*plain_reply(Text("fine"))) for _ in range(2))
     for _ in range(2):
