@@ -162,7 +162,8 @@ def test_a_child_forked_by_the_host_does_not_harm_the_worker(run_host: RunHost) 
 def test_a_server_and_its_children_do_not_outlive_their_guard_and_nobody_elses_are_touched(
     make_worker: MakeWorker,
 ) -> None:
-    swept, other = (make_worker(Script(children=TREE, ignore_term=True)) for _ in range(2))
+    script, timeouts = Script(children=TREE, ignore_term=True), fast_timeouts(stop_grace_s=0.5)
+    swept, other = (make_worker(script, timeouts=timeouts) for _ in range(2))
     for rig in (swept, other):
         rig.journal.wait("child", count=3)
     first, others = swept.tree(), other.tree()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from llama_worker import RestartPolicy, WorkerStartError
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
+from llama_worker import RestartPolicy
+from tests.actors.conftest import MakeWorker, Rig
 from tests.fake_script import (
     DoneMarker,
     End,
@@ -81,25 +79,6 @@ def test_a_redirect_is_not_followed(rig: Rig, free_port: Callable[[], int]) -> N
             elsewhere.accept()
 
 
-def test_a_server_that_refuses_connections_is_connect_failed(make_worker: MakeWorker) -> None:
-    # The listener goes, the process stays: SIGTERM is held up by an open stream that the script never ends.
-    rig = make_worker(slots=2, timeouts=fast_timeouts(health_probe_interval_s=None))
-    rig.wait_text(rig.submit(Headers(), Text("a"), WaitClose()), "a")
-    rig.journal.wait("started")
-    os.kill(rig.status()["pid"], signal.SIGTERM)
-    assert rig.journal.wait("signal")["connected"] == 1
-    eventually(lambda: not _accepts(rig.config.port), "a closed listener")
-    request = rig.submit()
-    assert rig.ended(request)["fail_reason"] in ("connect_failed", "server_died")
-    rig.wait_restarted()
-    assert rig.run()["state"] == "completed"
-
-
-def _accepts(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 # ------------------------------------------------------------ what is sent
 
 
@@ -141,12 +120,3 @@ def test_the_api_key_is_sent_and_shown_nowhere(make_worker: MakeWorker, caplog: 
     assert KEY not in repr(shown) + str(rig.worker) + str(rig.config)
     assert "started with --api-key ***" in repr(shown)
     assert any(fact["headers"].get("authorization") == "***" for fact in rig.journal.facts("request", n=1))
-
-
-def test_a_wrong_api_key_is_a_start_that_never_gets_ready(make_worker: MakeWorker) -> None:
-    rig = make_worker(
-        start=False, api_key="wrong", env={"LLAMA_API_KEY": KEY}, timeouts=fast_timeouts(startup_timeout_s=1.0)
-    )
-    with pytest.raises(WorkerStartError) as failure:
-        rig.worker.start().get(timeout=WAIT_S)
-    assert failure.value.reason == "startup_timeout"
