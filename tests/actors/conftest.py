@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, TimeoutProfile, WorkerConfig
-from llama_worker.types import RequestResult, RequestState, RequestStatus, WorkerState, WorkerStatus
+from llama_worker.types import RequestResult, RequestStatus, WorkerState, WorkerStatus
 from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
 
 HOST = "127.0.0.1"
@@ -76,21 +76,15 @@ class Rig:
         assert told["ok"] is True, told
         return told
 
-    def text(self, request_id: int) -> str:
-        """What it has put out so far."""
-        told = self.worker.read_output(request_id).get(timeout=WAIT_S)
-        assert told["ok"] is True, told
-        return told["text"]
-
     def wait_text(self, request_id: int, wanted: str) -> None:
         """Until the output holds it."""
-        eventually(lambda: wanted in self.text(request_id), f"{wanted!r} in the output")
 
-    def wait_ended(self, request_id: int, timeout_s: float = WAIT_S) -> RequestStatus:
-        """Until the request is terminal; nothing is taken."""
-        active = (RequestState.RUNNING, RequestState.TOOL_RUNNING)
-        eventually(lambda: self.request(request_id)["state"] not in active, f"end of {request_id}", timeout_s)
-        return self.request(request_id)
+        def is_there() -> bool:
+            told = self.worker.read_output(request_id).get(timeout=WAIT_S)
+            assert told["ok"] is True, told
+            return wanted in told["text"]
+
+        eventually(is_there, f"{wanted!r} in the output")
 
     # -- the worker --
 

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from llama_worker.actors.base import SupervisedActor
-from llama_worker.actors.request import RequestActor
 from llama_worker.messages import Probed, StreamEvents, Tick
 from llama_worker.runtime import loop_thread, timers
 from llama_worker.runtime.loop_thread import TICK_S, LoopThread
@@ -31,15 +30,15 @@ PROBES = 10
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
-    """Counts the messages that request actors handle."""
+    """Counts the messages that actors are told."""
     counts: Counter[type] = Counter()
-    handle = RequestActor.handle
+    receive = SupervisedActor.on_receive
 
-    def counting(self: RequestActor, message: Any) -> None:
+    def receiving(self: SupervisedActor[Any], message: Any) -> None:
         counts[type(message)] += 1
-        handle(self, message)
+        receive(self, message)
 
-    monkeypatch.setattr(RequestActor, "handle", counting)
+    monkeypatch.setattr(SupervisedActor, "on_receive", receiving)
     return counts
 
 
@@ -85,31 +84,25 @@ def test_an_idle_worker_wakes_nobody_but_for_its_health_probe(
 
 
 def test_a_health_probe_costs_two_messages_two_timers_and_few_wakeups(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, told: Counter[Any]
 ) -> None:
-    counts: Counter[Any] = Counter()
-    receive, call_at = SupervisedActor.on_receive, TimerThread.call_at
-
-    def receiving(self: SupervisedActor[Any], message: Any) -> None:
-        counts[type(message)] += 1
-        receive(self, message)
+    call_at = TimerThread.call_at
 
     def calling_at(self: TimerThread, at: float, call: Any) -> Timer:
-        counts["timers"] += 1
+        told[Timer] += 1
         return call_at(self, at, call)
 
-    monkeypatch.setattr(SupervisedActor, "on_receive", receiving)
     monkeypatch.setattr(TimerThread, "call_at", calling_at)
     make_worker(timeouts=fast_timeouts(health_probe_interval_s=0.2))
-    counts.clear()
-    eventually(lambda: counts[Probed] >= 2, "health probes, and the end of the start")
-    told, woken = Counter(counts), _wakeups()
-    eventually(lambda: counts[Probed] - told[Probed] >= PROBES, "health probes")
-    told, woken = counts - told, _wakeups() - woken
-    probes, timers = told[Probed], told.pop("timers")
-    assert set(told) == {Tick, Probed}
-    assert told[Tick] <= probes + 1  # one may be under way
-    assert timers <= 2 * (probes + 1)  # when it is due, and how long it may take
+    told.clear()
+    eventually(lambda: told[Probed] >= 2, "health probes, and the end of the start")
+    before, woken = Counter(told), _wakeups()
+    eventually(lambda: told[Probed] - before[Probed] >= PROBES, "health probes")
+    counts, woken = told - before, _wakeups() - woken
+    probes = counts[Probed]
+    assert set(counts) == {Tick, Probed, Timer}
+    assert counts[Tick] <= probes + 1  # one may be under way
+    assert counts[Timer] <= 2 * (probes + 1)  # when it is due, and how long it may take
     assert woken / probes <= 15
 
 

@@ -105,18 +105,11 @@ def test_a_lost_gpu_is_told_once_and_asked_again_after_a_pause_each_time(
         time.sleep(0.01)
 
     monkeypatch.setattr(gpu_watch, "time", SimpleNamespace(sleep=pause))
-    nvml = watching.begin_on(used, Gpu(pids={watching.pid}))
+    nvml = watching.begin_on(used, Gpu(pids={watching.pid}), Gpu(pids={STRANGER}))
+    nvml.lose(nvml.gpus[2])  # another's
     nvml.lose(nvml.gpus[1])
     assert watching.next() == GpuFault(fatal=True, detail="GPU 1: the GPU is lost")
     assert [pauses.get(timeout=WAIT_S) for _ in range(2)] == [gpu_watch.WAIT_S] * 2
-    nvml.report(used, 13)
-    assert watching.next().detail.startswith("GPU 0: Xid 13")
-
-
-def test_another_gpu_that_is_lost_is_no_news(watching: Watching, used: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_watch, "WAIT_S", 0.01)
-    nvml = watching.begin_on(used, Gpu(pids={STRANGER}))
-    nvml.lose(nvml.gpus[1])
     nvml.report(used, 13)
     assert watching.next().detail.startswith("GPU 0: Xid 13")
 

@@ -30,8 +30,6 @@ from tests.fake_script import (
     Text,
     Tokens,
     WaitClose,
-    fake_server_cmd,
-    plain_reply,
     to_json,
 )
 
@@ -194,27 +192,3 @@ def test_the_guard_ignores_what_everybody_is_sent_and_standing_still_does_not_ho
     assert time.monotonic() - began_at < 0.5 + 2.0
     assert rig.status()["state"] is WorkerState.STOPPED
     eventually(lambda: not running(rig.tree()), "end of the server", LEFT_WITHIN_S)
-
-
-_WITHOUT_STREAMS = """
-import os, sys
-for fd in (0, 1, 2):
-    os.close(fd)
-from pathlib import Path
-from llama_worker import LlamaWorker, WorkerConfig
-port, command, told = int(sys.argv[1]), sys.argv[3:], Path(sys.argv[2])
-try:
-    with LlamaWorker(WorkerConfig("closed", "127.0.0.1", port, command)) as worker:
-        job = worker.submit("job", "", "x").get()
-        told.write_text(worker.result(job["request_id"]).get(timeout=30)["text"])
-except BaseException as error:
-    told.write_text(repr(error))
-"""
-
-
-def test_a_host_whose_standard_streams_are_closed_runs_a_server(free_port: Callable[[], int], tmp_path: Path) -> None:
-    port, told = free_port(), tmp_path / "told"
-    served = Script(replies=[Reply(plain_reply(Text("hello")))], lifetime_s=60)
-    command = fake_server_cmd(served, host="127.0.0.1", port=port, slots=1)
-    subprocess.run([sys.executable, "-c", _WITHOUT_STREAMS, str(port), str(told), *command], timeout=60)
-    assert told.read_text() == "hello"

@@ -64,13 +64,11 @@ def test_requests_tokens_and_times_are_those_of_the_results(make_worker: MakeWor
     assert (sample(seen, "slots", worker="w1"), sample(seen, "slots_used", worker="w1")) == (2, 1)
     for outcome, reason in (("completed", "stop"), ("completed", "max_tokens"), ("canceled", "canceled")):
         assert sample(seen, "requests_total", worker="w1", outcome=outcome, reason=reason) == 1
-    usages = [result["usage"] for result in results]
-    assert sample(seen, "prompt_tokens_total", worker="w1") == sum(usage["prompt_tokens"] for usage in usages)
-    assert sample(seen, "prompt_cached_tokens_total", worker="w1") == sum(usage["cached_tokens"] for usage in usages)
+    prompt_tokens = sum(result["usage"]["prompt_tokens"] for result in results)
+    assert sample(seen, "prompt_tokens_total", worker="w1") == prompt_tokens
     assert sample(seen, "generated_tokens_total", worker="w1") - 12 in (0, 1)  # a cancel may come before the token
     took_s = sum(result["timings"]["total_s"] for result in results)
     assert sample(seen, "request_duration_seconds_sum", worker="w1", outcome="completed") == pytest.approx(took_s)
-    assert sample(seen, "request_duration_seconds_count", worker="w1", outcome="completed") == 2
     assert sample(seen, "request_duration_seconds_count", worker="w1", outcome="canceled") == 1
     assert sample(seen, "time_to_first_token_seconds_count", worker="w1") in (2, 3)
     bounds = {dict(labels)["le"] for name, labels in seen if name.endswith("request_duration_seconds_bucket")}
