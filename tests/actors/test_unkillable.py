@@ -9,7 +9,7 @@ import pytest
 
 from llama_worker import WorkerStartError, WorkerStopError
 from llama_worker.types import StartFailReason, WorkerState
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, fast_timeouts
+from tests.actors.conftest import WAIT_S, MakeWorker, fast_timeouts
 from tests.conftest import Leftovers, trace, wait_traced
 from tests.fake_script import Headers, Text, WaitClose, plain_reply
 
@@ -39,20 +39,6 @@ def hold(make_worker: MakeWorker) -> Iterator[Hold]:
     made.release()
 
 
-def assert_answered_unkillable(rig: Rig) -> None:
-    """Every question and order is answered, and no second server was launched."""
-    with pytest.raises(WorkerStartError) as not_started:
-        rig.worker.start().get(timeout=WAIT_S)
-    assert not_started.value.reason is StartFailReason.UNKILLABLE
-    with pytest.raises(WorkerStopError, match="unkillable: SIGKILL does not end process"):
-        rig.worker.stop().get(timeout=WAIT_S)
-    status = rig.status()
-    assert (status["state"], status["slots_used"]) == (WorkerState.FAILED, 0)
-    assert status["last_error"].startswith("unkillable: SIGKILL does not end process")
-    assert rig.worker.submit("job", "", "x").get(timeout=WAIT_S) == {"ok": False, "error": "WORKER_FAILED"}
-    assert len(rig.journal.facts("launched")) == 1
-
-
 def test_what_cannot_be_killed_holds_up_neither_stop_nor_close_and_once_it_is_gone_all_is_well(
     leftovers: Leftovers, make_worker: MakeWorker, hold: Hold
 ) -> None:
@@ -67,7 +53,16 @@ def test_what_cannot_be_killed_holds_up_neither_stop_nor_close_and_once_it_is_go
     assert time.monotonic() - began_at < BOUND_S
     result = rig.ended(request)
     assert (result["fail_reason"], result["text"]) == ("worker_stopped", "kept")
-    assert_answered_unkillable(rig)
+    with pytest.raises(WorkerStartError) as not_started:
+        rig.start()
+    assert not_started.value.reason is StartFailReason.UNKILLABLE
+    with pytest.raises(WorkerStopError, match="unkillable: SIGKILL does not end process"):
+        rig.stop()
+    status = rig.status()
+    assert (status["state"], status["slots_used"]) == (WorkerState.FAILED, 0)
+    assert status["last_error"].startswith("unkillable: SIGKILL does not end process")
+    assert rig.worker.submit("job", "", "x").get(timeout=WAIT_S) == {"ok": False, "error": "WORKER_FAILED"}
+    assert len(rig.journal.facts("launched")) == 1
     hold.release()
     rig.wait_state(WorkerState.STOPPED)
     rig.wait_gone()

@@ -7,7 +7,7 @@ import queue
 import select
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -154,15 +154,12 @@ def test_a_canary_that_is_refused_fails_the_start_and_one_that_is_accepted_does_
         return len(heard) > 1
 
     canary = Canary(prompt="Count to three.", check=refuses_the_first, max_tokens=4)
-    worker = LlamaWorker(serve(whole=True, canary=canary))
-    try:
+    with closing(LlamaWorker(serve(whole=True, canary=canary))) as worker:
         with pytest.raises(WorkerStartError, match="the canary's check refused the answer") as caught:
             worker.start().get(timeout=patience())
         assert caught.value.reason is StartFailReason.CANARY_FAILED
         assert worker.get_worker_status().get(timeout=patience())["state"] is WorkerState.FAILED
         worker.start().get(timeout=patience())
         assert_serves(worker)
-    finally:
-        worker.close()
     assert heard[0]
     assert heard == [heard[0]] * 2  # greedy
