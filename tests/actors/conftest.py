@@ -180,11 +180,13 @@ def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWo
         yield make
 
 
-MakeGate = Callable[[], Path]
+@pytest.fixture
+def rig(make_worker: MakeWorker) -> Rig:
+    """A worker that is READY."""
+    return make_worker()
 
 
 @pytest.fixture
-def make_gate(tmp_path: Path) -> MakeGate:
-    """A factory of gates for `Gate(gate)`; closed until `gate.touch()`."""
-    numbers = itertools.count(1)
-    return lambda: tmp_path / f"gate{next(numbers)}"
+def gate(tmp_path: Path) -> Path:
+    """For a step `Gate(gate)`: closed until `gate.touch()`."""
+    return tmp_path / "gate"

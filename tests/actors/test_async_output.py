@@ -13,7 +13,7 @@ import pytest
 
 from llama_worker import ConfigError, OutputChunk, WorkerClosed
 from llama_worker.async_output import stream
-from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, Rig
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig
 from tests.fake_script import Gate, Headers, Reasoning, Text, Tokens, WaitClose, plain_reply
 
 
@@ -30,16 +30,6 @@ async def first_then(rig: Rig, request_id: int, act: Callable[[], Awaitable[Any]
     """Follow a request, and do something once the first piece has come."""
     async for _ in stream(rig.worker, request_id, poll_interval_s=0.01):
         await act()
-
-
-@pytest.fixture
-def rig(make_worker: MakeWorker) -> Rig:
-    return make_worker()
-
-
-@pytest.fixture
-def gate(make_gate: MakeGate) -> Path:
-    return make_gate()
 
 
 def test_the_pieces_are_the_whole_output_in_order_and_the_last_alone_is_done(rig: Rig) -> None:

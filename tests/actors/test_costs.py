@@ -21,7 +21,7 @@ from llama_worker.messages import Probed, StreamEvents, Tick
 from llama_worker.runtime import loop_thread, timers
 from llama_worker.runtime.loop_thread import TICK_S, LoopThread
 from llama_worker.runtime.timers import Timer, TimerThread
-from tests.actors.conftest import HOST, MakeWorker, eventually, fast_timeouts
+from tests.actors.conftest import HOST, MakeWorker, Rig, eventually, fast_timeouts
 from tests.fake_script import Reply, Script, Sleep, Tokens, plain_reply, steps_json
 
 EVENTS = 4000  # below the bound on tokens
@@ -43,9 +43,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
 
 
 def test_text_that_comes_fast_is_told_at_most_once_per_50_ms_and_wakes_one_thread_as_often(
-    make_worker: MakeWorker, told: Counter[type]
+    rig: Rig, told: Counter[type]
 ) -> None:
-    rig = make_worker()
     before, began = _switches(), time.monotonic()
     rig.run(*plain_reply(Tokens(1000, 0.002)))
     ticks = (time.monotonic() - began) / TICK_S

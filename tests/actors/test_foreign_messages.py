@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pykka
@@ -10,7 +11,7 @@ import pytest
 
 from llama_worker import messages
 from llama_worker.actors.base import members
-from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, eventually
+from tests.actors.conftest import WAIT_S, Rig, eventually
 from tests.fake_script import Gate, Headers, Text, WaitClose
 
 MAILBOXES = (
@@ -32,9 +33,8 @@ def strays_for(ref: pykka.ActorRef[Any]) -> list[Any]:
 
 
 def test_messages_that_an_actor_does_not_know_change_nothing(
-    make_worker: MakeWorker, make_gate: MakeGate, caplog: pytest.LogCaptureFixture
+    rig: Rig, gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate, rig = make_gate(), make_worker()
     request = rig.submit(Headers(), Text("before "), Gate(gate), Text("after"), WaitClose())
     rig.wait_text(request, "before ")
     before, actors = rig.status(), set(pykka.ActorRegistry.get_all())

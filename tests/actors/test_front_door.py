@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llama_worker import ConfigError, LlamaWorker, RequestRefused
-from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, eventually, fast_timeouts
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 from tests.fake_script import Gate, Reasoning, Script, Text, fake_server_cmd, plain_reply, steps_json
 
 HELLO = "Hello"  # what a scripted server says unless it is told otherwise
@@ -67,8 +67,7 @@ def test_what_cannot_work_is_refused(server: str, given: dict[str, Any], error: 
 # ---------------------------------------------------------------- ask
 
 
-def test_ask_passes_everything_on_and_leaves_nothing_behind(make_worker: MakeWorker) -> None:
-    rig = make_worker()
+def test_ask_passes_everything_on_and_leaves_nothing_behind(rig: Rig) -> None:
     asked = rig.worker.ask(
         "And now?",
         system_prompt="Be terse.",
@@ -86,8 +85,7 @@ def test_ask_passes_everything_on_and_leaves_nothing_behind(make_worker: MakeWor
     eventually(lambda: not rig.worker.get_result(result["request_id"]).get()["ok"], "the end of its record")
 
 
-def test_an_answer_that_nobody_waits_for_is_forgotten_too(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig, gate = make_worker(), make_gate()
+def test_an_answer_that_nobody_waits_for_is_forgotten_too(rig: Rig, gate: Path) -> None:
     rig.worker.ask("Hello?", params={"fake_script": steps_json(*plain_reply(Gate(gate), Text("done")))})
     eventually(lambda: rig.status()["active_request_ids"] == [1], "the request")
     gc.collect()
@@ -111,8 +109,7 @@ def test_a_refusal_can_be_pickled_and_says_what_to_do(code: Any) -> None:
 # ---------------------------------------------------------------- output as it comes
 
 
-def test_iter_output_gives_what_comes_and_ends_with_done(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig, gate = make_worker(), make_gate()
+def test_iter_output_gives_what_comes_and_ends_with_done(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(*plain_reply(Reasoning("hm"), Text("one"), Gate(gate), Text("two")))
     seen = []
     for chunk in rig.worker.iter_output(request_id):
@@ -128,8 +125,7 @@ def test_iter_output_gives_what_comes_and_ends_with_done(make_worker: MakeWorker
         next(rig.worker.iter_output(request_id))
 
 
-def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig, gate = make_worker(), make_gate()
+def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(rig: Rig, gate: Path) -> None:
     with pytest.raises(TypeError, match="wait must be a bool, not int: 1"):
         rig.worker.read_output(1, wait=1).get(timeout=WAIT_S)  # type: ignore[arg-type]
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +18,7 @@ from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.messages import ToolThreadStuck
 from llama_worker.stream.tagged_calls import tagged_call
 from llama_worker.types import ExitSignal, RequestResult, ToolDef
-from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, Rig, eventually
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.conftest import Speechless
 from tests.fake_script import (
     DoneMarker,
@@ -217,7 +218,7 @@ ISSUE = {"code": "missing_input", "severity": "error", "summary": "No file."}
 
 
 def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conversation(
-    make_rig: Callable[..., Rig], make_gate: MakeGate
+    make_rig: Callable[..., Rig], gate: Path
 ) -> None:
     heard: SimpleQueue[tuple[Any, int, str]] = SimpleQueue()
 
@@ -225,7 +226,6 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
         heard.put((signal, request_id, job_name))
         raise RuntimeError("and nobody minds")
 
-    gate = make_gate()
     rig = make_rig(exit_tools=ALL_EXIT_TOOLS, on_signal=on_signal)
     issue = ToolCall("signal_issue", ISSUE, index=0, call_id="exit", pieces=3)
     first = [Headers(), Role(), issue, Gate(gate), call("add", 1, a=1, b=2), Finish("tool_calls"), DoneMarker()]

@@ -30,12 +30,6 @@ from tests.fake_script import (
     WaitClose,
 )
 
-
-@pytest.fixture
-def rig(make_worker: MakeWorker) -> Rig:
-    return make_worker()
-
-
 # ------------------------------------------------------------ ends
 
 

@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pykka
 import pytest
 
 from llama_worker import LlamaWorker, WorkerClosed, WorkerStartError
-from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, eventually
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.conftest import Leftovers
 from tests.fake_script import Answer, Exit, Fin, Gate, Headers, Script, Text, WaitClose, plain_reply
 
@@ -118,8 +119,7 @@ def test_a_lost_handle_takes_its_server_along(make_worker: MakeWorker, leftovers
 # ------------------------------------------------------------ admission
 
 
-def test_bad_input_takes_no_slot(make_worker: MakeWorker) -> None:
-    rig = make_worker()
+def test_bad_input_takes_no_slot(rig: Rig) -> None:
     for refused in (rig.worker.submit("job", "", b"x"), rig.worker.ask(7)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="user_prompt"):
             refused.get(timeout=WAIT_S)
@@ -130,10 +130,7 @@ def test_bad_input_takes_no_slot(make_worker: MakeWorker) -> None:
 # ------------------------------------------------------------ results
 
 
-def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_taken(
-    make_worker: MakeWorker, make_gate: MakeGate
-) -> None:
-    rig, gate = make_worker(), make_gate()
+def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_taken(rig: Rig, gate: Path) -> None:
     request = rig.submit(Gate(gate), *plain_reply(Text("same")))
     futures = [rig.worker.result(request) for _ in range(8)]
     rig.status()  # the messages that carried them are handled
@@ -149,9 +146,7 @@ def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_t
         assert call(request).get(timeout=WAIT_S) == NOT_FOUND
 
 
-def test_polling_for_a_result_leaves_no_futures_behind(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig = make_worker()
-    gate = make_gate()
+def test_polling_for_a_result_leaves_no_futures_behind(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
     polled = []
     for _ in range(20):
