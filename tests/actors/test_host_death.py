@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -41,12 +41,12 @@ STUBBORN = Script(replies=[ENDLESS], children=TREE, ignore_term=True, floods=[Fl
 OBEDIENT = Script(replies=[ENDLESS])
 
 
+@dataclass(frozen=True)
 class Host:
     """A running host program."""
 
-    def __init__(self, process: subprocess.Popen[str], journal: Journal) -> None:
-        self.process = process
-        self.journal = journal
+    process: subprocess.Popen[str]
+    journal: Journal
 
     def go(self) -> None:
         """Let it end."""
@@ -65,13 +65,8 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
     def run(way: str, script: Script) -> Host:
         journal = tmp_path / "journal"
         arguments = (way, str(free_port()), str(journal), json.dumps(to_json(replace(script, lifetime_s=120))))
-        process = subprocess.Popen(
-            [sys.executable, str(HOST_PROGRAM), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command, pipe = [sys.executable, str(HOST_PROGRAM), *arguments], subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         running.append(process)
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from llama_worker import WorkerStartError
+from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, fast_timeouts
 from tests.fake_script import Headers, Repeat, Reply, Script, Sleep, Startup, Text
@@ -22,16 +22,11 @@ TOKENS = [Headers(), Repeat(None, [Text("token "), Sleep(0.002)])]
 
 def assert_answers(rig: Rig, state: WorkerState, request: int = 1) -> None:
     """Every question; the worker is in that state all the while."""
-    calls: list[Callable[[], Any]] = [
-        rig.worker.get_debug_info,
-        lambda: rig.worker.get_status(request),
-        lambda: rig.worker.read_output(request),
-        lambda: rig.worker.get_result(request + 1000),
-        lambda: rig.worker.cancel(request + 1000),
-        lambda: rig.worker.submit("job", "", "x"),
-    ]
-    for call in calls:
-        call().get(timeout=WAIT_S)
+    asked: list[WorkerFuture[Any]] = [rig.worker.get_debug_info(), rig.worker.submit("job", "", "x")]
+    asked += [question(request) for question in (rig.worker.get_status, rig.worker.read_output)]
+    asked += [question(request + 1000) for question in (rig.worker.get_result, rig.worker.cancel)]
+    for answer in asked:
+        answer.get(timeout=WAIT_S)
     assert rig.status()["state"] is state
 
 
