@@ -30,6 +30,7 @@ from tests.fake_script import (
     Text,
     Tokens,
     WaitClose,
+    fake_server_cmd,
     to_json,
 )
 
@@ -187,3 +188,21 @@ def test_the_guard_ignores_what_everybody_is_sent_and_standing_still_does_not_ho
     assert time.monotonic() - began_at < 0.5 + 2.0
     assert rig.status()["state"] is WorkerState.STOPPED
     eventually(lambda: not running(rig.tree()), "end of the server", LEFT_WITHIN_S)
+
+
+_WITHOUT_STREAMS = """
+import os, sys
+os.closerange(0, 3)
+from pathlib import Path
+from llama_worker import LlamaWorker, WorkerConfig
+port, said, *command = sys.argv[1:]
+with LlamaWorker(WorkerConfig("closed", "127.0.0.1", int(port), command)) as worker:
+    Path(said).write_text(worker.ask("x").get(timeout=30)["text"])
+"""
+
+
+def test_a_host_whose_standard_streams_are_closed_runs_a_server(free_port: Callable[[], int], tmp_path: Path) -> None:
+    port, said = free_port(), tmp_path / "said"
+    command = fake_server_cmd(Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
+    subprocess.run([sys.executable, "-c", _WITHOUT_STREAMS, str(port), str(said), *command], timeout=60)
+    assert said.read_text() == "Hello"

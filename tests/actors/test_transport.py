@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from llama_worker import RestartPolicy
-from tests.actors.conftest import MakeWorker, Rig
+from tests.actors.conftest import HOST, MakeWorker, Rig, eventually, fast_timeouts
 from tests.fake_script import (
     DoneMarker,
     End,
@@ -71,6 +73,17 @@ def test_a_redirect_is_not_followed(rig: Rig, free_port: Callable[[], int]) -> N
             assert (result["fail_reason"], result["fail_detail"][:8]) == ("http_error", f"HTTP {status}")
         with pytest.raises(BlockingIOError):
             elsewhere.accept()
+
+
+def test_a_server_that_refuses_connections_is_doubted_and_replaced(make_worker: MakeWorker) -> None:
+    # The listener goes, the process stays: SIGTERM is held up by an open stream that the script never ends.
+    rig = make_worker(slots=2, timeouts=fast_timeouts(health_probe_interval_s=None))
+    rig.wait_text(rig.submit(Headers(), Text("a"), WaitClose()), "a")
+    os.kill(rig.status()["pid"], signal.SIGTERM)
+    assert rig.journal.wait("signal")["connected"] == 1
+    eventually(lambda: socket.socket().connect_ex((HOST, rig.config.port)), "a closed listener")
+    assert rig.run()["fail_reason"] in ("connect_failed", "server_died")
+    rig.wait_restarted()
 
 
 # ------------------------------------------------------------ what is sent

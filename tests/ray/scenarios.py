@@ -12,5 +12,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     name: scenario
     for module in (actor_scenarios, start_scenarios, fleet_scenarios)
     for name, scenario in vars(module).items()
-    if isfunction(scenario) and scenario.__module__ == module.__name__ and [*signature(scenario).parameters] == ["stage"]
+    if isfunction(scenario)
+    and scenario.__module__ == module.__name__
+    and [*signature(scenario).parameters] == ["stage"]
 }
