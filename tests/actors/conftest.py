@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -130,22 +130,20 @@ def tree(journal: Journal) -> Tree:
     return {fact["pid"]: fact["at"] for fact in (*launched, *children)} | {f["ppid"]: f["at"] for f in launched}
 
 
-def living(seen: Tree) -> set[int]:
-    """Those that are still there, zombies too."""
-    return {pid for pid, at in seen.items() if _is_there(pid, at)}
+def living(seen: Tree, *, zombies: bool = True) -> set[int]:
+    """Those that are still there."""
+    there = set()
+    for pid, at in seen.items():
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() < at + 1.0 and (zombies or process.status() != psutil.STATUS_ZOMBIE):
+                there.add(pid)
+    return there
 
 
 def running(seen: Tree) -> set[int]:
     """Those that still run. An orphan's zombie is left to this machine's init, which may take its time."""
-    return {pid for pid, at in seen.items() if _is_there(pid, at, zombies=False)}
-
-
-def _is_there(pid: int, at: float, *, zombies: bool = True) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() < at + 1.0 and (zombies or process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return living(seen, zombies=False)
 
 
 class MakeWorker(Protocol):

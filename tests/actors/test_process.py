@@ -21,7 +21,7 @@ from llama_worker import RestartPolicy, WorkerStartError
 from llama_worker.runtime import server_process
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import StartFailReason, WorkerState, WorkerStatus
-from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, fast_timeouts, living
+from tests.actors.conftest import HOST, WAIT_S, MakeWorker, fast_timeouts, living
 from tests.conftest import Leftovers
 from tests.fake_script import (
     Child,
@@ -45,10 +45,6 @@ def _failure(starting: WorkerFuture[WorkerStatus]) -> WorkerStartError:
     with pytest.raises(WorkerStartError) as failure:
         starting.get(timeout=WAIT_S)
     return failure.value
-
-
-def _fails_to_start(rig: Rig) -> WorkerStartError:
-    return _failure(rig.worker.start())
 
 
 # ------------------------------------------------------------ start
@@ -85,7 +81,7 @@ def test_what_would_reconfigure_a_server_is_not_inherited_and_its_own_path_is_se
 )
 def test_what_cannot_be_executed_is_spawn_failed(make_worker: MakeWorker, path: str, why: str) -> None:
     rig = make_worker(start=False, server_cmd=(path,))
-    error = _fails_to_start(rig)
+    error = _failure(rig.worker.start())
     assert error.reason is StartFailReason.SPAWN_FAILED
     assert path in str(error)
     assert why in str(error)
@@ -96,7 +92,7 @@ def test_what_cannot_be_executed_is_spawn_failed(make_worker: MakeWorker, path: 
 def test_a_server_that_exits_says_why_and_with_which_code(make_worker: MakeWorker, code: int) -> None:
     lines = ["loading", "error: failed to load model 'x.gguf'"]
     rig = make_worker(Script(exits=[Exit(code=code, when="before_bind", log=lines)]), start=False)
-    error = _fails_to_start(rig)
+    error = _failure(rig.worker.start())
     assert (error.reason, error.returncode) == (StartFailReason.EXITED, code)
     assert error.log_tail[-2:] == tuple(lines)
     assert lines[1] in str(error)
@@ -118,10 +114,10 @@ def test_an_environment_that_changes_meanwhile_can_be_taken(monkeypatch: pytest.
 
 def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: MakeWorker) -> None:
     too_long = make_worker(start=False, server_cmd=(sys.executable, "x" * 200_000))
-    assert _fails_to_start(too_long).reason is StartFailReason.SPAWN_FAILED
+    assert _failure(too_long.worker.start()).reason is StartFailReason.SPAWN_FAILED
     too_long.stop()
     no_name = make_worker(start=False, host="x" * 70 + ".local", server_cmd=("/bin/false",))  # IDNA: 63 at most
-    assert _fails_to_start(no_name).returncode == 1
+    assert _failure(no_name.worker.start()).returncode == 1
     no_name.stop()
 
 
@@ -131,7 +127,7 @@ def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: Ma
 def test_a_port_that_is_taken_before_or_during_a_launch_is_port_in_use(make_worker: MakeWorker) -> None:
     rig = make_worker(Script(startup=Startup(bind_delay_s=1.0)), start=False)
     with socket.create_server((HOST, rig.config.port)):
-        assert _fails_to_start(rig).reason is StartFailReason.PORT_IN_USE
+        assert _failure(rig.worker.start()).reason is StartFailReason.PORT_IN_USE
     assert rig.status()["state"] is WorkerState.STOPPED
     assert not rig.journal.facts("launched")
     starting = rig.worker.start()
@@ -187,9 +183,7 @@ def test_a_host_without_descriptors_loses_none_over_a_pipe_that_cannot_be_made(
 # ------------------------------------------------------------ stop
 
 STUBBORN = {
-    "obedient, children without output": Script(
-        children=[Child(kind, keep_output=False) for kind in ("session", "daemon")]
-    ),
+    "obedient, a child without output": Script(children=[Child("daemon", keep_output=False)]),
     "children, floods its log, ignores SIGTERM": Script(children=TREE, floods=[Flood()], ignore_term=True),
     "children, is SIGSTOPped": Script(children=TREE),
 }
@@ -240,6 +234,7 @@ def test_a_start_that_is_stopped_leaves_nothing(make_worker: MakeWorker, childre
     starting = rig.worker.start()
     if children_count:
         rig.journal.wait("child", timeout=WAIT_S, count=children_count)
+        assert rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"], "questions are answered meanwhile"
     rig.stop()
     rig.wait_gone(0.0)
     assert _failure(starting).reason is StartFailReason.STOPPED

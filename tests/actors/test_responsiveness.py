@@ -9,13 +9,10 @@ import os
 import signal
 from typing import Any
 
-import pytest
-
-from llama_worker import WorkerStartError
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, fast_timeouts
-from tests.fake_script import Headers, Repeat, Reply, Script, Sleep, Startup, Text
+from tests.fake_script import Headers, Repeat, Reply, Script, Sleep, Text
 
 TOKENS = [Headers(), Repeat(None, [Text("token "), Sleep(0.002)])]
 
@@ -55,13 +52,3 @@ def test_while_the_server_stands_still_while_it_is_stopped_and_during_a_backoff(
     assert not stopping.done()
     os.kill(rig.status()["pid"], signal.SIGKILL)
     stopping.get(timeout=WAIT_S)
-
-
-def test_during_a_start(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(startup=Startup(load_s=None, load_work="cpu")), start=False)
-    starting = rig.worker.start()
-    rig.journal.wait("bound", timeout=WAIT_S)
-    assert_answers(rig, WorkerState.RUNNING)
-    rig.stop()
-    with pytest.raises(WorkerStartError):
-        starting.get(timeout=WAIT_S)

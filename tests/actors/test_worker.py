@@ -20,8 +20,6 @@ from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.conftest import Leftovers
 from tests.fake_script import Answer, Exit, Fin, Gate, Headers, Script, Text, WaitClose, plain_reply
 
-NOT_FOUND = {"ok": False, "error": "NOT_FOUND"}
-
 
 def _all_at_once(calls: list[Callable[[], Any]]) -> list[Any]:
     """What each returns, on a thread of its own; the first exception is raised here."""
@@ -143,7 +141,7 @@ def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_t
     assert taken[1]["signals"] == []
     assert futures[1].get(timeout=WAIT_S) is taken[1]
     for call in (rig.worker.result, rig.worker.get_result, rig.worker.get_status, rig.worker.read_output):
-        assert call(request).get(timeout=WAIT_S) == NOT_FOUND
+        assert call(request).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_FOUND"}
 
 
 def test_polling_for_a_result_leaves_no_futures_behind(rig: Rig, gate: Path) -> None:
