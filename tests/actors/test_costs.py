@@ -25,7 +25,6 @@ from tests.actors.conftest import HOST, MakeWorker, Rig, eventually, fast_timeou
 from tests.fake_script import Reply, Script, Sleep, Tokens, plain_reply, steps_json
 
 EVENTS = 4000  # below the bound on tokens
-PROBES = 10
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def test_a_health_probe_costs_two_messages_two_timers_and_few_wakeups(
     told.clear()
     eventually(lambda: told[Probed] >= 2, "health probes, and the end of the start")
     before, woken = Counter(told), _wakeups()
-    eventually(lambda: told[Probed] - before[Probed] >= PROBES, "health probes")
+    eventually(lambda: told[Probed] - before[Probed] >= 10, "health probes")
     counts, woken = told - before, _wakeups() - woken
     probes = counts[Probed]
     assert set(counts) == {Tick, Probed, Timer}

@@ -32,9 +32,6 @@ from tests.fake_script import (
     WaitClose,
 )
 
-# ------------------------------------------------------------ ends
-
-
 ENDS: list[tuple[list[Step], str, str | None]] = [
     ([Headers(), Text("all"), Finish(), Reset()], "all", None),
     ([Headers(), Text("all"), Finish(), PingEvery(0.05), WaitClose()], "all", None),
@@ -59,9 +56,6 @@ def test_how_streams_end(make_worker: MakeWorker) -> None:
         assert (result["text"], result.get("fail_reason")) == (text, reason), (steps, result)
     assert rig.run()["state"] == "completed"
     assert (rig.status()["restart_count"], rig.status()["slots_used"]) == (0, 0)
-
-
-# ------------------------------------------------------------ errors
 
 
 def test_a_redirect_is_not_followed(rig: Rig, free_port: Callable[[], int]) -> None:
