@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -110,6 +111,26 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(path))
     authority.cert_pem.write_to_path(str(path), append=True)
     return path
+
+
+_PTRACE_SEIZE, _PTRACE_INTERRUPT, _WALL = 0x4206, 0x4207, 0x40000000
+
+
+def trace(tid: int, *, stop: bool = False) -> None:
+    """Into the hands of a debugger, this thread: nobody else hears of its end before `wait_traced` has seen it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT) if stop else (_PTRACE_SEIZE,):
+        if libc.ptrace(request, tid, None, None) < 0:
+            pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
+    if stop:
+        os.waitpid(tid, _WALL)
+
+
+def wait_traced(tid: int) -> None:
+    """Until it has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.WIFSTOPPED(os.waitpid(tid, _WALL)[1]):
+            pass
 
 
 class Speechless(Exception):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, TimeoutProfile, WorkerConfig
-from llama_worker.types import RequestResult, RequestState, RequestStatus, WorkerState, WorkerStatus
+from llama_worker.types import RequestResult, RequestStatus, WorkerState, WorkerStatus
 from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
 
 HOST = "127.0.0.1"
@@ -76,21 +76,15 @@ class Rig:
         assert told["ok"] is True, told
         return told
 
-    def text(self, request_id: int) -> str:
-        """What it has put out so far."""
-        told = self.worker.read_output(request_id).get(timeout=WAIT_S)
-        assert told["ok"] is True, told
-        return told["text"]
-
     def wait_text(self, request_id: int, wanted: str) -> None:
         """Until the output holds it."""
-        eventually(lambda: wanted in self.text(request_id), f"{wanted!r} in the output")
 
-    def wait_ended(self, request_id: int, timeout_s: float = WAIT_S) -> RequestStatus:
-        """Until the request is terminal; nothing is taken."""
-        active = (RequestState.RUNNING, RequestState.TOOL_RUNNING)
-        eventually(lambda: self.request(request_id)["state"] not in active, f"end of {request_id}", timeout_s)
-        return self.request(request_id)
+        def is_there() -> bool:
+            told = self.worker.read_output(request_id).get(timeout=WAIT_S)
+            assert told["ok"] is True, told
+            return wanted in told["text"]
+
+        eventually(is_there, f"{wanted!r} in the output")
 
     # -- the worker --
 
@@ -136,22 +130,20 @@ def tree(journal: Journal) -> Tree:
     return {fact["pid"]: fact["at"] for fact in (*launched, *children)} | {f["ppid"]: f["at"] for f in launched}
 
 
-def living(seen: Tree) -> set[int]:
-    """Those that are still there, zombies too."""
-    return {pid for pid, at in seen.items() if _is_there(pid, at)}
+def living(seen: Tree, *, zombies: bool = True) -> set[int]:
+    """Those that are still there."""
+    there = set()
+    for pid, at in seen.items():
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() < at + 1.0 and (zombies or process.status() != psutil.STATUS_ZOMBIE):
+                there.add(pid)
+    return there
 
 
 def running(seen: Tree) -> set[int]:
     """Those that still run. An orphan's zombie is left to this machine's init, which may take its time."""
-    return {pid for pid, at in seen.items() if _is_there(pid, at, zombies=False)}
-
-
-def _is_there(pid: int, at: float, *, zombies: bool = True) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() < at + 1.0 and (zombies or process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return living(seen, zombies=False)
 
 
 class MakeWorker(Protocol):
@@ -186,11 +178,13 @@ def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWo
         yield make
 
 
-MakeGate = Callable[[], Path]
+@pytest.fixture
+def rig(make_worker: MakeWorker) -> Rig:
+    """A worker that is READY."""
+    return make_worker()
 
 
 @pytest.fixture
-def make_gate(tmp_path: Path) -> MakeGate:
-    """A factory of gates for `Gate(gate)`; closed until `gate.touch()`."""
-    numbers = itertools.count(1)
-    return lambda: tmp_path / f"gate{next(numbers)}"
+def gate(tmp_path: Path) -> Path:
+    """For a step `Gate(gate)`: closed until `gate.touch()`."""
+    return tmp_path / "gate"

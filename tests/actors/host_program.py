@@ -32,21 +32,24 @@ def main(way: str, port: str, journal: str, script: str) -> None:
             timeouts=TimeoutProfile(stop_grace_s=60.0),
         )
     )
+    starting = worker.start()
     if way == "exit while starting":
-        worker.start()
-        print("ready", flush=True)
-        sys.stdin.readline()
+        announce()
         return
-    worker.start().get(timeout=30)
+    starting.get(timeout=30)
     submitted = worker.submit("job", "", "stream").get()
     assert submitted["ok"]
-    while True:
-        output = worker.read_output(submitted["request_id"]).get()
-        assert output["ok"]
-        if output["text"]:
-            break
-        time.sleep(0.01)
-    WAYS[way](worker)
+    next(worker.iter_output(submitted["request_id"]))
+    if way == "a child runs atexit":
+        be_unharmed_by_a_child(worker)
+        announce()
+        worker.close()
+        return
+    fork_children()
+    waiting = worker.result(submitted["request_id"])
+    threading.Thread(target=lambda: waiting.get(timeout=120), daemon=True).start()
+    announce()
+    ENDS[way]()
 
 
 def announce() -> None:
@@ -55,38 +58,20 @@ def announce() -> None:
     sys.stdin.readline()
 
 
-def _end_by(end: Callable[[], object]) -> Callable[[LlamaWorker], None]:
-    def run(worker: LlamaWorker) -> None:
-        announce()
-        end()
-
-    return run
-
-
-def _return_while_a_thread_waits(worker: LlamaWorker) -> None:
-    waiting = worker.result(1)
-    threading.Thread(target=lambda: waiting.get(timeout=120), daemon=True).start()
-    announce()
+def fork_children() -> None:
+    """They outlive the host, and hold copies of all its descriptors but those that the test waits on."""
+    for _ in range(2):
+        if os.fork() == 0:
+            null = os.open(os.devnull, os.O_RDWR)
+            for fd in (0, 1, 2):
+                os.dup2(null, fd)
+            signal.alarm(30)
+            time.sleep(60)
+            os._exit(0)
 
 
-def _with_forked_children(end: Callable[[LlamaWorker], None]) -> Callable[[LlamaWorker], None]:
-    def run(worker: LlamaWorker) -> None:
-        for _ in range(2):
-            if os.fork() == 0:
-                # Outlives the host, and holds copies of all its descriptors but those that the test waits on.
-                null = os.open(os.devnull, os.O_RDWR)
-                for fd in (0, 1, 2):
-                    os.dup2(null, fd)
-                signal.alarm(30)
-                time.sleep(60)
-                os._exit(0)
-        end(worker)
-
-    return run
-
-
-def _child_that_runs_atexit(worker: LlamaWorker) -> None:
-    """The worker must be unharmed by a forked child's regular exit, its close() and its lost handle."""
+def be_unharmed_by_a_child(worker: LlamaWorker) -> None:
+    """By its regular exit, its close() and its lost handle."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -96,24 +81,14 @@ def _child_that_runs_atexit(worker: LlamaWorker) -> None:
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0, status
     assert worker.get_worker_status().get()["state"] == "ready"
-    submitted = worker.submit("job", "", "hello").get()
-    assert submitted["ok"]
-    result = worker.result(submitted["request_id"]).get(timeout=30)
-    assert result["ok"]
+    result = worker.ask("hello").get(timeout=30)
     assert result["state"] == "completed", result
-    announce()
-    worker.close()
 
 
-_killed = _end_by(lambda: time.sleep(120))  # the test sends the signal
-WAYS: dict[str, Callable[[LlamaWorker], None]] = {
-    "plain return, forked children live on": _with_forked_children(_end_by(lambda: None)),
-    "sys.exit": _end_by(lambda: sys.exit(3)),
-    "os._exit, forked children live on": _with_forked_children(_end_by(lambda: os._exit(4))),
-    "killed": _killed,
-    "killed, forked children live on": _with_forked_children(_killed),
-    "a thread waits for a result": _return_while_a_thread_waits,
-    "a child runs atexit": _child_that_runs_atexit,
+ENDS: dict[str, Callable[[], object]] = {
+    "sys.exit": lambda: sys.exit(3),
+    "os._exit": lambda: os._exit(4),
+    "killed": lambda: time.sleep(120),  # the test sends the signal
 }
 
 

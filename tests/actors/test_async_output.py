@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from llama_worker import ConfigError, OutputChunk, WorkerClosed
 from llama_worker.async_output import stream
-from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, Rig
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig
 from tests.fake_script import Gate, Headers, Reasoning, Text, Tokens, WaitClose, plain_reply
 
 
@@ -25,14 +26,10 @@ async def collect(rig: Rig, request_id: int, **how: Any) -> list[OutputChunk]:
     return [chunk async for chunk in stream(rig.worker, request_id, poll_interval_s=0.01, **how)]
 
 
-@pytest.fixture
-def rig(make_worker: MakeWorker) -> Rig:
-    return make_worker()
-
-
-@pytest.fixture
-def gate(make_gate: MakeGate) -> Path:
-    return make_gate()
+async def first_then(rig: Rig, request_id: int, act: Callable[[], Awaitable[Any]]) -> None:
+    """Follow a request, and do something once the first piece has come."""
+    async for _ in stream(rig.worker, request_id, poll_interval_s=0.01):
+        await act()
 
 
 def test_the_pieces_are_the_whole_output_in_order_and_the_last_alone_is_done(rig: Rig) -> None:
@@ -47,23 +44,17 @@ def test_the_pieces_are_the_whole_output_in_order_and_the_last_alone_is_done(rig
     assert (late["text"], late["reasoning"]) == (result["text"][1:], "m")
 
 
-def test_a_piece_comes_while_the_request_still_runs_and_the_event_loop_goes_on(rig: Rig, gate: Path) -> None:
+def test_the_event_loop_goes_on_while_it_waits(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(*plain_reply(Text("first"), Gate(gate), Text(" second")))
 
-    async def turn_and_open() -> None:
-        for _ in range(100):
-            await asyncio.sleep(0)
-        gate.touch()  # the server waits for the event loop to turn
-
-    async def main() -> list[str]:
-        texts, turning = [], None
-        async for chunk in stream(rig.worker, request_id, poll_interval_s=0.01):
-            texts.append(chunk["text"])
-            turning = turning or asyncio.create_task(turn_and_open())
-        return texts
+    async def main() -> list[OutputChunk]:
+        chunks = stream(rig.worker, request_id, poll_interval_s=0.01)
+        first = await anext(chunks)
+        asyncio.get_running_loop().call_later(0.05, gate.touch)  # never, where waiting for the rest blocks the loop
+        return [first, *[chunk async for chunk in chunks]]
 
     first, *rest = run(main())
-    assert (first, "".join(rest)) == ("first", " second")
+    assert (first["text"], "".join(chunk["text"] for chunk in rest)) == ("first", " second")
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["left", "cancelled"])
@@ -86,24 +77,18 @@ def test_an_iteration_that_ends_early_leaves_the_request_running(rig: Rig, gate:
 def test_a_result_that_is_taken_from_under_the_stream_is_no_silent_end(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
 
-    async def main() -> None:
-        async for _ in stream(rig.worker, request_id, poll_interval_s=0.01):
-            gate.touch()
-            assert (await rig.worker.result(request_id))["ok"]
+    async def take() -> None:
+        gate.touch()
+        assert (await rig.worker.result(request_id))["ok"]
 
     with pytest.raises(LookupError, match="taken"):
-        run(main())
+        run(first_then(rig, request_id, take))
 
 
 def test_a_closed_worker_ends_it(rig: Rig) -> None:
     request_id = rig.submit(Headers(), Text("a"), WaitClose())
-
-    async def main() -> None:
-        async for _ in stream(rig.worker, request_id, poll_interval_s=0.01):
-            await asyncio.to_thread(rig.worker.close)
-
     with pytest.raises(WorkerClosed):
-        run(main())
+        run(first_then(rig, request_id, partial(asyncio.to_thread, rig.worker.close)))
 
 
 def test_bad_arguments_are_refused(make_worker: MakeWorker) -> None:

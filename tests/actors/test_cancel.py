@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 
 import pytest
 
 from llama_worker.runtime.stream_reader import StreamReader
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
+from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.fake_script import Burn, Finish, Headers, PingEvery, PromptProgress, Repeat, Script, Step, Text, WaitClose
 
 PHASES: dict[str, list[Step]] = {
@@ -21,25 +19,21 @@ PHASES: dict[str, list[Step]] = {
 }
 
 
-@pytest.fixture
-def rig(make_worker: MakeWorker) -> Rig:
-    return make_worker(slots=2, loop_detector=None)
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_the_connection_is_closed_in_every_phase(rig: Rig, phase: str) -> None:
-    request = rig.submit(*PHASES[phase])
-    rig.journal.wait("started", timeout=WAIT_S)
-    if any(step["do"] in ("Text", "Repeat") for step in PHASES[phase]):
-        rig.wait_text(request, "token ")
-    assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
-    assert rig.request(request)["phase"] == "done"
-    assert rig.status()["slots_used"] == 0
-    rig.journal.wait("client_closed", n=1, timeout=WAIT_S)  # the script itself never ends it
-    result = rig.ended(request)
-    assert (result["state"], result["finish_reason"], result["fail_reason"]) == ("canceled", "canceled", "canceled")
-    assert set(result["text"].split()) <= {"token"}
-    assert rig.worker.cancel(request).get(timeout=WAIT_S) is False, "there is none with that id any more"
+def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> None:
+    rig = make_worker(slots=2, loop_detector=None)
+    for number, steps in enumerate(PHASES.values(), start=1):
+        request = rig.submit(*steps)
+        rig.journal.wait("started", n=number, timeout=WAIT_S)
+        if any(step["do"] in ("Text", "Repeat") for step in steps):
+            rig.wait_text(request, "token ")
+        assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
+        assert rig.request(request)["phase"] == "done"
+        assert rig.status()["slots_used"] == 0
+        rig.journal.wait("client_closed", n=number, timeout=WAIT_S)  # the script itself never ends it
+        result = rig.ended(request)
+        assert {result["state"], result["finish_reason"], result["fail_reason"]} == {"canceled"}
+        assert set(result["text"].split()) <= {"token"}
+        assert rig.worker.cancel(request).get(timeout=WAIT_S) is False, "there is none with that id any more"
     assert rig.run()["state"] == "completed"
     assert rig.status()["restart_count"] == 0
 
@@ -69,11 +63,3 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_it(
     readers[0].abort()
     rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
     go_on.set()
-
-
-def test_a_request_to_a_server_that_stands_still_is_cancelled(rig: Rig) -> None:
-    pid = rig.status()["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    assert rig.worker.cancel(rig.submit()).get(timeout=WAIT_S) is True
-    os.kill(pid, signal.SIGCONT)
-    assert rig.run()["state"] == "completed"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import gc
 import pickle
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_worker import ConfigError, LlamaWorker, RequestRefused, WorkerState
-from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, eventually, fast_timeouts
+from llama_worker import ConfigError, LlamaWorker, RequestRefused
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 from tests.fake_script import Gate, Reasoning, Script, Text, fake_server_cmd, plain_reply, steps_json
 
 HELLO = "Hello"  # what a scripted server says unless it is told otherwise
@@ -30,29 +28,18 @@ def server(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def from_model() -> Iterator[Callable[..., LlamaWorker]]:
-    """`LlamaWorker.from_model`; what it made is closed at the end of the test."""
-    with ExitStack() as stack:
-
-        def make(**options: Any) -> LlamaWorker:
-            return stack.enter_context(closing(LlamaWorker.from_model("models/tiny.gguf", **options)))
-
-        yield make
-
-
 # ---------------------------------------------------------------- from_model
 
 
-def test_from_a_model_to_an_answer(server: str) -> None:
-    with LlamaWorker.from_model("a.gguf", executable=server, timeouts=fast_timeouts()) as worker:
+def test_from_a_model_to_an_answer(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_SERVER", server)  # one of the places where the command line finds it
+    worker = LlamaWorker.from_model(
+        "models/tiny.gguf", slots=3, extra_args=["--ctx-size", "512"], timeouts=fast_timeouts()
+    )
+    with worker:
         assert worker.ask("Hello?").get(timeout=WAIT_S)["text"] == HELLO
-
-
-def test_the_worker_is_what_its_config_would_make(server: str, from_model: Callable[..., LlamaWorker]) -> None:
-    worker = from_model(slots=3, executable=server, extra_args=["--ctx-size", "512"])
-    status, debug = worker.get_worker_status().get(), worker.get_debug_info().get()
-    assert (status["name"], status["state"], status["slots_total"]) == ("tiny", WorkerState.STOPPED, 3)
+        status, debug = worker.get_worker_status().get(), worker.get_debug_info().get()
+    assert (status["name"], status["slots_total"]) == ("tiny", 3)
     program, *words = debug["server_cmd"]
     assert program == server
     options = dict(zip(words[::2], words[1::2], strict=True))
@@ -61,24 +48,10 @@ def test_the_worker_is_what_its_config_would_make(server: str, from_model: Calla
     assert options == {**model, "--parallel": "3", "--ctx-size": "512"}
 
 
-def test_the_server_is_found_where_the_command_line_finds_it(
-    server: str, from_model: Callable[..., LlamaWorker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLAMA_SERVER", server)
-    assert from_model().get_debug_info().get()["server_cmd"][0] == server
-
-
-def test_without_a_server_the_error_says_where_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"executable: /no/such does not exist; get one .*github.com"):
-        LlamaWorker.from_model("m.gguf", executable="/no/such")
-    monkeypatch.setenv("LLAMA_SERVER", "/not/there/either")
-    with pytest.raises(ConfigError, match="LLAMA_SERVER: /not/there/either does not exist"):
-        LlamaWorker.from_model("m.gguf")
-
-
 @pytest.mark.parametrize(
     ("given", "error", "says"),
     [
+        ({"executable": "/no/such"}, ConfigError, r"executable: /no/such does not exist; get one .*github.com"),
         ({"slots": 0}, ConfigError, "slots"),
         ({"max_token": 1}, TypeError, "max_token"),
         ({"server_cmd": ["x"]}, TypeError, "server_cmd"),
@@ -88,14 +61,13 @@ def test_without_a_server_the_error_says_where_to_get_one(monkeypatch: pytest.Mo
 )
 def test_what_cannot_work_is_refused(server: str, given: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        LlamaWorker.from_model("m.gguf", executable=server, **given)
+        LlamaWorker.from_model("m.gguf", **{"executable": server, **given})
 
 
 # ---------------------------------------------------------------- ask
 
 
-def test_ask_passes_everything_on_and_leaves_nothing_behind(make_worker: MakeWorker) -> None:
-    rig = make_worker()
+def test_ask_passes_everything_on_and_leaves_nothing_behind(rig: Rig) -> None:
     asked = rig.worker.ask(
         "And now?",
         system_prompt="Be terse.",
@@ -113,27 +85,18 @@ def test_ask_passes_everything_on_and_leaves_nothing_behind(make_worker: MakeWor
     eventually(lambda: not rig.worker.get_result(result["request_id"]).get()["ok"], "the end of its record")
 
 
-def test_an_answer_that_nobody_waits_for_is_forgotten_too(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig, gate = make_worker(), make_gate()
-    rig.worker.ask("Hello?", params={"fake_script": steps(gate)})
+def test_an_answer_that_nobody_waits_for_is_forgotten_too(rig: Rig, gate: Path) -> None:
+    rig.worker.ask("Hello?", params={"fake_script": steps_json(*plain_reply(Gate(gate), Text("done")))})
     eventually(lambda: rig.status()["active_request_ids"] == [1], "the request")
     gc.collect()
     gate.touch()
     eventually(lambda: rig.worker.get_status(1).get().get("error") == "NOT_FOUND", "the end of its record")
 
 
-def test_a_refusal_is_raised_with_its_code(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig, gate = make_worker(start=False), make_gate()
+def test_a_refusal_is_raised_with_its_code(make_worker: MakeWorker) -> None:
     with pytest.raises(RequestRefused, match=r"WORKER_NOT_READY: .*start") as caught:
-        rig.worker.ask("Hello?").get(timeout=WAIT_S)
+        make_worker(start=False).worker.ask("Hello?").get(timeout=WAIT_S)
     assert caught.value.error == "WORKER_NOT_READY"
-    rig.start()
-    first = rig.worker.ask("Hello?", params={"fake_script": steps(gate)})
-    with pytest.raises(RequestRefused, match="slots") as caught:
-        rig.worker.ask("Hello?").get(timeout=WAIT_S)
-    assert caught.value.error == "NO_SLOT_AVAILABLE"
-    gate.touch()
-    assert first.get(timeout=WAIT_S)["text"] == "done"
 
 
 @pytest.mark.parametrize("code", ["NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_FAILED"])
@@ -143,16 +106,10 @@ def test_a_refusal_can_be_pickled_and_says_what_to_do(code: Any) -> None:
     assert str(error).startswith(f"{code}: ")
 
 
-def steps(gate: Path) -> Any:
-    """A reply that waits for the gate."""
-    return steps_json(*plain_reply(Gate(gate), Text("done")))
-
-
 # ---------------------------------------------------------------- output as it comes
 
 
-def test_iter_output_gives_what_comes_and_ends_with_done(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig, gate = make_worker(), make_gate()
+def test_iter_output_gives_what_comes_and_ends_with_done(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(*plain_reply(Reasoning("hm"), Text("one"), Gate(gate), Text("two")))
     seen = []
     for chunk in rig.worker.iter_output(request_id):
@@ -168,8 +125,9 @@ def test_iter_output_gives_what_comes_and_ends_with_done(make_worker: MakeWorker
         next(rig.worker.iter_output(request_id))
 
 
-def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig, gate = make_worker(), make_gate()
+def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(rig: Rig, gate: Path) -> None:
+    with pytest.raises(TypeError, match="wait must be a bool, not int: 1"):
+        rig.worker.read_output(1, wait=1).get(timeout=WAIT_S)  # type: ignore[arg-type]
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate)))
     rig.wait_text(request_id, "a")
     waiting = rig.worker.read_output(request_id, text_offset=1, wait=True)
@@ -179,9 +137,3 @@ def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(make_worker: M
     chunk = waiting.get(timeout=WAIT_S)
     assert chunk["ok"]
     assert (chunk["text"], chunk["text_offset"], chunk["done"]) == ("", 1, True)
-
-
-def test_a_wait_that_is_no_bool_is_refused(make_worker: MakeWorker) -> None:
-    rig = make_worker(start=False)
-    with pytest.raises(TypeError, match="wait must be a bool, not int: 1"):
-        rig.worker.read_output(1, wait=1).get(timeout=WAIT_S)  # type: ignore[arg-type]

@@ -38,15 +38,17 @@ def future() -> WorkerFuture[Any]:
     return WorkerFuture()
 
 
-@pytest.fixture
-def taken() -> list[int]:
-    return []
-
-
-@pytest.fixture
-def handed_over(taken: list[int]) -> ResultFuture[int]:
+class HandedOver(ResultFuture[int]):
     """Its value goes to `taken` when it is taken."""
-    return ResultFuture(taken.append)
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        super().__init__(self.taken.append)
+
+
+@pytest.fixture
+def handed_over() -> HandedOver:
+    return HandedOver()
 
 
 # ---------------------------------------------------------------- get
@@ -59,12 +61,9 @@ def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait(future: Worke
         time.sleep(0.2)  # earlier it would show nothing
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
-    def wait() -> None:
-        threading.Thread(target=interrupt).start()
-        future.get()
-
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        wait()
+        future.get()
 
 
 @pytest.mark.parametrize(
@@ -85,26 +84,22 @@ def test_a_future_that_is_printed_says_how_to_get_its_value(future: WorkerFuture
 
 
 @pytest.mark.parametrize("value", [1, None])
-def test_the_first_answer_counts(future: WorkerFuture[Any], value: Any) -> None:
+def test_the_first_answer_or_failure_counts(future: WorkerFuture[Any], value: Any) -> None:
     assert isinstance(future, pykka.ThreadingFuture)
     with pytest.raises(pykka.Timeout):
         future.get(timeout=0.01)
     assert not future.done()
     future.answer(value)
-    future.answer(2)
-    future.fail(RuntimeError())
+    failed: WorkerFuture[Any] = WorkerFuture()
+    failed.fail(LookupError("lost"))
+    for each in (future, failed):
+        each.answer(2)
+        each.fail(RuntimeError())
     assert future.done()
     assert [future.get(), future.get(timeout=0)] == [value, value]
-
-
-def test_the_first_failure_counts(future: WorkerFuture[Any]) -> None:
-    error = LookupError("lost")
-    future.fail(error)
-    future.answer(2)
     for _ in range(2):
-        with pytest.raises(LookupError) as caught:
-            future.get()
-        assert caught.value is error
+        with pytest.raises(LookupError, match="lost"):
+            failed.get()
 
 
 def test_of_many_answers_at_once_all_see_the_same_and_one_takes_it() -> None:
@@ -122,15 +117,16 @@ def test_of_many_answers_at_once_all_see_the_same_and_one_takes_it() -> None:
 # ---------------------------------------------------------------- await
 
 
-def test_awaiting_leaves_the_event_loop_running(future: WorkerFuture[str]) -> None:
+@pytest.mark.parametrize("derived", [lambda f: f, lambda f: f.map(lambda value: value)], ids=["itself", "mapped"])
+def test_awaiting_leaves_the_event_loop_running(future: WorkerFuture[str], derived: Callable[[Any], Any]) -> None:
     async def main() -> Any:
-        waiting = asyncio.create_task(wait(future))
+        waiting = asyncio.create_task(wait(derived(future)))
         await asyncio.sleep(0)
         threading.Thread(target=future.answer, args=("done",)).start()  # reached only if the wait does not block
         return await waiting
 
     assert run(main()) == "done"
-    assert run(wait(future)) == "done"  # what is answered already returns at once
+    assert run(wait(derived(future))) == "done"  # what is answered already returns at once
 
 
 def test_awaiting_raises_what_the_future_failed_with(future: WorkerFuture[int]) -> None:
@@ -142,7 +138,7 @@ def test_awaiting_raises_what_the_future_failed_with(future: WorkerFuture[int]) 
         run(main())
 
 
-def test_a_cancelled_task_takes_nothing_and_leaves_nothing(handed_over: ResultFuture[int], taken: list[int]) -> None:
+def test_a_cancelled_task_takes_nothing_and_leaves_nothing(handed_over: HandedOver) -> None:
     async def main() -> None:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(wait(handed_over), 0.01)
@@ -150,7 +146,7 @@ def test_a_cancelled_task_takes_nothing_and_leaves_nothing(handed_over: ResultFu
     run(main())
     assert handed_over._wakers == []
     handed_over.answer(5)
-    assert taken == []
+    assert handed_over.taken == []
 
 
 def test_an_answer_after_the_event_loop_was_closed_harms_nobody(future: WorkerFuture[int]) -> None:
@@ -218,53 +214,30 @@ def test_an_answer_does_not_fail_where_no_thread_can_be_started_for_a_callback(
 
 @pytest.mark.parametrize(
     "take",
-    [lambda f: f.get(), lambda f: f.get(timeout=1), lambda f: run(wait(f))],
-    ids=["get", "get in time", "await"],
+    [lambda f: f.get(), lambda f: f.get(timeout=1), lambda f: run(wait(f)), lambda f: f.map(lambda v: v).get()],
+    ids=["get", "get in time", "await", "through a map"],
 )
 def test_taking_a_result_is_told_once_and_later_gets_return_it_still(
-    handed_over: ResultFuture[int], taken: list[int], take: Callable[[Any], int]
+    handed_over: HandedOver, take: Callable[[Any], int]
 ) -> None:
     handed_over.answer(5)
-    assert taken == []
+    assert handed_over.taken == []
     assert [take(handed_over), handed_over.get()] == [5, 5]
-    assert taken == [5]
+    assert handed_over.taken == [5]
 
 
-def test_a_timeout_a_callback_or_a_failure_takes_nothing(handed_over: ResultFuture[int], taken: list[int]) -> None:
+def test_a_timeout_a_callback_or_a_failure_takes_nothing(handed_over: HandedOver) -> None:
     called = threading.Event()
     handed_over.add_done_callback(lambda _: called.set())
     with pytest.raises(pykka.Timeout):
         handed_over.get(timeout=0.001)
     handed_over.answer(5)
     assert called.wait(TIMEOUT_S)
-    failed: ResultFuture[int] = ResultFuture(taken.append)
+    failed = HandedOver()
     failed.fail(LookupError())
     with pytest.raises(LookupError):
         failed.get()
-    assert taken == []
-
-
-# ---------------------------------------------------------------- Pykka's derived futures
-
-
-def test_a_mapped_future_can_be_awaited_and_the_event_loop_goes_on(future: WorkerFuture[Any]) -> None:
-    mapped: Any = future.map(lambda value: value + 1)
-
-    async def main() -> Any:
-        waiting = asyncio.create_task(wait(mapped))
-        await asyncio.sleep(0)
-        future.answer(1)  # reached only because the wait above does not block the loop
-        return await waiting
-
-    assert run(main()) == 2
-
-
-def test_a_mapped_result_is_taken_through_the_map(handed_over: ResultFuture[int], taken: list[int]) -> None:
-    handed_over.answer(5)
-    mapped = handed_over.map(lambda value: value + 1)
-    assert taken == []
-    assert mapped.get(timeout=TIMEOUT_S) == 6
-    assert taken == [5]
+    assert handed_over.taken == failed.taken == []
 
 
 # ---------------------------------------------------------------- the open futures of a worker

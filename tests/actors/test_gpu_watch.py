@@ -25,14 +25,13 @@ STRANGER = 2**22 + 7
 
 
 class Watching:
-    """A process that is watched for errors of GPUs, and the mailbox that hears of them."""
+    """A process that is watched for errors of GPUs; the watch's mailbox."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.faults: queue.SimpleQueue[GpuFault] = queue.SimpleQueue()
         self._monkeypatch = monkeypatch
         self._server = subprocess.Popen(["sleep", "1000"])
         self.pid = self._server.pid
-        self._nvml: object = None
         self._thread = threading.Thread(target=gpu_watch.watch_gpus, args=(self.pid, 3, self), daemon=True)
 
     def tell(self, message: GpuFaulted) -> bool:
@@ -44,40 +43,34 @@ class Watching:
         return self.faults.get(timeout=WAIT_S)
 
     def begin(self, nvml: object) -> None:
-        """Until it waits for the first event, or has nothing to wait for."""
-        self._nvml = nvml
         self._monkeypatch.setitem(sys.modules, "pynvml", nvml)
         self._thread.start()
-        if isinstance(nvml, ScriptedNvml):
-            eventually(lambda: nvml.waits.acquire(blocking=False) or not self._thread.is_alive(), "a wait, or the end")
 
     def begin_on(self, *gpus: Gpu) -> ScriptedNvml:
-        nvml = ScriptedNvml(*gpus)
-        self.begin(nvml)
-        return nvml
+        """Until it waits for the first event."""
+        self.nvml = ScriptedNvml(*gpus)
+        self.begin(self.nvml)
+        assert self.nvml.waits.acquire(timeout=WAIT_S)
+        return self.nvml
 
     def join(self) -> None:
         """Until the thread has ended by itself."""
-        if self._thread.ident is not None:
-            self._thread.join(WAIT_S)
+        self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
 
     def end_server(self) -> None:
         self._server.kill()
         self._server.wait()
 
-    def close(self) -> None:
-        self.end_server()
-        if isinstance(self._nvml, ScriptedNvml):
-            self._nvml.release()
-        self.join()
-
 
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watching]:
     made = Watching(monkeypatch)
     yield made
-    made.close()
+    made.end_server()
+    if hasattr(made, "nvml"):
+        made.nvml.release()
+    made.join()
 
 
 @pytest.fixture
@@ -86,13 +79,13 @@ def used(watching: Watching) -> Gpu:
     return Gpu(pids={STRANGER, watching.pid})
 
 
-def test_errors_of_the_gpu_in_use_are_told(watching: Watching, used: Gpu) -> None:
+def test_each_fault_of_the_gpu_in_use_is_told_once_and_what_is_harmless_never(watching: Watching, used: Gpu) -> None:
     nvml = watching.begin_on(Gpu(), used)
-    nvml.report(used, 31)
-    assert watching.next() == GpuFault(fatal=False, detail="GPU 1: Xid 31, a memory page fault")
-    nvml.report(used, 79)
-    assert watching.next().fatal
+    for xid in (31, 31, 45, 31, 79):
+        nvml.report(used, xid)
     nvml.report_ecc(used)
+    assert watching.next() == GpuFault(fatal=False, detail="GPU 1: Xid 31, a memory page fault")
+    assert watching.next() == GpuFault(fatal=True, detail="GPU 1: Xid 79, the GPU has fallen off the bus")
     assert watching.next().detail == "GPU 1: a double-bit ECC error"
 
 
@@ -100,14 +93,6 @@ def test_only_what_is_in_use_and_can_report_is_registered(watching: Watching) ->
     pids = {watching.pid}
     able, unable = Gpu(pids=pids, event_types=0x8), Gpu(pids=pids, event_types=0)
     assert watching.begin_on(Gpu(pids={STRANGER}), able, unable, Gpu()).sets == {1: [(able, 0x8)]}
-
-
-def test_each_fault_is_told_once_and_what_is_harmless_never(watching: Watching, used: Gpu) -> None:
-    nvml = watching.begin_on(used)
-    for xid in (31, 31, 45, 31, 13):
-        nvml.report(used, xid)
-    assert [watching.next().detail.split(",")[0] for _ in range(2)] == ["GPU 0: Xid 31", "GPU 0: Xid 13"]
-    assert watching.faults.empty()
 
 
 def test_a_lost_gpu_is_told_once_and_asked_again_after_a_pause_each_time(
@@ -120,18 +105,11 @@ def test_a_lost_gpu_is_told_once_and_asked_again_after_a_pause_each_time(
         time.sleep(0.01)
 
     monkeypatch.setattr(gpu_watch, "time", SimpleNamespace(sleep=pause))
-    nvml = watching.begin_on(used, Gpu(pids={watching.pid}))
+    nvml = watching.begin_on(used, Gpu(pids={watching.pid}), Gpu(pids={STRANGER}))
+    nvml.lose(nvml.gpus[2])  # another's
     nvml.lose(nvml.gpus[1])
     assert watching.next() == GpuFault(fatal=True, detail="GPU 1: the GPU is lost")
     assert [pauses.get(timeout=WAIT_S) for _ in range(2)] == [gpu_watch.WAIT_S] * 2
-    nvml.report(used, 13)
-    assert watching.next().detail.startswith("GPU 0: Xid 13")
-
-
-def test_another_gpu_that_is_lost_is_no_news(watching: Watching, used: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_watch, "WAIT_S", 0.01)
-    nvml = watching.begin_on(used, Gpu(pids={STRANGER}))
-    nvml.lose(nvml.gpus[1])
     nvml.report(used, 13)
     assert watching.next().detail.startswith("GPU 0: Xid 13")
 
@@ -169,7 +147,7 @@ def test_where_there_is_nothing_to_watch_the_watch_ends(watching: Watching, nvml
 
 def test_a_server_that_is_gone_is_not_watched(watching: Watching, used: Gpu) -> None:
     watching.end_server()
-    watching.begin_on(used)
+    watching.begin(ScriptedNvml(used))
     watching.join()
 
 
@@ -181,17 +159,21 @@ def test_the_watch_ends_with_the_server_and_frees_its_set(watching: Watching, us
     assert nvml.freed == set(nvml.sets) == {1}
 
 
-def test_gpus_in_use_are_those_on_which_the_driver_sees_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [
+@pytest.mark.parametrize(
+    ("nvml", "in_use"),
+    [
         (ScriptedNvml(Gpu(), Gpu(pids={STRANGER, os.getpid()})), ("GPU 1",)),
         (ScriptedNvml(Gpu(pids={STRANGER})), ()),
         (ScriptedNvml(Gpu(lost=True)), ()),
         (ScriptedNvml(), None),
         (None, None),
-    ]
-    for module, expected in cases:
-        monkeypatch.setitem(sys.modules, "pynvml", module)
-        assert gpu_watch.gpus_in_use(os.getpid()) == expected
+    ],
+)
+def test_gpus_in_use_are_those_on_which_the_driver_sees_the_tree(
+    monkeypatch: pytest.MonkeyPatch, nvml: object, in_use: object
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert gpu_watch.gpus_in_use(os.getpid()) == in_use
 
 
 def test_the_scripted_nvml_has_the_names_and_numbers_of_the_real_one() -> None:
@@ -214,15 +196,11 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNvml]:
     scripted.release()
 
 
-def wait_watched(nvml: ScriptedNvml, launches: int) -> None:
-    eventually(lambda: len(nvml.sets) == launches and nvml.waits.acquire(blocking=False), "a wait for events")
-
-
 def test_a_gpu_that_fails_restarts_the_server_and_its_requests_keep_their_output(
     nvml: ScriptedNvml, make_worker: MakeWorker
 ) -> None:
     rig = make_worker()
-    wait_watched(nvml, 1)
+    assert nvml.waits.acquire(timeout=WAIT_S)
     request_id = rig.submit(Text("half an ans"), WaitClose())
     rig.wait_text(request_id, "half an ans")
     nvml.report(nvml.gpus[0], 79)
@@ -232,15 +210,13 @@ def test_a_gpu_that_fails_restarts_the_server_and_its_requests_keep_their_output
     assert rig.wait_restarted()["restart_count"] == 1
     (restart,) = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]
     assert restart["reason"] == "gpu_failed"
-    wait_watched(nvml, 2)
-    nvml.report_ecc(nvml.gpus[0])
-    assert rig.wait_restarted(2)["restart_count"] == 2
+    eventually(lambda: len(nvml.sets) == 2, "the watch of the next launch")
 
 
 def test_nvml_that_hangs_holds_up_neither_requests_nor_the_end(nvml: ScriptedNvml, make_worker: MakeWorker) -> None:
     nvml.hang()
     rig = make_worker()
-    wait_watched(nvml, 1)
+    assert nvml.waits.acquire(timeout=WAIT_S)
     assert rig.run(Text("a"), Finish())["text"] == "a"
     rig.stop()
     rig.worker.close()

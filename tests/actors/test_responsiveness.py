@@ -7,74 +7,48 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from llama_worker import RestartPolicy, WorkerStartError
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
-from tests.fake_script import Headers, Repeat, Reply, Script, Sleep, Startup, Text
+from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.types import WorkerState
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, fast_timeouts
+from tests.fake_script import Headers, Repeat, Reply, Script, Sleep, Text
 
 TOKENS = [Headers(), Repeat(None, [Text("token "), Sleep(0.002)])]
 
 
-def _assert_answers(rig: Rig, request: int) -> None:
-    """Every question; the worker must be in the same state all the while."""
-    before = rig.status()["state"]
-    calls: list[Callable[[], Any]] = [
-        rig.worker.get_worker_status,
-        rig.worker.get_debug_info,
-        lambda: rig.worker.get_status(request),
-        lambda: rig.worker.read_output(request),
-        lambda: rig.worker.get_result(request + 1000),
-        lambda: rig.worker.cancel(request + 1000),
-        lambda: rig.worker.submit("job", "", "x", params={"fake_script": []}),
-    ]
-    for call in calls:
-        call().get(timeout=WAIT_S)
-    assert rig.status()["state"] is before, "the state to be asked in was over too soon"
+def assert_answers(rig: Rig, state: WorkerState, request: int = 1) -> None:
+    """Every question; the worker is in that state all the while."""
+    asked: list[WorkerFuture[Any]] = [rig.worker.get_debug_info(), rig.worker.submit("job", "", "x")]
+    asked += [question(request) for question in (rig.worker.get_status, rig.worker.read_output)]
+    asked += [question(request + 1000) for question in (rig.worker.get_result, rig.worker.cancel)]
+    for answer in asked:
+        answer.get(timeout=WAIT_S)
+    assert rig.status()["state"] is state
 
 
-def _running(make_worker: MakeWorker, **config: Any) -> tuple[Rig, int]:
-    rig = make_worker(Script(replies=[Reply(TOKENS, times=None)], ignore_term=True), loop_detector=None, **config)
+def test_while_the_server_stands_still_while_it_is_stopped_and_during_a_backoff(make_worker: MakeWorker) -> None:
+    rig = make_worker(
+        Script(replies=[Reply(TOKENS, times=None)], ignore_term=True),
+        loop_detector=None,
+        slots=2,
+        timeouts=fast_timeouts(stop_grace_s=3 * WAIT_S),
+        restart=fast_restart(restart_backoff_s=60.0, backoff_max_s=60.0),
+    )
     request = rig.submit()
     rig.wait_text(request, "token")
-    return rig, request
-
-
-def test_while_the_server_stands_still(make_worker: MakeWorker) -> None:
-    rig, request = _running(make_worker)
-    os.kill(rig.status()["pid"], signal.SIGSTOP)
-    _assert_answers(rig, request)
-    assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
-    again = rig.worker.submit("job", "", "x").get(timeout=WAIT_S)  # admitted: the worker cannot know yet
-    assert again["ok"] is True
-
-
-def test_during_a_start(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(startup=Startup(load_s=None, load_ticks_per_s=100)), start=False)
-    starting = rig.worker.start()
-    rig.journal.wait("bound", timeout=WAIT_S)
-    _assert_answers(rig, 1)
+    pid = rig.status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    assert_answers(rig, WorkerState.READY, request)  # the second request was admitted: the worker cannot know yet
+    assert rig.worker.cancel(request + 1).get(timeout=WAIT_S) is True
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: "next_restart_at" in rig.status(), "the backoff")
+    assert_answers(rig, WorkerState.RUNNING, request)
     rig.stop()
-    with pytest.raises(WorkerStartError):
-        starting.get(timeout=WAIT_S)
-
-
-def test_during_a_stop(make_worker: MakeWorker) -> None:
-    rig, request = _running(make_worker, timeouts=fast_timeouts(stop_grace_s=3 * WAIT_S))
+    rig.start()
     stopping = rig.worker.stop()
     rig.journal.wait("signal", timeout=WAIT_S)
-    _assert_answers(rig, request)
+    assert_answers(rig, WorkerState.RUNNING, request)
     assert not stopping.done()
     os.kill(rig.status()["pid"], signal.SIGKILL)
     stopping.get(timeout=WAIT_S)
-
-
-def test_during_a_backoff(make_worker: MakeWorker) -> None:
-    rig, request = _running(make_worker, restart=RestartPolicy(restart_backoff_s=60.0))
-    os.kill(rig.status()["pid"], signal.SIGKILL)
-    eventually(lambda: "next_restart_at" in rig.status(), "the backoff")
-    _assert_answers(rig, request)
-    rig.stop()

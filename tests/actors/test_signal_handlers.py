@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from llama_worker import WorkerClosed
+from llama_worker import LlamaWorker, WorkerClosed
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, fast_timeouts, running
 from tests.fake_script import Script
 
@@ -23,48 +25,35 @@ Handle = Callable[[Callable[[], object]], None]
 def on_signal() -> Iterator[Handle]:
     """Makes the call in the handler of SIGUSR1, from now on."""
     before = signal.getsignal(signal.SIGUSR1)
-    yield lambda call: void(signal.signal(signal.SIGUSR1, lambda *_: void(call())))
+
+    def handle(call: Callable[[], object]) -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: call() and None)
+
+    yield handle
     signal.signal(signal.SIGUSR1, before)
 
 
-def void(value: object) -> None:
-    """Forget it."""
+def is_interrupted(call: Callable[[], object], line: int) -> bool:
+    """Make the call, with the signal at the line that is its so-manieth, in whatever module; False: it has fewer."""
+    lines = itertools.count()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and next(lines) == line:
+            signal.raise_signal(signal.SIGUSR1)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return next(lines) > line
 
 
-class SignalAt:
-    """Runs a call and sends this thread a signal at the call's line number `number`, in whatever module that is."""
-
-    def __init__(self, number: int) -> None:
-        self._lines_left = number
-        self.was_sent = False
-
-    def run(self, call: Callable[[], object]) -> None:
-        """The call is over, its handler too, when this returns."""
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            call()
-        finally:
-            sys.settrace(before)
-
-    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and not self.was_sent:
-            self._lines_left -= 1
-            if self._lines_left < 0:
-                self.was_sent = True
-                signal.raise_signal(signal.SIGUSR1)
-        return None if self.was_sent else self._trace
-
-
-def interrupt_everywhere(call: Callable[[], object]) -> int:
-    """The call again and again, with the signal at each of its lines in turn; how many lines it has."""
-    number = 0
-    while True:
-        signal_at = SignalAt(number)
-        signal_at.run(call)
-        if not signal_at.was_sent:
-            return number
-        number += 1
+def interrupt_everywhere(make_call: Callable[[], Callable[[], object]]) -> int:
+    """A call again and again, with the signal at each of its lines in turn; how many lines it has."""
+    return next(line for line in itertools.count() if not is_interrupted(make_call(), line))
 
 
 CALLS: dict[str, Callable[[Rig], object]] = {
@@ -83,22 +72,23 @@ def test_a_call_in_a_handler_over_the_same_call_is_answered_as_well(
     rig = make_worker(start=False)
     answers: list[object] = []
     on_signal(lambda: answers.append(CALLS[name](rig)))
-    lines = interrupt_everywhere(lambda: CALLS[name](rig))
+    lines = interrupt_everywhere(lambda: partial(CALLS[name], rig))
     assert len(answers) == lines > 10
     assert all(answer == answers[0] for answer in answers)
 
 
 def test_close_in_a_handler_over_close_at_every_line_of_it(make_worker: MakeWorker, on_signal: Handle) -> None:
-    number, was_sent = 0, True
-    while was_sent:
-        worker = make_worker(start=False).worker
-        on_signal(worker.close)
-        signal_at = SignalAt(number)
-        signal_at.run(worker.close)
+    workers: list[LlamaWorker] = []
+
+    def make_close() -> Callable[[], None]:
+        workers.append(make_worker(start=False).worker)
+        on_signal(workers[-1].close)
+        return workers[-1].close
+
+    assert interrupt_everywhere(make_close) > 10
+    for worker in workers:
         with pytest.raises(WorkerClosed):
             worker.submit("job", "", "x")
-        number, was_sent = number + 1, signal_at.was_sent
-    assert number > 10
 
 
 def test_close_in_a_handler_while_close_waits_for_the_server(make_worker: MakeWorker, on_signal: Handle) -> None:

@@ -7,14 +7,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
+from unittest.mock import Mock
 
 import pytest
 
 from llama_worker import WorkerConfig
 from llama_worker.actors.base import Alarm
-from llama_worker.messages import Tick
 from llama_worker.runtime import timers
 from llama_worker.runtime.real import RealRuntime
 from llama_worker.runtime.timers import TimerThread, call_at
@@ -23,38 +24,24 @@ TIMEOUT_S = 30.0
 
 
 def alarm_for(ring: Callable[[], object]) -> Alarm:
-    """On the real clock."""
+    """On the real clock; its mailbox rings for each Tick."""
     runtime = RealRuntime(WorkerConfig("w", "127.0.0.1", 9, ("llama-server",)))
-    return Alarm(runtime, Bell(ring))
+    return Alarm(runtime, Mock(**{"tell.side_effect": lambda tick: ring()}))
 
 
-class Bell:
-    """A mailbox that does what it was given for each Tick."""
-
-    def __init__(self, ring: Callable[[], object]) -> None:
-        self._ring = ring
-
-    def tell(self, message: Tick) -> bool:
-        self._ring()
-        return True
-
-
-def test_a_call_is_made_not_before_its_time_on_the_one_timer_thread() -> None:
-    called: SimpleQueue[tuple[float, str]] = SimpleQueue()
-    at = time.monotonic() + 0.05
-    call_at(at, lambda: called.put((time.monotonic(), threading.current_thread().name)))
-    made_at, thread = called.get(timeout=TIMEOUT_S)
-    assert made_at >= at
-    assert thread == "llama_worker-timers"
-
-
-def test_calls_are_made_in_the_order_of_their_deadlines() -> None:
-    called: SimpleQueue[int] = SimpleQueue()
+def test_calls_are_made_in_the_order_of_their_deadlines_and_not_before_on_the_one_timer_thread() -> None:
+    called: SimpleQueue[tuple[float, float, str]] = SimpleQueue()
     now = time.monotonic()
+
+    def call(at: float) -> None:
+        called.put((at, time.monotonic(), threading.current_thread().name))
+
     with timers._timers._changed:  # none of them is due before the last is set
-        for delay in (3, 1, 4, 2, 0):
-            call_at(now + delay / 100, lambda delay=delay: called.put(delay))  # type: ignore[misc]
-    assert [called.get(timeout=TIMEOUT_S) for _ in range(5)] == [0, 1, 2, 3, 4]
+        for at in (now + 0.03, now + 0.01, now + 0.04, now + 0.02, now):
+            call_at(at, partial(call, at))
+    calls = [called.get(timeout=TIMEOUT_S) for _ in range(5)]
+    assert calls == sorted(calls)
+    assert all(made_at >= at and thread == "llama_worker-timers" for at, made_at, thread in calls)
 
 
 def test_an_alarm_rings_at_the_instant_set_last_and_not_once_it_is_off() -> None:
@@ -96,25 +83,11 @@ def test_a_deadline_beyond_what_the_platform_can_wait_for_does_not_stop_the_othe
     never.cancel()
 
 
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[TimerThread]:
-    """A timer thread of the test's own."""
-    made = TimerThread()
-    monkeypatch.setattr(timers, "_timers", made)
-    yield made
-    assert made._thread is not None
-    made._thread.name = "llama_worker-timers"  # it never ends, as the shared one
-
-
-def test_a_cancelled_timer_wakes_nobody(own: TimerThread) -> None:
-    for _ in range(10):
-        own.call_at(time.monotonic() + 3600, lambda: None).cancel()
-    with own._changed:
-        own._drop_cancelled()
-        assert own._heap == []
-
-
-def test_far_deadlines_that_change_often_do_not_pile_up(own: TimerThread) -> None:
+def test_far_deadlines_that_change_often_do_not_pile_up_and_a_cancelled_one_wakes_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = TimerThread()
+    monkeypatch.setattr(timers, "_timers", own)
     rung = threading.Event()
     alarm, kept = alarm_for(lambda: None), alarm_for(rung.set)
     near = call_at(time.monotonic() + 3599, lambda: None)  # on top, so that none of the others comes there
@@ -125,6 +98,9 @@ def test_far_deadlines_that_change_often_do_not_pile_up(own: TimerThread) -> Non
     assert rung.wait(TIMEOUT_S)
     alarm.set(None)
     near.cancel()
+    with own._changed:
+        own._drop_cancelled()
+        assert own._heap == []
 
 
 def test_a_forked_child_has_timers_of_its_own() -> None:

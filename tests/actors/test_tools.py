@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +18,7 @@ from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.messages import ToolThreadStuck
 from llama_worker.stream.tagged_calls import tagged_call
 from llama_worker.types import ExitSignal, RequestResult, ToolDef
-from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, Rig, eventually
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.conftest import Speechless
 from tests.fake_script import (
     DoneMarker,
@@ -50,7 +51,6 @@ class Tools:
         self.functions = functions
         self.calls: list[tuple[str, Mapping[str, Any]]] = []
         self.callers: list[tuple[int, str, str]] = []
-        self.entered = threading.Semaphore(0)
         self.released = threading.Event()
 
     @property
@@ -64,7 +64,6 @@ class Tools:
 
     def hold(self, arguments: Mapping[str, Any]) -> Any:
         """A tool that does not return until it is released."""
-        self.entered.release()
         assert self.released.wait(120)
         return "released"
 
@@ -110,27 +109,22 @@ def stuck(rig: Rig) -> int:
     return rig.worker.get_debug_info().get(timeout=WAIT_S)["stuck_tool_threads_count"]
 
 
-def test_tools_of_different_requests_run_side_by_side_on_threads_of_their_own(make_worker: MakeWorker) -> None:
+def test_tools_of_different_requests_run_side_by_side_with_arguments_of_their_own(make_worker: MakeWorker) -> None:
     both = threading.Barrier(2)
-    meeting = Tools(meet=lambda _: both.wait(WAIT_S) >= 0)
+
+    def meet(arguments: Any) -> bool:
+        arguments["list"].append("spoilt")
+        return both.wait(WAIT_S) >= 0
+
+    meeting = Tools(meet=meet)
     rig = make_worker(slots=2, normal_tools=meeting.definitions, tool_runner=meeting)
-    turns = Turns([calling(call("meet")), plain_reply(Text("met"))])
+    turns = Turns([calling(call("meet", list=[1])), plain_reply(Text("met"))])
     ids = {rig.submit(turns, job_name=name): name for name in ("one", "two")}
-    assert [rig.ended(request_id)["text"] for request_id in ids] == ["met", "met"]
+    for result in map(rig.ended, ids):
+        assert (result["text"], result["tool_trace"][0]["arguments"]) == ("met", {"list": [1]})
     assert {request_id: job_name for request_id, job_name, _ in meeting.callers} == ids
     assert all("tool" in thread_name for *_, thread_name in meeting.callers)
-
-
-def test_the_arguments_are_the_tools_own_to_change(make_worker: MakeWorker) -> None:
-    def spoil(arguments: Any) -> str:
-        arguments["list"].append("spoilt")
-        return "ok"
-
-    spoiling = Tools(spoil=spoil)
-    rig = make_worker(normal_tools=spoiling.definitions, tool_runner=spoiling)
-    result = rig.run(Turns([calling(call("spoil", list=[1])), plain_reply()]))
-    assert result["tool_trace"][0]["arguments"] == {"list": [1]}
-    (sent,) = bodies(rig)[1]["messages"][-2]["tool_calls"]
+    (sent,) = bodies(rig)[-1]["messages"][-2]["tool_calls"]
     assert json.loads(sent["function"]["arguments"]) == {"list": [1]}
 
 
@@ -172,15 +166,11 @@ def test_auto_sends_the_very_request_again_prompted_where_the_server_refuses_too
         tool_runner=tools,
         restart=RestartPolicy(server_errors_before_restart=1),
     )
-    result = rig.run(prompt="What is 1 + 2?", temperature=0)
+    result = rig.run(prompt="What is 1 + 2?")
     assert (result["state"], result["text"], tools.calls) == ("completed", "3", [("add", {"a": 1, "b": 2})])
     rig.run()
     refused, again, *later = bodies(rig)
-    assert not any("tools" in body for body in later), "once refused, they are not offered again"
-    assert "tools" in refused
-    assert "tools" not in again
-    assert "<tool_call>" in again["messages"][0]["content"]
-    assert {**refused, "messages": 0, "tools": 0} == {**again, "messages": 0, "tools": 0}
+    assert not any("tools" in body for body in (again, *later)), "once refused, they are not offered again"
     assert refused["messages"][-1] == again["messages"][-1]
     status = rig.status()
     assert status["restart_count"] == 0
@@ -190,25 +180,22 @@ def test_auto_sends_the_very_request_again_prompted_where_the_server_refuses_too
 # --- tools that take their time ---------------------------------------------------------------------------
 
 
-def holding(rig: Rig, tools: Tools, **params: Any) -> int:
-    """A request inside a tool that does not return."""
-    turn = calling(call("hold"), before=(Reasoning("why"), Text("kept")))
-    request_id = rig.submit(Turns([turn, plain_reply(Text(" done"))]), **params)
-    assert tools.entered.acquire(timeout=WAIT_S)
-    return request_id
-
-
-def test_a_tool_that_exceeds_its_time_fails_the_request_on_time_and_its_thread_is_counted_until_it_ends(
+def test_a_tool_that_never_returns_fails_its_request_on_time_and_holds_up_nothing_else(
     make_rig: Callable[..., Rig], tools: Tools
 ) -> None:
     rig = make_rig(tool_timeout_s=0.2)
     assert stuck(rig) == 0
-    result = rig.ended(holding(rig, tools))
+    turn = calling(call("hold"), before=(Reasoning("why"), Text("kept")))
+    result = rig.run(Turns([turn, plain_reply()]))
     assert outcome(result) == ("failed", "tool_execution_error")
     assert "tool_timeout_s 0.2" in result["fail_detail"]
     assert (result["text"], result["reasoning"]) == ("kept", "why")
     assert 0.2 <= result["tool_trace"][0]["duration_s"] < 5
     eventually(lambda: stuck(rig) == 1, "one stuck thread")
+    assert rig.run(Turns([calling(call("add", a=1, b=2)), plain_reply(Text("3"))]))["text"] == "3"
+    rig.stop()
+    rig.start()
+    assert stuck(rig) == 1
     tools.released.set()
     eventually(lambda: stuck(rig) == 0, "no stuck thread")
 
@@ -224,21 +211,6 @@ def test_a_batch_that_ends_in_time_leaves_no_stuck_thread_not_even_for_a_moment(
     assert (told.called, stuck(rig)) == (False, 0)
 
 
-def test_other_requests_and_stop_go_on_beside_a_tool_that_never_returns(
-    make_rig: Callable[..., Rig], tools: Tools
-) -> None:
-    rig = make_rig(slots=2, tool_timeout_s=60.0)
-    request_id = holding(rig, tools)
-    turn = Turns([calling(call("add", a=1, b=2)), plain_reply(Text("3"))])
-    assert rig.run(turn)["text"] == "3"
-    rig.stop()
-    result = rig.ended(request_id)
-    assert (outcome(result), result["text"]) == (("failed", "worker_stopped"), "kept")
-    eventually(lambda: stuck(rig) == 1, "one stuck thread")
-    rig.start()
-    assert rig.run()["text"] == "Hello"
-
-
 # --- exit tools -------------------------------------------------------------------------------------------
 
 
@@ -246,7 +218,7 @@ ISSUE = {"code": "missing_input", "severity": "error", "summary": "No file."}
 
 
 def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conversation(
-    make_rig: Callable[..., Rig], make_gate: MakeGate
+    make_rig: Callable[..., Rig], gate: Path
 ) -> None:
     heard: SimpleQueue[tuple[Any, int, str]] = SimpleQueue()
 
@@ -254,7 +226,6 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
         heard.put((signal, request_id, job_name))
         raise RuntimeError("and nobody minds")
 
-    gate = make_gate()
     rig = make_rig(exit_tools=ALL_EXIT_TOOLS, on_signal=on_signal)
     issue = ToolCall("signal_issue", ISSUE, index=0, call_id="exit", pieces=3)
     first = [Headers(), Role(), issue, Gate(gate), call("add", 1, a=1, b=2), Finish("tool_calls"), DoneMarker()]

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pykka
 import pytest
 
 from llama_worker import LlamaWorker, WorkerClosed, WorkerStartError
-from tests.actors.conftest import WAIT_S, MakeGate, MakeWorker, eventually
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.conftest import Leftovers
 from tests.fake_script import Answer, Exit, Fin, Gate, Headers, Script, Text, WaitClose, plain_reply
-
-NOT_FOUND = {"ok": False, "error": "NOT_FOUND"}
 
 
 def _all_at_once(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -51,18 +51,7 @@ def _every_call(worker: LlamaWorker) -> list[Callable[[], Any]]:
     return [partial(worker.submit, "job", "", "x"), *(partial(call, 1) for call in of_a_request), *about_all]
 
 
-def test_after_close_every_call_raises(make_worker: MakeWorker, leftovers: Leftovers) -> None:
-    rig = make_worker()
-    rig.worker.close()
-    for call in _every_call(rig.worker):
-        with pytest.raises(WorkerClosed, match=rig.config.name):
-            call()
-    rig.worker.close()
-    assert leftovers.wait_none() == []
-    rig.wait_gone(0.0)
-
-
-def test_close_may_be_called_by_many_threads_at_once(make_worker: MakeWorker, leftovers: Leftovers) -> None:
+def test_after_a_close_by_many_threads_at_once_every_call_raises(make_worker: MakeWorker, leftovers: Leftovers) -> None:
     rig = make_worker(slots=2)
     waiting = rig.worker.result(rig.submit(Headers(), Text("a"), WaitClose()))
 
@@ -75,6 +64,9 @@ def test_close_may_be_called_by_many_threads_at_once(make_worker: MakeWorker, le
     assert result["ok"]
     assert result["fail_reason"] == "worker_stopped"
     assert leftovers.wait_none() == []
+    for call in _every_call(rig.worker):
+        with pytest.raises(WorkerClosed, match=rig.config.name):
+            call()
 
 
 def test_every_future_is_answered_when_the_worker_is_closed_meanwhile(make_worker: MakeWorker) -> None:
@@ -83,14 +75,12 @@ def test_every_future_is_answered_when_the_worker_is_closed_meanwhile(make_worke
     closing = threading.Event()
 
     def ask() -> None:
-        try:
+        with contextlib.suppress(WorkerClosed):
             while True:
                 futures.extend(call() for call in _every_call(rig.worker))
                 rig.worker.get_worker_status().get(timeout=WAIT_S)  # no faster than they are answered
                 if len(futures) > 100:
                     closing.set()
-        except WorkerClosed:
-            return
 
     def close() -> None:
         closing.wait(WAIT_S)
@@ -98,10 +88,8 @@ def test_every_future_is_answered_when_the_worker_is_closed_meanwhile(make_worke
 
     _all_at_once([ask, ask, ask, close])
     for future in futures:
-        try:
+        with contextlib.suppress(WorkerClosed, WorkerStartError):
             future.get(timeout=WAIT_S)
-        except (WorkerClosed, WorkerStartError):
-            continue
     rig.wait_gone(0.0)
 
 
@@ -129,12 +117,10 @@ def test_a_lost_handle_takes_its_server_along(make_worker: MakeWorker, leftovers
 # ------------------------------------------------------------ admission
 
 
-def test_bad_input_takes_no_slot(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    with pytest.raises(TypeError, match="user_prompt"):
-        rig.worker.submit("job", "", b"x").get(timeout=WAIT_S)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="user_prompt"):
-        rig.worker.ask(7).get(timeout=WAIT_S)  # type: ignore[arg-type]
+def test_bad_input_takes_no_slot(rig: Rig) -> None:
+    for refused in (rig.worker.submit("job", "", b"x"), rig.worker.ask(7)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="user_prompt"):
+            refused.get(timeout=WAIT_S)
     assert rig.status()["slots_used"] == 0
     assert rig.submit() == 1
 
@@ -142,40 +128,23 @@ def test_bad_input_takes_no_slot(make_worker: MakeWorker) -> None:
 # ------------------------------------------------------------ results
 
 
-def test_a_result_is_released_when_it_was_taken(make_worker: MakeWorker) -> None:
-    rig = make_worker()
-    request = rig.submit()
-    future = rig.worker.result(request)
-    eventually(future.done, "the result")
-    assert rig.request(request)["state"] == "completed", "resolved, and not taken"
-    first = future.get(timeout=WAIT_S)
-    assert first["ok"]
-    assert first["text"] == "Hello"
-    assert future.get(timeout=WAIT_S) == first
-    for call in (rig.worker.result, rig.worker.get_result, rig.worker.get_status, rig.worker.read_output):
-        assert call(request).get(timeout=WAIT_S) == NOT_FOUND
-
-
-def test_everyone_who_waits_gets_the_same_result(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig = make_worker()
-    gate = make_gate()
+def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_taken(rig: Rig, gate: Path) -> None:
     request = rig.submit(Gate(gate), *plain_reply(Text("same")))
     futures = [rig.worker.result(request) for _ in range(8)]
-    callbacks: list[Any] = []
-    futures[0].add_done_callback(lambda future: callbacks.append(future.get()))
-    rig.status()
+    rig.status()  # the messages that carried them are handled
     gate.touch()
+    eventually(lambda: all(future.done() for future in futures), "the result")
+    assert rig.request(request)["state"] == "completed", "resolved, and not taken"
     taken = _all_at_once([partial(future.get, timeout=WAIT_S) for future in futures])
-    eventually(lambda: callbacks, "the callback")
-    assert [told["text"] for told in (*taken, *callbacks)] == ["same"] * 9
+    assert [told["text"] for told in taken] == ["same"] * 8
     taken[0]["signals"].append("mine")
     assert taken[1]["signals"] == []
-    assert rig.worker.result(request).get(timeout=WAIT_S) == NOT_FOUND
+    assert futures[1].get(timeout=WAIT_S) is taken[1]
+    for call in (rig.worker.result, rig.worker.get_result, rig.worker.get_status, rig.worker.read_output):
+        assert call(request).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_FOUND"}
 
 
-def test_polling_for_a_result_leaves_no_futures_behind(make_worker: MakeWorker, make_gate: MakeGate) -> None:
-    rig = make_worker()
-    gate = make_gate()
+def test_polling_for_a_result_leaves_no_futures_behind(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
     polled = []
     for _ in range(20):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from llama_worker import (
     WorkerStatus,
     llama_server_cmd,
 )
+from tests.actors.conftest import eventually
 from tests.ports import LASTING_PORTS, held_ports
 from tests.server.pace import SERVER_ARGS, pace, patience
 
@@ -60,28 +60,29 @@ def ended(worker: LlamaWorker, request_id: int, *, work_s: float = 0.0) -> Reque
 
 def wait_status(worker: LlamaWorker, request_id: int, reached: Reached) -> RequestStatus:
     """The first status seen that has `reached`; AssertionError where the request ends before."""
-    deadline = time.monotonic() + patience()
-    while True:
+
+    def status() -> RequestStatus | None:
         status = worker.get_status(request_id).get(timeout=patience())
         assert status["ok"], status
         if reached(status):
             return status
         assert not status["state"].is_terminal, status
-        assert time.monotonic() < deadline, status
-        time.sleep(0.005)
+        return None
+
+    return eventually(status, "the phase", patience())
 
 
 def wait_ready(worker: LlamaWorker, *, restarts: int) -> WorkerStatus:
     """READY again, by itself, after so many restarts in all."""
-    deadline = time.monotonic() + patience()
-    while True:
+
+    def ready() -> WorkerStatus | None:
         status = worker.get_worker_status().get(timeout=patience())
-        if status["state"] is WorkerState.READY and status["restart_count"] >= restarts:
-            assert status["restart_count"] == restarts
-            return status
         assert status["state"] is not WorkerState.FAILED, status
-        assert time.monotonic() < deadline, status
-        time.sleep(0.01)
+        return status if status["state"] is WorkerState.READY and status["restart_count"] >= restarts else None
+
+    status = eventually(ready, "a restart", patience())
+    assert status["restart_count"] == restarts
+    return status
 
 
 def pid_of(worker: LlamaWorker) -> int:

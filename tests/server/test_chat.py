@@ -8,7 +8,6 @@ import pytest
 import requests
 
 from llama_worker import (
-    ChatMessage,
     ConfigError,
     LlamaWorker,
     RequestFailReason,
@@ -60,27 +59,6 @@ def test_what_the_server_says_of_itself_is_told_and_kept_to(chat: LlamaWorker) -
     assert (answer["state"], "context" in answer) == (RequestState.COMPLETED, False)
 
 
-def test_two_requests_run_side_by_side_and_a_third_is_refused(chat: LlamaWorker) -> None:
-    ids = [submitted(chat, name, name, **ENDLESS) for name in ("one", "two")]
-    before = [wait_status(chat, request_id, is_generating)["output_chars"] for request_id in ids]
-    for request_id, chars in zip(ids, before, strict=True):  # the first one goes on while the second does
-        wait_status(chat, request_id, lambda status, chars=chars: status["output_chars"] > chars + 20)  # type: ignore[misc]
-    worker_status = chat.get_worker_status().get(timeout=patience())
-    assert worker_status["active_jobs"] == {ids[0]: "one", ids[1]: "two"}
-    assert worker_status["slots_used"] == 2
-    third = chat.submit("three", "", "three").get(timeout=patience())
-    assert third == {"ok": False, "error": "NO_SLOT_AVAILABLE"}
-    for request_id in ids:
-        assert chat.cancel(request_id).get(timeout=patience()) is True
-
-
-def test_the_token_limit_ends_a_request_with_max_tokens(chat: LlamaWorker) -> None:
-    result = ended(chat, submitted(chat, "short", "Count.", **ENDLESS, max_tokens=8))
-    assert (result["state"], result["finish_reason"]) == (RequestState.COMPLETED, RequestFinishReason.MAX_TOKENS)
-    assert result["usage"]["completion_tokens"] == 8
-    assert is_ticking(result["text"])
-
-
 def test_a_prompt_beyond_the_context_fails_with_the_servers_own_words(chat: LlamaWorker) -> None:
     result = ended(chat, submitted(chat, "long", "x " * 3000))
     assert (result["state"], result.get("fail_reason")) == (RequestState.FAILED, RequestFailReason.CONTEXT_EXCEEDED)
@@ -111,17 +89,6 @@ def test_a_cancel_frees_the_servers_slots_and_keeps_the_output(
     # Once only: what asks for the slots puts off the server's look for closed connections (b11434).
     slots = requests.get(f"http://{chat_config.host}:{chat_config.port}/slots", timeout=patience()).json()
     assert not any(slot["is_processing"] for slot in slots)
-
-
-def test_prior_messages_are_what_the_model_goes_on_from(serve: Serve) -> None:
-    said: list[ChatMessage] = [
-        {"role": "user", "content": "Say the word."},
-        {"role": "assistant", "content": "zebra"},
-    ]
-    with LlamaWorker(serve(whole=True)) as worker:
-        params = {"temperature": 0, "max_tokens": 8}
-        result = worker.ask("Say the word.", messages=said * 3, params=params).get(timeout=patience())
-        assert result["text"] == "zebra"
 
 
 def test_stop_in_generation_closes_the_connection_first_and_does_not_wait_for_the_grace(serve: Serve) -> None:

@@ -36,28 +36,25 @@ def start_error(llama_server: str, thin_model: str, free_port: Callable[[], int]
 
 
 @pytest.mark.parametrize(
-    ("size", "told"),
+    ("content", "told"),
     [
         pytest.param(None, "there is no such model file: check the path", id="no file"),
+        pytest.param("folder", "name the .gguf file itself", id="a folder"),
+        pytest.param(b"hello, I am a text", "the file is not a GGUF model", id="a text"),
         pytest.param(0, "a folder or an empty file", id="an empty file"),
         pytest.param(40, "the model file is incomplete: download it again", id="half a head"),
         pytest.param(4_000_000, "the model file is incomplete: download it again", id="half a model"),
     ],
 )
-def test_a_model_that_is_not_whole(
-    start_error: StartError, thin_model: str, tmp_path: Path, size: int | None, told: str
+def test_a_model_that_is_none(
+    start_error: StartError, thin_model: str, tmp_path: Path, content: str | bytes | int | None, told: str
 ) -> None:
     model = tmp_path / "model.gguf"
-    if size is not None:
-        model.write_bytes(Path(thin_model).read_bytes()[:size])
+    if isinstance(content, str):
+        model.mkdir()
+    elif content is not None:
+        model.write_bytes(content if isinstance(content, bytes) else Path(thin_model).read_bytes()[:content])
     assert told in start_error(model=model)[0]
-
-
-def test_a_folder_and_a_text_instead_of_a_model(start_error: StartError, tmp_path: Path) -> None:
-    assert "name the .gguf file itself" in start_error(model=tmp_path)[0]
-    text = tmp_path / "text.gguf"
-    text.write_text("hello, I am a text")
-    assert "the file is not a GGUF model" in start_error(model=text)[0]
 
 
 def test_a_flag_that_the_server_does_not_know(start_error: StartError) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 import sys
 import threading
 import time
@@ -18,6 +15,7 @@ import pytest
 from llama_worker import LlamaWorker, RequestFailReason, RequestState, TimeoutProfile
 from llama_worker.runtime import real
 from llama_worker.server.slots import LOOKS_COUNT
+from tests.conftest import trace, wait_traced
 from tests.server.conftest import (
     ENDLESS,
     TOKENS_PER_WORD,
@@ -34,32 +32,21 @@ from tests.server.pace import SERVER_ARGS, pace, patience
 
 pytestmark = pytest.mark.server
 
-_PTRACE_SEIZE, _PTRACE_INTERRUPT, _WALL = 0x4206, 0x4207, 0x40000000
-
 
 @pytest.fixture
 def hold() -> Iterator[Callable[[int], None]]:
     """Stops one thread of another process, from now on; a process that is killed goes all the same."""
-    libc, reapers = ctypes.CDLL(None, use_errno=True), list[threading.Thread]()
+    reapers = list[threading.Thread]()
 
     def hold(tid: int) -> None:
-        for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
-            if libc.ptrace(request, tid, None, None) < 0:
-                pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
-        os.waitpid(tid, _WALL)  # it has stopped
+        trace(tid, stop=True)
         # Whoever traces a thread has to see its end, or the server's parent never does.
-        reapers.append(threading.Thread(target=_wait_end, args=(tid,), daemon=True))
+        reapers.append(threading.Thread(target=wait_traced, args=(tid,), daemon=True))
         reapers[-1].start()
 
     yield hold
     for reaper in reapers:
         reaper.join(patience())
-
-
-def _wait_end(tid: int) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.WIFSTOPPED(os.waitpid(tid, _WALL)[1]):
-            pass
 
 
 def suspicious() -> TimeoutProfile:
