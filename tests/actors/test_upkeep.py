@@ -93,3 +93,18 @@ def test_the_real_counter_of_this_process_is_read() -> None:
     watch.look(now=5.0)
     assert watch.kills() == 0
     assert watch.kernel_line() is None
+    watch.close()
+
+
+def test_a_kill_of_an_earlier_process_with_the_same_pid_is_not_this_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("6,1,1,-;Killed process 7 (of another day)\n")
+    monkeypatch.setattr(oom_watch, "_KMSG", log)
+    watch = oom_watch.OomWatch(7, now=0.0)
+    assert watch.kernel_line() is None
+    with log.open("a") as kernel:
+        kernel.write("6,2,2,-;Killed process 7 (this one)\n")
+    assert watch.kernel_line() == "Killed process 7 (this one)"
+    watch.close()

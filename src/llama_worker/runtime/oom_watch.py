@@ -14,13 +14,20 @@ _LOOK_AGAIN_S = 1.0
 
 
 class OomWatch:
-    """One process's control group, from the construction on. `now` is monotonic seconds."""
+    """One process's control group and the kernel's log, from the construction on. `now` is monotonic seconds."""
 
     def __init__(self, pid: int, now: float) -> None:
         self._pid = pid
         self._counter = _counter_file(pid)
         self._before = _count(self._counter)
         self._looked_at = now
+        self._log = _end_of_log()  # what it holds already may be of another process with the same pid
+
+    def close(self) -> None:
+        """Let the kernel's log go; idempotent."""
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
 
     def look(self, now: float) -> None:
         """Follow the process into another group: a wrapper script may have put it there. Seldom does anything."""
@@ -37,26 +44,30 @@ class OomWatch:
 
     def kernel_line(self) -> str | None:
         """What the kernel's log says of this process's end; None where it says nothing, or may not be read."""
-        wanted = f"Killed process {self._pid} ("
-        try:
-            log = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:
+        if self._log is None:
             return None
+        wanted = f"Killed process {self._pid} ("
         found = None
-        try:
-            for _ in range(_MAX_RECORDS):
-                try:
-                    record = os.read(log, _RECORD_BYTES).decode(errors="replace")
-                except BrokenPipeError:
-                    continue  # overwritten before it was read: the next one follows
-                text = record.partition(";")[2].partition("\n")[0]
-                if wanted in text:
-                    found = text
-        except OSError:
-            pass  # the end of what there is
-        finally:
-            os.close(log)
+        for _ in range(_MAX_RECORDS):
+            try:
+                record = os.read(self._log, _RECORD_BYTES).decode(errors="replace")
+            except BrokenPipeError:
+                continue  # overwritten before it was read: the next one follows
+            except OSError:
+                break  # the end of what there is
+            text = record.partition(";")[2].partition("\n")[0]
+            if wanted in text:
+                found = text
         return found
+
+
+def _end_of_log() -> int | None:
+    try:
+        log = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    os.lseek(log, 0, os.SEEK_END)
+    return log
 
 
 def _counter_file(pid: int) -> Path | None:

@@ -135,6 +135,8 @@ class ServerProcess:
         except Exception as error:  # out of descriptors, processes or memory; what there was is cleaned up
             detail = f"no process could be started: {error}"
             last_word = self._gone() if self._server else self._not_started(StartFailReason.SPAWN_FAILED, detail)
+        if self._oom is not None:
+            self._oom.close()
         with self._lock:  # a closed descriptor may be somebody else's by the next `send`
             if self._server is not None and self._server.pidfd is not None:
                 os.close(self._server.pidfd)
