@@ -17,6 +17,7 @@ from llama_worker import (
     TimeoutProfile,
     WorkerConfig,
 )
+from llama_worker.server import termination
 from tests.server.conftest import (
     ENDLESS,
     Reached,
@@ -91,7 +92,10 @@ def test_a_cancel_frees_the_servers_slots_and_keeps_the_output(
     assert not any(slot["is_processing"] for slot in slots)
 
 
-def test_stop_in_generation_closes_the_connection_first_and_does_not_wait_for_the_grace(serve: Serve) -> None:
+def test_stop_in_generation_closes_the_connection_first_and_does_not_wait_for_the_grace(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(termination, "REPEAT_S", 2 * patience())  # the second SIGTERM would make its status 1
     with LlamaWorker(serve(timeouts=TimeoutProfile(stop_grace_s=2 * patience()))) as worker:
         request_id = submitted(worker, "endless", "Count.", **ENDLESS)
         wait_status(worker, request_id, is_generating)
