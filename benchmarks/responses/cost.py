@@ -28,7 +28,7 @@ from benchmarks.stream import bare_loop, cpu_us
 from llama_worker.responses.config import ResponsesProxyConfig
 from tests.fake_script import Sleep, Step, Text, Tokens, plain_reply
 
-ROUNDS, CALLS, EVENTS, CLIENTS, EACH, IDLE_S = 3, 100, 20_000, 64, 200, 10.0
+ROUNDS, CALLS, EVENTS, CLIENTS, EACH, IDLE_S = 6, 100, 20_000, 64, 200, 10.0
 SHORT_ROUNDS = 20  # of calls that take milliseconds: what else the machine does comes and goes by the second
 LATE_S = 0.005
 CROWD = 1000
