@@ -279,7 +279,6 @@ class Scheduler:
         actor, message = simulated.actor, simulated.inbox.popleft().message
         self.messages_count += 1
         self.trace.message(self.now, simulated.name, message)
-        self.before_message(simulated, message)
         before, self._serving = self._serving, simulated
         sends = self._choices.preempt_after()
         self._sends_left = _MANY if sends is None else sends
@@ -287,6 +286,7 @@ class Scheduler:
             if simulated.name in self._breaks:
                 self._breaks.remove(simulated.name)
                 raise RuntimeError("planted in the actor")
+            self.before_message(simulated, message)
             actor._handle_receive(message)
         except Violation:
             raise

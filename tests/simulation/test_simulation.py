@@ -28,6 +28,24 @@ SHARES = 4  # of the year, one a test: they may run side by side
             Setting(seed=189804746787714, hours=2.7, requests_per_hour=37.6712325, faults_per_hour=3.4246575),
             id="a bound counted time in which the host was halted",
         ),
+        pytest.param(
+            Setting(
+                seed=193651771979271,
+                hours=2.4833832883408595,
+                requests_per_hour=37.67123287671233,
+                faults_per_hour=3.4246575342465753,
+            ),
+            id="an honest server wrote for half a minute in one go, and showed no CPU time",
+        ),
+        pytest.param(
+            Setting(
+                seed=244459350129237,
+                hours=108.02862194979923,
+                requests_per_hour=1.0,
+                faults_per_hour=0.046593980057776534,
+            ),
+            id="an actor broke before it took the text that had come",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(setting: Setting) -> None:

@@ -112,12 +112,13 @@ class World(Bench):
         dice = self._dice
         longest = min(8000, int(0.1 * self.build.prefill_tokens_per_s * (self.profile.silent_work_timeout_s or 3600.0)))
         tokens = 1 + int(dice.log_between(1, 300))
+        step_s = math.inf if self.build.cpu_shows else 0.1 * self.profile.headers_timeout_s  # as long as a batch
         reply = Reply(
             key=f"r{request_id}t{exchange}",
             prompt_tokens=10 + int(dice.log_between(1, max(2, longest))),
             reasoning_tokens=dice.below(tokens) if dice.chance(0.3) else 0,
             text_tokens=tokens,
-            step_tokens=max(1, tokens // 10),
+            step_tokens=max(1, int(min(tokens // 10, step_s * self.build.decode_tokens_per_s))),
             calls=("search",) if exchange <= 3 and dice.chance(0.15) else (),
             finish="length" if dice.chance(0.05) else "stop",
         )
