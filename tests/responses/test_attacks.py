@@ -16,6 +16,10 @@ from collections.abc import Iterator, Sequence
 import psutil
 import pytest
 
+from llama_worker.responses.client import Client as ProxyClient
+from llama_worker.responses.client_connection import Request
+from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.listener import SocketListener
 from llama_worker.responses.request_threads import RequestThreads
 from tests.actors.conftest import eventually
 from tests.fake_script import Headers, Repeat, Role, Text
@@ -167,6 +171,32 @@ def test_where_descriptors_run_out_the_silent_make_room(starved: tuple[psutil.Pr
         stack.enter_context(socket.create_connection((HOST, port), timeout=WAIT_S)).settimeout(1.0)
         threading.Event().wait(1.0)
         assert sum(process.cpu_times()[:2]) - used < 0.2  # of one second: it waits, it does not spin
+
+
+def test_a_client_with_the_descriptor_of_one_that_made_room_has_not_left() -> None:
+    """Within one turn: what had happened to that descriptor before is not the new client's."""
+    has_left: list[bool] = []
+
+    def serve(request: Request, client: ProxyClient) -> None:
+        client.when_left(lambda: has_left.append(True))
+        client.reply(request, 200, {})
+
+    listener = SocketListener(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0), serve)
+    listener._max_clients = 1
+    with contextlib.ExitStack() as stack:
+        old, between, new = (stack.enter_context(socket.socket()) for _ in range(3))
+        old.connect((HOST, listener.port))
+        listener._turn()
+        between.connect((HOST, listener.port))
+        new.connect((HOST, listener.port))
+        new.sendall(request_bytes("/health", port=listener.port))
+        old.sendall(b"G")
+        listener._turn()
+        listener._turn()
+        assert b"200 OK" in new.recv(65536)
+        listener.stop()
+        listener.serve()
+    assert not has_left
 
 
 def test_where_all_descriptors_are_taken_it_waits_without_spinning(fake: Client) -> None:

@@ -179,6 +179,9 @@ def test_the_configured_key_replaces_the_clients(through: Through) -> None:
     client, upstream = through(answer(b"{}"), api_key="secret")
     client.send("GET", "/v1/models", headers={"Authorization": "Bearer other"})
     client.create()
+    for target, body in (("/v1/models", None), ("/v1/responses", b'{"input": "Hi"}')):
+        client.send("POST", target, body, {"authorization": "Bearer other"})  # as node writes it
+    assert len(upstream.requests) == 4
     assert all(b"Authorization: Bearer secret" in request for request in upstream.requests)
     assert not any(b"other" in request for request in upstream.requests)
     assert "secret" not in repr(client.proxy.config)

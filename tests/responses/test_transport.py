@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tests.fake_script import (
     Gate,
     Headers,
     HttpError,
+    Journal,
     PingEvery,
     Record,
     Repeat,
@@ -28,7 +31,7 @@ from tests.fake_script import (
     WaitClose,
     plain_reply,
 )
-from tests.responses.conftest import WAIT_S, Client, MakeClient, request_bytes
+from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes
 from tests.responses.oracle import check_events, read_sse
 
 MIB = 1024 * 1024
@@ -65,6 +68,16 @@ def test_closing_the_proxy_cuts_what_runs(fake: Client) -> None:
         fake.journal.wait("client_closed", timeout=WAIT_S)
         while client.recv(65536):
             pass
+
+
+def test_closing_the_proxy_ends_what_the_upstream_does_not_read(make_client: MakeClient) -> None:
+    with socket.create_server((HOST, 0)) as upstream, contextlib.ExitStack() as stack:
+        proxy = make_client(upstream=f"http://{HOST}:{upstream.getsockname()[1]}").proxy
+        stack.enter_context(Client(proxy, Journal(Path())).ask(target="/v1/responses", input="x" * (16 * MIB)))
+        connection = stack.enter_context(upstream.accept()[0])
+        assert connection.recv(100)
+        proxy.close()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("llama_worker-response")]
 
 
 # ---------------------------------------------------------------- heartbeats

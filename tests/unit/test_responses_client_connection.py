@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from llama_worker.responses.waiting_clients import BODY_S, HEAD_S, LINGER_S, SIL
 
 HEAD = b"POST /v1/responses?a=%2F HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"  # of Java's client
 
 
 def connection() -> ClientConnection:
@@ -27,6 +29,8 @@ def connection() -> ClientConnection:
         b"Content-Length: 5\r\n\r\nhello",
         b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\n\r\n",
         b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nTrailer: a\r\n\r\n",
+        UPGRADE + b"Content-Length: 5\r\n\r\nhello",
+        UPGRADE + CHUNKED + b"5\r\nhello\r\n0\r\n\r\n",
     ],
 )
 @settings(max_examples=50)
@@ -40,6 +44,12 @@ def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject
     assert request is not None
     assert (request.method, request.target, request.body) == ("POST", "/v1/responses?a=%2F", b"hello")
     assert request.header("host") == "localhost"
+    client.reply.begin(204, [])
+    client.reply.end()
+    assert client.can_go_on
+    again = client.next_request() or client.receive(whole)
+    assert again is not None
+    assert again.body == b"hello"
 
 
 @pytest.mark.parametrize(
@@ -59,12 +69,15 @@ def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject
         (b"Content-Length: 101\r\n\r\n", 413),
         (b"Content-Length: 9999999999999999999\r\n\r\n", 413),
         (b"Content-Length: 99999999999999999999\r\n\r\n", 400),  # beyond 64 bits
+        (b"Content-Length: " + b"0" * 5000 + b"5\r\n\r\n", 400),  # beyond what Python reads
+        (UPGRADE + CHUNKED + HEAD + b"\r\n", 400),
         (CHUNKED + b"1;" + b"x" * MAX_HEAD_BYTES, 400),
         (CHUNKED + b"0\r\nTrailer: " + b"x" * MAX_HEAD_BYTES, 400),
         (b"X-A: a\r\n b\r\n\r\n", 400),
         (b"X-A: a\n\n", 400),
         (CHUNKED + b"65\r\n" + b"x" * 101, 413),
         (b"X-A: " + b"a" * MAX_HEAD_BYTES, 431),
+        (b"".join(b"X-%d:\r\n" % number for number in range(300)), 431),
     ],
 )
 def test_what_another_server_might_read_differently_is_refused(rest: bytes, status: int) -> None:
@@ -81,11 +94,29 @@ def test_what_another_server_might_read_differently_is_refused(rest: bytes, stat
 
 @pytest.mark.parametrize(
     "line",
-    [b"GET http://a/ HTTP/1.1", b"GET * HTTP/1.1", b"G@T / HTTP/1.1", b"GET / HTTP/2.0", b"\x16\x03\x01\x02"],
+    [
+        b"GET http://a/ HTTP/1.1",
+        b"GET * HTTP/1.1",
+        b"G@T / HTTP/1.1",
+        b"GET / HTTP/2.0",
+        b"\x16\x03\x01\x02",
+        b"GET / RTSP/1.0",
+        b"SOURCE / ICE/1.0",
+        b"GET  / HTTP/1.1",
+        b"CONNECT / HTTP/1.1",
+        b"GET /",
+        b"\r\n",
+    ],
 )
 def test_a_request_line_of_another_kind_is_refused(line: bytes) -> None:
     with pytest.raises(RequestRefused):
         connection().receive(line + b"\r\nHost: localhost\r\n\r\n")
+
+
+def test_an_empty_line_before_a_request_is_ignored() -> None:
+    client = connection()
+    assert client.receive(b"\r\n") is None
+    assert client.receive(HEAD + b"\r\n") is not None
 
 
 def test_what_is_not_http_is_refused_at_once() -> None:
@@ -132,6 +163,7 @@ def test_what_is_lost_behind_a_chunked_request_is_said_to_be() -> None:
         (b"\r\n", b""),
         (get, b"Connection: close\r\n"),
         (get[:5], b"Connection: close\r\n"),
+        (b"\0", b"Connection: close\r\n"),
     ):
         client = connection()
         request = client.receive(HEAD + CHUNKED + b"2\r\nok\r\n0\r\n\r\n" + behind)
@@ -140,6 +172,44 @@ def test_what_is_lost_behind_a_chunked_request_is_said_to_be() -> None:
         assert client.reply.begin(204, []) == b"HTTP/1.1 204 No Content\r\n" + head + b"\r\n"
         client.reply.end()
         assert client.can_go_on is not bool(head)
+
+
+@pytest.mark.parametrize(
+    ("rest", "pieces", "counted"),
+    [
+        pytest.param(CHUNKED, [b"2\r\nab\r\n" * 8192] * 4, 2 * 8192 * 4, id="tiny chunks"),
+        pytest.param(b"Content-Length: 1000000\r\n\r\n", [b"ab"] * 5000, 10_000, id="tiny pieces"),
+        pytest.param(
+            CHUNKED, [b"80000\r\n" + b"x" * 0x80000 + b"\r\n0\r\nX-A: ", *[b"a" * 65536] * 50], 0x80000, id="trailer"
+        ),
+        pytest.param(b"X-A: ", [b"a" * 10] * 2000, 20_000, id="head"),
+    ],
+)
+def test_what_is_held_is_little_more_than_what_is_counted(rest: bytes, pieces: list[bytes], counted: int) -> None:
+    client = ClientConnection(max_body_bytes=1_000_000, check_head=lambda _: None)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for piece in [HEAD + rest, *pieces]:
+            assert client.receive(piece) is None
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert counted <= client.pending_bytes < counted + 1000
+    assert held < 2.5 * counted
+
+
+def test_a_body_is_not_held_twice_while_its_request_runs() -> None:
+    client = ClientConnection(max_body_bytes=1_000_000, check_head=lambda _: None)
+    client.receive(HEAD + b"Content-Length: 1000000\r\n\r\n" + b"x" * 500_000)
+    tracemalloc.start()
+    try:
+        request = client.receive(b"x" * 500_000)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert request is not None
+    assert held < 1_100_000
 
 
 def test_a_client_that_waits_before_its_body_is_told_to_go_on_once() -> None:
@@ -152,13 +222,21 @@ def test_a_client_that_waits_before_its_body_is_told_to_go_on_once() -> None:
 @pytest.mark.parametrize(
     ("status", "headers"),
     [(200, [("X-A", "a\r\nX-B: b")]), (101, []), (200, [("Content-Length", "1"), ("Content-Length", "2")]),
-     (200, [("Content-Length", "-1")])],
+     (200, [("Content-Length", "-1")]), (200, [("Content-Length", "0" * 5000)]), (200, [("X-A : b\r\nX-B", "c")]),
+     *((200, [(name, "chunked")]) for name in ("Transfer-Encoding ", "A B", "", "X\u00e9"))],
 )  # fmt: skip
 def test_a_reply_that_would_be_read_differently_is_not_begun(status: int, headers: list[tuple[str, str]]) -> None:
     reply = Reply()
     with pytest.raises(MalformedReply):
         reply.begin(status, headers)
     assert not reply.has_begun
+    assert reply.begin(502, [("Content-Length", "2")]).startswith(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n")
+    assert reply.data(b"ok") + reply.end() == b"ok"
+
+
+def test_a_length_that_is_said_twice_is_sent_once() -> None:
+    head = Reply(is_kept=True).begin(200, [("Content-Length", "2"), ("content-length", "2")])
+    assert head == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
 
 
 def test_a_reply_is_as_long_as_it_says() -> None:

@@ -63,6 +63,7 @@ class ResponsesApp:
         self._endpoint = Endpoint(
             base_url=config.base_url, connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
         )
+        self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
         self._numbers = itertools.count(1)
 
     def serve(self, request: Request, client: Client) -> None:
@@ -115,7 +116,7 @@ class ResponsesApp:
             ca_file=self._config.ca_file,
             silence_s=self._config.heartbeat_s if chat_request.stream else None,
         )
-        chat.post(chat_request.body, forwarded(request, exclude=_NOT_FOR_CHAT))
+        chat.post(chat_request.body, forwarded(request, exclude=self._not_for_chat))
         events = ResponseEvents(
             response_id=response_id_of(unique),
             created_at=int(time.time()),

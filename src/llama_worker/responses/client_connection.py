@@ -1,7 +1,8 @@
 """What a client sends on its connection, as whole requests, and what it gets, as bytes. Pure; one thread at a time.
 
 Requests are read by `httptools`; `h11`, in Python, takes ten times as long, of every first token. Stricter than it: a
-request is HTTP/1.0 or 1.1, has one Host, and no transfer encoding but "chunked".
+request is HTTP/1.0 or 1.1, has one Host, and no transfer encoding but "chunked". It reads heads and chunked bodies
+apart: of a request that asks for an upgrade, as Java's client does by default, it would take the body for what follows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from llama_worker.responses.refusal import RequestRefused
 from llama_worker.responses.reply import Reply
 
 MAX_HEAD_BYTES = 65536
+_MAX_HEADERS = 256  # by different names: each costs some 200 bytes more than it has
+_MAX_LENGTH_DIGITS = 20
+_REQUEST_LINE = re.compile(rb"(?:\r?\n)?([!-~]+) ([!-~]+) HTTP/(\d\.\d)\r\n")
+_CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # the parser refuses lines that do not end in "\r\n"
 _MAX_FRAMING = 8  # bytes of framing for a byte of a chunked body: five where each has a chunk of its own
 
@@ -61,18 +66,20 @@ class ClientConnection:
     def _begin_anew(self) -> None:
         self.phase = Phase.SILENT
         self.reply = Reply()
-        self._message = _Message()
-        self._parser = httptools.HttpRequestParser(self._message)
+        self._headers = _Headers()
+        self._parser = httptools.HttpRequestParser(self._headers)
         self._head_bytes = bytearray()
         self._head: Request | None = None
+        self._body = bytearray()  # no list: of tiny pieces, it would take 30 times as much
         self._body_wire_bytes = 0
-        self._length: int | None = 0  # of the body; None: it is chunked
+        self._length = 0  # of a body that is not chunked
+        self._chunks: _Chunks | None = None
         self._awaits_continue = False
 
     @property
     def pending_bytes(self) -> int:
         """What has come of a request that is not whole."""
-        return len(self._head_bytes) + self._message.body_bytes
+        return len(self._head_bytes) + len(self._body)
 
     @property
     def can_go_on(self) -> bool:
@@ -114,61 +121,67 @@ class ClientConnection:
         self._feed(bytes(self._head_bytes[read:end]))
         if end > MAX_HEAD_BYTES:
             raise RequestRefused(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+        if len(self._headers.values) > _MAX_HEADERS:
+            raise RequestRefused(431, f"the request has more than {_MAX_HEADERS} headers")
         if found is None:
             self.phase = Phase.HEAD if self._head_bytes else Phase.SILENT
             return None
         behind = bytes(self._head_bytes[end:])
-        self._head_bytes.clear()
+        del self._head_bytes[end:]
         return behind
 
     def _feed(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # which nobody has to do
+            pass  # at the end of a head; nobody has to follow it
         except httptools.HttpParserError as error:
-            if not self._message.is_complete:
+            if self._chunks is None or not self._chunks.is_complete:
                 raise RequestRefused(400, f"malformed HTTP request: {error}") from None
 
     def _begin(self) -> None:
         self.phase = Phase.BODY
-        message, method, version = (
-            self._message,
-            self._parser.get_method().decode("ascii"),
-            self._parser.get_http_version(),
-        )
-        head = self._head = Request(method=method, target=message.target, headers=message.headers, body=b"")
+        line = _REQUEST_LINE.match(self._head_bytes)
+        if line is None:
+            raise RequestRefused(400, "malformed HTTP request: its first line is not that of an HTTP/1.1 request")
+        method, target, version = (part.decode("ascii") for part in line.groups())
+        head = self._head = Request(method=method, target=target, headers=self._headers.values, body=b"")
         self.reply = Reply(method, version)
         if version not in ("1.0", "1.1"):
             raise RequestRefused(505, "the request is not HTTP/1.1")
-        if not head.target.startswith("/"):
+        if method == "CONNECT" or not target.startswith("/"):
             raise RequestRefused(400, "the request's target must be a path")
-        if message.hosts > 1 or (message.hosts == 0 and version == "1.1"):
+        if self._headers.hosts > 1 or (self._headers.hosts == 0 and version == "1.1"):
             raise RequestRefused(400, "the request must have one Host")
-        encoding = head.header("transfer-encoding").lower()
+        encoding, length = head.header("transfer-encoding").lower(), head.header("content-length")
         if encoding not in ("", "chunked"):
             raise RequestRefused(501, "the request's transfer encoding is not known")
+        if len(length) > _MAX_LENGTH_DIGITS:
+            raise RequestRefused(400, "malformed HTTP request: its Content-Length has too many digits")
         self._check_head(head)
-        self._length = None if encoding else int(head.header("content-length") or 0)
-        self._check_size(self._length or 0)
+        self._length = int(length or 0)
+        self._check_size(self._length)
         self._awaits_continue = head.header("expect").lower() == "100-continue" and version == "1.1"
         self.reply.is_kept = version == "1.1" and "close" not in header_words(head.header("connection"))
+        if encoding:
+            self._chunks = _Chunks(self._body)
+            self._parser = httptools.HttpRequestParser(self._chunks)
+            self._parser.feed_data(_CHUNKED_HEAD)
 
     def _read_body(self, data: bytes) -> bool:
         """Whether it is whole."""
-        message = self._message
         self._awaits_continue = self._awaits_continue and not data
-        if self._length is not None:
-            missing = self._length - message.body_bytes
-            message.on_body(data[:missing])
+        if self._chunks is None:
+            missing = self._length - len(self._body)
+            self._body += data[:missing]
             self._behind = data[missing:]
             return len(data) >= missing
         self._feed(data)
-        self._check_size(message.body_bytes)
+        self._check_size(len(self._body))
         self._body_wire_bytes += len(data)
-        if self._body_wire_bytes > MAX_HEAD_BYTES + _MAX_FRAMING * message.body_bytes:
+        if self._body_wire_bytes > MAX_HEAD_BYTES + _MAX_FRAMING * len(self._body):
             raise RequestRefused(400, "the request's body has more framing than content")
-        return message.is_complete
+        return self._chunks.is_complete
 
     def _check_size(self, size: int) -> None:
         if size > self._max_body_bytes:
@@ -177,51 +190,43 @@ class ClientConnection:
     def _complete(self) -> Request:
         assert self._head is not None
         self.phase = Phase.BUSY
-        if self._message.is_followed:
+        if self._chunks is not None and self._chunks.is_followed:
             self.reply.is_kept = False
-        head, message = self._head, self._message
-        self._message = _Message()
-        return Request(method=head.method, target=head.target, headers=head.headers, body=b"".join(message.body))
+        head, body = self._head, bytes(self._body)
+        self._body.clear()  # which the parser, too, would hold while the request runs
+        return Request(method=head.method, target=head.target, headers=head.headers, body=body)
 
 
-class _Message:
-    """What `httptools` reads of one request: it calls the methods."""
+class _Headers:
+    """What `httptools` reads of a head: it calls the methods."""
 
     def __init__(self) -> None:
-        self.target = ""
-        self.headers: dict[str, tuple[str, str]] = {}
+        self.values: dict[str, tuple[str, str]] = {}
         self.hosts = 0
-        self.body: list[bytes] = []
-        self.body_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        sent, said = name.decode("ascii"), value.decode("latin-1").strip(" \t")
+        lower = sent.lower()
+        self.hosts += lower == "host"
+        self.values[lower] = (sent, f"{self.values[lower][1]}, {said}" if lower in self.values else said)
+
+
+class _Chunks:
+    """What `httptools` reads of a chunked body. It has no method for trailers, which would be joined piece by piece."""
+
+    def __init__(self, body: bytearray) -> None:
         self.is_complete = False
-        self.is_followed = False  # behind a chunked body, whose end only the parser knows: what it has read is lost
-        self._has_head = False
+        self.is_followed = False  # by what the parser, which alone knows the body's end, has read: it is lost
+        self._body = body
 
     def on_message_begin(self) -> None:
         self.is_followed = self.is_complete
 
-    def on_url(self, url: bytes) -> None:
-        """A piece of it."""
-        if not self._has_head:
-            self.target += url.decode("ascii")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One header; trailers of a chunked body, too."""
-        if self._has_head:
-            return
-        sent, said = name.decode("ascii"), value.decode("latin-1").strip(" \t")
-        lower = sent.lower()
-        self.hosts += lower == "host"
-        self.headers[lower] = (sent, f"{self.headers[lower][1]}, {said}" if lower in self.headers else said)
-
-    def on_headers_complete(self) -> None:
-        self._has_head = True
-
     def on_body(self, body: bytes) -> None:
         """A piece of it."""
         if not self.is_complete:
-            self.body.append(body)
-            self.body_bytes += len(body)
+            self._body += body
 
     def on_message_complete(self) -> None:
         self.is_complete = True

@@ -102,13 +102,16 @@ class SocketListener:
         """Wait for something to happen, and see to it."""
         wait_s = self._wait_s()
         self._run_whole()  # last: the threads that it wakes want the interpreter, which the wait lets go
+        has_new = False
         for descriptor, _ in self._epoll.poll(wait_s):
             if descriptor == self._wake:
                 os.eventfd_read(self._wake)
             elif descriptor == self._socket.fileno():
-                self._accept()
+                has_new = True
             elif (client := self._clients.get(descriptor)) is not None:
                 self._on_ready(client)
+        if has_new:  # after the others: a new client may get the descriptor of one that makes room for it
+            self._accept()
         while not self._returned.empty():
             self._take_back(self._returned.get())
         now = time.monotonic()
@@ -291,6 +294,7 @@ class SocketListener:
             self._drop(client)
         for client in self._busy:
             client.cut()
+            client.left()  # the actor may not know of its request yet
         while self._busy:
             client = self._returned.get()
             self._busy.discard(client)

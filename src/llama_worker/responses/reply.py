@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable
 from http import HTTPStatus
 
-_NEW_LINE = re.compile(r"[\0\r\n]")
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+: [^\0\r\n]*")
+_STATUS_LINE = re.compile(r"[^\0\r\n]+")
+_LENGTH = re.compile(r"[0-9]{1,20}")
 _WITHOUT_BODY = frozenset({204, 304})
 
 
@@ -36,27 +38,32 @@ class Reply:
         Raises MalformedReply, and then nothing has begun.
         """
         headers = list(headers)
-        told = {name.lower(): value for name, value in headers}
-        lengths = {value for name, value in headers if name.lower() == "content-length"}
-        if not 200 <= status < 1000 or len(lengths) > 1 or not all(length.isdecimal() for length in lengths):
-            raise MalformedReply(f"status {status}, Content-Length {sorted(lengths)}")
+        lengths = [value for name, value in headers if name.lower() == "content-length"]
+        if not 200 <= status < 1000 or len({*lengths}) > 1 or not all(map(_LENGTH.fullmatch, lengths)):
+            raise MalformedReply(f"status {status}, Content-Length {lengths}")
+        if len(lengths) > 1:
+            headers = [header for header in headers if header[0].lower() != "content-length"]
+            headers.append(("Content-Length", lengths[0]))
+        missing, is_chunked, is_kept = None, False, self.is_kept
         if status in _WITHOUT_BODY or self._method == "HEAD":
-            self._missing = 0
+            missing = 0
         elif lengths:
-            self._missing = int(lengths.pop())
+            missing = int(lengths[0])
         elif self._version == "1.1":
-            self._is_chunked = True
+            is_chunked = True
             headers.append(("Transfer-Encoding", "chunked"))
         else:
-            self.is_kept = False  # its end is the connection's
-        self.is_kept = self.is_kept and told.get("connection", "").lower() != "close"
-        if not self.is_kept and "connection" not in told:
+            is_kept = False  # its end is the connection's
+        connection = next((value for name, value in headers if name.lower() == "connection"), None)
+        is_kept = is_kept and (connection or "").lower() != "close"
+        if not is_kept and connection is None:
             headers.append(("Connection", "close"))
-        lines = [f"HTTP/1.1 {status} {reason or _phrase(status)}", *(f"{name}: {value}" for name, value in headers)]
-        if any(_NEW_LINE.search(line) for line in lines):
-            raise MalformedReply("a header has more than one line")
-        self.has_begun = True
-        return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
+        status_line = f"HTTP/1.1 {status} {reason or _phrase(status)}"
+        lines = [f"{name}: {value}" for name, value in headers]
+        if not _STATUS_LINE.fullmatch(status_line) or not all(map(_HEADER.fullmatch, lines)):
+            raise MalformedReply("a header has more than one line, or a name that is none")
+        self.has_begun, self.is_kept, self._is_chunked, self._missing = True, is_kept, is_chunked, missing
+        return "\r\n".join([status_line, *lines, "", ""]).encode("latin-1", "replace")
 
     def data(self, data: bytes) -> bytes:
         """A piece of its body, as it goes over the wire: not at all in reply to HEAD."""
