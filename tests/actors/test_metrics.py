@@ -63,8 +63,8 @@ def test_requests_tokens_and_times_are_those_of_the_results(make_worker: MakeWor
     assert (sample(seen, "slots", worker="w1"), sample(seen, "slots_used", worker="w1")) == (2, 1)
     for outcome, reason in (("completed", "stop"), ("completed", "max_tokens"), ("canceled", "canceled")):
         assert sample(seen, "requests_total", worker="w1", outcome=outcome, reason=reason) == 1
-    prompt_tokens = sum(result["usage"]["prompt_tokens"] for result in results)
-    assert sample(seen, "prompt_tokens_total", worker="w1") == prompt_tokens
+    counted = [sample(seen, f"prompt_{name}_total", worker="w1") for name in ("tokens", "cached_tokens")]
+    assert counted == [sum(result["usage"][name] for result in results) for name in ("prompt_tokens", "cached_tokens")]
     assert sample(seen, "generated_tokens_total", worker="w1") - 12 in (0, 1)  # a cancel may come before the token
     took_s = sum(result["timings"]["total_s"] for result in results)
     assert sample(seen, "request_duration_seconds_sum", worker="w1", outcome="completed") == pytest.approx(took_s)

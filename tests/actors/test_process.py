@@ -221,6 +221,13 @@ def test_an_obedient_server_is_not_killed(make_worker: MakeWorker) -> None:
     assert told["connected"] == 0, "the server waits for open connections: they are closed first"
 
 
+def test_a_server_that_is_stuck_in_its_first_sigterm_is_asked_a_second_time(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=30.0))
+    rig.stop()
+    assert len(rig.journal.facts("signal", signal="SIGTERM")) == 2
+    assert rig.journal.facts("exit", code=1), "by its own decision: it was not killed"
+
+
 def test_a_tree_that_outlives_its_root_is_ended(make_worker: MakeWorker) -> None:
     rig = make_worker(Script(children=TREE, exits=[Exit(code=7, when="request")]), restart=RestartPolicy.never())
     assert rig.run()["fail_reason"] == "server_died"

@@ -42,7 +42,7 @@ def test_a_probe_without_an_answer(error: Exception, late_s: float, outcome: Pro
     ("status", "body", "outcome"),
     [
         (b"503 Loading", b"{}", ProbeOutcome.LOADING),
-        (b"404 Not Found", b"{}", ProbeOutcome.FAILED),
+        *((status, b"{}", ProbeOutcome.FAILED) for status in (b"404 Not Found", b"401 Unauthorized")),
         (b"200 OK", b"<html>", ProbeOutcome.FAILED),
         (b"200 OK", b"{}", ProbeOutcome.READY),
     ],

@@ -276,9 +276,10 @@ def refuses(make: Callable[[], object], field: str, error: type[Exception], says
 @pytest.mark.parametrize(
     ("words", "told", "field", "value"),
     [
+        ("--host 0.0.0.0", "--host 0.0.0.0", "host", "'127.0.0.1'"),
         ("--host=10.0.0.1", "--host 10.0.0.1", "host", "'127.0.0.1'"),
         ("--port", "--port", "port", "9001"),
-        ("--port 9001 --port 9002", "--port 9002", "port", "9001"),
+        ("--port 9001 --port=9002", "--port 9002", "port", "9001"),
         *((words, words, "slots", "1") for words in ("-np 4", "--n-parallel 4", "--parallel one")),
     ],
 )

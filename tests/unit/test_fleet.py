@@ -133,7 +133,8 @@ def test_fields_change_the_preset_below_them_and_a_preset_leaves_the_fields(tmp_
 
 
 @pytest.mark.parametrize(
-    ("line", "value"), [("max_tokens = 5", 5), ("loop_detector.max_period = 2", LoopDetector(max_period=2))]
+    ("line", "value"),
+    [("max_tokens = 5", 5), ("result_ttl_s = 5", 5), ("loop_detector.max_period = 2", LoopDetector(max_period=2))],
 )
 def test_off_is_none_beside_other_defaults_too_and_can_be_taken_back(tmp_path: Path, line: str, value: object) -> None:
     key = line.partition(" ")[0].partition(".")[0]
@@ -226,6 +227,7 @@ def test_a_wrong_line_is_named_with_file_number_and_key(tmp_path: Path, line: st
         ('\n[workers."a b"]\nport = 1\n', "fleet.toml:2: workers.'a b': host is missing"),
         ('[workers.a]\nhost = "x"\n', "fleet.toml:1: workers.a: port is missing"),
         ('[workers.a]\nhost = "x"\nport = 1\n', "fleet.toml:1: workers.a: a model (a GGUF file) is missing, or"),
+        ('[workers.a]\nserver_cmd = ["s"]\nhost = "x"\nport = 1\nexecutable = "e"\n', "workers.a.executable: has no"),
         ('[workers.a]\nhost = "\udcff"\n', "utf-8"),
         ("[workers.a]\nport = = 1\n", "fleet.toml: Invalid value (at line 2, column 8)"),
         (ONE + ONE.replace("workers.a", "workers.b"), "fleet.toml:7: workers.b.port: 8081 is the port of 'a' already"),

@@ -548,8 +548,10 @@ ENDINGS: dict[str, Callable[[Driven], Effects]] = {
     "cancelled": lambda r: r.cancel(105.0),
     "cancelled settling": lambda r: hear(r, Finish("stop")) or r.cancel(105.0),
     "abandoned": lambda r: r.abandon(RequestFailReason.WORKER_RESTARTED, "restart", 105.0),
+    "abandoned settling": lambda r: hear(r, Finish("stop")) or ENDINGS["abandoned"](r),
     "overflow": lambda r: hear(r, ServerError("no room", 400, "exceed_context_size_error")),
     "error record": lambda r: hear(r, ServerError("boom", 500, None)),
+    "error record settling": lambda r: hear(r, Finish("stop")) or ENDINGS["error record"](r),
     "disconnected": lambda r: r.closed(FIRST, None, 105.0) or r.tick(106.0),
     "protocol error": lambda r: r.closed(FIRST, stream_failure("protocol_error", "garbage"), 105.0),
     "loop": lambda r: hear(r, TextDelta(LINE * 20)),
@@ -557,9 +559,15 @@ ENDINGS: dict[str, Callable[[Driven], Effects]] = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-@pytest.mark.parametrize("said", [TextDelta(TAGGED), call("signal", '{"s": 1}')], ids=["prompted", "native"])
-def test_exit_calls_and_text_are_kept_in_every_ending(ending: Callable[[Driven], Effects], said: StreamEvent) -> None:
-    request = begun(with_tools(), prompted=isinstance(said, TextDelta))
+@pytest.mark.parametrize(
+    ("said", "prompted"),
+    [(TextDelta(TAGGED), True), (TextDelta(TAGGED), False), (call("signal", '{"s": 1}'), False)],
+    ids=["prompted", "native, in the text", "native"],
+)
+def test_exit_calls_and_text_are_kept_in_every_ending(
+    ending: Callable[[Driven], Effects], said: StreamEvent, prompted: bool
+) -> None:
+    request = begun(with_tools(), prompted=prompted)
     hear(request, TextDelta("kept\n"), said)
     record = ended(ending(request), CLOSE)
     assert [signal["arguments"] for signal in record.result["signals"]] == [{"s": 1}]
@@ -599,7 +607,8 @@ def test_a_request_whose_tools_are_refused_is_sent_again_and_calls_and_results_t
     assert again.body["messages"][0]["content"].endswith("Be terse.")
     assert hear(request, TextDelta("late"), stream=FIRST) == []
     tagged = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    hear(request, TextDelta("Adding. "), TextDelta(tagged[:15]), TextDelta(tagged[15:]), Finish("stop"), stream=SECOND)
+    hear(request, TextDelta("Adding. "), TextDelta(tagged[:15]), TextDelta(tagged[15:]), stream=SECOND)
+    hear(request, TextDelta(TAGGED), Finish("stop"), stream=SECOND)
     assert isinstance(hear(request, Done(), stream=SECOND)[-1], RunTool)
     assert request.read_output(0, 0)["text"] == "Adding. "
     sent = only(OpenStream, request.call_ended(SECOND, ok=True, text="3", at=103.0)).body
@@ -900,6 +909,9 @@ def test_what_was_waited_for_may_come_after_the_gap() -> None:
 # ---------------------------------------------------------------- loops
 
 
+HELD = f"{TAGGED}\n{LINE * 11}"  # back in native mode, behind a call that may turn out to be text
+
+
 @pytest.mark.parametrize(
     ("said", "reason", "output", "detail"),
     [
@@ -908,8 +920,9 @@ def test_what_was_waited_for_may_come_after_the_gap() -> None:
         ([ReasoningDelta(LINE * 30)], "line", (LINE * 12, ""), "12 times"),
         ([TextDelta("ha " * 9000)], "text", ("", ("ha " * 9000)[:8192]), "repeat 3 of them"),
         ([call("add", '{"a": "'), *[ToolCallDelta(0, None, None, "1, 2, ")] * 2000], "text", ("", ""), "repeat 6"),
+        ([TextDelta(HELD), call("add"), TextDelta(LINE)], "line", ("", HELD + LINE), "came 12 times"),
     ],
-    ids=["line", "block", "reasoning", "without line ends", "arguments"],
+    ids=["line", "block", "reasoning", "without line ends", "arguments", "what a structured call puts back"],
 )
 def test_a_loop_fails_the_request_and_the_output_ends_where_it_was_found(
     said: list[StreamEvent], reason: str, output: tuple[str, str], detail: str

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llama_worker.stream.decoder import ProtocolError, StreamDecoder, decode_record
@@ -22,6 +22,7 @@ from llama_worker.stream.events import (
     Usage,
 )
 from llama_worker.stream.sse import SseRecord
+from llama_worker.types import ContextUse
 
 
 def decode(value: Any, *, is_error: bool = False) -> list[StreamEvent]:
@@ -54,6 +55,7 @@ TIMINGS = {
     "predicted_per_second": 40,
 }
 PROGRESS = {"total": 9, "cache": 2, "processed": 5, "time_ms": 7}
+CONTEXT: ContextUse = {"n_prompt_tokens": 5000, "n_ctx": 4096}
 NO_TIMINGS = Timings(cache_n=None, prompt_n=None, predicted_n=None, predicted_per_second=None)
 TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": "{"}}
 
@@ -138,6 +140,7 @@ def test_the_events_of_one_chunk_come_in_their_order() -> None:
         ({"error": {"message": "bad", "code": "503", "type": 3}}, ServerError("bad", 503, None)),
         ({"error": {"code": 500}}, ServerError('{"code": 500}', 500, None)),
         ({"error": ["bad"]}, ServerError('["bad"]', None, None)),
+        ({"error": {"message": "bad", **CONTEXT}}, ServerError("bad", None, None, CONTEXT)),
     ],
 )
 def test_an_error_is_recognised_wrapped_or_not_in_either_field(value: Any, event: ServerError, is_error: bool) -> None:
@@ -250,6 +253,11 @@ CHUNKS = st.builds(
 
 
 @given(CHUNKS, st.booleans(), st.booleans())
+@example(chunk({"content": "x"}, error="bad"), True, True)
+@example(chunk({"content": "x"}, usage={}), True, True)
+@example(chunk({"content": "x"}, timings=TIMINGS), True, True)
+@example(chunk({"content": "x"}, prompt_progress=PROGRESS), True, True)
+@example({"choices": [{"index": 1, "finish_reason": None, "delta": {"content": "x"}}]}, True, True)
 def test_the_short_way_gives_the_events_of_the_long_one(value: Any, ascii_only: bool, spaced: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, separators=None if spaced else (",", ":"))
     decoder = StreamDecoder()
