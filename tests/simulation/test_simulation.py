@@ -46,6 +46,15 @@ SHARES = 4  # of the year, one a test: they may run side by side
             ),
             id="an actor broke before it took the text that had come",
         ),
+        pytest.param(
+            Setting(
+                seed=45692451366883,
+                hours=4.035282179853106,
+                requests_per_hour=37.67123287671233,
+                faults_per_hour=3.4246575342465753,
+            ),
+            id="a caller came in the moment in which the host went on",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(setting: Setting) -> None:
