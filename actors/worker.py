@@ -74,6 +74,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             self._journal.warn(line, runtime.now())
         self._tools_refused = False
         self._debug_questions: list[GetDebugInfo] = []  # the ProcessActor has not answered them all yet
+        self._tells_itself: int | None = None  # the launch whose end is told without a ProcessActor
         me = self.me()
         self._alarm = Alarm(runtime, me)
         self._children = Children(me, live_count, runtime, config, self._unix_offset)
@@ -234,7 +235,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         if death.role == ProcessActor.role:
             for question in self._debug_questions:
                 self._add_logs(question)
-            if not death.will_report:
+            if death.will_report:
+                self._tells_itself = epoch
+            elif self._tells_itself != epoch:  # else it is an earlier ProcessActor's, and is not lost sight of
                 self._server.lost_sight(now, epoch=epoch)
 
     # ------------------------------------------------------------ what is seen

@@ -55,6 +55,15 @@ SHARES = 4  # of the year, one a test: they may run side by side
             ),
             id="a caller came in the moment in which the host went on",
         ),
+        pytest.param(
+            Setting(
+                seed=62413012168464,
+                hours=5.965414936806482,
+                requests_per_hour=37.67123287671233,
+                faults_per_hour=3.4246575342465753,
+            ),
+            id="the ProcessActor died twice over a server that could not be killed",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(setting: Setting) -> None:
