@@ -74,7 +74,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             self._journal.warn(line, runtime.now())
         self._tools_refused = False
         self._debug_questions: list[GetDebugInfo] = []  # the ProcessActor has not answered them all yet
-        self._tells_itself: int | None = None  # the launch whose end is told without a ProcessActor
+        self._tells_itself: int | None = None  # the launch whose ProcessActor died: its own thread tells of its end
         me = self.me()
         self._alarm = Alarm(runtime, me)
         self._children = Children(me, live_count, runtime, config, self._unix_offset)
@@ -237,7 +237,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._add_logs(question)
             if death.will_report:
                 self._tells_itself = epoch
-            elif self._tells_itself != epoch:  # else it is an earlier ProcessActor's, and is not lost sight of
+            elif self._tells_itself != epoch:  # else an earlier ProcessActor had it, and its thread will tell
                 self._server.lost_sight(now, epoch=epoch)
 
     # ------------------------------------------------------------ what is seen

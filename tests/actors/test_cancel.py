@@ -33,7 +33,7 @@ def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> Non
         result = rig.ended(request)
         assert {result["state"], result["finish_reason"], result["fail_reason"]} == {"canceled"}
         assert set(result["text"].split()) <= {"token"}
-        assert rig.worker.cancel(request).get(timeout=WAIT_S) is False, "there is none with that id any more"
+        assert rig.worker.cancel(request).get(timeout=WAIT_S) is False, "the request has ended and was taken"
     assert rig.run()["state"] == "completed"
     assert rig.status()["restart_count"] == 0
 

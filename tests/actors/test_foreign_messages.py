@@ -34,7 +34,7 @@ def test_messages_that_an_actor_does_not_know_change_nothing(
         dropped = "dropped a message that it does not know: "
         eventually(lambda: caplog.text.count(dropped) == len(strays), "every actor's warnings")
     for ref in actors:
-        assert ref.ask("hello", timeout=WAIT_S) is None, "who asks is answered"
+        assert ref.ask("hello", timeout=WAIT_S) is None, "a question is answered with None"
     assert rig.status() == before
     assert set(pykka.ActorRegistry.get_all()) == actors
     gate.touch()

@@ -34,7 +34,7 @@ def on_signal() -> Iterator[Handle]:
 
 
 def is_interrupted(call: Callable[[], object], line: int) -> bool:
-    """Make the call, with the signal at the line that is its so-manieth, in whatever module; False: it has fewer."""
+    """Make the call, with the signal at its line number `line`, in whatever module; False: it has fewer lines."""
     lines = itertools.count()
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:

@@ -77,6 +77,7 @@ def test_a_server_that_refuses_connections_is_doubted_and_replaced(make_worker: 
     eventually(lambda: socket.socket().connect_ex((HOST, rig.config.port)), "a closed listener")
     assert rig.run()["fail_reason"] in ("connect_failed", "server_died")
     rig.wait_restarted()
+    assert rig.run()["state"] == "completed"
 
 
 # ------------------------------------------------------------ what is sent

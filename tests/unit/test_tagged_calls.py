@@ -130,11 +130,11 @@ def test_a_call_of_the_longest_length_is_taken_and_a_longer_one_is_text() -> Non
 @pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', '<tool_call>{"":"', "<", '"{', ADD])
 @pytest.mark.parametrize("piece_chars", [3, 10**9])
 def test_time_is_linear_in_the_text(unit: str, piece_chars: int) -> None:
-    text = '<tool_call>{"a": "' + unit * (100_000 // len(unit))
+    text = '<tool_call>{"a": "' + unit * (200_000 // len(unit))
     pieces = [text[at : at + piece_chars] for at in range(0, len(text), piece_chars)]
     began = time.process_time()
     filtered(pieces)
-    assert time.process_time() - began < 2.5  # quadratic: minutes
+    assert time.process_time() - began < 5.0  # quadratic: minutes
 
 
 FRAGMENTS = st.sampled_from(

@@ -1,8 +1,8 @@
 """What a client sends on its connection, as whole requests, and what it gets, as bytes. Pure; one thread at a time.
 
-Requests are read by `httptools`; `h11`, in Python, takes ten times as long, of every first token. Stricter than it: a
-request is HTTP/1.0 or 1.1, has one Host, and no transfer encoding but "chunked". It reads heads and chunked bodies
-apart: of a request that asks for an upgrade, as Java's client does by default, it would take the body for what follows.
+Requests are read by `httptools`: `h11`, in Python, takes ten times as long, and delays every first token by that. We
+are stricter: a request is HTTP/1.0 or 1.1, has one Host, and no transfer encoding but "chunked". Heads and chunked
+bodies have a parser each: where a request asks for an upgrade, one parser would take its body for the next request.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Reply:
         status_line = f"HTTP/1.1 {status} {reason or _phrase(status)}"
         lines = [f"{name}: {value}" for name, value in headers]
         if not _STATUS_LINE.fullmatch(status_line) or not all(map(_HEADER.fullmatch, lines)):
-            raise MalformedReply("a header has more than one line, or a name that is none")
+            raise MalformedReply("a header has several lines, or a malformed name")
         self.has_begun, self.is_kept, self._is_chunked, self._missing = True, is_kept, is_chunked, missing
         return "\r\n".join([status_line, *lines, "", ""]).encode("latin-1", "replace")
 
