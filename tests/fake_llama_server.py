@@ -28,13 +28,7 @@ P = ParamSpec("P")
 JSON_TYPE = "application/json; charset=utf-8"
 USUAL_ANSWER = {"status": 200, "body": None, "text": None, "hang": False, "reset": False, "times": None}
 FLOOD_LINE = b"srv  fake: a line of log output that nobody asked for"
-ROUTES = {
-    "/v1/models": "models",
-    "/health": "health",
-    "/props": "props",
-    "/slots": "slots",
-    "/apply-template": "apply_template",
-}
+ROUTES = ("/v1/models", "/health", "/props", "/slots", "/apply-template")
 
 
 def error_body(code: int, message: str = "fake error", error_type: str = "server_error") -> Json:
@@ -59,52 +53,28 @@ class EndReply(Exception):
 class JournalWriter:
     """Appends one JSON line per observed fact; single writes, so that threads and children may share it."""
 
-    def __init__(self, path: str | None) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644) if path else None
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def note(self, fact: str, **fields: Json) -> None:
-        if self._fd is not None:
-            line = json.dumps({"fact": fact, "at": time.time(), **fields})
-            os.write(self._fd, f"\n{line}\n".encode())  # SIGKILL may cut a write short: the next line is whole again
+        line = json.dumps({"fact": fact, "at": time.time(), **fields})
+        os.write(self._fd, f"\n{line}\n".encode())  # SIGKILL may cut a write short: the next line is whole again
 
     def count(self, fact: str) -> int:
         """How often it was noted, by servers before this one, too."""
-        if self._fd is None:
-            return 0
         return os.pread(self._fd, os.fstat(self._fd).st_size, 0).count(json.dumps({"fact": fact})[:-1].encode())
 
 
-def disk_reader() -> Callable[[float], None]:
-    """Reads at least so many bytes from a disk: `read_bytes` in /proc/PID/io grows, CPU hardly does."""
-    import tempfile
-
-    file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with `read`
-    file.write(b"\xa5" * (16 << 20))
-    os.fsync(file.fileno())
-
-    def read(count_bytes: float) -> None:
-        while count_bytes > 0:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # out of the page cache
-            count_bytes -= len(file.read(1 << 20)) or file.seek(0)
-
-    return read
-
-
-def work(
-    seconds: float | None, pause: Callable[[float], object], ticks_per_s: float = 0.0, bytes_per_s: float = 0.0
-) -> None:
-    """Works for `seconds` (None: for ever): CPU ticks of 10 ms (100: a whole core), reads from a disk, or neither."""
+def work(seconds: float | None, pause: Callable[[float], object], ticks_per_s: float) -> None:
+    """Works for `seconds` (None: for ever): CPU ticks of 10 ms (100: a whole core)."""
     end_at = math.inf if seconds is None else time.monotonic() + seconds
-    slice_s = 0.05 if ticks_per_s or bytes_per_s else 3600.0
-    read = disk_reader() if bytes_per_s else None
+    slice_s = 0.05 if ticks_per_s else 3600.0
     while (now := time.monotonic()) < end_at:
         slice_end_at = min(now + slice_s, end_at)
         spun_at = time.thread_time() + ticks_per_s / 100 * (slice_end_at - now)
         while time.thread_time() < spun_at:
             for _ in range(500):
                 pass
-        if read is not None:
-            read(bytes_per_s * (slice_end_at - now))
         pause(max(0.0, slice_end_at - time.monotonic()))
 
 
@@ -113,31 +83,6 @@ def hung_up(sock: socket.socket, wait_s: float | None = 0.0) -> bool:
     poller = select.poll()
     poller.register(sock, select.POLLRDHUP)
     return bool(poller.poll(None if wait_s is None else math.ceil(wait_s * 1000)))
-
-
-class Slots:
-    """First come, first served."""
-
-    def __init__(self, count: int) -> None:
-        self._changed = threading.Condition()
-        self._free = count
-        self._waiting: list[socket.socket] = []
-
-    def acquire(self, client: socket.socket) -> bool:
-        """Blocks until a slot is ours; False where the client closed first."""
-        with self._changed:
-            self._waiting.append(client)
-            while not (gone := hung_up(client)) and not (self._free and self._waiting[0] is client):
-                self._changed.wait(0.05)
-            self._waiting.remove(client)
-            self._free -= not gone
-            self._changed.notify_all()
-        return not gone
-
-    def release(self) -> None:
-        with self._changed:
-            self._free += 1
-            self._changed.notify_all()
 
 
 class Stream:
@@ -238,14 +183,11 @@ class Stream:
             }
         )
 
-    def deltas_sent(self, count: int = 1) -> None:
+    def send_deltas(self, *deltas: Json) -> None:
+        self.send(*map(self.chunk, deltas))
         if self.server.script["journal_tokens"]:
-            self.note("token", i=self.deltas, count=count)
-        self.deltas += count
-
-    def delta(self, delta: Json) -> None:
-        self.send(self.chunk(delta))
-        self.deltas_sent()
+            self.note("token")
+        self.deltas += len(deltas)
 
     def timings(self) -> Json:
         n = self.deltas
@@ -327,12 +269,12 @@ def Role(s: Stream) -> None:
 @step
 def Text(s: Stream, text: str) -> None:
     """One content delta."""
-    s.delta({"content": text})
+    s.send_deltas({"content": text})
 
 
 @step
 def Reasoning(s: Stream, text: str) -> None:
-    s.delta({"reasoning_content": text})
+    s.send_deltas({"reasoning_content": text})
 
 
 @step
@@ -345,7 +287,7 @@ def ToolCall(
     call: dict[str, Json] = {"index": index, "type": "function", "id": call_id, "function": {"name": name}}
     for at in range(0, len(text) or 1, size):
         call["function"]["arguments"] = text[at : at + size]
-        s.delta({"tool_calls": [call]})
+        s.send_deltas({"tool_calls": [call]})
         call = {"index": index, "function": {}}
 
 
@@ -356,12 +298,12 @@ def PromptProgress(s: Stream, processed: int, total: int) -> None:
 
 
 @step
-def Prefill(s: Stream, total: int, batch: int, interval_s: float, ticks_per_s: float = 0.0) -> None:
-    """Progress chunks from 0 to `total`, `interval_s` of work between them."""
+def Prefill(s: Stream, total: int, batch: int, interval_s: float) -> None:
+    """Progress chunks from 0 to `total`, `interval_s` between them."""
     for processed in range(0, total + batch, batch):
         s.run([PromptProgress(min(processed, total), total)])
         if processed < total:
-            work(interval_s, s.wait, ticks_per_s)
+            s.wait(interval_s)
 
 
 @step
@@ -404,8 +346,7 @@ def Tokens(
     for first in range(start, start + n, batch):
         numbers = range(first, min(first + batch, start + n))
         said = (text.replace("{i}", str(i)).replace("{at}", f"{time.time():.6f}") for i in numbers)
-        s.send(*(s.chunk({field: words}) for words in said))
-        s.deltas_sent(len(numbers))
+        s.send_deltas(*({field: words} for words in said))
         next_at += interval_s * len(numbers)
         s.wait(max(0.0, next_at - time.monotonic()))
 
@@ -468,9 +409,18 @@ def Burn(s: Stream, seconds: float | None, ticks_per_s: float = 100.0) -> None:
 
 
 @step
-def DiskReads(s: Stream, seconds: float | None, bytes_per_s: float = 20e6) -> None:
-    """Reads from the disk under $TMPDIR or /tmp, past the page cache, with little CPU."""
-    work(seconds, s.wait, bytes_per_s=bytes_per_s)
+def DiskReads(s: Stream, seconds: float) -> None:
+    """Reads from the disk under $TMPDIR or /tmp: `read_bytes` in /proc/PID/io grows, CPU hardly does."""
+    import tempfile
+
+    end_at = time.monotonic() + seconds
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.write(b"\xa5" * (1 << 20))
+        os.fsync(file.fileno())
+        while time.monotonic() < end_at:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # out of the page cache
+            os.pread(file.fileno(), 1 << 20, 0)
+            s.wait(0.05)
 
 
 @step
@@ -533,7 +483,9 @@ def StopSelf(s: Stream) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-DEFAULT_STEPS = [Headers(), Role(), Text("Hello"), Finish(), Usage(), DoneMarker()]
+def plain_reply(*steps: Step, reason: str = "stop") -> list[Step]:
+    """`steps` in a whole reply: headers and role before; finish, usage and `[DONE]` after."""
+    return [Headers(), Role(), *steps, Finish(reason), Usage(), DoneMarker()]
 
 
 def message_text(message: Json) -> str:
@@ -561,32 +513,22 @@ def read_request(file: Any) -> tuple[str, str, dict[str, str], bytes] | None:
     while line := file.readline(65536).strip():
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.lower()] = value.strip()
-    if "chunked" in headers.get("transfer-encoding", ""):
-        pieces = []
-        while size := int(file.readline().split(b";")[0], 16):
-            pieces.append(file.read(size))
-            file.readline()
-        file.readline()
-        body = b"".join(pieces)
-    else:
-        body = file.read(int(headers.get("content-length", 0)))
-    return words[0].decode(), words[1].decode(), headers, body
+    return words[0].decode(), words[1].decode(), headers, file.read(int(headers.get("content-length", 0)))
 
 
 class Server:
     """The process: startup, endpoints, signals. `open_chats` and `stopping` decide when SIGTERM is obeyed."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
-        self.journal = JournalWriter(options.get("--journal"))
+        self.journal = JournalWriter(options.get("--journal", os.devnull))
         self.script = json.loads(options["--script"])
-        launch = self.journal.count("launched")
         if launches := self.script["launches"]:
-            self.script = launches[min(launch, len(launches) - 1)]
+            self.script = launches[min(self.journal.count("launched"), len(launches) - 1)]
         self.host = options.get("--host", "127.0.0.1")
         self.port = int(options.get("--port", "8080"))
-        self.parallel = int(options.get("--parallel") or options.get("-np") or "4")
+        self.parallel = int(options.get("--parallel", "4"))
         self.api_key = options.get("--api-key") or os.environ.pop("LLAMA_API_KEY", None)
-        self.slots = Slots(self.parallel if self.script["limit_slots"] else 1 << 30)
+        self.slots = threading.Semaphore(self.parallel if self.script["limit_slots"] else 1 << 30)
         self.loading = True
         self.frozen = False
         self.stopping = False
@@ -639,7 +581,7 @@ class Server:
             self.end(1, [f"start: couldn't bind HTTP server socket, {where}"])
 
     def _load(self, startup: Json) -> None:
-        work(startup["load_s"], time.sleep, startup["load_ticks_per_s"], startup["load_bytes_per_s"])
+        work(startup["load_s"], time.sleep, startup["load_ticks_per_s"])
         self.loading = False
         self.log(f"main: server is listening on http://{self.host}:{self.port}")
         self.journal.note("ready")
@@ -743,7 +685,7 @@ class Server:
         if answer is None and number is not None:
             self._chat(sock, number, parsed)
             return False
-        answer = answer or self._endpoint(ROUTES[path], parsed)
+        answer = answer or self._endpoint(path.rpartition("/")[2].replace("-", "_"), parsed)
         if answer["hang"]:
             hung_up(sock, None)
             self.journal.note("client_closed", n=None, path=path, phase="before_headers")
@@ -779,7 +721,7 @@ class Server:
         return specs[-1]
 
     def _endpoint(self, route: str, body: Json) -> Json:
-        answer = dict(self._pick(route, self.script[route] or [USUAL_ANSWER]))
+        answer = dict(self._pick(route, self.script.get(route) or [USUAL_ANSWER]))
         answer["hang"] |= self.frozen
         if answer["body"] is None:
             answer["body"] = self._default_body(route, body) if answer["status"] < 300 else error_body(answer["status"])
@@ -798,13 +740,12 @@ class Server:
             messages = body.get("messages", []) if isinstance(body, dict) else []
             turns = [f"<|im_start|>{m.get('role')}\n{message_text(m)}<|im_end|>\n" for m in messages]
             return {"prompt": "".join(turns) + "<|im_start|>assistant\n"}
-        caps = ("object_arguments", "parallel_tool_calls", "preserve_reasoning", "string_content")
-        more = ("system_role", "tool_calls", "tools", "typed_content")
+        caps = ("system_role", "tool_calls", "tools", "typed_content")
         return {
             "total_slots": self.parallel,
             "model_path": "fake.gguf",
             "chat_template": "{# fake #}",
-            "chat_template_caps": {f"supports_{name}": True for name in (*caps, *more)},
+            "chat_template_caps": {f"supports_{name}": True for name in caps},
             "default_generation_settings": {"n_ctx": 4096},
             "build_info": "b0-fake",
         }
@@ -821,14 +762,16 @@ class Server:
         stream = Stream(self, sock, number, body)
         how = "client_closed"
         try:
-            if not self.slots.acquire(sock):
+            while not (gone := hung_up(sock)) and not self.slots.acquire(timeout=0.05):
+                pass
+            if gone:
                 stream.gone()
-            else:
-                try:
-                    self.journal.note("started", n=number)
-                    how = self._reply(stream, body)
-                finally:
-                    self.slots.release()
+                return
+            try:
+                self.journal.note("started", n=number)
+                how = self._reply(stream, body)
+            finally:
+                self.slots.release()
         finally:
             if how == "reset":
                 self._reset(sock)
@@ -863,7 +806,7 @@ class Server:
         replies = self.script["replies"]
         marker = next((reply["marker"] for reply in replies if reply["marker"] and reply["marker"] in last), None)
         fitting = [reply for reply in replies if reply["marker"] == marker]
-        return list(self._pick(f"reply {marker}", fitting)["steps"]) if fitting else DEFAULT_STEPS
+        return list(self._pick(f"reply {marker}", fitting)["steps"]) if fitting else plain_reply(Text("Hello"))
 
 
 if __name__ == "__main__":

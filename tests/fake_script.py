@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.fake_llama_server import *  # noqa: F403
-from tests.fake_llama_server import DoneMarker, Finish, Headers, Json, Role, Step, Usage
+from tests.fake_llama_server import Json, Step
 
 SERVER = Path(__file__).with_name("fake_llama_server.py")
 
@@ -60,7 +60,6 @@ class Startup:
     never_bind: bool = False
     load_s: float | None = 0.0
     load_ticks_per_s: float = 0.0  # 100: a whole core
-    load_bytes_per_s: float = 0.0  # read from the disk
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,6 @@ class Script:
     startup: Startup = Startup()
     replies: Sequence[Reply] = ()
     models: Sequence[Answer] = ()
-    health: Sequence[Answer] = ()
-    props: Sequence[Answer] = ()
     slots: Sequence[Answer] = ()
     apply_template: Sequence[Answer] = ()
     exits: Sequence[Exit] = ()
@@ -129,11 +126,6 @@ def to_json(value: Any) -> Json:
 def steps_json(*steps: Step) -> list[Json]:
     """Steps for a request's own `"fake_script"` key."""
     return list(to_json(steps))
-
-
-def plain_reply(*steps: Step, reason: str = "stop") -> list[Step]:
-    """`steps` in a whole reply: headers and role before; finish, usage and `[DONE]` after."""
-    return [Headers(), Role(), *steps, Finish(reason), Usage(), DoneMarker()]
 
 
 def fake_server_cmd(

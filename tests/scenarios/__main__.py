@@ -36,19 +36,15 @@ def main() -> int:
             show(report)
             reports.append(report)
     show_sum(reports, time.monotonic() - began_at)
-    return 0 if reports and all(report.ok for report in reports) else 1
+    return 0 if reports and not any(report.wrong for report in reports) else 1
 
 
 def show(report: Report) -> None:
     """One line, and what was wrong."""
-    scenario = report.scenario
-    verdict = "killed" if report.given_up else "spared"
-    late = ", ".join(f"{name} {late_s:+.2f} s" for name, late_s in report.late_s.items())
-    mark = "ok  " if report.ok else "FAIL"
-    print(f"{mark} {scenario.truth.value:4} {verdict} {report.took_s:5.1f} s  {scenario.name}", end="")
-    print(f"  (after its limit: {late})" if late else "", flush=True)
-    for line in report.wrong:
-        print(f"     {line}", flush=True)
+    mark, verdict = "FAIL" if report.wrong else "ok  ", "killed" if report.given_up else "spared"
+    told = f"{mark} {report.scenario.truth.value:4} {verdict} {report.took_s:5.1f} s  {report.scenario.name}"
+    late = f"  (after its limit: {report.late_s:+.2f} s)" if report.late_s is not None else ""
+    print(f"{told}{late}", *report.wrong, sep="\n     ", flush=True)
 
 
 def show_sum(reports: list[Report], took_s: float) -> None:
@@ -58,8 +54,8 @@ def show_sum(reports: list[Report], took_s: float) -> None:
     for truth in Truth:
         print(f"{truth.value:6}{counts[truth, True]:8}{counts[truth, False]:8}")
     for title, wanted in (("hang found after its limit", Truth.HUNG), ("death to terminal status", Truth.DEAD)):
-        chosen = [report for report in reports if report.scenario.truth is wanted and not report.window_s]
-        times = sorted(late_s for report in chosen for late_s in report.late_s.values())
+        chosen = [report for report in reports if report.scenario.truth is wanted and not report.scenario.after_work]
+        times = sorted(report.late_s for report in chosen if report.late_s is not None)
         if times:
             print(f"{title}: median {times[len(times) // 2]:.3f} s, worst {times[-1]:.3f} s of {len(times)}")
     of_name = {report.scenario.name: report for report in reports}
@@ -67,7 +63,7 @@ def show_sum(reports: list[Report], took_s: float) -> None:
     told_apart = sum(all(of_name[each.name].right for each in pair) for pair in pairs)
     print(f"{told_apart} of {len(pairs)} kinds of hang told from their honest twins")
     right = sum(report.right for report in reports)
-    well = sum(report.ok for report in reports)
+    well = sum(not report.wrong for report in reports)
     print(f"{right} of {len(reports)} verdicts right, {well} scenarios as due in every point, {took_s:.0f} s")
 
 

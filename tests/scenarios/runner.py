@@ -2,67 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
+from signal import Signals
 from typing import Any
 
-from llama_worker import (
-    LlamaWorker,
-    RequestFailReason,
-    RequestState,
-    StartFailReason,
-    WorkerConfig,
-    WorkerStartError,
-    WorkerState,
-)
-from tests.actors.conftest import eventually
-from tests.fake_script import Journal, Script, fake_server_cmd, steps_json
-from tests.scenarios.scenario import INTERVAL_S, RESTART, TIMEOUTS, Ask, Found, Scenario, Truth
+from llama_worker import LlamaWorker, RequestState, StartFailReason, WorkerConfig, WorkerStartError, WorkerState
+from tests.actors.conftest import HOST, Rig, eventually
+from tests.fake_script import Journal, fake_server_cmd
+from tests.scenarios.scenario import INTERVAL_S, RESTART, TIMEOUTS, Ask, Move, Scenario, Truth
 
-HOST = "127.0.0.1"
 PATIENCE_S = 30.0  # for anything that must happen
 # The specification's own bound is the timeout and two probe intervals, plus the window of the CPU rate where the
 # server had worked. What comes on top is the noise of a busy machine; `__main__` shows the real figures.
 NOISE_S = 1.0
 WINDOW_S = 3.0
 EARLY_S = 0.3  # the mark is written by another process
-_BY_SILENCE = (RequestFailReason.STALL_TIMEOUT, RequestFailReason.HEADERS_TIMEOUT)
-# The process ended by itself: nothing was left to take evidence of.
-_OWN_REASONS = {"server_died", "out_of_memory", "exited"}
-
-# An idle process in front of the server.
-_WRAPPER = (sys.executable, "-S", "-E", "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))")
-
-# The server, with a child that uses a third of a core for itself.
-_SPIN = "end = time.monotonic() + 0.03\n    while time.monotonic() < end: pass\n    time.sleep(0.06)"
-_SPINS = f"import os, sys, time\nif os.fork(): os.execv(sys.argv[1], sys.argv[1:])\nwhile True:\n    {_SPIN}"
-_SIDECAR = (sys.executable, "-S", "-E", "-c", _SPINS)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Report:
     """What became of a scenario."""
 
     scenario: Scenario
     wrong: list[str] = field(default_factory=list)  # what was not as due; empty: all well
     given_up: bool = False  # the worker ended a request or the server
-    late_s: dict[str, float] = field(default_factory=dict)  # request -> seconds after its limit
-    window_s: float = 0.0  # of the CPU rate, which had to pass first
+    late_s: float | None = None  # after its limit
     took_s: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        return not self.wrong
 
     @property
     def right(self) -> bool:
@@ -91,18 +65,28 @@ def run_all(scenarios: Sequence[Scenario], ports: Sequence[int]) -> Iterator[Rep
 def run(scenario: Scenario, port: int) -> Report:
     """One scenario, from a worker's birth to its end."""
     began_at = time.monotonic()
-    report = Report(scenario=scenario)
+    report = Report(scenario)
+    slots = max(1, sum(isinstance(move, Ask) for move in scenario.moves))
     with tempfile.TemporaryDirectory(prefix="scenario-") as folder:
         journal = Journal(Path(folder) / "journal")
-        config = _config(scenario, port, journal)
-        worker = LlamaWorker(config)
-        try:
-            _Run(scenario, worker, journal, report).go()
-        except Exception as error:
-            report.wrong.append(f"{type(error).__name__}: {error}")
-            report.given_up |= worker.get_worker_status().get()["restart_count"] > 0
-        finally:
-            worker.close()
+        cmd = fake_server_cmd(scenario.script, host=HOST, port=port, slots=slots, journal=journal.path)
+        config = WorkerConfig(
+            name="scenario",
+            host=HOST,
+            port=port,
+            slots=slots,
+            server_cmd=(*scenario.front, *cmd),
+            timeouts=replace(TIMEOUTS, **scenario.timeouts),
+            restart=RESTART,
+            exit_tools=tuple(scenario.exit_tools),
+        )
+        with closing(LlamaWorker(config)) as worker:
+            rig = Rig(worker, config, journal)
+            try:
+                _Run(scenario, rig, report).go()
+            except Exception as error:
+                report.wrong.append(f"{type(error).__name__}: {error}")
+                report.given_up |= rig.status()["restart_count"] > 0
         report.wrong += [f"mistake in the script: {fact['error']}" for fact in journal.facts("script_error")]
     report.took_s = time.monotonic() - began_at
     if not report.right:
@@ -110,196 +94,114 @@ def run(scenario: Scenario, port: int) -> Report:
     return report
 
 
-def _config(scenario: Scenario, port: int, journal: Journal) -> WorkerConfig:
-    slots = max(1, len(scenario.asks))
-    script = Script(launches=scenario.launches or (Script(),))
-    cmd = fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal.path)
-    return WorkerConfig(
-        name="scenario",
-        host=HOST,
-        port=port,
-        slots=slots,
-        server_cmd=(*(_WRAPPER if scenario.wrapped else _SIDECAR if scenario.sidecar else ()), *cmd),
-        timeouts=replace(TIMEOUTS, **scenario.timeouts),
-        restart=RESTART,
-        **scenario.config,
-    )
-
-
-@dataclass
-class _Submitted:
-    ask: Ask
-    request_id: int
-    ended: threading.Event
-
-
 @dataclass
 class _Run:
     """One worker and its scenario."""
 
     scenario: Scenario
-    worker: LlamaWorker
-    journal: Journal
+    rig: Rig
     report: Report
     marks: dict[str, float] = field(default_factory=dict)
-    submitted: list[_Submitted] = field(default_factory=list)
+    submitted: list[tuple[Ask, int]] = field(default_factory=list)  # with their ids
 
     def go(self) -> None:
         """Start, move, compare."""
-        scenario = self.scenario
-        due = WorkerState.FAILED if scenario.start_found else WorkerState.READY
-        if self.start():
-            in_order = [f"submit {ask.name}" for ask in scenario.asks]
-            for move in scenario.moves.split(", ") if scenario.moves else in_order:
-                self.move(*move.split())
-            for submitted in self.submitted:
-                self.check_end(submitted)
-            self.check_server()
-        self.expect("state", self.worker.get_worker_status().get()["state"], due)
+        if self.scenario.since == "start":
+            self.check_failed_start()
+            return
+        self.rig.start()
+        for move in self.scenario.moves:
+            self.move(move)
+        for ask, request_id in self.submitted:
+            self.check_end(ask, request_id)
+        self.check_server()
 
     def expect(self, what: str, seen: object, due: object) -> None:
         if seen != due:
             self.report.wrong.append(f"{what}: {seen!r}, due: {due!r}")
 
-    def start(self) -> bool:
-        """True where the server is ready."""
-        self.marks["start"] = time.time()
-        reason: StartFailReason | None = None
-        due = None
-        try:
-            self.worker.start().get(timeout=PATIENCE_S)
-        except WorkerStartError as error:
-            reason = error.reason
-            self.report.given_up = True
-        if self.scenario.start_found is not None:
-            due = StartFailReason.STARTUP_TIMEOUT
-            self.check_time("start", self.scenario.start_found, time.time())
-            self.check_evidence()
-        self.expect("start failed with", reason, due)
-        return reason is None
-
-    # -- moves --
-
-    def move(self, verb: str, *words: str) -> None:
-        match verb, *words:
-            case "submit", name:
-                self.submit(name)
-            case "end", name:
-                self.wait_end(next(submitted for submitted in self.submitted[::-1] if submitted.ask.name == name))
-            case "await", *_:
-                self.journal.wait("note", timeout=PATIENCE_S, name=" ".join(words))
-            case "heard", name, chars:
-                (request_id,) = [submitted.request_id for submitted in self.submitted if submitted.ask.name == name]
-                eventually(lambda: self.heard(request_id) >= int(chars), f"{chars} characters of {name}", PATIENCE_S)
-            case "pause", seconds:
-                time.sleep(float(seconds))
-            case "signal", name:
-                self.signal(name)
-            case "state", state:
-                status = self.worker.get_worker_status
-                eventually(lambda: status().get()["state"] == state, f"worker {state}", PATIENCE_S)
-            case _:
-                raise ValueError(f"no such move: {verb} {words}")
-
-    def submit(self, name: str) -> None:
-        ask = next(ask for ask in self.scenario.asks if ask.name == name)
-        self.marks.setdefault(f"submit {name}", time.time())
-        params = {"fake_script": steps_json(*ask.reply)}
-        admitted = self.worker.submit(name, "", "Hello?", params=params).get(timeout=PATIENCE_S)
-        assert admitted["ok"], admitted
-        submitted = _Submitted(ask, admitted["request_id"], threading.Event())
-        self.submitted.append(submitted)
-        self.worker.result(submitted.request_id).add_done_callback(lambda _: submitted.ended.set())
-
-    def wait_end(self, submitted: _Submitted) -> None:
-        if not submitted.ended.wait(PATIENCE_S):
-            status = self.worker.get_status(submitted.request_id).get()
-            raise TimeoutError(f"request {submitted.ask.name} does not end: {status}")
-
-    def heard(self, request_id: int) -> int:
-        status = self.worker.get_status(request_id).get()
-        assert status["ok"], status
-        return status["output_chars"] + status["reasoning_chars"]
-
-    def signal(self, name: str) -> None:
-        launched = self.journal.facts("launched")[-1]
-        self.marks[name] = time.time()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(launched["pid"], signal.Signals[name])
+    def move(self, move: Move) -> None:
+        match move:
+            case Ask():
+                self.submitted.append((move, self.rig.submit(*move.reply, job_name=move.name)))
+            case str():
+                self.rig.journal.wait("note", timeout=PATIENCE_S, name=move)
+            case Signals():
+                self.marks[move.name] = time.time()
+                os.kill(self.rig.journal.facts("launched")[-1]["pid"], move)
+            case seconds:
+                time.sleep(seconds)
 
     # -- comparisons --
 
-    def check_end(self, submitted: _Submitted) -> None:
-        """One request: its end, its output, its time."""
-        ask, request_id = submitted.ask, submitted.request_id
-        self.wait_end(submitted)
-        status = self.worker.get_status(request_id).get()
-        result = self.worker.get_result(request_id).get()
-        assert status["ok"], status
-        assert result["ok"], result
-        self.expect(f"{ask.name} failed with", result.get("fail_reason"), ask.fails)
-        self.expect(f"{ask.name}", result["state"], RequestState.FAILED if ask.fails else RequestState.COMPLETED)
-        if ask.text is not None:
-            self.expect(f"text of {ask.name}", result["text"], ask.text)
-            self.expect(f"reasoning of {ask.name}", result["reasoning"], ask.reasoning)
-        self.report.given_up |= result["state"] is RequestState.FAILED
-        if ask.found is not None:
-            self.check_time(ask.name, ask.found, status["completed_at"])
+    def check_failed_start(self) -> None:
+        self.marks["start"] = time.time()
+        try:
+            self.rig.start()
+            reason = None
+        except WorkerStartError as error:
+            reason = error.reason
+            self.report.given_up = True
+            self.check_time(time.time())
+            self.check_evidence()
+        self.expect("start failed with", reason, StartFailReason.STARTUP_TIMEOUT)
+        self.expect("state", self.rig.status()["state"], WorkerState.FAILED)
 
-    def check_time(self, name: str, found: Found, at: float) -> None:
-        noted = self.journal.facts("note", name=found.since)
-        since = noted[0]["at"] if noted else self.marks[found.since]
-        late_s = at - since - found.limit_s
-        self.report.late_s[name] = late_s
-        self.report.window_s = WINDOW_S if found.after_work else 0.0
-        allowed_s = 2 * INTERVAL_S + NOISE_S + self.report.window_s
-        if not -EARLY_S <= late_s <= allowed_s:
-            self.report.wrong.append(
-                f"{name} ended {at - since:.2f} s after {found.since!r}, due: {found.limit_s} s (+{allowed_s} s)"
-            )
+    def check_end(self, ask: Ask, request_id: int) -> None:
+        """One request: its end, its output, its time."""
+        ended = threading.Event()
+        self.rig.worker.result(request_id).add_done_callback(lambda _: ended.set())
+        if not ended.wait(PATIENCE_S):
+            raise TimeoutError(f"request {ask.name} does not end: {self.rig.request(request_id)}")
+        status = self.rig.request(request_id)  # the result is not taken yet
+        result = self.rig.ended(request_id)
+        self.expect(f"{ask.name} failed with", result.get("fail_reason"), ask.fails)
+        self.expect(ask.name, result["state"], RequestState.FAILED if ask.fails else RequestState.COMPLETED)
+        if ask.text is not None:
+            self.expect(f"output of {ask.name}", (result["text"], result["reasoning"]), (ask.text, ask.reasoning))
+        self.report.given_up |= result["state"] is RequestState.FAILED
+        if ask.name == "a" and self.scenario.limit_s is not None:
+            self.check_time(status["completed_at"])
+
+    def check_time(self, at: float) -> None:
+        since, limit_s = self.scenario.since, self.scenario.limit_s
+        assert limit_s is not None
+        took_s = at - (self.marks.get(since) or self.rig.journal.wait("note", name=since)["at"])
+        self.report.late_s = took_s - limit_s
+        allowed_s = 2 * INTERVAL_S + NOISE_S + WINDOW_S * self.scenario.after_work
+        if not -EARLY_S <= self.report.late_s <= allowed_s:
+            self.report.wrong.append(f"ended {took_s:.2f} s after {since!r}, due: {limit_s} s (+{allowed_s} s)")
 
     def check_server(self) -> None:
-        """Restarts, evidence, rest between launches, and that it serves again."""
-        scenario = self.scenario
-        # Shares the outcome of a restart that is under way.
-        self.worker.start().get(timeout=PATIENCE_S)
-        status = self.worker.get_worker_status().get()
-        debug = self.worker.get_debug_info().get()
+        """Restarts, evidence, and that a request of another job completes."""
+        scenario, rig = self.scenario, self.rig
+        rig.start()  # shares the outcome of a restart that is under way
+        status = rig.status()
         self.report.given_up |= status["restart_count"] > 0
-        self.expect("restarts", status["restart_count"], scenario.restarts if scenario.restart_reason else 0)
-        self.expect("slots used", status["slots_used"], 0)
-        reason = debug["recent_restarts"][-1]["reason"] if debug["recent_restarts"] else ""
+        seen = status["state"], status["restart_count"], status["slots_used"]
+        self.expect("state, restarts, slots used", seen, (WorkerState.READY, int(bool(scenario.restart_reason)), 0))
+        restarts = rig.worker.get_debug_info().get()["recent_restarts"]
+        reason = restarts[-1]["reason"] if restarts else ""
         self.expect("reason of the restart", reason, scenario.restart_reason)
-        if reason and reason not in _OWN_REASONS:
+        if reason and reason != "server_died":  # there was something left to take evidence of
             self.check_evidence()
-        self.check_serves()
+        self.expect("the request afterwards", rig.run(job_name="control")["state"], RequestState.COMPLETED)
 
     def check_evidence(self) -> None:
         """Phases of the requests, CPU rate, thread states, the last log lines."""
-
-        def taken() -> Mapping[str, Any]:
-            evidence: Mapping[str, Any] = self.worker.get_debug_info().get()["evidence"]
-            return evidence if "processes" in evidence else {}
-
-        evidence = eventually(taken, "evidence of processes", PATIENCE_S)
-        processes, requests = evidence["processes"]["processes"], evidence["requests"]
-        accused = [s.request_id for s in self.submitted if s.ask.fails in _BY_SILENCE][-1:]
-        for what, is_there in {
-            "thread states": self.scenario.leaves or any(process["threads"] for process in processes),
+        debug = self.rig.worker.get_debug_info
+        eventually(lambda: "processes" in debug().get()["evidence"], "evidence of processes", PATIENCE_S)
+        evidence: Mapping[str, Any] = debug().get()["evidence"]
+        requests = evidence["requests"]
+        accused = [request_id for ask, request_id in self.submitted if ask.fails == self.scenario.restart_reason]
+        checks = {
+            "thread states": any(process["threads"] for process in evidence["processes"]["processes"]),
             "log": evidence["log_tail"],
             "reason": evidence["last_error"],
             "phase": all("phase" in request for request in requests),
             "CPU rate": not requests or "CPU" in evidence["activity"],
-            "the culprit": self.scenario.restart_reason not in map(str, _BY_SILENCE)
-            or accused[0] in [request["request_id"] for request in requests],
-        }.items():
-            if not is_there:
-                self.report.wrong.append(f"evidence without {what}: {evidence}")
-
-    def check_serves(self) -> None:
-        """A request of another job completes."""
-        admitted = self.worker.submit("control", "", "anything").get()
-        assert admitted["ok"], admitted
-        result = self.worker.result(admitted["request_id"]).get(timeout=PATIENCE_S)
-        assert result["ok"], result
-        self.expect("the request afterwards", result["state"], RequestState.COMPLETED)
+            "the culprit": set(accused) <= {request["request_id"] for request in requests},
+        }
+        missing = [what for what, is_there in checks.items() if not is_there]
+        if missing:
+            self.report.wrong.append(f"evidence without {missing}: {evidence}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from signal import Signals
+from typing import Any, TypeAlias
 
-from llama_worker import RequestFailReason, RestartPolicy, TimeoutProfile
+from llama_worker import RequestFailReason, RestartPolicy, TimeoutProfile, ToolDef
 from tests.fake_script import Note, Script, Step
 
 INTERVAL_S = 0.25
@@ -25,6 +26,10 @@ TIMEOUTS = TimeoutProfile(
 )
 RESTART = RestartPolicy(restart_backoff_s=0.2, backoff_max_s=1.0)
 
+# In front of the server's command: an idle parent; a child that takes what CPU time is left over.
+IDLE_PARENT = ("sh", "-c", '"$@"; exit', "sh")
+SIDECAR = ("sh", "-c", 'nice -n 19 sh -c "while :; do :; done" & exec "$@"', "sh")
+
 
 class Truth(Enum):
     """What is really the matter, and so what is due: SLOW is to be spared, the others are not."""
@@ -35,56 +40,39 @@ class Truth(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """How soon the end must follow the mark `since`: `limit_s`, and not before it, but for the watchdog's rhythm.
-
-    A mark is a `Note` of the server's script, "start", "submit NAME", or the name of a signal. `after_work`: the server
-    worked until then, and the CPU rate falls only as the window of 3 s moves on.
-    """
-
-    limit_s: float
-    since: str
-    after_work: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Ask:
     """One request, how the server replies, and what must become of it."""
 
     name: str  # the job's
     reply: Sequence[Step]
     fails: RequestFailReason | None = None  # None: it completes
-    found: Found | None = None
-    text: str | None = None  # all the output, whatever the ending
+    text: str | None = ""  # all the output, whatever the ending; None: any
     reasoning: str = ""
+
+
+# What the host does: submits, waits for a `Note` of the server's script or so many seconds, sends the server a signal.
+Move: TypeAlias = Ask | str | float | Signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`moves`, by comma; without any, every request is submitted in order:
+    """The end of request "a", or of a start that fails, follows the mark `since` by `limit_s`: not earlier, and not
+    later but for the watchdog's rhythm.
 
-    submit NAME
-    end NAME: until the request has ended
-    heard NAME N: until the worker has received so many characters of the request's output
-    await NOTE: until the server's script has come to `Note(NOTE)`
-    state STATE: until the worker is in it
-    pause SECONDS: as long as a state of things is to last
-    signal NAME: to the server's process, from outside; one that is gone is no error
+    A mark is a `Note` of the server's script, "start", or the name of a signal that was sent.
     """
 
     name: str
     truth: Truth
-    asks: Sequence[Ask] = ()
-    moves: str = ""
-    launches: Sequence[Script] = ()  # one per launch, the last for all others; () is a well server
+    moves: Sequence[Move] = ()
+    script: Script = field(default_factory=Script)
     timeouts: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    wrapped: bool = False  # the server is the child of an idle process
-    sidecar: bool = False  # the server has a child that computes for itself
-    start_found: Found | None = None  # the start fails: the server is not ready in its time
-    restart_reason: str = ""  # of the last one; "": no restart is due
-    restarts: int = 1  # where there is a reason
-    leaves: bool = False  # the process ends by itself once its connections are closed: it may be gone by then
+    exit_tools: Sequence[ToolDef] = ()
+    front: Sequence[str] = ()  # of the server's command
+    limit_s: float | None = None
+    since: str = "silent a"  # "start": the start fails
+    after_work: bool = False  # the server worked until `since`: the CPU rate falls only as its window of 3 s moves on
+    restart_reason: str = ""  # "": no restart is due
 
 
 def silent(name: str) -> Step:
