@@ -1,197 +1,188 @@
-"""What a scripted server may be told to do with one request, at random, and what may come of it. Pure."""
+"""What a scripted server may be told to do with one request, at random, and a ledger of what comes of it."""
 
 from __future__ import annotations
 
-import random
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
+from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestFailReason as Reason
-from llama_worker.types import ToolDef
+from llama_worker.types import RequestState
 from tests import fake_script as fs
 from tests.fake_script import Step
+from tests.simulation.dice import Dice
 
 EXIT_TOOL = "report"
 TOOLS = ("add", "boom", "slow", "odd")
+REQUEST_S = 7.0  # any request has ended: 3 s at most, 1 s for the news, 3 s for a machine whose cores are all busy
+# What any request may fail with while others kill, stop and stall the server.
+_TIMEOUTS = {Reason.HEADERS_TIMEOUT, Reason.TTFT_TIMEOUT, Reason.STALL_TIMEOUT, Reason.ABSOLUTE_TIMEOUT}
+_GONE = {Reason.WORKER_RESTARTED, Reason.WORKER_STOPPED, Reason.SERVER_DIED}
+_WEATHER = _TIMEOUTS | _GONE | {Reason.CONNECT_FAILED, Reason.STREAM_DISCONNECTED}
 
 
-class Plan:
-    """One reply, drawn from `rng`, whose every delta names `key`: no two requests can be mistaken for each other.
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`due`: what it comes to by itself; None where it does not end."""
 
-    `text` and `reasoning` are what comes of all that is sent, should it come to its own end.
-    """
-
-    def __init__(self, rng: random.Random, key: str) -> None:
-        self.rng = rng
-        self.key = key
-        self.kind = ""
-        self.steps: list[Step] = [fs.Note(key)]
-        self.text = ""
-        self.reasoning = ""
-        self.completes = True
-        self.reasons: frozenset[Reason] = frozenset()  # what it may fail with by itself
-        self.sent_whole = True  # where it ends by itself, everything in `text` was sent before
-
-    def start(self) -> Plan:
-        if self.rng.random() < 0.2:
-            self.add(fs.Newlines(self.rng.choice(["\n", "\r\n", "\r"])))
-        self.any_of(fs.Headers(), fs.Headers(), fs.Headers(framing="close")).add(fs.Role())
-        if self.rng.random() < 0.2:
-            self.add(fs.PromptProgress(0, 8), fs.PromptProgress(8, 8))
-        return self
-
-    def perhaps_start(self, chance: float, at_most: int, *, at_least: int = 1) -> Plan:
-        """Headers and some tokens, or nothing at all."""
-        return self.start().tokens(at_most, at_least=at_least) if self.rng.random() < chance else self
-
-    def tokens(self, at_most: int, *, at_least: int = 1, interval_s: float | None = None) -> Plan:
-        count, batch = self.rng.randint(at_least, at_most), self.rng.choice([1, 1, 4])
-        pause_s = self.rng.choice([0.0, 0.0, 0.003, 0.01]) if interval_s is None else interval_s
-        text, first = f"{self.key}.{{i}} ", len(self.text)
-        self.text += _said(text, first, count)
-        return self.add(fs.Tokens(count, pause_s, text, start=first, batch=batch))
-
-    def thoughts(self, at_most: int) -> Plan:
-        count, text = self.rng.randint(1, at_most), f"{self.key}?{{i}} "
-        self.reasoning = _said(text, 0, count).rstrip()
-        return self.add(fs.Tokens(count, 0.002, text, reasoning=True))
-
-    def lines(self, text: str, count: int, *, batch: int) -> Plan:
-        self.text += _said(text, 0, count)
-        return self.add(fs.Tokens(count, text=text, batch=batch))
-
-    def add(self, *steps: Step) -> Plan:
-        self.steps += steps
-        return self
-
-    def any_of(self, *steps: Step) -> Plan:
-        return self.add(self.rng.choice(steps))
-
-    def perhaps(self, step: Step) -> Plan:
-        return self.add(step) if self.rng.random() < 0.5 else self
-
-    def finish(self, reason: str = "stop") -> Plan:
-        return self.add(fs.Finish(reason), fs.Usage(), fs.DoneMarker())
-
-    def fails(self, *reasons: Reason, sent_whole: bool = True) -> None:
-        self.completes, self.reasons, self.sent_whole = False, frozenset(reasons), sent_whole
-
-    def stays(self) -> None:
-        """It does not end by itself."""
-        self.fails(sent_whole=False)
+    kind: str
+    due: RequestState | Reason | None
+    steps: list[Step]
+    text: str
+    reasoning: str
 
 
-def tool_def(name: str) -> ToolDef:
-    """A tool without parameters to speak of."""
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+@dataclass(slots=True)
+class Tracked:
+    """What its caller knows of one admitted request."""
+
+    reply: Reply
+    request_id: int
+    admitted_at: float
+    text: str = ""
+    reasoning: str = ""
+    cancel_called: bool = False
+    ending: tuple[Any, ...] = ()  # state, reason, detail
+    ended_by: float = 0.0  # known to have ended at this instant
+    held: list[WorkerFuture[Any]] = field(default_factory=list)  # of `result()`, until they are taken
+
+    def __str__(self) -> str:
+        return f"request {self.request_id} ({self.reply.kind})"
+
+    def answered(self, answer: Any) -> dict[str, Any]:
+        """What is said of it while nobody has taken its result."""
+        assert answer["ok"], f"asked for {self}, which nobody took: {answer}"
+        assert answer.get("request_id", self.request_id) == self.request_id, f"not {self}: {answer}"
+        return dict(answer)
+
+    def saw(self, text: str, reasoning: str) -> None:
+        """Output only grows, and is what the server was told to send."""
+        pairs = (text, self.text, self.reply.text), (reasoning, self.reasoning, self.reply.reasoning)
+        for seen, before, due in pairs:
+            assert len(seen) >= len(before), f"{self} had shown {before[-300:]!r}, and now {seen[-300:]!r}"
+            assert due.startswith(seen), f"{self}: {seen[-300:]!r} is no beginning of {due[: len(seen) + 40][-300:]!r}"
+        self.text, self.reasoning = text, reasoning
+
+    def ended(self, seen: Any) -> None:
+        """A terminal state was seen: it is always the same, and one that may come of this."""
+        ending = state, reason, detail = seen["state"], seen.get("fail_reason"), str(seen.get("fail_detail"))
+        if not self.ending:
+            self.ending, self.ended_by = ending, time.monotonic()
+        assert self.ending == ending, f"{self} ended as {self.ending} and as {ending}"
+        poisoned = reason is Reason.UNKNOWN_ERROR and "Poison" in detail
+        allowed = {
+            RequestState.COMPLETED: self.reply.due is RequestState.COMPLETED,
+            RequestState.CANCELED: self.cancel_called,
+            RequestState.FAILED: poisoned or reason in _WEATHER | {self.reply.due},
+        }
+        assert allowed[state], f"{self} ended as {ending}"
+
+    def took(self, result: Any) -> None:
+        """A result has all that was shown before, and, where it ended by itself, all that was sent."""
+        self.saw(result["text"], result["reasoning"])
+        self.ended(result)
+        if (result.get("fail_reason") or result["state"]) in {self.reply.due} - _WEATHER - {Reason.REPEATED_LINE_LOOP}:
+            due = self.reply.text, self.reply.reasoning
+            assert (self.text, self.reasoning) == due, f"{self} lost output: {result}, and {due} was sent"
+        if result["state"] is RequestState.COMPLETED:
+            assert len(result["signals"]) == (self.reply.kind == "exit call"), f"the signals of {self}: {result}"
 
 
-def random_plan(rng: random.Random, key: str) -> Plan:
-    """A reply of one of the kinds below."""
-    plan = Plan(rng, key)
-    (plan.kind,) = rng.choices(list(_KINDS), weights=[weight for weight, _ in _KINDS.values()])
-    _KINDS[plan.kind][1](plan)
-    return plan
+def random_reply(dice: Dice, key: str) -> Reply:
+    """One of the kinds below. Each delta names `key`: no two requests can be mistaken for each other."""
+    kind = dice.weighted({name: weight for name, (weight, *_) in _KINDS.items()})
+    _, due, write = _KINDS[kind]
+    steps = list(write(_Writer(dice, key)))
+    return Reply(kind, due, steps, _sent(steps), _sent(steps, reasoning=True).rstrip())
 
 
-def _said(text: str, first: int, count: int) -> str:
-    return "".join(text.replace("{i}", str(i)) for i in range(first, first + count))
+def _sent(steps: Iterable[Step], *, reasoning: bool = False) -> str:
+    """All the text, or reasoning, of these steps."""
+    said = ""
+    for step in steps:
+        if step["do"] == "Tokens" and step.get("reasoning", False) is reasoning:
+            first = step["start"]
+            said += "".join(step["text"].replace("{i}", str(i)) for i in range(first, first + step["n"]))
+        if step["do"] == "Turns":
+            said += "".join(_sent(turn, reasoning=reasoning) for turn in step["turns"])
+    return said
 
 
-def _silent(plan: Plan) -> None:
-    plan.perhaps_start(0.7, 5, at_least=0)
-    if plan.steps[1:]:
-        plan.perhaps(fs.PingEvery(0.05))
-    plan.add(fs.WaitClose()).stays()
+@dataclass(frozen=True)
+class _Writer:
+    dice: Dice
+    key: str
+
+    def perhaps(self, *steps: Step) -> tuple[Step, ...]:
+        return steps if self.dice.chance(0.5) else ()
+
+    def head(self) -> list[Step]:
+        dice = self.dice
+        newlines = [fs.Newlines(dice.choice(["\n", "\r\n", "\r"]))] if dice.chance(0.2) else []
+        progress = [fs.PromptProgress(0, 8), fs.PromptProgress(8, 8)] if dice.chance(0.2) else []
+        return [*newlines, fs.Headers(framing=dice.choice(["chunked", "chunked", "close"])), fs.Role(), *progress]
+
+    def begin(self, at_most: int = 10) -> list[Step]:
+        """Headers and so many tokens."""
+        return [*self.head(), self.tokens(self.dice.below(at_most + 1))]
+
+    def tokens(self, count: int = 5, interval_s: float | None = None) -> Step:
+        dice, first = self.dice, self.dice.below(1000)
+        pause_s = dice.choice([0.0, 0.0, 0.003, 0.01]) if interval_s is None else interval_s
+        return fs.Tokens(count, pause_s, f"{self.key}.{{i}} ", start=first, batch=dice.choice([1, 1, 4]))
+
+    def said(self, count: int, text: str, *, batch: int = 1, reasoning: bool = False) -> Step:
+        return fs.Tokens(count, text=f"{self.key} {text}", start=0, batch=batch, reasoning=reasoning)
+
+    def conversation(self) -> Step:
+        """Some turns with tool calls, and one that ends it."""
+        turns = []
+        for _ in range(1 + self.dice.below(3)):
+            calls = [fs.ToolCall("add", {"n": n}, index=n, pieces=2) for n in range(1 + self.dice.below(3))]
+            turns.append([*self.begin(4), *calls, *_TO_TOOLS])
+        return fs.Turns([*turns, [*self.begin(4), *_END]])
 
 
-def _half_record(plan: Plan) -> None:
-    chunk = {"choices": [{"index": 0, "finish_reason": None, "delta": {"content": f"{plan.key} never"}}]}
-    plan.start().tokens(10).add(fs.Record(chunk, cut=plan.rng.randint(1, 60))).perhaps(fs.Fin()).fails(_CUT)
-
-
-def _loop(plan: Plan) -> None:
-    line = f"{plan.key} the same line again and again, without end\n"
-    plan.start().tokens(5).lines(line, 40, batch=1).fails(Reason.REPEATED_LINE_LOOP, sent_whole=False)
-
-
-def _tools(plan: Plan) -> None:
-    turns = []
-    for _ in range(plan.rng.randint(1, 3)):
-        calls = [fs.ToolCall("add", {"n": n}, index=n, pieces=2) for n in range(plan.rng.randint(1, 3))]
-        turns.append(_turn(plan).add(*calls, fs.Finish("tool_calls"), fs.DoneMarker()).steps)
-    plan.add(fs.Turns([*turns, _turn(plan).finish().steps]))
-
-
-def _turn(plan: Plan) -> Plan:
-    """One that goes on where the conversation is."""
-    turn = Plan(plan.rng, plan.key)
-    turn.text = plan.text
-    plan.text = turn.start().tokens(4).text
-    return turn
-
-
-def _bad_tool(plan: Plan) -> None:
-    call, reason = plan.rng.choice(
-        [
-            (fs.ToolCall("boom"), Reason.TOOL_EXECUTION_ERROR),
-            (fs.ToolCall("slow"), Reason.TOOL_EXECUTION_ERROR),
-            (fs.ToolCall("odd"), Reason.TOOL_EXECUTION_ERROR),
-            (fs.ToolCall("nobody"), Reason.TOOL_PARSE_ERROR),
-            (fs.ToolCall("add", "[1"), Reason.TOOL_PARSE_ERROR),
-        ]
-    )
-    plan.start().tokens(6).add(call, fs.Finish("tool_calls")).perhaps(fs.DoneMarker()).fails(reason)
-
-
-_CUT = Reason.STREAM_DISCONNECTED
+_COMPLETED, _CUT = RequestState.COMPLETED, Reason.STREAM_DISCONNECTED
+_HALF = 'data: {"choices": [{"index": 0, "finish_reason": null, "delta": {"content": "nev'
+_END = fs.Finish(), fs.Usage(), fs.DoneMarker()
+_TO_TOOLS = fs.Finish("tool_calls"), fs.DoneMarker()
 _DEATHS = fs.KillSelf(), fs.KillSelf(-signal.SIGABRT), fs.KillSelf(0), fs.KillSelf(3, ["oh no"])
 _ERRORS = fs.ErrorData(400), fs.ErrorData(500), fs.ErrorField()
 _REFUSALS = fs.HttpError(400), fs.HttpError(500), fs.HttpError(503), fs.Redirect("/health")
-_CALL = fs.ToolCall("add"), fs.Finish("tool_calls"), fs.DoneMarker()
-_KINDS: dict[str, tuple[float, Callable[[Plan], object]]] = {  # each with its weight; the reply completes, or fails
-    "plain": (20, lambda it: it.start().tokens(30, at_least=0).finish()),
-    "reasoned": (10, lambda it: it.start().thoughts(12).tokens(12).finish()),
-    "pinged": (6, lambda it: it.start().add(fs.PingEvery(0.02), fs.Sleep(0.1)).tokens(8, interval_s=0.01).finish()),
-    "flood": (4, lambda it: it.start().lines(f"{it.key}:{{i}}\n", it.rng.randint(300, 1500), batch=50).finish()),
-    "cut by the token limit": (4, lambda it: it.start().tokens(10).finish("length")),
-    "finished, then silent": (2, lambda it: it.start().tokens(5).add(fs.Finish(), fs.WaitClose())),
-    "burning": (2, lambda it: it.start().tokens(3).add(fs.Burn(0.3)).tokens(3).finish()),
-    "silent": (3, _silent),
-    "burning for ever": (0.7, lambda it: it.start().tokens(3).add(fs.Burn(None)).stays()),
-    "endless": (3, lambda it: it.start().tokens(2000, at_least=2000, interval_s=0.02).stays()),
-    "disconnect": (2, lambda it: it.perhaps_start(0.8, 10).add(fs.Fin()).fails(_CUT)),
-    "no ending": (2, lambda it: it.start().tokens(10).fails(_CUT)),
-    "reset": (2, lambda it: it.start().tokens(10).add(fs.Reset()).fails(_CUT, sent_whole=False)),
-    "half a record": (2, _half_record),
-    "garbage": (
-        2,
-        lambda it: (
-            it.start()
-            .tokens(10)
-            .add(fs.Record('{"choices": ['))
-            .tokens(1)
-            .fails(Reason.PROTOCOL_ERROR, sent_whole=False)
-        ),
-    ),
-    "error record": (
-        4,
-        lambda it: it.start().tokens(10).any_of(*_ERRORS).perhaps(fs.DoneMarker()).fails(Reason.SERVER_ERROR),
-    ),
-    "error after the finish": (
-        2,
-        lambda it: it.start().tokens(10).add(fs.Finish(), fs.ErrorData()).fails(Reason.SERVER_ERROR),
-    ),
-    "refused": (4, lambda it: it.any_of(*_REFUSALS).fails(Reason.HTTP_ERROR)),
-    "loop": (3, _loop),
-    "tools": (8, _tools),
-    "bad tool": (6, _bad_tool),
-    "endless tools": (2, lambda it: it.start().add(*_CALL).fails(Reason.TOOL_EXECUTION_ERROR)),
-    "exit call": (
-        4,
-        lambda it: it.start().tokens(6).add(fs.ToolCall(EXIT_TOOL, {"key": it.key})).finish("tool_calls"),
-    ),
-    "dies": (0.8, lambda it: it.perhaps_start(0.8, 10).any_of(*_DEATHS).stays()),
-    "stops": (0.7, lambda it: it.start().tokens(10).add(fs.StopSelf()).finish()),
-    "freezes": (0.5, lambda it: it.start().tokens(10).add(fs.FreezeEndpoints(), fs.Fin()).fails(_CUT)),
+_FAILING = fs.ToolCall("boom"), fs.ToolCall("slow"), fs.ToolCall("odd")
+_NONSENSE = fs.ToolCall("nobody"), fs.ToolCall("add", "[1")
+_Write = Callable[[_Writer], Iterable[Step]]
+_KINDS: dict[str, tuple[float, RequestState | Reason | None, _Write]] = {  # each with its weight and what is due
+    "plain": (20, _COMPLETED, lambda it: [*it.begin(30), *_END]),
+    "reasoned": (10, _COMPLETED, lambda it: [*it.head(), it.said(8, "? {i}", reasoning=True), it.tokens(), *_END]),
+    "pinged": (6, _COMPLETED, lambda it: [*it.head(), fs.PingEvery(0.02), fs.Sleep(0.1), it.tokens(8, 0.01), *_END]),
+    "flood": (4, _COMPLETED, lambda it: [*it.head(), it.said(1000, "{i}\n", batch=50), *_END]),
+    "cut by the token limit": (4, _COMPLETED, lambda it: [*it.begin(), fs.Finish("length"), *_END[1:]]),
+    "finished, then silent": (2, _COMPLETED, lambda it: [*it.begin(), fs.Finish(), fs.WaitClose()]),
+    "burning": (2, _COMPLETED, lambda it: [*it.begin(), fs.Burn(0.3), it.tokens(), *_END]),
+    "stops": (0.7, _COMPLETED, lambda it: [*it.begin(), fs.StopSelf(), *_END]),
+    "tools": (8, _COMPLETED, lambda it: [it.conversation()]),
+    "exit call": (4, _COMPLETED, lambda it: [*it.begin(), fs.ToolCall(EXIT_TOOL, {"key": it.key}), *_TO_TOOLS]),
+    "mute": (1, None, lambda it: [fs.WaitClose()]),
+    "silent": (2, None, lambda it: [*it.begin(), *it.perhaps(fs.PingEvery(0.05)), fs.WaitClose()]),
+    "burning for ever": (0.7, None, lambda it: [*it.begin(), fs.Burn(None)]),
+    "endless": (3, None, lambda it: [*it.head(), it.tokens(2000, 0.02)]),
+    "dies": (0.8, None, lambda it: [*it.perhaps(*it.begin()), it.dice.choice(_DEATHS)]),
+    "disconnect": (2, _CUT, lambda it: [*it.perhaps(*it.begin()), fs.Fin()]),
+    "no ending": (2, _CUT, lambda it: it.begin()),
+    "reset": (2, _CUT, lambda it: [*it.begin(), fs.Reset()]),
+    "half a record": (2, _CUT, lambda it: [*it.begin(), fs.Raw(_HALF), *it.perhaps(fs.Fin())]),
+    "freezes": (0.5, _CUT, lambda it: [*it.begin(), fs.FreezeEndpoints(), fs.Fin()]),
+    "garbage": (2, Reason.PROTOCOL_ERROR, lambda it: [*it.begin(), fs.Record('{"choices": [')]),
+    "error record": (4, Reason.SERVER_ERROR, lambda it: [*it.begin(), it.dice.choice(_ERRORS), fs.DoneMarker()]),
+    "error after the finish": (2, Reason.SERVER_ERROR, lambda it: [*it.begin(), fs.Finish(), fs.ErrorData()]),
+    "refused": (4, Reason.HTTP_ERROR, lambda it: [it.dice.choice(_REFUSALS)]),
+    "loop": (3, Reason.REPEATED_LINE_LOOP, lambda it: [*it.begin(), it.said(40, "the same line again and again\n")]),
+    "failing tool": (4, Reason.TOOL_EXECUTION_ERROR, lambda it: [*it.begin(), it.dice.choice(_FAILING), *_TO_TOOLS]),
+    "endless tools": (2, Reason.TOOL_EXECUTION_ERROR, lambda it: [*it.head(), fs.ToolCall("add"), *_TO_TOOLS]),
+    "bad call": (2, Reason.TOOL_PARSE_ERROR, lambda it: [*it.begin(), it.dice.choice(_NONSENSE), *_TO_TOOLS]),
 }

@@ -14,20 +14,13 @@ from llama_worker import LlamaWorker, RestartPolicy
 from tests.server.pace import patience
 
 
-class Gpu:
-    """The first GPU of the machine."""
-
-    def __init__(self) -> None:
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-
-    @property
-    def used_bytes(self) -> int:
-        """By all processes."""
-        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+def used_bytes() -> int:
+    """The memory of the machine's first GPU that all processes use."""
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
 
 
 @pytest.fixture(scope="session")
-def gpu(request: pytest.FixtureRequest) -> Gpu:
+def gpu(request: pytest.FixtureRequest) -> None:
     """Skips where there is no GPU, or a llama-server that cannot use it."""
     try:
         pynvml.nvmlInit()
@@ -39,14 +32,13 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
     listed = subprocess.run([llama_server, "--list-devices"], capture_output=True, text=True, check=True)
     if "CUDA0" not in listed.stdout:
         pytest.skip(f"{llama_server} was built without CUDA")
-    return Gpu()
 
 
 MakeWorker = Callable[..., LlamaWorker]
 
 
 @pytest.fixture
-def on_gpu(gpu: Gpu, llama_server: str, smollm2: str) -> Iterator[MakeWorker]:
+def on_gpu(gpu: None, llama_server: str, smollm2: str) -> Iterator[MakeWorker]:
     """A factory of workers that are READY, all layers on the first GPU; closed at the end of the test."""
 
     def make(*, restart_backoff_s: float = 0.01, **config: Any) -> LlamaWorker:

@@ -11,7 +11,7 @@ import pytest
 from llama_worker import LlamaWorker, RequestFailReason, TimeoutProfile
 from llama_worker.runtime.liveness_probes import NvidiaProbe
 from tests.actors.conftest import eventually
-from tests.gpu.conftest import Gpu, MakeWorker
+from tests.gpu.conftest import MakeWorker, used_bytes
 from tests.server.conftest import ENDLESS, ended, is_generating, is_ticking, pid_of, submitted, wait_ready, wait_status
 from tests.server.pace import patience
 
@@ -73,18 +73,16 @@ def test_a_stopped_server_is_found_while_its_neighbour_on_the_gpu_works(on_gpu: 
 
 
 @pytest.mark.parametrize("restart_backoff_s", [0.01, 5.0], ids=["at once", "after a pause"])
-def test_a_killed_server_s_memory_comes_back_ten_times_in_a_row(
-    gpu: Gpu, on_gpu: MakeWorker, restart_backoff_s: float
-) -> None:
-    before = gpu.used_bytes
+def test_a_killed_server_s_memory_comes_back_ten_times_in_a_row(on_gpu: MakeWorker, restart_backoff_s: float) -> None:
+    before = used_bytes()
     worker = on_gpu(restart_backoff_s=restart_backoff_s)
-    loaded = gpu.used_bytes
+    loaded = used_bytes()
     assert loaded > before + SLACK_BYTES
     for count in range(1, RESTARTS + 1):
         os.kill(pid_of(worker), signal.SIGKILL)
         if restart_backoff_s > 1.0:
-            eventually(lambda: gpu.used_bytes < before + SLACK_BYTES, "the memory is free", patience())
+            eventually(lambda: used_bytes() < before + SLACK_BYTES, "the memory is free", patience())
         wait_ready(worker, restarts=count)
-        assert abs(gpu.used_bytes - loaded) < SLACK_BYTES
+        assert abs(used_bytes() - loaded) < SLACK_BYTES
     worker.stop().get(timeout=patience())
-    eventually(lambda: gpu.used_bytes < before + SLACK_BYTES, "the memory is free", patience())
+    eventually(lambda: used_bytes() < before + SLACK_BYTES, "the memory is free", patience())
