@@ -1,6 +1,6 @@
 """`make adversary N= SEED=`: generated servers, the confusion matrix, and the time to each verdict.
 
-Case number i of a campaign is the same wherever it runs: campaigns may be cut into parts and given to processes.
+Case number i of a campaign is the same wherever it runs: its parts may be given to processes.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class CaseFigures(Figures):
         return [*self.false_kills, *self.missed, *self.late]
 
 
-def run(count: int, seed: int, kinds: Sequence[str] = (), *, first: int = 0, jobs: int = 1) -> CaseFigures:
-    """Part of a campaign, from case number `first`: `count` wedged servers, the kinds in turn, and as many honest ones.
+def run(count: int, seed: int, kinds: Sequence[str] = (), *, jobs: int = 1) -> CaseFigures:
+    """`count` wedged servers, the kinds in turn, and as many honest ones.
 
     What goes wrong is printed as soon as its part is done.
     """
-    size, end = min(_PART, -(-count // jobs)), first + count
-    parts = [range(at, min(at + size, end)) for at in range(first, end, size)]
+    size = min(_PART, -(-count // jobs))
+    parts = [range(at, min(at + size, count)) for at in range(0, count, size)]
     play = partial(_play_part, seed, kinds or tuple(WEDGES))
     total = CaseFigures()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else nullcontext() as pool:
@@ -78,13 +78,12 @@ def _play_part(seed: int, kinds: Sequence[str], indices: range) -> CaseFigures:
 
 def _play(figures: CaseFigures, number: int, name: str) -> None:
     """A wedged server and an honest one; a wedge that found nobody to hurt has left an honest one, and comes again."""
-    outcome = _counted(figures, Case(number, WEDGES[name]))
+    outcome = _counted(figures, number, name)
     if not outcome.is_void:
-        _judge_honest(figures, _counted(figures, Case(number)), "honest", number)
+        _counted(figures, number, "honest")
     while outcome.is_void:
-        _judge_honest(figures, outcome, name, number)
         number += _RETRY_STEP
-        outcome = _counted(figures, Case(number, WEDGES[name]))
+        outcome = _counted(figures, number, name)
     after_s, promised_s = outcome.given_up_after_s, outcome.promised_s
     if after_s is None:
         figures.missed.append(Wrong(name, number, outcome.detail))
@@ -94,17 +93,15 @@ def _play(figures: CaseFigures, number: int, name: str) -> None:
         figures.late.append(Wrong(name, number, f"{outcome.detail} ({after_s:.1f} s, promised {promised_s:.1f} s)"))
 
 
-def _counted(figures: CaseFigures, case: Case) -> Outcome:
-    outcome = case.run()
+def _counted(figures: CaseFigures, number: int, name: str) -> Outcome:
+    outcome = Case(number, WEDGES.get(name)).run()
     figures.slots_asked += outcome.slots_asked
     figures.messages += outcome.messages
+    if outcome.is_void or name == "honest":
+        figures.honest += 1
+        if outcome.given_up_after_s is not None:
+            figures.false_kills.append(Wrong(name, number, outcome.detail))
     return outcome
-
-
-def _judge_honest(figures: CaseFigures, outcome: Outcome, name: str, number: int) -> None:
-    figures.honest += 1
-    if outcome.given_up_after_s is not None:
-        figures.false_kills.append(Wrong(name, number, outcome.detail))
 
 
 def table(figures: CaseFigures) -> list[str]:
@@ -132,13 +129,12 @@ def main() -> int:
     """0: nobody was wronged or missed."""
     parser = argparse.ArgumentParser("python -m tests.adversary", description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="honest cases, and as many wedged ones")
-    parser.add_argument("--first", type=int, default=0, help="number of the first case: a later part of a campaign")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--kind", action="append", choices=sorted(WEDGES), default=[])
     given = parser.parse_args()
     print(f"SEED={given.seed}", flush=True)
-    figures = run(given.count, given.seed, given.kind, first=given.first, jobs=given.jobs)
+    figures = run(given.count, given.seed, given.kind, jobs=given.jobs)
     print(*table(figures), f"CPU: {sum(os.times()[:4]):.1f} s", sep="\n")
     if not figures.wrong:
         return 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.runtime.futures import WorkerFuture
@@ -33,32 +34,18 @@ FOREIGN = 1_000_000  # request ids of other clients of the same server
 class Outcome:
     """What became of one case."""
 
-    is_void: bool = False  # the wedge never had anybody to hurt
-    given_up_after_s: float | None = None  # since the wedge began, or (honest) since the start; None: spared
-    promised_s: float | None = None  # by the profile, for such a wedge; None: nothing was promised
-    detail: str = ""
-    slots_asked: int = 0
-    messages: int = 0
-
-
-class Client:
-    """A connection of a foreign client, which reads nothing."""
-
-    def headers(self, status: int) -> None: ...
-
-    def receive(self, data: bytes) -> None: ...
-
-    def end(self, *, regular: bool) -> None: ...
+    is_void: bool  # the wedge never had anybody to hurt
+    given_up_after_s: float | None  # since the wedge began, or (honest) since the start; None: spared
+    promised_s: float | None  # by the profile, for such a wedge; None: nothing was promised
+    detail: str
+    slots_asked: int
+    messages: int
 
 
 class Silence(Trace):
     """Nobody wants the story: half the time of a run."""
 
     def message(self, now: float, actor: str, message: Any) -> None: ...
-
-    def event(self, now: float, what: str) -> None: ...
-
-    def note(self, now: float, what: str) -> None: ...
 
 
 class Case(Bench):
@@ -74,13 +61,11 @@ class Case(Bench):
             trace or Silence(),
             now=1000.0,
             build=build,
-            machine_dice=dice.fork(),
-            config={
-                "slots": build.slots + dice.below(3),  # some wait in the server
-                "timeouts": PROFILE,
-                "loop_detector": None,  # its words are all alike
-            },
-            runtime_dice=dice.fork(),
+            for_machine=dice.fork(),
+            slots=build.slots + dice.below(3),  # some wait in the server
+            timeouts=PROFILE,
+            loop_detector=None,  # its words are all alike
+            for_runtime=dice.fork(),
         )
         self.wedge = wedge
         self.wedged_at: float | None = None
@@ -96,13 +81,10 @@ class Case(Bench):
         self._held_since: dict[int, int] = {}  # tokens, by request
         self._delays_tokenizing()
 
-    # ------------------------------------------------------------ the run
-
     def run(self) -> Outcome:
         with self.in_use():
             started = self.worker.start()
-            if not self.scheduler.run_until(started.done, self.scheduler.now + 600.0):
-                return self._outcome("the server did not start")
+            self.scheduler.run_until(started.done, self.scheduler.now + 600.0)
             started.get(timeout=0)
             self._plan()
             end = self.scheduler.now + HORIZON_S
@@ -117,42 +99,30 @@ class Case(Bench):
     def _is_over(self) -> bool:
         return not self.to_come and not self._running
 
-    def _outcome(self, detail: str = "") -> Outcome:
-        gave_up = self._gave_up
+    def _outcome(self) -> Outcome:
         since = self.wedged_at if self.wedged_at is not None else 1000.0
         promised_s = self.promised_s
-        if promised_s is not None and (
-            promised_s > (PROFILE.silent_work_timeout_s or 0.0) or not self._somebody_moves()
-        ):
-            promised_s += max(0.0, self.machine.servers[0].advanced_at - since)  # from the last data of anybody
+        server = self.machine.servers[0]
+        somebody_moves = not server.frozen and any(not each.dead for each in server.busy)
+        if promised_s is not None and (promised_s > (PROFILE.silent_work_timeout_s or 0.0) or not somebody_moves):
+            promised_s += max(0.0, server.advanced_at - since)  # from the last data of anybody
+        gave_up_at, detail = self._gave_up or (None, "")
         return Outcome(
             is_void=self.wedge is not None and self.wedged_at is None,
-            given_up_after_s=None if gave_up is None else gave_up[0] - since,
+            given_up_after_s=None if gave_up_at is None else gave_up_at - since,
             promised_s=promised_s,
-            detail=detail or ("" if gave_up is None else gave_up[1]),
+            detail=detail,
             slots_asked=self.runtime.slots_asked,
             messages=self.scheduler.messages_count,
         )
-
-    def _somebody_moves(self) -> bool:
-        server = self.machine.servers[0]
-        return not server.frozen and any(not each.dead for each in server.busy)
 
     def _given_up(self, detail: str) -> None:
         if self._gave_up is None:
             self._gave_up = self.scheduler.now, detail
 
-    # ------------------------------------------------------------ the host, and what happens
-
     def later(self, seconds: float, call: Callable[[], object], what: str = "adversary") -> None:
         """The world's doing, not the host's."""
         self.scheduler.after(seconds, call, what, of_host=False)
-
-    @property
-    def server(self) -> LlamaServer:
-        server = self.machine.listening()
-        assert server is not None
-        return server
 
     def _plan(self) -> None:
         dice = self.dice
@@ -204,29 +174,19 @@ class Case(Bench):
                     seconds = min(seconds, 4.0)  # where all text is held back, a longer one cannot be told from a hang
                 self.paused_s += seconds
                 server.freeze(spins=dice.chance(0.5))
-                self.later(seconds, partial(self._unless_wedged, server.thaw))
+                self.later(seconds, lambda: None if self.wedged_at is not None else server.thaw())
             case 1:
                 self.paused_s += seconds
                 server.stop_signal()
-                self.later(seconds, partial(self._go_on, server))
+                self.later(seconds, partial(self.machine.resume, server))
             case 2 if self.has_strangers:
-                server.accept(Client(), (FOREIGN + dice.below(1000), 1), {})
+                server.accept(Mock(), (FOREIGN + dice.below(1000), 1), {})
             case 3:
                 self.was_halted = True
                 halted_s = dice.log_between(1.0, 2000.0)
                 self.scheduler.halt_host(halted_s)
                 server.stop_signal()  # a machine that sleeps
-                self.later(halted_s, partial(self._go_on, server))
-
-    def _unless_wedged(self, call: Callable[[], object]) -> None:
-        if self.wedged_at is None:
-            call()
-
-    def _go_on(self, server: LlamaServer) -> None:
-        server.continue_signal()
-        self.machine.answer_waiting(server)
-
-    # ------------------------------------------------------------ what the server says
+                self.later(halted_s, partial(self.machine.resume, server))
 
     def _reply(self, request_id: int, turn: int) -> Reply:
         dice, build = self.dice, self.build
@@ -261,10 +221,11 @@ class Case(Bench):
         reply = exchange.reply
         if exchange.request_id not in self._held_since:
             self._held_since[exchange.request_id] = exchange.decoded
-            self.later(self.dice.log_between(1.0, self._longest_hold_s()), partial(_let_go, exchange))
+            let_go = partial(setattr, reply, "twist", None)
+            self.later(self.dice.log_between(1.0, self._longest_hold_s()), let_go)
         exchange.decoded = min(reply.answer_tokens, exchange.decoded + 1)
         if exchange.decoded == reply.answer_tokens:
-            _let_go(exchange)
+            reply.twist = None
         if reply.twist is None:
             held = range(self._held_since[exchange.request_id], exchange.decoded)
             server.send_words(exchange, "".join(reply.word(index) for index in held))
@@ -274,8 +235,6 @@ class Case(Bench):
         if not build.cpu_shows and self.config.slots > build.slots:
             return 8.0  # a step of the others and a pause come on top, where somebody waits
         return 600.0 if build.shows_slots or build.cpu_shows else 60.0
-
-    # ------------------------------------------------------------ around the simulated machine
 
     def _delays_tokenizing(self) -> None:
         serve, dice = self.machine.serve, self.dice.fork()
@@ -288,10 +247,6 @@ class Case(Bench):
             self.later(dice.log_between(0.001, 10.0) if dice.chance(0.2) else 0.0, arrives)
 
         self.machine.serve = delayed  # type: ignore[method-assign]
-
-
-def _let_go(exchange: Exchange) -> None:
-    exchange.reply.twist = None
 
 
 def _build(dice: Dice) -> Build:

@@ -1,4 +1,4 @@
-"""How the generated servers hang: each does it to a case, if there is somebody to hurt at this moment."""
+"""How the generated servers hang: each does it to a case, and to those that it can hurt at this moment."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ _EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
 _NOTHING = b"data: {}\n\n"
 
 
-def _targets(case: Case, *, generating: bool | None = None) -> list[Exchange]:
-    """Our own requests that hold a slot and will go on for a while."""
+Hurt = Callable[[Case, list[Exchange]], object]
+
+
+def _strike(case: Case, hurt: Hurt, can: Callable[[Exchange], bool] = lambda each: True) -> bool:
+    """Hurt our own requests that hold a slot and will go on for a while, if there are any such."""
     server = case.machine.listening()
     if server is None or server.frozen or server.stopped or not server.loaded:
-        return []
-    return [
+        return False
+    targets = [
         each
         for each in server.busy
         if each.request_id < FOREIGN
-        and not each.over
-        and not each.dead
-        and not each.closed_by_client
-        and (generating is None or (each.decoded > 0) is generating)
+        and not (each.over or each.dead or each.closed_by_client)
         and each.decoded < each.reply.answer_tokens
+        and can(each)
     ]
+    if targets:
+        hurt(case, targets)
+    return bool(targets)
 
 
 def _promise_by_slots(case: Case, *, clear: bool = True) -> float:
@@ -56,10 +60,8 @@ def _promise_in_prefill(case: Case, intervals: int) -> float:
     return (min(by_batches_s, LAST_RESORT_S) if learnt else LAST_RESORT_S) + LATE_S
 
 
-def _freeze(case: Case, *, spins: bool) -> bool:
-    targets = _targets(case)
-    if not targets:
-        return False
+def freeze(case: Case, targets: list[Exchange], *, spins: bool) -> None:
+    """HTTP alive, nothing moves."""
     server = case.server
     server.freeze(spins=spins)
     reading = [each for each in server.busy if not each.decoded]
@@ -68,99 +70,74 @@ def _freeze(case: Case, *, spins: bool) -> bool:
         case.promised_s = _promise_in_prefill(case, batches)
     else:
         case.promised_s = _promise_by_slots(case)
-    return True
 
 
-def sidecar(case: Case) -> bool:
+def sidecar(case: Case, targets: list[Exchange]) -> None:
     """No CPU, HTTP alive, nothing moves, beside a child that computes for itself."""
-    if not _freeze(case, spins=False):
-        return False
-    case.server.spare_time(case.server.pid + 1, 95.0)
-    return True
+    freeze(case, targets, spins=False)
+    case.server.begin_sidecar()
 
 
-def stopped(case: Case) -> bool:
+def stopped(case: Case, targets: list[Exchange]) -> None:
     """SIGSTOP, a debugger: nothing answers."""
-    if not _targets(case):
-        return False
     case.server.stop_signal()
     case.promised_s = LAST_RESORT_S + LATE_S
-    return True
 
 
-def dead_altogether(case: Case) -> bool:
+def dead_altogether(case: Case, targets: list[Exchange], *, spins: bool) -> None:
     """Nothing moves and nothing answers."""
-    if not _freeze(case, spins=case.dice.chance(0.5)):
-        return False
+    case.server.freeze(spins=spins)
     case.server.http_dead = True
     case.promised_s = LAST_RESORT_S + LATE_S
-    return True
 
 
-def lost(case: Case) -> bool:
+def lost(case: Case, targets: list[Exchange]) -> None:
     """The slot is idle, the connection open."""
-    targets = _targets(case)
-    if not targets or case.build.slots < 2:
-        return False
     target = case.dice.choice(targets)
     case.server.release_slot(target)
     target.dead = True
     case.promised_s = _promise_by_slots(case, clear=target.has_headers and len(targets) == 1 and not case.server.queue)
-    return True
 
 
-def dead_stream(case: Case) -> bool:
+def dead_stream(case: Case, targets: list[Exchange]) -> None:
     """One slot stands still, the others go on."""
-    targets = _targets(case, generating=True)
-    if not targets:
-        return False
     case.dice.choice(targets).dead = True
     others = case.server.busy
     step_s = sum(each.reply.step_tokens for each in others) / case.build.decode_tokens_per_s
     calm = all(each.decoded and not each.reply.twist for each in others) and not case.server.queue
     calm = calm and step_s < LOOK_INTERVAL_S  # so that the others move between any two looks
     case.promised_s = _promise_by_slots(case, clear=calm)
-    return True
 
 
-def _repeat(case: Case, exchange: Exchange, send: Callable[[], object]) -> None:
-    if not exchange.over and not case.server.gone:
-        send()
-        case.later(1.0, partial(_repeat, case, exchange, send))
-
-
-def frozen_progress(case: Case) -> bool:
+def frozen_progress(case: Case, targets: list[Exchange]) -> None:
     """The same report of progress on every pass of a loop that goes in circles."""
-    targets = [each for each in _targets(case, generating=False) if each.wants_progress and each.has_headers]
-    if not targets:
-        return False
     case.server.freeze(spins=True)
-    _repeat(case, targets[0], partial(case.server.send_progress, targets[0]))
+    case.server.repeat(targets[0], 1.0, partial(case.server.send_progress, targets[0]))
     case.promised_s = min(_promise_by_slots(case), IDLE_S + LATE_S)
-    return True
 
 
-def empty_frames(case: Case) -> bool:
+def empty_frames(case: Case, targets: list[Exchange]) -> None:
     """Role chunks, empty deltas or empty objects for ever."""
-    targets = _targets(case, generating=True)
-    if not targets:
-        return False
     case.server.freeze(spins=True)
     data = case.dice.choice((_ROLE, _EMPTY, _NOTHING))
-    _repeat(case, targets[0], partial(case.server.send, targets[0], data))
+    case.server.repeat(targets[0], 1.0, partial(case.server.send, targets[0], data))
     generating = all(each.decoded for each in case.server.busy)
     case.promised_s = _promise_by_slots(case) if generating else LAST_RESORT_S + LATE_S
-    return True
 
 
+def _reports_progress(each: Exchange) -> bool:
+    return not each.decoded and each.wants_progress and each.has_headers
+
+
+# Each hurts somebody, or says that there is nobody yet.
 WEDGES: dict[str, Callable[[Case], bool]] = {
-    "livelock": partial(_freeze, spins=True),  # HTTP alive, nothing moves
-    "decode dead, HTTP alive": partial(_freeze, spins=False),
-    "sidecar's CPU": sidecar,
-    "stopped": stopped,
-    "dead altogether": dead_altogether,
-    "request lost": lost,
-    "dead stream": dead_stream,
-    "frozen progress": frozen_progress,
-    "empty frames": empty_frames,
+    "livelock": lambda case: _strike(case, partial(freeze, spins=True)),
+    "decode dead, HTTP alive": lambda case: _strike(case, partial(freeze, spins=False)),
+    "sidecar's CPU": lambda case: _strike(case, sidecar),
+    "stopped": lambda case: _strike(case, stopped),
+    "dead altogether": lambda case: _strike(case, partial(dead_altogether, spins=case.dice.chance(0.5))),
+    "request lost": lambda case: _strike(case, lost, lambda each: case.build.slots > 1),
+    "dead stream": lambda case: _strike(case, dead_stream, lambda each: each.decoded > 0),
+    "frozen progress": lambda case: _strike(case, frozen_progress, _reports_progress),
+    "empty frames": lambda case: _strike(case, empty_frames, lambda each: each.decoded > 0),
 }

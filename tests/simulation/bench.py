@@ -17,7 +17,7 @@ from tests.simulation.dice import Dice
 from tests.simulation.machine import Machine
 from tests.simulation.runtime import SimRuntime
 from tests.simulation.scheduler import Choices, Scheduler
-from tests.simulation.server import Build
+from tests.simulation.server import Build, LlamaServer
 from tests.simulation.trace import Trace
 
 
@@ -28,23 +28,27 @@ class Bench:
         self,
         choices: Choices,
         trace: Trace,
-        *,
         now: float,
         build: Build,
-        machine_dice: Dice,
-        config: dict[str, Any],
-        runtime_dice: Dice,
+        for_machine: Dice,
+        for_runtime: Dice,
+        **config: Any,
     ) -> None:
         self.trace = trace
         self.build = build
         self.scheduler = Scheduler(choices, trace, now)
-        self.machine = Machine(self.scheduler, machine_dice, build)
-        self.config = WorkerConfig(
-            name="simulated", host="127.0.0.1", port=8080, server_cmd=("llama-server",), **config
-        )
-        self.runtime = SimRuntime(self.config, self.scheduler, self.machine, runtime_dice)
+        self.machine = Machine(self.scheduler, for_machine, build)
+        self.config = WorkerConfig("simulated", "127.0.0.1", 8080, ("llama-server",), **config)
+        self.runtime = SimRuntime(self.config, self.scheduler, self.machine, for_runtime)
         self.worker = LlamaWorker(self.config, _runtime=self.runtime)
         self.actor: Any = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
+
+    @property
+    def server(self) -> LlamaServer:
+        """The one that lives."""
+        server = self.machine.listening()
+        assert server is not None
+        return server
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

@@ -1,27 +1,29 @@
 """The host program: what it calls, when, and whether that is reasonable.
 
-A plan is a generator: it yields seconds to sleep, or a future to wait for, and is resumed as a thread of the host's
-would be. Every answer is checked against what the worker promises for it.
+A plan is a generator: it yields seconds to sleep, or a future, whose answer it gets, and is resumed as a thread of the
+host's would be. Every answer is checked against what the worker promises for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llama_worker.errors import RequestRefused, WorkerClosed, WorkerStartError, WorkerStopError
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState, WorkerState
 from tests.simulation.dice import Dice
-from tests.simulation.invariants import QUICK_S, Invariants
+from tests.simulation.invariants import QUICK_S
 from tests.simulation.scheduler import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 LONGEST_LOAD_S = 1500.0  # of Nature's slow loads
-Plan = Generator[float | WorkerFuture[Any], None, None]
+Plan = Generator[float | WorkerFuture[Any], Any, None]
 
 
 class Host:
@@ -31,32 +33,33 @@ class Host:
         self.is_leaving = False
         self.outcomes: Counter[str] = Counter()
         self.asked: list[WorkerFuture[Any]] = []  # by `ask()`; all are resolved once the worker is at rest
-        self._world = world
-        self._scheduler = world.scheduler
-        self._invariants: Invariants = world.invariants
-        self._dice = dice
+        self._world, self._dice = world, dice
+        self._scheduler, self._invariants = world.scheduler, world.invariants
         self._result_ttl_s = world.config.result_ttl_s
         profile, policy = world.config.timeouts, world.config.restart
         self.stop_bound_s = 1.0 + profile.stop_grace_s + 2.0 + profile.kill_timeout_s + QUICK_S + 5.0
         one_start_s = LONGEST_LOAD_S + profile.startup_timeout_s + self.stop_bound_s + 60.0
         self.start_bound_s = one_start_s * (policy.max_restarts_per_window + 2) + policy.backoff_max_s * 8
 
-    # ------------------------------------------------------------ threads
-
     def run(self, plan: Plan) -> None:
         """Begin the plan, on a thread of its own."""
         self._scheduler.after(0.0, lambda: self._resume(plan), "host")
 
-    def _resume(self, plan: Plan) -> None:
+    def _resume(self, plan: Plan, answered: WorkerFuture[Any] | None = None) -> None:
         try:
-            awaited = next(plan)
+            try:
+                answer = None if answered is None else answered.get(timeout=0)
+            except Exception as error:
+                awaited = plan.throw(error)
+            else:
+                awaited = plan.send(answer)
         except (StopIteration, WorkerClosed):
             return
-        scheduler = self._scheduler
+        resume = partial(self._resume, plan)
         if isinstance(awaited, WorkerFuture):
-            awaited._on_resolved(lambda: scheduler.wake_host(lambda: self._resume(plan)))
+            awaited._on_resolved(lambda: self._scheduler.wake_host(partial(resume, awaited)))
         else:
-            scheduler.after(awaited, lambda: self._resume(plan), "host")
+            self._scheduler.after(awaited, resume, "host")
 
     # ------------------------------------------------------------ calls
 
@@ -77,11 +80,8 @@ class Host:
         """Its answer is looked at as soon as there is one."""
 
         def resolved() -> None:
-            try:
-                answer = future.get(timeout=0)
-            except (WorkerStopError, WorkerClosed):
-                return
-            check(answer)
+            with suppress(WorkerStopError, WorkerClosed):
+                check(future.get(timeout=0))
 
         future._on_resolved(resolved)
         return future
@@ -123,9 +123,8 @@ class Host:
             if dice.chance(0.03):
                 yield dice.log_between(0.001, 30.0)
                 self.stop()  # in the middle of it
-            yield future
             try:
-                future.get(timeout=0)
+                yield future
             except WorkerStartError:
                 yield dice.log_between(0.1, 300.0)
                 continue
@@ -149,7 +148,8 @@ class Host:
         if dice.chance(0.3):
             yield dice.log_between(0.001, 5.0)
             self.start()  # while it stops
-        yield future
+        with suppress(WorkerStopError):
+            yield future
         yield dice.log_between(0.001, 600.0)
 
     def client(self, *, every_s: float) -> Plan:
@@ -162,9 +162,7 @@ class Host:
             if dice.chance(0.15):
                 yield from self._ask()
                 continue
-            future = self.submit(f"job-{dice.below(50)}")
-            yield future
-            answer = future.get(timeout=0)
+            answer = yield self.submit(f"job-{dice.below(50)}")
             if not answer["ok"]:
                 self.outcomes[str(answer["error"])] += 1
                 continue
@@ -190,30 +188,26 @@ class Host:
     def _await(self, request_id: int) -> Plan:
         future = self.result(request_id)
         also = self.result(request_id) if self._dice.chance(0.1) else None
-        yield future
-        ended_at = self._invariants.requests[request_id].ended_at
-        if ended_at is None:
+        result = yield future
+        if self._invariants.requests[request_id].ended_at is None:
             raise Violation(1, f"result({request_id}) resolved before the request had ended")
-        self._took(request_id, future.get(timeout=0))
+        self._took(request_id, result)
         if also is not None:
-            yield also
-            self._took(request_id, also.get(timeout=0))
+            self._took(request_id, (yield also))
         yield 2.0
         yield from self._is_gone(request_id, "its result was taken")
 
     def _is_gone(self, request_id: int, since: str) -> Plan:
-        gone = self.quick(self._world.worker.get_result(request_id), "get_result()")
-        yield gone
-        if gone.get(timeout=0).get("error") != "NOT_FOUND":
+        gone = yield self.quick(self._world.worker.get_result(request_id), "get_result()")
+        if gone.get("error") != "NOT_FOUND":
             raise Violation(1, f"request {request_id} is still there after {since}")
 
     def _ask(self) -> Plan:
         """`submit` and `result` in one; its future must be resolved once the worker is at rest."""
         future = self._world.worker.ask("hello", job_name=f"job-{self._dice.below(50)}")
         self.asked.append(future)
-        yield future
         try:
-            result = future.get(timeout=0)
+            result = yield future
         except RequestRefused as refused:
             self.outcomes[refused.error] += 1
             return
@@ -223,9 +217,7 @@ class Host:
     def _poll(self, request_id: int) -> Plan:
         while True:
             yield self._dice.log_between(0.1, 60.0)
-            future = self.quick(self._world.worker.get_result(request_id), "get_result()")
-            yield future
-            result = future.get(timeout=0)
+            result = yield self.quick(self._world.worker.get_result(request_id), "get_result()")
             if result["ok"]:
                 self._took(request_id, result)
                 return
@@ -248,8 +240,7 @@ class Host:
             else:
                 self.quick(future, "read_output()")
             yield status
-            yield future
-            chunk = future.get(timeout=0)
+            chunk = yield future
             if not chunk["ok"]:
                 if self._may_be_gone(request_id):
                     return
@@ -257,9 +248,7 @@ class Host:
             text, reasoning, done = text + chunk["text"], reasoning + chunk["reasoning"], chunk["done"]
             if len(text) != chunk["text_offset"]:
                 raise Violation(2, f"request {request_id}: text_offset {chunk['text_offset']}, {len(text)} read")
-        future = self.result(request_id)
-        yield future
-        result: Any = future.get(timeout=0)
+        result = yield self.result(request_id)
         self._took(request_id, result)
         if not result["ok"] and self._may_be_gone(request_id):
             return
@@ -272,14 +261,12 @@ class Host:
         truth.canceled = True
         future = self.quick(self._world.worker.cancel(request_id), "cancel()")
         twice = self.quick(self._world.worker.cancel(request_id), "cancel()") if self._dice.chance(0.3) else None
-        yield future
+        was_canceled = yield future
         if twice is not None:
             yield twice
-        answer = self.result(request_id)
-        yield answer
-        result = answer.get(timeout=0)
+        result = yield self.result(request_id)
         self._took(request_id, result)
-        if result["ok"] and future.get(timeout=0) and result["state"] is not RequestState.CANCELED:
+        if result["ok"] and was_canceled and result["state"] is not RequestState.CANCELED:
             raise Violation(1, f"cancel({request_id}) said True: {result['state']}")
 
     def _forget(self, request_id: int) -> Plan:
@@ -317,9 +304,6 @@ class Host:
             if what == "cancel()":
                 for truth in self._invariants.requests.values():
                     truth.canceled = True
-            future = self.quick(call(), what)
-            yield future
-            if what == "get_worker_status()":
-                status = future.get(timeout=0)
-                if status["slots_used"] != len(status["active_request_ids"]):
-                    raise Violation(1, f"slots_used {status['slots_used']}: {status['active_request_ids']}")
+            answer = yield self.quick(call(), what)
+            if what == "get_worker_status()" and answer["slots_used"] != len(answer["active_request_ids"]):
+                raise Violation(1, f"slots_used {answer['slots_used']}: {answer['active_request_ids']}")

@@ -33,14 +33,10 @@ from tests.simulation.scheduler import SimulatedActor, Violation
 from tests.simulation.server import Exchange
 
 ARROWS = {
-    (WorkerState.STOPPED, WorkerState.RUNNING),
-    (WorkerState.RUNNING, WorkerState.READY),
-    (WorkerState.RUNNING, WorkerState.FAILED),
-    (WorkerState.RUNNING, WorkerState.STOPPED),
-    (WorkerState.READY, WorkerState.RUNNING),
-    (WorkerState.READY, WorkerState.FAILED),
-    (WorkerState.FAILED, WorkerState.RUNNING),
-    (WorkerState.FAILED, WorkerState.STOPPED),
+    WorkerState.STOPPED: {WorkerState.RUNNING},
+    WorkerState.RUNNING: {WorkerState.READY, WorkerState.FAILED, WorkerState.STOPPED},
+    WorkerState.READY: {WorkerState.RUNNING, WorkerState.FAILED},
+    WorkerState.FAILED: {WorkerState.RUNNING, WorkerState.STOPPED},
 }
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
@@ -86,17 +82,14 @@ class Invariants:
         self.stop_called_at = -math.inf  # by stop() or close()
         self.blind_s = 0.0  # how long the host could not look, in all
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
-        self.restarts_count = 0
-        self._scheduler = bench.scheduler
-        self._policy = bench.config.restart
-        self._slots = bench.config.slots
-        self._worker = bench.actor
+        self._scheduler, self._worker = bench.scheduler, bench.actor
+        self._policy, self._slots = bench.config.restart, bench.config.slots
         self._active: tuple[int, ...] = ()
         self.state = WorkerState.STOPPED  # the worker's
         self._replaced: set[int] = set()  # launches that ended as planned, or for the nonsense that they said
         self._ready_at = 0.0
         self._restarted_at: list[float] = []
-        self._restart_count = 0
+        self.restart_count = 0
         self._stale_before: Lifecycle | None = None
         bench.scheduler.before_message = self.before_message
         bench.scheduler.after_message = self.after_message
@@ -143,7 +136,7 @@ class Invariants:
         life = self.lifecycle
         if life.public_state is not self.state:
             self._check_arrow(life.public_state)
-        if life.budget.restart_count != self._restart_count:
+        if life.budget.restart_count != self.restart_count:
             self._check_budget(life)
 
     def _check_table(self, active: tuple[int, ...]) -> None:
@@ -161,7 +154,7 @@ class Invariants:
         self._active = active
 
     def _check_arrow(self, state: WorkerState) -> None:
-        if (self.state, state) not in ARROWS:
+        if state not in ARROWS[self.state]:
             raise Violation(7, f"the worker went from {self.state} to {state}")
         if state is WorkerState.READY and self._active:
             raise Violation(7, f"READY with requests {self._active} of the life before")
@@ -171,8 +164,7 @@ class Invariants:
 
     def _check_budget(self, life: Lifecycle) -> None:
         now = self._scheduler.now
-        self._restart_count = life.budget.restart_count
-        self.restarts_count += 1
+        self.restart_count = life.budget.restart_count
         restart = self._worker._journal._restarts[-1]
         if restart["reason"] == "recycled":
             self._check_recycled(life.epoch, restart["detail"])
@@ -226,16 +218,15 @@ class Invariants:
         if reason is RequestFailReason.STREAM_DISCONNECTED and truth.exchanges and truth.exchanges[-1].died:
             raise Violation(3, f"request {request_id} was disconnected, it says, and its server had died")
         if reason is RequestFailReason.CANCELED:
-            if not truth.canceled:
-                raise Violation(3, f"request {request_id} was cancelled by nobody")
+            excused = truth.canceled
         elif reason is RequestFailReason.WORKER_STOPPED:
-            if self.stop_called_at < truth.admitted_at - QUICK_S:
-                raise Violation(3, f"request {request_id} ended with {reason}, and nobody called stop()")
-        elif reason is RequestFailReason.WORKER_RESTARTED and truth.epoch in self._replaced:
-            return
-        elif self.excuse(truth.epoch, request_id) is None:
+            excused = self.stop_called_at >= truth.admitted_at - QUICK_S
+        else:
+            planned = reason is RequestFailReason.WORKER_RESTARTED and truth.epoch in self._replaced
+            excused = planned or self._has_excuse(truth.epoch, request_id)
+        if not excused:
             detail = truth.record.result.get("fail_detail") if truth.record is not None else ""
-            raise Violation(3, f"request {request_id} was given up with {reason} without a fault: {detail}")
+            raise Violation(3, f"request {request_id} was given up with {reason}, by no call and no fault: {detail}")
 
     def _check_output(self, truth: Truth, record: RequestRecord) -> None:
         result, reason = record.result, record.result.get("fail_reason")
@@ -248,15 +239,12 @@ class Invariants:
             ended, came = (result["text"], text) if result["text"] != text else (result["reasoning"], reasoning)
             shown = f"{ended[:40]!r}...{ended[-40:]!r}, and {came[:40]!r}...{came[-40:]!r} had come"
             raise Violation(2, f"request {truth.request_id} ({reason}) ended with {shown}")
-        sent = "".join(each.text for each in truth.exchanges)
+        sent = "".join(words for each in truth.exchanges for words in each.said)
         whole = result["state"] is RequestState.COMPLETED or reason is RequestFailReason.STREAM_DISCONNECTED
         if reason is RequestFailReason.SERVER_DIED:  # the reader has 2 s for what the server had sent
             whole = self._scheduler.now - self._scheduler.halted_until > 5.0
         if whole and result["text"] != sent:
             raise Violation(2, f"request {truth.request_id} ended ({reason}) without a part of what was sent")
-
-    def exchange_begins(self, exchange: Exchange) -> None:
-        self.requests[exchange.request_id].exchanges.append(exchange)
 
     def awaits_result(self, request_id: int, future: Any) -> None:
         truth = self.requests[request_id]
@@ -267,16 +255,13 @@ class Invariants:
     def admission_answered(self, error: str | None) -> None:
         """A `submit()` is being answered: admitted, or refused for a reason that is true now."""
         state, full = self.lifecycle.public_state, len(self.active) >= self._slots
-        expected = {
-            WorkerState.STOPPED: "WORKER_NOT_READY",
-            WorkerState.RUNNING: "WORKER_NOT_READY",
-            WorkerState.FAILED: "WORKER_FAILED",
-        }.get(state)
-        if error is None:
-            if expected is not None or self.active == self._active:
-                raise Violation(1, f"a request was admitted while {state}")
-        elif error != (expected or ("NO_SLOT_AVAILABLE" if full else None)) or self.active != self._active:
-            raise Violation(1, f"refused with {error} while {state}, {len(self.active)} slots in use")
+        expected: str | None
+        if state is not WorkerState.READY:
+            expected = "WORKER_FAILED" if state is WorkerState.FAILED else "WORKER_NOT_READY"
+        else:
+            expected = None if error is None else "NO_SLOT_AVAILABLE" if full else "to be admitted"
+        if error != expected or (error is None) is (self.active == self._active):
+            raise Violation(1, f"submit() answered {error} while {state}, {len(self.active)} slots in use")
 
     def took_result(self, request_id: int, result: Any) -> None:
         truth = self.requests[request_id]
@@ -295,35 +280,27 @@ class Invariants:
         self._scheduler.trace.note(self._scheduler.now, f"FAULT {kind.name} ({where})")
         return fault
 
-    def excuse(self, epoch: int, request_id: int | None) -> Fault | None:
-        """A fault for which the request, or (None) the server, may be given up."""
-        now = self._scheduler.host_time
-        for fault in reversed(self.faults):
-            if fault.kind.honest or (fault.ended_at is not None and now - fault.ended_at > OLD_EXCUSE_S):
-                continue
-            if fault.epoch is not None and fault.epoch != epoch:
-                continue
-            if fault.kind.kills or (request_id is not None and fault.request_id in (None, request_id)):
-                return fault
-        return None
+    def _has_excuse(self, epoch: int, request_id: int | None) -> bool:
+        """Whether there is a fault for which the request, or (None) the server, may be given up."""
+        oldest = self._scheduler.host_time - OLD_EXCUSE_S
+        return any(
+            fault.kind.kills or (request_id is not None and fault.request_id in (None, request_id))
+            for fault in reversed(self.faults)
+            if not fault.kind.honest and fault.epoch in (None, epoch)
+            if fault.ended_at is None or fault.ended_at >= oldest
+        )
 
     def server_killed(self, epoch: int, launched_at: float) -> None:
         if epoch in self._killed | self._replaced:
             return
         self._killed.add(epoch)
-        if self.stop_called_at < launched_at - QUICK_S and self.excuse(epoch, None) is None:
+        if self.stop_called_at < launched_at - QUICK_S and not self._has_excuse(epoch, None):
             raise Violation(3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}")
 
     def expect(
-        self,
-        number: int,
-        bound_s: float,
-        what: str,
-        done: Callable[[], bool],
-        *,
-        otherwise: Callable[[], object] | None = None,
+        self, number: int, bound_s: float, what: str, done: Callable[[], bool], spared_s: Callable[[], float] = float
     ) -> None:
-        """Raise Violation, or do `otherwise`, unless `done` within so many seconds of the host's time.
+        """Raise Violation unless `done` within so many seconds of the host's time, and those that `spared_s` adds then.
 
         Nothing has to be found (4) while the host lacks the threads to look.
         """
@@ -331,23 +308,21 @@ class Invariants:
         due, blind_s = scheduler.host_time + bound_s, self.blind_s
 
         def check() -> None:
+            nonlocal due, blind_s
             if done():
                 return
-            left = due - scheduler.host_time
-            if number == 4:
-                left += self.blind_s - blind_s
-            if left > 1e-6:
-                scheduler.after(left, check, "a bound is due", of_host=False)
-            elif otherwise is not None:
-                otherwise()
-            else:
+            left_s = due - scheduler.host_time + (self.blind_s - blind_s if number == 4 else 0.0)
+            if left_s <= 1e-6:
+                left_s = spared_s()
+                due, blind_s = scheduler.host_time + left_s, self.blind_s
+            if left_s <= 0:
                 raise Violation(number, f"not within {bound_s:.1f} s: {what}")
+            scheduler.after(left_s, check, "a bound is due", of_host=False)
 
         scheduler.after(bound_s, check, "a bound is due", of_host=False)
 
     def expect_found(self, fault: Fault, bound_s: float | None, truth: Truth) -> None:
         """The request must have ended within the bound, for whatever reason; None: it is only noted when."""
-        name = fault.kind.name
         self._awaited.setdefault(truth.request_id, []).append((fault, self._scheduler.now))
         if bound_s is None:
             return
@@ -355,19 +330,14 @@ class Invariants:
         def over() -> bool:
             return truth.ended_at is not None or fault.ended_at is not None
 
-        def due() -> None:
-            heard_at = self._scheduler.host_time_at(self._neighbours_heard_at(truth))
-            spared_s = bound_s - (self._scheduler.host_time - heard_at)
-            if fault.kind.neighbours_spare and spared_s > 0:
-                self.expect(4, spared_s, f"request {truth.request_id} under the fault {name!r}", over, otherwise=due)
-            else:
-                raise Violation(4, f"not within {bound_s:.1f} s: request {truth.request_id} under the fault {name!r}")
+        def spared_s() -> float:
+            if not fault.kind.neighbours_spare:
+                return 0.0
+            others = [each for each in self.requests.values() if each is not truth and each.epoch == truth.epoch]
+            heard_at = max((each.advanced_at for other in others[-50:] for each in other.exchanges), default=0.0)
+            return bound_s - (self._scheduler.host_time - self._scheduler.host_time_at(heard_at))
 
-        self.expect(4, bound_s, f"request {truth.request_id} under the fault {name!r}", over, otherwise=due)
-
-    def _neighbours_heard_at(self, truth: Truth) -> float:
-        others = [each for each in self.requests.values() if each is not truth and each.epoch == truth.epoch]
-        return max((each.advanced_at for other in others[-50:] for each in other.exchanges), default=0.0)
+        self.expect(4, bound_s, f"request {truth.request_id} under the fault {fault.kind.name!r}", over, spared_s)
 
     def _note_found(self, truth: Truth) -> None:
         reason = truth.record.result.get("fail_reason") if truth.record is not None else None
@@ -379,8 +349,6 @@ class Invariants:
 
     def expect_answer(self, future: Any, bound_s: float, what: str) -> None:
         self.expect(5, bound_s, f"the future of {what}", future.done)
-
-    # ------------------------------------------------------------ processes
 
     def launch(self, processes: Sequence[Any], epoch: int) -> None:
         """A process is about to be started: the one before is gone, as those before it were when it was started."""

@@ -33,17 +33,17 @@ class Machine:
         self.unanswered: list[tuple[LlamaServer, SimStream]] = []
         self.loads: Callable[[LlamaServer], object] = lambda server: server.begin_load(build.load_s)
         self.launch_failure: Callable[[], tuple[StartFailReason, str] | None] = lambda: None
-        self.reply_to: Callable[[int, int], Reply] = _no_reply
+        self.reply_to: Callable[[int, int], Reply]  # whoever uses the machine says what its server says
         self.twist: Callable[[LlamaServer, Exchange], None] = lambda server, exchange: None
         self.tool_call: Callable[[int], tuple[float | None, bool]] = lambda request_id: (0.1, True)
         self.bios_call: Callable[[], tuple[float | None, str | None]] = lambda: (0.001, None)
         self.on_signal: Callable[[SimServerProcess, Signal], object] = lambda process, signal: None
         self.on_launch: Callable[[int], object] = lambda epoch: None
         self.on_death: Callable[[LlamaServer], object] = lambda server: None
+        self.on_exchange: Callable[[Exchange], object] = lambda exchange: None
         self._scheduler = scheduler
         self._dice = dice
         self._pid = 100
-        self.exchanges: Callable[[Exchange], object] = lambda exchange: None
 
     def need_thread(self) -> None:
         """Raises where the host cannot start one."""
@@ -69,7 +69,7 @@ class Machine:
         """A request has arrived at a server that answers."""
         stream.exchange = server.accept(stream, stream.turn_id, body)
         if stream.exchange is not None:
-            self.exchanges(stream.exchange)
+            self.on_exchange(stream.exchange)
 
     def answer_waiting(self, server: LlamaServer) -> None:
         """The server answers again, and takes what was sent to it meanwhile; or it is gone, and so are connections."""
@@ -78,7 +78,11 @@ class Machine:
         for stream in waiting:
             stream.posted()
 
-    # ------------------------------------------------------------ how long things take
+    def resume(self, server: LlamaServer) -> None:
+        """SIGCONT."""
+        if not server.gone:
+            server.continue_signal()
+            self.answer_waiting(server)
 
     def read_delay_s(self) -> float:
         """Until a reader that has something to read runs."""
@@ -88,7 +92,3 @@ class Machine:
 
     def between_s(self, low_s: float, high_s: float) -> float:
         return self._dice.log_between(low_s, high_s) * self.slowness
-
-
-def _no_reply(request_id: int, exchange: int) -> Reply:
-    raise LookupError((request_id, exchange))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from llama_worker.messages import Tick
 from llama_worker.server.gpu_faults import GpuFault, gpu_lost
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
@@ -35,22 +34,23 @@ _ARGUMENTS = (
     b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"%s"}}]}}]}\n\n'
     % (b"1,2," * 16)
 )
+_LAUNCH_FAILURES = {
+    "spawn fails": (StartFailReason.SPAWN_FAILED, "no such file"),
+    "port taken": (StartFailReason.PORT_IN_USE, "the port is taken by another process"),
+}
 
 
 class Nature:
     """What it does is drawn from its own generator; `calm` ends it."""
 
     def __init__(self, world: World, dice: Dice) -> None:
-        machine, setting = world.machine, world.setting
-        self._machine = machine
+        setting, machine = world.setting, world.machine
+        self._scheduler, self._machine, self._invariants = world.scheduler, machine, world.invariants
+        self._dice, self._profile = dice, world.profile
         kinds = {KINDS[name]: weight for name, weight in setting.kinds.items()}
         kinds = kinds or {kind: kind.weight for kind in KINDS.values()}
         self.is_calm = False
         self.counts: Counter[str] = Counter()
-        self._scheduler = world.scheduler
-        self._dice = dice
-        self._invariants = world.invariants
-        self._profile = world.profile
         self._kinds = {kind: weight for kind, weight in kinds.items() if kind.scope is not Scope.REPLY}
         self._reply_kinds = {kind: weight for kind, weight in kinds.items() if kind.scope is Scope.REPLY}
         self._mean_s = HOUR_S / setting.faults_per_hour if setting.faults_per_hour else math.inf
@@ -59,8 +59,8 @@ class Nature:
         self._at_next_request: list[Kind] = []
         self._on_server: dict[int, list[Fault]] = {}  # by epoch: those that hurt every request
         self._loading_faults: dict[int, Fault] = {}
-        self._unkillable: dict[int, Kind] = {}
-        self._tool_kinds: dict[int, Kind] = {}
+        self._held_up: set[int] = set()  # launches that are unkillable for minutes
+        self._tool_kinds: dict[int, str] = {}
         self._bios: tuple[float | None, str | None] = (0.001, None)  # after how long, with which error
         machine.loads = self._load
         machine.launch_failure = self._launch_failure
@@ -78,8 +78,7 @@ class Nature:
     def calm(self) -> None:
         """Nothing new goes wrong, and what lasts is over."""
         self.is_calm = True
-        machine = self._machine
-        machine.lacks_threads = machine.looks_hang = False
+        self._machine.lacks_threads = self._machine.looks_hang = False
         self._next_load, self._bios = None, (0.001, None)
 
     def reply_kind(self, chance: float) -> str | None:
@@ -122,8 +121,6 @@ class Nature:
                 self._to_process(kind, server)
             case Scope.HOST:
                 self._to_host(kind)
-            case _:
-                return
 
     # ------------------------------------------------------------ the server at work
 
@@ -146,14 +143,13 @@ class Nature:
             case "short SIGSTOP":
                 self._fault(name, epoch=server.epoch)
                 server.stop_signal()
-                self._later(dice.between(0.1, within_s), lambda: self._resume(server), "SIGCONT")
+                self._later(dice.between(0.1, within_s), partial(self._machine.resume, server), "SIGCONT")
             case "GPU lost" | "another process's GPU error":
                 self._gpu_error(name, server)
             case "sidecar's CPU":
-                fault = self._hurt(name, server)
-                server.spare_time(server.pid + 1, 95.0)
+                server.begin_sidecar()
                 server.freeze(spins=False)
-                self._bound(fault, server)
+                self._hurt(name, server)
             case _:
                 self._wedge(name, server)
 
@@ -163,23 +159,21 @@ class Nature:
         if epoch != server.epoch:
             return
         if name == "GPU lost":
-            fault = self._hurt(name, server)
             server.freeze(spins=True)
-            self._bound(fault, server)
+            self._hurt(name, server)
             tell(gpu_lost("GPU 0"))
         else:
             self._fault(name, epoch=epoch)
             tell(GpuFault(fatal=False, detail="GPU 0: Xid 31"))
 
     def _wedge(self, name: str, server: LlamaServer) -> None:
-        fault = self._hurt(name, server)
         if name == "SIGSTOP":
             server.stop_signal()
         elif name != "HTTP thread dead":
             server.freeze(spins=name == "livelock")
         server.ignores_term |= name == "livelock"
         server.http_dead = name in ("dead altogether", "HTTP thread dead")
-        self._bound(fault, server)
+        fault = self._hurt(name, server)
         if self._dice.chance(0.3):  # some come back by themselves
             self._later(self._dice.log_between(1.0, 4000.0), lambda: self._recover(fault, server), "it goes on")
 
@@ -190,22 +184,17 @@ class Nature:
             each.ended_at = self._scheduler.host_time
         server.http_dead = server.ignores_term = False
         server.thaw()
-        self._resume(server)
-
-    def _resume(self, server: LlamaServer) -> None:
-        if not server.gone:
-            server.continue_signal()
-            self._machine.answer_waiting(server)
+        self._machine.resume(server)
 
     def _hurt(self, name: str, server: LlamaServer) -> Fault:
         fault = self._fault(name, epoch=server.epoch)
-        self._on_server.setdefault(server.epoch, []).append(fault)
+        self._bound(fault, server)
         return fault
 
     def _bound(self, fault: Fault, server: LlamaServer) -> None:
         """Every request in flight must be found; those that are admitted later, too (`_admitted`)."""
-        for request_id in self._invariants.active:
-            self._expect(fault, self._invariants.requests[request_id])
+        self._on_server.setdefault(server.epoch, []).append(fault)
+        self._bound_active(fault)
         if fault.kind.name in ("HTTP thread dead", "SIGSTOP", "dead altogether"):
             bound_s = KINDS["HTTP thread dead"].found_within(self._profile, Stage.UNKNOWN)
             if bound_s is not None:
@@ -215,6 +204,10 @@ class Nature:
                     f"{fault.kind.name} of launch {server.epoch}",
                     lambda: server.gone or server.killed or fault.ended_at is not None,
                 )
+
+    def _bound_active(self, fault: Fault) -> None:
+        for request_id in self._invariants.active:
+            self._expect(fault, self._invariants.requests[request_id])
 
     def _admitted(self, truth: Truth) -> None:
         while self._at_next_request:
@@ -230,24 +223,22 @@ class Nature:
             self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
 
     def _crash(self, server: LlamaServer, name: str, returncode: int) -> None:
-        fault = self._fault(name, epoch=server.epoch)
-        for request_id in self._invariants.active:
-            self._expect(fault, self._invariants.requests[request_id])
+        self._bound_active(self._fault(name, epoch=server.epoch))
         server.unkillable = False
         server.die(returncode)
 
     # ------------------------------------------------------------ one request
 
-    def prepare(self, request_id: int, reply: Reply) -> None:
-        """A misbehaviour that is not the stream's own."""
-        match reply.twist:
-            case "status 500" | "status 400":
-                reply.status = int(reply.twist[-3:])
-                self._bound_reply(reply.twist, request_id)
-                reply.twist = None
-            case "tool raises" | "tool never returns":
-                self._tool_kinds[request_id] = KINDS[reply.twist]
-                reply.twist = None
+    def prepare(self, name: str, request_id: int, reply: Reply) -> None:
+        """The reply is to go wrong in this way."""
+        if name.startswith("status"):
+            reply.status = int(name[-3:])
+            self._bound_reply(name, request_id)
+        elif name.startswith("tool"):
+            reply.calls_tool = True
+            self._tool_kinds[request_id] = name
+        else:
+            reply.twist = name
 
     def _bound_reply(self, name: str, request_id: int, epoch: int | None = None) -> Fault:
         truth = self._invariants.requests[request_id]
@@ -294,29 +285,19 @@ class Nature:
                 server.release_slot(exchange)
             case "frozen progress" if first:
                 server.freeze(spins=True)
-                self._on_server.setdefault(server.epoch, []).append(fault)
                 fault.request_id = None
                 self._bound(fault, server)
-                self._repeat_progress(server, exchange)
-            case _:
-                return
-
-    def _repeat_progress(self, server: LlamaServer, exchange: Exchange) -> None:
-        if not exchange.over and not server.gone:
-            server.send_progress(exchange)
-            self._later(2.0, lambda: self._repeat_progress(server, exchange), "the same progress again")
+                server.repeat(exchange, 2.0, partial(server.send_progress, exchange))
 
     # ------------------------------------------------------------ a launch, and its end
 
     def _launch_failure(self) -> tuple[StartFailReason, str] | None:
-        kind, epoch = self._next_load, self._invariants.lifecycle.epoch
-        if kind is None or kind.name not in ("spawn fails", "port taken"):
+        kind = self._next_load
+        if kind is None or kind.name not in _LAUNCH_FAILURES:
             return None
         self._next_load = None
-        self._fault(kind.name, epoch=epoch)
-        if kind.name == "spawn fails":
-            return StartFailReason.SPAWN_FAILED, "no such file"
-        return StartFailReason.PORT_IN_USE, "the port is taken by another process"
+        self._fault(kind.name, epoch=self._invariants.lifecycle.epoch)
+        return _LAUNCH_FAILURES[kind.name]
 
     def _load(self, server: LlamaServer) -> None:
         kind, self._next_load = self._next_load, None
@@ -357,18 +338,18 @@ class Nature:
         else:
             server.unkillable = True
             server.freeze(spins=False)
-            self._unkillable[server.epoch] = kind
+            if kind.name == "unkillable for minutes":
+                self._held_up.add(server.epoch)
 
     def _on_signal(self, process: SimServerProcess, signal: Signal) -> None:
         self._invariants.server_killed(process.epoch, process.launched_at)
         fault = self._loading_faults.pop(process.epoch, None)
         if fault is not None and signal is not Signal.TERMINATE:
             self._invariants.found.append((fault.kind.name, self._scheduler.now - fault.began_at))
-        kind = self._unkillable.get(process.epoch)
-        server = process.server
-        if kind is not None and kind.name == "unkillable for minutes" and server is not None:
-            self._later(self._dice.log_between(20.0, 900.0), server.become_killable, "what held it up is over")
-            del self._unkillable[process.epoch]
+        if process.epoch in self._held_up and process.server is not None:
+            self._held_up.remove(process.epoch)
+            seconds = self._dice.log_between(20.0, 900.0)
+            self._later(seconds, process.server.become_killable, "what held it up is over")
 
     # ------------------------------------------------------------ the host program
 
@@ -380,9 +361,7 @@ class Nature:
             case "actor's exception":
                 actors = [each for each in self._scheduler.actors if each.actor.role != "worker"]
                 if actors:
-                    broken = dice.choice(actors)
-                    self._scheduler.break_actor(broken)
-                    broken.actor.actor_ref.tell(Tick())
+                    self._scheduler.break_actor(dice.choice(actors))
             case "a probe hangs":
                 machine.looks_hang = True
                 seconds = dice.log_between(1.0, 300.0)
@@ -393,7 +372,7 @@ class Nature:
                 server = machine.listening()
                 if name == "host and server stalled" and server is not None and not server.stopped:
                     server.stop_signal()
-                    self._later(seconds, lambda: self._resume(server), "all go on")
+                    self._later(seconds, partial(machine.resume, server), "all go on")
             case "host lacks threads":
                 machine.lacks_threads = True
                 seconds = dice.log_between(0.1, 30.0)
@@ -416,8 +395,8 @@ class Nature:
         kind = self._tool_kinds.get(request_id)
         if kind is None:
             return self._dice.log_between(0.001, 5.0), True
-        self._bound_reply(kind.name, request_id)
-        return (None, False) if kind.name == "tool never returns" else (0.01, False)
+        self._bound_reply(kind, request_id)
+        return (None, False) if kind == "tool never returns" else (0.01, False)
 
 
 def _stage(truth: Truth, epoch: int | None) -> Stage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -32,9 +33,8 @@ from llama_worker.messages import (
 )
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.ports import Waitable
-from llama_worker.server import liveness
 from llama_worker.server.health import probe_timeout_s
-from llama_worker.server.liveness import ProcessActivity, ProcessSample
+from llama_worker.server.liveness import Counters, ProcessActivity, ProcessSample
 from llama_worker.server.slots import SlotsLook, parse_slots
 from llama_worker.server.termination import Signal
 from llama_worker.server.traits import ServerTraits
@@ -66,8 +66,6 @@ class SimRuntime:
         self.slots_asked = 0
         self.server: SimServerProcess | None = None  # launched last
 
-    # ------------------------------------------------------------ time
-
     def now(self) -> float:
         return self.scheduler.now
 
@@ -87,8 +85,6 @@ class SimRuntime:
     def write_log(self, *record: Any) -> None:
         pass
 
-    # ------------------------------------------------------------ the server's process
-
     def start_server(self, epoch: int, reply_to: Mailbox[Any]) -> SimServerProcess:
         self.machine.need_thread()
         self.log.begin_launch()
@@ -103,8 +99,6 @@ class SimRuntime:
 
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         return {"root_pid": pid, "processes_count": 1, "processes": []}
-
-    # ------------------------------------------------------------ connections
 
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> SimStream:
         self.machine.need_thread()
@@ -129,9 +123,7 @@ class SimRuntime:
             return probed(ProbeOutcome.UNFIT if server.is_unfit else ProbeOutcome.READY)
 
         limit_s = probe_timeout_s(self._config.timeouts)
-        return SimQuestion(self, "SimProbe", limit_s, reply_to, answer=answer, otherwise=probed(ProbeOutcome.FAILED))
-
-    # ------------------------------------------------------------ evidence and tools
+        return SimQuestion(self, "probe", limit_s, reply_to, answer, otherwise=probed(ProbeOutcome.FAILED))
 
     def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
         self.machine.need_thread()
@@ -143,15 +135,12 @@ class SimRuntime:
             server = self.machine.find(root_pid) if seen.probe == 0 else None
             if server is not None:
                 processes = {
-                    (pid, 1.0): liveness.Counters(
-                        cpu_ticks=int(used.cpu_ticks), read_bytes=int(used.read_bytes), major_faults=0
-                    )
+                    (pid, 1.0): Counters(cpu_ticks=int(used.cpu_ticks), read_bytes=int(used.read_bytes), major_faults=0)
                     for pid, used in server.counters().items()
                     if pid == server.pid
                     or not server.loaded  # once somebody listens, a child that does not is no server
                 }
-                sample = ProcessSample(at=self.scheduler.now, processes=processes)
-                self._activity, evidence = self._activity.observe(sample)
+                self._activity, evidence = self._activity.observe(ProcessSample(at=self.now(), processes=processes))
             alive, detail = (evidence.alive, evidence.detail) if evidence is not None else (False, "")
             reply_to.tell(structs.replace(seen, alive=alive, at=self.scheduler.now, detail=detail))
 
@@ -172,7 +161,7 @@ class SimRuntime:
             assert slots is not None
             return SlotsSeen(epoch=epoch, look=SlotsLook(asked_at=asked_at, slots=slots))
 
-        return SimQuestion(self, "SimSlotsRequest", _SLOTS_TIMEOUT_S, reply_to, answer=answer, otherwise=nothing)
+        return SimQuestion(self, "look at the slots", _SLOTS_TIMEOUT_S, reply_to, answer, otherwise=nothing)
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         self.machine.need_thread()
@@ -189,12 +178,21 @@ class SimRuntime:
             self.scheduler.after(seconds, lambda: order.reply_to.tell(written), "BIOS written")
 
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
-        limit_s = timeout_s if timeout_s is not None else float("inf")
-        return self.scheduler.run_until(what.done, self.scheduler.now + limit_s)
+        return self.scheduler.run_until(what.done, math.inf if timeout_s is None else self.scheduler.now + timeout_s)
 
     def run_tool(self, order: RunTool) -> SimToolThread:
         self.machine.need_thread()
-        return SimToolThread(self, order)
+        thread = SimToolThread()
+        seconds, ok = self.machine.tool_call(order.turn_id[0])
+
+        def returned() -> None:
+            text = '"found"' if ok else "tool raised ValueError"
+            order.reply_to.tell(CallEnded(turn_id=order.turn_id, ok=ok, text=text, at=self.scheduler.now))
+            thread.has_returned = True
+
+        if seconds is not None:  # else it never returns
+            self.scheduler.after(seconds, returned, "a tool returns")
+        return thread
 
 
 class SimServerProcess:
@@ -236,9 +234,8 @@ class SimServerProcess:
         if set(self._orders) - {Signal.TERMINATE}:
             failure = failure or (StartFailReason.SPAWN_FAILED, "killed before it ran")
         if failure is not None:
-            reason, detail = failure
             self.ended = True
-            self._reply_to.tell(LaunchFailed(epoch=self.epoch, reason=reason, detail=detail))
+            self._reply_to.tell(LaunchFailed(epoch=self.epoch, reason=failure[0], detail=failure[1]))
             return
         self.server = self._machine.start_server(self.epoch)
         self.server.on_death = self._server_died
@@ -279,9 +276,8 @@ class SimStream:
         self._server: LlamaServer | None = None
         self._status: int | None = None
         self._buffer = bytearray()
-        self._end: StreamFailure | None = None
         self._opened = self._aborted = self._ended = False
-        self._is_over = False  # nothing more comes from the server
+        self._is_over = self._is_cut = False  # nothing more comes from the server; in the regular way, or not
         self._reading: Event | None = None
         self._scheduler.after(_THREAD_START_S * self._machine.slowness, self._connect, "connect")
 
@@ -315,11 +311,7 @@ class SimStream:
 
     def end(self, *, regular: bool) -> None:
         """The body has ended, or the connection has."""
-        self._is_over = True
-        if not regular:
-            self._end = _disconnected(
-                "the connection ended " + ("in mid-stream" if self._opened else "before the response headers")
-            )
+        self._is_over, self._is_cut = True, not regular
         self._read_soon()
 
     # ------------------------------------------------------------ the reader's thread
@@ -329,7 +321,7 @@ class SimStream:
             return
         self._server = self._machine.listening()
         if self._server is None:
-            self._finish(StreamFailure(reason=RequestFailReason.CONNECT_FAILED, detail="connection refused"))
+            self._fail(RequestFailReason.CONNECT_FAILED, "connection refused")
             return
         self._scheduler.after(0.0005 * self._machine.slowness, self.posted, "the request arrives", of_host=False)
 
@@ -357,44 +349,42 @@ class SimStream:
         dice = self._runtime.dice
         if self._status is not None and not self._opened and not self._aborted:
             if self._status != 200:
-                failure = StreamFailure(
-                    reason=RequestFailReason.HTTP_ERROR, detail=f"HTTP {self._status}", http_status=self._status
-                )
-                self._finish(failure)
+                self._fail(RequestFailReason.HTTP_ERROR, f"HTTP {self._status}", self._status)
                 return
             self._opened = True
             self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=self._scheduler.now, stream=self))
         if self._aborted:
-            if (self._opened and self._buffer and not self._decode(len(self._buffer))) or self._ended:
-                return
-            self._finish(_disconnected("aborted"))
+            if self._opened and self._buffer:
+                self._decode(len(self._buffer))
+            self._fail(RequestFailReason.STREAM_DISCONNECTED, "aborted")
             return
         if self._opened and self._buffer:
             size = len(self._buffer)
             if size > 1 and dice.chance(0.2):
                 size = 1 + dice.below(size)  # bytes are cut anywhere
-            if not self._decode(size):
-                return
+            self._decode(size)
         if self._buffer:
             self._read_soon()
+        elif self._is_cut or (self._is_over and self._decoder.partial):
+            where = "in mid-stream" if self._opened else "before the response headers"
+            self._fail(RequestFailReason.STREAM_DISCONNECTED, f"the connection ended {where}")
         elif self._is_over:
-            if self._end is None and self._decoder.partial:
-                self._end = _disconnected("the connection ended in the middle of a record")
-            self._finish(self._end)
+            self._finish()
 
-    def _decode(self, size: int) -> bool:
-        """The oldest bytes; False where they are no records, and the stream has failed."""
+    def _decode(self, size: int) -> None:
+        """The oldest bytes; where they are no records, the stream has failed."""
         events = tuple(self._decoder.feed(bytes(self._buffer[:size])))
         del self._buffer[:size]
         self._order.reply_to.tell(StreamEvents(turn_id=self.turn_id, events=events, at=self._scheduler.now))
-        if self._decoder.error is None:
-            return True
-        if self._server is not None and self.exchange is not None and not self.exchange.over:
-            self._server.client_closed(self.exchange)
-        self._finish(StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=self._decoder.error))
-        return False
+        if self._decoder.error is not None:
+            if self._server is not None and self.exchange is not None and not self.exchange.over:
+                self._server.client_closed(self.exchange)
+            self._fail(RequestFailReason.PROTOCOL_ERROR, self._decoder.error)
 
-    def _finish(self, failure: StreamFailure | None) -> None:
+    def _fail(self, reason: RequestFailReason, detail: str, status: int | None = None) -> None:
+        self._finish(StreamFailure(reason=reason, detail=detail, http_status=status))
+
+    def _finish(self, failure: StreamFailure | None = None) -> None:
         if self._ended:
             return
         self._ended = True
@@ -402,10 +392,6 @@ class SimStream:
         closed = StreamClosed(turn_id=self.turn_id, failure=failure, at=self._scheduler.now)
         self._order.reply_to.tell(closed)
         self._on_closed.tell(closed)
-
-
-def _disconnected(detail: str) -> StreamFailure:
-    return StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
 
 
 class SimQuestion:
@@ -417,7 +403,6 @@ class SimQuestion:
         what: str,
         limit_s: float,
         reply_to: Mailbox[Any],
-        *,
         answer: Callable[[LlamaServer | None], Any],
         otherwise: Any,
     ) -> None:
@@ -450,17 +435,7 @@ class SimQuestion:
 class SimToolThread:
     """The thread of one call."""
 
-    def __init__(self, runtime: SimRuntime, order: RunTool) -> None:
-        self._alive = True
-        seconds, ok = runtime.machine.tool_call(order.turn_id[0])
-
-        def returned() -> None:
-            text = '"found"' if ok else "tool raised ValueError"
-            order.reply_to.tell(CallEnded(turn_id=order.turn_id, ok=ok, text=text, at=runtime.scheduler.now))
-            self._alive = False
-
-        if seconds is not None:  # else it never returns
-            runtime.scheduler.after(seconds, returned, "a tool returns")
+    has_returned = False
 
     def is_alive(self) -> bool:
-        return self._alive
+        return not self.has_returned

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from llama_worker.messages import Tick
 from tests.simulation.trace import Trace
-
-_MANY = 1 << 30
 
 
 class Violation(AssertionError):
@@ -43,23 +44,20 @@ class Choices:
         """Which of `count` (2 or more) things is next."""
         return int(self.random() * count)
 
-    def preempt_after(self) -> int | None:
-        """How many messages a handler sends before it is preempted; None: it is not."""
-        if not self.preempts or self.random() >= self.preempts:
-            return None
-        return int(self.random() * 3)
+    def preempt_after(self) -> float:
+        """How many messages a handler sends before it is preempted."""
+        return int(self.random() * 3) if self._happens(self.preempts) else math.inf
 
     def wake_delay_s(self) -> float:
         """How long an actor with a new message waits for its thread to run."""
-        if not self.sleeps or self.random() >= self.sleeps:
-            return 0.0
-        return float(0.0001 * 5000.0 ** self.random())  # 0.1 ms to 0.5 s
+        return 0.0001 * 5000.0 ** self.random() if self._happens(self.sleeps) else 0.0  # 0.1 ms to 0.5 s
 
     def timer_delay_s(self) -> float:
         """How late a timer fires."""
-        if not self.late or self.random() >= self.late:
-            return 0.0
-        return float(0.001 * 800.0 ** self.random())  # 1 ms to 0.8 s
+        return 0.001 * 800.0 ** self.random() if self._happens(self.late) else 0.0  # 1 ms to 0.8 s
+
+    def _happens(self, rate: float) -> bool:
+        return rate > 0.0 and self.random() < rate
 
 
 @dataclass(eq=False, slots=True)
@@ -83,7 +81,7 @@ class SimulatedActor:
     actor: Any
     name: str
     inbox: deque[Any] = field(default_factory=deque)
-    held: deque[tuple[SimulatedActor | None, Any]] = field(default_factory=deque)  # told since it was preempted
+    held: deque[Callable[[], object]] = field(default_factory=deque)  # what it has told since it was preempted
     is_ready: bool = False
 
     def put(self, envelope: Any) -> None:
@@ -110,7 +108,7 @@ class Scheduler:
         self._due: list[Event] = []
         self._ready: list[SimulatedActor] = []
         self._serving: SimulatedActor | None = None
-        self._sends_left = _MANY
+        self._sends_left = math.inf
         self._events_count = 0
         self._starts: dict[str, int] = {}
         self._breaks: set[str] = set()
@@ -131,9 +129,12 @@ class Scheduler:
     def at(self, when: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
         """Make the call at `when`, or now if that is past."""
         event = Event(when, call, what, of_host)
-        self._events_count += 1
-        heapq.heappush(self._heap, (when if when > self.now else self.now, self._events_count, event))
+        self._push(when if when > self.now else self.now, event)
         return event
+
+    def _push(self, when: float, event: Event) -> None:
+        self._events_count += 1
+        heapq.heappush(self._heap, (when, self._events_count, event))
 
     def after(self, seconds: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
         return self.at(self.now + seconds, call, what, of_host=of_host)
@@ -171,19 +172,19 @@ class Scheduler:
     def told(self, receiver: SimulatedActor, envelope: Any) -> None:
         """Put the message into the mailbox, or keep it while its sender is preempted."""
         self.on_told(envelope.message)
-        if self._sends_left <= 0:
-            assert self._serving is not None
-            self._serving.held.append((receiver, envelope))
-            return
+        self._unless_preempted(partial(self._put, receiver, envelope))
         self._sends_left -= 1
-        self._put(receiver, envelope)
 
     def wake_host(self, call: Callable[[], object]) -> None:
         """A future was answered: a thread of the host's goes on, after what the actor had told before."""
-        if self._sends_left <= 0 and self._serving is not None:
-            self._serving.held.append((None, call))
+        self._unless_preempted(partial(self.after, 0.0, call, "host"))
+
+    def _unless_preempted(self, act: Callable[[], object]) -> None:
+        if self._sends_left > 0:
+            act()
         else:
-            self.after(0.0, call, "host")
+            assert self._serving is not None
+            self._serving.held.append(act)
 
     def _put(self, receiver: SimulatedActor, envelope: Any) -> None:
         receiver.inbox.append(envelope)
@@ -196,7 +197,9 @@ class Scheduler:
                 self._ready.append(receiver)
 
     def break_actor(self, simulated: SimulatedActor) -> None:
+        """It raises at its next message; there will be one."""
         self._breaks.add(simulated.name)
+        simulated.actor.actor_ref.tell(Tick())
 
     # ------------------------------------------------------------ steps
 
@@ -210,7 +213,7 @@ class Scheduler:
                 if event.call is None:
                     continue
                 if event.of_host and now < self.halted_until:
-                    self._postpone(event)
+                    self._push(self.halted_until, event)
                 else:
                     due.append(event)
             ready_count = 0 if now < self.halted_until else len(ready)
@@ -230,15 +233,11 @@ class Scheduler:
             if event.call is None:
                 continue
             if event.of_host and now < self.halted_until:  # halted since it came due
-                self._postpone(event)
+                self._push(self.halted_until, event)
                 continue
             self.trace.event(now, event.what)
             event.call()
             return True
-
-    def _postpone(self, event: Event) -> None:
-        self._events_count += 1
-        heapq.heappush(self._heap, (self.halted_until, self._events_count, event))
 
     def run_until(self, done: Callable[[], bool], deadline: float) -> bool:
         """Steps until `done`, or until the clock would pass `deadline`; whether it was done."""
@@ -251,10 +250,7 @@ class Scheduler:
 
     def run_for(self, seconds: float) -> None:
         """Steps until the clock would pass so many seconds."""
-        deadline = self.now + seconds
-        while self.step(deadline):
-            pass
-        self.now = max(self.now, deadline)
+        self.run_until(lambda: False, self.now + seconds)
 
     def forget(self) -> None:
         """Nothing more happens, and nobody is kept alive by what would have."""
@@ -263,25 +259,20 @@ class Scheduler:
 
     def pending(self, what: str) -> int:
         """How many events of that name are still to come."""
-        waiting = [event for _, _, event in self._heap] + self._due
-        return sum(1 for event in waiting if event.call is not None and event.what == what)
+        waiting = [*(event for _, _, event in self._heap), *self._due]
+        return sum(event.what == what for event in waiting if event.call is not None)
 
     def _serve(self, simulated: SimulatedActor) -> None:
         """Resume the actor if it was preempted, else hand it its oldest message."""
         if simulated.held:
-            receiver, told = simulated.held.popleft()
-            if receiver is None:
-                self.after(0.0, told, "host")
-            else:
-                self._put(receiver, told)
+            simulated.held.popleft()()
             self._requeue(simulated)
             return
         actor, message = simulated.actor, simulated.inbox.popleft().message
         self.messages_count += 1
         self.trace.message(self.now, simulated.name, message)
         before, self._serving = self._serving, simulated
-        sends = self._choices.preempt_after()
-        self._sends_left = _MANY if sends is None else sends
+        self._sends_left = self._choices.preempt_after()
         try:
             if simulated.name in self._breaks:
                 self._breaks.remove(simulated.name)
@@ -290,26 +281,26 @@ class Scheduler:
             actor._handle_receive(message)
         except Violation:
             raise
-        except Exception as error:
-            actor._handle_failure(type(error), error, error.__traceback__)
+        except Exception:
+            actor._handle_failure(*sys.exc_info())
             try:
-                actor.on_failure(type(error), error, error.__traceback__)
+                actor.on_failure(*sys.exc_info())
             except Violation:
                 raise
-            except Exception as another:
-                actor._handle_failure(type(another), another, another.__traceback__)
+            except Exception:
+                actor._handle_failure(*sys.exc_info())
         finally:
-            self._serving, self._sends_left = before, _MANY
+            self._serving, self._sends_left = before, math.inf
         self._requeue(simulated)
         self.after_message(simulated, message)
 
     def _requeue(self, simulated: SimulatedActor) -> None:
         """Whether the actor has more to do, after a step of it."""
-        if simulated.actor.actor_stopped.is_set() and not simulated.held:
+        has_stopped = simulated.actor.actor_stopped.is_set()
+        if simulated.held or (simulated.inbox and not has_stopped):
+            return
+        self._ready.remove(simulated)
+        simulated.is_ready = has_stopped  # if so, nobody puts it among the ready ones any more
+        if has_stopped:
             simulated.inbox.clear()
-            simulated.is_ready = True  # nobody puts it among the ready ones any more
-            self._ready.remove(simulated)
             self.actors.remove(simulated)
-        elif not simulated.inbox and not simulated.held:
-            simulated.is_ready = False
-            self._ready.remove(simulated)

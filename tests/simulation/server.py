@@ -12,9 +12,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from tests.simulation.scheduler import Event, Scheduler
+
+if TYPE_CHECKING:
+    from tests.simulation.machine import Machine
+    from tests.simulation.runtime import SimStream
 
 IDLE, BUSY = 0.6, 95.0  # CPU ticks per second of a process that waits, and of one thread that computes (b11434)
 PING_S = 30.0
@@ -62,7 +67,7 @@ class Reply:
     reasoning_tokens: int
     text_tokens: int
     step_tokens: int = 8  # of the answer, in one record
-    calls: tuple[str, ...] = ()  # names of tools, called behind the text
+    calls_tool: bool = False  # behind the text
     finish: str = "stop"
     status: int = 200
     twist: str | None = None  # a misbehaviour of faults.py
@@ -77,28 +82,11 @@ class Reply:
         return f"{self.key}\n{index}," if index % 16 == 15 else f"{self.key}.{index},"
 
 
-class Script(Protocol):
-    """Who decides what a server says, and how it misbehaves."""
-
-    reply_to: Callable[[int, int], Reply]
-    twist: Callable[[LlamaServer, Exchange], None]
-
-
-class Connection(Protocol):
-    """The server's end of one."""
-
-    def headers(self, status: int) -> None: ...
-
-    def receive(self, data: bytes) -> None: ...
-
-    def end(self, *, regular: bool) -> None: ...
-
-
 @dataclass(eq=False, slots=True)
 class Exchange:
     """One chat request as the server sees it."""
 
-    connection: Connection
+    connection: SimStream
     reply: Reply
     request_id: int
     wants_progress: bool
@@ -116,10 +104,6 @@ class Exchange:
     advanced_at: float = 0.0
     ping: Event | None = None
 
-    @property
-    def text(self) -> str:
-        return "".join(self.said)
-
 
 @dataclass(slots=True)
 class Counters:
@@ -132,15 +116,12 @@ class Counters:
 class LlamaServer:
     """See the module. `on_death` is called with the return code when the process has ended."""
 
-    def __init__(self, scheduler: Scheduler, build: Build, script: Script, *, epoch: int, pid: int) -> None:
+    def __init__(self, scheduler: Scheduler, build: Build, machine: Machine, *, epoch: int, pid: int) -> None:
         self.epoch, self.pid, self.build = epoch, pid, build
-        self.loaded = self.gone = False
+        self.loaded = self.gone = self.http_dead = self.ignores_term = self.unkillable = False
         self.frozen = False  # the main loop
-        self.http_dead = False
         self.stopped = False  # SIGSTOP
-        self.ignores_term = False
         self.is_unfit = False  # it loads, and what it answers is nonsense
-        self.unkillable = False
         self.killed = False  # SIGKILL was sent
         self.advanced_at = scheduler.now
         self.exchanges: list[Exchange] = []
@@ -149,12 +130,12 @@ class LlamaServer:
         self.processes: dict[int, Counters] = {pid: Counters()}
         self.on_death: Callable[[int], object] = lambda returncode: None
         self._scheduler = scheduler
-        self._script = script
+        self._machine = machine  # decides what it says, and how it misbehaves
         self._accounted_at = scheduler.now
         self._batch: Event | None = None
         self._batch_left_s: float | None = None  # of one that SIGSTOP interrupted
         self._load_works = True
-        self._after_stop: list[Callable[[], object]] = []  # what came to pass while it was stopped
+        self._after_stop: Callable[[], object] | None = None  # what was due while it was stopped
         self._terms = 0
         self._used: dict[int, Exchange] = {}  # by slot: who had it last
 
@@ -171,15 +152,14 @@ class LlamaServer:
             if self.gone:
                 return
             if self.stopped:
-                self._after_stop = [loaded]
-                return
-            if returncode is not None:
+                self._after_stop = loaded
+            elif returncode is not None:
                 self.die(returncode)
-                return
-            self.loaded = True
-            self.advanced_at = self._scheduler.now
-            self._rates(cpu=IDLE)
-            self.work()
+            else:
+                self.loaded = True
+                self.advanced_at = self._scheduler.now
+                self._rates(cpu=IDLE)
+                self.work()
 
         self._scheduler.after(seconds, loaded, "the load ends", of_host=False)
 
@@ -231,18 +211,17 @@ class LlamaServer:
         if self._batch_left_s is not None and not self.frozen:
             self._start_batch(self._batch_left_s)
         self._batch_left_s = None
-        while self._after_stop:
-            self._after_stop.pop()()
+        after_stop, self._after_stop = self._after_stop, None
+        if after_stop is not None:
+            after_stop()
         self.work()
 
     def die(self, returncode: int) -> None:
         """The process ends; the kernel closes its connections."""
         if self.gone:
             return
-        self._account()
+        self._interrupt(cpu=0.0)
         self.gone = True
-        if self._batch is not None:
-            self._batch.cancel()
         for exchange in list(self.exchanges):
             self._drop(exchange)
             exchange.died = True
@@ -276,10 +255,10 @@ class LlamaServer:
         self.frozen = False
         self.work()
 
-    def spare_time(self, pid: int, rate: float) -> None:
+    def begin_sidecar(self) -> None:
         """A child that uses CPU time of its own: a log shipper, a tool."""
         self._account()
-        self.processes[pid] = Counters(cpu_rate=rate)
+        self.processes[self.pid + 1] = Counters(cpu_rate=BUSY)
 
     # ------------------------------------------------------------ HTTP
 
@@ -287,14 +266,11 @@ class LlamaServer:
     def answers(self) -> bool:
         return not self.gone and not self.http_dead and not self.stopped
 
-    def accept(self, connection: Connection, turn_id: tuple[int, int], body: Mapping[str, Any]) -> Exchange | None:
+    def accept(self, connection: SimStream, turn_id: tuple[int, int], body: Mapping[str, Any]) -> Exchange | None:
         """A chat request; None: refused, with the status told."""
-        if not self.loaded:
-            connection.headers(503)
-            return None
-        reply = self._script.reply_to(*turn_id)
-        if reply.status != 200:
-            connection.headers(reply.status)
+        reply = self._machine.reply_to(*turn_id) if self.loaded else None
+        if reply is None or reply.status != 200:
+            connection.headers(503 if reply is None else reply.status)
             return None
         exchange = Exchange(
             connection=connection,
@@ -399,12 +375,11 @@ class LlamaServer:
                 self._send_headers(exchange)
             self.send_progress(exchange)
         if exchange.reply.twist is not None and exchange.reply.twist_at <= 0:
-            self._script.twist(self, exchange)
+            self._machine.twist(self, exchange)
         return self.slots[slot]
 
     def _read_prompt(self, exchange: Exchange) -> None:
-        total = exchange.reply.prompt_tokens
-        exchange.processed = min(total, exchange.processed + self.build.batch_tokens)
+        exchange.processed = min(exchange.reply.prompt_tokens, exchange.processed + self.build.batch_tokens)
         exchange.advanced_at = self._scheduler.now
         if exchange.wants_progress:
             self.send_progress(exchange)
@@ -418,7 +393,7 @@ class LlamaServer:
         reply = exchange.reply
         self._send_headers(exchange)
         if reply.twist is not None and exchange.decoded >= reply.twist_at:
-            self._script.twist(self, exchange)
+            self._machine.twist(self, exchange)
             return
         count = self._next_tokens(exchange)
         if exchange.decoded == 0:
@@ -433,10 +408,10 @@ class LlamaServer:
 
     def _finish(self, exchange: Exchange) -> None:
         reply = exchange.reply
-        for index, name in enumerate(reply.calls):
-            call = {"index": index, "id": f"c{index}", "function": {"name": name, "arguments": '{"n": 1}'}}
+        if reply.calls_tool:
+            call = {"index": 0, "id": "c0", "function": {"name": "search", "arguments": '{"n": 1}'}}
             self.send(exchange, _delta({"tool_calls": [call]}))
-        self.send(exchange, _delta({}, finish="tool_calls" if reply.calls else reply.finish))
+        self.send(exchange, _delta({}, finish="tool_calls" if reply.calls_tool else reply.finish))
         usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.answer_tokens}
         self.send(exchange, _record({"choices": [], "usage": usage}))
         self.send(exchange, b"data: [DONE]\n\n")
@@ -458,6 +433,13 @@ class LlamaServer:
 
     def send_progress(self, exchange: Exchange) -> None:
         self.send(exchange, _PROGRESS % (exchange.reply.prompt_tokens, exchange.processed))
+
+    def repeat(self, exchange: Exchange, every_s: float, send: Callable[[], object]) -> None:
+        """Send the same again and again."""
+        if not exchange.over and not self.gone:
+            send()
+            again = partial(self.repeat, exchange, every_s, send)
+            self._scheduler.after(every_s, again, "the same again", of_host=False)
 
     def hang_up(self, exchange: Exchange, *, regular: bool) -> None:
         self._drop(exchange)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from llama_worker.messages import Stalled, Tick
+from llama_worker.messages import Stalled
 from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, WorkerState
 from tests.simulation.dice import Dice
@@ -47,18 +49,15 @@ class _Histories(Trace):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_name: dict[str, int] = {}
+        self.by_name: defaultdict[str, int] = defaultdict(int)
 
     def message(self, now: float, actor: str, message: object) -> None:
         super().message(now, actor, message)
-        self._add(actor, now, _name(message))
+        self.by_name[actor] = hash((self.by_name[actor], now, _name(message)))
 
     def event(self, now: float, what: str) -> None:
         super().event(now, what)
-        self._add("world", now, what)
-
-    def _add(self, who: str, now: float, what: str) -> None:
-        self.by_name[who] = hash((self.by_name.get(who, 0), now, what))
+        self.by_name["world"] = hash((self.by_name["world"], now, what))
 
 
 class _Orders(Choices):
@@ -111,17 +110,14 @@ def _submit(world: World) -> None:
 
 
 def _crash(world: World) -> None:
-    server = world.machine.listening()
-    assert server is not None
+    server = world.server
     world.invariants.fault(KINDS["crash"], epoch=server.epoch)
     world.scheduler.at(world.scheduler.now, lambda: server.die(-11), "crash", of_host=False)
 
 
 def _break(world: World, role: str) -> None:
     world.invariants.fault(KINDS["actor's exception"])
-    broken = next(each for each in world.scheduler.actors if each.actor.role == role)
-    world.scheduler.break_actor(broken)
-    broken.actor.actor_ref.tell(Tick())
+    world.scheduler.break_actor(next(each for each in world.scheduler.actors if each.actor.role == role))
 
 
 def _cancel(world: World) -> None:
@@ -146,9 +142,7 @@ def _result(world: World) -> None:
 
 def _finish(world: World) -> None:
     """The request's last batch is done at this instant."""
-    server = world.machine.listening()
-    assert server is not None
-    server.finish_now()
+    world.server.finish_now()
 
 
 def _start(world: World) -> None:
@@ -189,7 +183,6 @@ def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[in
     orders = _Orders(prefix, seen)
     world = World(Setting(seed=0, faults_per_hour=0.0), orders, _NoDice(), orders.histories)
     world.machine.slowness = 0.0
-    is_new = True
 
     def act() -> None:
         scheduler = world.scheduler
@@ -211,12 +204,11 @@ def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[in
     except Failure as failure:
         if not isinstance(failure.broken, _PlayedBeforeError):
             raise
-        is_new = False
-    return orders.taken, is_new
+        return orders.taken, False
+    return orders.taken, True
 
 
-@dataclass(frozen=True, slots=True)
-class Explored:
+class Explored(NamedTuple):
     """How far a story was played."""
 
     played: int

@@ -1,21 +1,178 @@
-"""A simulator that finds no planted bug proves nothing: each must be found within a few runs of an hour."""
+"""A simulator that finds no planted bug proves nothing: each must be found within a few runs of an hour.
+
+These are bugs that a person could have made; each is put into the library for one test.
+"""
 
 from __future__ import annotations
 
-import pytest
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import pytest
+from msgspec.structs import replace
+
+from llama_worker.messages import CancelRequest, CloseStream, Exited, Stop, StreamClosed, Unkillable, Watch
+from llama_worker.request.ending import failed
+from llama_worker.request.state import _InTools
+from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
+from llama_worker.server.restart_budget import Lockout, RestartAfter
 from tests.simulation.faults import KINDS
-from tests.simulation.planted_bugs import ANYTHING, BUGS, NOTHING, Bug
 from tests.simulation.scheduler import Violation
 from tests.simulation.world import Failure, Setting, World
 
+Function = Callable[..., Any]
+Make = Callable[[Function], Any]
+ANYTHING, NOTHING = "anything", "nothing"
 RUNS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    name: str
+    where: str  # module:function or module:Class.function
+    make: Make  # gets the right function and returns the wrong one
+    under: str = ANYTHING  # what goes wrong in the runs that are to show it
+
+
+def instead(where: Callable[..., bool], answer: Function) -> Make:
+    """A function that gives another answer where that is true of its arguments."""
+    return lambda right: lambda *given, **named: answer(*given) if where(*given) else right(*given, **named)
+
+
+def ignores(*kinds: type) -> Make:
+    """A handler that drops messages of these kinds."""
+    return instead(lambda actor, message, *rest: isinstance(message, kinds), lambda *given: [])
+
+
+def returns(value: Any) -> Make:
+    """A function that always says the same."""
+    return lambda right: lambda *given, **named: value
+
+
+def given(change: Callable[..., tuple[Any, ...]]) -> Make:
+    """A function that gets other arguments."""
+    return lambda right: lambda *arguments, **named: right(*change(*arguments), **named)
+
+
+def then(change: Function) -> Make:
+    """A function whose answer is another one: `change` gets the right one, and the arguments."""
+    return lambda right: lambda *arguments, **named: change(right(*arguments, **named), *arguments)
+
+
+def without_deadline(is_in: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """A property that is None while that is so."""
+    return lambda right: property(lambda owner: None if is_in(owner) else right.fget(owner))
+
+
+def _slot_not_freed(ended: Any, table: Any, record: Any) -> Any:
+    if ended:
+        table._free.pop()
+    return ended
+
+
+def _record_not_kept(ended: Any, table: Any, record: Any) -> Any:
+    table._records.pop(record.request_id, None)
+    return ended
+
+
+def _stops_too_soon(stopped: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]:
+    return stopped[0], (*stopped[1], Resolve(Stop))
+
+
+def _restarts_beside_the_old(restarted: tuple[Any, Any], life: Any, now: float, *rest: Any) -> tuple[Any, Any]:
+    new, effects = restarted
+    return (replace(new, state=BackingOff(resume_at=now)) if isinstance(new.state, Ending) else new), effects
+
+
+def _budget_without_end(decided: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]:
+    left, decision = decided
+    if isinstance(decision, Lockout):
+        return replace(left, restart_count=left.restart_count + 1), RestartAfter(delay_s=0.1)
+    return decided
+
+
+def _forget_waiters(dispatcher: Any, record: Any) -> tuple[Any, Any]:
+    dispatcher._result_waiters.pop(record.request_id, None)
+    return dispatcher, record
+
+
+_WATCH, _LIFE = "server.watch:ServerWatch", "server.lifecycle:"
+_TABLE, _REQUEST = "request.table:RequestTable", "request.state:Request"
+_WORKER, _DISPATCHER = "actors.worker:WorkerActor", "actors.request_dispatcher:RequestDispatcher"
+BUGS: tuple[Bug, ...] = (
+    Bug("a slot is not freed", _TABLE + ".end", then(_slot_not_freed)),
+    Bug("a record is not kept", _TABLE + ".end", then(_record_not_kept)),
+    Bug("a cancel is dropped", _REQUEST + ".step", ignores(CancelRequest)),
+    Bug("the end of a stream is dropped", _REQUEST + ".step", ignores(StreamClosed)),
+    Bug("a stream is not closed at a request's end", "actors.transport:TransportActor.handle", ignores(CloseStream)),
+    Bug("a release is dropped", _TABLE + ".release", returns(None)),
+    Bug("who waits for a result is forgotten", _DISPATCHER + ".ended", given(_forget_waiters)),
+    Bug(
+        "a long batch of events is cut",
+        _REQUEST + "._stream_events",
+        given(lambda request, batch: (request, replace(batch, events=batch.events[:3]))),
+    ),
+    Bug(
+        "a death that is told late is a broken connection",
+        "actors.request:RequestActor._look_for_the_server",
+        returns(None),
+        "crash",
+    ),
+    Bug(
+        "what a dead server had sent is not read",
+        _REQUEST + "._abandon",
+        lambda right: lambda request, reason, detail, now: request._give_up(failed(reason, detail), now),
+        "crash in the answer",
+    ),
+    Bug(
+        "tools have no deadline",
+        _REQUEST + ".deadline",
+        without_deadline(lambda request: isinstance(request._waiting, _InTools)),
+        "tool never returns",
+    ),
+    Bug(
+        "limits count from the turn's start",
+        "server.timeouts:newest",
+        lambda right: lambda first, *others: first,
+        NOTHING,
+    ),
+    Bug("no verdict is ever given", _WATCH + "._give_up", returns(None)),
+    Bug("gaps are not noticed", _WATCH + "._notice_gap", returns(None), "host and server stalled"),
+    Bug("whatever comes is progress", "stream.advance:Advance.by", returns(True), "frozen progress"),
+    Bug(
+        "failed health probes do not add up",
+        "server.health:HealthCounter.probed",
+        lambda right: lambda counter, **named: (counter, None),
+        "HTTP thread dead",
+    ),
+    Bug("a load is never overdue", "server.startup:StartupWatch.overdue", returns(None), "load hangs"),
+    Bug("what cannot be killed is not reported", _WORKER + ".handle", ignores(Unkillable), "unkillable for ever"),
+    Bug("stop() resolves too soon", _LIFE + "_stop", then(_stops_too_soon)),
+    Bug("a restart does not wait for the old process", _LIFE + "_restart", then(_restarts_beside_the_old), "livelock"),
+    Bug("restarts have no budget", "server.restart_budget:RestartBudget.next", then(_budget_without_end), "crash loop"),
+    Bug(
+        "nothing wakes after the backoff",
+        _LIFE + "Lifecycle.deadline",
+        without_deadline(lambda life: isinstance(life.state, BackingOff)),
+        "crash",
+    ),
+    Bug("an exit is dropped", _WORKER + ".handle", ignores(Exited), "crash"),
+    Bug("a dead actor is not replaced", "actors.children:Children.replace", returns(None), "actor's exception"),
+    Bug(
+        "an alarm is not taken back",
+        "actors.base:Alarm.set",
+        instead(lambda alarm, at: at is None, lambda *given: None),
+    ),
+    Bug("a request is begun and not watched", "actors.watchdog:WatchdogActor.handle", ignores(Watch), "request lost"),
+    Bug("requests in flight are not failed", _DISPATCHER + ".abandon", returns(None), "crash"),
+)
 
 
 def hunt(under: str) -> None:
     """Hours in which everything goes wrong, nothing, or only things of one kind."""
-    rates = {ANYTHING: (40.0, 40.0), NOTHING: (20.0, 0.0)}
-    requests, faults = rates.get(under, (12.0, 12.0))
+    requests, faults = {ANYTHING: (40.0, 40.0), NOTHING: (20.0, 0.0)}.get(under, (12.0, 12.0))
     kinds = {under: 1.0} if under in KINDS else {}
     for seed in range(RUNS):
         World(Setting(seed=seed, hours=1.0, requests_per_hour=requests, faults_per_hour=faults, kinds=kinds)).run()
@@ -23,7 +180,10 @@ def hunt(under: str) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug.plant(monkeypatch)
+    module, _, path = bug.where.partition(":")
+    *owners, function = path.split(".")
+    place: Any = pkgutil.resolve_name(f"llama_worker.{module}:{'.'.join(owners)}")
+    monkeypatch.setattr(place, function, bug.make(vars(place)[function]))
     with pytest.raises(Failure) as found:
         hunt(bug.under)
     assert isinstance(found.value.broken, Violation)

@@ -30,7 +30,7 @@ class Trace:
         getter = self._getters.get(kind)
         if getter is None:
             names = [name for name in _HASHED_FIELDS if name in getattr(kind, "__struct_fields__", ())]
-            getter = self._getters[kind] = attrgetter(*names) if names else _nothing
+            getter = self._getters[kind] = attrgetter(*names) if names else (lambda nothing: "")
         self._block.append(f"{now!r} {actor} {kind.__name__} {getter(message)}")
         self._last.append((now, actor, message))
         if len(self._block) >= _BLOCK:
@@ -58,10 +58,6 @@ class Trace:
     def _flush(self) -> None:
         self._hash.update("\n".join([*self._block, ""]).encode())
         self._block.clear()
-
-
-def _nothing(message: Any) -> str:
-    return ""
 
 
 def _told(actor: str, step: Any) -> str:

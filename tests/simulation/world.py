@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from llama_worker.errors import WorkerClosed
-from llama_worker.messages import Tick
 from llama_worker.profiles import Recycle, RestartPolicy, TimeoutProfile
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState, ToolDef, WorkerState
@@ -84,29 +85,24 @@ class World(Bench):
             trace or Trace(),
             now=1000.0 + 1e5 * dice.random(),
             build=build,
-            machine_dice=dice.fork(),
-            config={
-                "slots": slots,
-                "timeouts": self.profile,
-                "restart": policy,
-                "normal_tools": (TOOL,),
-                # Never called: the simulated runtime runs no code of a host's.
-                "tool_runner": SimpleNamespace(run_tool=print),
-                "bios_provider": lambda context: "",  # not the default, so that its thread is simulated
-                "result_ttl_s": plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
-            },
-            runtime_dice=dice.fork(),
+            for_machine=dice.fork(),
+            for_runtime=dice.fork(),
+            slots=slots,
+            timeouts=self.profile,
+            restart=policy,
+            normal_tools=(TOOL,),
+            tool_runner=SimpleNamespace(run_tool=print),  # never called: the runtime runs no code of a host's
+            bios_provider=lambda context: "",  # not the default, so that its thread is simulated
+            result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
         )
         self.invariants = Invariants(self)
         self.nature = Nature(self, dice.fork())
         self.host = Host(self, dice.fork())
         self.machine.on_launch = lambda epoch: self.invariants.launch(self.machine.launched, epoch)
         self.machine.reply_to = self._reply
-        self.machine.exchanges = self.invariants.exchange_begins
+        self.machine.on_exchange = lambda begun: self.invariants.requests[begun.request_id].exchanges.append(begun)
         self._dice = dice.fork()
         self._twist_chance = min(0.5, setting.faults_per_hour / max(setting.requests_per_hour, 1e-9))
-
-    # ------------------------------------------------------------ what the server says
 
     def _reply(self, request_id: int, exchange: int) -> Reply:
         dice = self._dice
@@ -119,19 +115,14 @@ class World(Bench):
             reasoning_tokens=dice.below(tokens) if dice.chance(0.3) else 0,
             text_tokens=tokens,
             step_tokens=max(1, int(min(tokens // 10, step_s * self.build.decode_tokens_per_s))),
-            calls=("search",) if exchange <= 3 and dice.chance(0.15) else (),
+            calls_tool=exchange <= 3 and dice.chance(0.15),
             finish="length" if dice.chance(0.05) else "stop",
         )
         twist = self.nature.reply_kind(self._twist_chance) if exchange == 1 else None
         if twist is not None:
-            reply.twist = twist
             reply.twist_at = 0 if twist in ("frozen progress", "request lost") else dice.below(reply.answer_tokens) + 1
-            if twist.startswith("tool"):
-                reply.calls = ("search",)
-        self.nature.prepare(request_id, reply)
+            self.nature.prepare(twist, request_id, reply)
         return reply
-
-    # ------------------------------------------------------------ the run
 
     def run(self) -> Report:
         self.do(self._live, self.come_to_rest, self.leave)
@@ -139,7 +130,7 @@ class World(Bench):
             hours=self.setting.hours,
             messages=self.scheduler.messages_count,
             requests=len(self.invariants.requests),
-            restarts=self.invariants.restarts_count,
+            restarts=self.invariants.restart_count,
             faults=self.nature.counts,
             outcomes=self.host.outcomes,
             found=self.invariants.found,
@@ -175,22 +166,19 @@ class World(Bench):
             server.become_killable()
         rest_s = self.host.start_bound_s + (self.profile.silent_work_timeout_s or 0.0) + 7200.0
         end_at = self.scheduler.now + rest_s
-        while True:
-            if not self.scheduler.run_until(self._is_at_rest, end_at):
-                raise Violation(
-                    8, f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after the faults"
-                )
+        while self.scheduler.run_until(self._is_at_rest, end_at):
             self.scheduler.run_for(10.0)
             if self._is_at_rest():  # nobody has come at the last moment
                 break
+        else:
+            raise Violation(8, f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after the faults")
         if not all(future.done() for future in self.host.asked):
             raise Violation(8, "an ask() has not resolved, and nothing is in flight")
         for _ in range(4):  # what a fault left behind (a frozen server, say) may have to be found first
             done: list[str] = []
             self.host.run(self._fresh_request(done))
-            bound_s = 2 * rest_s
-            if not self.scheduler.run_until(lambda: bool(done), self.scheduler.now + bound_s):  # noqa: B023
-                raise Violation(8, f"a fresh request has no answer {bound_s:.0f} s after the faults")
+            if not self.scheduler.run_until(partial(bool, done), self.scheduler.now + 2 * rest_s):
+                raise Violation(8, f"a fresh request has no answer {2 * rest_s:.0f} s after the faults")
             if done[0] == "completed":
                 return
             self.scheduler.run_for(300.0)
@@ -201,22 +189,16 @@ class World(Bench):
         return self.invariants.state in rest and not self.invariants.active
 
     def _fresh_request(self, done: list[str]) -> Plan:
-        started = self.host.start()
-        yield started
         try:
-            started.get(timeout=0)
+            yield self.host.start()
         except Exception as error:
             done.append(f"start() raised {error}")
             return
-        submitted = self.host.quick(self.worker.submit("fresh", "", "hello"), "submit()")
-        yield submitted
-        answer = submitted.get(timeout=0)
+        answer = yield self.host.quick(self.worker.submit("fresh", "", "hello"), "submit()")
         if not answer["ok"]:
             done.append(answer["error"])
             return
-        future = self.worker.result(answer["request_id"])
-        yield future
-        result = future.get(timeout=0)
+        result = yield self.worker.result(answer["request_id"])
         completed = result["ok"] and result["state"] is RequestState.COMPLETED
         done.append("completed" if completed else str(result))
 
@@ -247,17 +229,14 @@ class World(Bench):
         simulated = next(each for each in self.scheduler.actors if each.actor is self.actor)
         self.invariants.stop_called_at = self.scheduler.now
         self.scheduler.break_actor(simulated)
-        self.actor.actor_ref.tell(Tick())
         self.scheduler.run_until(lambda: not self.scheduler.actors, self.scheduler.now + self.host.stop_bound_s)
         # Readers are threads of their own, and whether a kill had its effect is looked at behind the actor's end, too.
         self.scheduler.run_for(self.profile.kill_timeout_s + QUICK_S)
         if not all(future.done() for future in open_futures):
             raise Violation(5, "the worker's actor died, and a future has no answer")
-        try:
+        with suppress(WorkerClosed):
             self.worker.get_worker_status()
-        except WorkerClosed:
-            return
-        raise Violation(5, "the worker's actor died, and its handle takes calls")
+            raise Violation(5, "the worker's actor died, and its handle takes calls")
 
 
 def _profile(dice: Dice, *, idle: bool) -> TimeoutProfile:
@@ -287,13 +266,13 @@ def _build(dice: Dice, profile: TimeoutProfile, slots: int) -> Build:
     slowness = (profile.silent_work_timeout_s or 3600.0) / 3600.0  # 1: slow hardware; fast: 1/12
     cpu_shows = dice.chance(0.8)
     prefill = dice.log_between(20.0, 200.0) / slowness**1.5
-    batch = 2048 if cpu_shows else 256
+    batch_tokens = 2048 if cpu_shows else min(256, int(prefill * 0.1 * profile.headers_timeout_s))
     headers = dice.choice(tuple(Headers)) if cpu_shows else Headers.IN_SLOT
     return Build(
         slots=slots if dice.chance(0.8) else 1,  # fewer than the worker's: requests wait behind a neighbour
         prefill_tokens_per_s=prefill,
         decode_tokens_per_s=dice.log_between(1.0, 20.0) / slowness**1.5,
-        batch_tokens=min(batch, int(prefill * 0.1 * profile.headers_timeout_s)) if not cpu_shows else batch,
+        batch_tokens=batch_tokens,
         load_s=dice.log_between(0.5, 100.0 * slowness),
         load_reads=dice.chance(0.3),
         cpu_shows=cpu_shows,
