@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
-from llama_worker import ConfigError, TimeoutProfile, WorkerConfig, llama_server_cmd
+from llama_worker import TimeoutProfile, WorkerConfig, llama_server_cmd
 from llama_worker.server.command_flags import (
     KnownFlags,
     cache_ram_mib,
@@ -116,9 +115,7 @@ def test_what_a_server_may_keep_of_prompts(words: tuple[str, ...], mib: float) -
         ({}, 0, None),
     ],
 )
-def test_caches_that_may_outgrow_the_machine_are_named(
-    commands: dict[str, tuple[str, ...]], memory: int, says: str | None
-) -> None:
+def test_caches_beyond_memory_are_named(commands: dict[str, tuple[str, ...]], memory: int, says: str | None) -> None:
     line = memory_warning(commands, memory)
     assert (line is None) == (says is None)
     assert (says or "") in (line or "")
@@ -130,12 +127,6 @@ def test_a_command_can_bound_the_cache(given: int | None, bound: float) -> None:
     assert (cache_ram_mib(command), "--cache-ram" in command) == (bound, given is not None)
 
 
-@pytest.mark.parametrize(("value", "error"), [(-2, ConfigError), (1.5, TypeError), ("1", TypeError)])
-def test_a_bound_that_is_none_is_refused(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="cache_ram_mib"):
-        llama_server_cmd("m.gguf", host="h", port=1, slots=1, cache_ram_mib=value)
-
-
 # ---------------------------------------------------------------- what a build knows
 
 
@@ -144,10 +135,7 @@ ONE_VALUE = ("-m", "--model", "-fa", "--flash-attn", "-np", "--parallel", "-ot",
 KNOWN = KnownFlags({**dict.fromkeys(NO_VALUE, 0), **dict.fromkeys(ONE_VALUE, 1), "--control-vector-layer-range": 2})
 
 
-@pytest.mark.parametrize(
-    ("text", "known"),
-    [(HELP, KNOWN), ("", None), ("error: unknown argument: --help", None), ("llama-server: not found", None)],
-)
+@pytest.mark.parametrize(("text", "known"), [(HELP, KNOWN), ("", None), ("error: unknown argument: --help", None)])
 def test_the_help_is_read_where_it_lists_flags(text: str, known: KnownFlags | None) -> None:
     assert read_help(text) == known
 

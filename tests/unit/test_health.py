@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from llama_worker import ConfigError, Recycle, TimeoutProfile
+from llama_worker import Recycle, TimeoutProfile
 from llama_worker.server.gpu_faults import GpuFault, fault_of_xid
 from llama_worker.server.health import HealthCounter, probe_timeout_s
 from llama_worker.server.recycling import worn
 
 MIB = 1 << 20
-PROFILE = TimeoutProfile(health_failures_before_restart=3)
+PROFILE = TimeoutProfile(health_failures_before_restart=2)
 
 
 @pytest.mark.parametrize(
     ("probes", "data", "lost"),
     [
-        pytest.param("---", [], 90, id="three in a row"),
-        pytest.param("-+--", [], None, id="a success between"),
-        pytest.param("---", [89], None, id="data since the probe before"),
-        pytest.param("------", [89], 180, id="data ends the row, and it begins anew"),
-        pytest.param("---", [-5], 90, id="data from before READY"),
-        pytest.param("---", [0], 90, id="data at the probe before is old"),
-        pytest.param("---", [10], None, id="data before the first probe"),
+        pytest.param("--", [], 60, id="two in a row"),
+        pytest.param("-+-", [], None, id="a success between"),
+        pytest.param("--", [59], None, id="data since the probe before"),
+        pytest.param("----", [59], 120, id="data ends the row, and it begins anew"),
+        pytest.param("--", [-5], 60, id="data from before READY"),
+        pytest.param("--", [0], 60, id="data at the probe before is old"),
+        pytest.param("--", [10], None, id="data before the first probe"),
         pytest.param("-" * 100, range(29, 3000, 30), None, id="a stream that moves outdoes any number of failures"),
     ],
 )
@@ -41,21 +40,13 @@ def test_failures_count_in_a_row_and_without_data(probes: str, data: Sequence[in
     assert lost_at == lost
 
 
-def test_one_failure_is_enough_where_so_configured() -> None:
-    profile = replace(PROFILE, health_failures_before_restart=1)
-    assert HealthCounter(since=0.0).probed(ok=False, detail="refused", data_at=None, profile=profile, now=30.0)[1]
-
-
 def test_the_reason_names_count_limit_and_last_failure() -> None:
-    counter = HealthCounter(since=60.0, failures_count=2)
-    _, lost = counter.probed(ok=False, detail="connection refused", data_at=None, profile=PROFILE, now=90.0)
-    assert lost == ("3 health probes in a row failed (limit: health_failures_before_restart 3): connection refused")
+    counter, profile = HealthCounter(since=60.0, failures_count=2), TimeoutProfile()
+    _, lost = counter.probed(ok=False, detail="connection refused", data_at=None, profile=profile, now=90.0)
+    assert lost == "3 health probes in a row failed (limit: health_failures_before_restart 3): connection refused"
 
 
-@pytest.mark.parametrize(
-    ("interval_s", "timeout_s"),
-    [(30.0, 10.0), (10.0, 10.0), (4.0, 4.0), (0.2, 1.0), (None, 10.0)],
-)
+@pytest.mark.parametrize(("interval_s", "timeout_s"), [(30.0, 10.0), (4.0, 4.0), (0.2, 1.0), (None, 10.0)])
 def test_a_probe_is_given_up_when_the_next_is_due_within_bounds(interval_s: float | None, timeout_s: float) -> None:
     assert probe_timeout_s(replace(PROFILE, health_probe_interval_s=interval_s)) == timeout_s
 
@@ -85,7 +76,7 @@ def test_a_fault_names_the_gpu_the_number_and_the_meaning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "ready_for_s", "requests", "anon", "says"),
+    ("policy", "ready_s", "requests", "anon", "says"),
     [
         (Recycle(max_requests=3), 1e9, 2, 1 << 60, None),
         (Recycle(max_requests=3), 0.0, 3, None, "3 requests ended (limit: max_requests 3)"),
@@ -96,16 +87,6 @@ def test_a_fault_names_the_gpu_the_number_and_the_meaning() -> None:
         (Recycle(max_anon_mib=100), 1e9, 1, None, None),  # it cannot be seen
     ],
 )
-def test_a_server_is_worn_at_its_limit(
-    policy: Recycle, ready_for_s: float, requests: int, anon: int | None, says: str | None
-) -> None:
-    found = worn(policy, ready_for_s=ready_for_s, requests_count=requests, anon_bytes=anon)
+def test_a_server_is_worn(policy: Recycle, ready_s: float, requests: int, anon: int | None, says: str | None) -> None:
+    found = worn(policy, ready_for_s=ready_s, requests_count=requests, anon_bytes=anon)
     assert (found.detail if found else None) == says
-
-
-@pytest.mark.parametrize(
-    "given", [{}, {"max_requests": 0}, {"max_anon_mib": -1}, {"max_age_s": 0}, {"max_age_s": float("inf")}]
-)
-def test_limits_that_limit_nothing_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"max_|recycle"):
-        Recycle(**given)

@@ -35,16 +35,10 @@ def told(journal: Journal) -> Any:
     return journal.debug_info(("llama-server",))
 
 
-def events(journal: Journal) -> list[str]:
-    return [event["event"] for event in told(journal)["recent_events"]]
-
-
 # ---------------------------------------------------------------- events, warnings, restarts
 
 
-def test_an_event_is_kept_in_unix_seconds_and_logged_as_one_line_without_what_is_not_known(
-    journal: Journal, log: list[tuple[int, str]]
-) -> None:
+def test_an_event_is_kept_and_logged_without_what_is_not_known(journal: Journal, log: list[tuple[int, str]]) -> None:
     facts: dict[str, Any] = {"request_id": 7, "job_name": "two\nlines", "pid": None}
     for level in (logging.INFO, logging.WARNING):
         journal.note("request_ended", 100.0, level=level, **facts)
@@ -54,10 +48,12 @@ def test_an_event_is_kept_in_unix_seconds_and_logged_as_one_line_without_what_is
     assert told(journal)["recent_events"] == [kept, kept]
 
 
-def test_the_last_two_hundred_events_are_kept(journal: Journal) -> None:
+def test_the_last_two_hundred_events_and_the_first_fifty_warnings_are_kept(journal: Journal) -> None:
     for number in range(250):
+        journal.warn(f"line {number}", number - UNIX)
         journal.note("e", number - UNIX)
     assert [event["at"] for event in told(journal)["recent_events"]] == list(range(50, 250))
+    assert journal.warnings == [f"line {number}" for number in range(50)]
 
 
 def test_lines_are_written_under_the_librarys_name_on_a_thread_of_their_own() -> None:
@@ -78,13 +74,8 @@ def test_a_warning_is_kept_once_and_is_an_event(journal: Journal) -> None:
     journal.warn("fewer slots", 100.0)
     journal.warn("fewer slots", 101.0)
     journal.warnings.append("a host's own")
-    assert (journal.warnings, events(journal)) == (["fewer slots"], ["warning"])
-
-
-def test_only_so_many_warnings_are_kept(journal: Journal) -> None:
-    for number in range(60):
-        journal.warn(f"line {number}", 100.0)
-    assert journal.warnings == [f"line {number}" for number in range(50)]
+    assert journal.warnings == ["fewer slots"]
+    assert [event["event"] for event in told(journal)["recent_events"]] == ["warning"]
 
 
 def test_a_lockout_is_recorded_and_is_no_restart(journal: Journal) -> None:
@@ -94,7 +85,7 @@ def test_a_lockout_is_recorded_and_is_no_restart(journal: Journal) -> None:
         {"at": 1100.0, "reason": "exited", "detail": "code 1"},
         {"at": 1101.0, "reason": "exited", "detail": "too often"},
     ]
-    assert events(journal) == ["restart", "locked_out"]
+    assert [event["event"] for event in told(journal)["recent_events"]] == ["restart", "locked_out"]
     assert told(journal)["totals"]["restarts"] == {"exited": 1}
 
 
@@ -192,18 +183,13 @@ def test_tokens_add_up_also_those_of_requests_without_usage(journal: Journal) ->
 @pytest.mark.parametrize(
     ("seconds", "index"), [(0.0, 0), (0.1, 0), (0.11, 1), (3600.0, len(BOUNDS_S) - 1), (3601.0, len(BOUNDS_S))]
 )
-def test_a_duration_is_counted_once_where_it_is_not_above_the_bound(
-    journal: Journal, seconds: float, index: int
-) -> None:
-    totals = counted(journal, record(timings={"total_s": seconds, "ttft_s": seconds}))
+def test_a_duration_counts_once_where_it_is_not_above_the_bound(journal: Journal, seconds: float, index: int) -> None:
+    without_a_token = record(RequestState.FAILED, timings={"total_s": 1.0})
+    totals = counted(journal, record(timings={"total_s": seconds, "ttft_s": seconds}), without_a_token)
     counts = [int(at == index) for at in range(len(BOUNDS_S) + 1)]
     once = {"bounds_s": list(BOUNDS_S), "counts": counts, "sum_s": pytest.approx(seconds)}
     assert (totals["ttft"], totals["duration"]["completed"]) == (once, once)
-    assert sum(totals["duration"]["failed"]["counts"]) == 0
-
-
-def test_a_request_without_a_token_has_no_time_to_it(journal: Journal) -> None:
-    assert sum(counted(journal, record(timings={"total_s": 1.0}))["ttft"]["counts"]) == 0
+    assert sum(totals["duration"]["failed"]["counts"]) == 1
 
 
 # ---------------------------------------------------------------- whose it is

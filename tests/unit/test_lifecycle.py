@@ -112,16 +112,16 @@ def error_of(effects: Effects) -> WorkerStartError:
 # ---------------------------------------------------------------- start and stop
 
 
-def test_what_is_so_already_resolves_at_once() -> None:
+def test_what_is_so_already_and_a_stop_during_backoff_resolve_at_once() -> None:
     assert start(ready(), 2.0) == (ready(), (Resolve(Start),))
     stopped = Lifecycle(policy=POLICY)
     assert stop(stopped, 0.0) == (stopped, (Resolve(Stop),))
+    life, effects = stop(exited(ready(), 10.0)[0], 10.1)
+    assert (life.state, effects[-1]) == (Stopped(), Resolve(Stop))
 
 
 @pytest.mark.parametrize("lives", [launching, ready])
-def test_stop_ends_a_start_and_waits_a_second_at_most_for_connections_before_it_terminates(
-    lives: Callable[[], Lifecycle],
-) -> None:
+def test_stop_ends_a_start_and_waits_a_second_at_most_for_connections(lives: Callable[[], Lifecycle]) -> None:
     life, effects = stop(lives(), 2.0, grace_s=10.0)
     assert [type(e) for e in effects] == [Abandon, Resolve, CloseAllStreams]
     assert error_of(effects).reason is StartFailReason.STOPPED
@@ -148,12 +148,6 @@ def test_a_hurried_stop_shortens_the_grace_of_one_under_way() -> None:
     assert Terminate(epoch=1, grace_s=2.0) in stop(life, 2.2, grace_s=2.0)[1]
 
 
-def test_stop_during_backoff_is_immediate() -> None:
-    life, effects = stop(exited(ready(), 10.0)[0], 10.1)
-    assert life.state == Stopped()
-    assert Resolve(Stop) in effects
-
-
 # ---------------------------------------------------------------- launches that fail
 
 
@@ -176,9 +170,7 @@ def timed_out(life: Lifecycle) -> Step:
         pytest.param(lambda life: exited(life, 20.0), EXITED, 1, ("oops",), id="it ends"),
         pytest.param(lambda life: exited(life, 20.0, port_taken=True), PORT_IN_USE, 1, ("oops",), id="port lost"),
         pytest.param(lambda life: launch_failed(life, 20.0, reason=PORT_IN_USE), PORT_IN_USE, None, (), id="no port"),
-        pytest.param(
-            lambda life: launch_failed(life, 20.0, reason=SPAWN_FAILED), SPAWN_FAILED, None, (), id="no process"
-        ),
+        pytest.param(lambda life: launch_failed(life, 20.0, reason=SPAWN_FAILED), SPAWN_FAILED, None, (), id="spawn"),
         pytest.param(timed_out, TIMEOUT, None, ("oops",), id="it takes too long"),
     ],
 )
@@ -201,19 +193,8 @@ def test_neither_the_first_launch_nor_the_last_restart_is_retried_and_who_waits_
 # ---------------------------------------------------------------- deaths and restarts
 
 
-def test_death_while_ready_fails_requests_and_restarts_after_the_backoff() -> None:
-    life, effects = exited(ready(), 10.0, returncode=-9)
-    assert effects[-1] == Abandon(reason=RequestFailReason.SERVER_DIED, detail="the server ended with signal 9")
-    assert (life.state, life.public_state) == (BackingOff(resume_at=15.0), WorkerState.RUNNING)
-    assert tick(life, 14.9)[1] == ()
-    life, effects = tick(life, 15.0)
-    assert (life.state, effects) == (Launching(epoch=2, first=False), (Launch(epoch=2),))
-
-
 @pytest.mark.parametrize(("why", "reason"), [(None, "server_died"), ("the kernel killed it", "out_of_memory")])
-def test_requests_hear_of_the_death_while_the_rest_of_the_tree_is_ended_and_the_backoff_runs(
-    why: str | None, reason: str
-) -> None:
+def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(why: str | None, reason: str) -> None:
     ending, effects = died(ready(), 10.0, lack_of_memory=why)
     detail = "the server ended with signal 9" + (f": {why}" if why else "")
     assert effects == (
@@ -222,10 +203,12 @@ def test_requests_hear_of_the_death_while_the_rest_of_the_tree_is_ended_and_the_
         Terminate(epoch=1, grace_s=0.0),
     )
     assert ending.state == Ending(epoch=1, goal=ToRestart(15.0))
-    assert died(ending, 10.1) == (ending, ())
     life, effects = exited(ending, 10.2)
     assert (life.state, effects, life.budget.restart_count) == (BackingOff(resume_at=15.0), (), 1)
-    assert exited(ending, 16.0)[1] == (Launch(epoch=2),)
+    assert life.public_state is WorkerState.RUNNING
+    assert tick(life, 14.9) == (life, ())
+    for launched, effects in (tick(life, 15.0), exited(ending, 16.0)):
+        assert (launched.state, effects) == (Launching(epoch=2, first=False), (Launch(epoch=2),))
 
 
 def test_the_death_after_the_last_restart_is_failed_once_the_tree_is_gone_until_a_start_by_hand() -> None:
@@ -239,12 +222,6 @@ def test_the_death_after_the_last_restart_is_failed_once_the_tree_is_gone_until_
     assert "code 1" in error_of(effects).detail
     life, effects = start(life, 41.0)
     assert (effects, life.budget) == ((Launch(epoch=3),), RestartBudget(restart_count=1))
-
-
-def test_elsewhere_a_death_waits_for_the_end_of_the_tree() -> None:
-    stopping = stop(ready(), 5.0)[0]
-    for life in (launching(), stopping, exited(stopping, 6.0)[0]):
-        assert died(life, 10.0) == (life, ())
 
 
 @pytest.mark.parametrize("fatal", [True, False])
@@ -261,11 +238,16 @@ def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing
     assert step(life, error, 2.1) == (life, ())
 
 
-def test_news_of_an_older_launch_changes_nothing() -> None:
+def test_news_of_an_older_launch_of_an_expected_death_or_of_a_kill_that_nobody_ordered_change_nothing() -> None:
     life = relaunched()
     for older in (became_ready, exited, died, streams_closed):
         assert older(life, 16.0, epoch=1) == (life, ())
     assert startup_failed(life, 16.0, reason=TIMEOUT, epoch=1) == (life, ())
+    stopping, ending, backing_off = stop(ready(), 5.0)[0], died(ready(), 5.0)[0], exited(ready(), 5.0)[0]
+    for life in (launching(), stopping, exited(stopping, 6.0)[0], ending):
+        assert died(life, 10.0) == (life, ())
+    for life in (ready(), launching(), backing_off, Lifecycle(policy=POLICY)):
+        assert unkillable(life, 11.0) == (life, ())
 
 
 def test_a_worn_server_that_is_ready_ends_in_peace_its_successor_comes_at_once_and_none_is_locked_out() -> None:
@@ -299,9 +281,7 @@ every_ending = pytest.mark.parametrize(("end", "afterwards"), ENDINGS.values(), 
 
 
 @every_ending
-def test_a_server_that_cannot_be_killed_is_failed_keeps_nobody_waiting_and_gets_no_second_one_beside_it(
-    end: Callable[[], Step], afterwards: State
-) -> None:
+def test_what_cannot_be_killed_is_failed_and_gets_no_second_server(end: Callable[[], Step], afterwards: State) -> None:
     life, (starts, stops) = unkillable(end()[0], 9.0)
     told = "unkillable: SIGKILL does not end process 5"
     assert (life.public_state, life.deadline, life.last_error) == (WorkerState.FAILED, None, told)
@@ -319,9 +299,7 @@ def test_a_server_that_cannot_be_killed_is_failed_keeps_nobody_waiting_and_gets_
 
 
 @every_ending
-def test_a_stop_meanwhile_leaves_it_stopped_once_it_is_gone_and_startable_again(
-    end: Callable[[], Step], afterwards: State
-) -> None:
+def test_a_stop_meanwhile_leaves_it_stopped_and_startable(end: Callable[[], Step], afterwards: State) -> None:
     life, effects = stop(unkillable(end()[0], 9.0)[0], 11.0)
     assert [effect.order for effect in effects if isinstance(effect, Resolve)] == [Stop]
     assert life.public_state is WorkerState.FAILED
@@ -330,8 +308,3 @@ def test_a_stop_meanwhile_leaves_it_stopped_once_it_is_gone_and_startable_again(
     assert life.state == Stopped()
     life, effects = start(life, 101.0)
     assert (effects, life.last_error) == ((Launch(epoch=2),), None)
-
-
-def test_a_server_that_nobody_ends_is_not_unkillable() -> None:
-    for life in (ready(), launching(), exited(ready(), 10.0)[0], Lifecycle(policy=POLICY)):
-        assert unkillable(life, 11.0) == (life, ())

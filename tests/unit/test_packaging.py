@@ -21,16 +21,11 @@ ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE = ROOT / "src" / "llama_worker"
 HIDE = """
-import sys
-
-class Hider:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == {!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Hider())
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *where: None if name == {!r} else find(name, *where)
 """
-COMMAND = "from llama_worker.cli import main; sys.argv[1:] = {}; sys.exit(main())"
+COMMAND = "import sys; from llama_worker.cli import main; sys.argv[1:] = {}; sys.exit(main())"
 SUBPACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}  # not rglob: it follows no links
 
 

@@ -19,16 +19,10 @@ import psutil
 import pytest
 
 from llama_worker.runtime import liveness_probes as probes
-from llama_worker.runtime.liveness_probes import (
-    NvidiaProbe,
-    ProcessProbe,
-    default_probes,
-    process_evidence,
-    thread_states,
-)
+from llama_worker.runtime.liveness_probes import NvidiaProbe, ProcessProbe, process_evidence
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.types import LivenessEvidence
-from tests.scripted_nvml import NVMLError
+from tests.scripted_nvml import NVMLError, ScriptedNvml
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -64,14 +58,10 @@ def start() -> Iterator[Start]:
 
 
 def wait_for_work(pid: int) -> None:
-    """Until the process has computed for 0.2 s more."""
-
-    def computed_s() -> float:
-        times = psutil.Process(pid).cpu_times()
-        return times.user + times.system
-
-    until = computed_s() + 0.2
-    while computed_s() < until:
+    """Until the process has computed for 0.2 s more, as user and system."""
+    process = psutil.Process(pid)
+    until = sum(process.cpu_times()[:2]) + 0.2
+    while sum(process.cpu_times()[:2]) < until:
         time.sleep(0.01)
 
 
@@ -138,11 +128,9 @@ def test_children_are_looked_up_every_five_seconds(monkeypatch: pytest.MonkeyPat
     walk = Mock(wraps=probes.tree_pids)
     monkeypatch.setattr(probes, "tree_pids", walk)
     probe = ProcessProbe()
-    walks = []
-    for now in (0.0, 1.0, 4.9, 5.0, 6.0, 9.9):
+    for now, walks in ((0.0, 1), (1.0, 1), (4.9, 1), (5.0, 2), (6.0, 2), (9.9, 2)):
         probe.probe(ME, now)
-        walks.append(walk.call_count)
-    assert walks == [1, 1, 1, 2, 2, 2]
+        assert walk.call_count == walks
 
 
 def test_a_tree_is_the_root_its_children_and_theirs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +163,6 @@ def proc(tmp_path: Path) -> Path:
     return folder
 
 
-def probe_of(proc: Path) -> ProcessProbe:
-    return ProcessProbe(proc=str(proc.parent))
-
-
 def stat_line(*, faults: int = 0, utime: int = 0, stime: int = 0) -> bytes:
     return (
         f"77 (we(ird ) \xff name) S 1 77 77 0 -1 4194560 500 0 {faults} 0 {utime} {stime} "
@@ -187,7 +171,7 @@ def stat_line(*, faults: int = 0, utime: int = 0, stime: int = 0) -> bytes:
 
 
 def test_what_cannot_be_read_is_no_news(proc: Path) -> None:
-    probe = probe_of(proc)
+    probe = ProcessProbe(proc=str(proc.parent))
     assert probe.probe(ME, 0.0) is None, "no file"
     for stat in (b"", b"garbage", b"77 (x) S 1", b"77 (x) S " + b"x " * 40):
         (proc / "stat").write_bytes(stat)
@@ -205,7 +189,7 @@ def test_what_cannot_be_read_is_no_news(proc: Path) -> None:
     ],
 )
 def test_counts_cpu_faults_and_reads(proc: Path, after: bytes, read_bytes: int | None, alive: bool) -> None:
-    probe = probe_of(proc)
+    probe = ProcessProbe(proc=str(proc.parent))
     for now, stat, was_read in ((0.0, stat_line(), 7), (1.0, after, 7 + (read_bytes or 0))):
         (proc / "stat").write_bytes(stat)
         if read_bytes is not None:
@@ -215,7 +199,7 @@ def test_counts_cpu_faults_and_reads(proc: Path, after: bytes, read_bytes: int |
 
 
 def test_an_unreadable_look_between_two_loses_nothing(proc: Path) -> None:
-    probe = probe_of(proc)
+    probe = ProcessProbe(proc=str(proc.parent))
     evidence = []
     for now, stat in enumerate((stat_line(), b"", stat_line(utime=200))):
         (proc / "stat").write_bytes(stat)
@@ -234,34 +218,29 @@ class Sample(NamedTuple):
     memUtil: int = 0
 
 
-Device = list[Sample] | NVMLError  # its samples, or the error it answers with
+Device = list[Sample] | Exception  # its samples, or the error it answers with
 
 
-class FakeNvml:
-    """The part of pynvml that the probe uses."""
-
-    NVMLError = NVMLError
-    NVML_ERROR_NOT_FOUND = 6
+class NvmlOfSamples(ScriptedNvml):
+    """Whose devices tell who used them; the number of a device is the handle to it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.devices: list[Device] = []
         self.asked: list[tuple[int, int]] = []
-
-    def nvmlInit(self) -> None:
-        pass
 
     def nvmlDeviceGetCount(self) -> int:
         if not self.devices:
             raise NVMLError(1)
         return len(self.devices)
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
         return index
 
-    def nvmlDeviceGetProcessUtilization(self, handle: int, since: int) -> list[Sample]:
-        self.asked.append((handle, since))
-        device = self.devices[handle]
-        if isinstance(device, NVMLError):
+    def nvmlDeviceGetProcessUtilization(self, gpu: Any, since: int) -> list[Sample]:
+        self.asked.append((gpu, since))
+        device = self.devices[gpu]
+        if isinstance(device, Exception):
             raise device
         if newer := [sample for sample in device if sample.timeStamp > since]:
             return newer
@@ -292,14 +271,14 @@ WORK, OLD_WORK, STRANGERS = mine(2, smUtil=50), mine(1, smUtil=99), Sample(NOBOD
 def test_new_use_of_a_gpu_is_evidence_and_an_error_is_no_news_and_spares_the_other_devices(
     looks: list[list[Device]], seen: list[bool | None]
 ) -> None:
-    nvml = FakeNvml()
+    nvml = NvmlOfSamples()
     probe = NvidiaProbe(nvml)
     for now, (nvml.devices, alive) in enumerate(zip(looks, seen, strict=True)):
         assert saw_work(probe.probe(ME, float(now))) == alive
 
 
 def test_evidence_names_the_device_and_the_most_that_was_used_and_a_reset_forgets_what_was_seen() -> None:
-    nvml = FakeNvml()
+    nvml = NvmlOfSamples()
     probe = NvidiaProbe(nvml)
     nvml.devices = [[], [mine(10, smUtil=99)]]
     assert probe.probe(ME, 0.0) is None
@@ -315,19 +294,16 @@ def test_evidence_names_the_device_and_the_most_that_was_used_and_a_reset_forget
 
 @pytest.mark.parametrize(
     ("module", "names"),
-    [(FakeNvml(), ["ProcessProbe", "NvidiaProbe"]), (None, ["ProcessProbe"]), (object(), ["ProcessProbe"])],
+    [(NvmlOfSamples(), ["ProcessProbe", "NvidiaProbe"]), (None, ["ProcessProbe"]), (object(), ["ProcessProbe"])],
     ids=["NVIDIA's library", "none", "a broken one"],
 )
 def test_default_probes_are_new_ones_for_what_is_there(
     monkeypatch: pytest.MonkeyPatch, module: Any, names: list[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    first, second = default_probes(), default_probes()
+    first, second = probes.default_probes(), probes.default_probes()
     assert [type(probe).__name__ for probe in first] == names
     assert not {id(probe) for probe in first} & {id(probe) for probe in second}
-
-
-# -------------------------------------------------------------------------------------------- evidence
 
 
 def test_process_evidence_shows_the_tree_with_its_threads_and_fits_json(start: Start) -> None:
@@ -347,6 +323,6 @@ def test_process_evidence_shows_the_tree_with_its_threads_and_fits_json(start: S
 
 
 def test_threads_are_bounded_and_of_what_is_gone_nothing_is_shown(start: Start) -> None:
-    assert len(thread_states(start(THREADS))) == 64
-    assert thread_states(NOBODY) == []
+    assert len(probes.thread_states(start(THREADS))) == 64
+    assert probes.thread_states(NOBODY) == []
     assert process_evidence(NOBODY) == {"root_pid": NOBODY, "processes_count": 1, "processes": []}

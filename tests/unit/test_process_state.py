@@ -6,25 +6,14 @@ import pytest
 
 from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
 from llama_worker.server import termination
-from llama_worker.server.termination import (
-    Absent,
-    Killing,
-    Present,
-    ProcessState,
-    Signal,
-    Stuck,
-    Terminating,
-    deadline,
-    describe_stuck,
-)
+from llama_worker.server.termination import Absent, Killing, Present, ProcessState, Signal, Stuck, Terminating, deadline
 from llama_worker.types import StartFailReason
 
-KILL_TIMEOUT_S = 4.0
 Step = tuple[ProcessState, Signal | None]
 
 
-def step(state: ProcessState, message: ProcessMessage, now: float) -> Step:
-    return termination.step(state, message, now, kill_timeout_s=KILL_TIMEOUT_S)
+def step(state: ProcessState, message: ProcessMessage, now: float, kill_timeout_s: float = 4.0) -> Step:
+    return termination.step(state, message, now, kill_timeout_s=kill_timeout_s)
 
 
 def terminate(state: ProcessState, now: float, *, grace_s: float) -> Step:
@@ -95,9 +84,6 @@ def test_its_end_and_the_next_launch_are_the_same_from_everywhere(
     assert step(state, message, 20.0) == (after, None)
 
 
-# ---------------------------------------------------------------- what SIGKILL does not end
-
-
 def test_a_process_that_outlives_sigkill_is_killed_past_the_guard_then_given_up_and_waited_for() -> None:
     state, _ = terminate(Present(1), 5.0, grace_s=0.0)
     assert tick(state, 5.9) == (state, None)
@@ -112,10 +98,9 @@ def test_a_process_that_outlives_sigkill_is_killed_past_the_guard_then_given_up_
 @pytest.mark.parametrize("kill_timeout_s", [0.0, 0.5, 1.0])
 def test_a_short_kill_timeout_is_kept(kill_timeout_s: float) -> None:
     order = Terminate(epoch=1, grace_s=0.0)
-    state, signal = termination.step(Present(1), order, 5.0, kill_timeout_s=kill_timeout_s)
+    state, signal = step(Present(1), order, 5.0, kill_timeout_s)
     assert (signal, deadline(state)) == (Signal.KILL, 5.0 + kill_timeout_s)
-    given_up = termination.step(state, Tick(), 5.0 + kill_timeout_s, kill_timeout_s=kill_timeout_s)
-    assert given_up == (Stuck(1), None)
+    assert step(state, Tick(), 5.0 + kill_timeout_s, kill_timeout_s) == (Stuck(1), None)
 
 
 def test_a_gap_in_which_the_host_did_not_run_is_no_time_to_end() -> None:
@@ -128,6 +113,6 @@ def test_a_gap_in_which_the_host_did_not_run_is_no_time_to_end() -> None:
 
 def test_a_person_is_told_what_the_kernel_waits_for() -> None:
     process = {"pid": 5, "state": "D", "wchan": "nfs_wait_bit_killable", "stack": ""}
-    told = describe_stuck(5, {"processes": [process, {"pid": 6, "state": "Z"}]})
+    told = termination.describe_stuck(5, {"processes": [process, {"pid": 6, "state": "Z"}]})
     assert told == "SIGKILL does not end process 5; state D; wchan nfs_wait_bit_killable"
-    assert describe_stuck(None, {}) == "SIGKILL does not end process None"
+    assert termination.describe_stuck(None, {}) == "SIGKILL does not end process None"

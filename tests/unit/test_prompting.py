@@ -31,13 +31,8 @@ ADD: ToolDef = {
     },
 }
 ESCALATE: ToolDef = {"type": "function", "function": {"name": "escalate"}}
-CALLS = (
-    ParsedCall("c00000001", "add", {"a": 1}, '{"a":1}'),
-    ParsedCall("c00000002", "find", {}, "{}"),
-)
+CALLS = (ParsedCall("c00000001", "add", {"a": 1}, '{"a":1}'), ParsedCall("c00000002", "find", {}, "{}"))
 BIOS = BiosText("BIOS", "T1")
-
-
 CONTEXT = BiosContext(
     now=datetime(2026, 10, 1, 12, 30, 5, tzinfo=timezone(timedelta(hours=2))),
     timezone_name="Europe/Berlin",
@@ -47,7 +42,6 @@ CONTEXT = BiosContext(
     exit_tools=(ESCALATE,),
     tool_call_mode="native",
 )
-WITHOUT_TOOLS = replace(CONTEXT, normal_tools=(), exit_tools=())
 
 
 def begin(
@@ -59,27 +53,21 @@ def begin(
     mode: SystemPromptMode = "merged",
     prompted: bool = False,
 ) -> Conversation:
-    return Conversation.begin(
-        bios,
-        Submission(
-            job_name="j", system_prompt=system_prompt, user_prompt=user_prompt, params={}, messages=tuple(messages)
-        ),
-        system_prompt_mode=mode,
-        prompted=prompted,
-    )
+    prompts: Any = {"system_prompt": system_prompt, "user_prompt": user_prompt, "messages": tuple(messages)}
+    submission = Submission(job_name="j", params={}, **prompts)
+    return Conversation.begin(bios, submission, system_prompt_mode=mode, prompted=prompted)
 
 
-def after_tools(
-    conversation: Conversation, bios: BiosText | str, *, text: str = "Look:", reasoning: str = "hm"
-) -> Conversation:
-    return conversation.after_tools(bios, text=text, reasoning=reasoning, calls=CALLS, results=["2", "[]"])
+def after_tools(conversation: Conversation, bios: BiosText | str, **said: Any) -> Conversation:
+    said = {"text": "Look:", "reasoning": "hm", "calls": CALLS, "results": ["2", "[]"]} | said
+    return conversation.after_tools(bios, **said)
 
 
 def status(text: str) -> str:
     return f"\n\n{STATUS_OPEN}\n{text}\n{STATUS_CLOSE}"
 
 
-# --- the default BIOS -----------------------------------------------------------------------------------
+# --- the BIOS -------------------------------------------------------------------------------------------
 
 
 every_mode = pytest.mark.parametrize("mode", ["native", "prompted", "auto"])
@@ -103,8 +91,9 @@ def test_how_to_call_a_tool_is_said_as_the_mode_needs_it_and_only_where_there_ar
     for said in (shown, json.dumps(ADD["function"]), json.dumps(ESCALATE["function"]), "<tool_call>"):
         assert (said in stable) is (mode == "prompted")
     assert ("an XML element named tool_call" in stable) is (mode != "prompted")
+    without_tools = default_bios(replace(CONTEXT, normal_tools=(), exit_tools=(), tool_call_mode=mode)).stable
     for said in ("<tool_call>", "Tools that answer", "Exit tools", "XML"):
-        assert said not in default_bios(replace(WITHOUT_TOOLS, tool_call_mode=mode)).stable
+        assert said not in without_tools
 
 
 def test_the_bios_says_what_each_ready_made_exit_tool_is_for_and_refers_to_the_description_of_others() -> None:
@@ -115,22 +104,16 @@ def test_the_bios_says_what_each_ready_made_exit_tool_is_for_and_refers_to_the_d
         assert use in uses[name]
 
 
-@pytest.mark.parametrize(
-    ("shown", "strict"),
-    [
-        (prompted_tools_text((ADD,), ()), True),
-        ('<tool_call>{"name": "escalate", "arguments": {"reason": "x"}}</tool_call>', False),  # as told in native mode
-    ],
-)
+TOLD_IN_NATIVE_MODE = '<tool_call>{"name": "escalate", "arguments": {"reason": "x"}}</tool_call>'
+
+
+@pytest.mark.parametrize(("shown", "strict"), [(prompted_tools_text((ADD,), ()), True), (TOLD_IN_NATIVE_MODE, False)])
 def test_the_convention_shown_is_one_that_the_parser_reads(shown: str, strict: bool) -> None:
     tool_filter = TaggedCallFilter(strict=strict)
     text = tool_filter.feed(shown) + tool_filter.finish()
     (call,) = tool_filter.calls
     assert isinstance(call, RawCall)
     assert "<tool_call>" not in text
-
-
-# --- providers ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bios", ["text", "", BiosText("a", "b"), BiosText("a")])
@@ -183,15 +166,15 @@ def test_the_order_is_bios_system_prompt_messages_user_prompt() -> None:
     assert begin().messages()[-1] == {"role": "user", "content": "Hi" + status("T1")}
 
 
+PART = {"type": "text", "text": "q"}
+
+
 @pytest.mark.parametrize(
     ("last", "content"),
     [
         ({"role": "user", "content": "q"}, "q" + status("T1")),
         ({"role": "tool", "content": "r", "tool_call_id": "x"}, "r" + status("T1")),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "q"}]},
-            [{"type": "text", "text": "q"}, {"type": "text", "text": status("T1")}],
-        ),
+        ({"role": "user", "content": [PART]}, [PART, {"type": "text", "text": status("T1")}]),
         ({"role": "user", "content": None}, status("T1").strip()),
     ],
 )
@@ -207,17 +190,12 @@ def test_an_empty_user_prompt_is_left_out_after_a_message_to_answer(last: Any, c
 
 
 def test_the_continuation_holds_the_normal_calls_and_one_tool_message_per_call() -> None:
-    added = after_tools(begin(), BiosText("BIOS", "T2")).messages()[2:]
-    assert added == [
-        {
-            "role": "assistant",
-            "content": "Look:",
-            "reasoning_content": "hm",
-            "tool_calls": [
-                {"id": "c00000001", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}},
-                {"id": "c00000002", "type": "function", "function": {"name": "find", "arguments": "{}"}},
-            ],
-        },
+    calls = [
+        {"id": "c00000001", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}},
+        {"id": "c00000002", "type": "function", "function": {"name": "find", "arguments": "{}"}},
+    ]
+    assert after_tools(begin(), BiosText("BIOS", "T2")).messages()[2:] == [
+        {"role": "assistant", "content": "Look:", "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c00000001", "name": "add", "content": "2"},
         {"role": "tool", "tool_call_id": "c00000002", "name": "find", "content": "[]" + status("T2")},
     ]
@@ -232,28 +210,22 @@ def test_content_is_empty_never_null_and_no_reasoning_is_no_field() -> None:
 def test_in_prompted_mode_a_call_goes_back_as_the_model_wrote_it_and_the_results_are_one_user_message() -> None:
     written = '<tool_call>\n{"name":"add", "arguments":{"a" : 1}}\n</tool_call>'
     calls = [ParsedCall("c00000001", "add", {"a": 1}, '{"a": 1}', written), CALLS[1]]
-    bios = BiosText("BIOS", "T2")
-    conversation = begin(prompted=True).after_tools(
-        bios, text="So:\n", reasoning="hm", calls=calls, results=["2", "[]"]
+    conversation = after_tools(begin(prompted=True), BiosText("BIOS", "T2"), text="So:\n", calls=calls)
+    said = f"So:\n{written}\n{tagged_call('find', '{}')}"
+    results = (
+        '<tool_response id="c00000001" name="add">\n2\n</tool_response>\n'
+        '<tool_response id="c00000002" name="find">\n[]\n</tool_response>'
     )
     assert conversation.messages()[2:] == [
-        {
-            "role": "assistant",
-            "content": f"So:\n{written}\n{tagged_call('find', '{}')}",
-            "reasoning_content": "hm",
-        },
-        {
-            "role": "user",
-            "content": '<tool_response id="c00000001" name="add">\n2\n</tool_response>\n'
-            '<tool_response id="c00000002" name="find">\n[]\n</tool_response>' + status("T2"),
-        },
+        {"role": "assistant", "content": said, "reasoning_content": "hm"},
+        {"role": "user", "content": results + status("T2")},
     ]
 
 
 @pytest.mark.parametrize(("calls", "results"), [((), []), (CALLS, ["2"]), (CALLS[:1], ["2", "3"])])
 def test_a_result_for_each_call_is_required(calls: tuple[ParsedCall, ...], results: list[str]) -> None:
     with pytest.raises(ValueError, match="one result per call"):
-        begin().after_tools(BIOS, text="", reasoning="", calls=calls, results=results)
+        after_tools(begin(), BIOS, calls=calls, results=results)
 
 
 @pytest.mark.parametrize("prompted", [False, True])

@@ -1,5 +1,7 @@
 """Reasoning and text told apart: the table of what must come out, at every split."""
 
+import itertools
+import re
 import time
 from collections.abc import Sequence
 
@@ -21,17 +23,14 @@ def split(deltas: Sequence[Delta], *, opened: bool = False) -> tuple[str, str]:
     pieces = [splitter.feed_reasoning(said) if field == "r" else splitter.feed_text(said) for field, said in deltas]
     pieces.append(splitter.finish())
     assert splitter.finish() == Piece("", "")
-    text_begun = False
-    for piece in pieces:
-        assert not (text_begun and piece.reasoning)
-        text_begun = text_begun or bool(piece.text)
+    after_text = itertools.dropwhile(lambda piece: not piece.text, pieces)
+    assert not any(piece.reasoning for piece in itertools.islice(after_text, 1, None))
     return "".join(piece.reasoning for piece in pieces), "".join(piece.text for piece in pieces)
 
 
 CONTENT_ONLY = [
     # (content, the prompt ended in a tag, reasoning, text)
     ("<think>x</think>Y", False, "x", "Y"),
-    ("<think>\nx\n</think>\n\nY", False, "x", "Y"),
     ("  Here: <think>x</think>", False, "", "  Here: <think>x</think>"),
     ("\nabc\n</think>\n\nAns", True, "abc", "Ans"),
     ("abc\n</think>\n\nAns", False, "", "abc\n</think>\n\nAns"),
@@ -40,7 +39,6 @@ CONTENT_ONLY = [
     ("\n<think>\nabc\n</think>\nAns", True, "abc", "Ans"),
     ("abc < d </thing> e</think>Ans", True, "abc < d </thing> e", "Ans"),
     ("abc", True, "abc", ""),
-    ("abc </thi", True, "abc </thi", ""),
     ("<thi", True, "<thi", ""),
     (" \n", True, "", ""),
     ("<think>a <think>b</think> c</think>Z", False, "a <think>b", "c</think>Z"),
@@ -50,8 +48,6 @@ CONTENT_ONLY = [
     ("<think>a</think >b</think>Y", False, "a</think >b", "Y"),
     ("<think>a</thi</think>Y", False, "a</thi", "Y"),
     ("<think> \n", False, "", ""),
-    ("<think>\n\n</think>\n\nHi", False, "", "Hi"),
-    ("<think>x</think>\n \n", False, "x", ""),
     ("<think> \t\nx  y\n\n\n z\r\n</think> \n\n\n Y", False, "x  y\n\n\n z", "Y"),
     ("<thinking>x</thinking>Y", False, "", "<thinking>x</thinking>Y"),
     ("<Think>x</Think>", False, "", "<Think>x</Think>"),
@@ -59,7 +55,6 @@ CONTENT_ONLY = [
     ("<thi <think>", False, "", "<thi <think>"),
     ("[1, 2]", False, "", "[1, 2]"),
     (" \n", False, "", " \n"),
-    ("<think>grün 🙂\u2028</think>\u2003日本", False, "grün 🙂", "日本"),
 ]
 
 
@@ -79,25 +74,20 @@ def test_content_alone(content: str, opened: bool, reasoning: str, text: str, ta
 AFTER_REASONING = [
     # (reasoning_content, content, text)
     ("abc", "\n\nAns", "Ans"),
-    ("\nabc\n", "\n\nAns", "Ans"),
     (" \n a  b\n\n\n c \n\n ", "  X\n\n\n  Y ", "X\n\n\n  Y "),
-    ("grün 🙂\u2028", "\u2003日本", "日本"),
     ("\n ", "", ""),
     ("\n ", " Ans", "Ans"),
     ("abc", "<think>x</think>Y", "<think>x</think>Y"),
     ("abc", "abc</think>Ans", "abc</think>Ans"),
-    ("abc", "<think>abc</think>Ans", "Ans"),
     ("abc", "\n<think>\nabc\n</think>\n\nAns", "Ans"),
     ("a \n<b", "<think>a \n<b</think>Ans", "Ans"),
     ("abc", "<think>abc</think>Ans <think>x</think>", "Ans <think>x</think>"),
     ("abc", "<think>abcd</think>Ans", "<think>abcd</think>Ans"),
     ("abc", "<think>ab</think>Ans", "<think>ab</think>Ans"),
     ("abc", "<think></think>Ans", "<think></think>Ans"),
-    ("abc", "<think>abX", "<think>abX"),
     ("abc", "<think>abc</thi", ""),
     ("abc", "<think>ab", ""),
     ("abc", "<think> ", "<think> "),
-    ("abc", "<thi", "<thi"),
     ("abc", " <thi", "<thi"),
     ("abc", " <think>abX ", "<think>abX "),
     ("\n", "<think>\n</think>Ans", "Ans"),
@@ -164,21 +154,19 @@ def test_each_delta_lets_out_what_is_decided(deltas: list[tuple[str, str, tuple[
     assert splitter.finish() == Piece("", "")
 
 
-CONTENT = st.lists(
-    st.sampled_from([*ALL_TAGS, "<", "</", "[", " ", "\n", "a", "think>", "<thinking>", "bc"]), max_size=10
-).map("".join)
+FRAGMENTS = [*ALL_TAGS, "<", "</", "[", " ", "\n", "a", "think>", "<thinking>", "bc"]
+CONTENT = st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join)
 
 
-def cut(content: str, data: st.DataObject) -> list[str]:
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(content)))))
-    return [content[a:b] for a, b in zip([0, *cuts], [*cuts, len(content)], strict=True)]
+def cut(field: str, said: str, data: st.DataObject) -> list[Delta]:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(said)))))
+    return [(field, said[a:b]) for a, b in itertools.pairwise([0, *cuts, len(said)])]
 
 
 @given(reasoning=st.one_of(st.just(""), CONTENT), content=CONTENT, opened=st.booleans(), data=st.data())
 def test_splits_do_not_matter(reasoning: str, content: str, opened: bool, data: st.DataObject) -> None:
     whole = split([("r", reasoning), ("c", content)], opened=opened)
-    pieces = [*(("r", p) for p in cut(reasoning, data)), *(("c", p) for p in cut(content, data))]
-    assert split(pieces, opened=opened) == whole
+    assert split([*cut("r", reasoning, data), *cut("c", content, data)], opened=opened) == whole
 
 
 @given(content=CONTENT, opened=st.booleans())
@@ -186,14 +174,10 @@ def test_every_character_is_reasoning_text_a_tag_or_whitespace_beside_one(conten
     reasoning, text = split([("c", content)], opened=opened)
     assert content.endswith(text)
     head = content.removesuffix(text)
-    around = [
-        (head[:i].strip(), head[i + len(reasoning) :].strip())
-        for i in range(len(head) - len(reasoning) + 1)
-        if head.startswith(reasoning, i)
-    ]
     left_out = [("", ""), *(("", closing) for _, closing in TAGS if opened)]
     left_out += [(opening, end) for opening, closing in TAGS for end in ("", closing)]
-    assert set(around) & set(left_out)
+    saying = rf"\s*{re.escape(reasoning)}\s*"
+    assert any(re.fullmatch(rf"\s*{re.escape(begin)}{saying}{re.escape(end)}\s*", head) for begin, end in left_out)
 
 
 @given(reasoning=CONTENT.filter(str.strip), content=CONTENT, opened=st.booleans())
@@ -212,7 +196,7 @@ def test_after_reasoning_content_only_its_repetition_is_left_out(reasoning: str,
 
 
 SPACE = st.text(" \t\n\u2028", max_size=3)
-WORDS = st.lists(st.sampled_from(["a", " ", "\n", "b<", "日"]), max_size=6).map("".join)
+WORDS = st.lists(st.sampled_from(["a", " ", "\n", "b<", "🙂"]), max_size=6).map("".join)
 
 
 @given(gaps=st.tuples(SPACE, SPACE, SPACE, SPACE), thought=WORDS, answer=WORDS, data=st.data())
@@ -223,13 +207,10 @@ def test_the_three_forms_of_one_saying_come_out_alike(
     thought = f"{gaps[1]}{thought}{gaps[2]}" or "\n"
     tagged = f"{gaps[0]}<think>{thought}</think>{gaps[3]}{answer}"
     expected = thought.strip(), (gaps[3] + answer).lstrip()
-    parsed: list[Delta] = [*(("r", p) for p in cut(thought, data)), *(("c", p) for p in cut(gaps[3] + answer, data))]
-    content: list[Delta] = [("c", p) for p in cut(tagged, data)]
-    legacy: list[Delta] = [("c", gaps[0] + "<think>")]
-    for piece in cut(thought, data):
-        legacy += [("r", piece), ("c", piece)]
-    legacy += [("c", p) for p in cut(f"</think>{gaps[3]}{answer}", data)]
-    assert split(parsed) == split(content) == split(legacy) == expected
+    parsed = [*cut("r", thought, data), *cut("c", gaps[3] + answer, data)]
+    both = [delta for _, piece in cut("r", thought, data) for delta in (("r", piece), ("c", piece))]
+    legacy = [("c", gaps[0] + "<think>"), *both, *cut("c", f"</think>{gaps[3]}{answer}", data)]
+    assert split(parsed) == split(cut("c", tagged, data)) == split(legacy) == expected
 
 
 @given(content=CONTENT, opened=st.booleans())

@@ -10,17 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_worker.responses.conversation import (
-    TEMPLATE_PROBE,
-    LateRole,
-    chat_messages,
-    late_role_of,
-    seal_reasoning,
-    unseal_reasoning,
-)
+from llama_worker.responses import conversation
+from llama_worker.responses.conversation import LateRole, late_role_of, seal_reasoning, unseal_reasoning
 from llama_worker.responses.refusal import RequestRefused, refused_by_server
 from llama_worker.responses.request import ENCRYPTED_REASONING, ChatRequest, Recalled, normalise, parse_body, references
-from llama_worker.responses.tools import NO_TOOLS, ToolSet
+from llama_worker.responses.tools import NO_TOOLS
 
 USER = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Yes?"}
@@ -29,17 +23,16 @@ PNG = "data:image/png;base64,AAAA"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 SUB = {"type": "function", "name": "sub", "description": "minus", "parameters": None, "strict": None}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ALLOWED = {"type": "allowed_tools"}
 ANSWER = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
 
 
-def messages(
-    *items: dict[str, Any], instructions: str = "", tools: ToolSet = NO_TOOLS, late_role: LateRole = "user"
-) -> list[dict[str, Any]]:
-    return chat_messages(instructions, items, tools, late_role).messages
+def messages(*items: dict[str, Any], instructions: str = "", late_role: LateRole = "user") -> list[dict[str, Any]]:
+    return conversation.chat_messages(instructions, items, NO_TOOLS, late_role).messages
 
 
-def call(call_id: str, arguments: str = "{}", name: str = "add") -> dict[str, Any]:
-    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+def call(call_id: str, arguments: str = "{}") -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": "add", "arguments": arguments}
 
 
 def output(call_id: str, value: Any = "3") -> dict[str, Any]:
@@ -55,7 +48,6 @@ def text_parts(*texts: str) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------- input
-
 
 IMAGE = {"type": "input_image", "image_url": PNG, "detail": "low"}
 SENT_IMAGE = {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}
@@ -94,22 +86,21 @@ def test_no_instruction_comes_between_a_call_and_its_result() -> None:
     assert [message["role"] for message in found] == ["user", "assistant", "tool", "tool", "user", "assistant"]
 
 
-PROBED = [message["content"] for message in TEMPLATE_PROBE["messages"]]
+PROBED = [message["content"] for message in conversation.TEMPLATE_PROBE["messages"]]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "role"),
+    ("said", "role"),
     [
-        (" ".join(PROBED), "system"),
-        (" ".join([PROBED[0], *PROBED[3:4], *PROBED[1:3], PROBED[4]]), "user"),  # moved to the head
-        (" ".join([*PROBED[:3], PROBED[4]]), "user"),  # dropped
-        (" ".join(PROBED[1:]), "user"),  # the first one dropped
-        (None, "user"),
-        (3, "user"),
+        ([0, 1, 2, 3, 4], "system"),
+        ([0, 3, 1, 2, 4], "user"),  # moved to the head
+        ([0, 1, 2, 4], "user"),  # dropped
+        ([1, 2, 3, 4], "user"),  # the first one dropped
     ],
 )
-def test_the_template_decides_how_late_instructions_are_sent(prompt: object, role: str) -> None:
-    assert late_role_of(prompt) == role
+def test_the_template_decides_how_late_instructions_are_sent(said: list[int], role: str) -> None:
+    assert late_role_of(" ".join(PROBED[number] for number in said)) == role
+    assert late_role_of(None) == late_role_of(3) == "user"
 
 
 THOUGHT = reasoning(content=[{"type": "reasoning_text", "text": "hm"}])
@@ -139,14 +130,13 @@ def test_the_messages_of_a_turn_begin_with_those_of_the_turn_before(turns: list[
 def test_an_assistant_turn_of_several_items_is_one_message_and_two_answers_are_two() -> None:
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]}
     both = [call("call_a", '{"a": 1}'), call("call_b"), output("call_a"), output("call_b", text_parts("4", "5"))]
-    user, turn, *results_and_answers = messages(USER, THOUGHT, said, *both, SAID, SAID)
-    calls = [(one["id"], one["type"], one["function"]) for one in turn.pop("tool_calls")]
-    assert calls == [
-        ("c00000001", "function", {"name": "add", "arguments": '{"a": 1}'}),
-        ("c00000002", "function", {"name": "add", "arguments": "{}"}),
+    calls = [
+        {"id": "c00000001", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+        {"id": "c00000002", "type": "function", "function": {"name": "add", "arguments": "{}"}},
     ]
-    assert (user, turn) == (USER, {"role": "assistant", "content": "I add.", "reasoning_content": "hm"})
-    assert results_and_answers == [
+    assert messages(USER, THOUGHT, said, *both, SAID, SAID) == [
+        USER,
+        {"role": "assistant", "content": "I add.", "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c00000001", "content": "3"},
         {"role": "tool", "tool_call_id": "c00000002", "content": "4\n5"},
         SAID,
@@ -234,10 +224,7 @@ def test_unknown_items_are_ignored_with_a_warning() -> None:
     ("body", "param"),
     [
         ({}, "input"),
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": 3}, "input"),
-        ({"input": [3]}, "input"),
+        *(({"input": given}, "input") for given in (None, [], 3, [3])),
         ({"input": [{"role": "wizard", "content": "a"}]}, "input"),
         ({"input": [{"role": "user", "content": 3}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input"),
@@ -247,8 +234,7 @@ def test_unknown_items_are_ignored_with_a_warning() -> None:
         ({"input": "a", "instructions": 3}, "instructions"),
         ({"input": "a", "previous_response_id": 3}, "previous_response_id"),
         ({"input": "a", "tools": 3}, "tools"),
-        ({"input": "a", "tools": [{"type": "function"}]}, "tools"),
-        ({"input": "a", "tools": [{"type": "custom"}]}, "tools"),
+        *(({"input": "a", "tools": [{"type": kind}]}, "tools") for kind in ("function", "custom")),
         ({"input": "a", "tools": [{"type": "namespace", "name": "n"}]}, "tools"),
         ({"input": "a", "tools": [{"type": "namespace", "tools": []}]}, "tools"),
         ({"input": [{"type": "additional_tools", "tools": 3}]}, "tools"),
@@ -257,10 +243,7 @@ def test_unknown_items_are_ignored_with_a_warning() -> None:
         ({"input": "a", "tools": [ADD], "tool_choice": "maybe"}, "tool_choice"),
         ({"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
         ({"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": {"a": 1}}}, "tool_choice"),
-        (
-            {"input": "a", "tools": [ADD], "tool_choice": {"type": "allowed_tools", "tools": [{"name": []}]}},
-            "tool_choice",
-        ),
+        ({"input": "a", "tools": [ADD], "tool_choice": {**ALLOWED, "tools": [{"name": []}]}}, "tool_choice"),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ],
@@ -278,9 +261,6 @@ def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
         parse_body(data)
 
 
-# ---------------------------------------------------------------- state
-
-
 def test_references_are_found_and_resolved_once() -> None:
     body = {"input": [{"type": "item_reference", "id": "msg_1"}, {"id": "rs_1"}, USER]}
     assert references(body).item_ids == ("msg_1", "rs_1")
@@ -294,16 +274,17 @@ def test_references_are_found_and_resolved_once() -> None:
 # ---------------------------------------------------------------- parameters
 
 
-def test_what_neither_api_knows_passes_through_and_null_is_absent() -> None:
+def test_what_neither_api_knows_passes_through() -> None:
     known_to_nobody = {"min_p": 0.1, "samplers": ["top_k"], "seed": 2**70}
-    sent = normalise({"input": "a", "top_k": None, "grammar": None, **known_to_nobody}).body
+    sent = normalise({"input": "a", **known_to_nobody}).body
     assert sent.items() >= known_to_nobody.items()
-    assert not {"top_k", "grammar", "input"} & sent.keys()
+    assert "input" not in sent
 
 
 def test_every_null_field_is_as_if_absent() -> None:
     names = ["instructions", "tools", "tool_choice", "text", "reasoning", "metadata", "include", "store", "stream",
-             "previous_response_id", "max_output_tokens", "parallel_tool_calls", "temperature", "user"]  # fmt: skip
+             "previous_response_id", "max_output_tokens", "parallel_tool_calls", "temperature", "user", "top_k",
+             "grammar"]  # fmt: skip
     assert normalise({"input": "a", **dict.fromkeys(names)}) == normalise({"input": "a"})
 
 
@@ -365,8 +346,8 @@ EVERY = ["add", "sub", "mcp__dict__lookup", "apply_patch"]
         ({"type": "function", **LOOKUP}, "required", ["mcp__dict__lookup"]),
         ({"type": "function", "name": "mcp__dict__lookup"}, "required", ["mcp__dict__lookup"]),
         ({"type": "custom", "name": "apply_patch"}, "required", ["apply_patch"]),
-        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}, "auto", ["add"]),
-        ({"type": "allowed_tools", "mode": "required", "tools": [LOOKUP]}, "required", ["mcp__dict__lookup"]),
+        ({**ALLOWED, "mode": "auto", "tools": [{"type": "function", "name": "add"}]}, "auto", ["add"]),
+        ({**ALLOWED, "mode": "required", "tools": [LOOKUP]}, "required", ["mcp__dict__lookup"]),
         ({"type": "web_search_preview"}, "auto", EVERY),
     ],
 )
@@ -377,9 +358,8 @@ def test_tool_choice(choice: Any, mode: str, names: list[str]) -> None:
     assert list(offered(request)) == names
 
 
-def test_tools_in_a_namespace_are_offered_with_its_name_in_front() -> None:
+def test_tools_are_echoed_as_they_were_given() -> None:
     request = normalise({"input": "a", "tools": [ADD, MCP]})
-    assert list(offered(request)) == ["add", "mcp__dict__lookup"]
     assert request.echo["tools"][1]["tools"][0]["name"] == "lookup"
     assert request.warnings == ()
 
@@ -391,36 +371,27 @@ def test_a_custom_tool_is_a_function_with_one_string_and_its_grammar_in_words() 
     assert "start: /a/" in function["description"]
 
 
-def test_tools_among_the_input_count_like_the_others() -> None:
-    more = {"type": "additional_tools", "role": "developer", "tools": [MCP, PATCH]}
-    request = normalise({"input": [more, USER], "tools": [ADD]})
-    assert list(offered(request)) == ["add", "mcp__dict__lookup", "apply_patch"]
-    assert request.body["messages"] == [USER]
-
-
-def test_a_tool_that_comes_again_keeps_its_place_and_is_the_latest() -> None:
+def test_tools_among_the_input_count_like_the_others_and_one_that_comes_again_is_the_latest_in_its_old_place() -> None:
     again = {**ADD, "description": "newer"}
-    request = normalise({"input": [{"type": "additional_tools", "tools": [again]}, USER], "tools": [ADD, SUB]})
-    assert [(name, tool.get("description")) for name, tool in offered(request).items()] == [
-        ("add", "newer"),
-        ("sub", "minus"),
-    ]
+    more = {"type": "additional_tools", "role": "developer", "tools": [MCP, again, PATCH]}
+    request = normalise({"input": [more, USER], "tools": [ADD, SUB]})
+    assert list(offered(request)) == EVERY
+    assert offered(request)["add"]["description"] == "newer"
+    assert request.body["messages"] == [USER]
 
 
 def test_names_that_would_be_one_are_told_apart() -> None:
     request = normalise({"input": "a", "tools": [{**ADD, "name": "mcp__dict__lookup"}, MCP]})
     found = [request.tools.called(name) for name in offered(request)]
-    assert [tool and (tool.namespace, tool.name) for tool in found] == [
-        (None, "mcp__dict__lookup"),
-        ("mcp__dict", "lookup"),
-    ]
+    names = [(None, "mcp__dict__lookup"), ("mcp__dict", "lookup")]
+    assert [tool and (tool.namespace, tool.name) for tool in found] == names
 
 
 @pytest.mark.parametrize("tools", [[MCP, PATCH], []], ids=["offered", "no longer offered"])
 def test_calls_in_the_history_have_the_names_that_the_model_knows(tools: list[Any]) -> None:
     items = [
         USER,
-        {**call("x"), "name": "lookup", "namespace": "mcp__dict"},
+        {**call("x"), **LOOKUP},
         {"type": "custom_tool_call", "call_id": "y", "name": "apply_patch", "input": 'é"\n'},
         output("x"),
         {"type": "custom_tool_call_output", "call_id": "y", "output": "Done!"},

@@ -16,17 +16,12 @@ def caps(**told: Any) -> dict[str, Any]:
     return {"chat_template_caps": told}
 
 
-def context(n_ctx: int | None) -> dict[str, Any]:
-    return {"default_generation_settings": {"n_ctx": n_ctx}}
-
-
 @pytest.mark.parametrize(
     ("props", "expected"),
     [
         ({}, ServerTraits()),
         ({"total_slots": 4}, ServerTraits(slots=4)),
-        ({"total_slots": "4"}, ServerTraits()),
-        ({"total_slots": True}, ServerTraits()),
+        *(({"total_slots": odd}, ServerTraits()) for odd in ("4", True)),
         (caps(supports_tools=True, supports_tool_calls=True), ServerTraits(tools=True)),
         (caps(supports_tools=True, supports_tool_calls=False), ServerTraits(tools=False)),
         (caps(supports_tools=False, supports_tool_calls=True), ServerTraits(tools=False)),
@@ -34,8 +29,8 @@ def context(n_ctx: int | None) -> dict[str, Any]:
         (caps(supports_tool_calls=True), ServerTraits()),
         (caps(), ServerTraits()),
         ({"chat_template_caps": ["supports_tools"]}, ServerTraits()),
-        (context(4096), ServerTraits(n_ctx=4096)),
-        (context(None), ServerTraits()),
+        ({"default_generation_settings": {"n_ctx": 4096}}, ServerTraits(n_ctx=4096)),
+        ({"default_generation_settings": {"n_ctx": None}}, ServerTraits()),
         ({"default_generation_settings": []}, ServerTraits()),
         ({"modalities": {"vision": True, "audio": False}}, ServerTraits(modalities={"vision": True, "audio": False})),
         ({"modalities": {"vision": "yes"}}, ServerTraits(modalities={})),
@@ -57,9 +52,7 @@ def test_what_props_say(props: dict[str, Any], expected: ServerTraits) -> None:
         ("assistant: <seed:think>\n\n", True),
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
         ("<think> about it<|im_start|>assistant\n", False),
-        ("", False),
-        (None, False),
-        (7, False),
+        *((empty, False) for empty in ("", None, 7)),
     ],
 )
 def test_whether_the_template_ends_inside_a_think_tag(prompt: Any, opens: bool) -> None:
@@ -81,8 +74,6 @@ def test_parts_that_the_model_cannot_take(kinds: set[str], modalities: Any, says
     assert (refusal is None) == (says is None)
     assert (says or "") in (refusal or "")
 
-
-# ---------------------------------------------------------------- what the server lacks
 
 SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
 NO_TOOLS, SHRUNK = ServerTraits(tools=False), ServerTraits(n_ctx=512)

@@ -1,5 +1,6 @@
 """Bytes to SSE records: any line end, any split, any rubbish between the records."""
 
+import functools
 import itertools
 import time
 from collections.abc import Iterable
@@ -11,13 +12,8 @@ from hypothesis import strategies as st
 from llama_worker.stream import sse
 from llama_worker.stream.sse import SseDecoder, SseRecord
 
-
-def data(text: str) -> SseRecord:
-    return SseRecord(text, False)
-
-
-def error(text: str) -> SseRecord:
-    return SseRecord(text, True)
+data = functools.partial(SseRecord, is_error=False)
+error = functools.partial(SseRecord, is_error=True)
 
 
 def decode(pieces: Iterable[bytes], decoder: SseDecoder | None = None) -> list[SseRecord]:
@@ -74,8 +70,7 @@ def test_a_record_is_out_with_the_byte_that_ends_it(end: bytes) -> None:
     first = decoder.feed(early[-1:])
     assert first + decoder.feed(end[len(early) :]) == [data("x")]
     assert decoder.feed(b"data: y\r\r") == [data("y")]
-    assert decoder.feed(b"\n") == []
-    assert not decoder.has_partial()
+    assert (decoder.feed(b"\n"), decoder.has_partial()) == ([], False)
     assert decoder.feed(b"data: z\n\n") == [data("z")]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from llama_worker.profiles import TimeoutProfile
@@ -14,10 +16,7 @@ BOUNDED = TimeoutProfile(startup_timeout_s=120.0, silent_work_timeout_s=500.0, l
 
 def watch(*worked_at: float) -> StartupWatch:
     """Launched at 100.0."""
-    launch = StartupWatch.begin(100.0)
-    for at in worked_at:
-        launch = launch.saw_work(at)
-    return launch
+    return functools.reduce(StartupWatch.saw_work, worked_at, StartupWatch.begin(100.0))
 
 
 @pytest.mark.parametrize(

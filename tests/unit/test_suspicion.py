@@ -39,20 +39,12 @@ def test_other_verdicts_never_are_and_leave_no_trace(verdict: Verdict, policy: R
         assert stalled(suspicion, 2, verdict, policy, busy=False) == (suspicion, None)
 
 
-# ------------------------------------------------------------ ends of requests
-
-
 def ended(reason: RequestFailReason | None = None, job: str = "j", *, http: int = 500, **result: Any) -> RequestRecord:
     state = RequestState.FAILED if reason else RequestState.COMPLETED
-    said = {"text": "", "reasoning": "", "signals": [], "tool_trace": []}
-    return RequestRecord(
-        request_id=1,
-        job_name=job,
-        status={},  # type: ignore[typeddict-item]
-        result={"state": state, "fail_reason": reason, **said, **result},  # type: ignore[typeddict-item]
-        ended_at=1.0,
-        http_status=http if reason is RequestFailReason.HTTP_ERROR else None,
-    )
+    nothing = {"text": "", "reasoning": "", "signals": [], "tool_trace": []}
+    told: Any = {"status": {}, "result": {"state": state, "fail_reason": reason, **nothing, **result}}
+    http_status = http if reason is RequestFailReason.HTTP_ERROR else None
+    return RequestRecord(request_id=1, job_name=job, **told, ended_at=1.0, http_status=http_status)
 
 
 def found(*records: RequestRecord, policy: RestartPolicy = RESTART) -> Doubt | Trouble | None:
@@ -65,7 +57,8 @@ def found(*records: RequestRecord, policy: RestartPolicy = RESTART) -> Doubt | T
 
 LOOP = RequestFailReason.REPEATED_LINE_LOOP
 DONE, BROKEN = ended(text="x"), ended(RequestFailReason.STREAM_DISCONNECTED)
-REFUSED = ended(RequestFailReason.HTTP_ERROR)
+REFUSED, WITHOUT_A_CODE = ended(RequestFailReason.HTTP_ERROR), ended(RequestFailReason.SERVER_ERROR, "e")
+CANCELED = ended(job="x", state="canceled")
 
 
 def refused(jobs: str, http: int = 500) -> list[RequestRecord]:
@@ -97,16 +90,12 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or i
         pytest.param([*refused("abcd"), *refused("e", 503)], JOBS_REFUSED, id="any 5xx"),
         pytest.param([*refused("abcd"), *refused("e", 499)], None, id="499 is no 5xx"),
         pytest.param([*refused("abcd"), *refused("e", 600)], None, id="nor is 600"),
-        pytest.param(
-            [*refused("abcd"), ended(RequestFailReason.SERVER_ERROR, "e")], None, id="an error without a code"
-        ),
+        pytest.param([*refused("abcd"), WITHOUT_A_CODE], None, id="an error without a code"),
         pytest.param([*refused("ab"), *refused("x", 400), *refused("cde")], JOBS_REFUSED, id="other errors end no row"),
         pytest.param([ended(LOOP, "a"), ended(job="b", text=" \n")], JOBS_WITH_NOTHING, id="a loop, and nothing"),
         pytest.param([ended(LOOP, "a"), ended(LOOP, "a")], None, id="one job that tries again"),
         pytest.param([ended(LOOP, "a"), ended(job="b", text="x"), ended(LOOP, "c")], None, id="a text between"),
-        pytest.param(
-            [ended(job="a"), ended(job="x", state="canceled"), ended(job="b")], JOBS_WITH_NOTHING, id="a cancel between"
-        ),
+        pytest.param([ended(job="a"), CANCELED, ended(job="b")], JOBS_WITH_NOTHING, id="a cancel between"),
         pytest.param([ended(job="a"), ended(job="b", signals=[{}])], None, id="a signal is something"),
         pytest.param([ended(job="a"), ended(job="b", tool_trace=[{}])], None, id="so is a call"),
         pytest.param([ended(job="a"), ended(job="b", reasoning="hm")], None, id="so is reasoning"),

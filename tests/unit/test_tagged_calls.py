@@ -22,13 +22,10 @@ JSON_VALUES = st.recursive(
 )
 
 
-def filtered(
-    pieces: list[str], *, strict: bool = True, structured: bool = False
-) -> tuple[str, list[RawCall | MalformedCall]]:
+def filtered(pieces: list[str], *, strict: bool = True) -> tuple[str, list[RawCall | MalformedCall]]:
     tool_filter = TaggedCallFilter(strict=strict)
     shown = [tool_filter.feed(piece) for piece in pieces]
-    shown.append(tool_filter.put_back() if structured else tool_filter.finish())
-    return "".join(shown), tool_filter.calls
+    return "".join(shown) + tool_filter.finish(), tool_filter.calls
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -143,16 +140,16 @@ FRAGMENTS = st.sampled_from(
 )  # fmt: skip
 
 
-@given(st.lists(FRAGMENTS, max_size=8).map("".join), st.lists(st.integers(0, 400)), st.booleans())
-def test_any_split_of_the_text_gives_the_same(text: str, places: list[int], strict: bool) -> None:
-    whole = filtered([text], strict=strict)
-    assert filtered(cut(text, places), strict=strict) == whole
-    assert filtered(list(text), strict=strict) == whole
+TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
+PLACES = st.lists(st.integers(0, 400))
 
 
-@given(st.lists(FRAGMENTS, max_size=8).map("".join))
-def test_nothing_but_the_calls_is_lost(text: str) -> None:
-    shown, calls = filtered([text])
+@given(TEXTS, PLACES, st.booleans())
+def test_any_split_of_the_text_gives_the_same_and_loses_nothing_but_the_calls(
+    text: str, places: list[int], strict: bool
+) -> None:
+    shown, calls = filtered([text], strict=strict)
+    assert filtered(cut(text, places), strict=strict) == filtered(list(text), strict=strict) == (shown, calls)
     rest = text
     for call in calls:
         if isinstance(call, RawCall):
@@ -176,9 +173,11 @@ def test_every_call_written_in_the_convention_is_found(before: str, after: str, 
     assert (parse_arguments(call.arguments), call.tagged) == (arguments, written)
 
 
-@given(st.lists(FRAGMENTS, max_size=8).map("".join), st.lists(st.integers(0, 400)))
+@given(TEXTS, PLACES)
 def test_wherever_a_structured_call_comes_all_that_was_held_back_is_put_back(text: str, places: list[int]) -> None:
-    assert filtered(cut(text, places), strict=False, structured=True) == (text, [])
+    tool_filter = TaggedCallFilter(strict=False)
+    shown = [tool_filter.feed(piece) for piece in cut(text, places)]
+    assert ("".join(shown) + tool_filter.put_back(), tool_filter.calls) == (text, [])
 
 
 LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times

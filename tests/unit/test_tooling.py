@@ -33,10 +33,8 @@ def raw(name: str, arguments: str) -> RawCall:
     return RawCall(None, name, arguments)
 
 
-def delta(
-    index: int, call_id: str | None = None, name: str | None = None, arguments: str | None = None
-) -> ToolCallDelta:
-    return ToolCallDelta(index=index, call_id=call_id, name=name, arguments=arguments)
+def more(index: int, arguments: str) -> ToolCallDelta:
+    return ToolCallDelta(index, None, None, arguments)
 
 
 def assembled(*deltas: ToolCallDelta) -> tuple[RawCall, ...]:
@@ -54,21 +52,21 @@ def test_ids_sent_back_are_nine_alphanumerics_and_a_number_that_has_none_is_refu
 
 
 def test_arguments_are_appended_but_name_and_id_are_not_nor_are_they_erased() -> None:
-    pieces = [delta(0, "id1", "add", "{"), delta(0, "", "", '"a"'), delta(0, "id1", "add", ": 1}"), delta(0)]
-    assert assembled(*pieces) == (RawCall("id1", "add", '{"a": 1}'),)
+    pieces = [("id1", "add", "{"), ("", "", '"a"'), ("id1", "add", ": 1}"), (None, None, None)]
+    assert assembled(*(ToolCallDelta(0, *piece) for piece in pieces)) == (RawCall("id1", "add", '{"a": 1}'),)
 
 
 def test_calls_come_in_the_order_of_their_indices_which_may_have_gaps() -> None:
     indices = [7, 2, *range(20, 37)]
-    heads = [delta(index, name=f"t{index}") for index in indices]
+    heads = [ToolCallDelta(index, None, f"t{index}", None) for index in indices]
     calls = [RawCall(None, f"t{index}", "{}" if index == 7 else "") for index in sorted(indices)]
-    assert assembled(*heads, delta(7, arguments="{}")) == tuple(calls)
+    assert assembled(*heads, more(7, "{}")) == tuple(calls)
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(NORMAL)), st.lists(st.text())), max_size=4))
 def test_fragments_of_calls_may_come_in_turns(calls: list[tuple[str, list[str]]]) -> None:
     streams = [
-        [delta(n, f"id{n}", name), *(delta(n, arguments=part) for part in parts)]
+        [ToolCallDelta(n, f"id{n}", name, None), *(more(n, part) for part in parts)]
         for n, (name, parts) in enumerate(calls)
     ]
     in_turns = [fragment for turn in itertools.zip_longest(*streams) for fragment in turn if fragment]
@@ -163,8 +161,8 @@ def test_a_malformed_exit_call_is_recorded_with_its_text_and_is_no_problem(malfo
 
 @pytest.mark.parametrize("beside", [raw("mul", "{}"), raw("add", "["), MalformedCall("<tool_call>")])
 def test_exit_calls_are_recorded_beside_unknown_and_malformed_ones(beside: RawCall | MalformedCall) -> None:
-    for calls in ([beside, raw("escalate", "{}")], [raw("escalate", "{}"), beside]):
-        assert [signal["tool_name"] for signal in split(calls).exits] == ["escalate"]
+    signals = split([raw("escalate", "{}"), beside, raw("signal_issue", "{}")]).exits
+    assert [signal["tool_name"] for signal in signals] == ["escalate", "signal_issue"]
 
 
 def test_exit_calls_beside_normal_ones_are_never_counted_and_take_no_id() -> None:

@@ -6,16 +6,9 @@ import pytest
 
 from llama_worker.profiles import LoopDetector
 from llama_worker.request.turn import Said, Turn
+from llama_worker.stream import events
 from llama_worker.stream.calls import RawCall
-from llama_worker.stream.events import (
-    PromptProgress,
-    ReasoningDelta,
-    RoleOnly,
-    TextDelta,
-    Timings,
-    ToolCallDelta,
-    Usage,
-)
+from llama_worker.stream.events import PromptProgress, ReasoningDelta, RoleOnly, TextDelta, Timings, ToolCallDelta
 
 TAGGED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 CALL = RawCall(None, "add", '{"a": 1}', TAGGED)
@@ -28,9 +21,9 @@ def turn(*, prompted: bool = False) -> Turn:
     return Turn(started_at=0.0, prompted=prompted, with_tools=True, opens_thinking=False, loop_detector=LoopDetector())
 
 
-def take(it: Turn, *events: Said, at: float = 1.0) -> tuple[str, str]:
+def take(it: Turn, *said: Said, at: float = 1.0) -> tuple[str, str]:
     """(reasoning, text) that may be shown now."""
-    shown = [it.take(event, at) for event in events]
+    shown = [it.take(event, at) for event in said]
     return "".join(reasoning for reasoning, _ in shown), "".join(text for _, text in shown)
 
 
@@ -87,7 +80,7 @@ def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
     assert it.tokens == 3
     it.timings = Timings(None, None, 7, None)
     assert it.tokens == 7
-    it.usage = Usage(10, 9, None)
+    it.usage = events.Usage(10, 9, None)
     assert it.tokens == 9
     it.usage, it.timings = None, Timings(None, None, None, None)
     assert it.tokens == 3
@@ -103,9 +96,6 @@ def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
     assert (it.first_token_at, it.last_token_at) == (1.0, 2.0)
     it.timings = Timings(None, None, None, 40.0)
     assert it.tokens_per_second() == 40.0
-
-
-# ---------------------------------------------------------------- what brings it forward
 
 
 def test_prompt_progress_is_data_only_where_it_grows() -> None:

@@ -31,9 +31,7 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
     ("kind", "keys"),
     [
         (types.SubmitOk, "ok request_id"),
-        (types.SubmitErr, "ok error"),
-        (types.NotFound, "ok error"),
-        (types.NotReady, "ok error"),
+        *((kind, "ok error") for kind in (types.SubmitErr, types.NotFound, types.NotReady)),
         (
             types.RequestStatus,
             "ok request_id job_name state phase created_at output_chars reasoning_chars tool_iters_remaining"
@@ -78,7 +76,6 @@ def test_an_exit_tool_is_an_openai_function_with_a_closed_object_schema(tool: To
     assert tool["type"] == "function"
     assert tool["function"]["description"]
     schema = tool["function"]["parameters"]
-    assert schema["type"] == "object"
-    assert schema["additionalProperties"] is False
+    assert (schema["type"], schema["additionalProperties"]) == ("object", False)
     assert set(schema["required"]) <= set(schema["properties"])
     assert all(item["description"] and item["type"] for item in schema["properties"].values())

@@ -7,25 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from llama_worker.messages import (
-    BecameReady,
-    GpuFaulted,
-    HealthLost,
-    Launch,
-    Launched,
-    Observed,
-    ProbeNow,
-    ProbeOutcome,
-    ProgressReported,
-    ReportProgress,
-    Stalled,
-    StandDown,
-    StartupFailed,
-    Tick,
-    Unwatch,
-    Watch,
-    WatchdogMessage,
-)
+from llama_worker import messages
+from llama_worker.messages import Launch, Launched, ProbeNow, ProbeOutcome, StandDown, Tick, Unwatch, Watch
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
 from llama_worker.server.gpu_faults import GpuFault
@@ -44,9 +27,9 @@ class Watched:
     def __init__(self, profile: TimeoutProfile, *, probes_count: int = 0) -> None:
         self.watch = ServerWatch(profile, probes_count=probes_count, me=Nobody())
 
-    def __call__(self, message: WatchdogMessage, now: float) -> list[Any]:
+    def __call__(self, message: messages.WatchdogMessage, now: float) -> list[Any]:
         """What follows from a message, apart from the notes for the evidence of a kill."""
-        return [effect for effect in self.watch.step(message, now) if not isinstance(effect, Observed)]
+        return [effect for effect in self.watch.step(message, now) if not isinstance(effect, messages.Observed)]
 
 
 def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
@@ -56,12 +39,12 @@ def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
     for effect in [*step(Launched(epoch=1, pid=7), 0.0), *step(Tick(), 0.1)]:
         if isinstance(effect, Look):
             step(effect.seen, 0.1)
-    assert step(probed(ProbeOutcome.READY), 0.1) == [BecameReady(epoch=1, traits=ServerTraits())]
+    assert step(probed(ProbeOutcome.READY), 0.1) == [messages.BecameReady(epoch=1, traits=ServerTraits())]
     return step
 
 
-def told(progress: Progress) -> ProgressReported:
-    return ProgressReported(progress=progress, for_verdict=True)
+def told(progress: Progress) -> messages.ProgressReported:
+    return messages.ProgressReported(progress=progress, for_verdict=True)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +56,7 @@ def told(progress: Progress) -> ProgressReported:
     ],
 )
 def test_no_verdict_falls_before_every_request_was_heard(
-    next_message: WatchdogMessage, at: float, busy_neighbour: bool
+    next_message: messages.WatchdogMessage, at: float, busy_neighbour: bool
 ) -> None:
     step = ready(STALLS_AFTER_1_S)
     for request_id in (1, 2):
@@ -83,12 +66,12 @@ def test_no_verdict_falls_before_every_request_was_heard(
     assert step(told(generating(0.0)), 60.1) == []
     stalled, *asked_again = step(next_message, at)
     assert (stalled.request_id, stalled.busy_neighbour) == (1, busy_neighbour)
-    assert [type(effect) for effect in asked_again] == [ReportProgress] * isinstance(next_message, Tick)
+    assert [type(effect) for effect in asked_again] == [messages.ReportProgress] * isinstance(next_message, Tick)
 
 
 PROBE = ProbeReadiness(epoch=1, root_pid=7, first=False)
 DOUBT = ProbeNow(epoch=1, cause="a broken connection")
-DOUBT_CONFIRMED = HealthLost(epoch=1, detail="a broken connection, and then the probe failed: told")
+DOUBT_CONFIRMED = messages.HealthLost(epoch=1, detail="a broken connection, and then the probe failed: told")
 
 
 def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
@@ -120,7 +103,7 @@ def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_ne
 
 def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready() -> None:
     step = ready(TimeoutProfile())
-    error = GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31"))
+    error = messages.GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31"))
     assert step(error, 1.0) == [error]
     assert step(replace(error, epoch=2), 1.0) == []
     step(StandDown(), 2.0)
@@ -146,7 +129,7 @@ def test_a_probe_that_hangs_is_not_asked_again_and_holds_no_verdict_up() -> None
     look, asked = step(Tick(), 60.1)
     assert (look.seen.probe, asked.for_verdict) == (quick.probe, True)
     (again,) = step(told(generating(0.0)), 60.1)
-    assert isinstance(again, Stalled)
+    assert isinstance(again, messages.Stalled)
     assert hanging.probe not in [e.seen.probe for e in step(Tick(), 60.2) if isinstance(e, Look)]
 
 
@@ -157,12 +140,12 @@ def test_what_a_probe_saw_before_watching_began_does_not_count() -> None:
     assert step(Watch(request_id=2, request=Nobody()), 62.0) == []  # the probe is still out
     (reset,) = step(replace(old.seen, alive=True, at=62.5), 62.5)
     assert reset.seen.fresh
-    asked = [e for e in step(Tick(), 63.0) if isinstance(e, ReportProgress)]
+    asked = [e for e in step(Tick(), 63.0) if isinstance(e, messages.ReportProgress)]
     assert [e.liveness_at for e in asked] == [None]
 
 
 @pytest.mark.parametrize("message", [StandDown(), Launch(epoch=2)])
-def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing(message: WatchdogMessage) -> None:
+def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing(message: messages.WatchdogMessage) -> None:
     step = Watched(TimeoutProfile(), probes_count=1)
     step(Launch(epoch=1), 0.0)
     (look,) = step(Launched(epoch=1, pid=7), 0.0)
@@ -181,7 +164,7 @@ def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None
     while not news and step.watch.deadline is not None:
         now = step.watch.deadline
         news = step(Tick(), now)
-    assert [type(told) for told in news] == [StartupFailed]
+    assert [type(told) for told in news] == [messages.StartupFailed]
     assert 10.0 <= now <= 10.5
     assert step.watch.deadline is None
 
