@@ -3,10 +3,12 @@ the few calls that most tests need."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -42,6 +44,28 @@ def eventually(check: Callable[[], T | None], what: str, timeout_s: float = WAIT
             return value
         assert time.monotonic() < end_at, f"not in {timeout_s} s: {what}; last: {value!r}"
         time.sleep(0.01)
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """In an event loop of its own, within a generous time."""
+    return asyncio.run(asyncio.wait_for(main, WAIT_S))
+
+
+@contextmanager
+def no_threads(kind: str = "") -> Iterator[threading.Event]:
+    """No thread of ours with that word in its name can be started; the event is set once one was asked for."""
+    refused = threading.Event()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("llama_worker-") and kind in thread.name:
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", refuse)
+        yield refused
 
 
 @dataclass(frozen=True, slots=True)

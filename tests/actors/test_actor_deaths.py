@@ -9,22 +9,18 @@ import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pykka
 import pytest
 
 from llama_worker import LlamaWorkerError, WorkerClosed, messages
 from llama_worker.actors.request import RequestActor
-from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
-from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.actors.worker import WorkerActor
-from tests.actors.conftest import WAIT_S, MakeWorker, eventually
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.conftest import Leftovers, Speechless
-from tests.fake_script import Headers, Text, ToolCall, Turns, WaitClose, plain_reply, steps_json
+from tests.fake_script import Headers, Text, WaitClose, plain_reply, steps_json
 
-TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 Arm = Callable[..., threading.Event]
 
 
@@ -52,30 +48,16 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Arm:
     [
         (RequestActor, messages.Begin, RuntimeError),  # it has no record to hand over
         (TransportActor, messages.OpenStream, RuntimeError),
-        (ToolLoopActor, messages.RunTool, RuntimeError),
-        (WatchdogActor, messages.Watch, RuntimeError),
         (RequestActor, messages.StreamEvents, SystemExit),
         (RequestActor, messages.StreamEvents, Speechless),
     ],
 )
-def test_a_death_around_a_request_is_survived(
-    make_worker: MakeWorker, arm: Arm, actor: Any, kind: Any, error: Any
-) -> None:
-    rig = make_worker(slots=2, normal_tools=[TOOL], tool_runner=Mock(**{"run_tool.return_value": "seen"}))
+def test_a_death_fails_the_request_and_is_survived(rig: Rig, arm: Arm, actor: Any, kind: Any, error: Any) -> None:
     happened = arm(actor, kind, error)
-    with_call = plain_reply(Text("before "), ToolCall("look"), reason="tool_calls")
-    params = {"fake_script": steps_json(Turns([with_call, plain_reply(Text("after"))]))}
-    asked = [rig.worker.submit("job", "", "x", params=params) for _ in range(2)]
-    questions: list[Any] = [call(1) for call in (rig.worker.get_status, rig.worker.read_output)]
-    results = [rig.worker.result(1), rig.worker.result(2)]
-    assert happened.wait(WAIT_S)
-    admitted = [told["request_id"] for told in (future.get(timeout=WAIT_S) for future in asked) if told["ok"]]
-    assert [result.get(timeout=WAIT_S)["ok"] for result in results[: len(admitted)]] == [True] * len(admitted)
-    for question in questions:
-        assert question.get(timeout=WAIT_S)["ok"] is True
+    assert rig.run(Headers(), Text("a"), WaitClose())["state"] == "failed"
+    assert happened.is_set()
     rig.wait_restarted()
     assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
-    assert rig.status()["slots_used"] == 0
     assert any(event["event"] == "actor_died" for event in rig.worker.get_debug_info().get()["recent_events"])
 
 
@@ -104,8 +86,7 @@ def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing_but_the_hosts
         eventually(lambda: futures[0].done(), "an answer to start()")
         for steps in ([Headers(), Text("a"), WaitClose()], plain_reply(Text("b"))):
             futures.append(rig.worker.submit("job", "", "x", params={"fake_script": steps_json(*steps)}))
-        futures += [call(1) for call in (rig.worker.get_status, rig.worker.read_output, rig.worker.result)]
-        futures += [rig.worker.result(2), rig.worker.get_worker_status()]
+        futures += [rig.worker.result(1), rig.worker.result(2), rig.worker.get_worker_status()]
         if kind is messages.RequestEnded:
             assert happened.wait(WAIT_S)
         futures.append(rig.worker.stop())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,8 @@ import pytest
 
 from llama_worker import ConfigError, OutputChunk, WorkerClosed
 from llama_worker.async_output import stream
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig
+from tests.actors.conftest import MakeWorker, Rig, run_async
 from tests.fake_script import Gate, Headers, Reasoning, Text, Tokens, WaitClose, plain_reply
-
-
-def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """In an event loop of its own, within a generous time."""
-    return asyncio.run(asyncio.wait_for(main, WAIT_S))
 
 
 async def collect(rig: Rig, request_id: int, **how: Any) -> list[OutputChunk]:
@@ -34,10 +29,10 @@ async def first_then(rig: Rig, request_id: int, act: Callable[[], Awaitable[Any]
 
 def test_the_pieces_are_the_whole_output_in_order_and_the_last_alone_is_done(rig: Rig) -> None:
     request_id = rig.submit(*plain_reply(Reasoning("hm "), Tokens(50, interval_s=0.002)))
-    chunks = run(collect(rig, request_id))
+    chunks = run_async(collect(rig, request_id))
     assert [chunk["done"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert all(chunk["text"] or chunk["reasoning"] for chunk in chunks[:-1])
-    (late,) = run(collect(rig, request_id, text_offset=1, reasoning_offset=1))
+    (late,) = run_async(collect(rig, request_id, text_offset=1, reasoning_offset=1))
     result = rig.ended(request_id)  # streaming has not released it
     assert "".join(chunk["text"] for chunk in chunks) == result["text"] == "".join(f"tok{i} " for i in range(50))
     assert "".join(chunk["reasoning"] for chunk in chunks) == "hm"
@@ -53,7 +48,7 @@ def test_the_event_loop_goes_on_while_it_waits(rig: Rig, gate: Path) -> None:
         asyncio.get_running_loop().call_later(0.05, gate.touch)  # never, where waiting for the rest blocks the loop
         return [first, *[chunk async for chunk in chunks]]
 
-    first, *rest = run(main())
+    first, *rest = run_async(main())
     assert (first["text"], "".join(chunk["text"] for chunk in rest)) == ("first", " second")
 
 
@@ -68,7 +63,7 @@ def test_an_iteration_that_ends_early_leaves_the_request_running(rig: Rig, gate:
                 with pytest.raises(asyncio.TimeoutError):
                     await asyncio.wait_for(anext(chunks), 0.05)
 
-    run(main())
+    run_async(main())
     assert rig.request(request_id)["state"] == "running"
     gate.touch()
     assert rig.ended(request_id)["text"] == "ab"
@@ -82,13 +77,13 @@ def test_a_result_that_is_taken_from_under_the_stream_is_no_silent_end(rig: Rig,
         assert (await rig.worker.result(request_id))["ok"]
 
     with pytest.raises(LookupError, match="taken"):
-        run(first_then(rig, request_id, take))
+        run_async(first_then(rig, request_id, take))
 
 
 def test_a_closed_worker_ends_it(rig: Rig) -> None:
     request_id = rig.submit(Headers(), Text("a"), WaitClose())
     with pytest.raises(WorkerClosed):
-        run(first_then(rig, request_id, partial(asyncio.to_thread, rig.worker.close)))
+        run_async(first_then(rig, request_id, partial(asyncio.to_thread, rig.worker.close)))
 
 
 def test_bad_arguments_are_refused(make_worker: MakeWorker) -> None:
@@ -98,4 +93,4 @@ def test_bad_arguments_are_refused(make_worker: MakeWorker) -> None:
     with pytest.raises(TypeError, match="poll_interval_s"):
         stream(worker, 1, poll_interval_s="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="text_offset"):
-        run(anext(stream(worker, 1, text_offset=-1)))
+        run_async(anext(stream(worker, 1, text_offset=-1)))

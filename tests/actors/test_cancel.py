@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
-import pytest
-
-from llama_worker.runtime.stream_reader import StreamReader
-from tests.actors.conftest import WAIT_S, MakeWorker, eventually
-from tests.fake_script import Burn, Finish, Headers, PingEvery, PromptProgress, Repeat, Script, Step, Text, WaitClose
+from tests.actors.conftest import WAIT_S, MakeWorker
+from tests.fake_script import Burn, Finish, Headers, PingEvery, PromptProgress, Repeat, Step, Text, WaitClose
 
 PHASES: dict[str, list[Step]] = {
     "before the headers, at work": [Burn(None)],
@@ -36,30 +31,3 @@ def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> Non
         assert rig.worker.cancel(request).get(timeout=WAIT_S) is False, "the request has ended and was taken"
     assert rig.run()["state"] == "completed"
     assert rig.status()["restart_count"] == 0
-
-
-def test_a_server_that_is_blocked_in_a_send_hears_of_it(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does not hear a FIN while our receive window is full; it hears a reset."""
-    slow, stands_still, go_on = threading.Event(), threading.Event(), threading.Event()
-    readers: list[StreamReader] = []
-    on_ready = StreamReader.on_ready
-
-    def slow_on_ready(reader: StreamReader, mask: int) -> None:
-        if slow.is_set():
-            readers.append(reader)
-            stands_still.set()
-            go_on.wait(WAIT_S)
-        on_ready(reader, mask)
-
-    monkeypatch.setattr(StreamReader, "on_ready", slow_on_ready)
-    rig = make_worker(Script(journal_tokens=True), loop_detector=None)
-    request = rig.submit(Headers(), Repeat(None, [Text("token " * 1000)]))
-    rig.wait_text(request, "token ")
-    slow.set()
-    assert stands_still.wait(WAIT_S)
-    eventually(lambda: rig.journal.facts(n=1)[-1]["fact"] == "send_waits", "a send that does not end")
-    readers[0].abort()
-    rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
-    go_on.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import shlex
 from pathlib import Path
 from typing import Any
@@ -97,13 +96,7 @@ def test_a_refusal_is_raised_with_its_code(make_worker: MakeWorker) -> None:
     with pytest.raises(RequestRefused, match=r"WORKER_NOT_READY: .*start") as caught:
         make_worker(start=False).worker.ask("Hello?").get(timeout=WAIT_S)
     assert caught.value.error == "WORKER_NOT_READY"
-
-
-@pytest.mark.parametrize("code", ["NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_FAILED"])
-def test_a_refusal_can_be_pickled_and_says_what_to_do(code: Any) -> None:
-    error = pickle.loads(pickle.dumps(RequestRefused(code)))
-    assert error.error == code
-    assert str(error).startswith(f"{code}: ")
+    assert str(RequestRefused("WORKER_FAILED")).startswith("WORKER_FAILED: ")
 
 
 # ---------------------------------------------------------------- output as it comes

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -19,18 +17,13 @@ import pytest
 
 from llama_worker.runtime import futures
 from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
+from tests.actors.conftest import WAIT_S, no_threads, run_async
 
-TIMEOUT_S = 30.0
 CALLBACKS = "llama_worker-callbacks"
 
 
 async def wait(future: WorkerFuture[Any]) -> Any:
     return await future
-
-
-def run(main: Any) -> Any:
-    """In an event loop of its own, within a generous time."""
-    return asyncio.run(asyncio.wait_for(main, TIMEOUT_S))
 
 
 @pytest.fixture
@@ -107,10 +100,10 @@ def test_of_many_answers_at_once_all_see_the_same_and_one_takes_it() -> None:
         taken: SimpleQueue[int] = SimpleQueue()
         future: ResultFuture[int] = ResultFuture(taken.put)
         with ThreadPoolExecutor(8) as pool:
-            got = [pool.submit(future.get, timeout=TIMEOUT_S) for _ in range(4)]
+            got = [pool.submit(future.get, timeout=WAIT_S) for _ in range(4)]
             for number in range(4):
                 pool.submit(future.answer, number)
-            assert len({each.result(TIMEOUT_S) for each in got}) == 1
+            assert len({each.result(WAIT_S) for each in got}) == 1
         assert taken.qsize() == 1
 
 
@@ -125,8 +118,8 @@ def test_awaiting_leaves_the_event_loop_running(future: WorkerFuture[str], deriv
         threading.Thread(target=future.answer, args=("done",)).start()  # reached only if the wait does not block
         return await waiting
 
-    assert run(main()) == "done"
-    assert run(wait(derived(future))) == "done"  # what is answered already returns at once
+    assert run_async(main()) == "done"
+    assert run_async(wait(derived(future))) == "done"  # what is answered already returns at once
 
 
 def test_awaiting_raises_what_the_future_failed_with(future: WorkerFuture[int]) -> None:
@@ -135,7 +128,7 @@ def test_awaiting_raises_what_the_future_failed_with(future: WorkerFuture[int]) 
         await future
 
     with pytest.raises(LookupError, match="lost"):
-        run(main())
+        run_async(main())
 
 
 def test_a_cancelled_task_takes_nothing_and_leaves_nothing(handed_over: HandedOver) -> None:
@@ -143,7 +136,7 @@ def test_a_cancelled_task_takes_nothing_and_leaves_nothing(handed_over: HandedOv
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(wait(handed_over), 0.01)
 
-    run(main())
+    run_async(main())
     assert handed_over._wakers == []
     handed_over.answer(5)
     assert handed_over.taken == []
@@ -171,7 +164,7 @@ def test_a_callback_runs_on_a_thread_of_its_own(future: WorkerFuture[int], is_an
     for _ in range(2):
         future.add_done_callback(lambda f: called.put((f.get(timeout=0), threading.current_thread().name)))
     future.answer(1)
-    assert [called.get(timeout=TIMEOUT_S) for _ in range(2)] == [(1, CALLBACKS)] * 2
+    assert [called.get(timeout=WAIT_S) for _ in range(2)] == [(1, CALLBACKS)] * 2
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(3), KeyboardInterrupt()])
@@ -186,7 +179,7 @@ def test_an_exception_in_a_callback_is_logged_and_the_next_one_runs(
         future.add_done_callback(failing)
         future.add_done_callback(lambda _: called.set())
         future.answer(1)
-        assert called.wait(TIMEOUT_S)
+        assert called.wait(WAIT_S)
     (entry,) = [record for record in caplog.records if record.name == "llama_worker.futures"]
     assert entry.exc_info is not None
     assert entry.exc_info[1] is error
@@ -195,17 +188,13 @@ def test_an_exception_in_a_callback_is_logged_and_the_next_one_runs(
 def test_an_answer_does_not_fail_where_no_thread_can_be_started_for_a_callback(
     future: WorkerFuture[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_more_threads(thread: threading.Thread) -> None:
-        raise RuntimeError("no more threads")
-
     monkeypatch.setattr(futures, "_callbacks", futures._CallbackThread())
     called = threading.Event()
     future.add_done_callback(lambda _: called.set())
-    with monkeypatch.context() as exiting:
-        exiting.setattr(threading.Thread, "start", no_more_threads)
+    with no_threads():
         future.answer(1)
-    assert future.get(timeout=TIMEOUT_S) == 1
-    assert "no more threads" in caplog.text
+    assert future.get(timeout=WAIT_S) == 1
+    assert "can't start new thread" in caplog.text
     assert not called.is_set()
 
 
@@ -214,7 +203,7 @@ def test_an_answer_does_not_fail_where_no_thread_can_be_started_for_a_callback(
 
 @pytest.mark.parametrize(
     "take",
-    [lambda f: f.get(), lambda f: f.get(timeout=1), lambda f: run(wait(f)), lambda f: f.map(lambda v: v).get()],
+    [lambda f: f.get(), lambda f: f.get(timeout=1), lambda f: run_async(wait(f)), lambda f: f.map(lambda v: v).get()],
     ids=["get", "get in time", "await", "through a map"],
 )
 def test_taking_a_result_is_told_once_and_later_gets_return_it_still(
@@ -232,7 +221,7 @@ def test_a_timeout_a_callback_or_a_failure_takes_nothing(handed_over: HandedOver
     with pytest.raises(pykka.Timeout):
         handed_over.get(timeout=0.001)
     handed_over.answer(5)
-    assert called.wait(TIMEOUT_S)
+    assert called.wait(WAIT_S)
     failed = HandedOver()
     failed.fail(LookupError())
     with pytest.raises(LookupError):
@@ -274,15 +263,4 @@ def test_whoever_adds_while_it_closes_gets_an_answer() -> None:
                 pool.submit(open_futures.add, future)
         for future in futures:
             with pytest.raises(LookupError):
-                future.get(timeout=TIMEOUT_S)
-
-
-def test_an_answered_future_is_not_kept() -> None:
-    open_futures = OpenFutures()
-    future: WorkerFuture[int] = WorkerFuture()
-    open_futures.add(future)
-    future.answer(1)
-    gone = weakref.ref(future)
-    del future
-    gc.collect()
-    assert gone() is None
+                future.get(timeout=WAIT_S)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from llama_worker.types import WorkerState
-from tests.actors.conftest import WAIT_S, MakeWorker, Tree, eventually, fast_timeouts, living, running, tree
+from tests.actors.conftest import WAIT_S, MakeWorker, eventually, fast_timeouts, living, running, tree
 from tests.fake_script import (
     Child,
     Flood,
@@ -39,6 +39,8 @@ HOST_PROGRAM = Path(__file__).with_name("host_program.py")
 ENDLESS = Reply([Headers(), Repeat(None, [Text("token "), Sleep(0.02)])], marker="stream", times=None)
 TREE = (Child("group"), Child("session"), Child("daemon"))
 STUBBORN = Script(replies=[ENDLESS], children=TREE, ignore_term=True, floods=[Flood()])
+HALTED = replace(STUBBORN)  # by a SIGSTOP
+LOADING = replace(STUBBORN, startup=Startup(load_s=None))
 OBEDIENT = Script(replies=[ENDLESS])
 
 
@@ -80,54 +82,34 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
         process.communicate()
 
 
-def _assert_nothing_is_left(host: Host, seen: Tree, ended_at: float) -> None:
-    eventually(lambda: not running(seen), f"end of {seen}", LEFT_WITHIN_S - (time.monotonic() - ended_at))
-    assert not running(tree(host.journal))
-
-
-@pytest.mark.parametrize(("way", "returncode", "script"), [("sys.exit", 3, OBEDIENT), ("os._exit", 4, STUBBORN)])
-def test_a_host_that_exits_without_close_leaves_nothing(
-    run_host: RunHost, way: str, returncode: int, script: Script
+@pytest.mark.parametrize(
+    ("way", "ends_by", "script"),
+    [
+        ("sys.exit", 3, OBEDIENT),
+        ("os._exit", 4, STUBBORN),
+        ("killed", -signal.SIGTERM, OBEDIENT),
+        ("killed", -signal.SIGKILL, STUBBORN),
+        ("killed", -signal.SIGKILL, HALTED),
+        ("exit while starting", 0, LOADING),
+        ("exit while starting", -signal.SIGKILL, LOADING),
+    ],
+)
+def test_a_host_that_ends_without_close_leaves_nothing(
+    run_host: RunHost, way: str, ends_by: int, script: Script
 ) -> None:
     host = run_host(way, script)
+    eventually(lambda: len(tree(host.journal)) == 2 + len(script.children), "the whole tree")
     seen = tree(host.journal)
-    assert len(seen) == 2 + len(script.children)
-    began_at = time.monotonic()
-    host.go()
-    assert host.process.wait(timeout=LEFT_WITHIN_S) == returncode
-    _assert_nothing_is_left(host, seen, began_at)
-
-
-@pytest.mark.parametrize(
-    ("number", "script", "is_stopped"),
-    [(signal.SIGTERM, OBEDIENT, False), (signal.SIGKILL, STUBBORN, False), (signal.SIGKILL, STUBBORN, True)],
-    ids=["SIGTERM", "SIGKILL", "the server is SIGSTOPped"],
-)
-def test_a_host_that_is_killed_leaves_nothing(
-    run_host: RunHost, number: signal.Signals, script: Script, is_stopped: bool
-) -> None:
-    host = run_host("killed", script)
-    seen = tree(host.journal)
-    if is_stopped:
+    if script is HALTED:
         os.kill(host.journal.wait("launched")["pid"], signal.SIGSTOP)
-    host.process.send_signal(number)
     began_at = time.monotonic()
-    host.process.wait(timeout=LEFT_WITHIN_S)
-    _assert_nothing_is_left(host, seen, began_at)
-
-
-@pytest.mark.parametrize("way", ["exits", "is killed"])
-def test_a_host_that_ends_during_a_start_leaves_nothing(run_host: RunHost, way: str) -> None:
-    host = run_host("exit while starting", replace(STUBBORN, startup=Startup(load_s=None)))
-    host.journal.wait("child", timeout=WAIT_S, count=3)
-    seen = tree(host.journal)
-    began_at = time.monotonic()
-    if way == "exits":
-        host.go()
-        assert host.process.wait(timeout=LEFT_WITHIN_S) == 0
+    if ends_by < 0:
+        host.process.send_signal(-ends_by)
     else:
-        host.process.kill()
-    _assert_nothing_is_left(host, seen, began_at)
+        host.go()
+    assert host.process.wait(timeout=LEFT_WITHIN_S) == ends_by
+    eventually(lambda: not running(seen), f"end of {seen}", LEFT_WITHIN_S - (time.monotonic() - began_at))
+    assert not running(tree(host.journal))
 
 
 def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: RunHost) -> None:

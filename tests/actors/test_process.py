@@ -210,17 +210,6 @@ def test_stop_leaves_nothing_within_the_grace_and_two_seconds(make_worker: MakeW
         assert leftovers.wait_none() == []
 
 
-def test_an_obedient_server_is_not_killed(make_worker: MakeWorker) -> None:
-    rig = make_worker(timeouts=fast_timeouts(stop_grace_s=30.0))
-    open_stream = rig.submit(Headers(), Tokens(1), WaitClose())
-    rig.wait_text(open_stream, "tok")
-    rig.stop()
-    assert rig.journal.facts("exit", code=0)
-    (told,) = rig.journal.facts("signal")
-    assert told["signal"] == "SIGTERM"
-    assert told["connected"] == 0, "the server waits for open connections: they are closed first"
-
-
 def test_a_server_that_is_stuck_in_its_first_sigterm_is_asked_a_second_time(make_worker: MakeWorker) -> None:
     rig = make_worker(Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=30.0))
     rig.stop()

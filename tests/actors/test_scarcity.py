@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -17,29 +16,12 @@ from llama_worker import LlamaWorker, RestartPolicy, WorkerStartError
 from llama_worker.runtime import loop_thread
 from llama_worker.runtime.loop_thread import LoopThread
 from llama_worker.types import StartFailReason, WorkerState
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, no_threads
 from tests.conftest import Leftovers
 from tests.fake_script import Text, ToolCall, Turns, plain_reply
 
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SUSPICIOUS = RestartPolicy(transport_failures_before_restart=1, restart_backoff_s=0.05)
-
-
-@contextlib.contextmanager
-def no_threads(monkeypatch: pytest.MonkeyPatch, kind: str = "") -> Iterator[threading.Event]:
-    """No thread with that word in its name can be started; the event is set once one was asked for."""
-    refused = threading.Event()
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("llama_worker-") and kind in thread.name:
-            refused.set()
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as crowded:
-        crowded.setattr(threading.Thread, "start", refuse)
-        yield refused
 
 
 @contextlib.contextmanager
@@ -75,7 +57,7 @@ def test_without_a_thread_a_request_fails_and_the_server_stays(
 ) -> None:
     rig = make_worker(normal_tools=[TOOL], tool_runner=Mock(), bios_provider=lambda _: "bios", restart=SUSPICIOUS)
     turns = Turns([plain_reply(ToolCall("look"), reason="tool_calls"), plain_reply(Text("done"))])
-    with monkeypatch.context() as fresh, no_threads(monkeypatch, kind) as refused:
+    with monkeypatch.context() as fresh, no_threads(kind) as refused:
         fresh.setattr(loop_thread, "_loop", LoopThread())  # as if this were the process's first stream
         result = rig.run(turns)
     assert refused.is_set()
@@ -84,13 +66,11 @@ def test_without_a_thread_a_request_fails_and_the_server_stays(
     assert_as_before(rig)
 
 
-def test_a_worker_that_gets_no_threads_raises_and_leaves_nothing(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_gets_no_threads_raises_and_leaves_nothing(make_worker: MakeWorker) -> None:
     config = make_worker(start=False).config
     before = Leftovers()
     for actor in ("worker", "process", "tool_loop", "watchdog"):  # the others are run by the shared loop
-        with no_threads(monkeypatch, f"llama_worker-{actor}"), pytest.raises(RuntimeError, match="new thread"):
+        with no_threads(f"llama_worker-{actor}"), pytest.raises(RuntimeError, match="new thread"):
             LlamaWorker(config)
         assert before.wait_none() == []
 
@@ -109,10 +89,10 @@ def test_without_descriptors_a_request_fails_the_server_stays_and_can_be_stopped
 
 @pytest.mark.parametrize("lack", ["can't start new thread", "Too many open files"])
 def test_a_start_that_lacks_something_fails_with_the_cause_and_may_be_repeated(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, lack: str
+    make_worker: MakeWorker, lack: str
 ) -> None:
     rig = make_worker(start=False)
-    crowded: Any = no_threads(monkeypatch, "-server") if "thread" in lack else no_descriptors()
+    crowded: Any = no_threads("-server") if "thread" in lack else no_descriptors()
     with crowded, pytest.raises(WorkerStartError, match=lack) as failure:
         rig.worker.start().get(timeout=WAIT_S)
     assert failure.value.reason is StartFailReason.SPAWN_FAILED

@@ -16,8 +16,7 @@ from llama_worker import RestartPolicy
 from llama_worker.actors import tool_loop
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.messages import ToolThreadStuck
-from llama_worker.stream.tagged_calls import tagged_call
-from llama_worker.types import ExitSignal, RequestResult, ToolDef
+from llama_worker.types import ExitSignal, ToolDef
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.conftest import Speechless
 from tests.fake_script import (
@@ -26,7 +25,6 @@ from tests.fake_script import (
     Gate,
     Headers,
     HttpError,
-    Reasoning,
     Reply,
     Role,
     Script,
@@ -36,8 +34,6 @@ from tests.fake_script import (
     Turns,
     plain_reply,
 )
-
-CHAT = "/v1/chat/completions"
 
 
 def tool(name: str) -> ToolDef:
@@ -49,7 +45,6 @@ class Tools:
 
     def __init__(self, **functions: Callable[[Mapping[str, Any]], Any]) -> None:
         self.functions = functions
-        self.calls: list[tuple[str, Mapping[str, Any]]] = []
         self.callers: list[tuple[int, str, str]] = []
         self.released = threading.Event()
 
@@ -58,7 +53,6 @@ class Tools:
         return [tool(name) for name in self.functions]
 
     def run_tool(self, *, name: str, arguments: Mapping[str, Any], request_id: int, job_name: str) -> Any:
-        self.calls.append((name, arguments))
         self.callers.append((request_id, job_name, threading.current_thread().name))
         return self.functions[name](arguments)
 
@@ -88,9 +82,9 @@ def make_rig(make_worker: MakeWorker, tools: Tools) -> Callable[..., Rig]:
     return make
 
 
-def calling(*calls: Step, before: tuple[Step, ...] = ()) -> list[Step]:
+def calling(*steps: Step) -> list[Step]:
     """A turn that calls tools."""
-    return plain_reply(*before, *calls, reason="tool_calls")
+    return plain_reply(*steps, reason="tool_calls")
 
 
 def call(name: str, index: int = 0, **arguments: Any) -> Step:
@@ -98,11 +92,7 @@ def call(name: str, index: int = 0, **arguments: Any) -> Step:
 
 
 def bodies(rig: Rig) -> list[dict[str, Any]]:
-    return [fact["body"] for fact in rig.journal.facts("request", path=CHAT)]
-
-
-def outcome(result: RequestResult) -> tuple[str, str | None]:
-    return str(result["state"]), result.get("fail_reason")
+    return [fact["body"] for fact in rig.journal.facts("request", path="/v1/chat/completions")]
 
 
 def stuck(rig: Rig) -> int:
@@ -134,47 +124,25 @@ def _raise(error: BaseException) -> Any:
 
 def test_a_tool_that_raises_anything_fails_its_request_only(make_worker: MakeWorker) -> None:
     errors: list[BaseException] = [RuntimeError("wrong lever"), SystemExit(3), KeyboardInterrupt(), Speechless()]
-    raising = Tools(bad=lambda arguments: _raise(errors[arguments["n"]]), odd=lambda _: object(), never=lambda _: 0)
+    raising = Tools(bad=lambda arguments: _raise(errors[arguments["n"]]), odd=lambda _: object())
     rig = make_worker(normal_tools=raising.definitions, tool_runner=raising)
     failing = [(call("bad", n=n), type(error).__name__) for n, error in enumerate(errors)]
     for bad, named in (*failing, (call("odd"), "JSON cannot hold")):
-        raising.calls.clear()
-        turn = calling(bad, call("never", 1), before=(Reasoning("why"), Text("kept")))
-        result = rig.run(Turns([turn, plain_reply()]))
-        assert outcome(result) == ("failed", "tool_execution_error")
+        result = rig.run(*calling(bad))
+        assert result["fail_reason"] == "tool_execution_error"
         assert named in result["fail_detail"]
-        assert (result["text"], result["reasoning"]) == ("kept", "why")
-        assert [name for name, _ in raising.calls] == [bad["name"]], "calls behind one that failed are not run"
-        (entry,) = result["tool_trace"]
-        assert (entry["ok"], named in entry["error"]) == (False, True)
     assert rig.run()["text"] == "Hello"
     assert rig.status()["restart_count"] == 0
 
 
-B11434_REFUSAL = "tools param requires --jinja flag"  # with --no-jinja, as a 500
-
-
-def test_auto_sends_the_very_request_again_prompted_where_the_server_refuses_tools(
-    make_worker: MakeWorker, tools: Tools
-) -> None:
-    called = tagged_call("add", '{"a": 1, "b": 2}')
-    prompted = [Turns([plain_reply(Text(called)), plain_reply(Text("3"))])]
-    script = Script(replies=[Reply([HttpError(500, B11434_REFUSAL)]), Reply(prompted, times=None)])
-    rig = make_worker(
-        script,
-        normal_tools=tools.definitions,
-        tool_runner=tools,
-        restart=RestartPolicy(server_errors_before_restart=1),
-    )
-    result = rig.run(prompt="What is 1 + 2?")
-    assert (result["state"], result["text"], tools.calls) == ("completed", "3", [("add", {"a": 1, "b": 2})])
-    rig.run()
-    refused, again, *later = bodies(rig)
-    assert not any("tools" in body for body in (again, *later)), "once refused, they are not offered again"
-    assert refused["messages"][-1] == again["messages"][-1]
-    status = rig.status()
-    assert status["restart_count"] == 0
-    assert any(B11434_REFUSAL in line for line in status["warnings"])
+def test_once_the_server_has_refused_tools_they_are_not_offered_again(make_worker: MakeWorker, tools: Tools) -> None:
+    refusal = HttpError(500, "tools param requires --jinja flag")  # b11434 with --no-jinja
+    script = Script(replies=[Reply([refusal]), Reply(plain_reply(), times=None)])
+    restart = RestartPolicy(server_errors_before_restart=1)
+    rig = make_worker(script, normal_tools=tools.definitions, tool_runner=tools, restart=restart)
+    assert [rig.run()["state"] for _ in range(2)] == ["completed"] * 2
+    assert ["tools" in body for body in bodies(rig)] == [True, False, False]
+    assert rig.status()["restart_count"] == 0
 
 
 # --- tools that take their time ---------------------------------------------------------------------------
@@ -185,11 +153,9 @@ def test_a_tool_that_never_returns_fails_its_request_on_time_and_holds_up_nothin
 ) -> None:
     rig = make_rig(tool_timeout_s=0.2)
     assert stuck(rig) == 0
-    turn = calling(call("hold"), before=(Reasoning("why"), Text("kept")))
-    result = rig.run(Turns([turn, plain_reply()]))
-    assert outcome(result) == ("failed", "tool_execution_error")
+    result = rig.run(*calling(call("hold")))
+    assert result["fail_reason"] == "tool_execution_error"
     assert "tool_timeout_s 0.2" in result["fail_detail"]
-    assert (result["text"], result["reasoning"]) == ("kept", "why")
     assert 0.2 <= result["tool_trace"][0]["duration_s"] < 5
     eventually(lambda: stuck(rig) == 1, "one stuck thread")
     assert rig.run(Turns([calling(call("add", a=1, b=2)), plain_reply(Text("3"))]))["text"] == "3"
@@ -229,7 +195,7 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
     rig = make_rig(exit_tools=ALL_EXIT_TOOLS, on_signal=on_signal)
     issue = ToolCall("signal_issue", ISSUE, index=0, call_id="exit", pieces=3)
     first = [Headers(), Role(), issue, Gate(gate), call("add", 1, a=1, b=2), Finish("tool_calls"), DoneMarker()]
-    second = calling(ToolCall("declare_outcome", {"outcome": "success", "summary": "s"}), before=(Text("done"),))
+    second = calling(Text("done"), ToolCall("declare_outcome", {"outcome": "success", "summary": "s"}))
     request_id = rig.submit(Turns([first, second]))
     signal, *whose = heard.get(timeout=WAIT_S)
     assert (signal["tool_name"], signal["arguments"], whose) == ("signal_issue", ISSUE, [request_id, "job"])
@@ -241,9 +207,4 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
     assert [told["tool_name"] for told in result["signals"]] == ["signal_issue", "declare_outcome"]
     assert heard.get(timeout=WAIT_S)[0]["tool_name"] == "declare_outcome"
     assert heard.empty()
-    assert (outcome(result), result["text"], len(result["tool_trace"])) == (("completed", None), "done", 1)
-    asked, continued = bodies(rig)
-    assert [tool["function"]["name"] for tool in asked["tools"][-4:]] == [
-        tool["function"]["name"] for tool in ALL_EXIT_TOOLS
-    ]
-    assert "missing_input" not in json.dumps(continued["messages"])
+    assert (result["state"], result["text"], len(result["tool_trace"])) == ("completed", "done", 1)

@@ -6,13 +6,14 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from llama_worker import RestartPolicy
-from tests.actors.conftest import HOST, MakeWorker, Rig, eventually, fast_timeouts
+from llama_worker.runtime.stream_reader import StreamReader
+from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 from tests.fake_script import (
     DoneMarker,
     ErrorData,
@@ -23,6 +24,7 @@ from tests.fake_script import (
     PingEvery,
     Record,
     Redirect,
+    Repeat,
     Reset,
     Script,
     Startup,
@@ -80,20 +82,31 @@ def test_a_server_that_refuses_connections_is_doubted_and_replaced(make_worker: 
     assert rig.run()["state"] == "completed"
 
 
-# ------------------------------------------------------------ what is sent
-
-
-def test_proxy_settings_of_the_environment_are_ignored(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+def test_a_server_that_is_blocked_in_a_send_hears_of_an_abort(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login somebody password secret\n")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
-    rig = make_worker()
-    assert rig.run()["state"] == "completed"
-    assert all("authorization" not in fact["headers"] for fact in rig.journal.facts("request"))
+    """It does not hear a FIN while our receive window is full; it hears a reset."""
+    slow, stands_still, go_on = threading.Event(), threading.Event(), threading.Event()
+    readers: list[StreamReader] = []
+    on_ready = StreamReader.on_ready
+
+    def slow_on_ready(reader: StreamReader, mask: int) -> None:
+        if slow.is_set():
+            readers.append(reader)
+            stands_still.set()
+            go_on.wait(WAIT_S)
+        on_ready(reader, mask)
+
+    monkeypatch.setattr(StreamReader, "on_ready", slow_on_ready)
+    rig = make_worker(Script(journal_tokens=True), loop_detector=None)
+    request = rig.submit(Headers(), Repeat(None, [Text("token " * 1000)]))
+    rig.wait_text(request, "token ")
+    slow.set()
+    assert stands_still.wait(WAIT_S)
+    eventually(lambda: rig.journal.facts(n=1)[-1]["fact"] == "send_waits", "a send that does not end")
+    readers[0].abort()
+    rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
+    go_on.set()
 
 
 def test_params_pass_through_and_the_workers_own_are_replaced_with_a_warning(rig: Rig) -> None:

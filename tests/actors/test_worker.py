@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import weakref
@@ -67,30 +66,6 @@ def test_after_a_close_by_many_threads_at_once_every_call_raises(make_worker: Ma
     for call in _every_call(rig.worker):
         with pytest.raises(WorkerClosed, match=rig.config.name):
             call()
-
-
-def test_every_future_is_answered_when_the_worker_is_closed_meanwhile(make_worker: MakeWorker) -> None:
-    rig = make_worker(slots=4)
-    futures: list[Any] = []
-    closing = threading.Event()
-
-    def ask() -> None:
-        with contextlib.suppress(WorkerClosed):
-            while True:
-                futures.extend(call() for call in _every_call(rig.worker))
-                rig.worker.get_worker_status().get(timeout=WAIT_S)  # no faster than they are answered
-                if len(futures) > 100:
-                    closing.set()
-
-    def close() -> None:
-        closing.wait(WAIT_S)
-        rig.worker.close()
-
-    _all_at_once([ask, ask, ask, close])
-    for future in futures:
-        with contextlib.suppress(WorkerClosed, WorkerStartError):
-            future.get(timeout=WAIT_S)
-    rig.wait_gone(0.0)
 
 
 def test_with_closes_after_a_start_that_failed(make_worker: MakeWorker, leftovers: Leftovers) -> None:

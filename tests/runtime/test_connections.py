@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,9 @@ RECORD = b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":
 class Client:
     """One exchange, on a thread."""
 
-    def __init__(self, url: str, *, prompt: str = "", ca_file: Path | None = None, connect_timeout_s: float) -> None:
+    def __init__(
+        self, url: str, *, prompt: str = "", ca_file: Path | None = None, connect_timeout_s: float = WAIT_S
+    ) -> None:
         self.abort = Abort()
         self.opened = False
         self.events: list[StreamEvent] = []
@@ -63,8 +66,8 @@ MakeClient = Callable[..., Client]
 def make_client() -> Iterator[MakeClient]:
     with contextlib.ExitStack() as cleanup:
 
-        def make(url: str, **options: object) -> Client:
-            client = Client(url, **{"connect_timeout_s": WAIT_S, **options})  # type: ignore[arg-type]
+        def make(url: str, **options: Any) -> Client:
+            client = Client(url, **options)
             cleanup.callback(client.abort.abort)
             return client
 

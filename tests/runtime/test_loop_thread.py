@@ -13,7 +13,7 @@ import pykka
 import pytest
 
 from llama_worker.runtime.loop_thread import LoopThread, loop_thread
-from tests.actors.conftest import WAIT_S, eventually
+from tests.actors.conftest import WAIT_S, eventually, no_threads
 
 
 class OnLoop(pykka.ThreadingActor):
@@ -118,13 +118,9 @@ def test_a_forked_child_has_a_loop_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_loop_whose_thread_cannot_be_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
+def test_a_loop_whose_thread_cannot_be_started_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
-        with pytest.raises(RuntimeError):
+        with no_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
             LoopThread().start()
     assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -186,6 +188,10 @@ def test_an_abort_is_the_last_word_in_every_phase(rig: Rig, prepare: Callable[[R
     rig.reader.abort()
     closed = [message for message in rig.told if isinstance(message, StreamClosed)]
     assert len(closed) == 2  # to who reads, and to who opened it
+    rig.server.settimeout(10.0)
+    rig.server.recv(1 << 16)  # the request
+    with contextlib.suppress(ConnectionResetError):
+        assert rig.server.recv(1) == b""
     assert closed[0].failure is not None
     assert closed[0].failure.reason is RequestFailReason.STREAM_DISCONNECTED
     told = list(rig.told)
@@ -196,9 +202,24 @@ def test_an_abort_is_the_last_word_in_every_phase(rig: Rig, prepare: Callable[[R
     assert rig.told == told
 
 
-def test_a_mistake_of_our_own_ends_the_stream_and_is_no_news_of_the_server(streaming: Rig) -> None:
-    streaming.reader.on_error(RuntimeError("a mistake"))
+def reset(rig: Rig) -> None:
+    rig.server.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    rig.server.close()
+    rig.serve()
+
+
+@pytest.mark.parametrize(
+    ("happen", "reason"),
+    [
+        (lambda rig: rig.reader.on_error(RuntimeError("a mistake")), RequestFailReason.UNKNOWN_ERROR),  # of our own
+        (lambda rig: rig.reader._on_no_connection(ConnectionRefusedError()), RequestFailReason.CONNECT_FAILED),
+        (lambda rig: rig.arrives(b"9\r\ndata: x\n\n\r\n"), RequestFailReason.PROTOCOL_ERROR),
+        (reset, RequestFailReason.STREAM_DISCONNECTED),
+    ],
+)
+def test_a_stream_that_fails_says_why(streaming: Rig, happen: Callable[[Rig], None], reason: RequestFailReason) -> None:
+    happen(streaming)
     closed = streaming.told[-1]
     assert isinstance(closed, StreamClosed)
     assert closed.failure is not None
-    assert closed.failure.reason is RequestFailReason.UNKNOWN_ERROR
+    assert closed.failure.reason is reason
