@@ -7,10 +7,12 @@ import ctypes
 import gc
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import hypothesis
 import pykka
@@ -38,9 +40,8 @@ _LONGEST_FIRST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What `make test-responses` runs more than `make test`."""
-    parser.addoption(
-        "--every-line", action="store_true", help="with all lines of the AI SDK, not the oldest and newest"
-    )
+    told = "with all lines of the AI SDK, not the oldest and newest"
+    parser.addoption("--every-line", action="store_true", help=told)
 
 
 def pytest_configure() -> None:
@@ -62,22 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Leftovers:
-    """Threads, child processes, descriptors and actors that came since the object was made."""
+    """What came since the object was made."""
 
     def __init__(self) -> None:
-        self._threads = set(threading.enumerate())
-        self._processes = _processes()
-        self._descriptors = _descriptors()
-        self._actors = set(pykka.ActorRegistry.get_all())
+        self._before = _alive()
 
     def now(self) -> list[str]:
         """What is there and was not before; for a person."""
-        found = [f"thread {t.name}" for t in set(threading.enumerate()) - self._threads]
-        found = [text for text in found if text.removeprefix("thread ") not in PROCESS_WIDE_THREADS]
-        found += [f"process {pid}" for pid in _processes() - self._processes]
-        found += [f"descriptor {number}: {target}" for number, target in _descriptors() - self._descriptors]
-        found += [f"actor {ref}" for ref in set(pykka.ActorRegistry.get_all()) - self._actors]
-        return found
+        return [text for found, text in _alive().items() if found not in self._before]
 
     def wait_none(self, timeout_s: float = _SETTLE_S) -> list[str]:
         """What is still there when the time is up; [] as soon as nothing is."""
@@ -90,18 +83,40 @@ class Leftovers:
         return []
 
 
-def _processes() -> set[int]:
-    return set(tree_pids(os.getpid()))
-
-
-def _descriptors() -> set[tuple[str, str]]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
+def _alive() -> dict[object, str]:
+    """Threads, child processes, descriptors and actors, each with its name for a person."""
+    threads = [thread for thread in threading.enumerate() if thread.name not in PROCESS_WIDE_THREADS]
+    found: dict[object, str] = {thread: f"thread {thread.name}" for thread in threads}
+    found |= {pid: f"process {pid}" for pid in tree_pids(os.getpid())}
+    found |= {actor: f"actor {actor}" for actor in pykka.ActorRegistry.get_all()}
+    for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
+            target = os.readlink(f"/proc/self/fd/{number}")
             if target.startswith(("socket:", "pipe:", "anon_inode:[pidfd]")):
-                found.add((name, target))
+                found[number, target] = f"descriptor {number}: {target}"
     return found
+
+
+def shell_program(path: Path, script: str) -> str:
+    """Writes a program for the shell; its path."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+Running = contextlib.AbstractContextManager[tuple[subprocess.Popen[str], IO[str]]]
+
+
+@contextlib.contextmanager
+def running(*command: str, **how: Any) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """A program under way, and its output; killed if it is still there at the end. `how`: see Popen."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **how) as program:
+        assert program.stdout is not None
+        try:
+            yield program, program.stdout
+        finally:
+            program.kill()
 
 
 @pytest.fixture(scope="session")
@@ -144,8 +159,7 @@ class Speechless(Exception):
 def _leaves_nothing_behind() -> Iterator[None]:
     before = Leftovers()
     yield
-    left = before.wait_none()
-    assert not left, f"left behind: {left}"
+    assert before.wait_none() == [], "left behind"
 
 
 @pytest.fixture

@@ -28,18 +28,11 @@ def held_ports(ports: range = PORTS) -> Iterator[Callable[[], int]]:
         def take() -> int:
             for port in candidates:
                 lock = os.open(_LOCKS / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-                if _try_lock(lock) and can_listen(("127.0.0.1", port)):
-                    held.callback(os.close, lock)
-                    return port
-                os.close(lock)
+                held.callback(os.close, lock)
+                with contextlib.suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if can_listen(("127.0.0.1", port)):
+                        return port
             raise RuntimeError("no free port")
 
         yield take
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

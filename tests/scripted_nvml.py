@@ -12,13 +12,7 @@ from typing import Any
 import psutil
 import pynvml
 
-
-class NVMLError(Exception):
-    """As in pynvml: the number is in `value`."""
-
-    def __init__(self, value: int) -> None:
-        super().__init__(value)
-        self.value = value
+NVMLError = pynvml.NVMLError
 
 
 @dataclass(eq=False)
@@ -36,8 +30,6 @@ class ScriptedNvml:
     def __getattr__(self, name: str) -> Any:
         """What is not played here, above all the numbers, is the real one's."""
         return getattr(pynvml, name)
-
-    NVMLError = NVMLError
 
     def __init__(self, *gpus: Gpu) -> None:
         self.gpus = gpus

@@ -15,13 +15,15 @@ import termios
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from llama_worker.cli.app import run_app
 from tests.actors.conftest import make_worker
-from tests.fake_script import Journal, Script, fake_server_cmd
+from tests.conftest import shell_program
+from tests.fake_script import Journal, Reply, Script, Step, fake_server_cmd, plain_reply
 from tests.server.pace import HANG_GUARD_S
 
 __all__ = ["make_worker"]  # a fixture
@@ -37,10 +39,14 @@ HELP = """\
 -c,    --ctx-size N                     size of the prompt context
 --cache-ram N                           set the maximum cache size in MiB
 --metrics                               enable prometheus compatible metrics endpoint"""
-HELLO = Script()  # the scripted server says so
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # Of the tester.
 _CHANGING = ("PROXY_", "LLAMA_", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "LINES", "TTY_", "PYTHONUNBUFFERED")
+
+
+def saying(*steps: Step, **script: Any) -> Script:
+    """A server whose one reply, whole, has these steps."""
+    return Script(replies=[Reply(plain_reply(*steps))], **script)
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -68,21 +74,15 @@ MakeProgram = Callable[..., Program]
 
 @pytest.fixture
 def program(tmp_path: Path) -> MakeProgram:
-    """Makes a scripted llama-server that can be executed by its path; `extra` words end its command."""
+    """Makes a scripted llama-server that is run by its path; `extra` words end its command."""
 
-    def make(script: Script = HELLO, *, extra: str = "") -> Program:
+    def make(script: Script | None = None, *, extra: str = "") -> Program:
         journal, path = Journal(tmp_path / "journal"), tmp_path / "llama-server"
-        words = fake_server_cmd(script, host="HOST", port=0, slots=0, journal=journal.path)
+        words = fake_server_cmd(script or Script(), host="HOST", port=0, slots=0, journal=journal.path)
         kept = [*words[:4], *words[words.index("--script") :]]
-        path.write_text(
-            "#!/bin/sh\n"
-            '[ "$1" = --version ] && echo "version: 7 (fake)" && exit\n'
-            f'[ "$1" = --help ] && echo {shlex.quote(HELP)} && exit\n'
-            '[ "$1" = --list-devices ] && echo "Available devices:" && exit\n'
-            f'exec {shlex.join(kept)} "$@" {extra}\n'
-        )
-        path.chmod(0o755)
-        return Program(str(path), journal)
+        said = {"--version": "version: 7 (fake)", "--help": HELP, "--list-devices": "Available devices:"}
+        asked = [f'[ "$1" = {flag} ] && echo {shlex.quote(text)} && exit' for flag, text in said.items()]
+        return Program(shell_program(path, "\n".join([*asked, f'exec {shlex.join(kept)} "$@" {extra}'])), journal)
 
     return make
 

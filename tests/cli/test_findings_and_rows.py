@@ -15,6 +15,7 @@ from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial, tria
 from llama_worker.cli.gguf import ContextNeeds
 from llama_worker.cli.models import Model
 from llama_worker.cli.top_rows import Answers, MetricsHistory, Row, ServersHistory, plain_table
+from tests.conftest import shell_program
 
 GIB = 1 << 30
 CACHED = f"anon {GIB}\nfile {6 * GIB}\ninactive_file {4 * GIB}\nactive_file {GIB}\nshmem {GIB}\n"
@@ -90,35 +91,33 @@ def test_available_is_what_machine_and_container_have(
 def test_gpus_are_named_with_memory_and_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, gpus: tuple[str, ...] | None
 ) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\nexit {18 * (gpus is None)}\n")
-    smi.chmod(0o755)
+    shell_program(tmp_path / "nvidia-smi", f"cat <<'END'\n{said}\nEND\nexit {18 * (gpus is None)}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert doctor_facts.look_at_machine().gpus == gpus
 
 
+UNSEEN = replace(trial(), proc_stat=False)  # of the server, which counts for more than what this process sees
+
+
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("change", "seen", "expected"),
     [
-        ({}, []),
-        ({"open_files": None, "threads_left": None}, []),
-        ({"free_port": None}, [("ports", "problem")]),
-        ({"proc_stat": False, "proc_io": False, "hidepid": "hidepid=2"}, [("/proc", "problem")]),
-        ({"proc_io": False}, [("/proc", "note")]),
-        ({"open_files": 255}, [("open files", "problem")]),
-        ({"threads_left": 127}, [("threads", "problem")]),
-        ({"pidfd": False}, [("pidfd", "problem")]),
+        ({}, UNSEEN, [("/proc", "problem")]),
+        ({"open_files": None, "threads_left": None}, None, []),
+        ({"free_port": None}, None, [("ports", "problem")]),
+        ({"proc_stat": False, "proc_io": False, "hidepid": "hidepid=2"}, None, [("/proc", "problem")]),
+        ({"proc_io": False}, None, [("/proc", "note")]),
+        ({"open_files": 255}, None, [("open files", "problem")]),
+        ({"threads_left": 127}, None, [("threads", "problem")]),
+        ({"pidfd": False}, None, [("pidfd", "problem")]),
     ],
 )
-def test_each_lack_of_a_machine_is_found(change: dict[str, Any], expected: list[tuple[str, str]]) -> None:
-    found = list(doctor_findings.of_machine(replace(WELL, **change), None))
+def test_each_lack_of_a_machine_is_found(
+    change: dict[str, Any], seen: Trial | None, expected: list[tuple[str, str]]
+) -> None:
+    found = list(doctor_findings.of_machine(replace(WELL, **change), seen))
     assert levels(found) == expected
     assert all(finding.todo for finding in found if finding.level != "ok")
-
-
-def test_what_was_seen_of_the_server_counts_for_more_than_of_this_process() -> None:
-    hidden = replace(trial(), proc_stat=False)
-    assert ("/proc", "problem") in levels(doctor_findings.of_machine(WELL, hidden))
 
 
 @pytest.mark.parametrize(

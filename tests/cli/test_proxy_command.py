@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,24 +15,13 @@ import requests
 
 from tests.actors.conftest import HOST, MakeWorker
 from tests.cli.conftest import COMMAND, WAIT_S, Run, environment
+from tests.conftest import Running, running
 from tests.fake_script import Journal, Script, Startup, fake_server_cmd
 
 
-@contextlib.contextmanager
-def started(*args: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process of its own."""
-    command, pipe = (*COMMAND, "responses-proxy", *args), subprocess.PIPE
-    with subprocess.Popen(command, env=environment(**env), text=True, stdout=pipe, stderr=pipe) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def url_of(process: subprocess.Popen[str]) -> str:
-    """What it prints once it listens."""
-    assert process.stdout is not None
-    return process.stdout.readline().split()[0]
+def proxy(*args: str, **env: str) -> Running:
+    """The command in a process of its own; once it listens, it prints a line that begins with its URL."""
+    return running(*COMMAND, "responses-proxy", *args, env=environment(**env))
 
 
 def answer(url: str) -> str:
@@ -52,8 +40,8 @@ def test_in_front_of_a_server_that_is_there_with_the_environment_in_place_of_opt
 ) -> None:
     server, port = make_worker(), free_port()
     env = {"LLAMA_CPP_URL": f"http://{HOST}:{server.config.port}", "PROXY_HOST": "localhost", "PROXY_PORT": str(port)}
-    with started("--api-key-env", "MY_KEY", **env, MY_KEY="sk-hush") as process:
-        assert url_of(process) == f"http://localhost:{port}/v1"
+    with proxy("--api-key-env", "MY_KEY", **env, MY_KEY="sk-hush") as (process, output):
+        assert output.readline().split()[0] == f"http://localhost:{port}/v1"
         assert answer(f"http://127.0.0.1:{port}/v1") == "Hello"
         (request,) = server.journal.facts("request", path="/v1/chat/completions")
         assert request["headers"]["authorization"] == "***"
@@ -69,15 +57,16 @@ def command_of(script: Script, journal: Journal) -> str:
 
 def test_with_a_server_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
-    with started("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0") as process:
-        assert answer(url_of(process)) == "Hello"
+    with proxy("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0") as (process, output):
+        assert answer(output.readline().split()[0]) == "Hello"
         assert end(process)[0] == 0
     assert not psutil.pid_exists(journal.wait("launched")["pid"])
 
 
 def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
-    with started("--server-cmd", command_of(Script(startup=Startup(load_s=None)), journal), "--port", "0") as process:
+    command = command_of(Script(startup=Startup(load_s=None)), journal)
+    with proxy("--server-cmd", command, "--port", "0") as (process, _):
         journal.wait("bound", timeout=WAIT_S)
         assert end(process, signal.SIGINT)[0] == 0
     assert not psutil.pid_exists(journal.wait("launched")["pid"])

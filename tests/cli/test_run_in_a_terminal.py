@@ -8,29 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.conftest import COLUMNS, CONTROL_SEQUENCE, MakeProgram, OpenTerminal
-from tests.fake_script import (
-    DoneMarker,
-    Finish,
-    Gate,
-    Headers,
-    PromptProgress,
-    Reasoning,
-    Reply,
-    Script,
-    Startup,
-    Text,
-    Usage,
-    WaitClose,
-)
-
-HELD = Script(replies=[Reply([Headers(), Text("half"), WaitClose()])])
+from tests.cli.conftest import COLUMNS, CONTROL_SEQUENCE, MakeProgram, OpenTerminal, saying
+from tests.fake_script import Gate, PromptProgress, Reasoning, Reply, Script, Startup, Text, WaitClose, plain_reply
 
 
 def thinking(gate: Path) -> Script:
-    answer = (Reasoning("let me see"), Text("4\x1b]0;title\x07\x1b[2J"), Finish(), Usage(100, 2), DoneMarker())
-    steps = [Headers(), PromptProgress(30, 100), Gate(gate), *answer]
-    return Script(startup=Startup(log=["0.00.001.000 I srv    load_model: loading model 'x'"]), replies=[Reply(steps)])
+    answer = (Reasoning("let me see"), Text("4\x1b]0;title\x07\x1b[2J"))
+    return saying(PromptProgress(30, 100), Gate(gate), *answer, startup=Startup(log=["load_model: loading model 'x'"]))
 
 
 def drawn_lines(written: str) -> list[str]:
@@ -43,16 +27,14 @@ def test_it_shows_loading_a_bar_dim_reasoning_text_and_numbers(
 ) -> None:
     gate = tmp_path / "gate"
     screen = terminal("run", model, "2 + 2?", "--server", program(thinking(gate)).path)
-    screen.expect("starting")
-    screen.expect("reading the prompt")
-    screen.expect("30/100")
+    for text in ("starting", "reading the prompt", "30/100"):
+        screen.expect(text)
     gate.touch()
     assert screen.wait() == 0
     assert "\x1b[2mlet me see\x1b[0m" in screen.written
     assert "4␛]0;title␇␛[2J\n" in screen.written
     assert "2 tokens" in screen.shown
-    assert "\x1b]" not in screen.written
-    assert "\x1b[2J" not in screen.written
+    assert [harm for harm in ("\x1b]", "\x1b[2J") if harm in screen.written] == []
     assert max(map(len, drawn_lines(screen.written))) <= COLUMNS
     assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")  # the cursor is there again
 
@@ -68,18 +50,8 @@ def test_without_colours_nothing_is_coloured(
     assert ("\x1b" in screen.written) == ("NO_COLOR" in env)  # the bar moves the cursor where that is possible
 
 
-def test_ctrl_c_cancels_and_keeps_what_came(terminal: OpenTerminal, program: MakeProgram, model: str) -> None:
-    server = program(HELD)
-    screen = terminal("run", model, "Hi", "--server", server.path)
-    screen.expect("half")
-    screen.send("\x03")
-    assert screen.wait() == 130
-    assert "cancelled; what had come is above" in screen.shown
-    assert server.is_gone()
-
-
-def test_ctrl_c_twice_stops_at_once(terminal: OpenTerminal, program: MakeProgram, model: str) -> None:
-    server = program(Script(replies=HELD.replies, ignore_term=True))
+def test_ctrl_c_cancels_and_twice_stops_at_once(terminal: OpenTerminal, program: MakeProgram, model: str) -> None:
+    server = program(saying(Text("half"), WaitClose(), ignore_term=True))
     screen = terminal("run", model, "Hi", "--server", server.path)
     screen.expect("half")
     worker = psutil.Process(server.journal.facts("launched")[-1]["pid"])
@@ -94,21 +66,14 @@ def test_ctrl_c_twice_stops_at_once(terminal: OpenTerminal, program: MakeProgram
 
 @pytest.mark.parametrize(("last", "code"), [("\x04", 0), ("\x03", 130)], ids=["Ctrl-D", "Ctrl-C"])
 def test_a_conversation(terminal: OpenTerminal, program: MakeProgram, model: str, last: str, code: int) -> None:
-    server = program(
-        Script(replies=[Reply(HELD.replies[0].steps, marker="long"), Reply([Text("Hello"), Finish(), DoneMarker()])])
-    )
+    long, brief = (plain_reply(*steps) for steps in ([Text("half"), WaitClose()], [Text("Hello")]))
+    server = program(Script(replies=[Reply(long, marker="long"), Reply(brief)]))
     screen = terminal("run", model, "--chat", "--server", server.path)
-    screen.expect("> ")
-    screen.send("a long story\r")
-    screen.expect("half")
-    screen.send("\x03")
-    screen.expect("cancelled")
-    screen.expect("> ", count=2)
-    screen.send("Hi\r")
-    screen.expect("Hello")
-    screen.expect("> ", count=3)
-    screen.send(last)
+    for text, count, keys in [("> ", 1, "a long story\r"), ("half", 1, "\x03"), ("> ", 2, "Hi\r"), ("> ", 3, last)]:
+        screen.expect(text, count)
+        screen.send(keys)
     assert screen.wait() == code
+    assert re.search("half.*cancelled.*Hello", screen.shown, re.DOTALL)
     (request,) = server.journal.facts("request", n=2)
     assert [message["content"] for message in request["body"]["messages"]] == ["a long story", "half", "Hi"]
     assert server.is_gone()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.flow import Flow, Piece
+from llama_worker.cli.gguf import ContextNeeds, context_needs, read_context_needs
 from llama_worker.cli.models import find_model, find_server, not_a_gguf, part_names
 from llama_worker.cli.run_options import ServerOptions, request_params, worker_config
 from llama_worker.cli.text import harmless, one_line, seconds, size
@@ -31,29 +34,17 @@ def test_text_may_be_cut_anywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("a\tb\r\n", "a\tb\n"),
-        ("\x1b[2J", "␛[2J"),
-        ("\x9b2J", "\ufffd2J"),
-        ("\x00\x7f", "␀␡"),
-        ("a\u202eb", "a\ufffdb"),
-        ("\ud800", "\ufffd"),
-        ("👩‍👩‍👧 é ש", "👩‍👩‍👧 é ש"),
-    ],
-)
-def test_control_characters_become_signs(text: str, shown: str) -> None:
-    assert harmless(text) == shown
-
-
-def test_one_line_has_no_more_than_its_width() -> None:
-    assert one_line("a\n b\tc", 10) == "a b c"
-    assert one_line("x" * 20, 10) == "xxxxxxx..."
-
-
-@pytest.mark.parametrize(
     ("value", "shown"),
     [
+        (harmless("a\tb\r\n"), "a\tb\n"),
+        (harmless("\x1b[2J"), "␛[2J"),
+        (harmless("\x9b2J"), "\ufffd2J"),
+        (harmless("\x00\x7f"), "␀␡"),
+        (harmless("a\u202eb"), "a\ufffdb"),
+        (harmless("\ud800"), "\ufffd"),
+        (harmless("👩‍👩‍👧 é ש"), "👩‍👩‍👧 é ש"),
+        (one_line("a\n b\tc", 10), "a b c"),
+        (one_line("x" * 20, 10), "xxxxxxx..."),
         (size(0), "0 B"),
         (size(2048), "2.0 KiB"),
         (size(98 * 2**20), "98.0 MiB"),
@@ -63,7 +54,7 @@ def test_one_line_has_no_more_than_its_width() -> None:
         (seconds(200.0), "3 min 20 s"),
     ],
 )
-def test_sizes_and_durations(value: str, shown: str) -> None:
+def test_how_texts_sizes_and_durations_are_shown(value: str, shown: str) -> None:
     assert value == shown
 
 
@@ -75,12 +66,8 @@ def test_reasoning_and_text_are_told_apart() -> None:
     assert flow.is_empty
     assert flow.feed("hm", "") == [Piece("reasoning", "hm")]
     assert flow.feed("", "4") == [Piece("break", "\n\n"), Piece("text", "4")]
-    assert flow.feed("again\n", "5") == [
-        Piece("break", "\n\n"),
-        Piece("reasoning", "again\n"),
-        Piece("break", "\n"),
-        Piece("text", "5"),
-    ]
+    again = [Piece("break", "\n\n"), Piece("reasoning", "again\n"), Piece("break", "\n"), Piece("text", "5")]
+    assert flow.feed("again\n", "5") == again
     assert flow.end() == [Piece("text", "\n")]
     assert flow.end() == []
 
@@ -179,6 +166,89 @@ def test_a_server_that_is_none(monkeypatch: pytest.MonkeyPatch, named: str | Non
     assert (caught.value.reason, bool(caught.value.todo)) == ("no_server", True)
 
 
+# ---------------------------------------------------------------- the head of a GGUF file, written byte by byte
+
+UINT32, STRING, ARRAY = 4, 8, 9
+LLAMA: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 4,
+    "llama.context_length": 8192,
+    "llama.embedding_length": 512,
+    "llama.attention.head_count": 8,
+}
+
+
+def packed(value: str | int) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode() if isinstance(value, str) else struct.pack("<I", value)
+
+
+def entry(key: str, value: Any) -> bytes:
+    kind = STRING if isinstance(value[0] if isinstance(value, list) else value, str) else UINT32
+    if isinstance(value, list):
+        return packed(key) + struct.pack("<IIQ", ARRAY, kind, len(value)) + b"".join(map(packed, value))
+    return packed(key) + struct.pack("<I", kind) + packed(value)
+
+
+def head(entries_count: int, version: int = 3) -> bytes:
+    return struct.pack("<4sIQQ", b"GGUF", version, 0, entries_count)
+
+
+def gguf(entries: dict[str, Any], version: int = 3) -> bytes:
+    return head(len(entries), version) + b"".join(entry(key, value) for key, value in entries.items())
+
+
+def read_back(data: bytes, folder: Path) -> ContextNeeds | None:
+    (folder / "model.gguf").write_bytes(data)
+    return read_context_needs(folder / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("more", "bytes_per_token"),
+    [
+        ({}, 4 * 8 * (64 + 64) * 2),
+        ({"llama.attention.head_count_kv": 2}, 4 * 2 * (64 + 64) * 2),
+        ({"llama.attention.head_count_kv": [2, 0, 2, 0]}, 4 * (64 + 64) * 2),  # layers without attention
+        ({"llama.attention.key_length": 128, "llama.attention.value_length": 32}, 4 * 8 * (128 + 32) * 2),
+    ],
+)
+def test_each_token_takes_its_keys_and_values_in_every_layer(
+    tmp_path: Path, more: dict[str, Any], bytes_per_token: int
+) -> None:
+    needs = read_back(gguf({**LLAMA, "tokenizer.ggml.tokens": ["<s>", "a", ""], **more}), tmp_path)
+    assert needs == ContextNeeds(trained_tokens=8192, bytes_per_token=bytes_per_token)
+
+
+def test_the_small_real_model(smollm2: str) -> None:
+    """Its server (b11434) says: 180.00 MiB for 8192 cells."""
+    assert find_model(smollm2).context == ContextNeeds(trained_tokens=8192, bytes_per_token=180 * 2**20 // 8192)
+
+
+def test_a_file_that_ends_anywhere_says_nothing(tmp_path: Path) -> None:
+    whole = gguf({**LLAMA, "tokenizer.ggml.tokens": ["<s>", "a"]})
+    assert [length for length in range(len(whole)) if read_back(whole[:length], tmp_path)] == []
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *(gguf({key: value for key, value in LLAMA.items() if key != lost}) for lost in LLAMA),
+        gguf(LLAMA, version=1),
+        gguf({**LLAMA, "llama.attention.head_count": "eight"}),
+        head(1) + packed("k") + struct.pack("<I", 99),
+        head(1) + packed("k") + struct.pack("<IIQ", ARRAY, UINT32, 2**63),
+        head(1) + struct.pack("<Q", 2**63),
+        head(1) + packed("k") + struct.pack("<I", ARRAY) + b"\x09\0\0\0\x01" * 9999,
+    ],
+)
+def test_a_file_that_leaves_something_out_or_is_odd_says_nothing(tmp_path: Path, odd: bytes) -> None:
+    assert read_back(odd, tmp_path) is None
+
+
+def test_a_negative_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="-4"):
+        context_needs({**LLAMA, "llama.block_count": -4})
+
+
 # ---------------------------------------------------------------- options
 
 
@@ -186,11 +256,8 @@ def test_the_server_gets_what_was_given() -> None:
     options = ServerOptions(
         model="m.gguf", executable="exe", port=9, slots=2, ctx_size=64, gpu_layers="all", server_args=("--no-ui",)
     )
-    config = worker_config(options)
-    assert config.server_cmd == (
-        *("exe", "--model", "m.gguf", "--host", "127.0.0.1", "--port", "9", "--parallel", "2"),
-        *("--ctx-size", "64", "--n-gpu-layers", "all", "--no-ui"),
-    )
+    config, command = worker_config(options), "exe --model m.gguf --host 127.0.0.1 --port 9 --parallel 2"
+    assert config.server_cmd == (*command.split(), "--ctx-size", "64", "--n-gpu-layers", "all", "--no-ui")
     assert (config.slots, config.exit_tools, config.restart.max_restarts_per_window) == (2, (), 0)
 
 

@@ -1,16 +1,21 @@
-"""What only a whole process shows: a Ctrl-C while Python imports the command, and output that cannot be written."""
+"""What only a whole process shows: signals, a Ctrl-C while Python imports the command, output that nobody takes."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import COMMAND, WAIT_S, environment
+from tests.cli.conftest import COMMAND, WAIT_S, MakeProgram, Program, environment, saying
+from tests.conftest import Running, running
+from tests.fake_script import Note, Script, Startup, Text, Tokens, WaitClose
 
 PRESSED = """
 import os, signal, sys
@@ -46,12 +51,7 @@ def test_ctrl_c_ends_it_at_once_and_quietly_unless_it_is_ignored(name: str, befo
 
 @pytest.mark.parametrize(
     ("words", "ends"),
-    [
-        ("--help", NOBODY),
-        ("--help", NO_ROOM),
-        ("doctor", NOBODY),
-        ("doctor --json", NO_ROOM),
-    ],  # each in a way of its own
+    [("--help", NOBODY), ("--help", NO_ROOM), ("doctor", NOBODY), ("doctor --json", NO_ROOM)],  # each in its own way
 )
 def test_nobody_reads_the_output_or_there_is_no_room_for_it(words: str, ends: tuple[int, str]) -> None:
     if ends == NOBODY:
@@ -62,3 +62,55 @@ def test_nobody_reads_the_output_or_there_is_no_room_for_it(words: str, ends: tu
     with open(stdout, "wb"):
         done = ended(*COMMAND, *words.split(), stdout=stdout)
     assert (done.returncode, done.stderr) == ends
+
+
+def answering(server: Program, *args: str) -> Running:
+    """`llama-worker run` in a process of its own."""
+    words, env, none = (*COMMAND, "run", "--server", server.path, *args), environment(), subprocess.DEVNULL
+    heeds = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # the tester may run under nohup
+    return running(*words, env=env, stdin=none, preexec_fn=heeds)
+
+
+def test_a_reader_that_leaves_ends_it_quietly(program: MakeProgram, model: str) -> None:
+    server = program(saying(Text("one\n"), Tokens(10_000, 0.01)))
+    with answering(server, model, "Hi", "--quiet") as (process, output):
+        assert output.readline() == "one\n"
+        output.close()
+        _, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, errors) == NOBODY
+    assert server.is_gone()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_and_its_server_and_keeps_what_came(
+    program: MakeProgram, model: str, number: int, code: int
+) -> None:
+    server = program(saying(Text("half"), WaitClose()))
+    with answering(server, model, "Hi") as (process, output):
+        assert os.read(output.fileno(), 100) == b"half"
+        process.send_signal(number)
+        rest, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, rest) == (code, "\n")
+    assert "cancelled; what had come is above" in errors
+    assert server.is_gone()
+
+
+def test_a_signal_while_the_server_starts(program: MakeProgram, model: str) -> None:
+    server = program(Script(startup=Startup(load_s=None)))
+    with answering(server, model, "Hi", "--json") as (process, _):
+        server.journal.wait("bound", timeout=WAIT_S)
+        process.send_signal(signal.SIGHUP)
+        output, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, json.loads(output)["outcome"]) == (129, "canceled")
+    assert "cancelled while the server was starting" in errors
+    assert server.is_gone()
+
+
+def test_closed_streams_harm_nothing(program: MakeProgram, model: str) -> None:
+    # Noted before the finish reason is sent: without that the request does not complete, and its server is not ended.
+    server = program(saying(Text("Hello"), Note("all said")))
+    command = shlex.join((*COMMAND, "run", model, "Hi", "--server", server.path))
+    done = subprocess.run(f"{command} <&- >&- 2>&-", shell=True, timeout=WAIT_S, env=environment())
+    assert done.returncode == 0, "the request completed"
+    assert server.journal.facts("note", name="all said")
+    assert server.is_gone()

@@ -1,4 +1,4 @@
-"""What the documentation shows runs as it stands.
+"""What the documentation shows runs as it stands, and the site of it is whole.
 
 The runnable blocks of one page are one program, in their order, in a fresh Python. What a reader has to put in is put
 in: any model is the small real one, `llama-server` is on the PATH, and the ports 8000 to 8099 are free ones.
@@ -6,16 +6,22 @@ in: any model is the small real one, `llama-server` is on the PATH, and the port
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from llama_worker import ConfigError, load_config
+from llama_worker import ConfigError, TimeoutProfile, load_config
+from llama_worker.runtime.guard import ORPHAN_GRACE_S
+from tests.conftest import running
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, files, runnable, with_ports
 from tests.server.pace import lean_server, patience
 
@@ -66,3 +72,86 @@ def test_the_errors_that_the_fleet_page_shows_are_those_that_are_raised(tmp_path
             load_config(tmp_path / name)
         raised.append(str(caught.value).removeprefix(f"{tmp_path}/"))
     assert shown.splitlines() == raised
+
+
+# ---------------------------------------------------------------- how-to/systemd.md
+
+SERVICE = files((DOCS / "how-to" / "systemd.md").read_text())
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "llama-host.service"
+    there = SERVICE[unit.name].replace("/srv/llama/.venv/bin/python", sys.executable)
+    unit.write_text(there.replace("/srv/llama", str(tmp_path)))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=patience())
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_units_times_leave_room_for_a_stop_and_for_the_guards() -> None:
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(SERVICE["llama-host.service"])
+    service = unit["Service"]
+    assert (service["KillMode"], service["OOMPolicy"], service["Restart"]) == ("mixed", "continue", "on-failure")
+    assert int(service["TimeoutStopSec"]) > TimeoutProfile().stop_grace_s + 2
+    assert int(service["RestartSec"]) > ORPHAN_GRACE_S + 3  # all is gone within 5 s of the host's death
+
+
+@pytest.mark.server
+def test_the_program_ends_with_its_servers_at_sigterm(
+    thin_model: str, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    (tmp_path / "host.py").write_text(SERVICE["host.py"])
+    (tmp_path / "fleet.toml").write_text(
+        f'[defaults]\nhost = "127.0.0.1"\nmodel = "{thin_model}"\nexecutable = "{lean_server(tmp_path)}"\n'
+        f"[workers.one]\nport = {free_port()}\n[workers.two]\nport = {free_port()}\n"
+    )
+    with running(sys.executable, "host.py", "fleet.toml", cwd=tmp_path) as (program, output):
+        assert [output.readline() for _ in range(2)] == ["one is ready\n", "two is ready\n"]
+        tree = psutil.Process(program.pid).children(recursive=True)
+        assert len(tree) >= 4  # a guard and a server each
+        program.send_signal(signal.SIGTERM)
+        _, errors = program.communicate(timeout=patience())
+    assert (program.returncode, errors) == (0, "")
+    assert not [process for process in tree if process.is_running()]
+
+
+# ---------------------------------------------------------------- the site is whole, and fetches nothing from elsewhere
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly: a link, an anchor or a name that leads nowhere fails."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_reference_has_what_the_docstrings_say(site: Path) -> None:
+    reference = (site / "reference" / "index.html").read_text()
+    assert 'id="llama_worker.LlamaWorker.submit"' in reference
+    assert "Admit a request to a free slot, or refuse it, at once." in reference
+    assert 'id="llama_worker.LlamaWorker.__enter__"' in reference  # which is inherited
+    assert 'id="llama_worker.RequestStatus.prompt_progress"' in reference
+
+
+def test_no_page_fetches_anything_from_elsewhere(site: Path) -> None:
+    fetches = re.compile(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>|@import[^;]*https?:")
+    for page in site.rglob("*.html"):
+        assert fetches.findall(page.read_text()) == [], page
+
+
+def test_links_out_of_the_documentation_lead_to_copies_in_the_site(site: Path) -> None:
+    page = (site / "how-to" / "web-server" / "index.html").read_text()
+    (link,) = set(re.findall(r'href="([^"]*threaded_web_server.py)"', page))
+    copied = (site / "how-to" / "web-server" / link).resolve()
+    assert copied.read_text() == (ROOT / "examples" / "threaded_web_server.py").read_text()
+
+
+def test_code_blocks_show_the_file_that_they_are_of(site: Path) -> None:
+    page = (site / "how-to" / "systemd" / "index.html").read_text()
+    assert '<span class="filename">llama-host.service</span>' in page
+    assert "```" not in page

@@ -1,7 +1,8 @@
-"""What the documentation says in tables agrees with the code."""
+"""What the documentation says of the code, in tables above all, and of the project is so."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -10,19 +11,10 @@ from typing import Any, get_args
 import pytest
 
 import llama_worker
-from llama_worker import (
-    LoopDetector,
-    RequestFailReason,
-    RestartPolicy,
-    StartFailReason,
-    TimeoutProfile,
-    WorkerConfig,
-    default_bios,
-    exit_tools,
-    messages,
-)
+from benchmarks import publish
+from llama_worker import RequestFailReason, StartFailReason, TimeoutProfile, default_bios, exit_tools, messages
 from llama_worker.types import NotFound, NotReady, SubmitErrorCode
-from tests.docs.pages import DOCS, names_in, table
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
 
 # ---------------------------------------------------------------- reference.md
 
@@ -47,14 +39,11 @@ def told(field: Field[Any]) -> str:
     return "`" + repr(field.default).replace("'", '"') + "`"
 
 
-@pytest.mark.parametrize("kind", [WorkerConfig, RestartPolicy, LoopDetector])
+@pytest.mark.parametrize("kind", [llama_worker.WorkerConfig, llama_worker.RestartPolicy, llama_worker.LoopDetector])
 def test_the_configuration_page_has_every_field_with_its_default(kind: type[Any]) -> None:
     section = (DOCS / "configuration.md").read_text().partition(f"## `{kind.__name__}`")[2]
     rows = [(name.strip("`"), default) for name, default, _ in table(section, "field")]
     assert rows == [(field.name, told(field)) for field in fields(kind)]
-
-
-NEVER_S = 1e8  # of a limit that None cannot turn off
 
 
 def test_the_profiles_have_the_values_that_the_page_says() -> None:
@@ -64,7 +53,8 @@ def test_the_profiles_have_the_values_that_the_page_says() -> None:
     assert list(rows) == [field.name for field in fields(TimeoutProfile)]
     for name, cells in rows.items():
         values = [getattr(profile, name) for profile in profiles]
-        assert cells == ["off" if value is None or value >= NEVER_S else f"{value:g}" for value in values], name
+        shown = ["off" if value is None or value >= 1e8 else f"{value:g}" for value in values]  # not all may be None
+        assert cells == shown, name
 
 
 def test_the_exit_tools_have_the_arguments_that_the_page_says() -> None:
@@ -122,3 +112,44 @@ def test_the_modules_that_the_page_names_are_there() -> None:
     named = [name for _, modules in rows for name in names_in(modules)]
     assert named
     assert [name for name in named if not (package / name).is_file()] == []
+
+
+# ---------------------------------------------------------------- what the project's pages say of it
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    versions = re.findall(r"^## (\S+) \((?:unreleased|\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0] == llama_worker.__version__
+
+
+def test_every_make_target_that_is_named_is_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {target for page in PAGES for target in re.findall(r"`make ([a-z-]+)", page.read_text())}
+    assert named
+    assert named <= targets
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nvalidation:")[0]
+    pages = {str(page.relative_to(ROOT)).removeprefix("docs/") for page in PAGES} - {"README.md"}
+    assert sorted(re.findall(r": (\S+\.md)$", navigation, re.M)) == sorted(pages)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md", DOCS / "tutorial.md"], ids=lambda p: p.name)
+def test_the_first_example_is_short_and_runs_as_it_stands(page: Path) -> None:
+    first = next(block for block in blocks(page.read_text()) if block.language == "python")
+    assert len([line for line in first.code.splitlines() if line.strip()]) <= 4
+    assert first.mark in ("runnable", "first.py")  # what runs it: test_docs, test_tutorial
+
+
+def test_the_page_of_performance_and_its_plot_hold_the_figures_of_the_data_file() -> None:
+    figures = json.loads(publish.DATA.read_text())
+    page = publish.PAGE.read_text()
+    assert publish.render(figures, page) == page
+    assert publish.plot(figures) == publish.PLOT.read_text()
+
+
+def test_a_goal_that_was_missed_is_called_so() -> None:
+    figures = json.loads(publish.DATA.read_text())
+    figures["latency"]["added_ms"]["in all"] = 9.0
+    assert "| 9 ms | no |" in publish.goals(figures)

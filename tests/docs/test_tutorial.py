@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import running
 from tests.docs.pages import DOCS, ROOT, blocks, files, runnable, with_ports
 from tests.server.pace import lean_server, patience
 
@@ -41,9 +42,8 @@ def environment(clone: Path, smollm2: str) -> dict[str, str]:
 def test_the_commands_of_the_tutorial_show_what_it_says(clone: Path, environment: dict[str, str]) -> None:
     commands = runnable((DOCS / "tutorial.md").read_text(), "sh")
     assert len(commands.splitlines()) > 8
-    done = subprocess.run(
-        ["sh", "-e", "-c", commands], cwd=clone, env=environment, capture_output=True, text=True, timeout=5 * patience()
-    )
+    shell, limit_s = ["sh", "-e", "-c", commands], 5 * patience()
+    done = subprocess.run(shell, cwd=clone, env=environment, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == 0, done.stderr
     told = done.stdout
     assert re.search(r"^ready\n\{'ok': True, 'request_id': 1\}\n.*?^(stop|max_tokens) \{'total_s'", told, re.M | re.S)
@@ -59,20 +59,15 @@ def test_the_server_that_the_reader_kills_comes_back(clone: Path, environment: d
     lean_server(clone, "--temp", "0")
     folder = clone / "build" / "tutorial"
     (folder / "model.gguf").symlink_to(thin_model)
-    with subprocess.Popen(
-        ["python", "watch.py"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
-    ) as program:
-        try:
-            assert program.stdout is not None
-            lines = [program.stdout.readline()]
-            os.kill(int(lines[0].rpartition(" ")[2]), signal.SIGKILL)
-            for line in program.stdout:
-                lines.append(line)
-                if line.startswith("request 2"):
-                    program.send_signal(signal.SIGINT)
-        finally:
-            program.kill()
-    assert program.returncode == 0
+    with running("python", "watch.py", cwd=folder, env=environment) as (program, output):
+        lines = [output.readline()]
+        os.kill(int(lines[0].rpartition(" ")[2]), signal.SIGKILL)
+        for line in output:
+            lines.append(line)
+            if line.startswith("request 2"):
+                program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=patience())
+    assert program.returncode == 0, errors
     shown = next(block.code for block in blocks((DOCS / "tutorial.md").read_text()) if "request 1 on" in block.code)
     assert plain(lines) == plain(shown.splitlines())
 

@@ -1,4 +1,4 @@
-"""python -m tests.ray.scenarios FOLDER SERVER MODEL: a cluster, and every scenario on it, one after the other.
+"""python -m tests.ray.scenarios FOLDER: a cluster, and every scenario on it, one after the other.
 
 Prints a line of JSON for each: `{"scenario", "error"}`, where `error` is None or a traceback.
 """
@@ -25,9 +25,9 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
 }
 
 
-def main(folder: str, server: str, model: str) -> None:
+def main(folder: str) -> None:
     with two_nodes() as nodes:
-        stage = Stage(nodes, Path(folder), server, model)
+        stage = Stage(nodes, Path(folder))
         for name, scenario in SCENARIOS.items():
             error = None
             try:
@@ -38,4 +38,4 @@ def main(folder: str, server: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

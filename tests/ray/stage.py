@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,13 @@ import ray
 
 from llama_worker import RequestResult, WorkerConfig
 from llama_worker.ray import Fleet, RayWorker, ReplicaState
+from tests import fake_script as fs
 from tests.actors.conftest import HOST, Tree, eventually, fast_timeouts, running, tree
-from tests.fake_script import (
-    Headers,
-    Journal,
-    Reasoning,
-    Repeat,
-    Script,
-    Sleep,
-    Step,
-    Text,
-    fake_server_cmd,
-    steps_json,
-)
 from tests.ray.cluster import TwoNodes
 
 WAIT_S = 60.0
 GONE_WITHIN_S = 5.0  # guard and server, once the actor's process is dead
-TALKING: tuple[Step, ...] = (Headers(), Reasoning("hm"), Repeat(None, [Text("token "), Sleep(0.02)]))
+TALKING = (fs.Headers(), fs.Reasoning("hm"), fs.Repeat(None, [fs.Text("token "), fs.Sleep(0.02)]))
 
 
 @dataclass
@@ -39,26 +27,25 @@ class Stage:
 
     nodes: TwoNodes
     folder: Path
-    server: str
-    model: str
     fleet: Fleet = field(init=False)
 
-    def config_for(self, script: Script = Script(), **settings: Any) -> Callable[[int], WorkerConfig]:  # noqa: B008
+    def config_for(self, script: fs.Script = fs.Script(), **settings: Any) -> Callable[[int], WorkerConfig]:  # noqa: B008
         """A function that makes configs of scripted servers; each writes a journal."""
-        return partial(scripted_config, str(self.folder), script, settings)
+        folder, slots = self.folder, settings.get("slots", 1)
+
+        def config(port: int) -> WorkerConfig:
+            journal = folder / f"{port}.journal"
+            command = fs.fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal)
+            return WorkerConfig("scripted", HOST, port, command, **{"timeouts": fast_timeouts(), **settings})
+
+        return config
 
     def processes(self) -> Tree:
         """The guards and servers of every launch so far."""
         found: Tree = {}
         for path in self.folder.glob("*.journal"):
-            found |= tree(Journal(path))
+            found |= tree(fs.Journal(path))
         return found
-
-
-def scripted_config(folder: str, script: Script, settings: dict[str, Any], port: int) -> WorkerConfig:
-    slots = settings.get("slots", 1)
-    command = fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=f"{folder}/{port}.journal")
-    return WorkerConfig("scripted", HOST, port, command, **{"timeouts": fast_timeouts(), **settings})
 
 
 def actor(config_for: Callable[[int], WorkerConfig], **options: Any) -> Any:
@@ -69,8 +56,8 @@ def get(ref: Any) -> Any:
     return ray.get(ref, timeout=WAIT_S)
 
 
-def submitted(fleet: Fleet, *steps: Step, job_name: str = "job") -> int:
-    answer = fleet.submit(job_name, "", "Hello?", params={"fake_script": steps_json(*steps)}).get(timeout=WAIT_S)
+def submitted(fleet: Fleet, *steps: fs.Step, job_name: str = "job") -> int:
+    answer = fleet.submit(job_name, "", "Hello?", params={"fake_script": fs.steps_json(*steps)}).get(timeout=WAIT_S)
     assert answer["ok"], answer
     return answer["request_id"]
 

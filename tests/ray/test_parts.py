@@ -147,8 +147,3 @@ def test_without_ray_nothing_is_started_behind_the_hosts_back() -> None:
     with pytest.raises(LlamaWorkerError, match=r"call ray\.init"):
         Fleet(config_for, replicas=1)
     assert not ray.is_initialized()
-
-
-def test_a_config_travels() -> None:
-    config = WorkerConfig("w", "127.0.0.1", 8080, ["llama-server"], env={"A": "b"}, api_key="secret")
-    assert pickle.loads(pickle.dumps(config)) == config

@@ -24,12 +24,12 @@ LEFT_WITHIN_S = 15.0
 
 
 @pytest.fixture(scope="module")
-def errors(llama_server: str, thin_model: str) -> Iterator[dict[str, str | None]]:
+def errors() -> Iterator[dict[str, str | None]]:
     """What the program told of every scenario. When it has ended, nothing that it started runs any more."""
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.ray.scenarios", str(folder), llama_server, thin_model],
+            [sys.executable, "-m", "tests.ray.scenarios", str(folder)],
             cwd=ROOT,
             env={**os.environ, **cluster_environment(folder), "PYTHONPATH": str(ROOT)},
             capture_output=True,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from llama_worker import LlamaWorker
@@ -24,7 +23,6 @@ from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.relay import Listener, Relay
 from tests.responses.scenarios import PARROT_ARGS
-from tests.responses.scenarios.openai_python import make_client as openai_client
 from tests.server.conftest import NO_PROBES, Serve, lasting_port, serve
 from tests.server.pace import SERVER_ARGS
 
@@ -37,8 +35,6 @@ Json = dict[str, Any]
 
 
 class Reply:
-    """A whole HTTP reply."""
-
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self.status = response.status
         self.headers = {name.lower(): value for name, value in response.getheaders()}
@@ -55,10 +51,6 @@ class Client:
 
     def __init__(self, proxy: ResponsesProxy, journal: Journal) -> None:
         self.proxy, self.journal = proxy, journal
-
-    def openai(self) -> openai.OpenAI:
-        """The official client; use it as a context manager."""
-        return openai_client(self.proxy.base_url)
 
     def connection(self) -> contextlib.closing[http.client.HTTPConnection]:
         """A connection of one's own, closed at the end of the context."""
@@ -129,7 +121,6 @@ MakeClient = Callable[..., Client]
 
 @contextlib.contextmanager
 def scripted_server(script: Script, journal: Journal, *, port: int, slots: int) -> Iterator[str]:
-    """The URL of a scripted server."""
     command = fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal.path)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
@@ -167,19 +158,14 @@ def hello_server(
 
 
 class JournalFromNow(Journal):
-    """What a server sees from now on, of the requests that come from now on."""
+    """What a server sees of the chats that it is asked for from now on."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        before = super().facts()
-        self._facts_before = len(before)
-        self._requests_before = max((fact.get("n") or 0 for fact in before), default=0)
+        self._before = max((seen["n"] or 0 for seen in super().facts("request")), default=0)
 
     def facts(self, fact: str | None = None, /, **match: Any) -> list[Json]:
-        wanted = match if fact is None else {"fact": fact, **match}
-        later = super().facts()[self._facts_before :]
-        own = [seen for seen in later if seen.get("n") is None or int(seen["n"]) > self._requests_before]
-        return [seen for seen in own if all(seen.get(key) == wanted[key] for key in wanted)]
+        return [seen for seen in super().facts(fact, **match) if (seen.get("n") or 0) > self._before]
 
 
 @pytest.fixture

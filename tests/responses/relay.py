@@ -17,9 +17,7 @@ import threading
 
 FAILS, DIES = "fails", "dies"
 _BROKEN = re.compile(rb'"model": ?"(fails|dies)"')
-_CUE = re.compile(
-    rb'"Once".*?\n\n\r\n', re.DOTALL
-)  # a delta of either API, to the end of its chunk, which is a record's
+_CUE = re.compile(rb'"Once".*?\n\n\r\n', re.DOTALL)  # a delta of either API, to the end of its chunk: of a record
 _RECORD = b"data: " + json.dumps({"error": {"code": 500, "message": "out of memory", "type": "server_error"}}).encode()
 _FAILURE = b"%x\r\n%b\n\n\r\n0\r\n\r\n" % (len(_RECORD) + 2, _RECORD)
 

@@ -9,6 +9,8 @@ import pytest
 from tests.responses.conftest import Client, MakeClient, Through, answer
 
 PAGE = "http://localhost:3000"
+EVIL = "https://evil.example"
+FOREIGN = [{"Origin": EVIL}, {"Origin": "null"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}]
 ANY_PAGE = b"Access-Control-Allow-Origin: *\r\nAccess-Control-Allow-Credentials: true\r\n"
 
 
@@ -17,14 +19,6 @@ def open_to(through: Through) -> tuple[Client, list[bytes]]:
     """A proxy that lets one page in, with a key, in front of a server that lets all pages in; and what that got."""
     client, upstream = through(answer(b"{}", headers=ANY_PAGE), allow_origins=(PAGE,), api_key="secret")
     return client, upstream.requests
-
-
-FOREIGN: list[dict[str, str]] = [
-    {"Origin": "https://evil.example"},
-    {"Origin": "null"},
-    {"Host": "evil.example"},
-    {"Sec-Fetch-Site": "cross-site"},
-]
 
 
 def test_a_foreign_page_gets_nothing_and_moves_nothing(open_to: tuple[Client, list[bytes]]) -> None:

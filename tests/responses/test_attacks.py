@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import psutil
 import pytest
@@ -80,20 +81,16 @@ def test_a_crowd_that_sends_no_whole_request_delays_nobody(fake: Client) -> None
 FLOOD = [Headers(), Role(), Repeat(None, [Text("x" * 4096)])]
 
 
-def resident_bytes() -> int:
-    return psutil.Process().memory_info().rss
-
-
 @pytest.mark.usefixtures("many_descriptors")
 def test_clients_that_never_read_leave_the_others_alone(make_client: MakeClient) -> None:
-    fake = make_client(slots=200)
-    before = resident_bytes()
+    fake, proxys = make_client(slots=200), psutil.Process()
+    before = proxys.memory_info().rss
     with contextlib.ExitStack() as stack:
         for _ in range(60):
             stack.enter_context(fake.ask(*FLOOD, stream=True))
         fake.journal.wait("headers", timeout=WAIT_S, count=60)
         assert fake.create().status == 200
-        assert resident_bytes() - before < 120 * MIB
+        assert proxys.memory_info().rss - before < 120 * MIB
 
 
 def test_a_client_that_takes_nothing_is_cut_off(make_fake: MakeClient) -> None:
@@ -143,25 +140,16 @@ def test_a_body_beyond_what_may_wait_costs_its_sender(make_fake: MakeClient) -> 
 # ---------------------------------------------------------------- descriptors
 
 
-@pytest.fixture
-def starved(fake: Client) -> Iterator[tuple[psutil.Process, int]]:
-    """A proxy with 64 descriptors, in front of the same server: its process and port."""
-    options = ["--upstream", fake.proxy.config.upstream, "--port", "0"]
-    command = [sys.executable, "-m", "llama_worker.cli", "responses-proxy", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        try:
-            url = process.stdout.readline().split()[0]
-            running = psutil.Process(process.pid)
-            running.rlimit(psutil.RLIMIT_NOFILE, (64, 64))
-            yield running, int(url.split(":")[2].split("/")[0])
-        finally:
-            process.kill()
-
-
-def test_where_descriptors_run_out_the_silent_make_room(starved: tuple[psutil.Process, int]) -> None:
-    process, port = starved
-    with contextlib.ExitStack() as stack:
+def test_where_descriptors_run_out_the_silent_make_room(hello_server: tuple[str, Path]) -> None:
+    """Of a process of its own, with 64 of them."""
+    command = [sys.executable, "-m", "llama_worker.cli", "responses-proxy", "--upstream", hello_server[0], "--port=0"]
+    with (
+        psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
+        port = int(process.stdout.readline().split()[0].split(":")[2].split("/")[0])
+        process.rlimit(psutil.RLIMIT_NOFILE, (64, 64))
         for _ in range(300):
             stack.enter_context(socket.create_connection((HOST, port), timeout=WAIT_S))
         with socket.create_connection((HOST, port), timeout=WAIT_S) as client:
@@ -203,9 +191,7 @@ def test_where_all_descriptors_are_taken_it_waits_without_spinning(fake: Client)
     """Taken by the host program: there is nobody to take one from."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
-        waiting = [socket.socket() for _ in range(3)]
-        for one in waiting:
-            stack.callback(one.close)
+        waiting = [stack.enter_context(socket.socket()) for _ in range(3)]
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limit[1]))
         try:
             for one in waiting:

@@ -7,43 +7,28 @@ from collections.abc import Callable
 import pytest
 
 from llama_worker.responses import app
-from tests.fake_script import (
-    DoneMarker,
-    ErrorData,
-    ErrorField,
-    Fin,
-    Finish,
-    Headers,
-    HttpError,
-    Raw,
-    Record,
-    Reset,
-    Role,
-    Step,
-    Text,
-    ToolCall,
-    WaitClose,
-)
+from tests import fake_script as fs
 from tests.responses.conftest import Client, MakeClient
 
-HALF: list[Step] = [Headers(), Role(), Text("Once ")]
+Steps = list[fs.Step]
+HALF: Steps = [fs.Headers(), fs.Role(), fs.Text("Once ")]
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param([ErrorData(500, "out of memory")], id="error record"),
-        pytest.param([ErrorField(400, "out of memory"), DoneMarker()], id="error field, then [DONE]"),
-        pytest.param([Finish(), ErrorData(500, "out of memory")], id="error record after the finish reason"),
-        pytest.param([Fin()], id="end without the last chunk"),
-        pytest.param([Reset()], id="reset"),
-        pytest.param([Raw("0\r\n\r\n", framed=False), Fin()], id="silent, regular end"),
-        pytest.param([Raw("data: {")], id="truncated record"),
-        pytest.param([Record("no json")], id="garbage"),
+        pytest.param([fs.ErrorData(500, "out of memory")], id="error record"),
+        pytest.param([fs.ErrorField(400, "out of memory"), fs.DoneMarker()], id="error field, then [DONE]"),
+        pytest.param([fs.Finish(), fs.ErrorData(500, "out of memory")], id="error record after the finish reason"),
+        pytest.param([fs.Fin()], id="end without the last chunk"),
+        pytest.param([fs.Reset()], id="reset"),
+        pytest.param([fs.Raw("0\r\n\r\n", framed=False), fs.Fin()], id="silent, regular end"),
+        pytest.param([fs.Raw("data: {")], id="truncated record"),
+        pytest.param([fs.Record("no json")], id="garbage"),
     ],
 )
-@pytest.mark.parametrize("open_item", [[], [ToolCall("f", '{"a": 1', pieces=2)]], ids=["text", "call"])
-def test_a_broken_stream_fails_and_keeps_what_was_said(fake: Client, fault: list[Step], open_item: list[Step]) -> None:
+@pytest.mark.parametrize("open_item", [[], [fs.ToolCall("f", '{"a": 1', pieces=2)]], ids=["text", "call"])
+def test_a_broken_stream_fails_and_keeps_what_was_said(fake: Client, fault: Steps, open_item: Steps) -> None:
     events = fake.stream(*HALF, *open_item, *fault)
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
     whole = ["completed"] if open_item else []
@@ -66,7 +51,7 @@ def test_a_broken_stream_fails_and_keeps_what_was_said(fake: Client, fault: list
 def test_a_refusal_of_the_server_keeps_its_status(
     fake: Client, status: int, kind: str, error_type: str, code: str | None, stream: bool
 ) -> None:
-    reply = fake.create(HttpError(status, "because", kind), stream=stream)
+    reply = fake.create(fs.HttpError(status, "because", kind), stream=stream)
     error = reply.json["error"]
     assert (reply.status, error["type"], error["code"]) == (status, error_type, code)
     assert ("retry-after" in reply.headers) == (status == 503)
@@ -80,7 +65,7 @@ def test_an_upstream_that_is_not_there_is_a_502(make_client: MakeClient, free_po
 
 
 def test_a_broken_reply_in_one_piece_is_a_502_that_is_not_to_be_retried(fake: Client) -> None:
-    reply = fake.create(*HALF, ErrorData(500, "out of memory"))
+    reply = fake.create(*HALF, fs.ErrorData(500, "out of memory"))
     assert (reply.status, reply.json["error"]["message"]) == (502, "out of memory")
     assert reply.headers["x-should-retry"] == "false"
 
@@ -109,6 +94,6 @@ def test_a_fault_of_the_proxy_is_a_500_that_tells_nothing(
 
 
 def test_usage_that_never_comes_is_not_waited_for_long(fake: Client) -> None:
-    events = fake.stream(*HALF, Finish(), WaitClose())
+    events = fake.stream(*HALF, fs.Finish(), fs.WaitClose())
     assert events[-1]["type"] == "response.completed"
     fake.journal.wait("client_closed")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.responses.conftest import Client
-from tests.responses.scenarios.openai_python import SCENARIOS, Scenario
+from tests.responses.scenarios.openai_python import SCENARIOS, Scenario, make_client
 
 
 @pytest.mark.server
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_scenario(real: Client, scenario: Scenario) -> None:
-    with real.openai() as client:
+    with make_client(real.proxy.base_url) as client:
         scenario(client)

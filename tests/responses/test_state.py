@@ -12,6 +12,7 @@ import pytest
 from tests.fake_script import Gate, Headers, Reasoning, Role, Text, WaitClose, plain_reply
 from tests.responses.conftest import Client, MakeClient
 from tests.responses.oracle import check_events, read_sse
+from tests.responses.scenarios.openai_python import make_client as openai_client
 
 ANSWER = plain_reply(Reasoning("hm"), Text("Yes?"))
 
@@ -33,11 +34,10 @@ def test_a_conversation_goes_on_by_id(fake: Client) -> None:
 
 def test_a_response_can_be_fetched_and_deleted(fake: Client) -> None:
     made = fake.create(*ANSWER).json
-    with fake.openai() as client:
+    with openai_client(fake.proxy.base_url) as client:
         found = client.responses.retrieve(made["id"])
         assert found.to_dict(exclude_unset=True) == openai.types.responses.Response.construct(**made).to_dict()
-        items = client.responses.input_items.list(made["id"])
-        assert [item.type for item in items.data] == ["message"]
+        assert [item.type for item in client.responses.input_items.list(made["id"]).data] == ["message"]
         client.responses.delete(made["id"])
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(made["id"])
@@ -48,10 +48,9 @@ def test_what_is_not_to_be_stored_is_not(fake: Client, stream: bool) -> None:
     made = fake.stream(store=False)[-1]["response"] if stream else fake.create(store=False).json
     assert made["store"] is False
     assert fake.send("GET", f"/v1/responses/{made['id']}").status == 404
-    refused = fake.create(previous_response_id=made["id"])
-    assert (refused.status, refused.json["error"]["code"]) == (400, "previous_response_not_found")
-    refused = fake.create(input=[{"type": "item_reference", "id": made["output"][0]["id"]}])
-    assert (refused.status, refused.json["error"]["code"]) == (400, "previous_response_not_found")
+    reference = {"type": "item_reference", "id": made["output"][0]["id"]}
+    for refused in (fake.create(previous_response_id=made["id"]), fake.create(input=[reference])):
+        assert (refused.status, refused.json["error"]["code"]) == (400, "previous_response_not_found")
 
 
 def test_a_client_goes_on_from_what_it_broke_off(fake: Client) -> None:

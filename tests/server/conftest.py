@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from llama_worker import (
-    BiosContext,
     LlamaWorker,
     RequestResult,
     RequestStatus,
@@ -92,11 +91,6 @@ def pid_of(worker: LlamaWorker) -> int:
 Serve = Callable[..., WorkerConfig]
 
 
-def no_bios(context: BiosContext) -> str:
-    """Nothing: the prompts of most tests are short, since reading them is what takes the time."""
-    return ""
-
-
 @pytest.fixture(scope="session")
 def serve(llama_server: str, smollm2: str, thin_model: str, lasting_port: Callable[[], int]) -> Serve:
     """A factory of configs; `whole`: with all of the model, where it chooses itself what it says or has to be slow."""
@@ -122,7 +116,8 @@ def serve(llama_server: str, smollm2: str, thin_model: str, lasting_port: Callab
             executable=llama_server,
             extra_args=("--ctx-size", str(slots * slot_tokens), *args),
         )
-        settings = {"name": "real", "bios_provider": no_bios, "restart": EAGER, **settings}
+        # No BIOS: the prompts of most tests are short, since reading them is what takes the time.
+        settings = {"name": "real", "bios_provider": lambda _: "", "restart": EAGER, **settings}
         return WorkerConfig(host=HOST, port=port, slots=slots, server_cmd=command, **settings)
 
     return config

@@ -58,8 +58,9 @@ def measured(server: str, model: str, *, read_tokens: int, made_tokens: int) -> 
         port = take()
         args = (*SERVER_ARGS, "--ctx-size", "1024")
         command = llama_server_cmd(model, host=HOST, port=port, slots=1, executable=server, extra_args=args)
+        env = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_ARG_")}
         began_at = time.monotonic()
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment()) as one:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env) as one:
             try:
                 while not _is_ready(http, port):
                     assert one.poll() is None, f"the server ended with {one.returncode}: {command}"
@@ -105,7 +106,3 @@ def _is_ready(http: requests.Session, port: int) -> bool:
         return http.get(f"http://{HOST}:{port}/health").ok
     except requests.ConnectionError:
         return False
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_ARG_")}

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,12 @@ import pytest
 import requests
 
 from tests.actors.conftest import eventually
+from tests.conftest import Running, running
 from tests.ray.cluster import cluster_environment, cluster_processes
 from tests.server.conftest import ENDLESS, is_ticking
 from tests.server.pace import lean_server, patience
 
 pytestmark = pytest.mark.server
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -37,23 +36,17 @@ def server(tmp_path: Path) -> str:
     return str(lean_server(tmp_path, "--grammar", ENDLESS["grammar"]))
 
 
-def run_example(name: str, *options: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_example(name: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     """An example that has come to its end."""
-    command, env = [sys.executable, str(EXAMPLES / name), *options], {**os.environ, **(env or {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=2 * patience(), env=env, check=False)
+    with example(name, *options, **env) as (process, _):
+        output, errors = process.communicate(timeout=2 * patience())
+    return subprocess.CompletedProcess(options, process.returncode, output, errors)
 
 
-@contextmanager
-def running(name: str, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
-    """An example under way, and what reads its next line; killed if it is still there at the end."""
-    command, pipe = [sys.executable, str(EXAMPLES / name), *options], subprocess.PIPE
-    environment = {**os.environ, **environment}
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, bufsize=1, env=environment) as example:
-        assert example.stdout is not None
-        try:
-            yield example, example.stdout.readline
-        finally:
-            example.kill()
+def example(name: str, *options: str, **env: str) -> Running:
+    """An example under way."""
+    program = Path(__file__).parents[2] / "examples" / name
+    return running(sys.executable, str(program), *options, env={**os.environ, **env})
 
 
 def test_quickstart_shows_two_jobs_live_a_refusal_and_a_clean_stop(
@@ -78,10 +71,9 @@ def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(
 ) -> None:
     options = ["--server", server, "--model", thin_model, "--port", str(free_port())]
     strict = {"PYTHONDEVMODE": "1", "PYTHONWARNINGS": "error", "PYTHONUNBUFFERED": "1"}
-    run = run_example("async_host.py", *options, env=strict)
-    assert run.returncode == 0, run.stderr
+    run = run_example("async_host.py", *options, **strict)
     said = [line for line in run.stderr.splitlines() if not SLOW_STEP.fullmatch(line)]
-    assert said == []  # nothing that was never awaited, closed or retrieved
+    assert (run.returncode, said) == (0, [])  # nothing that was never awaited, closed or retrieved
     assert run.stdout.endswith("stopped.\n")
     for name in ("haiku", "sum"):
         (characters,) = re.findall(rf"^ *{name} : completed, (\d+) characters$", run.stdout, re.M)
@@ -94,11 +86,9 @@ def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(
 def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back(server: str, thin_model: str) -> None:
     run = run_example("hivemind.py", "--server", server, "--model", thin_model)
     assert run.returncode == 0, run.stderr
-    asked = re.search(r"planner asks: .+\? \['(.+)', '(.+)'\], else '(.+)'", run.stdout)
-    decided = re.search(r"judge decides: (.+) \(", run.stdout)
-    assert asked, run.stdout
-    assert decided, run.stdout
-    assert decided[1] in asked.groups()[:2]
+    # ... one of what was asked about:
+    decided = r"planner asks: .+\? \['(.+)', '(.+)'\], else '.+'(?s:.*)judge decides: (\1|\2) \("
+    assert re.search(decided, run.stdout), run.stdout
     assert "(the planner's draft: running)" in run.stdout  # it was decided before the first model had ended
     assert re.search(r"^planner's draft: canceled\nplanner: \w.+\nstopped\.", run.stdout, re.M), run.stdout
 
@@ -111,27 +101,15 @@ def test_fleet_answers_every_prompt_though_a_server_is_killed(
 ) -> None:
     fleet_file = tmp_path / "fleet.toml"
     fleet_file.write_text(
-        f"""
-[defaults]
-host = "127.0.0.1"
-model = {json.dumps(thin_model)}
-executable = {json.dumps(server)}
-extra_args = ["--ctx-size", "2048"]
-restart = {{ restart_backoff_s = 0.1 }}
-
-[workers.one]
-port = {free_port()}
-slots = 2
-
-[workers.two]
-port = {free_port()}
-"""
+        f'[defaults]\nhost = "127.0.0.1"\nmodel = "{thin_model}"\nexecutable = "{server}"\n'
+        'extra_args = ["--ctx-size", "2048"]\nrestart = { restart_backoff_s = 0.1 }\n'
+        f"[workers.one]\nport = {free_port()}\nslots = 2\n[workers.two]\nport = {free_port()}\n"
     )
     prompts = [f"Count to {number} thousand." for number in range(1, 7)]
-    with running("fleet.py", str(fleet_file), *prompts) as (fleet, next_line):
-        ready = [next_line() for _ in range(2)]
+    with example("fleet.py", str(fleet_file), *prompts) as (fleet, output):
+        ready = [output.readline() for _ in range(2)]
         pid = int(re.findall(r"one: ready, pid (\d+), 2 slots", ready[0])[0])
-        first = next_line()  # by then all slots have been given a request
+        first = output.readline()  # by then all slots have been given a request
         os.kill(pid, signal.SIGKILL)
         rest, errors = fleet.communicate(timeout=patience())
     assert fleet.returncode == 0, errors
@@ -142,8 +120,8 @@ port = {free_port()}
 
 def test_fleet_gives_each_gpu_that_is_named_a_worker_and_one_named_twice_two(server: str, thin_model: str) -> None:
     options = (thin_model, "--gpus", "0,GPU-5,GPU-5", "Two?", "Four?", "Six?")
-    with running("fleet.py", *options, LLAMA_SERVER=server) as (fleet, next_line):
-        ready = [re.fullmatch(r"worker-\d: ready, pid (\d+), 2 slots\n", next_line()) for _ in range(3)]
+    with example("fleet.py", *options, LLAMA_SERVER=server) as (fleet, output):
+        ready = [re.fullmatch(r"worker-\d: ready, pid (\d+), 2 slots\n", output.readline()) for _ in range(3)]
         environments = [psutil.Process(int(found[1])).environ() for found in ready if found]
         rest, errors = fleet.communicate(timeout=patience())
     assert (fleet.returncode, errors) == (0, "")
@@ -156,12 +134,12 @@ def test_fleet_gives_each_gpu_that_is_named_a_worker_and_one_named_twice_two(ser
 # ---------------------------------------------------------------- threaded_web_server.py
 
 
+@dataclass
 class Web:
     """The example, serving."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process = process
-        self.url = url
+    process: subprocess.Popen[str]
+    url: str
 
     def post(self, **body: Any) -> requests.Response:
         return requests.post(f"{self.url}/chat", json=body, timeout=patience())
@@ -187,8 +165,8 @@ class Web:
 def web(server: str, thin_model: str, free_port: Callable[[], int]) -> Iterator[Web]:
     port = free_port()
     options = ["--server", server, "--model", thin_model, "--port", str(port), "--server-port", str(free_port())]
-    with running("threaded_web_server.py", *options) as (process, next_line):
-        assert next_line() == f"listening on http://127.0.0.1:{port}\n"
+    with example("threaded_web_server.py", *options) as (process, output):
+        assert output.readline() == f"listening on http://127.0.0.1:{port}\n"
         yield Web(process, f"http://127.0.0.1:{port}")
 
 
@@ -256,9 +234,7 @@ def test_ray_fleet_streams_from_two_replicas_and_leaves_nothing(server: str, thi
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     try:
         for _ in range(3):  # Ray gives its own start 30 s, which cannot be set
-            run = run_example(
-                "ray_fleet.py", "--server", server, "--model", thin_model, env=cluster_environment(folder)
-            )
+            run = run_example("ray_fleet.py", "--server", server, "--model", thin_model, **cluster_environment(folder))
             if "node timed out during startup" not in run.stderr:
                 break
         assert run.returncode == 0, run.stderr

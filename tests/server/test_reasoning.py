@@ -101,11 +101,7 @@ def test_the_formats_agree_wherever_the_token_limit_cuts_the_model_off_but_for_h
     ],
 )
 def test_what_the_servers_parser_keeps_to_itself_costs_no_answer(
-    workers: dict[str, LlamaWorker],
-    tags: str,
-    saying: str,
-    whole: tuple[str, str],
-    parsed: tuple[str, str],
+    workers: dict[str, LlamaWorker], tags: str, saying: str, whole: tuple[str, str], parsed: tuple[str, str]
 ) -> None:
     assert said(workers[tags], saying, "none") == whole
     assert said(workers[tags], saying, "deepseek") in [whole, parsed]

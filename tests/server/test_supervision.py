@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import select
 import signal
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +26,9 @@ from llama_worker import (
     TimeoutProfile,
     WorkerStartError,
     WorkerState,
+    llama_server_cmd,
 )
+from tests.conftest import shell_program
 from tests.server.conftest import (
     ENDLESS,
     Reached,
@@ -39,7 +44,7 @@ from tests.server.conftest import (
     wait_ready,
     wait_status,
 )
-from tests.server.pace import patience, round_trip
+from tests.server.pace import HOST, SERVER_ARGS, patience, round_trip
 
 pytestmark = pytest.mark.server
 
@@ -105,17 +110,14 @@ IMPATIENT = TimeoutProfile(
 )
 
 
-def is_in_prefill(status: Any) -> bool:
-    return bool(status["phase"] is RequestPhase.PREFILL)
-
-
 def test_a_halted_server_is_given_up_in_time_and_replaced_in_every_phase(serve: Serve) -> None:
     """Before the headers, in prefill without and with progress, in generation: all at once, a worker each."""
+    stall = RequestFailReason.STALL_TIMEOUT
     halts: list[tuple[RequestFailReason, Reached | None, int, dict[str, Any]]] = [
         (RequestFailReason.HEADERS_TIMEOUT, None, 150, {}),
-        (RequestFailReason.STALL_TIMEOUT, is_in_prefill, 150, {"return_progress": False}),
-        (RequestFailReason.STALL_TIMEOUT, is_reading, 150, {}),
-        (RequestFailReason.STALL_TIMEOUT, is_generating, 1, {}),
+        (stall, lambda status: status["phase"] is RequestPhase.PREFILL, 150, {"return_progress": False}),
+        (stall, is_reading, 150, {}),
+        (stall, is_generating, 1, {}),
     ]
     with ExitStack() as stack:
         workers = [LlamaWorker(serve(name=f"worker-{number}", timeouts=IMPATIENT)) for number in range(len(halts))]
@@ -163,3 +165,63 @@ def test_a_canary_that_is_refused_fails_the_start_and_one_that_is_accepted_does_
         assert_serves(worker)
     assert heard[0]
     assert heard == [heard[0]] * 2  # greedy
+
+
+# Mistakes of somebody who starts their first server: the first line of the error says what to do.
+
+StartError = Callable[..., list[str]]
+
+
+@pytest.fixture
+def start_error(llama_server: str, thin_model: str, free_port: Callable[[], int]) -> StartError:
+    """The lines of the error of a start that fails."""
+
+    def start_error(*args: str, model: str | Path = thin_model, **config: Any) -> list[str]:
+        config = {"executable": llama_server, "port": free_port(), "extra_args": (*SERVER_ARGS, *args), **config}
+        with closing(LlamaWorker.from_model(model, **config)) as worker, pytest.raises(WorkerStartError) as caught:
+            worker.start().get(timeout=patience())
+        return str(caught.value).splitlines()
+
+    return start_error
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "there is no such model file: check the path"),
+        ("folder", "name the .gguf file itself"),
+        (b"hello, I am a text", "the file is not a GGUF model"),
+        (0, "a folder or an empty file"),  # so many bytes of a model
+        (40, "the model file is incomplete: download it again"),
+        (4_000_000, "the model file is incomplete: download it again"),
+    ],
+)
+def test_a_model_that_is_none(
+    start_error: StartError, thin_model: str, tmp_path: Path, content: str | bytes | int | None, told: str
+) -> None:
+    model = tmp_path / "model.gguf"
+    if isinstance(content, str):
+        model.mkdir()
+    elif content is not None:
+        model.write_bytes(content if isinstance(content, bytes) else Path(thin_model).read_bytes()[:content])
+    assert told in start_error(model=model)[0]
+
+
+def test_a_flag_that_the_server_does_not_know(start_error: StartError) -> None:
+    first, *log = start_error("--ctx-sise", "512")
+    assert re.match("exited: .*--help", first)
+    assert any("--ctx-sise" in line for line in log)
+
+
+def test_a_host_that_is_another_machines(start_error: StartError) -> None:
+    assert "the host must be an address of this machine" in start_error(host="192.0.2.1")[0]
+
+
+def test_a_script_that_passes_no_arguments_on(
+    start_error: StartError, llama_server: str, thin_model: str, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    elsewhere, timeouts = free_port(), TimeoutProfile(startup_timeout_s=3.0)
+    command = llama_server_cmd(thin_model, host=HOST, port=elsewhere, slots=1, executable=llama_server)
+    script = shell_program(tmp_path / "server", " ".join(("exec", *command, *SERVER_ARGS)))
+    line, *_ = start_error(executable=script, timeouts=timeouts)
+    assert f"it listens on http://{HOST}:{elsewhere}: pass it the worker's host and port" in line

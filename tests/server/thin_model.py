@@ -26,25 +26,21 @@ def write_thin_model(whole: Path, thin: Path) -> None:
     struct.pack_into("<I", head, head.index(key) + len(key) + 4, 1)
     tensors, at = [], reader.at
     for _ in range(tensors_count):
-        begin, (length,) = at, struct.unpack_from("<Q", data, at)
-        name = data[at + 8 : at + 8 + length]
-        at += 8 + length
-        (dimensions,) = struct.unpack_from("<I", data, at)
-        at += 4 + 8 * dimensions + 4
-        tensors.append((name, data[begin:at], *struct.unpack_from("<Q", data, at)))
-        at += 8
+        (name_length,) = struct.unpack_from("<Q", data, at)
+        (dimensions,) = struct.unpack_from("<I", data, at + 8 + name_length)
+        end = at + 8 + name_length + 4 + 8 * dimensions + 4
+        tensors.append((data[at:end], *struct.unpack_from("<Q", data, end)))
+        at = end + 8
     data_at = _aligned(at)
-    ends = [offset for _, _, offset in tensors[1:]] + [len(data) - data_at]
-    infos, body = bytearray(), bytearray()
-    kept = 0
-    for (name, info, offset), end in zip(tensors, ends, strict=True):
-        layer = _LAYER.match(name)
+    ends = [offset for _, offset in tensors[1:]] + [len(data) - data_at]
+    infos, body = list[bytes](), bytearray()
+    for (info, offset), end in zip(tensors, ends, strict=True):
+        layer = _LAYER.match(info, 8)
         if layer is None or int(layer[1]) == 0:
-            kept += 1
-            infos += info + struct.pack("<Q", len(body))
+            infos.append(info + struct.pack("<Q", len(body)))
             body += data[data_at + offset : data_at + end]
             body += bytes(_aligned(len(body)) - len(body))
-    start = struct.pack("<4sIQQ", magic, version, kept, entries_count) + head + infos
+    start = struct.pack("<4sIQQ", magic, version, len(infos), entries_count) + head + b"".join(infos)
     thin.write_bytes(start + bytes(_aligned(len(start)) - len(start)) + body)
 
 

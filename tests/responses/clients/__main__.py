@@ -9,19 +9,29 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from inspect import signature
+from types import ModuleType
 
 from tests.responses.clients import browser, codex, opencode
+from tests.responses.clients.coding import CodingClient
 from tests.responses.clients.recorded import record
 from tests.responses.clients.stage import Stage
 from tools.pages import DOCS, write_part
 
 Scenario = Callable[[Stage], object]
-CLIENTS: dict[str, Sequence[Scenario]] = {
-    "Codex": codex.SCENARIOS,
-    "OpenCode": opencode.SCENARIOS,
-    "Chromium": browser.SCENARIOS,
-}
+
+
+def scenarios(module: ModuleType) -> list[Scenario]:
+    """All that plays on a stage alone: its client's methods, or its own function in the place of one."""
+    of_all = [one for one in vars(module).values() if isinstance(one, CodingClient)]
+    methods = {name: getattr(client, name) for client in of_all for name in vars(CodingClient)}
+    own = {name: one for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__}
+    found = [one for name, one in {**methods, **own}.items() if callable(one) and not name.startswith("_")]
+    return [one for one in found if list(signature(one).parameters) == ["on"]]
+
+
+CLIENTS = {"Codex": scenarios(codex), "OpenCode": scenarios(opencode), "Chromium": scenarios(browser)}
 
 
 def passes(client: str, scenario: Scenario, *, keep: bool) -> bool:

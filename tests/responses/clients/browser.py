@@ -94,8 +94,4 @@ def _dump(on: Stage, address: str, *options: str) -> str:
     program = shutil.which("chromium") or "chromium"
     fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--timeout=30000"]
     wait = ["--virtual-time-budget=40000", "--dump-dom"]
-    return on.run([program, *fixed, f"--user-data-dir={on.home}/chromium", *options, *wait, address], {}, None).stdout
-
-
-SCENARIOS = [a_foreign_page_gets_nothing_and_moves_nothing, a_page_under_a_rebound_name_gets_nothing,
-             an_allowed_page_is_served]  # fmt: skip
+    return on.run(program, *fixed, f"--user-data-dir={on.home}/chromium", *options, *wait, address).stdout

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 
 from tests.fake_script import HttpError, Reply
-from tests.responses.clients.coding import (
-    Call,
-    CodingClient,
-    begins_with_the_one_before,
-    calls,
-    cut_by_the_limit,
-    has_an_image,
-    paint,
-    said,
-)
-from tests.responses.clients.stage import MCP_SERVER, PACKAGES, Done, Stage
+from tests.responses.clients.coding import Call, CodingClient, calls, cut_by_the_limit, said
+from tests.responses.clients.stage import MCP_SERVER, PACKAGES, Done, Meanwhile, Stage
 from tests.responses.conftest import Json
 
 CONFIG = """\
@@ -42,12 +31,8 @@ args = ["{mcp}"]
 FREEFORM, AMONG_THE_INPUT = "gpt-5.5", "gpt-6-sol"  # models that Codex knows: their tools come in other forms
 LOOKUP = "mcp__dict__lookup"
 PATCH = "*** Begin Patch\n*** Add File: new.txt\n+patched\n*** End Patch\n"
-NUMBER: Json = {
-    "type": "object",
-    "properties": {"n": {"type": "integer"}},
-    "required": ["n"],
-    "additionalProperties": False,
-}
+_N: Json = {"n": {"type": "integer"}}
+NUMBER = {"type": "object", "properties": _N, "required": ["n"], "additionalProperties": False}
 
 
 def codex(
@@ -56,19 +41,17 @@ def codex(
     model: str = "local",
     patience_s: float = 300.0,
     sandbox: str = "danger-full-access",
-    meanwhile: Callable[[subprocess.Popen[str]], object] | None = None,
+    meanwhile: Meanwhile | None = None,
 ) -> Done:
-    """One run of `codex exec`."""
     folder = on.home / ".codex"
     folder.mkdir(exist_ok=True)
     values = {"model": model, "base_url": on.proxy.base_url, "idle_ms": int(patience_s * 1000), "mcp": MCP_SERVER}
     (folder / "config.toml").write_text(CONFIG.format(**values))
     options = ["--json", "--skip-git-repo-check", "-s", sandbox]
-    return on.run([str(PACKAGES / "codex"), "exec", *options, *arguments], {}, meanwhile)
+    return on.run(str(PACKAGES / "codex"), "exec", *options, *arguments, meanwhile=meanwhile)
 
 
 def items(done: Done, kind: str) -> list[Json]:
-    """The completed items of that kind."""
     found = [event["item"] for event in done.events("item.completed")]
     return [item for item in found if item["type"] == kind]
 
@@ -99,9 +82,6 @@ CODEX = CodingClient(
 )
 
 
-# ---------------------------------------------------------------- it works
-
-
 def edits_a_file(on: Stage) -> None:
     on.plays(calls(shell("sed -i s/old/new/ text.txt")), said("Edited."))
     (on.project / "text.txt").write_text("old\n")
@@ -116,7 +96,7 @@ def applies_a_freeform_patch(on: Stage) -> None:
     assert (on.project / "new.txt").read_text() == "patched\n"
     assert items(done, "file_change")
     assert "Success" in on.results()[0]
-    begins_with_the_one_before(on)
+    on.each_turn_begins_with_the_one_before()
 
 
 def is_told_of_a_patch_that_does_not_fit(on: Stage) -> None:
@@ -148,7 +128,7 @@ def takes_tools_among_the_input(on: Stage) -> None:
     assert answer(codex(on, "Make a file.", model=AMONG_THE_INPUT)) == "Made."
     assert any(item.get("type") == "additional_tools" for item in on.bodies[0]["input"])
     assert (on.project / "made.txt").read_text() == "made\n", on.messages()[-1]
-    begins_with_the_one_before(on)
+    on.each_turn_begins_with_the_one_before()
 
 
 def runs_a_sub_agent(on: Stage) -> None:
@@ -178,14 +158,14 @@ def resumes_with_another_policy(on: Stage) -> None:
     assert answer(codex(on, "resume", "--last", "Two?", sandbox="danger-full-access")) == "Second."
     roles = [item.get("role") for item in on.bodies[-1]["input"]]
     assert "developer" in roles[roles.index("assistant") :], "no late developer message"
-    begins_with_the_one_before(on)
+    on.each_turn_begins_with_the_one_before()
 
 
 def looks_at_an_image(on: Stage) -> None:
     on.plays(calls(("view_image", {"path": "red.png"})), said("Red."))
-    paint(on)
+    on.paint()
     assert answer(codex(on, "Look at red.png.")) == "Red."
-    assert has_an_image(on)
+    assert on.has_shown_an_image()
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -204,16 +184,3 @@ def does_not_take_a_cut_answer_for_a_whole_one(on: Stage) -> None:
     assert "max_output_tokens" in done.events("turn.failed")[-1]["error"]["message"], done.stdout
     assert done.returncode != 0
     assert "function arguments" not in done.stderr, done.stderr  # so does it run half a call
-
-
-SCENARIOS = [
-    CODEX.answers, CODEX.runs_a_command, CODEX.runs_commands_in_parallel, CODEX.works_in_several_turns, edits_a_file,
-    applies_a_freeform_patch, is_told_of_a_patch_that_does_not_fit, calls_a_tool_of_an_mcp_server,
-    finds_a_tool_that_it_kept_back, takes_tools_among_the_input, runs_a_sub_agent, answers_in_a_given_form,
-    CODEX.shows_reasoning_and_gives_it_back, CODEX.resumes_a_conversation, resumes_with_another_policy,
-    CODEX.compacts_a_long_conversation, CODEX.shows_an_image, looks_at_an_image,
-    CODEX.survives_an_error_in_mid_stream, CODEX.survives_a_reset_in_mid_stream, CODEX.survives_an_end_in_mid_stream,
-    CODEX.survives_an_error_before_the_stream, CODEX.does_not_run_half_a_call, CODEX.waits_while_the_model_is_loading,
-    says_that_the_context_is_full, does_not_take_a_cut_answer_for_a_whole_one, CODEX.lets_go_when_interrupted,
-    CODEX.waits_for_a_long_prompt,
-]  # fmt: skip

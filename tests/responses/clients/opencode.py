@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 
 from tests.fake_script import HttpError, Reasoning, Reply
-from tests.responses.clients.coding import (
-    Call,
-    CodingClient,
-    begins_with_the_one_before,
-    calls,
-    cut_by_the_limit,
-    said,
-)
-from tests.responses.clients.stage import MCP_SERVER, PACKAGES, Done, Stage
+from tests.responses.clients.coding import Call, CodingClient, calls, cut_by_the_limit, said
+from tests.responses.clients.stage import MCP_SERVER, PACKAGES, Done, Meanwhile, Stage
 from tests.responses.conftest import Json
 
 DOCUMENTED: Json = {"reasoning": True, "limit": {"context": 32768, "output": 4096}}
@@ -29,9 +20,8 @@ def opencode(
     model: Json = DOCUMENTED,
     patience_s: float | None = None,
     title: bool = False,
-    meanwhile: Callable[[subprocess.Popen[str]], object] | None = None,
+    meanwhile: Meanwhile | None = None,
 ) -> Done:
-    """One run of `opencode run`."""
     options: Json = {"baseURL": on.proxy.base_url, "apiKey": "none"}
     if patience_s is not None:
         options["chunkTimeout"] = int(patience_s * 1000)
@@ -48,11 +38,10 @@ def opencode(
     (on.project / "opencode.json").write_text(json.dumps(config))
     named = [] if title else ["--title", "A title"]  # else it asks for one, at the same time
     command = [str(PACKAGES / "opencode"), "run", "--format", "json", "--auto", *named, *arguments]
-    return on.run(command, ENVIRONMENT, meanwhile)
+    return on.run(*command, meanwhile=meanwhile, **ENVIRONMENT)
 
 
 def parts(done: Done, kind: str) -> list[Json]:
-    """The parts of that kind."""
     return [event["part"] for event in done.events(kind)]
 
 
@@ -88,14 +77,11 @@ OPENCODE = CodingClient(
 )
 
 
-# ---------------------------------------------------------------- it works
-
-
 def answers_with_the_least_configuration(on: Stage) -> None:
     on.plays(calls(bash("echo made > made.txt"), before=[Reasoning("I must.")]), said("Made."))
     assert answer(opencode(on, "Make a file.", model={})) == "Made."
     assert (on.project / "made.txt").exists()
-    begins_with_the_one_before(on)
+    on.each_turn_begins_with_the_one_before()
 
 
 def asks_for_a_title(on: Stage) -> None:
@@ -149,15 +135,3 @@ def does_not_run_a_call_that_the_limit_cut(on: Stage) -> None:
     done = opencode(on, "Answer.")
     assert not (on.project / "ran.txt").exists()
     assert "Half an ans" in json.dumps(parts(done, "text")), done.stdout
-
-
-SCENARIOS = [
-    OPENCODE.answers, answers_with_the_least_configuration, asks_for_a_title, OPENCODE.runs_a_command,
-    OPENCODE.runs_commands_in_parallel, OPENCODE.works_in_several_turns, edits_a_file, writes_a_file,
-    OPENCODE.calls_a_tool_of_an_mcp_server, runs_a_sub_agent, is_told_of_a_tool_that_does_not_exist,
-    OPENCODE.shows_reasoning_and_gives_it_back, OPENCODE.resumes_a_conversation, OPENCODE.compacts_a_long_conversation,
-    OPENCODE.shows_an_image, OPENCODE.survives_an_error_in_mid_stream, OPENCODE.survives_a_reset_in_mid_stream,
-    OPENCODE.survives_an_end_in_mid_stream, OPENCODE.survives_an_error_before_the_stream,
-    OPENCODE.does_not_run_half_a_call, OPENCODE.waits_while_the_model_is_loading, makes_room_when_the_context_is_full,
-    does_not_run_a_call_that_the_limit_cut, OPENCODE.lets_go_when_interrupted, OPENCODE.waits_for_a_long_prompt,
-]  # fmt: skip

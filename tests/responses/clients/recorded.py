@@ -37,9 +37,8 @@ def recorded() -> dict[str, list[Json]]:
             difference = json.loads(line)
             kept = difference.pop(_KEPT, None)
             before = bodies[-1] if kept is not None else {}
-            body = {**before, **difference}
-            body["input"] = [*before.get("input", [])[:kept], *difference["input"]]
-            bodies.append(body)
+            items = [*before.get("input", [])[:kept], *difference["input"]]
+            bodies.append({**before, **difference, "input": items})
         found[path.stem] = bodies
     return found
 
@@ -49,9 +48,8 @@ def _difference(before: Json, after: Json) -> Json:
     if before.keys() - after.keys():
         return after
     changed = {key: value for key, value in after.items() if before.get(key) != value}
-    kept = sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before["input"], after["input"], strict=False))
-    )
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(before["input"], after["input"], strict=False))
+    kept = len(list(same))
     return {_KEPT: kept, **changed, "input": after["input"][kept:]}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
 import json
@@ -10,8 +11,9 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +26,9 @@ from tests.responses.conftest import Json, scripted_server
 
 PACKAGES = Path(__file__).parent / "npm/node_modules/.bin"
 MCP_SERVER = Path(__file__).with_name("mcp_server.py")
+RED_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEklEQVR4nGP4z8CAFWEXHbQSACj/P8Fu7N9hAAAAAElFTkSuQmCC"
 WAIT_S = 90.0
+Meanwhile = Callable[[subprocess.Popen[str]], object]
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,22 @@ class Stage(contextlib.ExitStack):
         """The results of tools in it."""
         return [str(message["content"]) for message in self.messages() if message["role"] == "tool"]
 
-    def run(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        meanwhile: Callable[[subprocess.Popen[str]], object] | None,
-    ) -> Done:
+    def each_turn_begins_with_the_one_before(self) -> None:
+        """What the server was sent for each turn is what it was sent for the one before, and more."""
+        for before, after in pairwise(self.chats()):
+            assert after["messages"][: len(before["messages"])] == before["messages"]
+            assert after.get("tools") == before.get("tools")
+
+    def paint(self) -> None:
+        """red.png in the project."""
+        (self.project / "red.png").write_bytes(base64.b64decode(RED_PNG))
+
+    def has_shown_an_image(self) -> bool:
+        """Whether the model was shown one."""
+        parts = [part for message in self.messages() for part in message["content"] or () if isinstance(part, dict)]
+        return any(part["type"] == "image_url" and part["image_url"]["url"].startswith("data:image/") for part in parts)
+
+    def run(self, *command: str, meanwhile: Meanwhile | None = None, **env: str) -> Done:
         """Run a client to its end; `meanwhile` may do something to it."""
         full = {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", "TERM": "dumb", **env}
         process = subprocess.Popen(
@@ -94,7 +108,7 @@ class Stage(contextlib.ExitStack):
         overdue = threading.Timer(WAIT_S, lambda: os.killpg(process.pid, signal.SIGKILL))
         overdue.start()
         try:
-            if meanwhile is not None:
+            if meanwhile:
                 meanwhile(process)
             stdout, stderr = process.communicate()
         finally:

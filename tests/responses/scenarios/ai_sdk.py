@@ -8,21 +8,18 @@ from typing import Any
 
 from tests.responses.relay import DIES, FAILS
 from tests.responses.scenarios.node import Json, Scenario, run_scenarios
-from tests.responses.scenarios.sayings import (
-    ADD_PARAMETERS,
-    GREETING,
-    PERSON_SCHEMA,
-    STORY,
-    TALE,
-    TOO_LONG,
-    calls,
-    thinks,
-)
+from tests.responses.scenarios.sayings import ADD_PARAMETERS, GREETING, STORY, TALE, TOO_LONG, calls, thinks
 
 LINES = ("ai-sdk-openai-2.0", "ai-sdk-openai-3.0", "ai-sdk-openai-3.1", "ai-sdk-openai-4.0")  # of node/package.json
 ADD: Json = {"type": "function", "name": "add", "description": "add", "inputSchema": ADD_PARAMETERS}
 SUB: Json = {**ADD, "name": "sub"}
 STATELESS: Json = {"openai": {"store": False, "include": ["reasoning.encrypted_content"]}}
+PERSON_SCHEMA: Json = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "enum": ["John"]}, "age": {"type": "integer", "enum": [5, 7]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 SUM = {"a": 2, "b": 3}
 CALL = calls(SUM)
 LOOP = thinks("Add them.", CALL)

@@ -38,7 +38,6 @@ def make_client(base_url: str) -> openai.OpenAI:
 
 
 def scenario(run: Scenario) -> Scenario:
-    """Adds one."""
     SCENARIOS.append(run)
     return run
 

@@ -15,12 +15,6 @@ ADD_PARAMETERS: dict[str, Any] = {
     "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
     "required": ["a", "b"],
 }
-PERSON_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "enum": ["John"]}, "age": {"type": "integer", "enum": [5, 7]}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 
 
 def thinks(thought: str, then: str) -> str:
@@ -28,7 +22,7 @@ def thinks(thought: str, then: str) -> str:
     return f"<think>\n{thought}\n</think>\n\n{then}"
 
 
-def calls(*arguments: dict[str, int], name: str = "add") -> str:
+def calls(*arguments: dict[str, int]) -> str:
     """Tool calls in one turn."""
-    told = (json.dumps({"name": name, "arguments": given}) for given in arguments)
+    told = (json.dumps({"name": "add", "arguments": given}) for given in arguments)
     return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in told)
