@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import math
 import os
@@ -248,7 +249,7 @@ class OpenFutures:
         """Keep an eye on the future; it is failed at once where `close` came before."""
         self._open.add(future)
         if self._closed_by is not None:  # asked behind: `close` either finds the future or is seen here
-            future.fail(self._closed_by)
+            future.fail(copy.copy(self._closed_by))
 
     @property
     def closed_by(self) -> BaseException | None:
@@ -260,7 +261,7 @@ class OpenFutures:
         if self._closed_by is None:
             self._closed_by = error
         for future in self._open.alive():
-            future.fail(error)
+            future.fail(copy.copy(error))  # its own: what is raised holds the frames of who called `get`, and all theirs
 
 
 class _CallbackThread:
