@@ -16,11 +16,11 @@ import pytest
 from tests.actors.conftest import eventually
 from tests.ray.cluster import cluster_environment, cluster_processes
 from tests.ray.scenarios import SCENARIOS
+from tests.ray.stage import WAIT_S
+from tests.server.pace import HANG_GUARD_S
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]  # the first test waits for all scenarios
-PROGRAM_S = 360.0  # it takes 30 on a machine that does nothing else
-LEFT_WITHIN_S = 15.0
+pytestmark = pytest.mark.server
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,11 @@ def errors() -> Iterator[dict[str, str | None]]:
             env={**os.environ, **cluster_environment(folder), "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=PROGRAM_S,
+            timeout=HANG_GUARD_S / 2,  # of all scenarios: each has bounds of its own
         )
         assert done.returncode == 0, done.stderr
         told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        eventually(lambda: not cluster_processes(folder), "end of every process of the cluster", LEFT_WITHIN_S)
+        eventually(lambda: not cluster_processes(folder), "end of every process of the cluster", WAIT_S)
         yield {each["scenario"]: each["error"] for each in told}
     finally:
         for process in cluster_processes(folder):
