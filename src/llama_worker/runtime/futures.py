@@ -261,7 +261,7 @@ class OpenFutures:
         if self._closed_by is None:
             self._closed_by = error
         for future in self._open.alive():
-            future.fail(copy.copy(error))  # its own: what is raised holds the frames of who called `get`, and all theirs
+            future.fail(copy.copy(error))  # its own: what is raised holds the frames of who called `get`
 
 
 class _CallbackThread:
