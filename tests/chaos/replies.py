@@ -72,7 +72,7 @@ class Tracked:
         if not self.ending:
             self.ending, self.ended_by = ending, time.monotonic()
         assert self.ending == ending, f"{self} ended as {self.ending} and as {ending}"
-        poisoned = reason is Reason.UNKNOWN_ERROR and "Poison" in detail
+        poisoned = reason is Reason.UNKNOWN_ERROR and "poison" in detail
         allowed = {
             RequestState.COMPLETED: self.reply.due is RequestState.COMPLETED,
             RequestState.CANCELED: self.cancel_called,
