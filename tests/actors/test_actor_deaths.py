@@ -9,17 +9,20 @@ import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pykka
 import pytest
 
 from llama_worker import LlamaWorkerError, WorkerClosed, messages
 from llama_worker.actors.request import RequestActor
+from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
+from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.actors.worker import WorkerActor
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
+from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.conftest import Leftovers, Speechless
-from tests.fake_script import Headers, Text, WaitClose, plain_reply, steps_json
+from tests.fake_script import Headers, Text, ToolCall, Turns, WaitClose, plain_reply, steps_json
 
 Arm = Callable[..., threading.Event]
 
@@ -48,16 +51,26 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Arm:
     [
         (RequestActor, messages.Begin, RuntimeError),  # it has no record to hand over
         (TransportActor, messages.OpenStream, RuntimeError),
+        (ToolLoopActor, messages.RunTool, RuntimeError),
+        (WatchdogActor, messages.Watch, RuntimeError),
         (RequestActor, messages.StreamEvents, SystemExit),
         (RequestActor, messages.StreamEvents, Speechless),
     ],
 )
-def test_a_death_fails_the_request_and_is_survived(rig: Rig, arm: Arm, actor: Any, kind: Any, error: Any) -> None:
+def test_a_death_fails_the_request_and_is_survived(
+    make_worker: MakeWorker, arm: Arm, actor: Any, kind: Any, error: Any
+) -> None:
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    rig = make_worker(normal_tools=[tool], tool_runner=Mock(**{"run_tool.return_value": "seen"}))
     happened = arm(actor, kind, error)
-    assert rig.run(Headers(), Text("a"), WaitClose())["state"] == "failed"
+    with_call = plain_reply(ToolCall("look"), reason="tool_calls")
+    request = rig.submit(Turns([with_call, [Headers(), Text("a"), WaitClose()]]))
+    questions: list[Any] = [call(request) for call in (rig.worker.get_status, rig.worker.read_output)]
+    assert [question.get(timeout=WAIT_S)["ok"] for question in questions] == [True, True]
+    assert rig.ended(request)["state"] == "failed"
     assert happened.is_set()
     rig.wait_restarted()
-    assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
+    assert rig.run(Turns([with_call, plain_reply(Text("fine"))]))["text"] == "fine"
     assert any(event["event"] == "actor_died" for event in rig.worker.get_debug_info().get()["recent_events"])
 
 

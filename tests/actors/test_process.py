@@ -203,6 +203,8 @@ def test_stop_leaves_nothing_within_the_grace_and_two_seconds(make_worker: MakeW
         began_at = time.monotonic()
         rig.stop()
         assert time.monotonic() - began_at < GRACE_S + 2.0
+        connected = [told["connected"] for told in rig.journal.facts("signal")]  # a server waits for open ones
+        assert "obedient" not in name or connected == [0] * len(connected), "they are closed first"
         assert not living(seen)
         assert rig.status()["state"] is WorkerState.STOPPED
         assert "pid" not in rig.status()

@@ -128,9 +128,10 @@ def test_a_tool_that_raises_anything_fails_its_request_only(make_worker: MakeWor
     rig = make_worker(normal_tools=raising.definitions, tool_runner=raising)
     failing = [(call("bad", n=n), type(error).__name__) for n, error in enumerate(errors)]
     for bad, named in (*failing, (call("odd"), "JSON cannot hold")):
-        result = rig.run(*calling(bad))
+        result = rig.run(*calling(bad, call("odd", 1)))
         assert result["fail_reason"] == "tool_execution_error"
         assert named in result["fail_detail"]
+        assert len(result["tool_trace"]) == 1, "calls behind one that failed are not run"
     assert rig.run()["text"] == "Hello"
     assert rig.status()["restart_count"] == 0
 
@@ -208,3 +209,4 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
     assert heard.get(timeout=WAIT_S)[0]["tool_name"] == "declare_outcome"
     assert heard.empty()
     assert (result["state"], result["text"], len(result["tool_trace"])) == ("completed", "done", 1)
+    assert ISSUE["code"] not in json.dumps(bodies(rig)[1]["messages"])

@@ -15,6 +15,7 @@ from benchmarks import publish
 from llama_worker import RequestFailReason, StartFailReason, TimeoutProfile, default_bios, exit_tools, messages
 from llama_worker.types import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
+from tests.responses.clients.__main__ import CLIENTS
 
 # ---------------------------------------------------------------- reference.md
 
@@ -120,6 +121,12 @@ def test_the_modules_that_the_page_names_are_there() -> None:
 def test_the_changelog_begins_with_this_version() -> None:
     versions = re.findall(r"^## (\S+) \((?:unreleased|\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert versions[0] == llama_worker.__version__
+
+
+def test_the_table_of_clients_has_every_scenario_that_is_played() -> None:
+    *rows, _ = table((DOCS / "responses.md").read_text(), "scenario")
+    shown = {(client, name) for name, *cells in rows for client, cell in zip(CLIENTS, cells, strict=True) if cell}
+    assert shown == {(client, one.__name__.replace("_", " ")) for client, found in CLIENTS.items() for one in found}
 
 
 def test_every_make_target_that_is_named_is_there() -> None:

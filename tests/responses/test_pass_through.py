@@ -159,9 +159,10 @@ def test_an_https_upstream_is_verified(make_client: MakeClient, certificate: Pat
 
 def test_the_configured_key_replaces_the_clients(through: Through) -> None:
     client, upstream = through(answer(b"{}"), api_key="secret")
-    for target, name in product(("/v1/models", "/v1/responses"), ("Authorization", "authorization")):  # as node has it
-        client.send("POST", target, b'{"input": "Hi"}', {name: "Bearer other"})
-    assert len(upstream.requests) == 4
+    given = [{"Authorization": "Bearer other"}, {"authorization": "Bearer other"}, dict[str, str]()]  # as node has it
+    for target, headers in product(("/v1/models", "/v1/responses"), given):
+        client.send("POST", target, b'{"input": "Hi"}', headers)
+    assert len(upstream.requests) == 6
     assert all(b"Authorization: Bearer secret" in request for request in upstream.requests)
     assert not any(b"other" in request for request in upstream.requests)
     assert "secret" not in repr(client.proxy.config)

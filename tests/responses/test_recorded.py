@@ -18,6 +18,7 @@ from tests.server.pace import SERVER_ARGS
 RECORDED = recorded()
 OTHERS = ("runs_a_sub_agent", "asks_for_a_title", "compacts_a_long_conversation", "finds_a_tool_that_it_kept_back")
 GROWING = [name for name, bodies in RECORDED.items() if len(bodies) > 1 and not name.endswith(OTHERS)]
+assert len(GROWING) >= 20, "a conversation of several turns is no longer among those recorded"
 CACHE_SHARE = 0.95
 KNOWN_WARNINGS = {"beside tools, text.format is only asked for in the prompt"}  # of answers_in_a_given_form
 

@@ -123,6 +123,7 @@ BAD_CONFIGS = [
     bad("env", {"A=B": "a"}, ConfigError, "'A=B'", "'='"),
     bad("env", {"A": "a\0b"}, ConfigError, "env['A']", "NUL"),
     bad("timeouts", HUGE, TypeError, "TimeoutProfile", "a int"),
+    bad("timeouts", type("Odd", (), {"__repr__": None})(), TypeError, "TimeoutProfile", "a Odd"),
     bad("restart", False, TypeError, "RestartPolicy", "bool"),
     bad("loop_detector", True, TypeError, "LoopDetector", "bool"),
     bad("canary", "2 + 2?", TypeError, "Canary", "'2 + 2?'"),
@@ -272,6 +273,11 @@ def test_a_command_that_contradicts_the_config_is_refused(words: str, told: str,
 def test_a_command_that_says_the_same_otherwise_is_taken(host: str, words: str) -> None:
     command = ("s", *words.split())
     assert config(host=host, server_cmd=command).server_cmd == command
+
+
+def test_a_command_that_is_built_ends_in_what_the_caller_adds() -> None:
+    built = "llama-server --model m.gguf --host h --port 1 --parallel 1 --cache-ram 0 -c 4096"
+    assert COMMAND(cache_ram_mib=0, extra_args=["-c", "4096"]) == tuple(built.split())
 
 
 @pytest.mark.parametrize(

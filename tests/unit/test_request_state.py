@@ -527,6 +527,14 @@ def test_exit_calls_and_text_are_kept_in_every_ending(ending: Act, said: StreamE
     assert "tool_call" not in record.result["text"]
 
 
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_a_call_that_was_on_its_way_is_in_the_trace_in_every_ending(ending: Act) -> None:
+    request = begun(with_tools())
+    hear(request, call("add", '{"a": 1'))
+    (entry,) = ended(ending(request), CLOSE).result["tool_trace"]
+    assert (entry["arguments"], entry["ok"]) == ('{"a": 1', False)
+
+
 def test_a_servers_report_of_a_malformed_call_is_a_parse_error_and_accuses_no_server() -> None:
     message = "The model produced output that does not match the expected peg-native format"
     refusal = stream_failure("http_error", f"HTTP 500: {message}", 500)
@@ -815,6 +823,13 @@ def test_a_gap_in_which_nothing_ran_puts_off_what_was_waited_for(waiting: str, g
     assert now < again_at <= now + most_s
     assert request.tick(again_at - 0.01) == []
     assert isinstance(request.tick(again_at + gap_s)[-1], RequestEnded), "one gap is forgiven, not every one"
+
+
+def test_what_was_waited_for_may_come_after_the_gap() -> None:
+    tools, bios = in_tools(), prompting()
+    assert tools.tick(4000.0) == bios.tick(4000.0) == []
+    for effects in (returned(tools, "3", at=4001.0), written(bios, at=4001.0)):
+        only(OpenStream, effects)
 
 
 # ---------------------------------------------------------------- loops

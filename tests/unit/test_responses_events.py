@@ -168,6 +168,7 @@ HM = ("reasoning", "hm")
         ),
         pytest.param([call(0, None, "f", "c1")], [("f", "{}")], id="no arguments"),
         pytest.param(LATE_NAME, [("f", "{}")], id="a late name, twice"),
+        pytest.param([call(0, "{}", "f", "c"), call(1, "{}", "g", "c")], [("f", "{}"), ("g", "{}")], id="equal ids"),
         pytest.param([], [("message", "")], id="nothing"),
         pytest.param([THOUGHT], [HM, ("message", "")], id="no answer"),
     ],
