@@ -10,7 +10,9 @@ from msgspec import Struct
 
 from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
 
-REPEAT_S = 2.0  # from SIGTERM to the second: llama-server (b11434) can get stuck in its handler, and heeds a second one
+# From SIGTERM to the second. The handler of llama-server (b11434) takes a lock that the thread which it interrupts may
+# hold, and then waits for ever; a second signal ends it at once.
+REPEAT_S = 2.0
 FORCE_S = 1.0  # from the kill order to going past the guard that should have obeyed it
 LATE_S = 1.0  # a Tick so late comes after a gap in which the host did not run: the process had no time to end, either
 
