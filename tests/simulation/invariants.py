@@ -22,6 +22,7 @@ from typing import Any
 
 from llama_worker.messages import RequestEnded, StreamEvents
 from llama_worker.request.table import RequestRecord
+from llama_worker.server.gaps import LATE_S
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import Launching
 from llama_worker.server.suspicion import is_degenerate
@@ -38,6 +39,7 @@ ARROWS = {
     WorkerState.READY: {WorkerState.RUNNING, WorkerState.FAILED},
     WorkerState.FAILED: {WorkerState.RUNNING, WorkerState.STOPPED},
 }
+_OF_THE_HOSTS_CODE = (RequestFailReason.PROMPT_ERROR, RequestFailReason.TOOL_EXECUTION_ERROR)
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
 _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_STOPPED})
@@ -223,7 +225,9 @@ class Invariants:
             excused = self.stop_called_at >= truth.admitted_at - QUICK_S
         else:
             planned = reason is RequestFailReason.WORKER_RESTARTED and truth.epoch in self._replaced
-            excused = planned or self._has_excuse(truth.epoch, request_id)
+            # A halt that ends so soon after a deadline shows in no late look.
+            halted = reason in _OF_THE_HOSTS_CODE and self._scheduler.now - self._scheduler.halted_until <= LATE_S
+            excused = planned or halted or self._has_excuse(truth.epoch, request_id)
         if not excused:
             detail = truth.record.result.get("fail_detail") if truth.record is not None else ""
             raise Violation(3, f"request {request_id} was given up with {reason}, by no call and no fault: {detail}")

@@ -30,6 +30,7 @@ CALM = (1.0, 0.046593980057776534)
         pytest.param(244459350129237, 108.02862194979923, CALM, id="an actor broke before it took the text that came"),
         pytest.param(45692451366883, 4.035282179853106, HECTIC, id="a caller came as the host went on"),
         pytest.param(62413012168464, 5.965414936806482, HECTIC, id="two ProcessActors died over an unkillable server"),
+        pytest.param(26355305580647, 3.633422827150914, HECTIC, id="a halt of the host ended with a provider's limit"),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(seed: int, hours: float, rates: tuple[float, float]) -> None:
