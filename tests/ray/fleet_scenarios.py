@@ -150,8 +150,17 @@ def a_replica_whose_actor_is_killed_comes_back(stage: Stage) -> None:
     back(fleet, replica)
 
 
+def spread_again(fleet: Fleet) -> None:
+    """One that came back before its old GPU was free may be beside the other; killed, it finds the other node free."""
+    one, other = ready_replicas(fleet).values()
+    while one["place"]["node_id"] == other["place"]["node_id"]:
+        os.kill(one["place"]["pid"], signal.SIGKILL)
+        one = back(fleet, one)
+
+
 def a_killed_node_takes_nothing_along_that_was_received(stage: Stage) -> None:
     fleet, second = stage.fleet, stage.nodes.second.node_id
+    spread_again(fleet)
     requests = [talking(fleet), talking(fleet)]
     ((lost_id, lost),) = [each for each in requests if each[1]["place"]["node_id"] == second]
     ((kept_id, _),) = [each for each in requests if each[1]["place"]["node_id"] != second]
