@@ -128,7 +128,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-_PTRACE_SEIZE, _PTRACE_INTERRUPT, _WALL = 0x4206, 0x4207, 0x40000000
+_PTRACE_SEIZE, _PTRACE_INTERRUPT, _PTRACE_DETACH, _WALL = 0x4206, 0x4207, 17, 0x40000000
 
 
 def trace(tid: int, *, stop: bool = False) -> None:
@@ -139,6 +139,11 @@ def trace(tid: int, *, stop: bool = False) -> None:
             pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
     if stop:
         os.waitpid(tid, _WALL)
+
+
+def release(tid: int) -> None:
+    """From the hands of the debugger: it was stopped, and goes on. To be called by the thread that stopped it."""
+    assert ctypes.CDLL(None).ptrace(_PTRACE_DETACH, tid, None, None) == 0
 
 
 def wait_traced(tid: int) -> None:

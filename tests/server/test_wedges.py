@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from llama_worker import LlamaWorker, RequestFailReason, RequestState, TimeoutProfile
 from llama_worker.runtime import real
 from llama_worker.server.slots import LOOKS_COUNT
-from tests.conftest import trace, wait_traced
+from tests.conftest import release, trace, wait_traced
 from tests.server.conftest import (
     ENDLESS,
+    HOST,
     TOKENS_PER_WORD,
     Serve,
     ended,
@@ -34,12 +37,15 @@ pytestmark = pytest.mark.server
 
 
 @pytest.fixture
-def hold() -> Iterator[Callable[[int], None]]:
-    """Stops one thread of another process, from now on; a process that is killed goes all the same."""
+def hold() -> Iterator[Callable[[int, int], None]]:
+    """Stops a server's main thread while it computes, from now on; a process that is killed goes all the same."""
     reapers = list[threading.Thread]()
 
-    def hold(tid: int) -> None:
+    def hold(tid: int, port: int) -> None:
         trace(tid, stop=True)
+        while not _slots_answer(port):  # held between two tokens, it has the lock that /slots waits for
+            release(tid)
+            trace(tid, stop=True)
         # Whoever traces a thread has to see its end, or the server's parent never does.
         reapers.append(threading.Thread(target=wait_traced, args=(tid,), daemon=True))
         reapers[-1].start()
@@ -49,10 +55,22 @@ def hold() -> Iterator[Callable[[int], None]]:
         reaper.join(patience())
 
 
+def _slots_answer(port: int) -> bool:
+    """Before anyone would suspect."""
+    with contextlib.suppress(requests.Timeout):
+        return requests.get(f"http://{HOST}:{port}/slots", timeout=_suspect_after_s() / 2).ok
+    return False
+
+
+def _suspect_after_s() -> float:
+    """A multiple of what a token takes here."""
+    return 2.0 + 20 * pace().token_s
+
+
 def suspicious() -> TimeoutProfile:
-    """Suspects after a multiple of what a token takes here."""
-    after_s = 2.0 + 20 * pace().token_s
-    return TimeoutProfile(suspect_after_s=after_s, liveness_probe_interval_s=0.5, health_probe_interval_s=None)
+    return TimeoutProfile(
+        suspect_after_s=_suspect_after_s(), liveness_probe_interval_s=0.5, health_probe_interval_s=None
+    )
 
 
 @pytest.fixture
@@ -70,16 +88,16 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_main_thread_that_stands_still_is_found_although_a_child_computes(
-    serve: Serve, hold: Callable[[int], None], looks: list[float]
+    serve: Serve, hold: Callable[[int, int], None], looks: list[float]
 ) -> None:
-    config = serve(whole=True, timeouts=suspicious())  # held between two tokens, /slots may not answer
+    config = serve(whole=True, timeouts=suspicious())  # it computes most of the time
     busy_child = 'nice -n 19 sh -c "while :; do :; done" & exec "$@"'
     config = replace(config, server_cmd=("sh", "-c", busy_child, "sh", *config.server_cmd))
     with LlamaWorker(config) as worker:
         request_id = submitted(worker, "wedged", "Count.", max_tokens=100_000, **ENDLESS)
         wait_status(worker, request_id, is_generating)
         assert looks == []
-        hold(pid_of(worker))
+        hold(pid_of(worker), config.port)
         result = ended(worker, request_id, work_s=60.0)
         assert result["fail_reason"] is RequestFailReason.STALL_TIMEOUT
         assert "none is in prefill" in result["fail_detail"]
@@ -108,7 +126,7 @@ def test_a_request_that_got_lost_is_found_by_its_idle_slot_and_ends_alone(
 
 def test_one_long_batch_is_spared(serve: Serve, looks: list[float]) -> None:
     profile = suspicious()
-    long_s = (profile.suspect_after_s or 0.0) + 7.0  # long enough for four looks
+    long_s = _suspect_after_s() + 7.0  # long enough for four looks
     config = serve(slot_tokens=8192, whole=True, args=(*SERVER_ARGS, "--batch-size", "8192"), timeouts=profile)
     with LlamaWorker(config) as worker:
         for batch_s in (long_s, 2 * long_s, 4 * long_s, 8 * long_s):  # the machine may have been busier when measured
