@@ -56,7 +56,7 @@ def hold() -> Iterator[Callable[[int, int], None]]:
 
 
 def _slots_answer(port: int) -> bool:
-    """Before anyone would suspect."""
+    """Whether `/slots` answers before anyone would suspect."""
     with contextlib.suppress(requests.Timeout):
         return requests.get(f"http://{HOST}:{port}/slots", timeout=_suspect_after_s() / 2).ok
     return False
@@ -68,9 +68,8 @@ def _suspect_after_s() -> float:
 
 
 def suspicious() -> TimeoutProfile:
-    return TimeoutProfile(
-        suspect_after_s=_suspect_after_s(), liveness_probe_interval_s=0.5, health_probe_interval_s=None
-    )
+    after_s = _suspect_after_s()
+    return TimeoutProfile(suspect_after_s=after_s, liveness_probe_interval_s=0.5, health_probe_interval_s=None)
 
 
 @pytest.fixture

@@ -39,7 +39,6 @@ ARROWS = {
     WorkerState.READY: {WorkerState.RUNNING, WorkerState.FAILED},
     WorkerState.FAILED: {WorkerState.RUNNING, WorkerState.STOPPED},
 }
-_OF_THE_HOSTS_CODE = (RequestFailReason.PROMPT_ERROR, RequestFailReason.TOOL_EXECUTION_ERROR)
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
 _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_STOPPED})
@@ -215,6 +214,7 @@ class Invariants:
 
     def _check_excuse(self, truth: Truth, state: RequestState, reason: RequestFailReason | None) -> None:
         request_id = truth.request_id
+        detail = truth.record.result.get("fail_detail", "") if truth.record is not None else ""
         if state is RequestState.COMPLETED:
             return
         if reason is RequestFailReason.STREAM_DISCONNECTED and truth.exchanges and truth.exchanges[-1].died:
@@ -225,11 +225,10 @@ class Invariants:
             excused = self.stop_called_at >= truth.admitted_at - QUICK_S
         else:
             planned = reason is RequestFailReason.WORKER_RESTARTED and truth.epoch in self._replaced
-            # A halt that ends so soon after a deadline shows in no late look.
-            halted = reason in _OF_THE_HOSTS_CODE and self._scheduler.now - self._scheduler.halted_until <= LATE_S
+            # The library's gap: where a halt ends so soon after a limit of the host's code, its look is not late.
+            halted = "did not return within" in detail and self._scheduler.now - self._scheduler.halted_until <= LATE_S
             excused = planned or halted or self._has_excuse(truth.epoch, request_id)
         if not excused:
-            detail = truth.record.result.get("fail_detail") if truth.record is not None else ""
             raise Violation(3, f"request {request_id} was given up with {reason}, by no call and no fault: {detail}")
 
     def _check_output(self, truth: Truth, record: RequestRecord) -> None:
