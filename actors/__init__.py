@@ -1,4 +1,5 @@
-"""The threads: each module is one actor with its mailbox, or what the actors share to do things in time.
+"""The threads: each module is one actor with its mailbox, or what the actors share to do things in
+time.
 
 Import this package as `llama_worker.actors` only: as plain `actors` every class would exist twice.
 """

@@ -1,4 +1,5 @@
-"""What every actor here is built on: a typed address, one release, and a parent that hears of a death."""
+"""What every actor here is built on: a typed address, one release, and a parent that hears of a
+death."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class LiveCount:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._alive = 0
-        self._nobody_left: WorkerFuture[None] = WorkerFuture()  # a signal handler may wait over somebody who waits
+        self._nobody_left: WorkerFuture[None] = (
+            WorkerFuture()
+        )  # a signal handler may wait over somebody who waits
 
     def enter(self) -> None:
         with self._lock:
@@ -72,7 +75,8 @@ class LiveCount:
         return self._alive == 0
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block the calling thread (the host's, never an actor's) until nobody is left; False: not in time.
+        """Block the calling thread (the host's, never an actor's) until nobody is left; False: not
+        in time.
 
         The worker's own actor enters first and leaves last.
         """
@@ -93,7 +97,8 @@ class Alarm:
         self._timer: Timer | None = None
 
     def set(self, at: float | None) -> None:
-        """Ring at this instant (monotonic seconds) and no more at the one set before; None: not at all."""
+        """Ring at this instant (monotonic seconds) and no more at the one set before; None: not at
+        all."""
         if at == self._at:
             return
         if self._timer is not None:
@@ -112,8 +117,9 @@ class Alarm:
 class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     """Handles `M`, releases what it owns exactly once, tells its parent of a crash.
 
-    A subclass defines `handle`, the `accepts` of its messages and, where it owns something, `release`. An exception
-    in `handle` ends the actor: Pykka logs it, `release` runs, and the parent gets `ActorDied`.
+    A subclass defines `handle`, the `accepts` of its messages and, where it owns something,
+    `release`. An exception in `handle` ends the actor: Pykka logs it, `release` runs, and the
+    parent gets `ActorDied`.
     """
 
     role = "actor"
@@ -137,14 +143,18 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
 
     @staticmethod
     def _create_actor_inbox() -> Any:
-        """Pykka's point of extension: a mailbox in C, a third of the cost per message of `queue.Queue`."""
+        """Pykka's point of extension: a mailbox in C, a third of the cost per message of
+        `queue.Queue`."""
         return queue.SimpleQueue()
 
     def _start_actor_loop(self) -> None:
-        """Pykka's point of extension: on a daemon thread, so that a host that forgets close() can still exit."""
+        """Pykka's point of extension: on a daemon thread, so that a host that forgets close() can
+        still exit."""
         try:
             self._runner.run_actor(self._actor_loop, self)
-        except BaseException:  # Pykka has registered it already, and calls neither hook: a WorkerActor owns others
+        except (
+            BaseException
+        ):  # Pykka has registered it already, and calls neither hook: a WorkerActor owns others
             self._stop()
             raise
 
@@ -171,7 +181,9 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
             elif isinstance(message, _StopRequested):
                 self.stop()
             else:  # any program may broadcast to all of Pykka's actors
-                line = f"{self.role} dropped a message that it does not know: {type(message).__name__}"
+                line = (
+                    f"{self.role} dropped a message that it does not know: {type(message).__name__}"
+                )
                 self._runner.write_log(logging.WARNING, line)
         except Exception:
             raise
@@ -190,7 +202,9 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         """Pykka's hook for a regular end."""
         self._release_once(None)
 
-    def on_failure(self, exception_type: Any, exception_value: BaseException | None, traceback: Any) -> None:
+    def on_failure(
+        self, exception_type: Any, exception_value: BaseException | None, traceback: Any
+    ) -> None:
         """Pykka's hook for an exception in `handle`."""
         detail = described_error(exception_value)
         try:
@@ -198,7 +212,12 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         finally:
             if self._parent is not None:
                 self._parent.tell(
-                    ActorDied(role=self.role, slot=self._slot, detail=detail, will_report=self.will_report())
+                    ActorDied(
+                        role=self.role,
+                        slot=self._slot,
+                        detail=detail,
+                        will_report=self.will_report(),
+                    )
                 )
 
     def _release_once(self, failure: str | None) -> None:

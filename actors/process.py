@@ -1,8 +1,8 @@
 """ProcessActor: the server's process tree and its output.
 
-Receives Launch, Terminate, GetDebugInfo and, from the launch itself, Launched, LaunchFailed, Died, Exited, which it
-passes on to the WorkerActor. Sends that also Unkillable and, before a kill that asks for it, EvidenceKept. Owns at most
-one server process, and is the only reader of the log.
+Receives Launch, Terminate, GetDebugInfo and, from the launch itself, Launched, LaunchFailed, Died,
+Exited, which it passes on to the WorkerActor. Sends that also Unkillable and, before a kill that
+asks for it, EvidenceKept. Owns at most one server process, and is the only reader of the log.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class ProcessActor(Child[ProcessMessage]):
             case _:
                 pass
         before = self._state
-        self._state, signal = step(before, message, self._runtime.now(), kill_timeout_s=self._kill_timeout_s)
+        self._state, signal = step(
+            before, message, self._runtime.now(), kill_timeout_s=self._kill_timeout_s
+        )
         if isinstance(self._state, Stuck) and self._state != before:
             detail = describe_stuck(self._pid, self._evidence())
             self._worker.tell(Unkillable(epoch=self._state.epoch, detail=detail))
@@ -99,13 +101,16 @@ class ProcessActor(Child[ProcessMessage]):
             now = self._runtime.now()
             self._news.until_the_end(
                 self._runtime.call_at(now + FORCE_S, lambda: server.send(Signal.FORCE)),
-                self._runtime.call_at(now + self._kill_timeout_s, self._unkillable_unless_ended(server)),
+                self._runtime.call_at(
+                    now + self._kill_timeout_s, self._unkillable_unless_ended(server)
+                ),
             )
 
     def will_report(self) -> bool:
         """A server that is being killed tells the worker itself once it is gone.
 
-        One whose last word was said already may have said it to this mailbox, which nobody reads any more.
+        One whose last word was said already may have said it to this mailbox, which nobody reads
+        any more.
         """
         return self._server is not None and not self._server.ended
 
@@ -114,7 +119,10 @@ class ProcessActor(Child[ProcessMessage]):
         self._news = news = _News(self.me(), self._worker, self._live_count)
         try:
             self._server = self._runtime.start_server(epoch, news)
-        except (RuntimeError, OSError) as error:  # no thread for it: the system has none left, or the host exits
+        except (
+            RuntimeError,
+            OSError,
+        ) as error:  # no thread for it: the system has none left, or the host exits
             detail = f"no process could be started: {described_error(error)}"
             news.tell(LaunchFailed(epoch=epoch, reason=StartFailReason.SPAWN_FAILED, detail=detail))
 
@@ -130,14 +138,20 @@ class ProcessActor(Child[ProcessMessage]):
         """For when this actor, which would see that SIGKILL has no effect, is gone."""
         if isinstance(self._state, Absent):
             return lambda: None
-        worker, stuck = self._worker, Unkillable(epoch=self._state.epoch, detail=describe_stuck(self._pid, {}))
+        worker, stuck = (
+            self._worker,
+            Unkillable(epoch=self._state.epoch, detail=describe_stuck(self._pid, {})),
+        )
         return lambda: server.ended or worker.tell(stuck)
 
 
 class _News:
-    """What a launch tells: the ProcessActor, or the worker itself where that one did not live to hear of the end."""
+    """What a launch tells: the ProcessActor, or the worker itself where that one did not live to
+    hear of the end."""
 
-    def __init__(self, me: Mailbox[ServerNews], worker: Mailbox[WorkerMessage], live_count: LiveCount) -> None:
+    def __init__(
+        self, me: Mailbox[ServerNews], worker: Mailbox[WorkerMessage], live_count: LiveCount
+    ) -> None:
         self._me = me
         self._worker = worker
         self._live_count = live_count

@@ -1,9 +1,9 @@
 """RequestActor, one per slot: one request at a time, from prompt to record.
 
-Receives Begin, CancelRequest, Abandon, GetStatus, ReadOutput, ReportProgress, what its stream tells, and what became of
-tool calls and BIOS; from itself AnswerNow. Sends the TransportActor OpenStream and CloseStream, the ToolLoopActor
-RunBios, RunTool and DropTool, the WatchdogActor ProgressReported, the WorkerActor RequestEnded. Owns the request's
-record until it ends.
+Receives Begin, CancelRequest, Abandon, GetStatus, ReadOutput, ReportProgress, what its stream
+tells, and what became of tool calls and BIOS; from itself AnswerNow. Sends the TransportActor
+OpenStream and CloseStream, the ToolLoopActor RunBios, RunTool and DropTool, the WatchdogActor
+ProgressReported, the WorkerActor RequestEnded. Owns the request's record until it ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from llama_worker.types import RequestFailReason
 
 
 class RequestActor(Child[RequestMessage]):
-    """Carries out one request after the other. A crash of this actor fails its request, which keeps its output."""
+    """Carries out one request after the other. A crash of this actor fails its request, which keeps
+    its output."""
 
     role = "request"
     accepts = members(RequestMessage)
@@ -56,7 +57,8 @@ class RequestActor(Child[RequestMessage]):
         self._alarm = Alarm(self._runtime, self.me())
 
     def handle(self, message: RequestMessage) -> None:
-        """Step the request, and send what follows. What belongs to a request that has ended is dropped."""
+        """Step the request, and send what follows. What belongs to a request that has ended is
+        dropped."""
         match message:
             case StreamEvents():  # nearly all of them
                 if self._request is not None:
@@ -98,13 +100,17 @@ class RequestActor(Child[RequestMessage]):
     def _begin(self, order: Begin) -> None:
         now = self._runtime.now()
         self._transport, self._tools = order.transport, order.tools
-        self._request = Request(order, config=self._config, unix_offset=self._unix_offset, reply_to=self.me(), now=now)
+        self._request = Request(
+            order, config=self._config, unix_offset=self._unix_offset, reply_to=self.me(), now=now
+        )
         self._send(self._request.begin(now))
 
     def _answer(self, question: Question) -> None:
         request = self._request
         if request is None or request.request_id != question.request_id:
-            self._worker.tell(question)  # the request has ended: the answer is there, behind its record
+            self._worker.tell(
+                question
+            )  # the request has ended: the answer is there, behind its record
             return
         match question:
             case GetStatus():
@@ -122,7 +128,8 @@ class RequestActor(Child[RequestMessage]):
         question.reply.answer(request.read_output(question.text_offset, question.reasoning_offset))
 
     def _answer_waiting(self) -> None:
-        """Those who wait for output, where there is some, or the request has ended: then the answer is its record."""
+        """Those who wait for output, where there is some, or the request has ended: then the answer
+        is its record."""
         request = self._request
         if request is None:
             for question in self._waiting_reads.take():
@@ -145,7 +152,11 @@ class RequestActor(Child[RequestMessage]):
 
     def _look_for_the_server(self) -> None:
         """On a busy machine the end of a connection may be known long before why it ended."""
-        if self._request is not None and self._request.waits_for_news and self._runtime.server_is_gone():
+        if (
+            self._request is not None
+            and self._request.waits_for_news
+            and self._runtime.server_is_gone()
+        ):
             self._request.saw_server_gone(self._runtime.now())
 
     def _send(self, effects: Effects) -> None:
@@ -154,7 +165,9 @@ class RequestActor(Child[RequestMessage]):
                 assert self._transport is not None
                 self._transport.tell(effect)
             elif isinstance(effect, RunBios) and self._config.bios_provider is default_bios:
-                self._runtime.run_bios(effect)  # our own, which is pure and quick: no detour by a thread
+                self._runtime.run_bios(
+                    effect
+                )  # our own, which is pure and quick: no detour by a thread
             elif isinstance(effect, ToolMessage):
                 assert self._tools is not None
                 self._tools.tell(effect)

@@ -1,4 +1,5 @@
-"""Requests at the worker: begun, asked about, given up, ended. A question is answered, or passed on to who can."""
+"""Requests at the worker: begun, asked about, given up, ended. A question is answered, or passed on
+to who can."""
 
 from __future__ import annotations
 
@@ -36,11 +37,16 @@ class RequestDispatcher:
     def __init__(self, table: RequestTable, children: Children, slots: int) -> None:
         self._table = table
         self._children = children
-        # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the other.
+        # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the
+        # other.
         self._result_waiters: dict[int, WeakList[Reply[RequestResult | NotFound]]] = {}
         self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
-        self._asked: list[list[Question]] = [[] for _ in range(slots)]  # by slot: passed on, some answered since
-        self._waiting_reads = [WaitingReads() for _ in range(slots)]  # likewise; they may wait for long
+        self._asked: list[list[Question]] = [
+            [] for _ in range(slots)
+        ]  # by slot: passed on, some answered since
+        self._waiting_reads = [
+            WaitingReads() for _ in range(slots)
+        ]  # likewise; they may wait for long
 
     def question(self, question: Question) -> None:
         """Pass it on to the request that can answer it, or answer it from the record."""
@@ -58,9 +64,13 @@ class RequestDispatcher:
         match question:
             case GetStatus(reply=reply):
                 reply.answer(record.copy_of_status())
-            case ReadOutput(text_offset=text_offset, reasoning_offset=reasoning_offset, reply=output_reply):
+            case ReadOutput(
+                text_offset=text_offset, reasoning_offset=reasoning_offset, reply=output_reply
+            ):
                 text, reasoning = record.result["text"], record.result["reasoning"]
-                output_reply.answer(read_output(text, reasoning, text_offset, reasoning_offset, done=True))
+                output_reply.answer(
+                    read_output(text, reasoning, text_offset, reasoning_offset, done=True)
+                )
             case _:
                 assert_never(question)
 
@@ -94,7 +104,9 @@ class RequestDispatcher:
         self._cancel_waiters.setdefault(order.request_id, []).append(order.reply)
         self._children.requests[admitted.slot].tell(order)
 
-    def begin(self, admitted: Admitted, submission: Submission, *, prompted: bool, opens_thinking: bool) -> None:
+    def begin(
+        self, admitted: Admitted, submission: Submission, *, prompted: bool, opens_thinking: bool
+    ) -> None:
         """Let the slot's actor run the request, under the watchdog's eye."""
         slot, request = admitted.slot, self._children.requests[admitted.slot]
         self._asked[slot] = _unanswered(self._asked[slot])  # of the request before
@@ -116,7 +128,9 @@ class RequestDispatcher:
 
     def ended(self, record: RequestRecord) -> None:
         """A request is terminal: watch it no more, answer those who wait for that."""
-        self._children.watchdog.tell(Unwatch(request_id=record.request_id, data_at=record.last_data_at))
+        self._children.watchdog.tell(
+            Unwatch(request_id=record.request_id, data_at=record.last_data_at)
+        )
         for reply in self._cancel_waiters.pop(record.request_id, []):
             reply.answer(record.result["state"] is RequestState.CANCELED)
         waiters = self._result_waiters.pop(record.request_id, None)

@@ -1,4 +1,5 @@
-"""The server's life as a WorkerActor conducts it: `lifecycle` decides, this carries its effects out."""
+"""The server's life as a WorkerActor conducts it: `lifecycle` decides, this carries its effects
+out."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class ServerLife:
     # ------------------------------------------------------------ what is heard of the server
 
     def handle(self, message: ServerMessage | Trouble | Worn | Tick, now: float) -> None:
-        """Take note, step the lifecycle, carry out what follows. News of another launch changes nothing."""
+        """Take note, step the lifecycle, carry out what follows. News of another launch changes
+        nothing."""
         if getattr(message, "epoch", self._life.epoch) != self._life.epoch:
             return
         match message:
@@ -107,7 +109,9 @@ class ServerLife:
             case Exited(epoch=epoch, returncode=returncode):
                 self.pid = None
                 self._journal.note("exited", now, returncode=returncode, epoch=epoch)
-                self._children.watchdog.tell(StandDown())  # also where the worker was not READY yet and stays RUNNING
+                self._children.watchdog.tell(
+                    StandDown()
+                )  # also where the worker was not READY yet and stays RUNNING
             case _:
                 pass
         self._apply(lifecycle.step(self._life, message, now), now)
@@ -124,7 +128,10 @@ class ServerLife:
         if self._life.public_state is not WorkerState.READY:
             return
         self._requests_count += 1
-        counts = self._config.restart.degenerate_outputs_before_restart is None or not is_degenerate(record)
+        counts = (
+            self._config.restart.degenerate_outputs_before_restart is None
+            or not is_degenerate(record)
+        )
         if record.result["state"] is RequestState.COMPLETED and counts:
             self._life = lifecycle.request_completed(self._life, now)
         self._suspicion, found = self._suspicion.ended(record, self._config.restart)
@@ -144,14 +151,17 @@ class ServerLife:
             policy,
             ready_for_s=now - ready_at,
             requests_count=self._requests_count,
-            anon_bytes=self._anon_bytes(self.pid) if policy.max_anon_mib and self.pid is not None else None,
+            anon_bytes=self._anon_bytes(self.pid)
+            if policy.max_anon_mib and self.pid is not None
+            else None,
         )
         if found is not None:
             self.handle(found, now)
 
     @property
     def too_old_at(self) -> float | None:
-        """When an idle server is to be replaced for its age; None: never, or not as long as it works."""
+        """When an idle server is to be replaced for its age; None: never, or not as long as it
+        works."""
         policy, ready_at = self._config.restart.recycle, self.last_ready_at
         if policy is None or policy.max_age_s is None or ready_at is None or not self._is_idle:
             return None
@@ -172,7 +182,11 @@ class ServerLife:
             newest_request_id=self._table.newest_id,
             policy=self._config.restart,
         )
-        given_up = Abandon(request_id=admitted.request_id, reason=stalled.verdict.reason, detail=stalled.verdict.detail)
+        given_up = Abandon(
+            request_id=admitted.request_id,
+            reason=stalled.verdict.reason,
+            detail=stalled.verdict.detail,
+        )
         self._dispatcher.abandon(admitted, given_up)
         if trouble is not None:
             self.handle(trouble, now)
@@ -185,7 +199,9 @@ class ServerLife:
         self._life, effects = step
         state = self._life.public_state
         if state is not before:
-            self._journal.note("state", now, state=str(state), before=str(before), error=self._life.last_error)
+            self._journal.note(
+                "state", now, state=str(state), before=str(before), error=self._life.last_error
+            )
             if state is WorkerState.READY:
                 self.last_ready_at = now
                 self._requests_count = 0
@@ -209,7 +225,11 @@ class ServerLife:
             case Terminate(epoch=epoch, keep_evidence=keep_evidence):
                 if keep_evidence:
                     self._journal.keep_evidence(
-                        now, epoch=epoch, pid=self.pid, last_error=self._life.last_error, active=self._table.active
+                        now,
+                        epoch=epoch,
+                        pid=self.pid,
+                        last_error=self._life.last_error,
+                        active=self._table.active,
                     )
                 self._children.process.tell(effect)
             case RecordRestart(reason=reason, detail=detail, delay_s=delay_s):
@@ -219,7 +239,9 @@ class ServerLife:
             case _:
                 assert_never(effect)
 
-    def _resolve(self, order: type[Start] | type[Stop], error: WorkerStartError | WorkerStopError | None) -> None:
+    def _resolve(
+        self, order: type[Start] | type[Stop], error: WorkerStartError | WorkerStopError | None
+    ) -> None:
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             if not isinstance(each, order):

@@ -1,8 +1,9 @@
 """ToolLoopActor: the host's own code, on threads: tool calls, BIOS providers.
 
-Receives RunTool, DropTool, RunBios. The threads tell the asking RequestActor CallEnded or BiosWritten; that one decides
-when one has taken too long, and orders one call after the other. Sends the WorkerActor ToolThreadStuck. A thread whose
-call never returns is left alone: it is a daemon, and counted.
+Receives RunTool, DropTool, RunBios. The threads tell the asking RequestActor CallEnded or
+BiosWritten; that one decides when one has taken too long, and orders one call after the other.
+Sends the WorkerActor ToolThreadStuck. A thread whose call never returns is left alone: it is a
+daemon, and counted.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ class ToolLoopActor(Child[ToolMessage]):
         """Start a thread, or forget one."""
         match message:
             case RunTool(turn_id=turn_id):
-                self._threads = {key: thread for key, thread in self._threads.items() if thread.is_alive()}
+                self._threads = {
+                    key: thread for key, thread in self._threads.items() if thread.is_alive()
+                }
                 try:
                     self._threads[turn_id] = self._runtime.run_tool(message)
                 except RuntimeError as error:  # the system has no thread left
-                    ended = CallEnded(turn_id=turn_id, ok=False, text=str(error), at=self._runtime.now())
+                    ended = CallEnded(
+                        turn_id=turn_id, ok=False, text=str(error), at=self._runtime.now()
+                    )
                     message.reply_to.tell(ended)
             case DropTool(turn_id=turn_id):
                 self._drop(turn_id)

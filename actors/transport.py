@@ -1,7 +1,7 @@
 """TransportActor: the connections to the server.
 
-Receives OpenStream, CloseStream, CloseAllStreams and each stream's StreamClosed. The streams answer the askers
-directly; itself it sends the WorkerActor StreamsClosed. Owns every open stream.
+Receives OpenStream, CloseStream, CloseAllStreams and each stream's StreamClosed. The streams answer
+the askers directly; itself it sends the WorkerActor StreamsClosed. Owns every open stream.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class TransportActor(Child[TransportMessage]):
             case OpenStream(turn_id=turn_id):
                 try:
                     self._streams[turn_id] = self._runtime.open_stream(message, self.me())
-                except (RuntimeError, OSError) as error:  # the host's lack, and no news of the server
+                except (
+                    RuntimeError,
+                    OSError,
+                ) as error:  # the host's lack, and no news of the server
                     failure = StreamFailure(
                         reason=RequestFailReason.UNKNOWN_ERROR,
                         detail=f"no connection could be made: {described_error(error)}",

@@ -1,8 +1,9 @@
 """WatchdogActor: watches the server; what follows from what it hears is the `ServerWatch`'s.
 
-Receives Launch, Launched, Watch, Unwatch, ProbeNow, StandDown, and what probes, looks, GPUs and requests report. Sends
-each RequestActor ReportProgress, the WorkerActor BecameReady, StartupFailed, HealthLost, GpuFaulted, Stalled and, for
-the evidence of a kill, Observed. Owns what is being asked of the server.
+Receives Launch, Launched, Watch, Unwatch, ProbeNow, StandDown, and what probes, looks, GPUs and
+requests report. Sends each RequestActor ReportProgress, the WorkerActor BecameReady, StartupFailed,
+HealthLost, GpuFaulted, Stalled and, for the evidence of a kill, Observed. Owns what is being asked
+of the server.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class WatchdogActor(Child[WatchdogMessage]):
         super().__init__(*args, **kwargs)
         self._readiness: Abortable | None = None
         self._slots: Abortable | None = None
-        self._watch = ServerWatch(self._config.timeouts, probes_count=self._runtime.probes_count, me=self.me())
+        self._watch = ServerWatch(
+            self._config.timeouts, probes_count=self._runtime.probes_count, me=self.me()
+        )
         self._alarm = Alarm(self._runtime, self.me())
 
     def handle(self, message: WatchdogMessage) -> None:
@@ -78,10 +81,14 @@ class WatchdogActor(Child[WatchdogMessage]):
                     self._runtime.watch_gpus(epoch, self._watch.root_pid, self.me())
             case ProbeReadiness(epoch=epoch, root_pid=root_pid, first=first):
                 try:
-                    self._readiness = self._runtime.probe_readiness(epoch, root_pid, first=first, reply_to=self.me())
+                    self._readiness = self._runtime.probe_readiness(
+                        epoch, root_pid, first=first, reply_to=self.me()
+                    )
                 except RuntimeError as error:
                     why, none = described_error(error), ServerTraits()
-                    self.me().tell(Probed(epoch=epoch, outcome=ProbeOutcome.NO_NEWS, detail=why, traits=none))
+                    self.me().tell(
+                        Probed(epoch=epoch, outcome=ProbeOutcome.NO_NEWS, detail=why, traits=none)
+                    )
             case LookAtSlots(epoch=epoch):
                 try:
                     self._slots = self._runtime.look_at_slots(epoch, self.me())

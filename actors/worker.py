@@ -1,8 +1,8 @@
 """WorkerActor: the supervisor. Admission, the server's life, replacement of an actor that dies.
 
-Receives the host's orders and questions from the handle, and what its own actors tell. Owns the request table, the
-journal and the other actors. Dealings with the server are the `ServerLife`'s, those with single requests the
-`RequestDispatcher`'s.
+Receives the host's orders and questions from the handle, and what its own actors tell. Owns the
+request table, the journal and the other actors. Dealings with the server are the `ServerLife`'s,
+those with single requests the `RequestDispatcher`'s.
 """
 
 from __future__ import annotations
@@ -54,27 +54,38 @@ _REPLACE_AGAIN_S = 1.0
 
 
 class WorkerActor(SupervisedActor[WorkerMessage]):
-    """See the module. A crash of this actor ends the worker: the server is killed, every future is answered."""
+    """See the module. A crash of this actor ends the worker: the server is killed, every future is
+    answered."""
 
     role = "worker"
     accepts = members(WorkerMessage)
 
     def __init__(
-        self, live_count: LiveCount, runtime: Runtime, config: WorkerConfig, open_futures: OpenFutures
+        self,
+        live_count: LiveCount,
+        runtime: Runtime,
+        config: WorkerConfig,
+        open_futures: OpenFutures,
     ) -> None:
         super().__init__(None, live_count, runtime)
         self._runtime = runtime
         self._config = config
         self._config_hash = config.config_hash
         self._open_futures = open_futures
-        self._unix_offset = runtime.unix_now() - runtime.now()  # fixed: Unix instants never run backwards
+        self._unix_offset = (
+            runtime.unix_now() - runtime.now()
+        )  # fixed: Unix instants never run backwards
         self._table = RequestTable(config.slots)
         self._journal = Journal(config.name, self._unix_offset, runtime.write_log)
         for line in config.warnings:
             self._journal.warn(line, runtime.now())
         self._tools_refused = False
-        self._debug_questions: list[GetDebugInfo] = []  # the ProcessActor has not answered them all yet
-        self._tells_itself: int | None = None  # the launch whose ProcessActor died: its own thread tells of its end
+        self._debug_questions: list[
+            GetDebugInfo
+        ] = []  # the ProcessActor has not answered them all yet
+        self._tells_itself: int | None = (
+            None  # the launch whose ProcessActor died: its own thread tells of its end
+        )
         me = self.me()
         self._alarm = Alarm(runtime, me)
         self._children = Children(me, live_count, runtime, config, self._unix_offset)
@@ -108,7 +119,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             case GetWorkerStatus(reply=reply):
                 reply.answer(self._status())
             case GetDebugInfo():
-                self._debug_questions = [q for q in self._debug_questions if not q.reply.done()] + [message]
+                self._debug_questions = [q for q in self._debug_questions if not q.reply.done()] + [
+                    message
+                ]
                 self._add_logs(message)
             case RequestEnded(record=record):
                 self._request_ended(record, now)
@@ -122,7 +135,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._signal_emitted(message)
             case ToolsRefused(detail=detail):
                 self._tools_refused = True
-                self._journal.warn(f"the server refuses tools ({detail}); they are offered in prompted mode", now)
+                self._journal.warn(
+                    f"the server refuses tools ({detail}); they are offered in prompted mode", now
+                )
             case ToolThreadStuck(is_alive=is_alive):
                 self._journal.tool_thread_stuck(is_alive)
             case ActorDied():
@@ -164,7 +179,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             return
         for owned in OWNED_PARAMS:
             if owned in order.submission.params or owned in self._config.default_params:
-                self._journal.warn(f"params: {owned!r} belongs to the worker; the given value was replaced", now)
+                self._journal.warn(
+                    f"params: {owned!r} belongs to the worker; the given value was replaced", now
+                )
         mode = self._config.tool_call_mode
         no_tools = self._server.traits.tools is False or self._tools_refused
         self._dispatcher.begin(
@@ -194,10 +211,14 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
     def _signal_emitted(self, emitted: SignalEmitted) -> None:
         request_id, job_name, signal = emitted.request_id, emitted.job_name, emitted.signal
         self._journal.totals.signal_emitted(signal["tool_name"])
-        self._note("signal", request_id=request_id, job_name=job_name, tool_name=signal["tool_name"])
+        self._note(
+            "signal", request_id=request_id, job_name=job_name, tool_name=signal["tool_name"]
+        )
         handler = self._config.on_signal
         if handler is not None:
-            self._runtime.call_host(lambda: handler(signal, request_id=request_id, job_name=job_name))
+            self._runtime.call_host(
+                lambda: handler(signal, request_id=request_id, job_name=job_name)
+            )
 
     def _expire(self, now: float) -> None:
         ttl_s = self._config.result_ttl_s
@@ -218,11 +239,19 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
 
     def _actor_died(self, death: ActorDied, now: float) -> None:
         """Nuke and repave: a new actor, a new server; what was in flight fails."""
-        self._note("actor_died", level=logging.ERROR, role=death.role, slot=death.slot, detail=death.detail)
+        self._note(
+            "actor_died", level=logging.ERROR, role=death.role, slot=death.slot, detail=death.detail
+        )
         try:
             self._children.replace(death.role, death.slot)
         except RuntimeError as error:  # the system has no thread left: again, until it has
-            self._note("not_replaced", level=logging.ERROR, role=death.role, slot=death.slot, detail=str(error))
+            self._note(
+                "not_replaced",
+                level=logging.ERROR,
+                role=death.role,
+                slot=death.slot,
+                detail=str(error),
+            )
             me = self.me()
             self._runtime.call_at(now + _REPLACE_AGAIN_S, lambda: me.tell(death))
         if death.slot is not None:
@@ -237,7 +266,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._add_logs(question)
             if death.will_report:
                 self._tells_itself = epoch
-            elif self._tells_itself != epoch:  # else an earlier ProcessActor had it, and its thread will tell
+            elif (
+                self._tells_itself != epoch
+            ):  # else an earlier ProcessActor had it, and its thread will tell
                 self._server.lost_sight(now, epoch=epoch)
 
     # ------------------------------------------------------------ what is seen
@@ -245,7 +276,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
     def _add_logs(self, question: GetDebugInfo) -> None:
         """The ProcessActor owns the server's output, and answers."""
         shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
-        self._children.process.tell(GetDebugInfo(info=self._journal.debug_info(shown), reply=question.reply))
+        self._children.process.tell(
+            GetDebugInfo(info=self._journal.debug_info(shown), reply=question.reply)
+        )
 
     def _status(self) -> WorkerStatus:
         active, server = self._table.active, self._server

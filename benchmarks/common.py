@@ -1,4 +1,5 @@
-"""What the benchmarks share: a scripted server in a process of its own, interleaved rounds, tables."""
+"""What the benchmarks share: a scripted server in a process of its own, interleaved rounds,
+tables."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.ports import held_ports
 
 HOST = "127.0.0.1"
 _held = contextlib.ExitStack()  # as long as the process lives
-take_port = _held.enter_context(held_ports())  # no test that runs on this machine meanwhile takes it away
+take_port = _held.enter_context(
+    held_ports()
+)  # no test that runs on this machine meanwhile takes it away
 
 
 def script(*steps: Any) -> Script:
@@ -28,7 +31,9 @@ def script(*steps: Any) -> Script:
     return Script(replies=[Reply(list(steps))], limit_slots=False)
 
 
-def config(served: Script, *, slots: int, name: str = "bench", journal: Path | None = None) -> WorkerConfig:
+def config(
+    served: Script, *, slots: int, name: str = "bench", journal: Path | None = None
+) -> WorkerConfig:
     """A worker's configuration for the scripted server."""
     port = take_port()
     return WorkerConfig(
@@ -91,15 +96,25 @@ def interleave(rounds: int, measures: Mapping[str, Callable[[], float]]) -> dict
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns, aligned."""
-    cells = [[str(cell) if not isinstance(cell, float) else f"{cell:.2f}" for cell in row] for row in [header, *rows]]
+    cells = [
+        [str(cell) if not isinstance(cell, float) else f"{cell:.2f}" for cell in row]
+        for row in [header, *rows]
+    ]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def quantile(values: Sequence[float], q: float) -> float:
     """The q-quantile of a sample."""
-    return statistics.quantiles(values, n=100, method="inclusive")[round(q * 100) - 1] if len(values) > 1 else values[0]
+    return (
+        statistics.quantiles(values, n=100, method="inclusive")[round(q * 100) - 1]
+        if len(values) > 1
+        else values[0]
+    )
 
 
 def report(name: str, text: str, data: Mapping[str, Any]) -> None:

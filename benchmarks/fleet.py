@@ -1,4 +1,5 @@
-"""64 streams at 30 tokens a second, eight models with eight slots each: CPU, threads, how fresh a waiting reader is.
+"""64 streams at 30 tokens a second, eight models with eight slots each: CPU, threads, how fresh a
+waiting reader is.
 
     python -m benchmarks.fleet [--json FILE]
 
@@ -46,7 +47,8 @@ class Fleet:
             assert result["state"] == "completed", result
 
     def read(self) -> list[float]:
-        """The same with a waiting reader each: the seconds from the server's send until the text was there."""
+        """The same with a waiting reader each: the seconds from the server's send until the text
+        was there."""
         waits: list[float] = []
 
         def follow(worker: LlamaWorker, request_id: int) -> None:
@@ -118,7 +120,9 @@ def main() -> None:
     threads = threads_of_one()
     rows: list[list[object]] = [[name, us, us / least["bare loop"]] for name, us in least.items()]
     text = table([f"{STREAMS} streams at {RATE_HZ} Hz", "us per event", "x bare"], rows)
-    text += "\n\n" + table(["from the server's send to a waiting reader", "ms"], list(fresh.items()))
+    text += "\n\n" + table(
+        ["from the server's send to a waiting reader", "ms"], list(fresh.items())
+    )
     text += f"\n\nthreads of a worker with 64 slots and 64 open streams: {threads}"
     report("fleet", text, {"us": least, "fresh_ms": fresh, "threads": threads})
 

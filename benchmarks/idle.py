@@ -1,4 +1,5 @@
-"""What idle workers cost: CPU, wake-ups, threads, memory; 16 workers without a health probe, and 256 with it.
+"""What idle workers cost: CPU, wake-ups, threads, memory; 16 workers without a health probe, and
+256 with it.
 
 python -m benchmarks.idle [--json FILE]
 """
@@ -39,7 +40,8 @@ class Idle:
 
 
 def wakeups() -> int:
-    """Voluntary context switches of all threads of this process so far, those that have ended included."""
+    """Voluntary context switches of all threads of this process so far, those that have ended
+    included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
 
 
@@ -55,7 +57,8 @@ def wakeups_by_thread() -> dict[str, int]:
 
 
 def watch() -> tuple[float, float, int]:
-    """For a while: CPU seconds and wake-ups per second, and how many threads woke more than once a second."""
+    """For a while: CPU seconds and wake-ups per second, and how many threads woke more than once a
+    second."""
     by_thread = wakeups_by_thread()  # first: reading all that takes as long as several probes
     cpu, woken, began = time.process_time(), wakeups(), time.monotonic()
     time.sleep(WATCHED_S)
@@ -65,7 +68,8 @@ def watch() -> tuple[float, float, int]:
 
 
 def measure(workers: int, *, probed: bool) -> Idle:
-    """Run so many idle workers for a while, with the health probe of `TimeoutProfile.normal()` or without."""
+    """Run so many idle workers for a while, with the health probe of `TimeoutProfile.normal()` or
+    without."""
     with LlamaWorker(config(script(*plain_reply(Text("x"))), slots=1)):
         pass  # what is imported and started once
     memory = psutil.Process().memory_full_info().uss
@@ -86,7 +90,11 @@ def measure(workers: int, *, probed: bool) -> Idle:
             start.get()
         time.sleep(3.0)
         used = psutil.Process().memory_full_info().uss - memory
-        guards = [child for child in psutil.Process().children() if "guard.py" in " ".join(child.cmdline())]
+        guards = [
+            child
+            for child in psutil.Process().children()
+            if "guard.py" in " ".join(child.cmdline())
+        ]
         guard_mb = sum(guard.memory_full_info().uss for guard in guards) / len(guards) / 1e6
         alive = threading.active_count() - threads
         seen = [watch() for _ in range(ROUNDS)]
@@ -104,14 +112,28 @@ def measure(workers: int, *, probed: bool) -> Idle:
 def main() -> None:
     """Measure and print."""
     assert PROBE_EVERY_S is not None
-    header = ["workers", "CPU % of a core, all", "wake-ups/s of one without probes", "per probe", "threads of one"]
+    header = [
+        "workers",
+        "CPU % of a core, all",
+        "wake-ups/s of one without probes",
+        "per probe",
+        "threads of one",
+    ]
     header += ["that poll", "memory MB, all", "guard MB"]
     bare, full = measure(16, probed=False), measure(WORKERS, probed=True)
     per_probe = (full.wakeups_per_s - bare.wakeups_per_s) * PROBE_EVERY_S
-    row: list[object] = [WORKERS, f"{full.cpu_percent * WORKERS:.2f}", bare.wakeups_per_s, per_probe]
+    row: list[object] = [
+        WORKERS,
+        f"{full.cpu_percent * WORKERS:.2f}",
+        bare.wakeups_per_s,
+        per_probe,
+    ]
     row += [full.threads, bare.polling, full.memory_mb * WORKERS, full.guard_mb]
     data = {**asdict(full), "wakeups_per_s": bare.wakeups_per_s, "wakeups_per_probe": per_probe}
-    data |= {"all_cpu_percent": full.cpu_percent * WORKERS, "all_memory_mb": full.memory_mb * WORKERS}
+    data |= {
+        "all_cpu_percent": full.cpu_percent * WORKERS,
+        "all_memory_mb": full.memory_mb * WORKERS,
+    }
     report("idle", table(header, [row]), data)
 
 

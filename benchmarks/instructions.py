@@ -2,8 +2,9 @@
 
     python -m benchmarks.instructions [--json FILE]
 
-Bytes as they come from the socket to text that can be read: the worker's way (HTTP, SSE, JSON, the request's machine
-with its loop detector) against `http.client` with `json.loads`. What the kernel and other threads add is left out.
+Bytes as they come from the socket to text that can be read: the worker's way (HTTP, SSE, JSON, the
+request's machine with its loop detector) against `http.client` with `json.loads`. What the kernel
+and other threads add is left out.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ _CHUNK = {
 def wire(events: int) -> bytes:
     """A response with so many tokens."""
     record = f"data: {json.dumps(_CHUNK, separators=(',', ':'))}\n\n".encode()
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
     return head + (b"%x\r\n%b\r\n" % (len(record), record)) * events + b"0\r\n\r\n"
 
 
@@ -58,7 +61,9 @@ def bare_loop(data: bytes) -> int:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
-                texts += [choice["delta"].get("content") for choice in json.loads(line[6:])["choices"]]
+                texts += [
+                    choice["delta"].get("content") for choice in json.loads(line[6:])["choices"]
+                ]
     return len("".join(texts))
 
 
@@ -78,11 +83,18 @@ class _Nobody:
 def worker(data: bytes) -> int:
     """What the loop's thread does for one stream."""
     command = llama_server_cmd("model.gguf", host="127.0.0.1", port=20_000, slots=1)
-    config = WorkerConfig("bench", "127.0.0.1", 20_000, command, max_tokens=None, loop_detector=None)
+    config = WorkerConfig(
+        "bench", "127.0.0.1", 20_000, command, max_tokens=None, loop_detector=None
+    )
     submission = validate_submit("bench", "", "x", None, None)
     nobody = _Nobody()
     begin = Begin(
-        request_id=1, submission=submission, transport=nobody, tools=nobody, prompted=False, opens_thinking=False
+        request_id=1,
+        submission=submission,
+        transport=nobody,
+        tools=nobody,
+        prompted=False,
+        opens_thinking=False,
     )
     request = Request(begin, config=config, unix_offset=0.0, reply_to=nobody, now=0.0)
     request.begin(0.0)
@@ -127,11 +139,15 @@ def main() -> None:
         name, events = sys.argv[2], int(sys.argv[3])
         assert WAYS[name](wire(events)) == len("token ") * events
         return
-    from benchmarks.common import report, table  # what is measured imports little: under valgrind that takes its time
+    from benchmarks.common import (
+        report,
+        table,
+    )  # what is measured imports little: under valgrind that takes its time
 
     counts = count_instructions([(name, events) for name in WAYS for events in (FEW, MANY)])
     per_event = {
-        name: (many - few) / (MANY - FEW) for name, few, many in zip(WAYS, counts[::2], counts[1::2], strict=True)
+        name: (many - few) / (MANY - FEW)
+        for name, few, many in zip(WAYS, counts[::2], counts[1::2], strict=True)
     }
     bare = per_event["bare loop"]
     rows = [[name, f"{count:.0f}", count / bare] for name, count in per_event.items()]

@@ -29,7 +29,9 @@ def direct(port: int) -> tuple[float, float]:
     """By a plain `requests` call: when it began, and when the first token was there."""
     began = time.time()
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
-    with requests.post(f"http://{HOST}:{port}/v1/chat/completions", json=body, stream=True, timeout=30) as response:
+    with requests.post(
+        f"http://{HOST}:{port}/v1/chat/completions", json=body, stream=True, timeout=30
+    ) as response:
         for line in response.iter_lines(chunk_size=1):
             if b"first" in line:
                 return began, time.time()
@@ -78,7 +80,10 @@ def first_token() -> dict[str, dict[str, float]]:
     medians = {}
     for offset, name in enumerate(spans):
         rounds = list(zip(spans[name], reached[offset::2], sent[offset::2], strict=True))
-        parts = [(at - began, there - token, at - began + there - token) for (began, there), at, token in rounds]
+        parts = [
+            (at - began, there - token, at - began + there - token)
+            for (began, there), at, token in rounds
+        ]
         blocks = [parts[begin : begin + BLOCK] for begin in range(0, len(parts), BLOCK)]
         medians[name] = {
             part: min(statistics.median(each[number] for each in block) for block in blocks) * 1000
@@ -115,7 +120,9 @@ def main() -> None:
     """Measure and print."""
     medians, status = first_token(), status_under_load()
     added = {part: medians["worker"][part] - medians["direct"][part] for part in PARTS}
-    rows: list[list[object]] = [[part, medians["direct"][part], medians["worker"][part], added[part]] for part in PARTS]
+    rows: list[list[object]] = [
+        [part, medians["direct"][part], medians["worker"][part], added[part]] for part in PARTS
+    ]
     text = table(["first token, median ms", "requests", "worker", "added"], rows)
     rows = [["p50", status["p50"]], ["p99", status["p99"]]]
     text += "\n\n" + table([f"get_status while {STREAMS} streams run", "ms"], rows)

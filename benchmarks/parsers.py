@@ -29,7 +29,9 @@ def by_h11(data: bytes) -> int:
     size = 0
     for begin in range(0, len(data), READ_BYTES):
         connection.receive_data(data[begin : begin + READ_BYTES])
-        while not isinstance(event := connection.next_event(), (type(h11.NEED_DATA), h11.EndOfMessage)):
+        while not isinstance(
+            event := connection.next_event(), (type(h11.NEED_DATA), h11.EndOfMessage)
+        ):
             size += len(event.data) if isinstance(event, h11.Data) else 0
     return size
 
@@ -65,7 +67,11 @@ def main() -> None:
     """Measure and print."""
     data = wire(EVENTS)
     record = data.partition(b"data: ")[2].partition(b"\n\n")[0]
-    bodies: dict[str, Callable[[bytes], int]] = {"h11": by_h11, "a loop in Python": by_loop, "httptools": by_httptools}
+    bodies: dict[str, Callable[[bytes], int]] = {
+        "h11": by_h11,
+        "a loop in Python": by_loop,
+        "httptools": by_httptools,
+    }
     assert len({parse(data) for parse in bodies.values()}) == 1
     decoders: dict[str, Callable[[bytes], object]] = {
         "json": json.loads, "msgspec": msgspec.json.decode, "msgspec, typed": _decode_chunk,
@@ -82,7 +88,9 @@ def main() -> None:
     def decode(by: Callable[[bytes], object]) -> Callable[[], object]:
         return lambda: [by(record) for _ in range(EVENTS)]
 
-    measures = {f"HTTP body, chunked: {name}": us(partial(parse, data)) for name, parse in bodies.items()}
+    measures = {
+        f"HTTP body, chunked: {name}": us(partial(parse, data)) for name, parse in bodies.items()
+    }
     measures |= {f"JSON of a chunk: {name}": us(decode(by)) for name, by in decoders.items()}
     least = {name: min(values) for name, values in interleave(ROUNDS, measures).items()}
     report("parsers", table(["parser", "us per event"], list(least.items())), least)

@@ -1,4 +1,5 @@
-"""Runs every benchmark and writes what came of it into docs/performance.json, docs/performance.md and its plot.
+"""Runs every benchmark and writes what came of it into docs/performance.json, docs/performance.md
+and its plot.
 
     python -m benchmarks.publish [--render]
 
@@ -20,8 +21,21 @@ from typing import Any
 
 from tools.pages import DOCS, with_part
 
-DATA, PAGE, PLOT = DOCS / "performance.json", DOCS / "performance.md", DOCS / "images" / "performance.svg"
-NAMES = ("instructions", "parsers", "stream", "fleet", "latency", "recovery", "responses.cost", "idle")
+DATA, PAGE, PLOT = (
+    DOCS / "performance.json",
+    DOCS / "performance.md",
+    DOCS / "images" / "performance.svg",
+)
+NAMES = (
+    "instructions",
+    "parsers",
+    "stream",
+    "fleet",
+    "latency",
+    "recovery",
+    "responses.cost",
+    "idle",
+)
 
 Figures = dict[str, Any]
 
@@ -61,13 +75,48 @@ GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
         "",
         lambda d: _over(d, "fleet", "us", "worker", "openai"),
     ),
-    ("from send to a waiting reader, 64 streams at 30 Hz, p50", 5, "ms", lambda d: d["fleet"]["fresh_ms"]["p50"]),
-    ("from send to a waiting reader, 64 streams at 30 Hz, p99", 60, "ms", lambda d: d["fleet"]["fresh_ms"]["p99"]),
-    ("threads of a worker with 64 slots and 64 open streams", 74, "", lambda d: d["fleet"]["threads"]),
-    ("first token, added to a `requests` call", 0.7, "ms", lambda d: d["latency"]["added_ms"]["in all"]),
-    ("`get_status` while 64 streams run, p99", 20, "ms", lambda d: d["latency"]["status_ms"]["p99"]),
-    ("proxy: added to the first token, p50", 1, "ms", lambda d: d["responses.cost"]["first_token_ms"]["p50"]),
-    ("proxy: added to the first token, p99", 4, "ms", lambda d: d["responses.cost"]["first_token_ms"]["p99"]),
+    (
+        "from send to a waiting reader, 64 streams at 30 Hz, p50",
+        5,
+        "ms",
+        lambda d: d["fleet"]["fresh_ms"]["p50"],
+    ),
+    (
+        "from send to a waiting reader, 64 streams at 30 Hz, p99",
+        60,
+        "ms",
+        lambda d: d["fleet"]["fresh_ms"]["p99"],
+    ),
+    (
+        "threads of a worker with 64 slots and 64 open streams",
+        74,
+        "",
+        lambda d: d["fleet"]["threads"],
+    ),
+    (
+        "first token, added to a `requests` call",
+        0.7,
+        "ms",
+        lambda d: d["latency"]["added_ms"]["in all"],
+    ),
+    (
+        "`get_status` while 64 streams run, p99",
+        20,
+        "ms",
+        lambda d: d["latency"]["status_ms"]["p99"],
+    ),
+    (
+        "proxy: added to the first token, p50",
+        1,
+        "ms",
+        lambda d: d["responses.cost"]["first_token_ms"]["p50"],
+    ),
+    (
+        "proxy: added to the first token, p99",
+        4,
+        "ms",
+        lambda d: d["responses.cost"]["first_token_ms"]["p99"],
+    ),
     (
         "proxy: CPU per event in bulk, proxy / bare loop",
         2,
@@ -81,19 +130,37 @@ GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
         lambda d: _over(d, "responses.cost", "many_us", "proxy", "bare loop"),
     ),
     (
-        "proxy: first event of a new client beside 1000 connections that send no whole request / without",
+        (
+            "proxy: first event of a new client beside 1000 connections that send no whole "
+            "request / without"
+        ),
         1.5,
         "",
         lambda d: max(d["responses.cost"]["crowded"].values()),
     ),
-    ("proxy: memory of a full store / its limit", 2, "", lambda d: d["responses.cost"]["full_store"]),
+    (
+        "proxy: memory of a full store / its limit",
+        2,
+        "",
+        lambda d: d["responses.cost"]["full_store"],
+    ),
     ("256 idle workers, CPU", 1, "% of a core", lambda d: d["idle"]["all_cpu_percent"]),
     ("256 idle workers, memory beside the guards", 64, "MB", lambda d: d["idle"]["all_memory_mb"]),
-    ("idle worker, wake-ups beside the health probe", 0.1, "/s", lambda d: d["idle"]["wakeups_per_s"]),
+    (
+        "idle worker, wake-ups beside the health probe",
+        0.1,
+        "/s",
+        lambda d: d["idle"]["wakeups_per_s"],
+    ),
     ("idle worker, wake-ups per health probe", 20, "", lambda d: d["idle"]["wakeups_per_probe"]),
     ("idle worker of 4 slots, threads", 12, "", lambda d: d["idle"]["threads"]),
     ("guard process of a worker, memory", 6, "MB", lambda d: d["idle"]["guard_mb"]),
-    ("death of the server to terminal status", 50, "ms", lambda d: d["recovery"]["death to terminal status"]),
+    (
+        "death of the server to terminal status",
+        50,
+        "ms",
+        lambda d: d["recovery"]["death to terminal status"],
+    ),
     (
         "broken connection to terminal status",
         300,
@@ -112,7 +179,9 @@ def measure() -> Figures:
             path = Path(directory) / f"{name}.json"
             command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path)]
             print(f"{time.monotonic() - began:4.0f} s  {' '.join(command[1:])}", flush=True)
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            done = subprocess.run(
+                command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
             figures[name] = json.loads(path.read_text())
             figures["text"][name] = done.stdout.strip().partition("\n")[2]
             loads.append(os.getloadavg()[0])
@@ -124,7 +193,10 @@ def measure() -> Figures:
 
 def _machine() -> str:
     python = f"CPython {platform.python_version()}"
-    return f"{os.cpu_count()} cores ({_cpu()}), {platform.system()} {platform.release()} {platform.machine()}, {python}"
+    return (
+        f"{os.cpu_count()} cores ({_cpu()}), {platform.system()} {platform.release()} "
+        f"{platform.machine()}, {python}"
+    )
 
 
 def _cpu() -> str:
@@ -141,7 +213,8 @@ def render(figures: Figures, page: str) -> str:
     load = figures["load"]
     parts["goals"] = goals(figures)
     parts["machine"] = (
-        f"Measured on {figures['machine']}, in one run of {figures['minutes']:.0f} minutes. Load average before it: "
+        f"Measured on {figures['machine']}, in one run of {figures['minutes']:.0f} minutes. "
+        "Load average before it: "
         f"{load['before']:.1f}; at most, with what it does itself: {load['most']:.1f}."
     )
     for name, text in parts.items():
@@ -155,7 +228,11 @@ def goals(figures: Figures) -> str:
     for what, limit, unit, read in GOALS:
         value = read(figures)
         met = "yes" if value <= limit else "no"
-        lines.append(f"| {what} | <= {limit:g} {unit}".rstrip() + f" | {value:.3g} {unit}".rstrip() + f" | {met} |")
+        lines.append(
+            f"| {what} | <= {limit:g} {unit}".rstrip()
+            + f" | {value:.3g} {unit}".rstrip()
+            + f" | {met} |"
+        )
     return "\n".join(lines)
 
 
@@ -177,13 +254,16 @@ def plot(figures: Figures) -> str:
         for name, value in values:
             length = value / longest * (width - left - 70)
             colour = "#2f6f9f" if name == "worker" else "#b9c4cc"
-            shapes.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{bar}" fill="{colour}"/>')
+            shapes.append(
+                f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{bar}" fill="{colour}"/>'
+            )
             shapes.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{name}</text>')
             shapes.append(f'<text x="{left + length + 6:.1f}" y="{y + 14}">{value:.1f}</text>')
             y += bar + gap
     height = y + gap
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" '
         f'font-size="13" fill="#222">\n<rect width="{width}" height="{height}" fill="#fff"/>\n'
         + "\n".join(shapes)
         + "\n</svg>\n"

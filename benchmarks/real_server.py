@@ -1,8 +1,11 @@
-"""What the worker costs on a real llama-server, and what the server shows meanwhile; on whatever it computes.
+"""What the worker costs on a real llama-server, and what the server shows meanwhile; on whatever it
+computes.
 
-    LLAMA_SERVER=... LLAMA_MODEL=... python -m benchmarks.real_server [--streams 64] [--tokens 64] [--json FILE]
+    LLAMA_SERVER=... LLAMA_MODEL=... python -m benchmarks.real_server [--streams 64] [--tokens 64]
+    [--json FILE]
 
-With a GPU and the extra `nvidia`, the GPU's part is in the tables, too. Nothing else should use machine or GPU.
+With a GPU and the extra `nvidia`, the GPU's part is in the tables, too. Nothing else should use
+machine or GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ def worker_of(slots: int, context_tokens: int) -> LlamaWorker:
         executable=find_server(),
         extra_args=["--ctx-size", str(context_tokens), "--no-ui"],
         bios_provider=lambda context: "",
-        restart=RestartPolicy(restart_backoff_s=0.01, backoff_factor=1.0, max_restarts_per_window=1000),
+        restart=RestartPolicy(
+            restart_backoff_s=0.01, backoff_factor=1.0, max_restarts_per_window=1000
+        ),
     )
     worker.start().get()
     return worker
@@ -51,7 +56,9 @@ def direct(port: int, prompt: str, tokens: int) -> tuple[float, float]:
     """Seconds to the first token and to the end, by a plain `requests` call."""
     began, first = time.monotonic(), 0.0
     body = {"messages": [{"role": "user", "content": prompt}], "stream": True, **params(tokens)}
-    with requests.post(f"http://{HOST}:{port}/v1/chat/completions", json=body, stream=True) as response:
+    with requests.post(
+        f"http://{HOST}:{port}/v1/chat/completions", json=body, stream=True
+    ) as response:
         for line in response.iter_lines(chunk_size=1):
             if not first and b'"content":"' in line:
                 first = time.monotonic()
@@ -70,7 +77,8 @@ def through(worker: LlamaWorker, prompt: str, tokens: int) -> tuple[float, float
 
 
 def single(worker: LlamaWorker, port: int, tokens: int) -> dict[str, dict[str, float]]:
-    """One stream at a time, in turn by each way: the median milliseconds to the first token, and tokens a second."""
+    """One stream at a time, in turn by each way: the median milliseconds to the first token, and
+    tokens a second."""
     spans: dict[str, list[tuple[float, float]]] = {"requests": [], "worker": []}
 
     def measure(way: str, call: Callable[[], tuple[float, float]]) -> Callable[[], float]:
@@ -99,11 +107,14 @@ def single(worker: LlamaWorker, port: int, tokens: int) -> dict[str, dict[str, f
 
 
 def many(worker: LlamaWorker, port: int, streams: int, tokens: int) -> dict[str, float]:
-    """Tokens a second of so many streams side by side: by a thread each with `requests`, and by the worker."""
+    """Tokens a second of so many streams side by side: by a thread each with `requests`, and by the
+    worker."""
 
     def by_threads() -> float:
         began = time.monotonic()
-        threads = [threading.Thread(target=direct, args=(port, f"{n}", tokens)) for n in range(streams)]
+        threads = [
+            threading.Thread(target=direct, args=(port, f"{n}", tokens)) for n in range(streams)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -112,7 +123,9 @@ def many(worker: LlamaWorker, port: int, streams: int, tokens: int) -> dict[str,
 
     def by_worker() -> float:
         began = time.monotonic()
-        admitted = [worker.submit("bench", "", f"{n}", params=params(tokens)).get() for n in range(streams)]
+        admitted = [
+            worker.submit("bench", "", f"{n}", params=params(tokens)).get() for n in range(streams)
+        ]
         for each in admitted:
             assert each["ok"], each
             worker.result(each["request_id"]).get()
@@ -157,7 +170,11 @@ class Watch:
 
     def _thread_ticks(self) -> dict[int, int]:
         processes = process_evidence(self._pid)["processes"]
-        return {thread["tid"]: thread["cpu_ticks"] for process in processes for thread in process["threads"]}
+        return {
+            thread["tid"]: thread["cpu_ticks"]
+            for process in processes
+            for thread in process["threads"]
+        }
 
 
 def gpu_probe() -> NvidiaProbe | None:
@@ -182,14 +199,18 @@ def phases(worker: LlamaWorker, context_tokens: int) -> dict[str, dict[str, floa
         assert status["ok"], status
         return status["phase"]
 
-    seen["prefill"] = watched(pid, lambda: phase() in ("waiting", "prefill"), at_most_s=float("inf"))
+    seen["prefill"] = watched(
+        pid, lambda: phase() in ("waiting", "prefill"), at_most_s=float("inf")
+    )
     seen["decode"] = watched(pid, lambda: phase() == "generating")
     worker.cancel(request_id).get()
     worker.result(request_id).get()
     return seen
 
 
-def watched(pid: int, goes_on: Callable[[], bool], at_most_s: float = WATCHED_S) -> dict[str, float | None]:
+def watched(
+    pid: int, goes_on: Callable[[], bool], at_most_s: float = WATCHED_S
+) -> dict[str, float | None]:
     """What is seen as long as that is true."""
     watch, until = Watch(pid), time.monotonic() + at_most_s
     while goes_on() and time.monotonic() < until:
@@ -236,15 +257,32 @@ def main() -> None:
     with ready(options.streams, options.streams * TOKENS_PER_SLOT) as (worker, port):
         together = many(worker, port, options.streams, options.tokens)
     rows: list[list[object]] = [
-        [way, alone[way]["first_token_ms"], alone[way]["tokens_per_s"], together[way]] for way in alone
+        [way, alone[way]["first_token_ms"], alone[way]["tokens_per_s"], together[way]]
+        for way in alone
     ]
     header = ["", "first token, ms", "tokens/s, 1 stream", f"tokens/s, {options.streams} streams"]
     text = table(header, rows)
-    rows = [[phase, *("-" if value is None else value for value in shown[phase].values())] for phase in PHASES]
-    header = ["the server", "s", "busiest thread, ticks/s", "all, ticks/s", "GPU looks at work", "us a look"]
+    rows = [
+        [phase, *("-" if value is None else value for value in shown[phase].values())]
+        for phase in PHASES
+    ]
+    header = [
+        "the server",
+        "s",
+        "busiest thread, ticks/s",
+        "all, ticks/s",
+        "GPU looks at work",
+        "us a look",
+    ]
     text += "\n\n" + table(header, rows)
-    text += "\n\n" + table(["kill to READY, s", "median", "worst"], [["", statistics.median(restarts), max(restarts)]])
-    report("real_server", text, {"single": alone, "many": together, "phases": shown, "kill_to_ready_s": restarts})
+    text += "\n\n" + table(
+        ["kill to READY, s", "median", "worst"], [["", statistics.median(restarts), max(restarts)]]
+    )
+    report(
+        "real_server",
+        text,
+        {"single": alone, "many": together, "phases": shown, "kill_to_ready_s": restarts},
+    )
 
 
 if __name__ == "__main__":

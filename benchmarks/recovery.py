@@ -61,7 +61,8 @@ def main() -> None:
     starts = [own_start(served) for _ in range(ROUNDS)]
     medians = {
         "death to terminal status": statistics.median(seconds for seconds, _ in deaths) * 1000,
-        "death to READY again, no backoff": statistics.median(seconds for _, seconds in deaths) * 1000,
+        "death to READY again, no backoff": statistics.median(seconds for _, seconds in deaths)
+        * 1000,
         "the server's own start": statistics.median(starts) * 1000,
         "broken connection to terminal status": statistics.median(broken) * 1000,
     }

@@ -1,9 +1,10 @@
-"""CPU per stream event, one stream: the worker against a bare loop, the `openai` client and httpx-sse.
+"""CPU per stream event, one stream: the worker against a bare loop, the `openai` client and
+httpx-sse.
 
     python -m benchmarks.stream [--json FILE]
 
-CPU is that of this process, all threads; the server runs in another. The least of interleaved rounds counts: noise
-only ever adds.
+CPU is that of this process, all threads; the server runs in another. The least of interleaved
+rounds counts: noise only ever adds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def bare_loop(port: int) -> int:
 def openai_client(port: int) -> int:
     """The official client's stream."""
     client = openai.OpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="-")
-    stream = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], stream=True)
+    stream = client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "x"}], stream=True
+    )
     return sum(1 for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
 
 
@@ -55,7 +58,9 @@ def httpx_client(port: int) -> int:
     count = 0
     with (
         httpx.Client(timeout=None) as client,
-        httpx_sse.connect_sse(client, "POST", f"http://{HOST}:{port}/v1/chat/completions", json=BODY) as source,
+        httpx_sse.connect_sse(
+            client, "POST", f"http://{HOST}:{port}/v1/chat/completions", json=BODY
+        ) as source,
     ):
         for event in source.iter_sse():
             if event.data.startswith("{"):
@@ -91,7 +96,15 @@ def main() -> None:
     paced = compare(PACED, 1 / RATE_HZ, 4)
     rows: list[list[object]] = []
     for name in bulk:
-        rows.append([name, bulk[name], bulk[name] / bulk["bare loop"], paced[name], paced[name] / paced["bare loop"]])
+        rows.append(
+            [
+                name,
+                bulk[name],
+                bulk[name] / bulk["bare loop"],
+                paced[name],
+                paced[name] / paced["bare loop"],
+            ]
+        )
     text = table(["client", "bulk us", "x bare", f"{RATE_HZ} Hz us", "x bare"], rows)
     report("stream", text, {"bulk_us": bulk, "paced_us": paced})
 

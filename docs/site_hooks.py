@@ -1,7 +1,8 @@
 """What makes the pages, written for a reader of the repository, into a site.
 
-The site mirrors the repository, with docs/ at its top: a link from a page to an example or to CONTRIBUTING.md leads
-to a copy in the site. The marks of code blocks, which tell the tests what to run, become titles.
+The site mirrors the repository, with docs/ at its top: a link from a page to an example or to
+CONTRIBUTING.md leads to a copy in the site. The marks of code blocks, which tell the tests what to
+run, become titles.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def site_link(source: str, link: str) -> str:
-    """A relative link in the file `source` of the repository, as it is from there in the site. Pure."""
+    """A relative link in the file `source` of the repository, as it is from there in the site.
+    Pure."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
     return posixpath.relpath(_site_path(target), posixpath.dirname(_site_path(source)) or ".")
 

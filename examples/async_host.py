@@ -1,4 +1,5 @@
-"""An asyncio program: requests side by side, live, while the event loop goes on; one is given up at its deadline.
+"""An asyncio program: requests side by side, live, while the event loop goes on; one is given up at
+its deadline.
 
 python examples/async_host.py --server llama-server --model model.gguf
 """
@@ -19,7 +20,9 @@ PROMPTS = {
 
 async def main() -> None:
     """Start, ask, stop."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--port", type=int, help="a free port (default: one is chosen)")

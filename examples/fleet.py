@@ -1,11 +1,13 @@
-"""Many prompts over all workers of a fleet: each goes to a worker with a free slot; the answers are gathered.
+"""Many prompts over all workers of a fleet: each goes to a worker with a free slot; the answers are
+gathered.
 
-python examples/fleet.py fleet.toml "What is 2 + 2?" "Name three rivers." "Write a haiku about the sea."
-python examples/fleet.py model.gguf --gpus 0,1 "What is 2 + 2?" "Name three rivers."
+python examples/fleet.py fleet.toml "What is 2 + 2?" "Name three rivers." "Write a haiku about the
+sea." python examples/fleet.py model.gguf --gpus 0,1 "What is 2 + 2?" "Name three rivers."
 
 With --gpus, each GPU named gets a worker with the model; one that is named twice gets two.
-A worker that is busy, starting again or locked out is passed over. A request that its server's death or restart cost
-is submitted again, elsewhere if need be: a worker replays nothing by itself, the program that routes may.
+A worker that is busy, starting again or locked out is passed over. A request that its server's
+death or restart cost is submitted again, elsewhere if need be: a worker replays nothing by itself,
+the program that routes may.
 """
 
 from __future__ import annotations
@@ -48,21 +50,31 @@ class Placed:
 
 def main() -> None:
     """Start the fleet, answer the prompts, stop it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("fleet", help="a TOML file with the workers; with --gpus a model")
     parser.add_argument("--gpus", metavar="0,1", help="numbers as nvidia-smi gives them, or UUIDs")
     parser.add_argument("prompts", nargs="+", metavar="prompt")
     options = parser.parse_args()
     jobs = [Job(f"job-{number}", prompt) for number, prompt in enumerate(options.prompts, start=1)]
     with ExitStack() as stack:
-        workers = on_gpus(options.fleet, options.gpus.split(",")) if options.gpus else from_file(options.fleet)
+        workers = (
+            on_gpus(options.fleet, options.gpus.split(","))
+            if options.gpus
+            else from_file(options.fleet)
+        )
         for worker in workers.values():
             stack.callback(worker.close)
         start(workers)
         for placed, result in answers(workers, jobs):
             told = result.get("fail_reason", result["finish_reason"])
-            print(f"{placed.job.name} by {placed.worker_name}, {told}: {result['text']!r}", flush=True)
-        for stopping in [worker.stop() for worker in workers.values()]:  # side by side; close() alone is one by one
+            print(
+                f"{placed.job.name} by {placed.worker_name}, {told}: {result['text']!r}", flush=True
+            )
+        for stopping in [
+            worker.stop() for worker in workers.values()
+        ]:  # side by side; close() alone is one by one
             stopping.get()
     print("stopped.")
 
@@ -77,7 +89,9 @@ def on_gpus(model: str, gpus: list[str]) -> dict[str, LlamaWorker]:
     workers = {}
     for number, gpu in enumerate(gpus, start=1):
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
-        workers[f"worker-{number}"] = LlamaWorker.from_model(model, slots=2, name=f"worker-{number}", env=env)
+        workers[f"worker-{number}"] = LlamaWorker.from_model(
+            model, slots=2, name=f"worker-{number}", env=env
+        )
     return workers
 
 
@@ -86,11 +100,17 @@ def start(workers: Mapping[str, LlamaWorker]) -> None:
     starting = {name: worker.start() for name, worker in workers.items()}
     for name, future in starting.items():
         status = future.get()
-        print(f"{name}: {status['state']}, pid {status['pid']}, {status['slots_total']} slots", flush=True)
+        print(
+            f"{name}: {status['state']}, pid {status['pid']}, {status['slots_total']} slots",
+            flush=True,
+        )
 
 
-def answers(workers: Mapping[str, LlamaWorker], jobs: list[Job]) -> Iterator[tuple[Placed, RequestResult]]:
-    """Every job's result, as they come. Raises RuntimeError where no worker will take a job any more."""
+def answers(
+    workers: Mapping[str, LlamaWorker], jobs: list[Job]
+) -> Iterator[tuple[Placed, RequestResult]]:
+    """Every job's result, as they come. Raises RuntimeError where no worker will take a job any
+    more."""
     waiting = deque(jobs)
     running = 0
     ended: queue.SimpleQueue[Placed] = queue.SimpleQueue()
@@ -102,7 +122,9 @@ def answers(workers: Mapping[str, LlamaWorker], jobs: list[Job]) -> Iterator[tup
         if waiting and not running and all_failed(workers):
             raise RuntimeError(f"every worker is locked out; {len(waiting)} jobs are left")
         try:
-            placed = ended.get(timeout=1.0)  # at the latest then a worker that was starting again is asked once more
+            placed = ended.get(
+                timeout=1.0
+            )  # at the latest then a worker that was starting again is asked once more
         except queue.Empty:
             continue
         running -= 1
@@ -118,10 +140,15 @@ def answers(workers: Mapping[str, LlamaWorker], jobs: list[Job]) -> Iterator[tup
 def place(workers: Mapping[str, LlamaWorker], job: Job) -> Placed | None:
     """Submit the job to the worker with most free slots that takes it; None where none does now.
 
-    The free slots are only a hint: somebody else may have taken the last one since. The answer to `submit` decides.
+    The free slots are only a hint: somebody else may have taken the last one since. The answer to
+    `submit` decides.
     """
     for name in sorted(workers, key=lambda name: free_slots(workers[name]), reverse=True):
-        admitted = workers[name].submit(job.name, "You are terse.", job.prompt, params={"max_tokens": 64}).get()
+        admitted = (
+            workers[name]
+            .submit(job.name, "You are terse.", job.prompt, params={"max_tokens": 64})
+            .get()
+        )
         if admitted["ok"]:
             return Placed(job, name, admitted["request_id"])
     return None
@@ -135,12 +162,17 @@ def tell_when_ended(worker: LlamaWorker, placed: Placed, ended: queue.SimpleQueu
 def free_slots(worker: LlamaWorker) -> int:
     """How many requests the worker would take at this instant."""
     status = worker.get_worker_status().get()
-    return status["slots_total"] - status["slots_used"] if status["state"] is WorkerState.READY else 0
+    return (
+        status["slots_total"] - status["slots_used"] if status["state"] is WorkerState.READY else 0
+    )
 
 
 def all_failed(workers: Mapping[str, LlamaWorker]) -> bool:
     """No worker will ever take a job again, unless somebody starts it."""
-    return all(worker.get_worker_status().get()["state"] is WorkerState.FAILED for worker in workers.values())
+    return all(
+        worker.get_worker_status().get()["state"] is WorkerState.FAILED
+        for worker in workers.values()
+    )
 
 
 if __name__ == "__main__":

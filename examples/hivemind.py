@@ -1,10 +1,11 @@
-"""Two workers: one asks for a decision through an exit tool, the other takes it, a new request carries it back.
+"""Two workers: one asks for a decision through an exit tool, the other takes it, a new request
+carries it back.
 
 python examples/hivemind.py --server llama-server --model model.gguf
 
-The program in the middle, the orchestrator, is this file. An exit tool is one-way: the model that asks gets no answer
-in its conversation. What follows is the orchestrator's choice: here, a question to another worker, at once, while the
-first model still speaks, and then a new request to it.
+The program in the middle, the orchestrator, is this file. An exit tool is one-way: the model that
+asks gets no answer in its conversation. What follows is the orchestrator's choice: here, a question
+to another worker, at once, while the first model still speaks, and then a new request to it.
 
 A large model needs no grammar; it is there because a small one seldom writes a tool call by itself.
 """
@@ -44,18 +45,28 @@ def note(signal: ExitSignal, *, request_id: int, job_name: str) -> None:
 
 def main() -> None:
     """Ask, decide, go on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file; both workers run it")
     options = parser.parse_args()
 
     def worker(name: str, **config: Any) -> LlamaWorker:
         return LlamaWorker.from_model(
-            options.model, name=name, executable=options.server, extra_args=("--ctx-size", "4096"), **config
+            options.model,
+            name=name,
+            executable=options.server,
+            extra_args=("--ctx-size", "4096"),
+            **config,
         )
 
     print("starting two servers ...", flush=True)
-    planner_tools = {"exit_tools": [REQUEST_DECISION], "tool_call_mode": "prompted", "on_signal": note}
+    planner_tools = {
+        "exit_tools": [REQUEST_DECISION],
+        "tool_call_mode": "prompted",
+        "on_signal": note,
+    }
     with worker("planner", **planner_tools) as planner, worker("judge") as judge:
         draft = planner.ask(TASK, job_name="draft", params=params(ASKING))
         request_id, asked = wanted.get(timeout=300)
@@ -67,7 +78,11 @@ def main() -> None:
 
         planner.cancel(request_id).get()  # what it says without the decision is of no use any more
         print("planner's draft:", draft.get(timeout=300)["state"])
-        plan = ask(planner, f"{TASK} It was decided to {decision}. Invite the team, in one sentence.", ONE_SENTENCE)
+        plan = ask(
+            planner,
+            f"{TASK} It was decided to {decision}. Invite the team, in one sentence.",
+            ONE_SENTENCE,
+        )
         print("planner:", plan["text"].strip())
     print("stopped.")
 
@@ -82,7 +97,9 @@ def decide(judge: LlamaWorker, asked: dict[str, Any]) -> str:
 
 def ask(worker: LlamaWorker, prompt: str, grammar: str) -> RequestResult:
     """One request, waited for. An orchestrator with more to do would keep the future and go on."""
-    return worker.ask(prompt, system_prompt="You are a planner. Be brief.", params=params(grammar)).get(timeout=300)
+    return worker.ask(
+        prompt, system_prompt="You are a planner. Be brief.", params=params(grammar)
+    ).get(timeout=300)
 
 
 def params(grammar: str) -> dict[str, Any]:

@@ -40,7 +40,9 @@ def main() -> None:
 
         jobs = {}
         for name, prompt in PROMPTS.items():
-            admitted = worker.submit(name, "You are a helpful assistant.", prompt, params=PARAMS).get()
+            admitted = worker.submit(
+                name, "You are a helpful assistant.", prompt, params=PARAMS
+            ).get()
             assert admitted["ok"], admitted
             jobs[name] = admitted["request_id"]
         print("a third request:", worker.submit("third", "", "Hello?").get())
@@ -54,7 +56,9 @@ def main() -> None:
                 raise SystemExit(f"error: {name}: {result['fail_reason']}: {result['fail_detail']}")
             tokens = result.get("usage", {}).get("completion_tokens")
             speed = result["timings"].get("tokens_per_second", 0.0)
-            print(f"{name}: {tokens} tokens, {speed:.0f} tokens/s, ended by {result['finish_reason']}")
+            print(
+                f"{name}: {tokens} tokens, {speed:.0f} tokens/s, ended by {result['finish_reason']}"
+            )
     print("stopped.")
 
 
@@ -65,7 +69,9 @@ def show_live(worker: LlamaWorker, jobs: dict[str, int]) -> None:
 
     def wait_for_more(name: str, offset: int) -> None:
         more = worker.read_output(jobs[name], text_offset=offset, wait=True)
-        more.add_done_callback(lambda more: came.put((name, more.get())))  # one loop for all, no thread that waits
+        more.add_done_callback(
+            lambda more: came.put((name, more.get()))
+        )  # one loop for all, no thread that waits
 
     for name in jobs:
         wait_for_more(name, 0)
@@ -85,7 +91,8 @@ def show_live(worker: LlamaWorker, jobs: dict[str, int]) -> None:
 
 
 def broken(text: str) -> list[str]:
-    """The lines of the text; the last one, which still grows, is broken at spaces where it is too long."""
+    """The lines of the text; the last one, which still grows, is broken at spaces where it is too
+    long."""
     *whole, last = text.split("\n")
     while len(last) > WIDTH and " " in last[:WIDTH]:
         line, _, _ = last[:WIDTH].rpartition(" ")

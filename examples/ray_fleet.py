@@ -1,9 +1,11 @@
-"""The same model on several machines: Ray places the replicas, a request goes to one with a free slot.
+"""The same model on several machines: Ray places the replicas, a request goes to one with a free
+slot.
 
-python examples/ray_fleet.py --server llama-server --model model.gguf --address 10.0.0.1:6379 --gpus 1
+python examples/ray_fleet.py --server llama-server --model model.gguf --address 10.0.0.1:6379 --gpus
+1
 
-Without --address it starts a Ray of its own on this machine. llama_worker, the server and the model have to be there,
-under these names, on every machine where a replica may run.
+Without --address it starts a Ray of its own on this machine. llama_worker, the server and the model
+have to be there, under these names, on every machine where a replica may run.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PROMPTS = {
 
 def main() -> None:
     """Start, ask, show what comes, stop."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--address", help="of a Ray cluster; 'auto' for the one that runs here")
@@ -44,13 +48,21 @@ def main() -> None:
     with Fleet(make_config, replicas=options.replicas, name="small", options=placing) as fleet:
         for replica in fleet.get_fleet_status().get()["replicas"]:
             place, slots = replica["place"], replica["slots_total"]
-            print(f"replica {replica['replica']}: {replica['state']} on {place['node_ip']}, {slots} slots", flush=True)
+            print(
+                (
+                    f"replica {replica['replica']}: {replica['state']} on {place['node_ip']}, "
+                    f"{slots} slots"
+                ),
+                flush=True,
+            )
         jobs = {name: submit(fleet, name, prompt) for name, prompt in PROMPTS.items()}
         show_live(fleet, jobs)
         for name, request_id in jobs.items():
             result = fleet.result(request_id).get(timeout=60)
             assert result["ok"], result
-            print(f"{name}: {result['state']}, {result.get('fail_detail', result['finish_reason'])}")
+            print(
+                f"{name}: {result['state']}, {result.get('fail_detail', result['finish_reason'])}"
+            )
     print("stopped.")
 
 
@@ -63,7 +75,8 @@ def config_for(server: str, model: str, port: int) -> WorkerConfig:
 
 
 def submit(fleet: Fleet, name: str, prompt: str) -> int:
-    """The id of the request, once a replica has taken it. A program with more to do would not wait here."""
+    """The id of the request, once a replica has taken it. A program with more to do would not wait
+    here."""
     while True:
         answer = fleet.submit(name, "You are terse.", prompt, params={"max_tokens": 64}).get()
         if answer["ok"]:

@@ -1,10 +1,11 @@
-"""A worker behind a threaded web server: Flask under waitress. Answers are polled for, or streamed as they come.
+"""A worker behind a threaded web server: Flask under waitress. Answers are polled for, or streamed
+as they come.
 
 python examples/threaded_web_server.py --server llama-server --model model.gguf --port 8000
 
-curl -i localhost:8000/chat --json '{"prompt": "Name three rivers."}'                    # 202, and where to poll
-curl localhost:8000/chat/1
-curl -N localhost:8000/chat --json '{"prompt": "Name three rivers.", "stream": true}'    # JSON lines, live
+curl -i localhost:8000/chat --json '{"prompt": "Name three rivers."}'                    # 202, and
+where to poll curl localhost:8000/chat/1 curl -N localhost:8000/chat --json '{"prompt": "Name three
+rivers.", "stream": true}'    # JSON lines, live
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from types import FrameType
 import waitress
 from flask import Flask, Response, request
 
-from llama_worker import LlamaWorker, RestartPolicy, SubmitErr, WorkerConfig, free_port, llama_server_cmd
+from llama_worker import (
+    LlamaWorker,
+    RestartPolicy,
+    SubmitErr,
+    WorkerConfig,
+    free_port,
+    llama_server_cmd,
+)
 
 HOST = "127.0.0.1"
 SLOTS = 2
@@ -28,15 +36,20 @@ BUSY_RETRY_S = 5  # how long until a slot is free nobody knows
 
 
 def create_app(worker: LlamaWorker) -> Flask:
-    """The web application. Its handlers run on waitress' threads; any of them may call the worker."""
+    """The web application. Its handlers run on waitress' threads; any of them may call the
+    worker."""
     app = Flask(__name__)
 
     @app.post("/chat")
     def submit() -> Response:
         body = request.get_json()
         if not isinstance(body, dict) or not isinstance(body.get("prompt"), str):
-            return answer(400, {"error": 'the body must be {"prompt": "..."}, with "stream": true if wanted'})
-        admitted = worker.submit("chat", "You are terse.", body["prompt"], params={"max_tokens": 256}).get()
+            return answer(
+                400, {"error": 'the body must be {"prompt": "..."}, with "stream": true if wanted'}
+            )
+        admitted = worker.submit(
+            "chat", "You are terse.", body["prompt"], params={"max_tokens": 256}
+        ).get()
         if not admitted["ok"]:
             return refusal(worker, admitted)
         request_id = admitted["request_id"]
@@ -48,10 +61,14 @@ def create_app(worker: LlamaWorker) -> Flask:
     @app.get("/chat/<int:request_id>")
     def poll(request_id: int) -> Response:
         status = worker.get_status(request_id).get()
-        output = worker.read_output(request_id, text_offset=request.args.get("offset", 0, int)).get()
+        output = worker.read_output(
+            request_id, text_offset=request.args.get("offset", 0, int)
+        ).get()
         if not status["ok"] or not output["ok"]:
             return answer(404, {"error": "no such request, or not any more"})
-        return answer(200, {"text": output["text"], "offset": output["text_offset"], "status": status})
+        return answer(
+            200, {"text": output["text"], "offset": output["text_offset"], "status": status}
+        )
 
     @app.delete("/chat/<int:request_id>")
     def give_up(request_id: int) -> Response:
@@ -62,7 +79,9 @@ def create_app(worker: LlamaWorker) -> Flask:
     return app
 
 
-def answer(code: int, body: Mapping[str, object], headers: dict[str, str] | None = None) -> Response:
+def answer(
+    code: int, body: Mapping[str, object], headers: dict[str, str] | None = None
+) -> Response:
     """A reply in JSON."""
     return Response(json.dumps(body) + "\n", code, headers, mimetype="application/json")
 
@@ -79,7 +98,8 @@ def refusal(worker: LlamaWorker, refused: SubmitErr) -> Response:
 
 
 def stream(worker: LlamaWorker, request_id: int, gone: Callable[[], bool]) -> Iterator[str]:
-    """The output as JSON lines; the last one says how it ended. A client that leaves ends the request."""
+    """The output as JSON lines; the last one says how it ended. A client that leaves ends the
+    request."""
     offset, done = 0, False
     try:
         while not done:
@@ -93,7 +113,9 @@ def stream(worker: LlamaWorker, request_id: int, gone: Callable[[], bool]) -> It
             time.sleep(0.05)
         result = worker.get_result(request_id).get()
         assert result["ok"], result
-        told = {key: result[key] for key in ("state", "finish_reason", "fail_reason") if key in result}
+        told = {
+            key: result[key] for key in ("state", "finish_reason", "fail_reason") if key in result
+        }
         yield json.dumps(told) + "\n"
     finally:  # also where waitress closes the generator, since a write failed
         if not done:
@@ -103,11 +125,15 @@ def stream(worker: LlamaWorker, request_id: int, gone: Callable[[], bool]) -> It
 
 def main() -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--port", type=int, default=8000, help="of this web server [%(default)s]")
-    parser.add_argument("--server-port", type=int, default=0, help="of the llama-server (default: one is chosen)")
+    parser.add_argument(
+        "--server-port", type=int, default=0, help="of the llama-server (default: one is chosen)"
+    )
     options = parser.parse_args()
     server_port = options.server_port or free_port()
     command = llama_server_cmd(
@@ -128,10 +154,17 @@ def main() -> None:
         restart=RestartPolicy(restart_backoff_s=1.0),
     )
     with LlamaWorker(config) as worker:
-        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # it warns of a queue while its threads only start
-        # A stream holds a thread; the rest are for polling. The lookahead is what tells of clients that left.
+        logging.getLogger("waitress.queue").setLevel(
+            logging.ERROR
+        )  # it warns of a queue while its threads only start
+        # A stream holds a thread; the rest are for polling. The lookahead is what tells of clients
+        # that left.
         server = waitress.create_server(
-            create_app(worker), host=HOST, port=options.port, threads=SLOTS + 4, channel_request_lookahead=1
+            create_app(worker),
+            host=HOST,
+            port=options.port,
+            threads=SLOTS + 4,
+            channel_request_lookahead=1,
         )
 
         def end(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,11 @@
-"""A tool that answers and an exit tool: the model asks for a sum, gets it, and signals that it is done.
+"""A tool that answers and an exit tool: the model asks for a sum, gets it, and signals that it is
+done.
 
 python examples/tools.py --server llama-server --model model.gguf
 
-A large model needs none of the help that is given to a small one here: a grammar, and a conversation that shows how
-it is done. The grammar writes tool calls the way of prompted mode, so that mode is set; else leave it to "auto".
+A large model needs none of the help that is given to a small one here: a grammar, and a
+conversation that shows how it is done. The grammar writes tool calls the way of prompted mode, so
+that mode is set; else leave it to "auto".
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ ADD: ToolDef = {
     },
 }
 
-# Every turn either calls `add`, or answers in one sentence and declares the outcome. Which of them, and with what,
-# is up to the model.
+# Every turn either calls `add`, or answers in one sentence and declares the outcome. Which of them,
+# and with what, is up to the model.
 GRAMMAR = r"""
 root ::= add | answer
 add ::= "<tool_call>{\"name\": \"add\", \"arguments\": {\"a\": " number ", \"b\": " number "}}</tool_call>"
@@ -50,7 +52,9 @@ def shown(a: int, b: int) -> list[ChatMessage]:
         {"role": "assistant", "content": call},
         {
             "role": "user",
-            "content": f'<tool_response id="c00000001" name="add">\n{{"sum": {a + b}}}\n</tool_response>',
+            "content": (
+                f'<tool_response id="c00000001" name="add">\n{{"sum": {a + b}}}\n</tool_response>'
+            ),
         },
         {
             "role": "assistant",
@@ -61,14 +65,18 @@ def shown(a: int, b: int) -> list[ChatMessage]:
 
 
 def bios(ctx: BiosContext) -> str:
-    """Without the clock and the iterations left, which the default puts at the end: they distract a small model."""
+    """Without the clock and the iterations left, which the default puts at the end: they distract a
+    small model."""
     return default_bios(ctx).stable
 
 
 class Calculator:
-    """The host's tools. Called on a thread of its own; it may take its time, up to `tool_timeout_s`."""
+    """The host's tools. Called on a thread of its own; it may take its time, up to
+    `tool_timeout_s`."""
 
-    def run_tool(self, *, name: str, arguments: Mapping[str, Any], request_id: int, job_name: str) -> Any:
+    def run_tool(
+        self, *, name: str, arguments: Mapping[str, Any], request_id: int, job_name: str
+    ) -> Any:
         """Any JSON value goes back to the model; an exception fails the request."""
         if name == "add":
             return {"sum": arguments["a"] + arguments["b"]}
@@ -77,7 +85,9 @@ class Calculator:
 
 def main() -> None:
     """One request with two turns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--port", type=int, help="a free port (default: one is chosen)")
@@ -104,7 +114,9 @@ def main() -> None:
             messages=[*shown(12, 30), *shown(7, 51)],
         ).get(timeout=300)
     for call in result["tool_trace"]:
-        print(f"called: {call['tool_name']}({call['arguments']}), {call['duration_s'] * 1000:.1f} ms")
+        print(
+            f"called: {call['tool_name']}({call['arguments']}), {call['duration_s'] * 1000:.1f} ms"
+        )
     print("text:  ", result["text"])
     for signal in result["signals"]:
         print(f"signal: {signal['tool_name']} {signal['arguments']}")

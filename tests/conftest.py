@@ -26,15 +26,37 @@ from tests.server.thin_model import write_thin_model
 from tools.found import find_model, find_server
 
 # One per host process, for as long as it lives.
-PROCESS_WIDE_THREADS = {"llama_worker-timers", "llama_worker-callbacks", "llama_worker-log", "llama_worker-loop"}
+PROCESS_WIDE_THREADS = {
+    "llama_worker-timers",
+    "llama_worker-callbacks",
+    "llama_worker-log",
+    "llama_worker-loop",
+}
 _SETTLE_S = 60.0  # only a leak takes so long
 
-hypothesis.settings.register_profile("busy machine", deadline=None)  # an example that takes long shows nothing there
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None
+)  # an example that takes long shows nothing there
 hypothesis.settings.load_profile("busy machine")
 
 _LONGEST_FIRST = (
-    *("ray", "test_node_clients.py", "test_examples.py", "test_simulation.py", "test_supervision.py", "test_docs.py"),
-    *("test_run_in_a_pipe.py", "server", "test_tutorial.py", "test_host_death.py", "responses", "tools", "cli"),
+    *(
+        "ray",
+        "test_node_clients.py",
+        "test_examples.py",
+        "test_simulation.py",
+        "test_supervision.py",
+        "test_docs.py",
+    ),
+    *(
+        "test_run_in_a_pipe.py",
+        "server",
+        "test_tutorial.py",
+        "test_host_death.py",
+        "responses",
+        "tools",
+        "cli",
+    ),
 )
 
 
@@ -45,7 +67,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """A shell that starts the tests in the background has them ignore Ctrl-C, and so all programs that they start."""
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and so all programs
+    that they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -54,7 +77,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first: on several processes the rest fits in beside it."""
 
     def rank(item: pytest.Item) -> int:
-        return next((i for i, part in enumerate(_LONGEST_FIRST) if part in item.path.parts), len(_LONGEST_FIRST))
+        return next(
+            (i for i, part in enumerate(_LONGEST_FIRST) if part in item.path.parts),
+            len(_LONGEST_FIRST),
+        )
 
     items.sort(key=rank)
     for item in items:
@@ -85,7 +111,9 @@ class Leftovers:
 
 def _alive() -> dict[object, str]:
     """Threads, child processes, descriptors and actors, each with its name for a person."""
-    threads = [thread for thread in threading.enumerate() if thread.name not in PROCESS_WIDE_THREADS]
+    threads = [
+        thread for thread in threading.enumerate() if thread.name not in PROCESS_WIDE_THREADS
+    ]
     found: dict[object, str] = {thread: f"thread {thread.name}" for thread in threads}
     found |= {pid: f"process {pid}" for pid in tree_pids(os.getpid())}
     found |= {actor: f"actor {actor}" for actor in pykka.ActorRegistry.get_all()}
@@ -109,7 +137,8 @@ Running = contextlib.AbstractContextManager[tuple[subprocess.Popen[str], IO[str]
 
 @contextlib.contextmanager
 def running(*command: str, **how: Any) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """A program under way, and its output; killed if it is still there at the end. `how`: see Popen."""
+    """A program under way, and its output; killed if it is still there at the end. `how`: see
+    Popen."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **how) as program:
         assert program.stdout is not None
@@ -132,7 +161,8 @@ _PTRACE_SEIZE, _PTRACE_INTERRUPT, _PTRACE_DETACH, _WALL = 0x4206, 0x4207, 17, 0x
 
 
 def trace(tid: int, *, stop: bool = False) -> None:
-    """Into the hands of a debugger, this thread: nobody else hears of its end before `wait_traced` has seen it."""
+    """Into the hands of a debugger, this thread: nobody else hears of its end before `wait_traced`
+    has seen it."""
     libc = ctypes.CDLL(None, use_errno=True)
     for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT) if stop else (_PTRACE_SEIZE,):
         if libc.ptrace(request, tid, None, None) < 0:
@@ -142,7 +172,8 @@ def trace(tid: int, *, stop: bool = False) -> None:
 
 
 def release(tid: int) -> None:
-    """From the hands of the debugger: it was stopped, and goes on. To be called by the thread that stopped it."""
+    """From the hands of the debugger: it was stopped, and goes on. To be called by the thread that
+    stopped it."""
     assert ctypes.CDLL(None).ptrace(_PTRACE_DETACH, tid, None, None) == 0
 
 
@@ -194,7 +225,8 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def thin_model(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One layer of it: for tests in which it does not matter what the model says, or a grammar chooses that."""
+    """One layer of it: for tests in which it does not matter what the model says, or a grammar
+    chooses that."""
     thin = tmp_path_factory.mktemp("thin") / Path(smollm2).name
     write_thin_model(Path(smollm2), thin)
     return str(thin)

@@ -2,9 +2,10 @@
 
     python -S -E fake_llama_server.py --host H --port P --parallel N --script JSON [--journal FILE]
 
-`tests/fake_script.py` builds scripts and reads journals. Other llama-server flags are accepted and ignored.
-One thread per connection, standard library only. The script: an object with the fields of `fake_script.Script`;
-a step of a reply: `{"do": NAME, ...}`, with the name and the arguments of one of the functions marked `@step`.
+`tests/fake_script.py` builds scripts and reads journals. Other llama-server flags are accepted and
+ignored. One thread per connection, standard library only. The script: an object with the fields of
+`fake_script.Script`; a step of a reply: `{"do": NAME, ...}`, with the name and the arguments of one
+of the functions marked `@step`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ Json = Any
 Step = dict[str, Any]
 P = ParamSpec("P")
 JSON_TYPE = "application/json; charset=utf-8"
-USUAL_ANSWER = {"status": 200, "body": None, "text": None, "hang": False, "reset": False, "times": None}
+USUAL_ANSWER = {
+    "status": 200,
+    "body": None,
+    "text": None,
+    "hang": False,
+    "reset": False,
+    "times": None,
+}
 FLOOD_LINE = b"srv  fake: a line of log output that nobody asked for"
 ROUTES = ("/v1/models", "/health", "/props", "/slots", "/apply-template")
 
@@ -51,18 +59,23 @@ class EndReply(Exception):
 
 
 class JournalWriter:
-    """Appends one JSON line per observed fact; single writes, so that threads and children may share it."""
+    """Appends one JSON line per observed fact; single writes, so that threads and children may
+    share it."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def note(self, fact: str, **fields: Json) -> None:
         line = json.dumps({"fact": fact, "at": time.time(), **fields})
-        os.write(self._fd, f"\n{line}\n".encode())  # SIGKILL may cut a write short: the next line is whole again
+        os.write(
+            self._fd, f"\n{line}\n".encode()
+        )  # SIGKILL may cut a write short: the next line is whole again
 
     def count(self, fact: str) -> int:
         """How often it was noted, by servers before this one, too."""
-        return os.pread(self._fd, os.fstat(self._fd).st_size, 0).count(json.dumps({"fact": fact})[:-1].encode())
+        return os.pread(self._fd, os.fstat(self._fd).st_size, 0).count(
+            json.dumps({"fact": fact})[:-1].encode()
+        )
 
 
 def work(seconds: float | None, pause: Callable[[float], object], ticks_per_s: float) -> None:
@@ -201,7 +214,8 @@ STEPS: dict[str, Callable[..., None]] = {}
 
 
 def step(play: Callable[Concatenate[Stream, P], None]) -> Callable[P, Step]:
-    """Something that a reply can do. Played by the server; in a script, a call of its name describes it."""
+    """Something that a reply can do. Played by the server; in a script, a call of its name
+    describes it."""
     STEPS[play.__name__] = play
     names = play.__code__.co_varnames[1:]
 
@@ -216,13 +230,20 @@ def step(play: Callable[Concatenate[Stream, P], None]) -> Callable[P, Step]:
 
 @step
 def Headers(
-    s: Stream, status: int = 200, framing: Literal["chunked", "close", "length"] = "chunked", length: int | None = None
+    s: Stream,
+    status: int = 200,
+    framing: Literal["chunked", "close", "length"] = "chunked",
+    length: int | None = None,
 ) -> None:
     """Sends the response headers now; the first body step does it where no `Headers` came before.
 
-    `framing`: "chunked", "close" (delimited by the end of the connection) or "length" (`length` bytes).
+    `framing`: "chunked", "close" (delimited by the end of the connection) or "length" (`length`
+    bytes).
     """
-    headers: dict[str, object] = {"Content_Type": "text/event-stream", "Keep_Alive": "timeout=5, max=100"}
+    headers: dict[str, object] = {
+        "Content_Type": "text/event-stream",
+        "Keep_Alive": "timeout=5, max=100",
+    }
     if framing == "chunked":
         headers["Transfer_Encoding"] = "chunked"
     if framing == "length":
@@ -231,7 +252,9 @@ def Headers(
 
 
 @step
-def HttpError(s: Stream, status: int, message: str = "fake error", error_type: str = "server_error") -> None:
+def HttpError(
+    s: Stream, status: int, message: str = "fake error", error_type: str = "server_error"
+) -> None:
     """Instead of a stream: a status with llama-server's error body."""
     content = json.dumps(error_body(status, message, error_type)).encode()
     s.send_headers(status, Content_Type=JSON_TYPE, Content_Length=len(content))
@@ -279,12 +302,22 @@ def Reasoning(s: Stream, text: str) -> None:
 
 @step
 def ToolCall(
-    s: Stream, name: str, arguments: Json = "{}", call_id: str = "call00001", index: int = 0, pieces: int = 1
+    s: Stream,
+    name: str,
+    arguments: Json = "{}",
+    call_id: str = "call00001",
+    index: int = 0,
+    pieces: int = 1,
 ) -> None:
     """A tool call in `pieces` deltas. `arguments`: an object, or text that is sent as it is."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     size = max(1, math.ceil(len(text) / pieces))
-    call: dict[str, Json] = {"index": index, "type": "function", "id": call_id, "function": {"name": name}}
+    call: dict[str, Json] = {
+        "index": index,
+        "type": "function",
+        "id": call_id,
+        "function": {"name": name},
+    }
     for at in range(0, len(text) or 1, size):
         call["function"]["arguments"] = text[at : at + size]
         s.send_deltas({"tool_calls": [call]})
@@ -312,7 +345,9 @@ def Finish(s: Stream, reason: str = "stop") -> None:
 
 
 @step
-def Usage(s: Stream, prompt_tokens: int = 10, completion_tokens: int | None = None, cached_tokens: int = 0) -> None:
+def Usage(
+    s: Stream, prompt_tokens: int = 10, completion_tokens: int | None = None, cached_tokens: int = 0
+) -> None:
     """The usage chunk, `choices: []`; completion tokens default to the deltas sent."""
     completion = s.deltas if completion_tokens is None else completion_tokens
     usage = {
@@ -340,7 +375,8 @@ def Tokens(
     reasoning: bool = False,
     batch: int = 1,
 ) -> None:
-    """`n` deltas, `interval_s` apart, `batch` of them in one send; in `text` {i} is the number, {at} the Unix time."""
+    """`n` deltas, `interval_s` apart, `batch` of them in one send; in `text` {i} is the number,
+    {at} the Unix time."""
     field = "reasoning_content" if reasoning else "content"
     next_at = time.monotonic()
     for first in range(start, start + n, batch):
@@ -365,7 +401,8 @@ def ErrorField(s: Stream, code: int = 400, message: str = "fake error") -> None:
 
 @step
 def Record(s: Stream, data: Json, cut: int | None = None) -> None:
-    """Any record. Text data goes as it is, other data as JSON. `cut` keeps only so many first bytes."""
+    """Any record. Text data goes as it is, other data as JSON. `cut` keeps only so many first
+    bytes."""
     s.send(s.record(data)[:cut])
 
 
@@ -373,7 +410,8 @@ def Record(s: Stream, data: Json, cut: int | None = None) -> None:
 def Raw(s: Stream, data: str, framed: bool = True) -> None:
     """Characters of Latin-1 as bytes.
 
-    Not `framed`: past the chunked framing, and, where no `Headers` came before, instead of a whole response.
+    Not `framed`: past the chunked framing, and, where no `Headers` came before, instead of a whole
+    response.
     """
     if not framed and not s.headers_sent:
         s.headers_sent = True
@@ -410,7 +448,8 @@ def Burn(s: Stream, seconds: float | None, ticks_per_s: float = 100.0) -> None:
 
 @step
 def DiskReads(s: Stream, seconds: float) -> None:
-    """Reads from the disk under $TMPDIR or /tmp: `read_bytes` in /proc/PID/io grows, CPU hardly does."""
+    """Reads from the disk under $TMPDIR or /tmp: `read_bytes` in /proc/PID/io grows, CPU hardly
+    does."""
     import tempfile
 
     end_at = time.monotonic() + seconds
@@ -458,7 +497,8 @@ def Repeat(s: Stream, n: int | None, steps: Sequence[Step]) -> None:
 def Turns(s: Stream, turns: Sequence[Sequence[Step]]) -> None:
     """The steps of this turn of a tool conversation; the last repeats.
 
-    Turns are counted by the assistant messages of the history that hold a tool call, in either mode.
+    Turns are counted by the assistant messages of the history that hold a tool call, in either
+    mode.
     """
     assistants = [message for message in s.body["messages"] if message.get("role") == "assistant"]
     done = sum(1 for m in assistants if m.get("tool_calls") or "<tool_call>" in message_text(m))
@@ -513,11 +553,17 @@ def read_request(file: Any) -> tuple[str, str, dict[str, str], bytes] | None:
     while line := file.readline(65536).strip():
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.lower()] = value.strip()
-    return words[0].decode(), words[1].decode(), headers, file.read(int(headers.get("content-length", 0)))
+    return (
+        words[0].decode(),
+        words[1].decode(),
+        headers,
+        file.read(int(headers.get("content-length", 0))),
+    )
 
 
 class Server:
-    """The process: startup, endpoints, signals. `open_chats` and `stopping` decide when SIGTERM is obeyed."""
+    """The process: startup, endpoints, signals. `open_chats` and `stopping` decide when SIGTERM is
+    obeyed."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self.journal = JournalWriter(options.get("--journal", os.devnull))
@@ -545,7 +591,11 @@ class Server:
         signal.alarm(math.ceil(script["lifetime_s"]))
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        env = {name: value for name, value in os.environ.items() if name.startswith(("LLAMA", "GGML", "AIP_"))}
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("LLAMA", "GGML", "AIP_"))
+        }
         ids = {"pid": os.getpid(), "ppid": os.getppid(), "pgid": os.getpgid(0), "sid": os.getsid(0)}
         self.journal.note("launched", env=env, **ids)
         for child in script["children"]:
@@ -598,7 +648,10 @@ class Server:
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            if -code in (signal.SIGTERM, signal.SIGINT) and threading.current_thread() is threading.main_thread():
+            if (
+                -code in (signal.SIGTERM, signal.SIGINT)
+                and threading.current_thread() is threading.main_thread()
+            ):
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
             time.sleep(5)  # the signal may be taken by another thread
@@ -675,12 +728,16 @@ class Server:
         with self._lock:
             self.chats_seen += is_chat
             number = self.chats_seen if is_chat else None
-        shown = {name: "***" if name == "authorization" else value for name, value in headers.items()}
+        shown = {
+            name: "***" if name == "authorization" else value for name, value in headers.items()
+        }
         try:
             parsed = json.loads(body or b"null")
         except ValueError:
             parsed = body.decode("latin-1")
-        self.journal.note("request", n=number, method=method, path=target, headers=shown, body=parsed)
+        self.journal.note(
+            "request", n=number, method=method, path=target, headers=shown, body=parsed
+        )
         answer = self._refusal(path, is_chat, headers)
         if answer is None and number is not None:
             self._chat(sock, number, parsed)
@@ -696,13 +753,19 @@ class Server:
         if text is None:
             text, kind = json.dumps(answer["body"]), JSON_TYPE
         content = text.encode()
-        sock.sendall(head(answer["status"], Content_Type=kind, Content_Length=len(content)) + content)
+        sock.sendall(
+            head(answer["status"], Content_Type=kind, Content_Length=len(content)) + content
+        )
         return headers.get("connection", "").lower() != "close"
 
     def _refusal(self, path: str, is_chat: bool, headers: Mapping[str, str]) -> Json | None:
         if path not in ROUTES and not is_chat:
             status, said = 404, ("File Not Found", "not_found_error")
-        elif self.api_key and path != "/health" and headers.get("authorization") != f"Bearer {self.api_key}":
+        elif (
+            self.api_key
+            and path != "/health"
+            and headers.get("authorization") != f"Bearer {self.api_key}"
+        ):
             status, said = 401, ("Invalid API Key", "authentication_error")
         elif self.loading:
             status, said = 503, ("Loading model", "unavailable_error")
@@ -711,7 +774,8 @@ class Server:
         return {**USUAL_ANSWER, "status": status, "body": error_body(status, *said)}
 
     def _pick(self, key: str, specs: Sequence[Json]) -> Json:
-        """The spec for this use of `key`: each serves `times` uses (None: for ever), the last all others."""
+        """The spec for this use of `key`: each serves `times` uses (None: for ever), the last all
+        others."""
         with self._lock:
             use = self._picks[key] = self._picks.get(key, -1) + 1
         for spec in specs:
@@ -724,21 +788,34 @@ class Server:
         answer = dict(self._pick(route, self.script.get(route) or [USUAL_ANSWER]))
         answer["hang"] |= self.frozen
         if answer["body"] is None:
-            answer["body"] = self._default_body(route, body) if answer["status"] < 300 else error_body(answer["status"])
+            answer["body"] = (
+                self._default_body(route, body)
+                if answer["status"] < 300
+                else error_body(answer["status"])
+            )
         return answer
 
     def _default_body(self, route: str, body: Json) -> Json:
         if route == "models":
-            model = {"id": "fake", "object": "model", "created": int(time.time()), "owned_by": "llamacpp"}
+            model = {
+                "id": "fake",
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "llamacpp",
+            }
             return {"object": "list", "data": [model]}
         if route == "health":
             return {"status": "ok"}
         if route == "slots":
             busy = min(len(self.open_chats), self.parallel)
-            return [{"id": i, "n_ctx": 4096, "is_processing": i < busy} for i in range(self.parallel)]
+            return [
+                {"id": i, "n_ctx": 4096, "is_processing": i < busy} for i in range(self.parallel)
+            ]
         if route == "apply_template":
             messages = body.get("messages", []) if isinstance(body, dict) else []
-            turns = [f"<|im_start|>{m.get('role')}\n{message_text(m)}<|im_end|>\n" for m in messages]
+            turns = [
+                f"<|im_start|>{m.get('role')}\n{message_text(m)}<|im_end|>\n" for m in messages
+            ]
             return {"prompt": "".join(turns) + "<|im_start|>assistant\n"}
         caps = ("system_role", "tool_calls", "tools", "typed_content")
         return {
@@ -802,11 +879,25 @@ class Server:
             return [HttpError(400, "key 'messages' not found")]
         if "fake_script" in body:
             return list(body["fake_script"])
-        last = next((message_text(said) for said in reversed(body["messages"]) if said.get("role") == "user"), "")
+        last = next(
+            (
+                message_text(said)
+                for said in reversed(body["messages"])
+                if said.get("role") == "user"
+            ),
+            "",
+        )
         replies = self.script["replies"]
-        marker = next((reply["marker"] for reply in replies if reply["marker"] and reply["marker"] in last), None)
+        marker = next(
+            (reply["marker"] for reply in replies if reply["marker"] and reply["marker"] in last),
+            None,
+        )
         fitting = [reply for reply in replies if reply["marker"] == marker]
-        return list(self._pick(f"reply {marker}", fitting)["steps"]) if fitting else plain_reply(Text("Hello"))
+        return (
+            list(self._pick(f"reply {marker}", fitting)["steps"])
+            if fitting
+            else plain_reply(Text("Hello"))
+        )
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     script = Script(replies=[Reply([Headers(), Text("ab"), Sleep(0.5), Finish(), DoneMarker()])])
     cmd = fake_server_cmd(script, host="127.0.0.1", port=port, slots=1, journal=path)
 
-The steps are the server's own functions that are marked `@step`. `steps_json` puts them into one request:
-`params={"fake_script": steps_json(Text("a"), Finish())}`; they win over the server's own script. A reply whose steps
-are used up ends regularly. Waits of every kind notice the client's close at once, journal it and end the reply.
+The steps are the server's own functions that are marked `@step`. `steps_json` puts them into one
+request: `params={"fake_script": steps_json(Text("a"), Finish())}`; they win over the server's own
+script. A reply whose steps are used up ends regularly. Waits of every kind notice the client's
+close at once, journal it and end the reply.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Startup:
-    """`load_s`: answering 503 for so long (None: for ever), idle or at work; SIGTERM kills meanwhile."""
+    """`load_s`: answering 503 for so long (None: for ever), idle or at work; SIGTERM kills
+    meanwhile."""
 
     log: Sequence[str] = ()
     bind_delay_s: float = 0.0
@@ -66,7 +68,8 @@ class Startup:
 class Exit:
     """Ends the process with `code` (negative: by that signal) after printing `log`.
 
-    "request": when chat request number `request` arrives; "after_s": `after_s` seconds after the launch.
+    "request": when chat request number `request` arrives; "after_s": `after_s` seconds after the
+    launch.
     """
 
     code: int
@@ -78,7 +81,8 @@ class Exit:
 
 @dataclass(frozen=True)
 class Child:
-    """A process spawned at launch, in the same group, another session, or double-forked into one; deaf to SIGTERM."""
+    """A process spawned at launch, in the same group, another session, or double-forked into one;
+    deaf to SIGTERM."""
 
     kind: Literal["group", "session", "daemon"]
     keep_output: bool = True
@@ -96,9 +100,10 @@ class Flood:
 class Script:
     """One server; or, with `launches`, what each launch is in turn (the last repeats).
 
-    Launches are counted in the journal. SIGTERM: `ignore_term`; `term_waits` until open chats are closed, as
-    llama-server does (a second one exits 1); `term_delay_s` passes before the exit. `limit_slots`: a request
-    beyond `--parallel` waits silently. The process ends itself after `lifetime_s`.
+    Launches are counted in the journal. SIGTERM: `ignore_term`; `term_waits` until open chats are
+    closed, as llama-server does (a second one exits 1); `term_delay_s` passes before the exit.
+    `limit_slots`: a request beyond `--parallel` waits silently. The process ends itself after
+    `lifetime_s`.
     """
 
     startup: Startup = Startup()
@@ -120,7 +125,9 @@ class Script:
 
 def to_json(value: Any) -> Json:
     """The JSON form of a script or a part of it."""
-    return json.loads(json.dumps(value, default=lambda part: str(part) if isinstance(part, Path) else vars(part)))
+    return json.loads(
+        json.dumps(value, default=lambda part: str(part) if isinstance(part, Path) else vars(part))
+    )
 
 
 def steps_json(*steps: Step) -> list[Json]:
@@ -134,7 +141,18 @@ def fake_server_cmd(
     """The command for `WorkerConfig.server_cmd`."""
     if script.launches and journal is None:
         raise ValueError("launches are counted in the journal: there is none")
-    cmd = [sys.executable, "-S", "-E", str(SERVER), "--host", host, "--port", str(port), "--parallel", str(slots)]
+    cmd = [
+        sys.executable,
+        "-S",
+        "-E",
+        str(SERVER),
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--parallel",
+        str(slots),
+    ]
     cmd += ["--script", json.dumps(to_json(script))]
     return (*cmd, "--journal", str(journal)) if journal is not None else tuple(cmd)
 
@@ -146,15 +164,21 @@ class Journal:
         self.path = Path(path)
 
     def facts(self, fact: str | None = None, /, **match: Json) -> list[dict[str, Json]]:
-        """All whole lines so far whose fact is `fact` (None: any) and whose fields equal `match`."""
+        """All whole lines so far whose fact is `fact` (None: any) and whose fields equal
+        `match`."""
         data = self.path.read_bytes() if self.path.exists() else b""
         lines = data[: data.rfind(b"\n") + 1].splitlines()
-        found = [json.loads(line) for line in lines if line.endswith(b"}") and line.startswith(b"{")]
+        found = [
+            json.loads(line) for line in lines if line.endswith(b"}") and line.startswith(b"{")
+        ]
         wanted = match if fact is None else {"fact": fact, **match}
         return [seen for seen in found if all(seen.get(key) == wanted[key] for key in wanted)]
 
-    def wait(self, fact: str, /, timeout: float = 5.0, count: int = 1, **match: Json) -> dict[str, Json]:
-        """The `count`-th such fact, waited for; TimeoutError with the last facts after `timeout` seconds."""
+    def wait(
+        self, fact: str, /, timeout: float = 5.0, count: int = 1, **match: Json
+    ) -> dict[str, Json]:
+        """The `count`-th such fact, waited for; TimeoutError with the last facts after `timeout`
+        seconds."""
         end_at = time.monotonic() + timeout
         while True:
             found = self.facts(fact, **match)
@@ -162,5 +186,7 @@ class Journal:
                 return found[count - 1]
             if time.monotonic() >= end_at:
                 tail = "\n".join(str(seen)[:300] for seen in self.facts()[-20:])
-                raise TimeoutError(f"no {fact} {match} (number {count}) in {timeout} s; facts:\n{tail}")
+                raise TimeoutError(
+                    f"no {fact} {match} (number {count}) in {timeout} s; facts:\n{tail}"
+                )
             time.sleep(0.01)

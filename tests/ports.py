@@ -12,7 +12,8 @@ from pathlib import Path
 
 from llama_worker.runtime.free_port import can_listen
 
-# Below those that the kernel hands out by itself. The servers that outlive a test have a range of their own.
+# Below those that the kernel hands out by itself. The servers that outlive a test have a range of
+# their own.
 PORTS, LASTING_PORTS = range(20000, 32000), range(32000, 32768)
 _LOCKS = Path(tempfile.gettempdir()) / "llama_worker-test-ports"
 
@@ -21,7 +22,9 @@ _LOCKS = Path(tempfile.gettempdir()) / "llama_worker-test-ports"
 def held_ports(ports: range = PORTS) -> Iterator[Callable[[], int]]:
     """A factory of ports that no other test on this machine uses meanwhile. Not thread-safe."""
     _LOCKS.mkdir(exist_ok=True)
-    first = os.getpid() * 97 + int(time.monotonic() * 1000)  # somewhere else in every process: they seldom meet
+    first = os.getpid() * 97 + int(
+        time.monotonic() * 1000
+    )  # somewhere else in every process: they seldom meet
     candidates = (ports[(first + step) % len(ports)] for step in range(len(ports)))
     with contextlib.ExitStack() as held:
 

@@ -19,13 +19,16 @@ NVMLError = pynvml.NVMLError
 class Gpu:
     """A device, and the handle to it."""
 
-    pids: set[int] | None = field(default_factory=set)  # who uses it; None: every process of the machine
+    pids: set[int] | None = field(
+        default_factory=set
+    )  # who uses it; None: every process of the machine
     event_types: int = 0x1FF  # what it can report
     lost: bool = False  # every question about it fails
 
 
 class ScriptedNvml:
-    """A module like `pynvml`: `report` and `lose` make a wait return, `hang` makes the next one never return."""
+    """A module like `pynvml`: `report` and `lose` make a wait return, `hang` makes the next one
+    never return."""
 
     def __getattr__(self, name: str) -> Any:
         """What is not played here, above all the numbers, is the real one's."""
@@ -33,7 +36,9 @@ class ScriptedNvml:
 
     def __init__(self, *gpus: Gpu) -> None:
         self.gpus = gpus
-        self.sets: dict[int, list[tuple[Gpu, int]]] = {}  # every event set, with what is registered in it
+        self.sets: dict[
+            int, list[tuple[Gpu, int]]
+        ] = {}  # every event set, with what is registered in it
         self.freed: set[int] = set()
         self._arrivals: dict[int, queue.SimpleQueue[SimpleNamespace | Exception]] = {}
         self.waits = threading.Semaphore(0)  # released as often as a wait begins
@@ -52,7 +57,8 @@ class ScriptedNvml:
         self._arrive(gpu, self.nvmlEventTypeDoubleBitEccError)
 
     def lose(self, gpu: Gpu) -> None:
-        """The GPU falls off the bus: questions about it, and from now on every wait, end with an error at once."""
+        """The GPU falls off the bus: questions about it, and from now on every wait, end with an
+        error at once."""
         gpu.lost = True
         self._end_waits(self.NVML_ERROR_GPU_IS_LOST)
 
@@ -68,7 +74,9 @@ class ScriptedNvml:
     def _arrive(self, gpu: Gpu, event_type: int, data: int = 0) -> None:
         for events, entries in self.sets.items():
             if any(registered is gpu and types & event_type for registered, types in entries):
-                self._arrivals[events].put(SimpleNamespace(device=gpu, eventType=event_type, eventData=data))
+                self._arrivals[events].put(
+                    SimpleNamespace(device=gpu, eventType=event_type, eventData=data)
+                )
 
     def _end_waits(self, error: int) -> None:
         for arrivals in self._arrivals.values():
@@ -116,7 +124,9 @@ class ScriptedNvml:
         try:
             arrival = self._arrivals[events].get(timeout=0 if is_one_lost else timeout_ms / 1000)
         except queue.Empty:
-            raise NVMLError(self.NVML_ERROR_GPU_IS_LOST if is_one_lost else self.NVML_ERROR_TIMEOUT) from None
+            raise NVMLError(
+                self.NVML_ERROR_GPU_IS_LOST if is_one_lost else self.NVML_ERROR_TIMEOUT
+            ) from None
         if isinstance(arrival, Exception):
             raise arrival
         return arrival

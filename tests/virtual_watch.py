@@ -1,4 +1,5 @@
-"""The real `ServerWatch` in virtual time: its orders are carried out at once, its alarm moves the clock."""
+"""The real `ServerWatch` in virtual time: its orders are carried out at once, its alarm moves the
+clock."""
 
 from __future__ import annotations
 
@@ -59,10 +60,12 @@ def generating(data_at: float, request_id: int = 1) -> Progress:
 
 
 class VirtualWatch:
-    """One launch, number 1, ordered at `now`. `news` is what the WorkerActor would be told, and when.
+    """One launch, number 1, ordered at `now`. `news` is what the WorkerActor would be told, and
+    when.
 
-    At each instant `evidence` tells whether the server's processes are at work (it knows whether the look is a fresh
-    one), `readiness` what a probe brings, `slots` what `/slots` says (None: nothing), `blind` whether nobody can see.
+    At each instant `evidence` tells whether the server's processes are at work (it knows whether
+    the look is a fresh one), `readiness` what a probe brings, `slots` what `/slots` says (None:
+    nothing), `blind` whether nobody can see.
     """
 
     def __init__(
@@ -78,7 +81,12 @@ class VirtualWatch:
         self.now = now
         self.news: list[tuple[float, News]] = []
         self.watch = ServerWatch(profile, probes_count=1, me=Nobody())
-        self._evidence, self._readiness, self._slots, self._blind = evidence, readiness, slots, blind
+        self._evidence, self._readiness, self._slots, self._blind = (
+            evidence,
+            readiness,
+            slots,
+            blind,
+        )
         self.slots_asked_at: list[float] = []
         self._requests: Mapping[int, RequestAt] = {}
         self.tell(Launch(epoch=1))
@@ -110,7 +118,9 @@ class VirtualWatch:
                     case ReportProgress(for_verdict=for_verdict):
                         for request_id in self.watch.requests:
                             progress = self._requests[request_id](self.now)
-                            messages.append(ProgressReported(progress=progress, for_verdict=for_verdict))
+                            messages.append(
+                                ProgressReported(progress=progress, for_verdict=for_verdict)
+                            )
                     case LookAtSlots(epoch=epoch):
                         self.slots_asked_at.append(self.now)
                         slots = self._slots(self.now)

@@ -1,7 +1,9 @@
-"""Builds a llama-server that any x86-64 CPU with AVX2 executes, once, and keeps it in the user's cache.
+"""Builds a llama-server that any x86-64 CPU with AVX2 executes, once, and keeps it in the user's
+cache.
 
-The source is that of a package, of which `llama-server` alone is compiled. What a build was made of stands in the
-name of its folder: a binary of other flags is never taken for it. A build that was interrupted is gone on with.
+The source is that of a package, of which `llama-server` alone is compiled. What a build was made of
+stands in the name of its folder: a binary of other flags is never taken for it. A build that was
+interrupted is gone on with.
 """
 
 from __future__ import annotations
@@ -44,8 +46,19 @@ OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
     f"-DLLAMA_BUILD_NUMBER={_BUILD_NUMBER}",
 )
-_OF_THE_USER = ("CMAKE_ARGS", "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")  # variables that change what is built
-_TO_READ_THE_PACKAGE = ("setuptools>=77", "setuptools-scm>=8", "wheel")  # pip runs its setup.py for the metadata
+_OF_THE_USER = (
+    "CMAKE_ARGS",
+    "CC",
+    "CXX",
+    "CFLAGS",
+    "CXXFLAGS",
+    "LDFLAGS",
+)  # variables that change what is built
+_TO_READ_THE_PACKAGE = (
+    "setuptools>=77",
+    "setuptools-scm>=8",
+    "wheel",
+)  # pip runs its setup.py for the metadata
 _LEFT_OUT = ("docs", "models", "tests", "benches")  # two thirds of the source
 _NEEDED_BYTES = 500 << 20  # source 200 MB, objects 70 MB, tools from pip 100 MB
 _BYTES_PER_JOB = 1 << 30  # what the largest file takes to compile
@@ -66,12 +79,19 @@ class Build:
 
 
 def planned(environment: Mapping[str, str]) -> Build:
-    """The build for these variables: where the cache is (XDG_CACHE_HOME), and the user's own flags."""
+    """The build for these variables: where the cache is (XDG_CACHE_HOME), and the user's own
+    flags."""
     options = (*OPTIONS, *shlex.split(environment.get("CMAKE_ARGS", "")))
-    made_of = [*options, _INCLUDED.read_text(), *(f"{name}={environment.get(name, '')}" for name in _OF_THE_USER)]
+    made_of = [
+        *options,
+        _INCLUDED.read_text(),
+        *(f"{name}={environment.get(name, '')}" for name in _OF_THE_USER),
+    ]
     digest = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:12]
     cache = environment.get("XDG_CACHE_HOME", "")
-    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # a relative one is invalid, says XDG
+    root = (
+        Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    )  # a relative one is invalid, says XDG
     name = f"llama-server-{SOURCE_PACKAGE.partition('==')[2]}-{platform.machine()}-{digest}"
     return Build(options, root / "llama_worker" / name)
 
@@ -88,7 +108,10 @@ def built_server(build: Build) -> str:
             raise Problem(
                 "not_built",
                 f"the cache for llama-server cannot be written: {error}",
-                f"set XDG_CACHE_HOME to a folder with {_NEEDED_BYTES >> 20} MB of room, {_OWN_SERVER}",
+                (
+                    f"set XDG_CACHE_HOME to a folder with {_NEEDED_BYTES >> 20} MB of room, "
+                    f"{_OWN_SERVER}"
+                ),
             ) from None
     return str(build.binary)
 
@@ -111,12 +134,20 @@ def _build(build: Build) -> None:
     work.mkdir(exist_ok=True)
     free = shutil.disk_usage(work).free
     if free < _NEEDED_BYTES and not (work / "build.ninja").exists():
-        raise OSError(f"{free >> 20} MB are free on the disk of {work}, a build takes {_NEEDED_BYTES >> 20} MB")
+        raise OSError(
+            f"{free >> 20} MB are free on the disk of {work}, a build takes "
+            f"{_NEEDED_BYTES >> 20} MB"
+        )
     cpus = "x86-64 CPU with AVX2" if platform.machine() == "x86_64" else f"{platform.machine()} CPU"
-    print(f"building llama-server b{_BUILD_NUMBER} for any {cpus}, once: 3 to 5 minutes on 2 cores", flush=True)
+    print(
+        f"building llama-server b{_BUILD_NUMBER} for any {cpus}, once: 3 to 5 minutes on 2 cores",
+        flush=True,
+    )
     environment = _with_tools(work)
     source = _source(work, environment)
-    jobs = max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // _BYTES_PER_JOB))
+    jobs = max(
+        1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // _BYTES_PER_JOB)
+    )
     tree = work / "tree"
     with Progress("configuring"):
         configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(tree), *build.options]
@@ -145,7 +176,8 @@ def _check_compilers() -> None:
 
 
 def _with_tools(work: Path) -> dict[str, str]:
-    """The environment with what is needed beside the compiler: cmake and ninja come from pip where there are none."""
+    """The environment with what is needed beside the compiler: cmake and ninja come from pip where
+    there are none."""
     tools = work / "tools"
     environment = {
         **os.environ,
@@ -163,12 +195,18 @@ def _with_tools(work: Path) -> dict[str, str]:
 def _works(name: str, environment: Mapping[str, str]) -> bool:
     """It can be run, which a stub on the PATH cannot, and cmake is new enough (3.19)."""
     try:
-        done = subprocess.run([name, "--version"], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [name, "--version"], env=environment, capture_output=True, text=True, check=False
+        )
     except OSError:
         return False
     version = re.search(r"(\d+)\.(\d+)", done.stdout)
     at_least = (3, 19) if name == "cmake" else (1, 5)
-    return done.returncode == 0 and version is not None and (int(version[1]), int(version[2])) >= at_least
+    return (
+        done.returncode == 0
+        and version is not None
+        and (int(version[1]), int(version[2])) >= at_least
+    )
 
 
 def _source(work: Path, environment: Mapping[str, str]) -> Path:
@@ -187,7 +225,11 @@ def _source(work: Path, environment: Mapping[str, str]) -> Path:
 
 def _unpack(archive: Path, folder: Path) -> None:
     with tarfile.open(archive) as packed:
-        wanted = [member for member in packed if member.name.split("/")[2:3] not in [[name] for name in _LEFT_OUT]]
+        wanted = [
+            member
+            for member in packed
+            if member.name.split("/")[2:3] not in [[name] for name in _LEFT_OUT]
+        ]
         if hasattr(tarfile, "data_filter"):
             packed.extractall(folder, wanted, filter="data")
         else:  # Python 3.11.0 to 3.11.3
@@ -195,7 +237,16 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 
 def _pip(arguments: Sequence[str], work: Path, environment: Mapping[str, str]) -> None:
-    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check", "--retries", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        *arguments,
+        "--quiet",
+        "--disable-pip-version-check",
+        "--retries",
+        "2",
+    ]
     try:
         _run(command, work, environment)
     except Problem as problem:
@@ -212,14 +263,24 @@ def _errors_of(lines: Sequence[str]) -> str:
     return errors[-1] if errors else "; ".join(lines[-1:]) or "it did not say why"
 
 
-def _run(command: Sequence[str], work: Path, environment: Mapping[str, str], progress: Progress | None = None) -> None:
+def _run(
+    command: Sequence[str],
+    work: Path,
+    environment: Mapping[str, str],
+    progress: Progress | None = None,
+) -> None:
     """The command, its output in a log and its steps shown. Raises Problem with its last lines."""
     log = work / f"{Path(command[0]).name}.log"
     lines: list[str] = []
     with (
         open(log, "w") as written,
         subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         ) as process,
     ):
         assert process.stdout is not None
@@ -241,12 +302,18 @@ def _failed(program: str, lines: Sequence[str], log: Path) -> Problem:
     said = "\n".join(lines)
     what = f"{Path(program).name} failed while llama-server was built; all that it said: {log}"
     if "No space left on device" in said or "Disk quota exceeded" in said:
-        todo = f"free {_NEEDED_BYTES >> 20} MB on the disk, or set XDG_CACHE_HOME to a folder elsewhere"
+        todo = (
+            f"free {_NEEDED_BYTES >> 20} MB on the disk, or set XDG_CACHE_HOME to a folder "
+            "elsewhere"
+        )
     elif re.search(r"Killed|out of memory|Cannot allocate memory", said):
         todo = f"end other programs: the compiler ran out of memory; {_OWN_SERVER}"
     else:
         todo = f"see the last lines; a newer compiler may help (GCC 9 or later), {_OWN_SERVER}"
-    at = next((number for number, line in enumerate(lines) if line.startswith("FAILED: ")), len(lines) - 12)
+    at = next(
+        (number for number, line in enumerate(lines) if line.startswith("FAILED: ")),
+        len(lines) - 12,
+    )
     return Problem("not_built", what, todo, [line for line in lines[max(at, 0) :][:12] if line])
 
 

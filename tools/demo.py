@@ -1,4 +1,5 @@
-"""Runs examples/quickstart.py on the installed server and model. Whatever fails is told in a few lines."""
+"""Runs examples/quickstart.py on the installed server and model. Whatever fails is told in a few
+lines."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def main() -> int:
         return 1
     except Exception as error:  # a newcomer is told what to do, not where in the code it happened
         print(f"error: the demo failed: {described_error(error)}", file=sys.stderr)
-        print("  what to do: `.venv/bin/llama-worker doctor MODEL.gguf` looks for common causes", file=sys.stderr)
+        print(
+            "  what to do: `.venv/bin/llama-worker doctor MODEL.gguf` looks for common causes",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

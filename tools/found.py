@@ -13,7 +13,8 @@ _MAKE = "run `make test` or `make demo`"
 
 
 def find_server() -> str:
-    """LLAMA_SERVER, else one on the PATH, else the one that `make` installed; FileNotFoundError without any."""
+    """LLAMA_SERVER, else one on the PATH, else the one that `make` installed; FileNotFoundError
+    without any."""
     try:
         return os.path.realpath(models.find_server(None).path)
     except Problem as problem:

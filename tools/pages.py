@@ -1,4 +1,5 @@
-"""Parts of the documentation that commands write: each between `<!-- name -->` and `<!-- end -->`."""
+"""Parts of the documentation that commands write: each between `<!-- name -->` and `<!-- end
+-->`."""
 
 from __future__ import annotations
 

@@ -30,10 +30,16 @@ class Progress:
         if not self._is_live and now - self._shown_at < _EVERY_S:
             return
         self._shown_at = now
-        self._write(f"  {self._label} {100 * done // of:3} %  {clock(now - self._began_at)}  {what.rpartition('/')[2]}")
+        self._write(
+            f"  {self._label} {100 * done // of:3} %  {clock(now - self._began_at)}  "
+            f"{what.rpartition('/')[2]}"
+        )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if kind is None:
             self._write(f"  {self._label}: done in {clock(time.monotonic() - self._began_at)}")

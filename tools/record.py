@@ -1,4 +1,5 @@
-"""Records a command in a terminal of its own as an asciicast (version 2), which `svg-term` draws as an SVG.
+"""Records a command in a terminal of its own as an asciicast (version 2), which `svg-term` draws as
+an SVG.
 
 python -m tools.record FILE.cast COMMAND...
 """
@@ -22,7 +23,8 @@ LAST = 3.0  # s that the end stays
 
 
 def record(shown: str, command: list[str]) -> list[tuple[float, str]]:
-    """What the terminal showed, and when (s): the command line as if typed, then the command's own output."""
+    """What the terminal showed, and when (s): the command line as if typed, then the command's own
+    output."""
     seen = [(TYPED * i, char) for i, char in enumerate(f"$ {shown}")]
     began = time.monotonic() - seen[-1][0] - 0.3
     seen.append((seen[-1][0] + 0.3, "\r\n"))
@@ -48,7 +50,10 @@ def main() -> None:
     path, *command = sys.argv[1:]
     shown = " ".join(f'"{word}"' if " " in word else os.path.basename(word) for word in command)
     header = {"version": 2, "width": COLUMNS, "height": LINES}
-    lines = [json.dumps(header), *(json.dumps([round(at, 3), "o", text]) for at, text in record(shown, command))]
+    lines = [
+        json.dumps(header),
+        *(json.dumps([round(at, 3), "o", text]) for at, text in record(shown, command)),
+    ]
     Path(path).write_text("\n".join(lines) + "\n")
 
 

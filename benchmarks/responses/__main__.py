@@ -1,9 +1,10 @@
-"""The scenarios of tests/responses/scenarios, against llama-server's own Responses API and through the proxy.
+"""The scenarios of tests/responses/scenarios, against llama-server's own Responses API and through
+the proxy.
 
 python -m benchmarks.responses [--json FILE] [--peer COMMAND]
 
-Needs the npm packages that `make test-responses` installs. `--peer`: another proxy, that takes LLAMA_CPP_URL,
-PROXY_HOST and PROXY_PORT from its environment, e.g. --peer 'node proxy.mjs'.
+Needs the npm packages that `make test-responses` installs. `--peer`: another proxy, that takes
+LLAMA_CPP_URL, PROXY_HOST and PROXY_PORT from its environment, e.g. --peer 'node proxy.mjs'.
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ Figures = dict[str, Any]
 
 
 def measure(base_url: str, command: Sequence[str] | None) -> Figures:
-    """All rows of a column. `command` starts the proxy once more, for its memory; None: there is none."""
+    """All rows of a column. `command` starts the proxy once more, for its memory; None: there is
+    none."""
     failures = {name: run(base_url) for name, (_, run) in lists().items()}
-    failed = {"new": failing_streams(base_url, kept=False), "kept": failing_streams(base_url, kept=True)}
+    failed = {
+        "new": failing_streams(base_url, kept=False),
+        "kept": failing_streams(base_url, kept=True),
+    }
     figures: Figures = {"failures": failures, "failed_streams": failed, "memory_bytes": None}
     if command is not None:
         with firehose() as upstream, proxy(command, upstream) as fresh:
-            figures["memory_bytes"] = {"at rest": fresh.peak_rss_bytes(), "slow reader": slow_reader_rss_bytes(fresh)}
+            figures["memory_bytes"] = {
+                "at rest": fresh.peak_rss_bytes(),
+                "slow reader": slow_reader_rss_bytes(fresh),
+            }
     return figures
 
 
@@ -47,16 +55,25 @@ def rows(columns: dict[str, Figures]) -> list[list[object]]:
     for when in ("at rest", "slow reader"):
         held = [figures["memory_bytes"] for figures in columns.values()]
         found.append(
-            [f"memory, {when}, MB", *("-" if memory is None else round(memory[when] / 1e6) for memory in held)]
+            [
+                f"memory, {when}, MB",
+                *("-" if memory is None else round(memory[when] / 1e6) for memory in held),
+            ]
         )
     return found
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.responses", description="What clients get.")
-    parser.add_argument("--json", metavar="FILE", help="write the figures, and why what failed did, to this file")
-    parser.add_argument("--peer", metavar="COMMAND", type=shlex.split, help="measure this proxy as well")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.responses", description="What clients get."
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the figures, and why what failed did, to this file"
+    )
+    parser.add_argument(
+        "--peer", metavar="COMMAND", type=shlex.split, help="measure this proxy as well"
+    )
     peer = parser.parse_args().peer
     if not is_installed():
         raise SystemExit("the clients of npm are not there: run `make test-responses` first")

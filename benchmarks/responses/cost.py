@@ -1,4 +1,5 @@
-"""What the Responses proxy costs: time to the first token and to a whole reply, CPU per event, many clients, idle.
+"""What the Responses proxy costs: time to the first token and to a whole reply, CPU per event, many
+clients, idle.
 
 How much later the first event comes beside a thousand half requests, and what a full store holds.
 
@@ -29,7 +30,9 @@ from llama_worker.responses.config import ResponsesProxyConfig
 from tests.fake_script import Sleep, Step, Text, Tokens, plain_reply
 
 ROUNDS, CALLS, EVENTS, CLIENTS, EACH, IDLE_S = 6, 100, 20_000, 64, 200, 10.0
-SHORT_ROUNDS = 20  # of calls that take milliseconds: what else the machine does comes and goes by the second
+SHORT_ROUNDS = (
+    20  # of calls that take milliseconds: what else the machine does comes and goes by the second
+)
 LATE_S = 0.005
 CROWD = 1000
 _HALF_A_BODY = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
@@ -58,7 +61,8 @@ def _ask(stream: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def added_ms(direct: int, through: int, *, stream: bool) -> dict[str, float]:
-    """What the proxy adds to the first token, or to a reply in one piece; of each way the least of the rounds."""
+    """What the proxy adds to the first token, or to a reply in one piece; of each way the least of
+    the rounds."""
     chat, response = _ask(stream)
     until = (b"first", b"first") if stream else (b"[DONE]", b'"completed"')
     rounds = [
@@ -72,7 +76,9 @@ def added_ms(direct: int, through: int, *, stream: bool) -> dict[str, float]:
         for _ in range(SHORT_ROUNDS)
     ]
     least = {
-        name: {way: min(quantile(seen[way], share) for seen in rounds) for way in ("direct", "proxy")}
+        name: {
+            way: min(quantile(seen[way], share) for seen in rounds) for way in ("direct", "proxy")
+        }
         for name, share in (("p50", 0.5), ("p99", 0.99))
     }
     return {name: ways["proxy"] - ways["direct"] for name, ways in least.items()}
@@ -85,7 +91,9 @@ def _cpu_s(process: psutil.Process) -> float:
 
 def _read_all(port: int) -> None:
     connection = http.client.HTTPConnection(HOST, port)
-    connection.request("POST", "/v1/responses", json.dumps(_ask(True)[1]), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/responses", json.dumps(_ask(True)[1]), {"Content-Type": "application/json"}
+    )
     response, tail, completed = connection.getresponse(), b"", False
     while data := response.read1(65536):
         completed = completed or b"event: response.completed" in tail + data
@@ -111,8 +119,15 @@ def _many(read: Callable[[int], object], port: int) -> None:
 @contextlib.contextmanager
 def _proxy_before(*steps: Step) -> Iterator[tuple[int, int, psutil.Process]]:
     """The ports of a server that replies so and of a proxy before it, and the proxy's process."""
-    with server(script(*plain_reply(*steps)), slots=CLIENTS) as upstream, proxy(OURS, upstream) as running:
-        yield urlsplit(upstream).port or 0, urlsplit(running.base_url).port or 0, psutil.Process(running.pid)
+    with (
+        server(script(*plain_reply(*steps)), slots=CLIENTS) as upstream,
+        proxy(OURS, upstream) as running,
+    ):
+        yield (
+            urlsplit(upstream).port or 0,
+            urlsplit(running.base_url).port or 0,
+            psutil.Process(running.pid),
+        )
 
 
 def bulk_us() -> dict[str, float]:
@@ -137,11 +152,16 @@ def many_us() -> dict[str, float]:
         return {name: min(values) for name, values in interleave(ROUNDS, measures).items()}
 
 
-HALVES = {"silent": b"", "half a head": b"POST /v1/responses HTTP/1.1\r\n", "half a body": _HALF_A_BODY}
+HALVES = {
+    "silent": b"",
+    "half a head": b"POST /v1/responses HTTP/1.1\r\n",
+    "half a body": _HALF_A_BODY,
+}
 
 
 def crowded_over_alone() -> dict[str, float]:
-    """Time from a new client's connect to its first event: beside a crowd of each kind, over that without one."""
+    """Time from a new client's connect to its first event: beside a crowd of each kind, over that
+    without one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * CROWD)), hard))
     body = _ask(True)[1]
@@ -164,7 +184,8 @@ def crowded_over_alone() -> dict[str, float]:
 
 
 def full_store_over_limit() -> float:
-    """The memory that the proxy takes for a store that is full, over what the store's limit says."""
+    """The memory that the proxy takes for a store that is full, over what the store's limit
+    says."""
     limit = ResponsesProxyConfig(upstream=f"http://{HOST}").max_stored_bytes
     items = [{"role": "user", "content": f"{number} " + "word " * 40} for number in range(1000)]
     body = {"model": "m", "input": items, "stream": True, "store": True}
@@ -209,7 +230,9 @@ def main() -> None:
     rows = [[f"beside {CROWD} connections: {kind}", ratio] for kind, ratio in crowded.items()]
     text += "\n\n" + table(["first event of a new client", "x alone"], rows)
     figures["full_store"] = full_store_over_limit()
-    text += f"\n\na full store takes {figures['full_store']:.2f} times the memory that its limit says"
+    text += (
+        f"\n\na full store takes {figures['full_store']:.2f} times the memory that its limit says"
+    )
     text += f"\n\nidle: {figures['idle_percent']:.2f} % of a core, {figures['memory_mb']:.1f} MB"
     report("responses.cost", text, figures)
 

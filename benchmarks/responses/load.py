@@ -27,7 +27,8 @@ _DELTA = {"type": "response.output_text.delta", "item_id": "msg_1", "delta": _PI
 def failing_streams(base_url: str, *, kept: bool) -> int:
     """Of so many streams one after another, those that did not come to `response.completed`.
 
-    `kept`: on one connection for as long as the server's headers promise to keep it, else each on its own.
+    `kept`: on one connection for as long as the server's headers promise to keep it, else each on
+    its own.
     """
     url = urlsplit(base_url)
     body = json.dumps({"model": "m", "input": "Yes.", "stream": True}).encode()
@@ -35,7 +36,9 @@ def failing_streams(base_url: str, *, kept: bool) -> int:
     failed = 0
     for _ in range(STREAMS):
         try:
-            connection.request("POST", f"{url.path}/responses", body, {"Content-Type": "application/json"})
+            connection.request(
+                "POST", f"{url.path}/responses", body, {"Content-Type": "application/json"}
+            )
             failed += b'"type":"response.completed"' not in connection.getresponse().read()
         except (OSError, http.client.HTTPException):
             failed += 1
@@ -50,9 +53,14 @@ def slow_reader_rss_bytes(proxy: Proxy) -> int:
     """The proxy's peak memory while a client reads slowly what comes as fast as it is taken."""
     url = urlsplit(proxy.base_url)
     body = json.dumps({"model": "m", "input": "Hi", "stream": True}).encode()
-    with socket.create_connection((url.hostname or HOST, url.port or 80), timeout=_WAIT_S) as client:
+    with socket.create_connection(
+        (url.hostname or HOST, url.port or 80), timeout=_WAIT_S
+    ) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        head = f"POST {url.path}/responses HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+        head = (
+            f"POST {url.path}/responses HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: "
+            "application/json\r\n"
+        )
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         began, taken = time.monotonic(), 0
         while (elapsed := time.monotonic() - began) < SLOW_S:
@@ -65,7 +73,8 @@ def slow_reader_rss_bytes(proxy: Proxy) -> int:
 
 @contextlib.contextmanager
 def firehose() -> Iterator[str]:
-    """The URL of a server that streams deltas as fast as they are taken, for one request of either API."""
+    """The URL of a server that streams deltas as fast as they are taken, for one request of either
+    API."""
     with socket.create_server((HOST, 0)) as listener:
         thread = threading.Thread(target=_pour, args=(listener,), daemon=True)
         thread.start()
@@ -82,7 +91,12 @@ def _pour(listener: socket.socket) -> None:
             return
         with client, contextlib.suppress(OSError):
             request = client.recv(65536)
-            record = f"data: {json.dumps(_CHAT if b'/chat/completions' in request else _DELTA)}\n\n".encode()
-            client.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+            record = (
+                f"data: {json.dumps(_CHAT if b'/chat/completions' in request else _DELTA)}\n\n"
+            ).encode()
+            client.sendall(
+                b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: "
+                b"chunked\r\n\r\n"
+            )
             for _ in range(STREAM_BYTES // len(_PIECE)):
                 client.sendall(b"%x\r\n%b\r\n" % (len(record), record))

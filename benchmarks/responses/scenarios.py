@@ -28,7 +28,12 @@ def lists() -> dict[str, tuple[int, Callable[[str], Failures]]]:
 
 def _ai_sdk(line: str, base_url: str) -> Failures:
     done = ai_sdk.run_line(line, base_url)
-    return _failures({scenario.name: partial(scenario.check, done[scenario.name]) for scenario in ai_sdk.SCENARIOS})
+    return _failures(
+        {
+            scenario.name: partial(scenario.check, done[scenario.name])
+            for scenario in ai_sdk.SCENARIOS
+        }
+    )
 
 
 def _openai_python(base_url: str) -> Failures:
@@ -39,7 +44,9 @@ def _openai_python(base_url: str) -> Failures:
 def _openai_node(base_url: str) -> Failures:
     done = openai_node.run_all(base_url)
     scenarios = openai_node.SCENARIOS
-    return _failures({scenario.name: partial(scenario.check, done[scenario.name]) for scenario in scenarios})
+    return _failures(
+        {scenario.name: partial(scenario.check, done[scenario.name]) for scenario in scenarios}
+    )
 
 
 def _failures(checks: Checks) -> Failures:

@@ -42,7 +42,9 @@ def llama_server() -> Iterator[int]:
     """The port of one with the small model, as the scenarios need it."""
     port = take_port()
     args = ("--ctx-size", "4096", "--threads", "1", "--no-ui", *PARROT_ARGS)
-    command = llama_server_cmd(find_model(), host=HOST, port=port, slots=2, executable=find_server(), extra_args=args)
+    command = llama_server_cmd(
+        find_model(), host=HOST, port=port, slots=2, executable=find_server(), extra_args=args
+    )
     with _running(command, {}):
         _wait(lambda: urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=1).close())
         yield port
@@ -60,7 +62,9 @@ def proxy(command: Sequence[str], upstream: str) -> Iterator[Proxy]:
 
 @contextlib.contextmanager
 def _running(command: Sequence[str], env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         yield process
     finally:

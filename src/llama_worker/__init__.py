@@ -1,7 +1,8 @@
-"""Supervises one llama.cpp `llama-server` from inside a threaded Python program and runs chat requests on it.
+"""Supervises one llama.cpp `llama-server` from inside a threaded Python program and runs chat
+requests on it.
 
-Public names are imported when they are first used (PEP 562): the command line is there in a moment, and a program
-that reads a configuration only does not pay for the HTTP client.
+Public names are imported when they are first used (PEP 562): the command line is there in a moment,
+and a program that reads a configuration only does not pay for the HTTP client.
 """
 
 from __future__ import annotations

@@ -18,11 +18,13 @@ def stream(
     reasoning_offset: int = 0,
     poll_interval_s: float = 0.1,
 ) -> AsyncGenerator[OutputChunk, None]:
-    """Yield what the request puts out, from the offsets on; the last chunk, and no other, has `done` True.
+    """Yield what the request puts out, from the offsets on; the last chunk, and no other, has
+    `done` True.
 
-    Each chunk holds what is new since the one before; there is at most one in `poll_interval_s`, and none is asked for
-    in vain. The result is not released, and an iteration that ends early (`break`, a cancelled task) leaves the request
-    running. A request that has ended already gives one chunk.
+    Each chunk holds what is new since the one before; there is at most one in `poll_interval_s`,
+    and none is asked for in vain. The result is not released, and an iteration that ends early
+    (`break`, a cancelled task) leaves the request running. A request that has ended already gives
+    one chunk.
 
     Raises LookupError if the id is unknown, or the result was taken in the meantime;
     WorkerClosed after `close`.
@@ -32,7 +34,11 @@ def stream(
 
 
 async def _chunks(
-    worker: LlamaWorker, request_id: int, text_offset: int, reasoning_offset: int, poll_interval_s: float
+    worker: LlamaWorker,
+    request_id: int,
+    text_offset: int,
+    reasoning_offset: int,
+    poll_interval_s: float,
 ) -> AsyncGenerator[OutputChunk, None]:
     now = asyncio.get_running_loop().time
     while True:

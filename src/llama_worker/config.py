@@ -1,7 +1,8 @@
 """What a worker is configured with, checked on construction. Pure.
 
-A wrong type raises TypeError, a value that cannot work ConfigError (a ValueError); the text names the field, the
-value and what would be right. What was given is copied: changing it afterwards changes no config.
+A wrong type raises TypeError, a value that cannot work ConfigError (a ValueError); the text names
+the field, the value and what would be right. What was given is copied: changing it afterwards
+changes no config.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from zoneinfo import ZoneInfo
 from llama_worker.bios import default_bios
 from llama_worker.errors import MASK, ConfigError
 from llama_worker.profiles import Canary, LoopDetector, Recycle, RestartPolicy, TimeoutProfile
-from llama_worker.server.command import check_command, checked_words, ip_address_of, masked_server_cmd
+from llama_worker.server.command import (
+    check_command,
+    checked_words,
+    ip_address_of,
+    masked_server_cmd,
+)
 from llama_worker.server.command_flags import command_warnings
 from llama_worker.types import (
     BiosProvider,
@@ -78,7 +84,10 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         checked_str("name", self.name, empty=False)
         if not self.name.isprintable():
-            raise ConfigError(f"name must be printable, since it stands in log lines and prompts; not {self.name!r}")
+            raise ConfigError(
+                "name must be printable, since it stands in log lines and prompts; not "
+                f"{self.name!r}"
+            )
         _checked_host(self.host)
         checked_int("port", self.port, at_least=1, at_most=65535)
         checked_int("slots", self.slots, at_least=1, at_most=1024)
@@ -95,12 +104,16 @@ class WorkerConfig:
         if not callable(self.bios_provider):
             raise TypeError(f"bios_provider must be callable, not {shown(self.bios_provider)}")
         if inspect.iscoroutinefunction(self.bios_provider):
-            raise TypeError("bios_provider must not be async: write it with 'def'; it is quick and waits for nothing")
+            raise TypeError(
+                "bios_provider must not be async: write it with 'def'; it is quick and waits "
+                "for nothing"
+            )
         if self.on_signal is not None and not callable(self.on_signal):
             raise TypeError(f"on_signal must be callable, not {shown(self.on_signal)}")
         if inspect.iscoroutinefunction(self.on_signal):
             raise TypeError(
-                "on_signal must not be async: write it with 'def', and in it loop.call_soon_threadsafe(...) or"
+                "on_signal must not be async: write it with 'def', and in it "
+                "loop.call_soon_threadsafe(...) or"
                 " asyncio.run_coroutine_threadsafe(..., loop)"
             )
         _checked_zone(self.timezone_name)
@@ -129,7 +142,8 @@ class WorkerConfig:
 
     @property
     def warnings(self) -> list[str]:
-        """What in the server's command or environment breaks a promise of this library: lines for a person."""
+        """What in the server's command or environment breaks a promise of this library: lines for a
+        person."""
         return command_warnings(self.server_cmd, self.env, self.timeouts)
 
     @property
@@ -139,20 +153,27 @@ class WorkerConfig:
 
     @property
     def config_hash(self) -> str:
-        """SHA-256 (hex) over the config's data, without secrets and callables; equal data, equal hash.
+        """SHA-256 (hex) over the config's data, without secrets and callables; equal data, equal
+        hash.
 
-        Secrets are `api_key`, what `masked_server_cmd` masks, and the values of variables with a name as `HF_TOKEN`.
+        Secrets are `api_key`, what `masked_server_cmd` masks, and the values of variables with a
+        name as `HF_TOKEN`.
         """
         left_out = {"api_key", "tool_runner", "bios_provider", "on_signal", "liveness_probes"}
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
-        data["env"] = {name: MASK if _SECRET_VARIABLE.search(name) else text for name, text in self.env.items()}
+        data["env"] = {
+            name: MASK if _SECRET_VARIABLE.search(name) else text for name, text in self.env.items()
+        }
         data["server_cmd"] = masked_server_cmd(self.server_cmd, self.api_key)
         text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __repr__(self) -> str:
         command = list(masked_server_cmd(self.server_cmd, self.api_key))
-        return f"WorkerConfig(name={self.name!r}, host={self.host!r}, port={self.port}, server_cmd={command!r})"
+        return (
+            f"WorkerConfig(name={self.name!r}, host={self.host!r}, port={self.port}, "
+            f"server_cmd={command!r})"
+        )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
@@ -160,19 +181,32 @@ class WorkerConfig:
     def _check_tools_together(self) -> None:
         if self.normal_tools and self.tool_runner is None:
             names = ", ".join(repr(tool["function"]["name"]) for tool in self.normal_tools)
-            raise ConfigError(f"normal_tools ({names}) need a tool_runner that runs them; it is None")
-        if self.tool_runner is not None and not callable(getattr(self.tool_runner, "run_tool", None)):
-            raise TypeError(f"tool_runner must have a run_tool method; {type(self.tool_runner).__name__} has none")
+            raise ConfigError(
+                f"normal_tools ({names}) need a tool_runner that runs them; it is None"
+            )
+        if self.tool_runner is not None and not callable(
+            getattr(self.tool_runner, "run_tool", None)
+        ):
+            raise TypeError(
+                f"tool_runner must have a run_tool method; {type(self.tool_runner).__name__} "
+                "has none"
+            )
         if inspect.iscoroutinefunction(getattr(self.tool_runner, "run_tool", None)):
             raise TypeError(
-                f"tool_runner: {type(self.tool_runner).__name__}.run_tool must not be async, since tools run on"
+                f"tool_runner: {type(self.tool_runner).__name__}.run_tool must not be async, "
+                "since tools run on"
                 " threads: write 'def run_tool' and in it 'return asyncio.run(...)', or"
-                " 'return asyncio.run_coroutine_threadsafe(..., loop).result()' for a loop that runs already"
+                " 'return asyncio.run_coroutine_threadsafe(..., loop).result()' for a loop "
+                "that runs already"
             )
-        both = {t["function"]["name"] for t in self.normal_tools} & {t["function"]["name"] for t in self.exit_tools}
+        both = {t["function"]["name"] for t in self.normal_tools} & {
+            t["function"]["name"] for t in self.exit_tools
+        }
         if both:
             names = ", ".join(map(repr, sorted(both)))
-            raise ConfigError(f"normal_tools and exit_tools must have no name in common; both have {names}")
+            raise ConfigError(
+                f"normal_tools and exit_tools must have no name in common; both have {names}"
+            )
 
 
 def _checked_env(value: object) -> dict[str, str]:
@@ -188,20 +222,26 @@ def _checked_env(value: object) -> dict[str, str]:
 
 def _checked_type(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}: {shown(value)}")
+        raise TypeError(
+            f"{name} must be a {kind.__name__}, not {type(value).__name__}: {shown(value)}"
+        )
 
 
 def _checked_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}: {shown(value)}")
     if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, not {shown(value)}")
+        raise ConfigError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, not {shown(value)}"
+        )
 
 
 def _checked_host(host: object) -> None:
     checked_str("host", host)
     if not _HOST_NAME.fullmatch(str(host)) and ip_address_of(str(host)) is None:
-        raise ConfigError(f"host must be an address or a name, without port or path, not {shown(host)}")
+        raise ConfigError(
+            f"host must be an address or a name, without port or path, not {shown(host)}"
+        )
 
 
 def _checked_zone(name: object) -> None:
@@ -211,7 +251,8 @@ def _checked_zone(name: object) -> None:
             ZoneInfo(str(name))
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(
-            f"timezone_name {name!r} is unknown here; an IANA name such as 'Europe/Vienna' is needed"
+            f"timezone_name {name!r} is unknown here; an IANA name such as 'Europe/Vienna' is "
+            "needed"
         ) from error
 
 
@@ -221,7 +262,8 @@ def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:
     for index, probe in enumerate(value):
         if not isinstance(probe, LivenessProbe):
             raise TypeError(
-                f"liveness_probes[{index}] needs the methods probe and reset; {type(probe).__name__} has not both"
+                f"liveness_probes[{index}] needs the methods probe and reset; "
+                f"{type(probe).__name__} has not both"
             )
     return tuple(value)
 
@@ -239,11 +281,15 @@ def _checked_tools(name: str, value: object) -> tuple[ToolDef, ...]:
             raise ConfigError(f"{where} needs 'type': 'function', not {shown(tool.get('type'))}")
         function = tool.get("function")
         if not isinstance(function, dict):
-            raise TypeError(f"{where} needs 'function', a mapping with a name, not {shown(function)}")
+            raise TypeError(
+                f"{where} needs 'function', a mapping with a name, not {shown(function)}"
+            )
         checked_str(f"{where} function name", function.get("name"), empty=False)
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
-            raise TypeError(f"{where} parameters must be a JSON schema object, not {shown(parameters)}")
+            raise TypeError(
+                f"{where} parameters must be a JSON schema object, not {shown(parameters)}"
+            )
         if function["name"] in names:
             raise ConfigError(f"{name} has two tools named {function['name']!r}")
         names.add(function["name"])
@@ -261,6 +307,10 @@ def _canonical(value: object) -> object:
         case list() | tuple():
             return [_canonical(item) for item in value]
         case TimeoutProfile() | RestartPolicy() | LoopDetector() | Recycle() | Canary():
-            return {f.name: _canonical(getattr(value, f.name)) for f in fields(value) if f.name != "check"}
+            return {
+                f.name: _canonical(getattr(value, f.name))
+                for f in fields(value)
+                if f.name != "check"
+            }
         case _:
             return value

@@ -25,9 +25,24 @@ KeyPath = tuple[str, ...]
 Table = Mapping[str, Any]
 T = TypeVar("T")
 
-_IN_CODE_ONLY = {"normal_tools", "exit_tools", "tool_runner", "bios_provider", "on_signal", "liveness_probes", "canary"}
-_COMMAND_KEYS = {"model", "executable", "extra_args", "cache_ram_mib"}  # what llama_server_cmd makes a server_cmd of
-_WORKER_KEYS = {field.name for field in fields(WorkerConfig)} - _IN_CODE_ONLY - {"name"} | _COMMAND_KEYS
+_IN_CODE_ONLY = {
+    "normal_tools",
+    "exit_tools",
+    "tool_runner",
+    "bios_provider",
+    "on_signal",
+    "liveness_probes",
+    "canary",
+}
+_COMMAND_KEYS = {
+    "model",
+    "executable",
+    "extra_args",
+    "cache_ram_mib",
+}  # what llama_server_cmd makes a server_cmd of
+_WORKER_KEYS = {field.name for field in fields(WorkerConfig)} - _IN_CODE_ONLY - {
+    "name"
+} | _COMMAND_KEYS
 _OFF = "off"  # TOML has no None
 _MAY_BE_OFF = {"loop_detector", "max_tokens", "result_ttl_s"}
 _PROFILES: tuple[tuple[str, type[Any], dict[str, Callable[[], Any]]], ...] = (
@@ -50,9 +65,10 @@ _WITH_PRESETS = {key for key, _, presets in _PROFILES if presets}
 def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
     """The file's workers by name, in its order, with the defaults merged in. Starts nothing.
 
-    What TOML cannot hold (tools, callables, probes) is added afterwards with `dataclasses.replace`. Raises
-    ConfigError, which names the file, the line where there is one, and the key; OSError where it cannot be read.
-    Warns (UserWarning) where the servers' prompt caches together may outgrow this machine's memory.
+    What TOML cannot hold (tools, callables, probes) is added afterwards with `dataclasses.replace`.
+    Raises ConfigError, which names the file, the line where there is one, and the key; OSError
+    where it cannot be read. Warns (UserWarning) where the servers' prompt caches together may
+    outgrow this machine's memory.
     """
     try:
         text = Path(path).read_bytes().decode()
@@ -105,7 +121,8 @@ class _Merged:
         return cls(values, levels[-1].at, origins)
 
     def build(self, make: Callable[..., T], **arguments: Any) -> T:
-        """`make(**arguments)`; what it refuses is laid to the first key here that its message names."""
+        """`make(**arguments)`; what it refuses is laid to the first key here that its message
+        names."""
         try:
             return make(**arguments)
         except (TypeError, ConfigError) as error:
@@ -134,7 +151,9 @@ def _fleet(data: Table) -> dict[str, WorkerConfig]:
 
 def _worker(name: str, defaults: _Level, own: _Level) -> WorkerConfig:
     if "server_cmd" in own.table:  # a whole command takes nothing from the defaults
-        defaults = replace(defaults, table={k: v for k, v in defaults.table.items() if k not in _COMMAND_KEYS})
+        defaults = replace(
+            defaults, table={k: v for k, v in defaults.table.items() if k not in _COMMAND_KEYS}
+        )
     levels = (defaults, own)
     merged = _Merged.of(levels)
     values = {k: None if k in _MAY_BE_OFF and v == _OFF else v for k, v in merged.values.items()}
@@ -150,8 +169,12 @@ def _worker(name: str, defaults: _Level, own: _Level) -> WorkerConfig:
     if "server_cmd" not in values:
         values["server_cmd"] = _server_cmd(merged, values)
     elif beside := sorted(_COMMAND_KEYS & set(values)):
-        raise _Misfit(merged.origins[beside[0]], "has no effect beside server_cmd: leave out one of them")
-    return merged.build(WorkerConfig, name=name, **{k: v for k, v in values.items() if k not in _COMMAND_KEYS})
+        raise _Misfit(
+            merged.origins[beside[0]], "has no effect beside server_cmd: leave out one of them"
+        )
+    return merged.build(
+        WorkerConfig, name=name, **{k: v for k, v in values.items() if k not in _COMMAND_KEYS}
+    )
 
 
 def _server_cmd(merged: _Merged, values: Table) -> tuple[str, ...]:
@@ -162,7 +185,11 @@ def _server_cmd(merged: _Merged, values: Table) -> tuple[str, ...]:
             raise _Misfit(merged.origins[key], f"must be a non-empty str, not {values[key]!r}")
     parts = {key: values[key] for key in _COMMAND_KEYS if key in values}
     return merged.build(
-        llama_server_cmd, host=values["host"], port=values["port"], slots=values.get("slots", 1), **parts
+        llama_server_cmd,
+        host=values["host"],
+        port=values["port"],
+        slots=values.get("slots", 1),
+        **parts,
     )
 
 
@@ -194,7 +221,10 @@ def _profile(merged: _Merged, make: type[Any], presets: Mapping[str, Callable[[]
     if preset is None:
         return merged.build(make, **changes)
     if not (isinstance(preset, str) and preset in presets):
-        raise _Misfit(merged.origins["preset"], f"must be one of {', '.join(map(repr, presets))}, not {preset!r}")
+        raise _Misfit(
+            merged.origins["preset"],
+            f"must be one of {', '.join(map(repr, presets))}, not {preset!r}",
+        )
     return merged.build(partial(replace, presets[preset]()), **changes)
 
 
@@ -228,14 +258,19 @@ def _check_keys(level: _Level, allowed: set[str]) -> None:
 
 def _unknown(key: str, allowed: set[str]) -> str:
     near = difflib.get_close_matches(key, allowed, n=1)
-    return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; known: {', '.join(sorted(allowed))}"
+    return (
+        f"unknown key; did you mean {near[0]!r}?"
+        if near
+        else f"unknown key; known: {', '.join(sorted(allowed))}"
+    )
 
 
 def _line_of(text: str, path: KeyPath) -> int | None:
-    """The line where the statement begins that brings `path`, or as much of it as there is; None if there is none.
+    """The line where the statement begins that brings `path`, or as much of it as there is; None if
+    there is none.
 
-    tomllib tells no positions. Instead it is asked whether the first n lines, taken up to the end of a statement,
-    hold the path; n is bisected.
+    tomllib tells no positions. Instead it is asked whether the first n lines, taken up to the end
+    of a statement, hold the path; n is bisected.
     """
     lines = text.replace("\r\n", "\n").split("\n")
 

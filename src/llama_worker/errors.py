@@ -13,7 +13,9 @@ MASK = "***"
 _REFUSALS: dict[SubmitErrorCode, str] = {
     "NO_SLOT_AVAILABLE": "every slot holds a request; wait for one to end, or configure more slots",
     "WORKER_NOT_READY": "the server is stopped or starting; wait for start(), or try again later",
-    "WORKER_FAILED": "the server could not be kept running; get_worker_status() says why, start() tries again",
+    "WORKER_FAILED": (
+        "the server could not be kept running; get_worker_status() says why, start() tries again"
+    ),
 }
 
 
@@ -49,7 +51,9 @@ class WorkerStartError(LlamaWorkerError):
         self.detail = detail
         self.returncode = returncode
         self.log_tail = tuple(log_tail)
-        super().__init__(self.reason, detail, returncode, self.log_tail)  # as given: so that it can be pickled
+        super().__init__(
+            self.reason, detail, returncode, self.log_tail
+        )  # as given: so that it can be pickled
 
     @property
     def advice(self) -> str | None:
@@ -59,7 +63,9 @@ class WorkerStartError(LlamaWorkerError):
     @property
     def summary(self) -> str:
         """The text without advice and without the server's last lines."""
-        ended = f" ({start_advice.described(self.returncode)})" if self.returncode is not None else ""
+        ended = (
+            f" ({start_advice.described(self.returncode)})" if self.returncode is not None else ""
+        )
         return f"{self.reason}: {self.detail}{ended}"
 
     def __str__(self) -> str:
@@ -69,7 +75,8 @@ class WorkerStartError(LlamaWorkerError):
 
 
 class WorkerStopError(LlamaWorkerError):
-    """`stop()` could not end the server: SIGKILL has no effect. `detail`: pid, state, what the kernel waits for."""
+    """`stop()` could not end the server: SIGKILL has no effect. `detail`: pid, state, what the
+    kernel waits for."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason

@@ -2,7 +2,8 @@
 
     WorkerConfig(..., exit_tools=ALL_EXIT_TOOLS)
 
-A call of one ends up in the `signals` of its request; it is never executed or answered, and stops nothing.
+A call of one ends up in the `signals` of its request; it is never executed or answered, and stops
+nothing.
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ from typing import Any
 from llama_worker.types import ToolDef
 
 
-def _tool(name: str, description: str, required: list[str], **properties: dict[str, Any]) -> ToolDef:
+def _tool(
+    name: str, description: str, required: list[str], **properties: dict[str, Any]
+) -> ToolDef:
     parameters = {
         "type": "object",
         "properties": properties,
         "required": required,
         "additionalProperties": False,
     }
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 SIGNAL_ISSUE = _tool(
     "signal_issue",
-    "Report a problem that the orchestrator should know of: missing or contradictory input, a failing tool, a risk you"
+    "Report a problem that the orchestrator should know of: missing or contradictory input, "
+    "a failing tool, a risk you"
     " noticed.",
     ["code", "severity", "summary"],
     code={
@@ -44,12 +51,18 @@ REQUEST_ESCALATION = _tool(
     "Ask that a more capable model or a person takes this work over.",
     ["reason"],
     reason={"type": "string", "description": "Why you should not finish this yourself."},
-    needed={"type": "string", "description": "What the one who takes over must know or be able to do."},
+    needed={
+        "type": "string",
+        "description": "What the one who takes over must know or be able to do.",
+    },
 )
 
 REQUEST_DECISION = _tool(
     "request_decision",
-    "Ask for a decision that is not yours to take. No answer comes back in this conversation: go on with the default.",
+    (
+        "Ask for a decision that is not yours to take. No answer comes back in this "
+        "conversation: go on with the default."
+    ),
     ["question", "options", "default"],
     question={"type": "string", "description": "The question, understandable by itself."},
     options={
@@ -59,7 +72,10 @@ REQUEST_DECISION = _tool(
         "maxItems": 6,
         "description": "The possible answers, 2 to 6.",
     },
-    default={"type": "string", "description": "The one of the options that holds if nobody decides."},
+    default={
+        "type": "string",
+        "description": "The one of the options that holds if nobody decides.",
+    },
 )
 
 DECLARE_OUTCOME = _tool(
@@ -74,4 +90,9 @@ DECLARE_OUTCOME = _tool(
     summary={"type": "string", "description": "What was done, and what is missing."},
 )
 
-ALL_EXIT_TOOLS: tuple[ToolDef, ...] = (SIGNAL_ISSUE, REQUEST_ESCALATION, REQUEST_DECISION, DECLARE_OUTCOME)
+ALL_EXIT_TOOLS: tuple[ToolDef, ...] = (
+    SIGNAL_ISSUE,
+    REQUEST_ESCALATION,
+    REQUEST_DECISION,
+    DECLARE_OUTCOME,
+)

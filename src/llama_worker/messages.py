@@ -1,8 +1,9 @@
 """Every message that one actor sends another, grouped by the actor that receives it.
 
-Orders are imperatives, facts are past tense. All are frozen, and what they carry is never changed afterwards.
-Instants (`*_at`, `now`) are monotonic seconds. A message of a launch carries that launch's `epoch`, one of a
-stream its `turn_id`, so that news from a life that is over can be told and dropped.
+Orders are imperatives, facts are past tense. All are frozen, and what they carry is never changed
+afterwards. Instants (`*_at`, `now`) are monotonic seconds. A message of a launch carries that
+launch's `epoch`, one of a stream its `turn_id`, so that news from a life that is over can be told
+and dropped.
 """
 
 from __future__ import annotations
@@ -50,13 +51,15 @@ class Mailbox(Protocol[M_contra]):
 
 
 class LiveStream(Protocol):
-    """A stream that goes on, for who reads its events. Any thread may call, and neither call takes time."""
+    """A stream that goes on, for who reads its events. Any thread may call, and neither call takes
+    time."""
 
     def flush(self) -> bool:
         """Tell now what has come and was not told yet; False: nothing has."""
 
     def hurry(self) -> None:
-        """Somebody waits for text: what has come is told now, or else the next that comes, at once."""
+        """Somebody waits for text: what has come is told now, or else the next that comes, at
+        once."""
 
 
 class Reply(Protocol[T_contra]):
@@ -149,7 +152,8 @@ class GetWorkerStatus(Struct, frozen=True, kw_only=True):
 
 
 class GetDebugInfo(Struct, frozen=True, kw_only=True):
-    """Passed on to the ProcessActor with all but the server's last lines; it adds them, and answers."""
+    """Passed on to the ProcessActor with all but the server's last lines; it adds them, and
+    answers."""
 
     reply: Reply[WorkerDebugInfo]
     info: WorkerDebugInfo | None = None
@@ -177,7 +181,8 @@ class LaunchFailed(Struct, frozen=True, kw_only=True):
 
 
 class Died(Struct, frozen=True, kw_only=True):
-    """The server's first process has ended; `Exited` follows once the rest of its tree is gone, too."""
+    """The server's first process has ended; `Exited` follows once the rest of its tree is gone,
+    too."""
 
     epoch: int
     returncode: int  # negative: the signal's number
@@ -451,7 +456,8 @@ class CallEnded(Struct, frozen=True, kw_only=True):
 
 
 class ReportProgress(Struct, frozen=True, kw_only=True):
-    """Tell `reply_to` how far the request is; `liveness_at` is the newest evidence of work by the server."""
+    """Tell `reply_to` how far the request is; `liveness_at` is the newest evidence of work by the
+    server."""
 
     liveness_at: float | None
     for_verdict: bool
@@ -462,7 +468,8 @@ StreamNews = StreamOpened | StreamEvents | StreamClosed
 
 
 class AnswerNow(Struct, frozen=True, kw_only=True):
-    """A question once more, from the actor to itself, behind all that its stream had brought when it was asked."""
+    """A question once more, from the actor to itself, behind all that its stream had brought when
+    it was asked."""
 
     question: Question
 
@@ -527,7 +534,8 @@ class Unwatch(Struct, frozen=True, kw_only=True):
 
 
 class ProbeNow(Struct, frozen=True, kw_only=True):
-    """Something looked wrong: probe the server out of turn; one failure is enough for `HealthLost`."""
+    """Something looked wrong: probe the server out of turn; one failure is enough for
+    `HealthLost`."""
 
     epoch: int
     cause: str
@@ -569,7 +577,8 @@ class EvidenceSeen(Struct, frozen=True, kw_only=True):
 
 
 class SlotsSeen(Struct, frozen=True, kw_only=True):
-    """From the thread of one look at `/slots`, its last word; None: no answer, or none that tells anything."""
+    """From the thread of one look at `/slots`, its last word; None: no answer, or none that tells
+    anything."""
 
     epoch: int
     look: SlotsLook | None

@@ -1,4 +1,5 @@
-"""What a worker's config is made of: how long to wait, when to restart, what counts as a loop. Pure."""
+"""What a worker's config is made of: how long to wait, when to restart, what counts as a loop.
+Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _NEVER_S = 10 * 365 * 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeoutProfile:
-    """How long to wait for what, in seconds; None turns off what may be turned off. Defaults: slow hardware."""
+    """How long to wait for what, in seconds; None turns off what may be turned off. Defaults: slow
+    hardware."""
 
     connect_timeout_s: float = 3.0
     headers_timeout_s: float = 30.0
@@ -49,7 +51,9 @@ class TimeoutProfile:
                 optional(checked_seconds, each.name, getattr(self, each.name), above=0)
             elif each.type == "float" and each.name != "stop_grace_s":
                 checked_seconds(each.name, getattr(self, each.name), above=0)
-        checked_int("health_failures_before_restart", self.health_failures_before_restart, at_least=1)
+        checked_int(
+            "health_failures_before_restart", self.health_failures_before_restart, at_least=1
+        )
 
     @classmethod
     def slow_prefill(cls) -> Self:
@@ -59,7 +63,11 @@ class TimeoutProfile:
     @classmethod
     def normal(cls) -> Self:
         """A GPU that reads a prompt within minutes."""
-        return cls(prefill_liveness_timeout_s=600.0, idle_stream_timeout_s=120.0, silent_work_timeout_s=1200.0)
+        return cls(
+            prefill_liveness_timeout_s=600.0,
+            idle_stream_timeout_s=120.0,
+            silent_work_timeout_s=1200.0,
+        )
 
     @classmethod
     def fast(cls) -> Self:
@@ -87,7 +95,8 @@ class TimeoutProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recycle:
-    """When an idle server is replaced as planned, because it leaks or ages; at least one limit. None: no limit."""
+    """When an idle server is replaced as planned, because it leaks or ages; at least one limit.
+    None: no limit."""
 
     max_anon_mib: int | None = None
     max_requests: int | None = None
@@ -117,7 +126,10 @@ class Canary:
         if not callable(self.check):
             raise TypeError(f"canary check must be callable, not {shown(self.check)}")
         if inspect.iscoroutinefunction(self.check):
-            raise TypeError("canary check must not be async: write it with 'def'; it gets a str and returns a bool")
+            raise TypeError(
+                "canary check must not be async: write it with 'def'; it gets a str and "
+                "returns a bool"
+            )
         checked_int("canary max_tokens", self.max_tokens, at_least=1)
 
 
@@ -185,5 +197,6 @@ class LoopDetector:
         checked_int("min_output_chars", self.min_output_chars, at_least=0)
         if self.long_line_chars < self.min_line_chars:
             raise ConfigError(
-                f"long_line_chars {self.long_line_chars} must be at least min_line_chars {self.min_line_chars}"
+                f"long_line_chars {self.long_line_chars} must be at least min_line_chars "
+                f"{self.min_line_chars}"
             )

@@ -1,16 +1,27 @@
-"""The contract: what goes into a worker and what comes out of it. Pure; plain data that serialises as it is.
+"""The contract: what goes into a worker and what comes out of it. Pure; plain data that serialises
+as it is.
 
-Instants (`*_at`) are Unix seconds that never run backwards within a worker, durations (`*_s`) are seconds.
+Instants (`*_at`) are Unix seconds that never run backwards within a worker, durations (`*_s`) are
+seconds.
 """
 
-# No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`, and the
-# classes' `__required_keys__` are wrong.
+# No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`, and
+# the classes' `__required_keys__` are wrong.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Literal, NotRequired, Protocol, Required, TypeAlias, TypedDict, runtime_checkable
+from typing import (
+    Any,
+    Literal,
+    NotRequired,
+    Protocol,
+    Required,
+    TypeAlias,
+    TypedDict,
+    runtime_checkable,
+)
 
 # ---------------------------------------------------------------- states and reasons
 
@@ -195,7 +206,8 @@ class ExitSignal(TypedDict):
 
 
 class ToolTraceEntry(TypedDict):
-    """One call of a normal tool, as it went; one that was not run (cut off, unknown, over the budget) says why."""
+    """One call of a normal tool, as it went; one that was not run (cut off, unknown, over the
+    budget) says why."""
 
     tool_call_id: str
     tool_name: str
@@ -332,7 +344,8 @@ class RestartRecord(TypedDict):
 
 
 class Durations(TypedDict):
-    """A histogram. Count number i is of what is above bound i-1 and not above bound i; the last is of the rest."""
+    """A histogram. Count number i is of what is above bound i-1 and not above bound i; the last is
+    of the rest."""
 
     bounds_s: list[float]
     counts: list[int]
@@ -383,7 +396,8 @@ SystemPromptMode: TypeAlias = Literal["merged", "separate"]
 
 @dataclass(frozen=True, slots=True)
 class BiosText:
-    """`stable` is the same for a whole request and stands first; `volatile` ends the last message of each turn."""
+    """`stable` is the same for a whole request and stands first; `volatile` ends the last message
+    of each turn."""
 
     stable: str
     volatile: str = ""
@@ -404,13 +418,15 @@ class BiosContext:
 
 
 class BiosProvider(Protocol):
-    """Writes the BIOS text: pure and quick. It runs on a thread of its own, for `bios_timeout_s` at most."""
+    """Writes the BIOS text: pure and quick. It runs on a thread of its own, for `bios_timeout_s` at
+    most."""
 
     def __call__(self, ctx: BiosContext, /) -> BiosText | str: ...
 
 
 class SignalHandler(Protocol):
-    """Hears of exit tools called, one call after the other; it may use the worker, and should not wait long."""
+    """Hears of exit tools called, one call after the other; it may use the worker, and should not
+    wait long."""
 
     def __call__(self, signal: ExitSignal, /, *, request_id: int, job_name: str) -> object: ...
 
@@ -419,7 +435,9 @@ class SignalHandler(Protocol):
 class ToolRunner(Protocol):
     """Runs normal tools. Called on a tool thread; several threads may call at once."""
 
-    def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+    def run_tool(
+        self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str
+    ) -> Any:
         """Return any JSON value; an exception fails the request."""
         ...
 
@@ -438,7 +456,8 @@ class LivenessProbe(Protocol):
     """Looks from outside whether the server works. One thread at a time calls it."""
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
-        """Look at the tree of `root_pid`; `now` is monotonic seconds. None is no news, and never a failure."""
+        """Look at the tree of `root_pid`; `now` is monotonic seconds. None is no news, and never a
+        failure."""
         ...
 
     def reset(self) -> None:

@@ -1,4 +1,5 @@
-"""Checks of single values. Pure: a wrong type raises TypeError, a bad value ConfigError, both with field and value."""
+"""Checks of single values. Pure: a wrong type raises TypeError, a bad value ConfigError, both with
+field and value."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
-def checked_number(name: str, value: object, *, above: float | None = None, at_least: float | None = None) -> None:
+def checked_number(
+    name: str, value: object, *, above: float | None = None, at_least: float | None = None
+) -> None:
     """A finite int or float within the bounds, which a double can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}: {shown(value)}")
@@ -37,7 +40,9 @@ def checked_number(name: str, value: object, *, above: float | None = None, at_l
         raise ConfigError(f"{name} must be {at_least:g} or more, not {shown(value)}")
 
 
-def checked_seconds(name: str, value: object, *, above: float | None = None, at_least: float | None = None) -> None:
+def checked_seconds(
+    name: str, value: object, *, above: float | None = None, at_least: float | None = None
+) -> None:
     """A duration that the platform can wait for."""
     checked_number(name, value, above=above, at_least=at_least)
     assert isinstance(value, (int, float))
@@ -61,8 +66,11 @@ def checked_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a bool, not {type(value).__name__}: {shown(value)}")
 
 
-def checked_str(name: str, value: object, *, empty: bool = True, nul: bool = True, secret: bool = False) -> None:
-    """Text that can be encoded; servers refuse lone surrogates (b11434). A secret is not shown in the error."""
+def checked_str(
+    name: str, value: object, *, empty: bool = True, nul: bool = True, secret: bool = False
+) -> None:
+    """Text that can be encoded; servers refuse lone surrogates (b11434). A secret is not shown in
+    the error."""
     told = "(not shown)" if secret else shown(value)
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}: {told}")
@@ -73,7 +81,9 @@ def checked_str(name: str, value: object, *, empty: bool = True, nul: bool = Tru
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{name} must be valid Unicode, without lone surrogates: {told}") from None
+        raise ConfigError(
+            f"{name} must be valid Unicode, without lone surrogates: {told}"
+        ) from None
 
 
 def checked_json_object(name: str, value: object) -> dict[str, Any]:
@@ -88,7 +98,9 @@ def checked_json_object(name: str, value: object) -> dict[str, Any]:
 def _copied(where: str, value: object, depth: int) -> object:
     if depth > _MAX_JSON_DEPTH:
         where = f"{where[:_SHOWN_CHARS]}..."
-        raise ConfigError(f"{where} must be nested {_MAX_JSON_DEPTH} levels deep at most, and not hold itself")
+        raise ConfigError(
+            f"{where} must be nested {_MAX_JSON_DEPTH} levels deep at most, and not hold itself"
+        )
     match value:
         case None | bool():
             return value
@@ -103,12 +115,19 @@ def _copied(where: str, value: object, depth: int) -> object:
                 if not isinstance(key, str):
                     raise TypeError(f"{where} has the key {key!r}; JSON needs str keys")
                 checked_str(f"a key of {where}", key)
-            return {key: _copied(f"{where}[{key!r}]", item, depth + 1) for key, item in value.items()}
+            return {
+                key: _copied(f"{where}[{key!r}]", item, depth + 1) for key, item in value.items()
+            }
         case list() | tuple():
-            return [_copied(f"{where}[{index}]", item, depth + 1) for index, item in enumerate(value)]
+            return [
+                _copied(f"{where}[{index}]", item, depth + 1) for index, item in enumerate(value)
+            ]
         case _:
             holds = "str, int, float, bool, None, list, tuple and mappings it can"
-            raise TypeError(f"{where} is {type(value).__name__}, which JSON cannot hold ({holds}): {shown(value)}")
+            raise TypeError(
+                f"{where} is {type(value).__name__}, which JSON cannot hold ({holds}): "
+                f"{shown(value)}"
+            )
 
 
 def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:

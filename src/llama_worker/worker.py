@@ -64,25 +64,31 @@ F = TypeVar("F", bound=WorkerFuture[Any])
 
 def no_such_request(request_id: int) -> str:
     """For a LookupError."""
-    return f"no request {request_id}: the id is unknown, or its result was taken, and the output with it"
+    return (
+        f"no request {request_id}: the id is unknown, or its result was taken, and the output "
+        "with it"
+    )
 
 
 class LlamaWorker(Startable):
     """One llama-server under supervision, with a number of slots for chat requests.
 
-    Every method may be called from any thread. All but `close` and `iter_output` return at once, with a future that
-    any thread may wait on, or await in asyncio. The futures of `start`, `stop`, `result`, `ask` and of a waiting
-    `read_output` resolve when what they wait for has happened, all others within milliseconds. After `close` every
-    method raises WorkerClosed.
+    Every method may be called from any thread. All but `close` and `iter_output` return at once,
+    with a future that any thread may wait on, or await in asyncio. The futures of `start`, `stop`,
+    `result`, `ask` and of a waiting `read_output` resolve when what they wait for has happened, all
+    others within milliseconds. After `close` every method raises WorkerClosed.
     """
 
     def __init__(self, config: WorkerConfig, *, _runtime: Runtime | None = None) -> None:
-        """Start the worker's actors; no server yet. Raises TypeError if `config` is not a WorkerConfig."""
+        """Start the worker's actors; no server yet. Raises TypeError if `config` is not a
+        WorkerConfig."""
         if not isinstance(config, WorkerConfig):
             raise TypeError(f"config must be a WorkerConfig, not {type(config).__name__}")
         self._backend = _Backend(config, RealRuntime(config) if _runtime is None else _runtime)
         self.actor_ref: pykka.ActorRef[Any] = self._backend.actor_ref
-        weakref.finalize(self, self._backend.abandon).atexit = False  # a handle that was lost takes its server along
+        weakref.finalize(
+            self, self._backend.abandon
+        ).atexit = False  # a handle that was lost takes its server along
 
     @classmethod
     def from_model(
@@ -105,19 +111,25 @@ class LlamaWorker(Startable):
             name: for logs and prompts; None: the file's name.
             host: where the server will listen.
             port: its port; None: one that is free now.
-            executable: the llama-server; None: LLAMA_SERVER, the PATH, then this Python environment.
-            extra_args: further words of the server's command.
-            config: further fields of WorkerConfig.
+            executable: the llama-server; None: LLAMA_SERVER, the PATH, then this Python
+            environment. extra_args: further words of the server's command. config: further fields
+            of WorkerConfig.
 
         Raises:
             ConfigError: no llama-server was found, or a value cannot work.
             TypeError: a wrong type, or no such field.
         """
         path = os.fspath(model)
-        program = find_server(os.fspath(executable) if executable is not None else None, option="executable").path
+        program = find_server(
+            os.fspath(executable) if executable is not None else None, option="executable"
+        ).path
         port = free_port(host) if port is None else port
-        command = llama_server_cmd(path, host=host, port=port, slots=slots, executable=program, extra_args=extra_args)
-        return cls(WorkerConfig(name or Path(path).stem, host, port, command, slots=slots, **config))
+        command = llama_server_cmd(
+            path, host=host, port=port, slots=slots, executable=program, extra_args=extra_args
+        )
+        return cls(
+            WorkerConfig(name or Path(path).stem, host, port, command, slots=slots, **config)
+        )
 
     def __repr__(self) -> str:
         return f"<LlamaWorker {self._backend.config.name!r}>"
@@ -127,7 +139,8 @@ class LlamaWorker(Startable):
         return self._ask(lambda reply: Start(reply=reply))
 
     def stop(self) -> WorkerFuture[None]:
-        """End requests and server. Resolves when no process of the server is left; `start` may follow."""
+        """End requests and server. Resolves when no process of the server is left; `start` may
+        follow."""
         return self._ask(lambda reply: Stop(reply=reply))
 
     def close(self) -> None:
@@ -148,12 +161,13 @@ class LlamaWorker(Startable):
         Args:
             job_name: the caller's name for it, in statuses and logs.
             system_prompt: stands behind the BIOS text.
-            user_prompt: text, or content parts (text, images, audio) for a model that can take them.
-            params: further parameters of the chat request, passed on as they are.
-            messages: a prior conversation, between the system prompts and `user_prompt`.
+            user_prompt: text, or content parts (text, images, audio) for a model that can take
+            them. params: further parameters of the chat request, passed on as they are. messages: a
+            prior conversation, between the system prompts and `user_prompt`.
 
         Returns:
-            A future of SubmitOk or SubmitErr. Bad input resolves as TypeError or ValueError and takes no slot.
+            A future of SubmitOk or SubmitErr. Bad input resolves as TypeError or ValueError and
+            takes no slot.
         """
         future: WorkerFuture[SubmitResult] = WorkerFuture()
         return self._submit(future, future, job_name, system_prompt, user_prompt, params, messages)
@@ -167,37 +181,56 @@ class LlamaWorker(Startable):
         params: Mapping[str, Any] | None = None,
         messages: Iterable[ChatMessage] | None = None,
     ) -> WorkerFuture[RequestResult]:
-        """`submit` and `result` in one: a future of the result, which the worker forgets once the future has it.
+        """`submit` and `result` in one: a future of the result, which the worker forgets once the
+        future has it.
 
-        Arguments are those of `submit`. Where the request is refused the future raises RequestRefused. A `get` that
-        times out ends nothing: the request goes on, and its future can be asked again.
+        Arguments are those of `submit`. Where the request is refused the future raises
+        RequestRefused. A `get` that times out ends nothing: the request goes on, and its future can
+        be asked again.
         """
         backend, future = self._backend, WorkerFuture[RequestResult]()
-        reply = _Forward[SubmitResult](future, lambda admission: backend.await_asked(future, admission))
+        reply = _Forward[SubmitResult](
+            future, lambda admission: backend.await_asked(future, admission)
+        )
         return self._submit(reply, future, job_name, system_prompt, user_prompt, params, messages)
 
     def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:
         """How far the request is."""
-        return self._ask(lambda reply: GetStatus(request_id=request_id, reply=reply), request_id=request_id)
+        return self._ask(
+            lambda reply: GetStatus(request_id=request_id, reply=reply), request_id=request_id
+        )
 
     def get_result(self, request_id: int) -> WorkerFuture[RequestResult | NotReady | NotFound]:
         """The result of a terminal request, which is then forgotten."""
-        return self._ask(lambda reply: GetResult(request_id=request_id, reply=reply), request_id=request_id)
+        return self._ask(
+            lambda reply: GetResult(request_id=request_id, reply=reply), request_id=request_id
+        )
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
-        """Resolves when the request is terminal; it is forgotten once a `get` has returned the value."""
+        """Resolves when the request is terminal; it is forgotten once a `get` has returned the
+        value."""
         backend = self._backend
         future: ResultFuture[RequestResult | NotFound] = ResultFuture(
-            lambda value: backend.tell(ReleaseResult(request_id=request_id)) if value["ok"] else None
+            lambda value: (
+                backend.tell(ReleaseResult(request_id=request_id)) if value["ok"] else None
+            )
         )
-        return self._ask_with(future, AwaitResult(request_id=request_id, reply=future), request_id=request_id)
+        return self._ask_with(
+            future, AwaitResult(request_id=request_id, reply=future), request_id=request_id
+        )
 
     def read_output(
-        self, request_id: int, *, text_offset: int = 0, reasoning_offset: int = 0, wait: bool = False
+        self,
+        request_id: int,
+        *,
+        text_offset: int = 0,
+        reasoning_offset: int = 0,
+        wait: bool = False,
     ) -> WorkerFuture[OutputChunk | NotFound]:
         """What was added behind the offsets (in characters), for live display; releases nothing.
 
-        With `wait` the future resolves once something was added, or the request has ended: nobody has to poll.
+        With `wait` the future resolves once something was added, or the request has ended: nobody
+        has to poll.
         """
         future: WorkerFuture[OutputChunk | NotFound] = WorkerFuture()
         offsets = {"text_offset": text_offset, "reasoning_offset": reasoning_offset}
@@ -205,25 +238,35 @@ class LlamaWorker(Startable):
         return self._ask_with(future, question, request_id=request_id, **offsets, wait=wait)
 
     def iter_output(self, request_id: int) -> Iterator[OutputChunk]:
-        """Yield the output as it comes, from its beginning; the last chunk, and no other, has `done` True.
+        """Yield the output as it comes, from its beginning; the last chunk, and no other, has
+        `done` True.
 
-        Blocks the caller between the chunks, and polls nothing. The result is not released; to leave the loop early
-        leaves the request running. Raises LookupError if the id is unknown, or the result was taken in the
-        meantime; WorkerClosed after `close`.
+        Blocks the caller between the chunks, and polls nothing. The result is not released; to
+        leave the loop early leaves the request running. Raises LookupError if the id is unknown, or
+        the result was taken in the meantime; WorkerClosed after `close`.
         """
         text_offset = reasoning_offset = 0
         done = False
         while not done:
-            more = self.read_output(request_id, text_offset=text_offset, reasoning_offset=reasoning_offset, wait=True)
+            more = self.read_output(
+                request_id, text_offset=text_offset, reasoning_offset=reasoning_offset, wait=True
+            )
             chunk = more.get()
             if not chunk["ok"]:
                 raise LookupError(no_such_request(request_id))
-            text_offset, reasoning_offset, done = chunk["text_offset"], chunk["reasoning_offset"], chunk["done"]
+            text_offset, reasoning_offset, done = (
+                chunk["text_offset"],
+                chunk["reasoning_offset"],
+                chunk["done"],
+            )
             yield chunk
 
     def cancel(self, request_id: int) -> WorkerFuture[bool]:
-        """Cancel a running request. True once it is cancelled and its slot is free; False where it was not running."""
-        return self._ask(lambda reply: CancelRequest(request_id=request_id, reply=reply), request_id=request_id)
+        """Cancel a running request. True once it is cancelled and its slot is free; False where it
+        was not running."""
+        return self._ask(
+            lambda reply: CancelRequest(request_id=request_id, reply=reply), request_id=request_id
+        )
 
     def get_worker_status(self) -> WorkerFuture[WorkerStatus]:
         """How the worker is."""
@@ -251,16 +294,21 @@ class LlamaWorker(Startable):
             return future
         return self._backend.ask(Submit(submission=submission, reply=reply), future)
 
-    def _ask(self, question: Callable[[WorkerFuture[T]], HostMessage], **numbers: object) -> WorkerFuture[T]:
+    def _ask(
+        self, question: Callable[[WorkerFuture[T]], HostMessage], **numbers: object
+    ) -> WorkerFuture[T]:
         future: WorkerFuture[T] = WorkerFuture()
         return self._ask_with(future, question(future), **numbers)
 
     def _ask_with(self, future: F, message: HostMessage, **given: object) -> F:
-        """Send the message that carries the future, which fails if `wait` is no bool or another is no count."""
+        """Send the message that carries the future, which fails if `wait` is no bool or another is
+        no count."""
         self._backend.check_open()
         for name, value in given.items():
             try:
-                checked_bool(name, value) if name == "wait" else checked_int(name, value, at_least=0)
+                checked_bool(name, value) if name == "wait" else checked_int(
+                    name, value, at_least=0
+                )
             except (TypeError, ValueError) as error:
                 future.fail(error)
                 return future
@@ -277,9 +325,13 @@ class _Backend:
         self._live_count = LiveCount()
         self._futures = OpenFutures()
         self._closing = threading.RLock()  # a signal handler may close while its thread does
-        self._handovers: set[_Forward[RequestResult | NotFound]] = set()  # the WorkerActor's thread alone changes it
+        self._handovers: set[_Forward[RequestResult | NotFound]] = (
+            set()
+        )  # the WorkerActor's thread alone changes it
         self._stopping: WorkerFuture[None] | None = None  # since close() was called
-        self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(self._live_count, runtime, config, self._futures)
+        self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(
+            self._live_count, runtime, config, self._futures
+        )
         self._worker: Ref[Any] = Ref(self.actor_ref)
         _open_backends.add(self)
 
@@ -302,7 +354,8 @@ class _Backend:
         self._worker.tell(message)
 
     def await_asked(self, future: WorkerFuture[RequestResult], admission: SubmitResult) -> None:
-        """What `ask` submitted was admitted, or not. The future keeps its result, so the worker may forget it."""
+        """What `ask` submitted was admitted, or not. The future keeps its result, so the worker may
+        forget it."""
         if not admission["ok"]:
             future.fail(RequestRefused(admission["error"]))
             return
@@ -310,13 +363,17 @@ class _Backend:
         def hand_over(result: RequestResult | NotFound) -> None:
             self._handovers.discard(handover)
             if result["ok"]:
-                self.tell(ReleaseResult(request_id=result["request_id"]))  # first: who has the value finds it released
+                self.tell(
+                    ReleaseResult(request_id=result["request_id"])
+                )  # first: who has the value finds it released
                 future.answer(result)
             else:
                 future.fail(LookupError("the result was taken by another call"))
 
         handover = _Forward(future, hand_over)
-        self._handovers.add(handover)  # the worker holds those that wait weakly; nobody else knows of this one
+        self._handovers.add(
+            handover
+        )  # the worker holds those that wait weakly; nobody else knows of this one
         self.tell(AwaitResult(request_id=admission["request_id"], reply=handover))
 
     def close(self) -> None:
@@ -341,8 +398,13 @@ class _Backend:
         self._runtime.wait(stopped, timeout_s)
         try:
             stopped.get(timeout=0)
-        except (WorkerClosed, pykka.Timeout) as error:  # the actor died, or the time is up: its release kills the rest
-            error.__traceback__ = None  # its frames would keep the handle alive, as long as this object lives
+        except (
+            WorkerClosed,
+            pykka.Timeout,
+        ) as error:  # the actor died, or the time is up: its release kills the rest
+            error.__traceback__ = (
+                None  # its frames would keep the handle alive, as long as this object lives
+            )
         except WorkerStopError as error:
             error.__traceback__ = None
             _logger.error("close() of worker %r: %s", self.config.name, error)
@@ -359,7 +421,8 @@ class _Backend:
 
 
 class _Forward(Generic[T]):
-    """A Reply that hands the answer to a function, on the actor's thread; a failure goes to the future."""
+    """A Reply that hands the answer to a function, on the actor's thread; a failure goes to the
+    future."""
 
     def __init__(self, future: WorkerFuture[Any], on_answer: Callable[[T], object]) -> None:
         self._future = future
@@ -380,7 +443,8 @@ _open_backends: set[_Backend] = set()
 
 
 def _close_all_at_exit() -> None:
-    """Ends every worker of a host that exits without `close`, side by side; no thread may be started any more."""
+    """Ends every worker of a host that exits without `close`, side by side; no thread may be
+    started any more."""
     deadline = time.monotonic() + _EXIT_GRACE_S + 1.5
     stopping = [(backend, backend.begin_close(_EXIT_GRACE_S)) for backend in tuple(_open_backends)]
     for backend, stopped in stopping:

@@ -1,5 +1,5 @@
-"""Workers on scripted servers. `make_worker(script, **config)` gives a `Rig`: a worker, its server's journal and
-the few calls that most tests need."""
+"""Workers on scripted servers. `make_worker(script, **config)` gives a `Rig`: a worker, its
+server's journal and the few calls that most tests need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 def fast_timeouts(**changes: Any) -> TimeoutProfile:
     """For tests: short waits where nothing is being waited for, long ones elsewhere."""
-    return TimeoutProfile(**{"stop_grace_s": 3.0, "startup_timeout_s": 30.0, "connect_timeout_s": 5.0, **changes})
+    return TimeoutProfile(
+        **{"stop_grace_s": 3.0, "startup_timeout_s": 30.0, "connect_timeout_s": 5.0, **changes}
+    )
 
 
 def fast_restart(**changes: Any) -> RestartPolicy:
@@ -36,7 +38,8 @@ def fast_restart(**changes: Any) -> RestartPolicy:
 
 
 def eventually(check: Callable[[], T | None], what: str, timeout_s: float = WAIT_S) -> T:
-    """The first value of `check` that is true, polled; AssertionError with the last one when the time is up."""
+    """The first value of `check` that is true, polled; AssertionError with the last one when the
+    time is up."""
     end_at = time.monotonic() + timeout_s
     while True:
         value = check()
@@ -53,7 +56,8 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def no_threads(kind: str = "") -> Iterator[threading.Event]:
-    """No thread of ours with that word in its name can be started; the event is set once one was asked for."""
+    """No thread of ours with that word in its name can be started; the event is set once one was
+    asked for."""
     refused = threading.Event()
     start = threading.Thread.start
 
@@ -78,7 +82,9 @@ class Rig:
 
     # -- requests --
 
-    def submit(self, *steps: Step, prompt: str = "Hello?", job_name: str = "job", **params: Any) -> int:
+    def submit(
+        self, *steps: Step, prompt: str = "Hello?", job_name: str = "job", **params: Any
+    ) -> int:
         """Admit a request whose reply is `steps` (none: what the server's script says); its id."""
         if steps:
             params["fake_script"] = steps_json(*steps)
@@ -130,7 +136,11 @@ class Rig:
 
         def restarted() -> WorkerStatus | None:
             status = self.status()
-            return status if status["restart_count"] >= count and status["state"] is WorkerState.READY else None
+            return (
+                status
+                if status["restart_count"] >= count and status["state"] is WorkerState.READY
+                else None
+            )
 
         return eventually(restarted, f"READY after {count} restarts", timeout_s)
 
@@ -145,13 +155,17 @@ class Rig:
         eventually(lambda: not living(self.tree()), f"end of {self.tree()}", timeout_s)
 
 
-Tree = dict[int, float]  # pids, with the Unix instant at which each was there: a pid may be given away again
+Tree = dict[
+    int, float
+]  # pids, with the Unix instant at which each was there: a pid may be given away again
 
 
 def tree(journal: Journal) -> Tree:
     """Guards, servers, and their scripted children."""
     launched, children = journal.facts("launched"), journal.facts("child")
-    return {fact["pid"]: fact["at"] for fact in (*launched, *children)} | {f["ppid"]: f["at"] for f in launched}
+    return {fact["pid"]: fact["at"] for fact in (*launched, *children)} | {
+        f["ppid"]: f["at"] for f in launched
+    }
 
 
 def living(seen: Tree, *, zombies: bool = True) -> set[int]:
@@ -160,13 +174,16 @@ def living(seen: Tree, *, zombies: bool = True) -> set[int]:
     for pid, at in seen.items():
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            if process.create_time() < at + 1.0 and (zombies or process.status() != psutil.STATUS_ZOMBIE):
+            if process.create_time() < at + 1.0 and (
+                zombies or process.status() != psutil.STATUS_ZOMBIE
+            ):
                 there.add(pid)
     return there
 
 
 def running(seen: Tree) -> set[int]:
-    """Those that still run. An orphan's zombie is left to this machine's init, which may take its time."""
+    """Those that still run. An orphan's zombie is left to this machine's init, which may take its
+    time."""
     return living(seen, zombies=False)
 
 
@@ -178,7 +195,8 @@ class MakeWorker(Protocol):
 
 @pytest.fixture
 def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWorker]:
-    """A factory of workers on scripted servers; READY unless `start=False`; closed at the end of the test.
+    """A factory of workers on scripted servers; READY unless `start=False`; closed at the end of
+    the test.
 
     `config` overrides any field of the WorkerConfig; `timeouts` and `restart` are short by default.
     """

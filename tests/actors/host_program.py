@@ -1,6 +1,8 @@
-"""A host with one worker, which then ends in the way that its argument names. Run by `test_host_death.py`.
+"""A host with one worker, which then ends in the way that its argument names. Run by
+`test_host_death.py`.
 
-python host_program.py WAY PORT JOURNAL SCRIPT_JSON: prints "ready" once a stream runs, then waits for a line.
+python host_program.py WAY PORT JOURNAL SCRIPT_JSON: prints "ready" once a stream runs, then waits
+for a line.
 """
 
 from __future__ import annotations
@@ -20,8 +22,21 @@ SERVER = Path(__file__).parents[1] / "fake_llama_server.py"
 
 def main(way: str, port: str, journal: str, script: str) -> None:
     """Start a worker and a stream on it; end as told."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit it as ignored
-    command = [sys.executable, "-S", "-E", str(SERVER), "--host", "127.0.0.1", "--port", port, "--parallel", "2"]
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs inherit it as ignored
+    command = [
+        sys.executable,
+        "-S",
+        "-E",
+        str(SERVER),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--parallel",
+        "2",
+    ]
     worker = LlamaWorker(
         WorkerConfig(
             name="host",
@@ -59,7 +74,8 @@ def announce() -> None:
 
 
 def fork_children() -> None:
-    """They outlive the host, and hold copies of all its descriptors but those that the test waits on."""
+    """They outlive the host, and hold copies of all its descriptors but those that the test waits
+    on."""
     for _ in range(2):
         if os.fork() == 0:
             null = os.open(os.devnull, os.O_RDWR)

@@ -31,7 +31,9 @@ Arm = Callable[..., threading.Event]
 def arm(monkeypatch: pytest.MonkeyPatch) -> Arm:
     """Makes an actor class die of the next message of a kind; the event is set when it has."""
 
-    def arm(actor: Any, kind: type[Any], error: type[BaseException] = RuntimeError) -> threading.Event:
+    def arm(
+        actor: Any, kind: type[Any], error: type[BaseException] = RuntimeError
+    ) -> threading.Event:
         happened, whole = threading.Event(), actor.handle
 
         def handle(this: Any, message: Any) -> None:
@@ -65,13 +67,18 @@ def test_a_death_fails_the_request_and_is_survived(
     happened = arm(actor, kind, error)
     with_call = plain_reply(ToolCall("look"), reason="tool_calls")
     request = rig.submit(Turns([with_call, [Headers(), Text("a"), WaitClose()]]))
-    questions: list[Any] = [call(request) for call in (rig.worker.get_status, rig.worker.read_output)]
+    questions: list[Any] = [
+        call(request) for call in (rig.worker.get_status, rig.worker.read_output)
+    ]
     assert [question.get(timeout=WAIT_S)["ok"] for question in questions] == [True, True]
     assert rig.ended(request)["state"] == "failed"
     assert happened.is_set()
     rig.wait_restarted()
     assert rig.run(Turns([with_call, plain_reply(Text("fine"))]))["text"] == "fine"
-    assert any(event["event"] == "actor_died" for event in rig.worker.get_debug_info().get()["recent_events"])
+    assert any(
+        event["event"] == "actor_died"
+        for event in rig.worker.get_debug_info().get()["recent_events"]
+    )
 
 
 class Bystander(pykka.ThreadingActor):
@@ -98,7 +105,9 @@ def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing_but_the_hosts
         futures.append(rig.worker.start())
         eventually(lambda: futures[0].done(), "an answer to start()")
         for steps in ([Headers(), Text("a"), WaitClose()], plain_reply(Text("b"))):
-            futures.append(rig.worker.submit("job", "", "x", params={"fake_script": steps_json(*steps)}))
+            futures.append(
+                rig.worker.submit("job", "", "x", params={"fake_script": steps_json(*steps)})
+            )
         futures += [rig.worker.result(1), rig.worker.result(2), rig.worker.get_worker_status()]
         if kind is messages.RequestEnded:
             assert happened.wait(WAIT_S)

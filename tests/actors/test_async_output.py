@@ -34,7 +34,11 @@ def test_the_pieces_are_the_whole_output_in_order_and_the_last_alone_is_done(rig
     assert all(chunk["text"] or chunk["reasoning"] for chunk in chunks[:-1])
     (late,) = run_async(collect(rig, request_id, text_offset=1, reasoning_offset=1))
     result = rig.ended(request_id)  # streaming has not released it
-    assert "".join(chunk["text"] for chunk in chunks) == result["text"] == "".join(f"tok{i} " for i in range(50))
+    assert (
+        "".join(chunk["text"] for chunk in chunks)
+        == result["text"]
+        == "".join(f"tok{i} " for i in range(50))
+    )
     assert "".join(chunk["reasoning"] for chunk in chunks) == "hm"
     assert (late["text"], late["reasoning"]) == (result["text"][1:], "m")
 
@@ -45,7 +49,9 @@ def test_the_event_loop_goes_on_while_it_waits(rig: Rig, gate: Path) -> None:
     async def main() -> list[OutputChunk]:
         chunks = stream(rig.worker, request_id, poll_interval_s=0.01)
         first = await anext(chunks)
-        asyncio.get_running_loop().call_later(0.05, gate.touch)  # never, where waiting for the rest blocks the loop
+        asyncio.get_running_loop().call_later(
+            0.05, gate.touch
+        )  # never, where waiting for the rest blocks the loop
         return [first, *[chunk async for chunk in chunks]]
 
     first, *rest = run_async(main())
@@ -53,7 +59,9 @@ def test_the_event_loop_goes_on_while_it_waits(rig: Rig, gate: Path) -> None:
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["left", "cancelled"])
-def test_an_iteration_that_ends_early_leaves_the_request_running(rig: Rig, gate: Path, is_cancelled: bool) -> None:
+def test_an_iteration_that_ends_early_leaves_the_request_running(
+    rig: Rig, gate: Path, is_cancelled: bool
+) -> None:
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
 
     async def main() -> None:
@@ -69,7 +77,9 @@ def test_an_iteration_that_ends_early_leaves_the_request_running(rig: Rig, gate:
     assert rig.ended(request_id)["text"] == "ab"
 
 
-def test_a_result_that_is_taken_from_under_the_stream_is_no_silent_end(rig: Rig, gate: Path) -> None:
+def test_a_result_that_is_taken_from_under_the_stream_is_no_silent_end(
+    rig: Rig, gate: Path
+) -> None:
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
 
     async def take() -> None:

@@ -1,4 +1,5 @@
-"""A host's BIOS provider may block: everything else goes on. What it returns, and that it may raise, is sans-IO."""
+"""A host's BIOS provider may block: everything else goes on. What it returns, and that it may
+raise, is sans-IO."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.fake_script import Text, plain_reply
 
 
-def test_while_it_blocks_questions_are_answered_and_a_cancel_takes_effect(make_worker: MakeWorker) -> None:
+def test_while_it_blocks_questions_are_answered_and_a_cancel_takes_effect(
+    make_worker: MakeWorker,
+) -> None:
     entered, may_return = threading.Semaphore(0), threading.Event()
 
     def provider(ctx: BiosContext) -> str:
@@ -45,7 +48,11 @@ def test_it_gets_the_hosts_time_as_it_is_and_stamps_never_run_backwards(
         return "bios"
 
     rig = make_worker(bios_provider=provider)
-    set_to = [clock[0], clock[0] + 86400.0, 1_000_000_000.0]  # as it was, a suspended day later, set back
+    set_to = [
+        clock[0],
+        clock[0] + 86400.0,
+        1_000_000_000.0,
+    ]  # as it was, a suspended day later, set back
     stamps = [rig.status()["last_ready_at"]]
     for unix in set_to:
         clock[0] = unix
@@ -57,4 +64,6 @@ def test_it_gets_the_hosts_time_as_it_is_and_stamps_never_run_backwards(
     stamps.append(rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"][-1]["at"])
     assert stamps == sorted(stamps)
     assert stamps[0] >= 2_000_000_000.0
-    assert stamps[-1] < 2_000_000_000.0 + 60.0, "monotonic seconds since the worker was made, on its first Unix second"
+    assert stamps[-1] < 2_000_000_000.0 + 60.0, (
+        "monotonic seconds since the worker was made, on its first Unix second"
+    )

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from tests.actors.conftest import WAIT_S, MakeWorker
-from tests.fake_script import Burn, Finish, Headers, PingEvery, PromptProgress, Repeat, Step, Text, WaitClose
+from tests.fake_script import (
+    Burn,
+    Finish,
+    Headers,
+    PingEvery,
+    PromptProgress,
+    Repeat,
+    Step,
+    Text,
+    WaitClose,
+)
 
 PHASES: dict[str, list[Step]] = {
     "before the headers, at work": [Burn(None)],
@@ -24,10 +34,14 @@ def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> Non
         assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
         assert rig.request(request)["phase"] == "done"
         assert rig.status()["slots_used"] == 0
-        rig.journal.wait("client_closed", n=number, timeout=WAIT_S)  # the script itself never ends it
+        rig.journal.wait(
+            "client_closed", n=number, timeout=WAIT_S
+        )  # the script itself never ends it
         result = rig.ended(request)
         assert {result["state"], result["finish_reason"], result["fail_reason"]} == {"canceled"}
         assert set(result["text"].split()) <= {"token"}
-        assert rig.worker.cancel(request).get(timeout=WAIT_S) is False, "the request has ended and was taken"
+        assert rig.worker.cancel(request).get(timeout=WAIT_S) is False, (
+            "the request has ended and was taken"
+        )
     assert rig.run()["state"] == "completed"
     assert rig.status()["restart_count"] == 0

@@ -51,11 +51,14 @@ def test_text_that_comes_fast_is_told_at_most_once_per_50_ms_and_wakes_one_threa
     woken = _switches() - before
     # The timed wait, and now and then the interpreter's lock.
     assert woken["llama_worker-loop"] <= 2 * ticks + 30, woken
-    assert sum(count for name, count in woken.items() if "request" in name or "transport" in name) == 0
+    assert (
+        sum(count for name, count in woken.items() if "request" in name or "transport" in name) == 0
+    )
 
 
 def test_an_event_in_bulk_costs_no_more_than_a_bare_loop(make_worker: MakeWorker) -> None:
-    # On a quiet machine it costs half as much; the least of interleaved rounds, since noise only ever adds.
+    # On a quiet machine it costs half as much; the least of interleaved rounds, since noise only
+    # ever adds.
     rig = make_worker(Script(replies=[Reply(plain_reply(Tokens(EVENTS)))]), max_tokens=None)
     ours, bare = [], []
     for _ in range(4):
@@ -106,12 +109,17 @@ def test_a_health_probe_costs_two_messages_two_timers_and_few_wakeups(
 
 def _bare_loop(port: int) -> None:
     connection = http.client.HTTPConnection(HOST, port)
-    body = {"messages": [{"role": "user", "content": "x"}], "fake_script": steps_json(*plain_reply(Tokens(EVENTS)))}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "fake_script": steps_json(*plain_reply(Tokens(EVENTS))),
+    }
     connection.request("POST", "/v1/chat/completions", json.dumps(body))
     response, rest, count = connection.getresponse(), b"", 0
     while data := response.read1(65536):
         *lines, rest = (rest + data).split(b"\n")
-        count += sum(1 for line in lines if line.startswith(b"data: {") and json.loads(line[6:])["choices"])
+        count += sum(
+            1 for line in lines if line.startswith(b"data: {") and json.loads(line[6:])["choices"]
+        )
     connection.close()
     assert count >= EVENTS
 
@@ -139,4 +147,7 @@ def _switches(others: Set[int] = frozenset()) -> Counter[str]:
 
 def _wakeups() -> int:
     """Voluntary context switches of all threads but this one, those that have ended included."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        - resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    )

@@ -1,4 +1,5 @@
-"""Any program may broadcast to all of Pykka's actors: what is not theirs, a worker's actors drop."""
+"""Any program may broadcast to all of Pykka's actors: what is not theirs, a worker's actors
+drop."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ from tests.fake_script import Gate, Headers, Text, WaitClose
 
 
 def strays_for(ref: pykka.ActorRef[Any], known: frozenset[Any]) -> list[Any]:
-    """What is not ours, and one of each kind that is another actor's; what is in it nobody reads."""
-    others = [kind(**dict.fromkeys(kind.__struct_fields__)) for kind in known - ref.actor_class.accepts]
+    """What is not ours, and one of each kind that is another actor's; what is in it nobody
+    reads."""
+    others = [
+        kind(**dict.fromkeys(kind.__struct_fields__)) for kind in known - ref.actor_class.accepts
+    ]
     assert others
     return ["hello", {"command": "pykka_stop"}, None, 7, object(), *others]
 
@@ -40,5 +44,7 @@ def test_messages_that_an_actor_does_not_know_change_nothing(
     gate.touch()
     rig.wait_text(request, "before after")
     assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
-    events = [event["event"] for event in rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"]]
+    events = [
+        event["event"] for event in rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"]
+    ]
     assert not {"actor_died", "restart"} & set(events)

@@ -11,7 +11,15 @@ import pytest
 
 from llama_worker import ConfigError, LlamaWorker, RequestRefused
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
-from tests.fake_script import Gate, Reasoning, Script, Text, fake_server_cmd, plain_reply, steps_json
+from tests.fake_script import (
+    Gate,
+    Reasoning,
+    Script,
+    Text,
+    fake_server_cmd,
+    plain_reply,
+    steps_json,
+)
 
 HELLO = "Hello"  # what a scripted server says unless it is told otherwise
 
@@ -50,7 +58,11 @@ def test_from_a_model_to_an_answer(server: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("given", "error", "says"),
     [
-        ({"executable": "/no/such"}, ConfigError, r"executable: /no/such does not exist; get one .*github.com"),
+        (
+            {"executable": "/no/such"},
+            ConfigError,
+            r"executable: /no/such does not exist; get one .*github.com",
+        ),
         ({"slots": 0}, ConfigError, "slots"),
         ({"max_token": 1}, TypeError, "max_token"),
         ({"server_cmd": ["x"]}, TypeError, "server_cmd"),
@@ -58,7 +70,9 @@ def test_from_a_model_to_an_answer(server: str, monkeypatch: pytest.MonkeyPatch)
         ({"extra_args": ["--port", "1"]}, ConfigError, "port"),
     ],
 )
-def test_what_cannot_work_is_refused(server: str, given: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_what_cannot_work_is_refused(
+    server: str, given: dict[str, Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         LlamaWorker.from_model("m.gguf", **{"executable": server, **given})
 
@@ -78,18 +92,29 @@ def test_ask_passes_everything_on_and_leaves_nothing_behind(rig: Rig) -> None:
     assert (result["job_name"], result["text"]) == ("a job", HELLO)
     body = rig.journal.facts("request", method="POST")[-1]["body"]
     assert body["temperature"] == 0
-    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in body["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert "Be terse." in body["messages"][0]["content"]
     assert asked.get() == result
-    eventually(lambda: not rig.worker.get_result(result["request_id"]).get()["ok"], "the end of its record")
+    eventually(
+        lambda: not rig.worker.get_result(result["request_id"]).get()["ok"], "the end of its record"
+    )
 
 
 def test_an_answer_that_nobody_waits_for_is_forgotten_too(rig: Rig, gate: Path) -> None:
-    rig.worker.ask("Hello?", params={"fake_script": steps_json(*plain_reply(Gate(gate), Text("done")))})
+    rig.worker.ask(
+        "Hello?", params={"fake_script": steps_json(*plain_reply(Gate(gate), Text("done")))}
+    )
     eventually(lambda: rig.status()["active_request_ids"] == [1], "the request")
     gc.collect()
     gate.touch()
-    eventually(lambda: rig.worker.get_status(1).get().get("error") == "NOT_FOUND", "the end of its record")
+    eventually(
+        lambda: rig.worker.get_status(1).get().get("error") == "NOT_FOUND", "the end of its record"
+    )
 
 
 def test_a_refusal_is_raised_with_its_code(make_worker: MakeWorker) -> None:

@@ -47,8 +47,11 @@ def handed_over() -> HandedOver:
 # ---------------------------------------------------------------- get
 
 
-def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait(future: WorkerFuture[None]) -> None:
-    """Another thread is sent the signal; to Python that is the same as one in the instant before the wait."""
+def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait(
+    future: WorkerFuture[None],
+) -> None:
+    """Another thread is sent the signal; to Python that is the same as one in the instant before
+    the wait."""
 
     def interrupt() -> None:
         time.sleep(0.2)  # earlier it would show nothing
@@ -67,7 +70,9 @@ def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait(future: Worke
     [lambda f: f["text"], lambda f: f.text, lambda f: f.result(), list, lambda f: [*f]],
     ids=["item", "attribute", "result()", "list", "star"],
 )
-def test_who_forgets_get_is_told_so(future: WorkerFuture[Any], use: Callable[[Any], object]) -> None:
+def test_who_forgets_get_is_told_so(
+    future: WorkerFuture[Any], use: Callable[[Any], object]
+) -> None:
     with pytest.raises((TypeError, AttributeError), match=r"call get\(timeout=...\) for its value"):
         use(future)
 
@@ -113,12 +118,18 @@ def test_of_many_answers_at_once_all_see_the_same_and_one_takes_it() -> None:
 # ---------------------------------------------------------------- await
 
 
-@pytest.mark.parametrize("derived", [lambda f: f, lambda f: f.map(lambda value: value)], ids=["itself", "mapped"])
-def test_awaiting_leaves_the_event_loop_running(future: WorkerFuture[str], derived: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "derived", [lambda f: f, lambda f: f.map(lambda value: value)], ids=["itself", "mapped"]
+)
+def test_awaiting_leaves_the_event_loop_running(
+    future: WorkerFuture[str], derived: Callable[[Any], Any]
+) -> None:
     async def main() -> Any:
         waiting = asyncio.create_task(wait(derived(future)))
         await asyncio.sleep(0)
-        threading.Thread(target=future.answer, args=("done",)).start()  # reached only if the wait does not block
+        threading.Thread(
+            target=future.answer, args=("done",)
+        ).start()  # reached only if the wait does not block
         return await waiting
 
     assert run_async(main()) == "done"
@@ -160,12 +171,16 @@ def test_an_answer_after_the_event_loop_was_closed_harms_nobody(future: WorkerFu
 
 
 @pytest.mark.parametrize("is_answered", [False, True], ids=["before the answer", "after it"])
-def test_a_callback_runs_on_a_thread_of_its_own(future: WorkerFuture[int], is_answered: bool) -> None:
+def test_a_callback_runs_on_a_thread_of_its_own(
+    future: WorkerFuture[int], is_answered: bool
+) -> None:
     called: SimpleQueue[tuple[int, str]] = SimpleQueue()
     if is_answered:
         future.answer(1)
     for _ in range(2):
-        future.add_done_callback(lambda f: called.put((f.get(timeout=0), threading.current_thread().name)))
+        future.add_done_callback(
+            lambda f: called.put((f.get(timeout=0), threading.current_thread().name))
+        )
     future.answer(1)
     assert [called.get(timeout=WAIT_S) for _ in range(2)] == [(1, CALLBACKS)] * 2
 
@@ -206,7 +221,12 @@ def test_an_answer_does_not_fail_where_no_thread_can_be_started_for_a_callback(
 
 @pytest.mark.parametrize(
     "take",
-    [lambda f: f.get(), lambda f: f.get(timeout=1), lambda f: run_async(wait(f)), lambda f: f.map(lambda v: v).get()],
+    [
+        lambda f: f.get(),
+        lambda f: f.get(timeout=1),
+        lambda f: run_async(wait(f)),
+        lambda f: f.map(lambda v: v).get(),
+    ],
     ids=["get", "get in time", "await", "through a map"],
 )
 def test_taking_a_result_is_told_once_and_later_gets_return_it_still(

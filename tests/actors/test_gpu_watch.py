@@ -32,7 +32,9 @@ class Watching:
         self._monkeypatch = monkeypatch
         self._server = subprocess.Popen(["sleep", "1000"])
         self.pid = self._server.pid
-        self._thread = threading.Thread(target=gpu_watch.watch_gpus, args=(self.pid, 3, self), daemon=True)
+        self._thread = threading.Thread(
+            target=gpu_watch.watch_gpus, args=(self.pid, 3, self), daemon=True
+        )
 
     def tell(self, message: GpuFaulted) -> bool:
         assert message.epoch == 3
@@ -79,13 +81,17 @@ def used(watching: Watching) -> Gpu:
     return Gpu(pids={STRANGER, watching.pid})
 
 
-def test_each_fault_of_the_gpu_in_use_is_told_once_and_what_is_harmless_never(watching: Watching, used: Gpu) -> None:
+def test_each_fault_of_the_gpu_in_use_is_told_once_and_what_is_harmless_never(
+    watching: Watching, used: Gpu
+) -> None:
     nvml = watching.begin_on(Gpu(), used)
     for xid in (31, 31, 45, 31, 79):
         nvml.report(used, xid)
     nvml.report_ecc(used)
     assert watching.next() == GpuFault(fatal=False, detail="GPU 1: Xid 31, a memory page fault")
-    assert watching.next() == GpuFault(fatal=True, detail="GPU 1: Xid 79, the GPU has fallen off the bus")
+    assert watching.next() == GpuFault(
+        fatal=True, detail="GPU 1: Xid 79, the GPU has fallen off the bus"
+    )
     assert watching.next().detail == "GPU 1: a double-bit ECC error"
 
 
@@ -124,7 +130,9 @@ def test_an_event_of_a_gpu_that_cannot_be_asked_any_more_counts(
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetIndex", fail)
     nvml.report(used, 79)
-    assert watching.next() == GpuFault(fatal=True, detail="a GPU: Xid 79, the GPU has fallen off the bus")
+    assert watching.next() == GpuFault(
+        fatal=True, detail="a GPU: Xid 79, the GPU has fallen off the bus"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +145,14 @@ def test_an_event_of_a_gpu_that_cannot_be_asked_any_more_counts(
         None,
         object(),
     ],
-    ids=["no GPU", "another's GPU", "a lost GPU", "a GPU that reports nothing", "no library", "a broken library"],
+    ids=[
+        "no GPU",
+        "another's GPU",
+        "a lost GPU",
+        "a GPU that reports nothing",
+        "no library",
+        "a broken library",
+    ],
 )
 def test_where_there_is_nothing_to_watch_the_watch_ends(watching: Watching, nvml: object) -> None:
     watching.begin(nvml)
@@ -188,7 +203,8 @@ def test_the_scripted_nvml_has_the_names_and_numbers_of_the_real_one() -> None:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNvml]:
-    """With one GPU, which every process uses. To be asked for before the workers: it outlives them."""
+    """With one GPU, which every process uses. To be asked for before the workers: it outlives
+    them."""
     monkeypatch.setattr(gpu_watch, "WAIT_S", 0.1)
     scripted = ScriptedNvml(Gpu(pids=None))
     monkeypatch.setitem(sys.modules, "pynvml", scripted)
@@ -206,14 +222,20 @@ def test_a_gpu_that_fails_restarts_the_server_and_its_requests_keep_their_output
     nvml.report(nvml.gpus[0], 79)
     result = rig.ended(request_id)
     told = "gpu_failed: GPU 0: Xid 79, the GPU has fallen off the bus"
-    assert (result["text"], result["fail_reason"], result["fail_detail"]) == ("half an ans", "worker_restarted", told)
+    assert (result["text"], result["fail_reason"], result["fail_detail"]) == (
+        "half an ans",
+        "worker_restarted",
+        told,
+    )
     assert rig.wait_restarted()["restart_count"] == 1
     (restart,) = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]
     assert restart["reason"] == "gpu_failed"
     eventually(lambda: len(nvml.sets) == 2, "the watch of the next launch")
 
 
-def test_nvml_that_hangs_holds_up_neither_requests_nor_the_end(nvml: ScriptedNvml, make_worker: MakeWorker) -> None:
+def test_nvml_that_hangs_holds_up_neither_requests_nor_the_end(
+    nvml: ScriptedNvml, make_worker: MakeWorker
+) -> None:
     nvml.hang()
     rig = make_worker()
     assert nvml.waits.acquire(timeout=WAIT_S)

@@ -16,7 +16,15 @@ import psutil
 import pytest
 
 from llama_worker.types import WorkerState
-from tests.actors.conftest import WAIT_S, MakeWorker, eventually, fast_timeouts, living, running, tree
+from tests.actors.conftest import (
+    WAIT_S,
+    MakeWorker,
+    eventually,
+    fast_timeouts,
+    living,
+    running,
+    tree,
+)
 from tests.fake_script import (
     Child,
     Flood,
@@ -36,7 +44,9 @@ from tests.fake_script import (
 
 LEFT_WITHIN_S = 5.0  # of the host's end
 HOST_PROGRAM = Path(__file__).with_name("host_program.py")
-ENDLESS = Reply([Headers(), Repeat(None, [Text("token "), Sleep(0.02)])], marker="stream", times=None)
+ENDLESS = Reply(
+    [Headers(), Repeat(None, [Text("token "), Sleep(0.02)])], marker="stream", times=None
+)
 TREE = (Child("group"), Child("session"), Child("daemon"))
 STUBBORN = Script(replies=[ENDLESS], children=TREE, ignore_term=True, floods=[Flood()])
 HALTED = replace(STUBBORN)  # by a SIGSTOP
@@ -67,7 +77,12 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
 
     def run(way: str, script: Script) -> Host:
         journal = tmp_path / "journal"
-        arguments = (way, str(free_port()), str(journal), json.dumps(to_json(replace(script, lifetime_s=120))))
+        arguments = (
+            way,
+            str(free_port()),
+            str(journal),
+            json.dumps(to_json(replace(script, lifetime_s=120))),
+        )
         command, pipe = [sys.executable, str(HOST_PROGRAM), *arguments], subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         running.append(process)
@@ -108,7 +123,9 @@ def test_a_host_that_ends_without_close_leaves_nothing(
     else:
         host.go()
     assert host.process.wait(timeout=LEFT_WITHIN_S) == ends_by
-    eventually(lambda: not running(seen), f"end of {seen}", LEFT_WITHIN_S - (time.monotonic() - began_at))
+    eventually(
+        lambda: not running(seen), f"end of {seen}", LEFT_WITHIN_S - (time.monotonic() - began_at)
+    )
     assert not running(tree(host.journal))
 
 
@@ -119,7 +136,10 @@ def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: R
     journal = str(host.journal.path)  # which guard and server are told
 
     def is_left() -> bool:
-        return any(journal in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+        return any(
+            journal in (process.info["cmdline"] or ())
+            for process in psutil.process_iter(["cmdline"])
+        )
 
     eventually(lambda: not is_left(), "end of guard and server", LEFT_WITHIN_S)
 
@@ -160,7 +180,12 @@ def test_the_guard_ignores_what_everybody_is_sent_and_standing_still_does_not_ho
 ) -> None:
     rig = make_worker(Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.5))
     guard = rig.journal.wait("launched")["ppid"]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # by a terminal, by a manager
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    ):  # by a terminal, by a manager
         os.kill(guard, number)
     assert rig.run()["state"] == "completed"
     assert rig.status()["restart_count"] == 0
@@ -183,8 +208,12 @@ with LlamaWorker(WorkerConfig("closed", "127.0.0.1", int(port), command)) as wor
 """
 
 
-def test_a_host_whose_standard_streams_are_closed_runs_a_server(free_port: Callable[[], int], tmp_path: Path) -> None:
+def test_a_host_whose_standard_streams_are_closed_runs_a_server(
+    free_port: Callable[[], int], tmp_path: Path
+) -> None:
     port, said = free_port(), tmp_path / "said"
     command = fake_server_cmd(Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
-    subprocess.run([sys.executable, "-c", _WITHOUT_STREAMS, str(port), str(said), *command], timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", _WITHOUT_STREAMS, str(port), str(said), *command], timeout=60
+    )
     assert said.read_text() == "Hello"

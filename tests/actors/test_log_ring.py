@@ -49,7 +49,9 @@ def test_the_tail_is_of_the_present_launch_alone() -> None:
     assert (ring.tail(9), ring.tail(1)) == (("new", "un"), ("un",))
     assert ring.lines() == ["old", "half a li", "new", "un"]
     ring.feed(b"\n" + NINE)
-    assert (ring.tail(2), ring.tail(99)) == (("7", "8"), ("4", "5", "6", "7", "8")), "what is kept, and no more"
+    assert (ring.tail(2), ring.tail(99)) == (("7", "8"), ("4", "5", "6", "7", "8")), (
+        "what is kept, and no more"
+    )
 
 
 def test_a_line_without_end_is_cut_and_memory_stays_bounded() -> None:

@@ -1,4 +1,5 @@
-"""The Prometheus collector, scraped as Prometheus does; and the dashboard, which must show what it gives."""
+"""The Prometheus collector, scraped as Prometheus does; and the dashboard, which must show what it
+gives."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def scrape(worker: LlamaWorker) -> Samples:
     registry = CollectorRegistry()
     registry.register(WorkerCollector([worker]))
     families = text_string_to_metric_families(generate_latest(registry).decode())
-    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+    return {
+        (s.name, frozenset(s.labels.items())): s.value
+        for family in families
+        for s in family.samples
+    }
 
 
 def sample(samples: Samples, name: str, **labels: str) -> float:
@@ -39,10 +44,15 @@ def workers_in(collector: WorkerCollector) -> set[str]:
     return {sample.labels["worker"] for family in collector.collect() for sample in family.samples}
 
 
-def test_a_worker_that_has_done_nothing_shows_its_state_its_slots_and_zeros(make_worker: MakeWorker) -> None:
+def test_a_worker_that_has_done_nothing_shows_its_state_its_slots_and_zeros(
+    make_worker: MakeWorker,
+) -> None:
     rig = make_worker(slots=3, start=False)
     seen = scrape(rig.worker)
-    states = {state: sample(seen, "state", worker="w1", state=state) for state in ("stopped", "running", "ready")}
+    states = {
+        state: sample(seen, "state", worker="w1", state=state)
+        for state in ("stopped", "running", "ready")
+    }
     assert states == {"stopped": 1, "running": 0, "ready": 0}
     assert sample(seen, "slots", worker="w1") == 3
     zeros = [sample(seen, name, worker="w1") for name in ("slots_used", "generated_tokens_total")]
@@ -61,20 +71,40 @@ def test_requests_tokens_and_times_are_those_of_the_results(make_worker: MakeWor
     seen = scrape(rig.worker)
     assert sample(seen, "state", worker="w1", state="ready") == 1
     assert (sample(seen, "slots", worker="w1"), sample(seen, "slots_used", worker="w1")) == (2, 1)
-    for outcome, reason in (("completed", "stop"), ("completed", "max_tokens"), ("canceled", "canceled")):
+    for outcome, reason in (
+        ("completed", "stop"),
+        ("completed", "max_tokens"),
+        ("canceled", "canceled"),
+    ):
         assert sample(seen, "requests_total", worker="w1", outcome=outcome, reason=reason) == 1
-    counted = [sample(seen, f"prompt_{name}_total", worker="w1") for name in ("tokens", "cached_tokens")]
-    assert counted == [sum(result["usage"][name] for result in results) for name in ("prompt_tokens", "cached_tokens")]
-    assert sample(seen, "generated_tokens_total", worker="w1") - 12 in (0, 1)  # a cancel may come before the token
+    counted = [
+        sample(seen, f"prompt_{name}_total", worker="w1") for name in ("tokens", "cached_tokens")
+    ]
+    assert counted == [
+        sum(result["usage"][name] for result in results)
+        for name in ("prompt_tokens", "cached_tokens")
+    ]
+    assert sample(seen, "generated_tokens_total", worker="w1") - 12 in (
+        0,
+        1,
+    )  # a cancel may come before the token
     took_s = sum(result["timings"]["total_s"] for result in results)
-    assert sample(seen, "request_duration_seconds_sum", worker="w1", outcome="completed") == pytest.approx(took_s)
+    assert sample(
+        seen, "request_duration_seconds_sum", worker="w1", outcome="completed"
+    ) == pytest.approx(took_s)
     assert sample(seen, "request_duration_seconds_count", worker="w1", outcome="canceled") == 1
     assert sample(seen, "time_to_first_token_seconds_count", worker="w1") in (2, 3)
-    bounds = {dict(labels)["le"] for name, labels in seen if name.endswith("request_duration_seconds_bucket")}
+    bounds = {
+        dict(labels)["le"]
+        for name, labels in seen
+        if name.endswith("request_duration_seconds_bucket")
+    }
     assert sorted(map(float, bounds)) == [*BOUNDS_S, float("inf")]
 
 
-def test_workers_come_and_go_and_the_open_ones_have_each_a_name_of_its_own(make_worker: MakeWorker) -> None:
+def test_workers_come_and_go_and_the_open_ones_have_each_a_name_of_its_own(
+    make_worker: MakeWorker,
+) -> None:
     registry, collector = CollectorRegistry(), WorkerCollector()
     registry.register(collector)
     with pytest.raises(ValueError, match="Duplicated"):
@@ -121,7 +151,11 @@ def test_names_follow_the_conventions() -> None:
 
 
 def test_the_documentation_names_every_metric_and_no_other() -> None:
-    named = set(re.findall(r"^\| `(llama_worker_\w+)", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE))
+    named = set(
+        re.findall(
+            r"^\| `(llama_worker_\w+)", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE
+        )
+    )
     assert named == set(families())
 
 
@@ -130,9 +164,14 @@ TARGETS = [target for panel in DASHBOARD["panels"] for target in panel["targets"
 
 
 def test_the_dashboard_asks_for_every_metric_and_no_other() -> None:
-    expressions = [target["expr"] for target in TARGETS] + [DASHBOARD["templating"]["list"][1]["query"]["query"]]
+    expressions = [target["expr"] for target in TARGETS] + [
+        DASHBOARD["templating"]["list"][1]["query"]["query"]
+    ]
     asked = {name for text in expressions for name in re.findall(r"llama_worker_\w+", text)}
-    given = {name: {f"{name}_bucket"} if kind == "histogram" else {name} for name, kind in families().items()}
+    given = {
+        name: {f"{name}_bucket"} if kind == "histogram" else {name}
+        for name, kind in families().items()
+    }
     assert asked == set().union(*given.values())
 
 
@@ -152,6 +191,8 @@ def test_restarts_and_failures_have_their_cause_and_the_dashboard_groups_by_labe
         labels.setdefault(name, set()).update(label for label, _ in pairs)
     for target in TARGETS:
         (name,) = set(re.findall(r"llama_worker_\w+", target["expr"])) or {""}
-        used = re.findall(r"by \(([^)]*)\)", target["expr"]) + re.findall(r"{(.*?)[=!]", target["expr"])
+        used = re.findall(r"by \(([^)]*)\)", target["expr"]) + re.findall(
+            r"{(.*?)[=!]", target["expr"]
+        )
         used += re.findall(r"{{(\w+)}}", target["legendFormat"])
         assert {label.strip() for text in used for label in text.split(",")} <= labels[name], target

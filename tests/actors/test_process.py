@@ -1,4 +1,5 @@
-"""The server's processes: how they start, what they inherit, and that nothing of the tree is left."""
+"""The server's processes: how they start, what they inherit, and that nothing of the tree is
+left."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def _failure(starting: WorkerFuture[WorkerStatus]) -> WorkerStartError:
 # ------------------------------------------------------------ start
 
 
-def test_the_server_has_a_session_and_a_group_of_its_own_and_no_descriptor_of_the_host(make_worker: MakeWorker) -> None:
+def test_the_server_has_a_session_and_a_group_of_its_own_and_no_descriptor_of_the_host(
+    make_worker: MakeWorker,
+) -> None:
     with tempfile.TemporaryFile() as file:
         os.set_inheritable(file.fileno(), True)
         server = make_worker().journal.wait("launched")
@@ -62,24 +65,38 @@ def test_the_server_has_a_session_and_a_group_of_its_own_and_no_descriptor_of_th
 def test_what_would_reconfigure_a_server_is_not_inherited_and_its_own_path_is_searched(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LLAMA_ARG_PORT", "LLAMA_ARG_N_PARALLEL", "LLAMA_ARG_MODEL", "AIP_MODE", "LLAMA_SERVER_ROUTER_PORT"):
+    for name in (
+        "LLAMA_ARG_PORT",
+        "LLAMA_ARG_N_PARALLEL",
+        "LLAMA_ARG_MODEL",
+        "AIP_MODE",
+        "LLAMA_SERVER_ROUTER_PORT",
+    ):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("GGML_OF_THE_HOST", "kept")
     monkeypatch.delenv("LLAMA_SERVER", raising=False)  # a test run may be told of one
     folder, name = os.path.split(sys.executable)
     rig = make_worker(start=False)
     command = (name, *rig.config.server_cmd[1:])
-    make_worker(server_cmd=command, port=rig.config.port, env={"LLAMA_ARG_THREADS": "3", "PATH": folder})
+    make_worker(
+        server_cmd=command, port=rig.config.port, env={"LLAMA_ARG_THREADS": "3", "PATH": folder}
+    )
     env = rig.journal.wait("launched")["env"]
     assert env["GGML_OF_THE_HOST"] == "kept"
-    assert {name for name in env if name.startswith(("LLAMA", "AIP"))} == {"LLAMA_ARG_THREADS", "LLAMA_WORKER_LAUNCH"}
+    assert {name for name in env if name.startswith(("LLAMA", "AIP"))} == {
+        "LLAMA_ARG_THREADS",
+        "LLAMA_WORKER_LAUNCH",
+    }
     assert env["GGML_NO_BACKTRACE"] == "1"
 
 
 @pytest.mark.parametrize(
-    ("path", "why"), [("/nowhere/llama-server", "No such file"), ("/etc/passwd", "Permission denied")]
+    ("path", "why"),
+    [("/nowhere/llama-server", "No such file"), ("/etc/passwd", "Permission denied")],
 )
-def test_what_cannot_be_executed_is_spawn_failed(make_worker: MakeWorker, path: str, why: str) -> None:
+def test_what_cannot_be_executed_is_spawn_failed(
+    make_worker: MakeWorker, path: str, why: str
+) -> None:
     rig = make_worker(start=False, server_cmd=(path,))
     error = _failure(rig.worker.start())
     assert error.reason is StartFailReason.SPAWN_FAILED
@@ -89,7 +106,9 @@ def test_what_cannot_be_executed_is_spawn_failed(make_worker: MakeWorker, path: 
 
 
 @pytest.mark.parametrize("code", [0, 255, -signal.SIGSEGV])
-def test_a_server_that_exits_says_why_and_with_which_code(make_worker: MakeWorker, code: int) -> None:
+def test_a_server_that_exits_says_why_and_with_which_code(
+    make_worker: MakeWorker, code: int
+) -> None:
     lines = ["loading", "error: failed to load model 'x.gguf'"]
     rig = make_worker(Script(exits=[Exit(code=code, when="before_bind", log=lines)]), start=False)
     error = _failure(rig.worker.start())
@@ -100,7 +119,9 @@ def test_a_server_that_exits_says_why_and_with_which_code(make_worker: MakeWorke
     assert lines[1] in rig.worker.get_debug_info().get()["recent_logs"]
 
 
-def test_an_environment_that_changes_meanwhile_can_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_changes_meanwhile_can_be_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Changing(dict[str, str]):
         def get(self, name: str, default: Any = None) -> Any:
             return None if name == "GONE" else super().get(name, default)
@@ -116,7 +137,9 @@ def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: Ma
     too_long = make_worker(start=False, server_cmd=(sys.executable, "x" * 200_000))
     assert _failure(too_long.worker.start()).reason is StartFailReason.SPAWN_FAILED
     too_long.stop()
-    no_name = make_worker(start=False, host="x" * 70 + ".local", server_cmd=("/bin/false",))  # IDNA: 63 at most
+    no_name = make_worker(
+        start=False, host="x" * 70 + ".local", server_cmd=("/bin/false",)
+    )  # IDNA: 63 at most
     assert _failure(no_name.worker.start()).returncode == 1
     no_name.stop()
 
@@ -124,7 +147,9 @@ def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: Ma
 # ------------------------------------------------------------ the port
 
 
-def test_a_port_that_is_taken_before_or_during_a_launch_is_port_in_use(make_worker: MakeWorker) -> None:
+def test_a_port_that_is_taken_before_or_during_a_launch_is_port_in_use(
+    make_worker: MakeWorker,
+) -> None:
     rig = make_worker(Script(startup=Startup(bind_delay_s=1.0)), start=False)
     with socket.create_server((HOST, rig.config.port)):
         assert _failure(rig.worker.start()).reason is StartFailReason.PORT_IN_USE
@@ -184,18 +209,26 @@ def test_a_host_without_descriptors_loses_none_over_a_pipe_that_cannot_be_made(
 
 STUBBORN = {
     "obedient, a child without output": Script(children=[Child("daemon", keep_output=False)]),
-    "children, floods its log, ignores SIGTERM": Script(children=TREE, floods=[Flood()], ignore_term=True),
+    "children, floods its log, ignores SIGTERM": Script(
+        children=TREE, floods=[Flood()], ignore_term=True
+    ),
     "children, is SIGSTOPped": Script(children=TREE),
 }
 
 
 @pytest.mark.parametrize("name", STUBBORN)
-def test_stop_leaves_nothing_within_the_grace_and_two_seconds(make_worker: MakeWorker, name: str) -> None:
-    rig = make_worker(STUBBORN[name], slots=2, timeouts=fast_timeouts(stop_grace_s=GRACE_S), start=False)
+def test_stop_leaves_nothing_within_the_grace_and_two_seconds(
+    make_worker: MakeWorker, name: str
+) -> None:
+    rig = make_worker(
+        STUBBORN[name], slots=2, timeouts=fast_timeouts(stop_grace_s=GRACE_S), start=False
+    )
     leftovers = Leftovers()
     for _ in range(2):
         rig.start()
-        streams = [rig.submit(*steps) for steps in ([Headers(), Tokens(1), WaitClose()], [Sleep(60)])]
+        streams = [
+            rig.submit(*steps) for steps in ([Headers(), Tokens(1), WaitClose()], [Sleep(60)])
+        ]
         rig.wait_text(streams[0], "tok")
         seen = rig.tree()
         if "SIGSTOPped" in name:
@@ -203,7 +236,9 @@ def test_stop_leaves_nothing_within_the_grace_and_two_seconds(make_worker: MakeW
         began_at = time.monotonic()
         rig.stop()
         assert time.monotonic() - began_at < GRACE_S + 2.0
-        connected = [told["connected"] for told in rig.journal.facts("signal")]  # a server waits for open ones
+        connected = [
+            told["connected"] for told in rig.journal.facts("signal")
+        ]  # a server waits for open ones
         assert "obedient" not in name or connected == [0] * len(connected), "they are closed first"
         assert not living(seen)
         assert rig.status()["state"] is WorkerState.STOPPED
@@ -212,7 +247,9 @@ def test_stop_leaves_nothing_within_the_grace_and_two_seconds(make_worker: MakeW
         assert leftovers.wait_none() == []
 
 
-def test_a_server_that_is_stuck_in_its_first_sigterm_is_asked_a_second_time(make_worker: MakeWorker) -> None:
+def test_a_server_that_is_stuck_in_its_first_sigterm_is_asked_a_second_time(
+    make_worker: MakeWorker,
+) -> None:
     rig = make_worker(Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=30.0))
     rig.stop()
     assert len(rig.journal.facts("signal", signal="SIGTERM")) == 2
@@ -220,19 +257,27 @@ def test_a_server_that_is_stuck_in_its_first_sigterm_is_asked_a_second_time(make
 
 
 def test_a_tree_that_outlives_its_root_is_ended(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(children=TREE, exits=[Exit(code=7, when="request")]), restart=RestartPolicy.never())
+    rig = make_worker(
+        Script(children=TREE, exits=[Exit(code=7, when="request")]), restart=RestartPolicy.never()
+    )
     assert rig.run()["fail_reason"] == "server_died"
     rig.wait_state(WorkerState.FAILED)
     rig.wait_gone(5.0)
 
 
 @pytest.mark.parametrize("children_count", [0, 3], ids=["at once", "while it loads"])
-def test_a_start_that_is_stopped_leaves_nothing(make_worker: MakeWorker, children_count: int) -> None:
-    rig = make_worker(Script(startup=Startup(load_s=None), children=TREE, ignore_term=True), start=False)
+def test_a_start_that_is_stopped_leaves_nothing(
+    make_worker: MakeWorker, children_count: int
+) -> None:
+    rig = make_worker(
+        Script(startup=Startup(load_s=None), children=TREE, ignore_term=True), start=False
+    )
     starting = rig.worker.start()
     if children_count:
         rig.journal.wait("child", timeout=WAIT_S, count=children_count)
-        assert rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"], "questions are answered meanwhile"
+        assert rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"], (
+            "questions are answered meanwhile"
+        )
     rig.stop()
     rig.wait_gone(0.0)
     assert _failure(starting).reason is StartFailReason.STOPPED

@@ -1,6 +1,7 @@
 """Questions are answered whatever the server is doing: no actor's thread waits for it.
 
-What the worker is doing here lasts until the test ends it; whoever waited for it would wait for ever.
+What the worker is doing here lasts until the test ends it; whoever waited for it would wait for
+ever.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ TOKENS = [Headers(), Repeat(None, [Text("token "), Sleep(0.002)])]
 
 def assert_answers(rig: Rig, state: WorkerState, request: int = 1) -> None:
     """Every question; the worker is in that state all the while."""
-    asked: list[WorkerFuture[Any]] = [rig.worker.get_debug_info(), rig.worker.submit("job", "", "x")]
+    asked: list[WorkerFuture[Any]] = [
+        rig.worker.get_debug_info(),
+        rig.worker.submit("job", "", "x"),
+    ]
     asked += [question(request) for question in (rig.worker.get_status, rig.worker.read_output)]
     asked += [question(request + 1000) for question in (rig.worker.get_result, rig.worker.cancel)]
     for answer in asked:
@@ -27,7 +31,9 @@ def assert_answers(rig: Rig, state: WorkerState, request: int = 1) -> None:
     assert rig.status()["state"] is state
 
 
-def test_while_the_server_stands_still_while_it_is_stopped_and_during_a_backoff(make_worker: MakeWorker) -> None:
+def test_while_the_server_stands_still_while_it_is_stopped_and_during_a_backoff(
+    make_worker: MakeWorker,
+) -> None:
     rig = make_worker(
         Script(replies=[Reply(TOKENS, times=None)], ignore_term=True),
         loop_detector=None,
@@ -39,7 +45,9 @@ def test_while_the_server_stands_still_while_it_is_stopped_and_during_a_backoff(
     rig.wait_text(request, "token")
     pid = rig.status()["pid"]
     os.kill(pid, signal.SIGSTOP)
-    assert_answers(rig, WorkerState.READY, request)  # the second request was admitted: the worker cannot know yet
+    assert_answers(
+        rig, WorkerState.READY, request
+    )  # the second request was admitted: the worker cannot know yet
     assert rig.worker.cancel(request + 1).get(timeout=WAIT_S) is True
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: "next_restart_at" in rig.status(), "the backoff")

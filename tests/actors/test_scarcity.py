@@ -1,4 +1,5 @@
-"""A moment without threads or descriptors: what cannot be done says so, and the server is not blamed."""
+"""A moment without threads or descriptors: what cannot be done says so, and the server is not
+blamed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SUSPICIOUS = RestartPolicy(transport_failures_before_restart=1, restart_backoff_
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Every descriptor that this process may have is taken. Nothing may be opened meanwhile, by the test neither."""
+    """Every descriptor that this process may have is taken. Nothing may be opened meanwhile, by the
+    test neither."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     filler: list[int] = []
@@ -45,7 +47,11 @@ def no_descriptors() -> Iterator[None]:
 def assert_as_before(rig: Rig) -> None:
     assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
     status = rig.status()
-    assert (status["state"], status["restart_count"], status["slots_used"]) == (WorkerState.READY, 0, 0)
+    assert (status["state"], status["restart_count"], status["slots_used"]) == (
+        WorkerState.READY,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,10 +61,14 @@ def assert_as_before(rig: Rig) -> None:
 def test_without_a_thread_a_request_fails_and_the_server_stays(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
 ) -> None:
-    rig = make_worker(normal_tools=[TOOL], tool_runner=Mock(), bios_provider=lambda _: "bios", restart=SUSPICIOUS)
+    rig = make_worker(
+        normal_tools=[TOOL], tool_runner=Mock(), bios_provider=lambda _: "bios", restart=SUSPICIOUS
+    )
     turns = Turns([plain_reply(ToolCall("look"), reason="tool_calls"), plain_reply(Text("done"))])
     with monkeypatch.context() as fresh, no_threads(kind) as refused:
-        fresh.setattr(loop_thread, "_loop", LoopThread())  # as if this were the process's first stream
+        fresh.setattr(
+            loop_thread, "_loop", LoopThread()
+        )  # as if this were the process's first stream
         result = rig.run(turns)
     assert refused.is_set()
     assert result["fail_reason"] == reason
@@ -69,18 +79,28 @@ def test_without_a_thread_a_request_fails_and_the_server_stays(
 def test_a_worker_that_gets_no_threads_raises_and_leaves_nothing(make_worker: MakeWorker) -> None:
     config = make_worker(start=False).config
     before = Leftovers()
-    for actor in ("worker", "process", "tool_loop", "watchdog"):  # the others are run by the shared loop
+    for actor in (
+        "worker",
+        "process",
+        "tool_loop",
+        "watchdog",
+    ):  # the others are run by the shared loop
         with no_threads(f"llama_worker-{actor}"), pytest.raises(RuntimeError, match="new thread"):
             LlamaWorker(config)
         assert before.wait_none() == []
 
 
-def test_without_descriptors_a_request_fails_the_server_stays_and_can_be_stopped(make_worker: MakeWorker) -> None:
+def test_without_descriptors_a_request_fails_the_server_stays_and_can_be_stopped(
+    make_worker: MakeWorker,
+) -> None:
     rig = make_worker(restart=SUSPICIOUS, slots=2)
     with no_descriptors():
         told = [rig.ended(request) for request in (rig.submit(), rig.submit())]
     for result in told:
-        assert (result["fail_reason"], "Too many open files" in result["fail_detail"]) == ("unknown_error", True)
+        assert (result["fail_reason"], "Too many open files" in result["fail_detail"]) == (
+            "unknown_error",
+            True,
+        )
     assert_as_before(rig)
     with no_descriptors():
         rig.stop()
@@ -102,7 +122,8 @@ def test_a_start_that_lacks_something_fails_with_the_cause_and_may_be_repeated(
 
 
 def test_a_host_that_ignores_sigchld_hears_of_every_end(make_worker: MakeWorker) -> None:
-    """The disposition is inherited by what the host starts: its children are nobody's to wait for."""
+    """The disposition is inherited by what the host starts: its children are nobody's to wait
+    for."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with pytest.raises(WorkerStartError, match="No such file"):
@@ -110,7 +131,9 @@ def test_a_host_that_ignores_sigchld_hears_of_every_end(make_worker: MakeWorker)
         rig = make_worker()
         os.kill(rig.status()["pid"], signal.SIGKILL)
         rig.wait_restarted()
-        (event,) = [e for e in rig.worker.get_debug_info().get()["recent_events"] if e["event"] == "exited"]
+        (event,) = [
+            e for e in rig.worker.get_debug_info().get()["recent_events"] if e["event"] == "exited"
+        ]
         assert event["returncode"] == -signal.SIGKILL
         rig.stop()
         rig.wait_gone(0.0)

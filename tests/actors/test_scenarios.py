@@ -1,4 +1,5 @@
-"""Hung or only slow? The simulator's cross-check on real processes: a scenario of each topic, another each time."""
+"""Hung or only slow? The simulator's cross-check on real processes: a scenario of each topic,
+another each time."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from tests.scenarios.runner import run_all
 SIDE_BY_SIDE = 4  # what they are to find, they must not bring about
 
 
-def test_a_scenario_of_each_topic_gets_the_verdict_that_is_due(free_port: Callable[[], int]) -> None:
+def test_a_scenario_of_each_topic_gets_the_verdict_that_is_due(
+    free_port: Callable[[], int],
+) -> None:
     """A failure names the scenario: `make scenarios` runs them all."""
     chosen = [random.choice(scenarios) for scenarios in GROUPS.values()]
     reports = run_all(chosen, [free_port() for _ in range(SIDE_BY_SIDE)])

@@ -1,4 +1,5 @@
-"""A signal handler may call the handle whatever its thread is doing, the same call included: it never deadlocks."""
+"""A signal handler may call the handle whatever its thread is doing, the same call included: it
+never deadlocks."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def on_signal() -> Iterator[Handle]:
 
 
 def is_interrupted(call: Callable[[], object], line: int) -> bool:
-    """Make the call, with the signal at its line number `line`, in whatever module; False: it has fewer lines."""
+    """Make the call, with the signal at its line number `line`, in whatever module; False: it has
+    fewer lines."""
     lines = itertools.count()
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
@@ -52,7 +54,8 @@ def is_interrupted(call: Callable[[], object], line: int) -> bool:
 
 
 def interrupt_everywhere(make_call: Callable[[], Callable[[], object]]) -> int:
-    """A call again and again, with the signal at each of its lines in turn; how many lines it has."""
+    """A call again and again, with the signal at each of its lines in turn; how many lines it
+    has."""
     return next(line for line in itertools.count() if not is_interrupted(make_call(), line))
 
 
@@ -77,7 +80,9 @@ def test_a_call_in_a_handler_over_the_same_call_is_answered_as_well(
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_close_in_a_handler_over_close_at_every_line_of_it(make_worker: MakeWorker, on_signal: Handle) -> None:
+def test_close_in_a_handler_over_close_at_every_line_of_it(
+    make_worker: MakeWorker, on_signal: Handle
+) -> None:
     workers: list[LlamaWorker] = []
 
     def make_close() -> Callable[[], None]:
@@ -91,7 +96,9 @@ def test_close_in_a_handler_over_close_at_every_line_of_it(make_worker: MakeWork
             worker.submit("job", "", "x")
 
 
-def test_close_in_a_handler_while_close_waits_for_the_server(make_worker: MakeWorker, on_signal: Handle) -> None:
+def test_close_in_a_handler_while_close_waits_for_the_server(
+    make_worker: MakeWorker, on_signal: Handle
+) -> None:
     rig = make_worker(Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=0.5))
     left: list[set[int]] = []
 

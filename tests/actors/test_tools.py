@@ -1,4 +1,5 @@
-"""Tools and exit tools on real threads, and what the server is sent; which calls run and what fails how is sans-IO."""
+"""Tools and exit tools on real threads, and what the server is sent; which calls run and what fails
+how is sans-IO."""
 
 from __future__ import annotations
 
@@ -37,11 +38,15 @@ from tests.fake_script import (
 
 
 def tool(name: str) -> ToolDef:
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+    }
 
 
 class Tools:
-    """A runner: each tool is a function of its arguments. `release` ends every tool that waits in `hold`."""
+    """A runner: each tool is a function of its arguments. `release` ends every tool that waits in
+    `hold`."""
 
     def __init__(self, **functions: Callable[[Mapping[str, Any]], Any]) -> None:
         self.functions = functions
@@ -52,7 +57,9 @@ class Tools:
     def definitions(self) -> list[ToolDef]:
         return [tool(name) for name in self.functions]
 
-    def run_tool(self, *, name: str, arguments: Mapping[str, Any], request_id: int, job_name: str) -> Any:
+    def run_tool(
+        self, *, name: str, arguments: Mapping[str, Any], request_id: int, job_name: str
+    ) -> Any:
         self.callers.append((request_id, job_name, threading.current_thread().name))
         return self.functions[name](arguments)
 
@@ -99,7 +106,9 @@ def stuck(rig: Rig) -> int:
     return rig.worker.get_debug_info().get(timeout=WAIT_S)["stuck_tool_threads_count"]
 
 
-def test_tools_of_different_requests_run_side_by_side_with_arguments_of_their_own(make_worker: MakeWorker) -> None:
+def test_tools_of_different_requests_run_side_by_side_with_arguments_of_their_own(
+    make_worker: MakeWorker,
+) -> None:
     both = threading.Barrier(2)
 
     def meet(arguments: Any) -> bool:
@@ -123,7 +132,12 @@ def _raise(error: BaseException) -> Any:
 
 
 def test_a_tool_that_raises_anything_fails_its_request_only(make_worker: MakeWorker) -> None:
-    errors: list[BaseException] = [RuntimeError("wrong lever"), SystemExit(3), KeyboardInterrupt(), Speechless()]
+    errors: list[BaseException] = [
+        RuntimeError("wrong lever"),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        Speechless(),
+    ]
     raising = Tools(bad=lambda arguments: _raise(errors[arguments["n"]]), odd=lambda _: object())
     rig = make_worker(normal_tools=raising.definitions, tool_runner=raising)
     failing = [(call("bad", n=n), type(error).__name__) for n, error in enumerate(errors)]
@@ -136,7 +150,9 @@ def test_a_tool_that_raises_anything_fails_its_request_only(make_worker: MakeWor
     assert rig.status()["restart_count"] == 0
 
 
-def test_once_the_server_has_refused_tools_they_are_not_offered_again(make_worker: MakeWorker, tools: Tools) -> None:
+def test_once_the_server_has_refused_tools_they_are_not_offered_again(
+    make_worker: MakeWorker, tools: Tools
+) -> None:
     refusal = HttpError(500, "tools param requires --jinja flag")  # b11434 with --no-jinja
     script = Script(replies=[Reply([refusal]), Reply(plain_reply(), times=None)])
     restart = RestartPolicy(server_errors_before_restart=1)
@@ -195,14 +211,30 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
 
     rig = make_rig(exit_tools=ALL_EXIT_TOOLS, on_signal=on_signal)
     issue = ToolCall("signal_issue", ISSUE, index=0, call_id="exit", pieces=3)
-    first = [Headers(), Role(), issue, Gate(gate), call("add", 1, a=1, b=2), Finish("tool_calls"), DoneMarker()]
-    second = calling(Text("done"), ToolCall("declare_outcome", {"outcome": "success", "summary": "s"}))
+    first = [
+        Headers(),
+        Role(),
+        issue,
+        Gate(gate),
+        call("add", 1, a=1, b=2),
+        Finish("tool_calls"),
+        DoneMarker(),
+    ]
+    second = calling(
+        Text("done"), ToolCall("declare_outcome", {"outcome": "success", "summary": "s"})
+    )
     request_id = rig.submit(Turns([first, second]))
     signal, *whose = heard.get(timeout=WAIT_S)
-    assert (signal["tool_name"], signal["arguments"], whose) == ("signal_issue", ISSUE, [request_id, "job"])
+    assert (signal["tool_name"], signal["arguments"], whose) == (
+        "signal_issue",
+        ISSUE,
+        [request_id, "job"],
+    )
     status = rig.request(request_id)
     assert (status["state"], status["signals"]) == ("running", [signal])
-    assert rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]["signals"] == {"signal_issue": 1}
+    assert rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]["signals"] == {
+        "signal_issue": 1
+    }
     gate.touch()
     result = rig.ended(request_id)
     assert [told["tool_name"] for told in result["signals"]] == ["signal_issue", "declare_outcome"]

@@ -41,7 +41,11 @@ ENDS: list[tuple[list[Step], str, str | None]] = [
     ([Headers(), Text("part"), Fin()], "part", "stream_disconnected"),
     ([Headers(), Text("part"), Reset()], "part", "stream_disconnected"),
     ([Headers(framing="close"), Text("part")], "part", "stream_disconnected"),
-    ([Headers(), Text("part"), Record("this is no JSON"), Text("more"), WaitClose()], "part", "protocol_error"),
+    (
+        [Headers(), Text("part"), Record("this is no JSON"), Text("more"), WaitClose()],
+        "part",
+        "protocol_error",
+    ),
     ([Reset()], "", "stream_disconnected"),
     ([Headers(status=500, framing="length", length=100), WaitClose()], "", "http_error"),
 ]
@@ -49,7 +53,9 @@ ENDS: list[tuple[list[Step], str, str | None]] = [
 
 def test_how_streams_end(make_worker: MakeWorker) -> None:
     """Each request fails, or not, for itself alone: the server is the same to the end."""
-    restart = RestartPolicy(transport_failures_before_restart=1000, server_errors_before_restart=1000)
+    restart = RestartPolicy(
+        transport_failures_before_restart=1000, server_errors_before_restart=1000
+    )
     rig = make_worker(slots=len(ENDS), restart=restart)
     requests = [rig.submit(*steps) for steps, _, _ in ENDS]
     for request, (steps, text, reason) in zip(requests, ENDS, strict=True):
@@ -63,15 +69,25 @@ def test_a_redirect_is_not_followed(rig: Rig, free_port: Callable[[], int]) -> N
     with socket.create_server(("127.0.0.1", free_port())) as elsewhere:
         elsewhere.setblocking(False)
         location = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/v1/chat/completions"
-        for status, to in ((301, location), (302, location), (307, location), (308, location), (307, "http://[::1")):
+        for status, to in (
+            (301, location),
+            (302, location),
+            (307, location),
+            (308, location),
+            (307, "http://[::1"),
+        ):
             result = rig.run(Redirect(to, status=status))
-            assert (result["fail_reason"], result["fail_detail"][:8]) == ("http_error", f"HTTP {status}")
+            assert (result["fail_reason"], result["fail_detail"][:8]) == (
+                "http_error",
+                f"HTTP {status}",
+            )
         with pytest.raises(BlockingIOError):
             elsewhere.accept()
 
 
 def test_a_server_that_refuses_connections_is_doubted_and_replaced(make_worker: MakeWorker) -> None:
-    # The listener goes, the process stays: SIGTERM is held up by an open stream that the script never ends.
+    # The listener goes, the process stays: SIGTERM is held up by an open stream that the script
+    # never ends.
     rig = make_worker(slots=2, timeouts=fast_timeouts(health_probe_interval_s=None))
     rig.wait_text(rig.submit(Headers(), Text("a"), WaitClose()), "a")
     os.kill(rig.status()["pid"], signal.SIGTERM)
@@ -103,7 +119,9 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_an_abort(
     rig.wait_text(request, "token ")
     slow.set()
     assert stands_still.wait(WAIT_S)
-    eventually(lambda: rig.journal.facts(n=1)[-1]["fact"] == "send_waits", "a send that does not end")
+    eventually(
+        lambda: rig.journal.facts(n=1)[-1]["fact"] == "send_waits", "a send that does not end"
+    )
     readers[0].abort()
     rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
     go_on.set()
@@ -113,20 +131,34 @@ def test_params_pass_through_and_the_workers_own_are_replaced_with_a_warning(rig
     rig.run(new_knob={"deep": [1]}, stream=False, tools=[1])
     body = rig.journal.facts("request", n=1)[0]["body"]
     assert (body["stream"], body["new_knob"], "tools" in body) == (True, {"deep": [1]}, False)
-    assert {"'stream'", "'tools'"} <= {word for line in rig.status()["warnings"] for word in line.split()}
+    assert {"'stream'", "'tools'"} <= {
+        word for line in rig.status()["warnings"] for word in line.split()
+    }
 
 
 KEY = "sk-very-secret-0815"
 
 
-def test_the_api_key_is_sent_and_shown_nowhere(make_worker: MakeWorker, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_api_key_is_sent_and_shown_nowhere(
+    make_worker: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     log = [f"started with --api-key {KEY}"]
     rig = make_worker(Script(startup=Startup(log=log)), api_key=KEY, env={"LLAMA_API_KEY": KEY})
     assert rig.run()["state"] == "completed"
     told = rig.ended(rig.submit(HttpError(401, message=f"Invalid API Key: {KEY}")))
     also = rig.ended(rig.submit(Headers(), ErrorData(message=f"Invalid API Key: {KEY}")))
-    shown = [told, also, rig.status(), rig.worker.get_debug_info().get(), rig.worker, rig.config, caplog.text]
+    shown = [
+        told,
+        also,
+        rig.status(),
+        rig.worker.get_debug_info().get(),
+        rig.worker,
+        rig.config,
+        caplog.text,
+    ]
     assert KEY not in repr(shown) + str(rig.worker) + str(rig.config)
     assert "started with --api-key ***" in repr(shown)
-    assert any(fact["headers"].get("authorization") == "***" for fact in rig.journal.facts("request", n=1))
+    assert any(
+        fact["headers"].get("authorization") == "***" for fact in rig.journal.facts("request", n=1)
+    )

@@ -1,4 +1,5 @@
-"""A server that SIGKILL does not end: nobody waits for it for ever. What is said meanwhile is the simulator's."""
+"""A server that SIGKILL does not end: nobody waits for it for ever. What is said meanwhile is the
+simulator's."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from tests.actors.conftest import MakeWorker, Rig, fast_timeouts
 from tests.conftest import Leftovers, trace, wait_traced
 
 GRACE_S, KILL_TIMEOUT_S = 0.5, 1.0
-BOUND_S = GRACE_S + KILL_TIMEOUT_S + 3.0  # a second for our connections, the rest for a busy machine
+BOUND_S = (
+    GRACE_S + KILL_TIMEOUT_S + 3.0
+)  # a second for our connections, the rest for a busy machine
 
 
 @contextlib.contextmanager
@@ -34,7 +37,9 @@ def test_what_cannot_be_killed_holds_up_neither_stop_nor_close_and_once_it_is_go
     rig = make_worker(timeouts=fast_timeouts(stop_grace_s=GRACE_S, kill_timeout_s=KILL_TIMEOUT_S))
     with outliving_sigkill(rig) as pid:
         began_at = time.monotonic()
-        with pytest.raises(WorkerStopError, match=f"unkillable: SIGKILL does not end process {pid}"):
+        with pytest.raises(
+            WorkerStopError, match=f"unkillable: SIGKILL does not end process {pid}"
+        ):
             rig.stop()
         assert time.monotonic() - began_at < BOUND_S
         with pytest.raises(WorkerStartError, match="unkillable"):
@@ -46,6 +51,8 @@ def test_what_cannot_be_killed_holds_up_neither_stop_nor_close_and_once_it_is_go
     with outliving_sigkill(rig):
         began_at = time.monotonic()
         rig.worker.close()
-        assert time.monotonic() - began_at < BOUND_S + 5.0  # so long it waits for actors and processes to be gone
+        assert (
+            time.monotonic() - began_at < BOUND_S + 5.0
+        )  # so long it waits for actors and processes to be gone
     rig.wait_gone()
     assert leftovers.wait_none() == []

@@ -31,7 +31,8 @@ def test_a_server_that_has_grown_is_recycled(make_worker: MakeWorker) -> None:
 def test_a_kill_for_lack_of_memory_is_named(
     make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control group's file is a stand-in; the next test has a real one where it may make one."""
+    """The control group's file is a stand-in; the next test has a real one where it may make
+    one."""
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 4\noom_kill 4\n")
     monkeypatch.setattr(oom_watch, "_counter_file", lambda pid: events)
@@ -54,7 +55,9 @@ def small_group() -> Iterator[Path]:
         assert counter is not None
         group = counter.parent / name
         group.mkdir()
-        limit = group / ("memory.max" if counter.name == "memory.events" else "memory.limit_in_bytes")
+        limit = group / (
+            "memory.max" if counter.name == "memory.events" else "memory.limit_in_bytes"
+        )
         limit.write_text(str(192 << 20))
     except (AssertionError, OSError) as error:
         pytest.skip(f"no control group with a limit can be made here: {error}")
@@ -72,14 +75,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_the_kernels_own_kill_is_named(make_worker: MakeWorker, small_group: Path, free_port: Any) -> None:
+def test_the_kernels_own_kill_is_named(
+    make_worker: MakeWorker, small_group: Path, free_port: Any
+) -> None:
     port = free_port()
     python, *flags_and_rest = fake_server_cmd(Script(), host="127.0.0.1", port=port, slots=1)
     rest = [word for word in flags_and_rest if word not in ("-S", "-E")]
     command = (python, "-S", "-E", "-c", GREEDY, str(small_group / "cgroup.procs"), *rest)
     rig = make_worker(server_cmd=command, port=port)
     in_group = small_group / "cgroup.procs"
-    eventually(lambda: str(rig.status()["pid"]) in in_group.read_text().split(), "the server in its group")
+    eventually(
+        lambda: str(rig.status()["pid"]) in in_group.read_text().split(), "the server in its group"
+    )
     os.kill(rig.status()["pid"], signal.SIGUSR1)
     rig.wait_restarted(1)
     (told,) = restarts(rig)

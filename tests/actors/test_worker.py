@@ -35,7 +35,9 @@ def _all_at_once(calls: list[Callable[[], Any]]) -> list[Any]:
 def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -> None:
     rig = make_worker(Script(models=[Answer(times=1), Answer(hang=True)]))
     probes = len(rig.journal.facts("request", path="/v1/models"))
-    assert rig.run(Headers(), Fin())["fail_reason"] == "stream_disconnected"  # a reason to probe at once
+    assert (
+        rig.run(Headers(), Fin())["fail_reason"] == "stream_disconnected"
+    )  # a reason to probe at once
     rig.journal.wait("request", path="/v1/models", count=probes + 1)
     rig.stop()
     assert rig.status()["restart_count"] == 0
@@ -45,12 +47,24 @@ def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -
 
 
 def _every_call(worker: LlamaWorker) -> list[Callable[[], Any]]:
-    of_a_request = (worker.get_status, worker.get_result, worker.result, worker.read_output, worker.cancel)
+    of_a_request = (
+        worker.get_status,
+        worker.get_result,
+        worker.result,
+        worker.read_output,
+        worker.cancel,
+    )
     about_all = (worker.start, worker.stop, worker.get_worker_status, worker.get_debug_info)
-    return [partial(worker.submit, "job", "", "x"), *(partial(call, 1) for call in of_a_request), *about_all]
+    return [
+        partial(worker.submit, "job", "", "x"),
+        *(partial(call, 1) for call in of_a_request),
+        *about_all,
+    ]
 
 
-def test_after_a_close_by_many_threads_at_once_every_call_raises(make_worker: MakeWorker, leftovers: Leftovers) -> None:
+def test_after_a_close_by_many_threads_at_once_every_call_raises(
+    make_worker: MakeWorker, leftovers: Leftovers
+) -> None:
     rig = make_worker(slots=2)
     waiting = rig.worker.result(rig.submit(Headers(), Text("a"), WaitClose()))
 
@@ -68,7 +82,9 @@ def test_after_a_close_by_many_threads_at_once_every_call_raises(make_worker: Ma
             call()
 
 
-def test_with_closes_after_a_start_that_failed(make_worker: MakeWorker, leftovers: Leftovers) -> None:
+def test_with_closes_after_a_start_that_failed(
+    make_worker: MakeWorker, leftovers: Leftovers
+) -> None:
     rig = make_worker(Script(exits=[Exit(code=3, when="before_bind")]), start=False)
     with pytest.raises(WorkerStartError), LlamaWorker(rig.config) as worker:
         pytest.fail(f"{worker} is ready")
@@ -77,7 +93,9 @@ def test_with_closes_after_a_start_that_failed(make_worker: MakeWorker, leftover
     assert leftovers.wait_none() == []
 
 
-def test_a_lost_handle_takes_its_server_along(make_worker: MakeWorker, leftovers: Leftovers) -> None:
+def test_a_lost_handle_takes_its_server_along(
+    make_worker: MakeWorker, leftovers: Leftovers
+) -> None:
     rig = make_worker(start=False)
     rig.worker.close()
     worker = LlamaWorker(rig.config)
@@ -103,7 +121,9 @@ def test_bad_input_takes_no_slot(rig: Rig) -> None:
 # ------------------------------------------------------------ results
 
 
-def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_taken(rig: Rig, gate: Path) -> None:
+def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_taken(
+    rig: Rig, gate: Path
+) -> None:
     request = rig.submit(Gate(gate), *plain_reply(Text("same")))
     futures = [rig.worker.result(request) for _ in range(8)]
     rig.status()  # the messages that carried them are handled
@@ -115,7 +135,12 @@ def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_t
     taken[0]["signals"].append("mine")
     assert taken[1]["signals"] == []
     assert futures[1].get(timeout=WAIT_S) is taken[1]
-    for call in (rig.worker.result, rig.worker.get_result, rig.worker.get_status, rig.worker.read_output):
+    for call in (
+        rig.worker.result,
+        rig.worker.get_result,
+        rig.worker.get_status,
+        rig.worker.read_output,
+    ):
         assert call(request).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_FOUND"}
 
 
@@ -132,7 +157,9 @@ def test_polling_for_a_result_leaves_no_futures_behind(rig: Rig, gate: Path) -> 
     gc.collect()
     assert [ref for ref in polled if ref() is not None] == []
     called = threading.Event()
-    rig.worker.result(request_id).add_done_callback(lambda _: called.set())  # nobody else holds this one
+    rig.worker.result(request_id).add_done_callback(
+        lambda _: called.set()
+    )  # nobody else holds this one
     gc.collect()
     gate.touch()
     assert called.wait(WAIT_S)

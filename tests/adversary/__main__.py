@@ -1,4 +1,5 @@
-"""`python -m tests.adversary`. The campaign is a module of its own: processes of a pool cannot import this one."""
+"""`python -m tests.adversary`. The campaign is a module of its own: processes of a pool cannot
+import this one."""
 
 import sys
 

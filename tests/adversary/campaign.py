@@ -24,7 +24,9 @@ from tests.simulation.many_runs import Figures, collected_at_the_end, times_by_n
 from tests.simulation.trace import Trace
 
 SHOWN_STEPS = 40
-_PART = 250  # cases of one part at most: a process that does more keeps the others waiting at the end
+_PART = (
+    250  # cases of one part at most: a process that does more keeps the others waiting at the end
+)
 _SEED_STEP, _RETRY_STEP = 1_000_003, 10**12
 
 
@@ -40,7 +42,9 @@ class Wrong(NamedTuple):
 class CaseFigures(Figures):
     honest: int = 0
     false_kills: list[Wrong] = field(default_factory=list)
-    found: list[tuple[str, float]] = field(default_factory=list)  # which wedge, and after how many seconds
+    found: list[tuple[str, float]] = field(
+        default_factory=list
+    )  # which wedge, and after how many seconds
     late: list[Wrong] = field(default_factory=list)
     missed: list[Wrong] = field(default_factory=list)
     slots_asked: int = 0
@@ -60,7 +64,11 @@ def run(count: int, seed: int, kinds: Sequence[str] = (), *, jobs: int = 1) -> C
     parts = [range(at, min(at + size, count)) for at in range(0, count, size)]
     play = partial(_play_part, seed, kinds or tuple(WEDGES))
     total = CaseFigures()
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else nullcontext() as pool:
+    with (
+        ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+        if jobs > 1
+        else nullcontext() as pool
+    ):
         for part in pool.map(play, parts) if pool else map(play, parts):
             total.add(part)
             print(*part.wrong, sep="\n", end="\n" * bool(part.wrong), flush=True)
@@ -77,7 +85,8 @@ def _play_part(seed: int, kinds: Sequence[str], indices: range) -> CaseFigures:
 
 
 def _play(figures: CaseFigures, number: int, name: str) -> None:
-    """A wedged server and an honest one; a wedge that found nobody to hurt has left an honest one, and comes again."""
+    """A wedged server and an honest one; a wedge that found nobody to hurt has left an honest one,
+    and comes again."""
     outcome = _counted(figures, number, name)
     if not outcome.is_void:
         _counted(figures, number, "honest")
@@ -90,7 +99,9 @@ def _play(figures: CaseFigures, number: int, name: str) -> None:
         return
     figures.found.append((name, after_s))
     if promised_s is not None and after_s > promised_s:
-        figures.late.append(Wrong(name, number, f"{outcome.detail} ({after_s:.1f} s, promised {promised_s:.1f} s)"))
+        figures.late.append(
+            Wrong(name, number, f"{outcome.detail} ({after_s:.1f} s, promised {promised_s:.1f} s)")
+        )
 
 
 def _counted(figures: CaseFigures, number: int, name: str) -> Outcome:
@@ -128,7 +139,9 @@ def table(figures: CaseFigures) -> list[str]:
 def main() -> int:
     """0: nobody was wronged or missed."""
     parser = argparse.ArgumentParser("python -m tests.adversary", description=__doc__)
-    parser.add_argument("--count", type=int, default=300, help="honest cases, and as many wedged ones")
+    parser.add_argument(
+        "--count", type=int, default=300, help="honest cases, and as many wedged ones"
+    )
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--kind", action="append", choices=sorted(WEDGES), default=[])

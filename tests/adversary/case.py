@@ -1,11 +1,11 @@
 """One generated server against the real worker, in virtual time: is it given up, and when?
 
-An honest one does what honest servers do: it is slow, computes long batches, pauses, holds text back, queues, refuses
-`/slots`. A wedged one is honest up to a random moment.
+An honest one does what honest servers do: it is slow, computes long batches, pauses, holds text
+back, queues, refuses `/slots`. A wedged one is honest up to a random moment.
 
-Honest is who shows some sign of work within each limit that the profile names. So the ranges below end where no sign
-is left: text is not held back for longer than `headers_timeout_s` while another request waits for its headers and
-neither CPU time nor data shows that anybody works.
+Honest is who shows some sign of work within each limit that the profile names. So the ranges below
+end where no sign is left: text is not held back for longer than `headers_timeout_s` while another
+request waits for its headers and neither CPU time nor data shows that anybody works.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Outcome:
     """What became of one case."""
 
     is_void: bool  # the wedge never had anybody to hurt
-    given_up_after_s: float | None  # since the wedge began, or (honest) since the start; None: spared
+    given_up_after_s: (
+        float | None
+    )  # since the wedge began, or (honest) since the start; None: spared
     promised_s: float | None  # by the profile, for such a wedge; None: nothing was promised
     detail: str
     slots_asked: int
@@ -51,10 +53,13 @@ class Silence(Trace):
 class Case(Bench):
     """See the module. `wedge` hurts somebody and says whom, or says that there is nobody yet."""
 
-    def __init__(self, seed: int, wedge: Callable[[Case], bool] | None = None, *, trace: Trace | None = None) -> None:
+    def __init__(
+        self, seed: int, wedge: Callable[[Case], bool] | None = None, *, trace: Trace | None = None
+    ) -> None:
         dice = self.dice = Dice(seed)
         build = _build(dice)
-        # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that anybody works.
+        # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that
+        # anybody works.
         self.has_strangers = build.cpu_shows and dice.chance(0.5)
         super().__init__(
             Choices(dice.fork().random, preempts=0.02, sleeps=0.005, late=0.02),
@@ -72,7 +77,9 @@ class Case(Bench):
         self.promised_s: float | None = None
         self.machine.reply_to = self._reply
         self.machine.twist = self._hold_back
-        self.machine.on_signal = lambda process, signal: self._given_up(str(self.actor._server.lifecycle.last_error))
+        self.machine.on_signal = lambda process, signal: self._given_up(
+            str(self.actor._server.lifecycle.last_error)
+        )
         self.to_come = 0
         self.was_halted = False  # a batch that took the machine's sleep, too, passes for a long one
         self.paused_s = 0.0  # in all, by what is honest
@@ -94,7 +101,9 @@ class Case(Bench):
     @property
     def all_have_come(self) -> bool:
         """Whether every request of the plan is with the server, or has ended."""
-        return not self.to_come and self._running == sum(each.request_id < FOREIGN for each in self.server.exchanges)
+        return not self.to_come and self._running == sum(
+            each.request_id < FOREIGN for each in self.server.exchanges
+        )
 
     def _is_over(self) -> bool:
         return not self.to_come and not self._running
@@ -104,7 +113,9 @@ class Case(Bench):
         promised_s = self.promised_s
         server = self.machine.servers[0]
         somebody_moves = not server.frozen and any(not each.dead for each in server.busy)
-        if promised_s is not None and (promised_s > (PROFILE.silent_work_timeout_s or 0.0) or not somebody_moves):
+        if promised_s is not None and (
+            promised_s > (PROFILE.silent_work_timeout_s or 0.0) or not somebody_moves
+        ):
             promised_s += max(0.0, server.advanced_at - since)  # from the last data of anybody
         gave_up_at, detail = self._gave_up or (None, "")
         return Outcome(
@@ -163,7 +174,8 @@ class Case(Bench):
             self.later(self.dice.log_between(0.1, 10.0), self._strike)
 
     def _oddity(self) -> None:
-        """Something honest: a pause, a stop, a foreign client. A wedged server has no more of them."""
+        """Something honest: a pause, a stop, a foreign client. A wedged server has no more of
+        them."""
         server, dice = self.machine.listening(), self.dice
         if server is None or self.wedged_at is not None or server.frozen or server.stopped:
             return
@@ -171,7 +183,9 @@ class Case(Bench):
         match dice.below(4):
             case 0:
                 if any(each.reply.twist for each in server.exchanges):
-                    seconds = min(seconds, 4.0)  # where all text is held back, a longer one cannot be told from a hang
+                    seconds = min(
+                        seconds, 4.0
+                    )  # where all text is held back, a longer one cannot be told from a hang
                 self.paused_s += seconds
                 server.freeze(spins=dice.chance(0.5))
                 self.later(seconds, lambda: None if self.wedged_at is not None else server.thaw())
@@ -199,9 +213,12 @@ class Case(Bench):
         longest = max(2, int(longest))
         holds_back = dice.chance(0.2) and request_id < FOREIGN
         steps = 1 + int(dice.log_between(1, 60))
-        # One step makes one token: a step of more of them, as here, is short. A server of half a minute a token shows
-        # that it works by its tokens, but not to who waits behind a stranger's request.
-        slowest_s = 30.0 if build.cpu_shows else 8.0  # else who waits for headers sees nothing for too long
+        # One step makes one token: a step of more of them, as here, is short. A server of half a
+        # minute a token shows that it works by its tokens, but not to who waits behind a stranger's
+        # request.
+        slowest_s = (
+            30.0 if build.cpu_shows else 8.0
+        )  # else who waits for headers sees nothing for too long
         slowest_s = 2.0 if holds_back else 4.5 if self.has_strangers else slowest_s
         step_s = dice.log_between(0.05, slowest_s / build.slots)
         step_tokens = max(1, int(build.decode_tokens_per_s * step_s))
@@ -217,7 +234,8 @@ class Case(Bench):
         return reply
 
     def _hold_back(self, server: LlamaServer, exchange: Exchange) -> None:
-        """It generates, and what it says may be the start of something: nothing is sent for minutes."""
+        """It generates, and what it says may be the start of something: nothing is sent for
+        minutes."""
         reply = exchange.reply
         if exchange.request_id not in self._held_since:
             self._held_since[exchange.request_id] = exchange.decoded
@@ -254,7 +272,9 @@ def _build(dice: Dice) -> Build:
     cpu_shows = dice.chance(0.8)
     slots = 1 + dice.below(4)
     batch_tokens = dice.choice((64, 256, 512, 2048))
-    batch_s = dice.log_between(0.05, 250.0 / slots) if cpu_shows else dice.log_between(0.05, 8.0 / slots)
+    batch_s = (
+        dice.log_between(0.05, 250.0 / slots) if cpu_shows else dice.log_between(0.05, 8.0 / slots)
+    )
     return Build(
         slots=slots,
         prefill_tokens_per_s=batch_tokens / batch_s,

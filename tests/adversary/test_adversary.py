@@ -19,12 +19,24 @@ def test_no_honest_server_is_given_up_and_every_wedge_is_found_in_time() -> None
     assert {name for name, _ in figures.found} == set(WEDGES)
 
 
-def test_a_pause_behind_a_strangers_request_that_once_cost_an_honest_server_its_life_is_spared() -> None:
+def test_a_pause_behind_a_strangers_request_that_once_cost_an_honest_server_its_life_is_spared() -> (
+    None
+):
     assert Case(777094124).run().given_up_after_s is None
 
 
 def test_a_campaign_in_parts_that_processes_play_is_the_same_campaign() -> None:
-    command = [sys.executable, "-m", "tests.adversary", "--count", "4", "--seed", "21", "--jobs", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.adversary",
+        "--count",
+        "4",
+        "--seed",
+        "21",
+        "--jobs",
+        "2",
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said.splitlines()[1:-1] == table(run(4, seed=21))
 

@@ -1,4 +1,5 @@
-"""How the generated servers hang: each does it to a case, and to those that it can hurt at this moment."""
+"""How the generated servers hang: each does it to a case, and to those that it can hurt at this
+moment."""
 
 from __future__ import annotations
 
@@ -9,13 +10,17 @@ from llama_worker.server.slots import BATCH_MIN_S, BATCH_MULTIPLE, LOOK_INTERVAL
 from tests.adversary.case import FOREIGN, PROFILE, Case
 from tests.simulation.server import Exchange
 
-# A look may have begun just before the suspicion; a round of looks may have begun just before what it shows.
+# A look may have begun just before the suspicion; a round of looks may have begun just before what
+# it shows.
 LATE_S = 25.0
 SUSPECT_S = PROFILE.suspect_after_s or 0.0
 IDLE_S = PROFILE.idle_stream_timeout_s or 0.0
 LAST_RESORT_S = PROFILE.silent_work_timeout_s or 0.0
 
-_ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":null},"finish_reason":null}]}\n\n'
+_ROLE = (
+    b"data: "
+    b'{"choices":[{"index":0,"delta":{"role":"assistant","content":null},"finish_reason":null}]}\n\n'
+)
 _EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
 _NOTHING = b"data: {}\n\n"
 
@@ -48,10 +53,15 @@ def _promise_by_slots(case: Case, *, clear: bool = True) -> float:
 
 
 def _promise_in_prefill(case: Case, intervals: int) -> float:
-    """A livelock while prompts are read is told from a long batch only by batches that were reported before."""
+    """A livelock while prompts are read is told from a long batch only by batches that were
+    reported before."""
     build = case.build
     learnt = (
-        build.shows_slots and build.reports_progress and intervals > 0 and case.all_have_come and not case.was_halted
+        build.shows_slots
+        and build.reports_progress
+        and intervals > 0
+        and case.all_have_come
+        and not case.was_halted
     )
     batch_s = build.slots * build.batch_tokens / build.prefill_tokens_per_s
     if case.paused_s:  # the simulated server begins the batch anew behind a pause
@@ -66,7 +76,10 @@ def freeze(case: Case, targets: list[Exchange], *, spins: bool) -> None:
     server.freeze(spins=spins)
     reading = [each for each in server.busy if not each.decoded]
     if reading:  # what a stranger's prompt has reported, nobody here has heard
-        batches = min(each.processed // case.build.batch_tokens * (each.request_id < FOREIGN) for each in reading)
+        batches = min(
+            each.processed // case.build.batch_tokens * (each.request_id < FOREIGN)
+            for each in reading
+        )
         case.promised_s = _promise_in_prefill(case, batches)
     else:
         case.promised_s = _promise_by_slots(case)
@@ -96,7 +109,9 @@ def lost(case: Case, targets: list[Exchange]) -> None:
     target = case.dice.choice(targets)
     case.server.release_slot(target)
     target.dead = True
-    case.promised_s = _promise_by_slots(case, clear=target.has_headers and len(targets) == 1 and not case.server.queue)
+    case.promised_s = _promise_by_slots(
+        case, clear=target.has_headers and len(targets) == 1 and not case.server.queue
+    )
 
 
 def dead_stream(case: Case, targets: list[Exchange]) -> None:
@@ -135,7 +150,9 @@ WEDGES: dict[str, Callable[[Case], bool]] = {
     "decode dead, HTTP alive": lambda case: _strike(case, partial(freeze, spins=False)),
     "sidecar's CPU": lambda case: _strike(case, sidecar),
     "stopped": lambda case: _strike(case, stopped),
-    "dead altogether": lambda case: _strike(case, partial(dead_altogether, spins=case.dice.chance(0.5))),
+    "dead altogether": lambda case: _strike(
+        case, partial(dead_altogether, spins=case.dice.chance(0.5))
+    ),
     "request lost": lambda case: _strike(case, lost, lambda each: case.build.slots > 1),
     "dead stream": lambda case: _strike(case, dead_stream, lambda each: each.decoded > 0),
     "frozen progress": lambda case: _strike(case, frozen_progress, _reports_progress),

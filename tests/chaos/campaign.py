@@ -1,7 +1,9 @@
-"""Random faults and random callers against real workers on scripted servers, and what must hold all the same.
+"""Random faults and random callers against real workers on scripted servers, and what must hold all
+the same.
 
-A campaign is a row of episodes; each has one worker with a config of its own and several host threads. All that is
-done is drawn from the seed: the same seed gives the same plan, whatever the machine's speed.
+A campaign is a row of episodes; each has one worker with a config of its own and several host
+threads. All that is done is drawn from the seed: the same seed gives the same plan, whatever the
+machine's speed.
 """
 
 from __future__ import annotations
@@ -50,14 +52,30 @@ GROWTH_LIMIT_BYTES = 24 << 20
 THREADS = 4
 T = TypeVar("T")
 STEPS_PER_EPISODE = 200
-_DAILY = {"submit": 40.0, "pause": 14.0, "status": 8.0, "read": 14.0, "result": 14.0, "cancel": 6.0, "start": 1.0}
-_STORM = {"stop": 0.4, "poison": 2.0, "SIGKILL server": 0.6, "SIGSTOP server": 0.5, "SIGCONT server": 1.5}
+_DAILY = {
+    "submit": 40.0,
+    "pause": 14.0,
+    "status": 8.0,
+    "read": 14.0,
+    "result": 14.0,
+    "cancel": 6.0,
+    "start": 1.0,
+}
+_STORM = {
+    "stop": 0.4,
+    "poison": 2.0,
+    "SIGKILL server": 0.6,
+    "SIGSTOP server": 0.5,
+    "SIGCONT server": 1.5,
+}
 _WEATHERS = {
     "calm": _DAILY,  # the server and the requests make trouble, nobody else does
     "stormy": _DAILY | _STORM,
     "stormy for the guard too": _DAILY | _STORM | {"SIGKILL guard": 0.3, "SIGSTOP guard": 0.2},
 }
-_QUESTIONS_PER_SLOT = 20  # that a worker may remember for the case that the actor that was asked dies
+_QUESTIONS_PER_SLOT = (
+    20  # that a worker may remember for the case that the actor that was asked dies
+)
 _ENDS = ("drain and close", "stop and close", "close under fire", "crash", "lost handle")
 _BAD_LAUNCHES = (
     fs.Script(exits=[fs.Exit(1, "before_bind", ["no such model"])]),
@@ -82,7 +100,9 @@ def run_campaign(seed: int, steps: int, take_port: Callable[[], int]) -> Counter
         with tempfile.TemporaryDirectory(prefix="llama_worker-chaos-") as folder:
             for first in range(0, steps, STEPS_PER_EPISODE):
                 count = min(STEPS_PER_EPISODE, steps - first)
-                episode = Episode(dice.fork(), count, take_port(), fs.Journal(Path(folder) / f"journal-{first}"))
+                episode = Episode(
+                    dice.fork(), count, take_port(), fs.Journal(Path(folder) / f"journal-{first}")
+                )
                 print(f"steps {first} to {first + count}: {episode.description}", flush=True)
                 episode.run()
                 episode.check_nothing_left()
@@ -95,7 +115,9 @@ def run_campaign(seed: int, steps: int, take_port: Callable[[], int]) -> Counter
         logging.disable(logging.NOTSET)
         gc.unfreeze()
     if (third := len(memory_bytes) // 3) > 1:  # the first episode warms up
-        growth = statistics.median(memory_bytes[-third:]) - statistics.median(memory_bytes[1 : third + 1])
+        growth = statistics.median(memory_bytes[-third:]) - statistics.median(
+            memory_bytes[1 : third + 1]
+        )
         assert growth <= GROWTH_LIMIT_BYTES, f"memory grew: {memory_bytes}"
     return happened
 
@@ -114,7 +136,8 @@ def take(future: WorkerFuture[T], what: str, bound_s: float = ANSWER_S) -> T:
 
 @dataclass(eq=False)
 class Caller:
-    """Its actions are drawn from `dice` alone: the same dice, the same plan, however fast the machine is."""
+    """Its actions are drawn from `dice` alone: the same dice, the same plan, however fast the
+    machine is."""
 
     worker: LlamaWorker
     dice: Dice
@@ -141,8 +164,15 @@ class Caller:
             case [name, whom]:
                 self._signal(signal.Signals[name], whom)
             case _ if self.tracked:
-                tracked = self.tracked[-1 - int(len(self.tracked) * dice.random() ** 3)]  # mostly one of the last
-                asks = {"cancel": self._cancel, "status": self._status, "read": self._read, "result": self._result}
+                tracked = self.tracked[
+                    -1 - int(len(self.tracked) * dice.random() ** 3)
+                ]  # mostly one of the last
+                asks = {
+                    "cancel": self._cancel,
+                    "status": self._status,
+                    "read": self._read,
+                    "result": self._result,
+                }
                 asks[action](tracked)
         self.note("action", action)
         self._check_worker()
@@ -186,16 +216,29 @@ class Caller:
                 take(future, "get_status")
 
     def _check_worker(self) -> None:
-        """Slots are held by the running requests and by nobody else; connections by nobody who has ended."""
+        """Slots are held by the running requests and by nobody else; connections by nobody who has
+        ended."""
         now = time.monotonic()
         status = take(self.worker.get_worker_status(), "get_worker_status")
         active, used = status["active_request_ids"], status["slots_used"]
-        assert used == len(active) == len(status["active_jobs"]) <= status["slots_total"], f"slots: {status}"
+        assert used == len(active) == len(status["active_jobs"]) <= status["slots_total"], (
+            f"slots: {status}"
+        )
         over = {t.request_id for t in self.tracked if t.ending or now - t.admitted_at > REQUEST_S}
-        assert not over & set(active), f"{over & set(active)} have ended, or should have, and hold slots: {status}"
-        late = {t.request_id for t in self.tracked if t.ending and now - t.ended_by > CLOSED_CONNECTION_S}
+        assert not over & set(active), (
+            f"{over & set(active)} have ended, or should have, and hold slots: {status}"
+        )
+        late = {
+            t.request_id
+            for t in self.tracked
+            if t.ending and now - t.ended_by > CLOSED_CONNECTION_S
+        }
         readers = {f"llama_worker-chaos-stream-{request_id}" for request_id in late}
-        open_still = [thread.name for thread in threading.enumerate() if thread.name.rpartition(".")[0] in readers]
+        open_still = [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name.rpartition(".")[0] in readers
+        ]
         assert not open_still, f"the request has ended, and its connection is open: {open_still}"
 
     # ------------------------------------------------------------ requests
@@ -223,7 +266,9 @@ class Caller:
         assert not (canceled and had_ended), f"cancel of {tracked}, which had ended, was True"
         state = self._status(tracked)
         assert state.is_terminal, f"{tracked} runs on after cancel() said {canceled}: {state}"
-        assert not canceled or state is RequestState.CANCELED, f"cancel() was True, and {tracked} is {state}"
+        assert not canceled or state is RequestState.CANCELED, (
+            f"cancel() was True, and {tracked} is {state}"
+        )
 
     def _status(self, tracked: Tracked) -> RequestState:
         status = tracked.answered(take(self.worker.get_status(tracked.request_id), "get_status"))
@@ -233,12 +278,16 @@ class Caller:
             tracked.ended(status)
         else:
             assert not tracked.ending, f"{tracked} had ended as {tracked.ending}, and now {status}"
-            assert time.monotonic() - tracked.admitted_at <= REQUEST_S, f"{tracked} is still {status}"
+            assert time.monotonic() - tracked.admitted_at <= REQUEST_S, (
+                f"{tracked} is still {status}"
+            )
         return state
 
     def _read(self, tracked: Tracked) -> None:
         text, reasoning = tracked.text, tracked.reasoning
-        future = self.worker.read_output(tracked.request_id, text_offset=len(text), reasoning_offset=len(reasoning))
+        future = self.worker.read_output(
+            tracked.request_id, text_offset=len(text), reasoning_offset=len(reasoning)
+        )
         chunk = tracked.answered(take(future, "read_output"))
         tracked.saw(text + chunk["text"], reasoning + chunk["reasoning"])
         assert chunk["text_offset"] == len(tracked.text), f"the text_offset of {tracked}: {chunk}"
@@ -249,16 +298,22 @@ class Caller:
     # ------------------------------------------------------------ the end
 
     def drain(self, end_at: float) -> None:
-        """Take every result: the request has ended, whoever waited hears of it, and then it is gone."""
+        """Take every result: the request has ended, whoever waited hears of it, and then it is
+        gone."""
         for tracked in self.tracked:
             self._result(tracked)
-            answers = [take(future, "result", max(0.1, end_at - time.monotonic())) for future in tracked.held]
+            answers = [
+                take(future, "result", max(0.1, end_at - time.monotonic()))
+                for future in tracked.held
+            ]
             results = [answer for answer in answers if answer["ok"]]
             assert results, f"nobody got the result of {tracked}: {answers}"
             for result in results:
                 tracked.took(result)
             gone: Any = take(self.worker.get_result(tracked.request_id), "get_result")
-            assert gone == {"ok": False, "error": "NOT_FOUND"}, f"{tracked} was taken, and get_result says {gone}"
+            assert gone == {"ok": False, "error": "NOT_FOUND"}, (
+                f"{tracked} was taken, and get_result says {gone}"
+            )
         self._forget_all()
 
     def check_closed(self) -> None:
@@ -273,7 +328,10 @@ class Caller:
 
     def _forget_all(self) -> None:
         for tracked in self.tracked:
-            self.note("ended", str(tracked.ending[1] or tracked.ending[0]) if tracked.ending else "not seen")
+            self.note(
+                "ended",
+                str(tracked.ending[1] or tracked.ending[0]) if tracked.ending else "not seen",
+            )
         self.tracked.clear()
 
 
@@ -281,7 +339,9 @@ class Episode:
     """One worker, from construction to its end."""
 
     def __init__(self, dice: Dice, steps: int, port: int, journal: fs.Journal) -> None:
-        self.notes: list[tuple[float, str, str, str]] = []  # when, by which thread, of what kind, what
+        self.notes: list[
+            tuple[float, str, str, str]
+        ] = []  # when, by which thread, of what kind, what
         self._journal = journal
         self._before = Leftovers()
         self._steps_per_thread = steps // THREADS or 1
@@ -297,7 +357,13 @@ class Episode:
         )
         self._worker = LlamaWorker(config)
         self._callers = [
-            Caller(self._worker, dice.fork(), f"{dice.below(10**6)}t{thread}", _WEATHERS[weather], self._note)
+            Caller(
+                self._worker,
+                dice.fork(),
+                f"{dice.below(10**6)}t{thread}",
+                _WEATHERS[weather],
+                self._note,
+            )
             for thread in range(THREADS)
         ]
 
@@ -311,7 +377,9 @@ class Episode:
             "chaos",
             HOST,
             port,
-            fs.fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=self._journal.path),
+            fs.fake_server_cmd(
+                script, host=HOST, port=port, slots=slots, journal=self._journal.path
+            ),
             slots=slots,
             timeouts=TimeoutProfile(
                 connect_timeout_s=1.0,
@@ -342,7 +410,9 @@ class Episode:
             log_lines=dice.choice([1, 50, 500]),
         )
 
-    def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+    def run_tool(
+        self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str
+    ) -> Any:
         """The host's tools."""
         match name:
             case "boom":
@@ -376,7 +446,11 @@ class Episode:
         with self._explained():
             try:
                 for index in range(self._steps_per_thread):
-                    if self._end == "close under fire" and caller is self._callers[0] and index == half:
+                    if (
+                        self._end == "close under fire"
+                        and caller is self._callers[0]
+                        and index == half
+                    ):
                         self._close()
                     caller.act(index)
             except WorkerClosed:
@@ -393,7 +467,8 @@ class Episode:
         self._check_closed()
 
     def _check_closed(self) -> None:
-        """Not part of `_finish`: what names the worker there stays with the traceback of the crash's WorkerClosed."""
+        """Not part of `_finish`: what names the worker there stays with the traceback of the
+        crash's WorkerClosed."""
         for caller in self._callers:
             caller.check_closed()
         for call in (self._worker.start, self._worker.stop, self._worker.get_worker_status):
@@ -402,12 +477,15 @@ class Episode:
                 raise AssertionError(f"{call.__name__} works after close()")
 
     def _stop_and_count(self) -> None:
-        """After `stop()` every request has its record, for whom it is due; once all are taken, nothing is kept."""
+        """After `stop()` every request has its record, for whom it is due; once all are taken,
+        nothing is kept."""
         if self._end == "drain and close":
             self._drain(REQUEST_S)
         self._callers[0].stop()
         status = take(self._worker.get_worker_status(), "get_worker_status")
-        assert (status["state"], status["slots_used"]) == (WorkerState.STOPPED, 0), f"after stop(): {status}"
+        assert (status["state"], status["slots_used"]) == (WorkerState.STOPPED, 0), (
+            f"after stop(): {status}"
+        )
         self._check_no_process("stop()")
         self._drain(ANSWER_S)
         take(self._worker.get_worker_status(), "get_worker_status")  # behind the last release
@@ -421,7 +499,8 @@ class Episode:
             caller.drain(end_at)
 
     def _abandon(self) -> None:
-        """With a server running and a request in flight the worker's own actor dies, or the handle is forgotten."""
+        """With a server running and a request in flight the worker's own actor dies, or the handle
+        is forgotten."""
         self._callers[0].start()
         params = {"fake_script": fs.steps_json(fs.WaitClose())}
         take(self._worker.submit("last", "", "", params=params), "submit")
@@ -470,7 +549,11 @@ class Episode:
             recent: list[Any] = ["recent events:", *self.notes[-80:]]
             with contextlib.suppress(Exception):
                 info = take(self._worker.get_debug_info(), "get_debug_info")
-                recent += ["the worker's own:", *info["recent_events"][-60:], *info["recent_logs"][-10:]]
+                recent += [
+                    "the worker's own:",
+                    *info["recent_events"][-60:],
+                    *info["recent_logs"][-10:],
+                ]
             error.add_note("\n  ".join(map(str, recent)))
             raise
 
@@ -486,7 +569,9 @@ def _script(dice: Dice, children: tuple[fs.Child, ...]) -> fs.Script:
         startup=fs.Startup(load_s=dice.choice([0.0, 0.0, 0.2])),
     )
     middle = [dice.choice(_BAD_LAUNCHES) if dice.chance(0.2) else good for _ in range(8)]
-    return fs.Script(launches=[replace(launch, lifetime_s=300.0) for launch in (good, *middle, good)])
+    return fs.Script(
+        launches=[replace(launch, lifetime_s=300.0) for launch in (good, *middle, good)]
+    )
 
 
 def _living(*kinds: type) -> Counter[str]:

@@ -15,7 +15,9 @@ from tests.chaos.campaign import STEPS_PER_EPISODE, run_campaign
 from tests.fake_script import Script, fake_server_cmd
 
 
-def test_whatever_happens_every_request_ends_once_and_nothing_is_left(free_port: Callable[[], int]) -> None:
+def test_whatever_happens_every_request_ends_once_and_nothing_is_left(
+    free_port: Callable[[], int],
+) -> None:
     """A failure prints the seed: `make chaos SEED=...` runs the same plan again."""
     happened = run_campaign(time.time_ns() % (1 << 32), 4 * STEPS_PER_EPISODE, free_port)
     assert happened["ended", "completed"]
@@ -27,7 +29,9 @@ def test_a_guard_that_is_stopped_while_it_obeys_does_not_hold_up_the_stop(
 ) -> None:
     port = free_port()
     command = fake_server_cmd(Script(), host=HOST, port=port, slots=1)
-    config = WorkerConfig("stopped-guard", HOST, port, command, timeouts=TimeoutProfile(stop_grace_s=0.0))
+    config = WorkerConfig(
+        "stopped-guard", HOST, port, command, timeouts=TimeoutProfile(stop_grace_s=0.0)
+    )
     with LlamaWorker(config) as worker:
         guard = psutil.Process(worker.get_worker_status().get()["pid"]).parent()
         assert guard is not None

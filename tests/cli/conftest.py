@@ -41,7 +41,17 @@ HELP = """\
 --metrics                               enable prometheus compatible metrics endpoint"""
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # Of the tester.
-_CHANGING = ("PROXY_", "LLAMA_", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "LINES", "TTY_", "PYTHONUNBUFFERED")
+_CHANGING = (
+    "PROXY_",
+    "LLAMA_",
+    "NO_COLOR",
+    "FORCE_COLOR",
+    "TERM",
+    "COLUMNS",
+    "LINES",
+    "TTY_",
+    "PYTHONUNBUFFERED",
+)
 
 
 def saying(*steps: Step, **script: Any) -> Script:
@@ -51,7 +61,10 @@ def saying(*steps: Step, **script: Any) -> Script:
 
 def environment(**changes: str) -> dict[str, str]:
     """The tester's, without what would change the command."""
-    return {**{name: text for name, text in os.environ.items() if not name.startswith(_CHANGING)}, **changes}
+    return {
+        **{name: text for name, text in os.environ.items() if not name.startswith(_CHANGING)},
+        **changes,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +91,22 @@ def program(tmp_path: Path) -> MakeProgram:
 
     def make(script: Script | None = None, *, extra: str = "") -> Program:
         journal, path = Journal(tmp_path / "journal"), tmp_path / "llama-server"
-        words = fake_server_cmd(script or Script(), host="HOST", port=0, slots=0, journal=journal.path)
+        words = fake_server_cmd(
+            script or Script(), host="HOST", port=0, slots=0, journal=journal.path
+        )
         kept = [*words[:4], *words[words.index("--script") :]]
-        said = {"--version": "version: 7 (fake)", "--help": HELP, "--list-devices": "Available devices:"}
-        asked = [f'[ "$1" = {flag} ] && echo {shlex.quote(text)} && exit' for flag, text in said.items()]
-        return Program(shell_program(path, "\n".join([*asked, f'exec {shlex.join(kept)} "$@" {extra}'])), journal)
+        said = {
+            "--version": "version: 7 (fake)",
+            "--help": HELP,
+            "--list-devices": "Available devices:",
+        }
+        asked = [
+            f'[ "$1" = {flag} ] && echo {shlex.quote(text)} && exit' for flag, text in said.items()
+        ]
+        return Program(
+            shell_program(path, "\n".join([*asked, f'exec {shlex.join(kept)} "$@" {extra}'])),
+            journal,
+        )
 
     return make
 
@@ -100,14 +124,20 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """`llama-worker` in a pipe, in this process: to start an interpreter takes longer than most commands.
+    """`llama-worker` in a pipe, in this process: to start an interpreter takes longer than most
+    commands.
 
     `stdin` None: of a person at a terminal, who types nothing.
     """
 
-    def to_the_end(*args: str, stdin: str | None = "", **env: str) -> subprocess.CompletedProcess[str]:
+    def to_the_end(
+        *args: str, stdin: str | None = "", **env: str
+    ) -> subprocess.CompletedProcess[str]:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        with pytest.MonkeyPatch.context() as patch, io.TextIOWrapper(io.BytesIO((stdin or "").encode())) as lines:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            io.TextIOWrapper(io.BytesIO((stdin or "").encode())) as lines,
+        ):
             patch.setattr(lines, "isatty", lambda: stdin is None)
             patch.setattr(sys, "stdin", lines)
             for name in set(os.environ) - set(environment()):
@@ -115,7 +145,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
             for name, value in env.items():
                 patch.setenv(name, value)
             code = run_app(args)
-        for number, handler in handlers.items():  # which a command that only ever ends its process leaves set
+        for (
+            number,
+            handler,
+        ) in handlers.items():  # which a command that only ever ends its process leaves set
             signal.signal(number, handler)
         return subprocess.CompletedProcess(args, code, *capsys.readouterr())
 

@@ -26,7 +26,10 @@ def test_the_doctor_finds_nothing_wrong(run: Run, program: MakeProgram, model: s
     report = json.loads(done.stdout)
     findings = {finding["subject"]: finding for finding in report["findings"]}
     problems = [finding for finding in report["findings"] if finding["level"] == "problem"]
-    assert (done.returncode, report["ok"]) == (int(bool(problems)), not problems)  # the tester's machine may have some
+    assert (done.returncode, report["ok"]) == (
+        int(bool(problems)),
+        not problems,
+    )  # the tester's machine may have some
     assert (report["server"]["how"], report["server"]["version"]) == ("LLAMA_SERVER", "7 (fake)")
     assert "4096 tokens of context" in findings["start"]["text"]
     assert findings["tools"]["text"].startswith("native")
@@ -41,10 +44,19 @@ TOO_NEW = "llama_model_load: error loading model: unknown model architecture: 'n
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ("/no/such.gguf --server /bin/true", "llama-server .*not tell its version.*model .*there is no file.*pidfd"),
+        (
+            "/no/such.gguf --server /bin/true",
+            "llama-server .*not tell its version.*model .*there is no file.*pidfd",
+        ),
         ("--server /no/such/server", "llama-server .*does not exist.*what to do: .*pidfd"),
-        (f"MODEL --server SERVER {MISSPELT}", "command .*does not know --ctx-sise: did you mean --ctx-size"),
-        ("MODEL --server SERVER", f"start .*what to do: this llama-server is too old for the model.*{TOO_NEW}"),
+        (
+            f"MODEL --server SERVER {MISSPELT}",
+            "command .*does not know --ctx-sise: did you mean --ctx-size",
+        ),
+        (
+            "MODEL --server SERVER",
+            f"start .*what to do: this llama-server is too old for the model.*{TOO_NEW}",
+        ),
     ],
     ids=["no version, no model", "no server", "an unknown flag", "no start"],
 )
@@ -58,15 +70,22 @@ def test_the_doctor_names_a_problem_and_goes_on(
     assert "prompt caches" not in done.stdout
 
 
-def test_the_doctor_examines_a_fleet(run: Run, program: MakeProgram, model: str, tmp_path: Path) -> None:
+def test_the_doctor_examines_a_fleet(
+    run: Run, program: MakeProgram, model: str, tmp_path: Path
+) -> None:
     fleet = tmp_path / "fleet.toml"
-    head = f'[defaults]\nhost = "127.0.0.1"\nexecutable = "{program().path}"\nmodel = "{model}"\ncache_ram_mib = 1\n'
+    head = (
+        f'[defaults]\nhost = "127.0.0.1"\nexecutable = "{program().path}"\nmodel = "{model}"\n'
+        "cache_ram_mib = 1\n"
+    )
     workers = f"{head}[workers.a]\nport = 21001\n[workers.b]\nport = 21002\n"
     fleet.write_text(workers)
     done = run("doctor", str(fleet))
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("the llama-server knows every flag of its command") == 2
-    fleet.write_text(f'{workers}extra_args = ["--tools", "all"]\nmodel = "none.gguf"\ncache_ram_mib = -1\n')
+    fleet.write_text(
+        f'{workers}extra_args = ["--tools", "all"]\nmodel = "none.gguf"\ncache_ram_mib = -1\n'
+    )
     done = run("doctor", str(fleet), "--json")
     report = json.loads(done.stdout)
     said = ["{level} {subject}: {text}".format(**finding) for finding in report["findings"]]
@@ -91,7 +110,9 @@ def test_the_doctor_tries_the_real_server(run: Run, thin_model: str, tmp_path: P
     assert trial["n_ctx"] > 0
 
 
-def test_the_doctor_leaves_no_program_that_does_not_tell_its_version(terminal: OpenTerminal, tmp_path: Path) -> None:
+def test_the_doctor_leaves_no_program_that_does_not_tell_its_version(
+    terminal: OpenTerminal, tmp_path: Path
+) -> None:
     pid_file, script = tmp_path / "pid", "echo $$ > pid.new && mv pid.new pid\nexec sleep 1000"
     server = shell_program(tmp_path / "llama-server", f"cd {tmp_path}\n{script}")
     screen = terminal("doctor", "--server", server)
@@ -107,7 +128,8 @@ def test_the_doctor_leaves_no_program_that_does_not_tell_its_version(terminal: O
 
 @pytest.fixture
 def fleet(make_worker: MakeWorker, tmp_path: Path, free_port: Callable[[], int]) -> Path:
-    """A fleet of two: one scripted server with two slots, one with a long name that is not there."""
+    """A fleet of two: one scripted server with two slots, one with a long name that is not
+    there."""
     path = tmp_path / "fleet.toml"
     path.write_text(
         f'[defaults]\nhost = "{HOST}"\nmodel = "m.gguf"\nslots = 2\n'
@@ -126,7 +148,9 @@ def test_top_asks_the_servers_of_a_fleet(run: Run, fleet: Path) -> None:
     assert coder == ["coder" * 10, "down", "-/2", "-", "-", "-", "-", "-", "connection", "refused"]
 
 
-def test_top_is_live_until_q_and_cuts_names_rather_than_reasons(terminal: OpenTerminal, fleet: Path) -> None:
+def test_top_is_live_until_q_and_cuts_names_rather_than_reasons(
+    terminal: OpenTerminal, fleet: Path
+) -> None:
     screen = terminal("top", str(fleet), "--interval", "2")
     screen.expect("planner", count=2)
     screen.send("q")
@@ -151,7 +175,9 @@ def metrics_url(make_worker: MakeWorker, free_port: Callable[[], int]) -> Iterat
     thread.join()
 
 
-def test_a_hosts_metrics_fit_in_80_columns_until_ctrl_c(terminal: OpenTerminal, metrics_url: str) -> None:
+def test_a_hosts_metrics_fit_in_80_columns_until_ctrl_c(
+    terminal: OpenTerminal, metrics_url: str
+) -> None:
     screen = terminal("top", "--metrics", metrics_url)
     screen.expect("q or Ctrl-C ends")
     screen.send("\x03")

@@ -37,11 +37,18 @@ WITH_GPU = replace(WELL, gpus=("H200",), nvml=True)
 SERVER = ServerFacts(path="/s", how="--server", version="7", devices=())
 UNTOLD = replace(SERVER, devices=None)  # by an older build
 CAPS = {"supports_tools": True, "supports_tool_calls": True, "supports_system_role": True}
-PROPS: dict[str, Any] = {"total_slots": 1, "default_generation_settings": {"n_ctx": 4096}, "chat_template_caps": CAPS}
+PROPS: dict[str, Any] = {
+    "total_slots": 1,
+    "default_generation_settings": {"n_ctx": 4096},
+    "chat_template_caps": CAPS,
+}
 
 
 def on_gpus(*free_mib: int) -> ServerFacts:
-    return replace(SERVER, devices=tuple(f"CUDA{i}: A ({mib} MiB, {mib} MiB free)" for i, mib in enumerate(free_mib)))
+    return replace(
+        SERVER,
+        devices=tuple(f"CUDA{i}: A ({mib} MiB, {mib} MiB free)" for i, mib in enumerate(free_mib)),
+    )
 
 
 ON_GPU = on_gpus(142653)
@@ -60,7 +67,10 @@ def levels(findings: Any) -> list[tuple[str, str]]:
     [
         (("max", str(7 * GIB), CACHED), 32 * GIB),  # the machine's
         ((str(8 * GIB), str(GIB), ""), 7 * GIB),
-        ((str(8 * GIB), str(7 * GIB), CACHED), 6 * GIB),  # a model that was read before takes none of it
+        (
+            (str(8 * GIB), str(7 * GIB), CACHED),
+            6 * GIB,
+        ),  # a model that was read before takes none of it
         ((str(8 * GIB), str(9 * GIB), ""), 0),
         ((str(64 * GIB), "0", ""), 32 * GIB),
         ((), 32 * GIB),
@@ -81,7 +91,10 @@ def test_available_is_what_machine_and_container_have(
     [
         (
             "NVIDIA H200, 143771 MiB, 143156 MiB, 580.159.04\nA, B, 8 MiB, 1 MiB, 5",
-            ("NVIDIA H200 (143771 MiB, 143156 MiB free, driver 580.159.04)", "A, B (8 MiB, 1 MiB free, driver 5)"),
+            (
+                "NVIDIA H200 (143771 MiB, 143156 MiB free, driver 580.159.04)",
+                "A, B (8 MiB, 1 MiB free, driver 5)",
+            ),
         ),
         ("NVIDIA GB10, [N/A], [N/A], 580.95", ("NVIDIA GB10 ([N/A], [N/A] free, driver 580.95)",)),
         ("[GPU is lost]", ("[GPU is lost]",)),
@@ -96,7 +109,9 @@ def test_gpus_are_named_with_memory_and_driver(
     assert doctor_facts.look_at_machine().gpus == gpus
 
 
-UNSEEN = replace(trial(), proc_stat=False)  # of the server, which counts for more than what this process sees
+UNSEEN = replace(
+    trial(), proc_stat=False
+)  # of the server, which counts for more than what this process sees
 
 
 @pytest.mark.parametrize(
@@ -105,7 +120,11 @@ UNSEEN = replace(trial(), proc_stat=False)  # of the server, which counts for mo
         ({}, UNSEEN, [("/proc", "problem")]),
         ({"open_files": None, "threads_left": None}, None, []),
         ({"free_port": None}, None, [("ports", "problem")]),
-        ({"proc_stat": False, "proc_io": False, "hidepid": "hidepid=2"}, None, [("/proc", "problem")]),
+        (
+            {"proc_stat": False, "proc_io": False, "hidepid": "hidepid=2"},
+            None,
+            [("/proc", "problem")],
+        ),
         ({"proc_io": False}, None, [("/proc", "note")]),
         ({"open_files": 255}, None, [("open files", "problem")]),
         ({"threads_left": 127}, None, [("threads", "problem")]),
@@ -136,7 +155,10 @@ def test_gpus_must_be_used_and_seen(
     assert levels(doctor_findings.of_gpus(machine, server)) == expected
 
 
-CONTEXT_MEMORY, CONTEXT_GPU = "at most 49152, for all slots together", "at most 4096, for all slots together"
+CONTEXT_MEMORY, CONTEXT_GPU = (
+    "at most 49152, for all slots together",
+    "at most 4096, for all slots together",
+)
 MORE_GPUS = "a smaller quantisation, more GPUs, or end what else uses them"
 
 
@@ -145,7 +167,12 @@ MORE_GPUS = "a smaller quantisation, more GPUs, or end what else uses them"
     [
         (4 * GIB, None, SERVER, []),
         (15 * GIB, None, SERVER, [("memory", "note", "a small --ctx-size")]),
-        (17 * GIB, None, SERVER, [("memory", "problem", "a smaller quantisation or a smaller model")]),
+        (
+            17 * GIB,
+            None,
+            SERVER,
+            [("memory", "problem", "a smaller quantisation or a smaller model")],
+        ),
         (17 * GIB, None, ON_GPU, []),
         (4 * GIB, 8192, SERVER, []),
         (4 * GIB, 65536, SERVER, [("memory", "note", f"a --ctx-size of {CONTEXT_MEMORY}")]),
@@ -158,17 +185,24 @@ MORE_GPUS = "a smaller quantisation, more GPUs, or end what else uses them"
     ],
 )
 def test_the_model_with_its_context_against_the_memory(
-    size_bytes: int, trained_tokens: int | None, server: ServerFacts, expected: list[tuple[str, str, str]]
+    size_bytes: int,
+    trained_tokens: int | None,
+    server: ServerFacts,
+    expected: list[tuple[str, str, str]],
 ) -> None:
     context = ContextNeeds(trained_tokens, bytes_per_token=256 * 1024) if trained_tokens else None
     findings = doctor_findings.of_model(Model("m", size_bytes, context), WELL, server)
-    found = [(f.subject, f.level, (f.todo or "").partition(";")[0]) for f in findings if f.level != "ok"]
+    found = [
+        (f.subject, f.level, (f.todo or "").partition(";")[0]) for f in findings if f.level != "ok"
+    ]
     assert found == expected
 
 
 def test_the_model_against_the_address_space() -> None:
     limited = replace(WELL, address_space_bytes=5 * GIB)
-    assert levels(doctor_findings.of_model(Model("m", 4 * GIB), limited, SERVER)) == [("address space", "problem")]
+    assert levels(doctor_findings.of_model(Model("m", 4 * GIB), limited, SERVER)) == [
+        ("address space", "problem")
+    ]
 
 
 def test_what_the_model_takes_is_named() -> None:
@@ -191,7 +225,9 @@ def test_what_the_model_takes_is_named() -> None:
     ],
 )
 def test_a_program_that_does_not_tell_its_version(returncode: int, said: str, todo: str) -> None:
-    (found,) = doctor_findings.of_server(replace(SERVER, version=None, said=said, returncode=returncode))
+    (found,) = doctor_findings.of_server(
+        replace(SERVER, version=None, said=said, returncode=returncode)
+    )
     assert found.level == "problem"
     assert re.search(todo, found.todo or "")
     assert not {"\x1b", "\n"} & set(found.text)
@@ -223,13 +259,21 @@ def test_a_server_with_cuda_must_be_seen_on_a_gpu(
         ({"chat_template_caps": None}, "the server does not tell", [("tools", "note")]),
         ({"total_slots": 4}, "native", [("slots", "problem")]),
         ({"default_generation_settings": "odd"}, "native", []),
-        ({"chat_template_caps": {**CAPS, "supports_system_role": False}}, "native", [("template", "note")]),
+        (
+            {"chat_template_caps": {**CAPS, "supports_system_role": False}},
+            "native",
+            [("template", "note")],
+        ),
     ],
 )
-def test_what_the_template_can_do(props: dict[str, Any], tools: str, expected: list[tuple[str, str]]) -> None:
+def test_what_the_template_can_do(
+    props: dict[str, Any], tools: str, expected: list[tuple[str, str]]
+) -> None:
     findings = list(doctor_findings.of_trial(trial(**props)))
     assert levels(findings) == expected
-    assert next(finding.text for finding in findings if finding.subject == "tools").startswith(tools)
+    assert next(finding.text for finding in findings if finding.subject == "tools").startswith(
+        tools
+    )
 
 
 # ---------------------------------------------------------------- rows from metrics
@@ -239,20 +283,35 @@ def samples(tokens: float = 0, stalled: int = 0, restarts: int = 0) -> Any:
     planner = {"worker": "planner"}
     yield "python_info", {}, 1.0
     yield "llama_worker_generated_tokens_total", planner, tokens
-    yield "llama_worker_requests_total", {**planner, "outcome": "failed", "reason": "stall_timeout"}, float(stalled)
+    yield (
+        "llama_worker_requests_total",
+        {**planner, "outcome": "failed", "reason": "stall_timeout"},
+        float(stalled),
+    )
     yield "llama_worker_restarts_total", {**planner, "cause": "server_died"}, float(restarts)
 
 
 def test_tokens_per_second_are_those_of_the_last_minute() -> None:
     history = MetricsHistory()
-    rounds = [(0, 0.0, None), (60, 30.0, 2.0), (60, 90.0, 0.0), (5, 93.0, None), (11, 96.0, 2.0)]  # 5: another program
+    rounds = [
+        (0, 0.0, None),
+        (60, 30.0, 2.0),
+        (60, 90.0, 0.0),
+        (5, 93.0, None),
+        (11, 96.0, 2.0),
+    ]  # 5: another program
     for tokens, at, speed in rounds:
         assert history.rows(samples(tokens=tokens), at)[0].tokens_per_s == speed
 
 
 def test_the_last_reason_is_what_grew_last_and_none_of_several_old_ones() -> None:
     history = MetricsHistory()
-    steps = [(0, 0, ""), (1, 0, "stall_timeout"), (1, 1, "restart: server_died"), (1, 1, "restart: server_died")]
+    steps = [
+        (0, 0, ""),
+        (1, 0, "stall_timeout"),
+        (1, 1, "restart: server_died"),
+        (1, 1, "restart: server_died"),
+    ]
     for at, (stalled, restarts, reason) in enumerate(steps):
         (row,) = history.rows(samples(stalled=stalled, restarts=restarts), float(at))
         assert row.last_reason == reason
@@ -262,9 +321,16 @@ def test_the_last_reason_is_what_grew_last_and_none_of_several_old_ones() -> Non
 # ---------------------------------------------------------------- rows from servers
 
 
-def slot(number: int, task: int, decoded: int, *, busy: bool = True, old: bool = False) -> dict[str, Any]:
+def slot(
+    number: int, task: int, decoded: int, *, busy: bool = True, old: bool = False
+) -> dict[str, Any]:
     token = {"n_decoded": decoded}
-    return {"id": number, "id_task": task, "is_processing": busy, "next_token": token if old else [token]}
+    return {
+        "id": number,
+        "id_task": task,
+        "is_processing": busy,
+        "next_token": token if old else [token],
+    }
 
 
 def test_tokens_per_second_of_slots() -> None:
@@ -275,19 +341,25 @@ def test_tokens_per_second_of_slots() -> None:
         (4.0, [slot(0, 1, 20, busy=False), {"id": 1, "is_processing": False}], 0.0),
     ]
     for at, slots, speed in rounds:
-        (row,) = history.rows([Answers(worker="w", slots_configured=2, health=200, slots=slots)], at)
+        (row,) = history.rows(
+            [Answers(worker="w", slots_configured=2, health=200, slots=slots)], at
+        )
         assert (row.state, row.tokens_per_s) == ("ready", speed)
     assert (row.slots_used, row.slots_total) == (0, 2)
 
 
-@pytest.mark.parametrize(("health", "state", "reason"), [(503, "loading", ""), (500, "ill", "/health: 500")])
+@pytest.mark.parametrize(
+    ("health", "state", "reason"), [(503, "loading", ""), (500, "ill", "/health: 500")]
+)
 def test_a_server_that_is_not_ready(health: int, state: str, reason: str) -> None:
     (row,) = ServersHistory().rows([Answers(worker="w", slots_configured=2, health=health)], 0.0)
     assert row == Row(worker="w", state=state, slots_total=2, last_reason=reason)
 
 
 def test_a_server_with_other_slots_than_the_file_says() -> None:
-    answer = Answers(worker="w", slots_configured=1, health=200, slots=[slot(0, 1, 0), slot(1, 2, 0)])
+    answer = Answers(
+        worker="w", slots_configured=1, health=200, slots=[slot(0, 1, 0), slot(1, 2, 0)]
+    )
     (row,) = ServersHistory().rows([answer], 0.0)
     assert (row.slots_used, row.slots_total, row.last_reason) == (2, 2, "the file says 1 slots")
 
@@ -302,6 +374,8 @@ def test_metrics_serve_where_slots_are_off() -> None:
 
 
 def test_a_table_for_pipes_has_columns_and_no_control_characters() -> None:
-    heading, row = plain_table([Row(worker="worker\x1b[2J", state="ready", tokens_per_s=3.14)]).splitlines()
+    heading, row = plain_table(
+        [Row(worker="worker\x1b[2J", state="ready", tokens_per_s=3.14)]
+    ).splitlines()
     assert row.split()[:4] == ["worker␛[2J", "ready", "-/-", "3.1"]
     assert heading.index("state") == row.index("ready")

@@ -20,7 +20,8 @@ from tests.fake_script import Journal, Script, Startup, fake_server_cmd
 
 
 def proxy(*args: str, **env: str) -> Running:
-    """The command in a process of its own; once it listens, it prints a line that begins with its URL."""
+    """The command in a process of its own; once it listens, it prints a line that begins with its
+    URL."""
     return running(*COMMAND, "responses-proxy", *args, env=environment(**env))
 
 
@@ -39,7 +40,11 @@ def test_in_front_of_a_server_that_is_there_with_the_environment_in_place_of_opt
     make_worker: MakeWorker, free_port: Callable[[], int]
 ) -> None:
     server, port = make_worker(), free_port()
-    env = {"LLAMA_CPP_URL": f"http://{HOST}:{server.config.port}", "PROXY_HOST": "localhost", "PROXY_PORT": str(port)}
+    env = {
+        "LLAMA_CPP_URL": f"http://{HOST}:{server.config.port}",
+        "PROXY_HOST": "localhost",
+        "PROXY_PORT": str(port),
+    }
     with proxy("--api-key-env", "MY_KEY", **env, MY_KEY="sk-hush") as (process, output):
         assert output.readline().split()[0] == f"http://localhost:{port}/v1"
         assert answer(f"http://127.0.0.1:{port}/v1") == "Hello"
@@ -57,7 +62,10 @@ def command_of(script: Script, journal: Journal) -> str:
 
 def test_with_a_server_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
-    with proxy("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0") as (process, output):
+    with proxy("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0") as (
+        process,
+        output,
+    ):
         assert answer(output.readline().split()[0]) == "Hello"
         assert end(process)[0] == 0
     assert not psutil.pid_exists(journal.wait("launched")["pid"])
@@ -79,21 +87,39 @@ def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
         (["--upstream", "http://a", "--model", "b"], 2, "give one of"),
         (["--upstream", "ftp://a"], 2, "upstream must be a URL"),
         (["--upstream", "http://user:hush@a"], 2, "must hold no user or password"),
-        (["--upstream", "http://a", "--api-key-env", "NO_SUCH_VARIABLE"], 2, "NO_SUCH_VARIABLE is not set"),
+        (
+            ["--upstream", "http://a", "--api-key-env", "NO_SUCH_VARIABLE"],
+            2,
+            "NO_SUCH_VARIABLE is not set",
+        ),
         (["--upstream", "http://a", "--max-concurrent", "0"], 2, "--max-concurrent"),
         (["--upstream", "http://a", "--port", "99999"], 2, "--port"),
-        (["--upstream", "https://a", "--ca-file", "/no/such/file"], 2, "--ca-file: /no/such/file holds no"),
+        (
+            ["--upstream", "https://a", "--ca-file", "/no/such/file"],
+            2,
+            "--ca-file: /no/such/file holds no",
+        ),
         (["--upstream", "https://a", "--ca-file", "MODEL"], 2, "holds no certificates"),
         (["--server-cmd", "llama-server 'x"], 2, "--server-cmd: No closing quotation"),
         (["--server-cmd", "llama-server --port 1"], 2, "make them agree"),
         (["--upstream", "http://a", "--host", "192.0.2.1"], 1, "192.0.2.1"),
         (["--model", "/no/such/file"], 1, "there is no file /no/such/file"),
-        (["--model", "MODEL", "--server", "/no/such/server"], 1, "--server: /no/such/server does not exist"),
-        (["--server-cmd", "no-such-server --port {port}"], 1, "there is no program 'no-such-server' on the PATH"),
+        (
+            ["--model", "MODEL", "--server", "/no/such/server"],
+            1,
+            "--server: /no/such/server does not exist",
+        ),
+        (
+            ["--server-cmd", "no-such-server --port {port}"],
+            1,
+            "there is no program 'no-such-server' on the PATH",
+        ),
         (["--upstream", "http://a", "--port", "TAKEN"], 1, "what to do: give another --port"),
     ],
 )
-def test_what_cannot_work_is_said_and_ends_it(run: Run, model: str, args: list[str], code: int, said: str) -> None:
+def test_what_cannot_work_is_said_and_ends_it(
+    run: Run, model: str, args: list[str], code: int, said: str
+) -> None:
     with socket.create_server((HOST, 0)) as taken:
         known = {"MODEL": model, "TAKEN": str(taken.getsockname()[1])}
         done = run("responses-proxy", *(known.get(arg, arg) for arg in args))

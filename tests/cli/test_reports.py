@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from llama_worker import RequestFailReason, RequestFinishReason, RequestPhase, RequestState, StartFailReason
+from llama_worker import (
+    RequestFailReason,
+    RequestFinishReason,
+    RequestPhase,
+    RequestState,
+    StartFailReason,
+)
 from llama_worker.cli import advice, exits, run_report
 from llama_worker.cli.run_report import Activity
 from llama_worker.errors import WorkerStartError
@@ -23,7 +29,10 @@ PROGRESS = {"prompt_progress": {"processed": 5, "total": 9, "cached": 0}}
         ({"phase": RequestPhase.WAITING}, Activity("waiting for the server")),
         ({"phase": RequestPhase.PREFILL}, Activity("reading the prompt")),
         ({"phase": RequestPhase.PREFILL, **PROGRESS}, Activity("reading the prompt", 5, 9)),
-        ({"phase": RequestPhase.GENERATING, "tokens_received": 7}, Activity("generating: 7 tokens")),
+        (
+            {"phase": RequestPhase.GENERATING, "tokens_received": 7},
+            Activity("generating: 7 tokens"),
+        ),
     ],
 )
 def test_what_a_request_is_doing(status: Any, activity: Activity) -> None:
@@ -43,8 +52,21 @@ def test_what_a_server_is_doing(log: list[str], label: str) -> None:
 
 
 def result(state: str = "completed", **more: Any) -> Any:
-    whole = {"ok": True, "request_id": 1, "job_name": "run", "state": RequestState(state), "tool_trace": []}
-    return {**whole, "finish_reason": RequestFinishReason.STOP, "text": "Hi", "reasoning": "", "signals": [], **more}
+    whole = {
+        "ok": True,
+        "request_id": 1,
+        "job_name": "run",
+        "state": RequestState(state),
+        "tool_trace": [],
+    }
+    return {
+        **whole,
+        "finish_reason": RequestFinishReason.STOP,
+        "text": "Hi",
+        "reasoning": "",
+        "signals": [],
+        **more,
+    }
 
 
 def failed(reason: str, detail: str = "why") -> Any:
@@ -60,9 +82,15 @@ TIMINGS = {"ttft_s": 0.41, "total_s": 0.7, "tokens_per_second": 45.24}
     [
         (
             result(usage=USAGE, timings=TIMINGS),
-            ["12 tokens, 45.2 tokens/s; prompt: 31 tokens, 8 of them cached", "first token after 0.4 s, 0.7 s in all"],
+            [
+                "12 tokens, 45.2 tokens/s; prompt: 31 tokens, 8 of them cached",
+                "first token after 0.4 s, 0.7 s in all",
+            ],
         ),
-        (result(timings={"total_s": 3.0, "tokens_per_second": 2.0}), ["2.0 tokens/s", "3.0 s in all"]),
+        (
+            result(timings={"total_s": 3.0, "tokens_per_second": 2.0}),
+            ["2.0 tokens/s", "3.0 s in all"],
+        ),
         (result(), []),
     ],
 )
@@ -80,7 +108,11 @@ def test_the_numbers_at_the_end(ended: Any, lines: list[str]) -> None:
         (failed("stall_timeout"), exits.FAILED, "--timeouts slow_prefill"),
         (failed("http_error", "exceeds the available context size"), exits.FAILED, "--ctx-size"),
         (failed("server_died"), exits.FAILED, "  \u241b[31mlast line"),
-        (failed("server_died", "ended with signal 4"), exits.FAILED, "what to do: it uses instructions"),
+        (
+            failed("server_died", "ended with signal 4"),
+            exits.FAILED,
+            "what to do: it uses instructions",
+        ),
         (failed("server_died", "ended with signal 40"), exits.FAILED, "what to do: its last lines"),
     ],
 )
@@ -101,7 +133,11 @@ def test_a_signal_that_did_not_parse_is_shown_as_it_came() -> None:
 
 def test_json_tells_the_same_keys_whatever_happened() -> None:
     answered = run_report.json_report(failed("server_died"), ["w"])
-    assert (answered["outcome"], answered["reason"], answered["warnings"]) == ("failed", "server_died", ["w"])
+    assert (answered["outcome"], answered["reason"], answered["warnings"]) == (
+        "failed",
+        "server_died",
+        ["w"],
+    )
     assert set(run_report.json_without_answer("not_started", "exited", "d")) == set(answered)
 
 

@@ -12,7 +12,17 @@ import pytest
 
 from tests.cli.conftest import MakeProgram, Run, saying
 from tests.conftest import shell_program
-from tests.fake_script import Exit, HttpError, KillSelf, Prefill, Reasoning, Reply, Script, Text, ToolCall
+from tests.fake_script import (
+    Exit,
+    HttpError,
+    KillSelf,
+    Prefill,
+    Reasoning,
+    Reply,
+    Script,
+    Text,
+    ToolCall,
+)
 from tests.server.pace import lean_server
 
 HARMFUL = "a\x1b[31mred\x1b]0;title\x07 [bold]b[/bold]\r\n\x9b2Jc\x7f :smile:"
@@ -36,7 +46,18 @@ def test_the_text_is_all_that_stdout_gets(run: Run, program: MakeProgram, model:
 
 def test_what_was_given_reaches_the_server(run: Run, program: MakeProgram, model: str) -> None:
     server = program()
-    options = ("--system", "Be terse.", "--max-tokens", "7", "--temperature", "0", "--seed", "3", "--ctx-size", "512")
+    options = (
+        "--system",
+        "Be terse.",
+        "--max-tokens",
+        "7",
+        "--temperature",
+        "0",
+        "--seed",
+        "3",
+        "--ctx-size",
+        "512",
+    )
     more = ("--gpu-layers", "all", "--slots", "2", "--server-arg", "--threads", "--server-arg", "1")
     done = run("run", model, "--server", server.path, *options, *more, stdin="from\nstdin\n")
     assert done.returncode == 0, done.stderr
@@ -60,7 +81,9 @@ def test_json_is_the_only_thing_on_stdout(run: Run, program: MakeProgram, model:
     assert 'signal declare_outcome: {"outcome": "success", "summary": "done"}' in done.stderr
 
 
-def test_a_conversation_of_lines_goes_on_when_its_server_dies(run: Run, program: MakeProgram, model: str) -> None:
+def test_a_conversation_of_lines_goes_on_when_its_server_dies(
+    run: Run, program: MakeProgram, model: str
+) -> None:
     server = program(Script(launches=[saying(Text("half"), KillSelf()), Script()]))
     done = run("run", model, "One", "--chat", "--server", server.path, stdin="Two\n\nThree\n")
     assert (done.returncode, done.stdout) == (0, "half\nHello\nHello\n")
@@ -73,8 +96,20 @@ def test_a_conversation_of_lines_goes_on_when_its_server_dies(run: Run, program:
 
 @pytest.mark.server
 def test_a_prompt_for_the_real_server(run: Run, thin_model: str, tmp_path: Path) -> None:
-    options = ("--ctx-size", "512", "--max-tokens", "8", "--temperature", "0", "--seed", "1", "--json")
-    done = run("run", thin_model, "What is 2 + 2?", "--server", str(lean_server(tmp_path)), *options)
+    options = (
+        "--ctx-size",
+        "512",
+        "--max-tokens",
+        "8",
+        "--temperature",
+        "0",
+        "--seed",
+        "1",
+        "--json",
+    )
+    done = run(
+        "run", thin_model, "What is 2 + 2?", "--server", str(lean_server(tmp_path)), *options
+    )
     told = json.loads(done.stdout)
     assert (done.returncode, told["outcome"]) == (0, "completed")
     assert told["text"]
@@ -87,14 +122,32 @@ def test_a_prompt_for_the_real_server(run: Run, thin_model: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("script", "ends", "said"),
     [
-        (REFUSES, ("failed", "context_exceeded"), "failed: context_exceeded.*what to do: .*--ctx-size"),
-        (ENDS, ("not_started", "exited"), "what to do: .*`llama-server --help`.*error: invalid argument: --frobnicate"),
-        (None, ("not_started", "no_port"), "no port from 20000 to 31999 is free on 127.*to do: give one with --port"),
+        (
+            REFUSES,
+            ("failed", "context_exceeded"),
+            "failed: context_exceeded.*what to do: .*--ctx-size",
+        ),
+        (
+            ENDS,
+            ("not_started", "exited"),
+            "what to do: .*`llama-server --help`.*error: invalid argument: --frobnicate",
+        ),
+        (
+            None,
+            ("not_started", "no_port"),
+            "no port from 20000 to 31999 is free on 127.*to do: give one with --port",
+        ),
     ],
     ids=["a request that fails", "a server that does not start", "a machine without a free port"],
 )
 def test_a_failure_is_told_with_what_to_do(
-    run: Run, program: MakeProgram, model: str, monkeypatch: pytest.MonkeyPatch, script: Any, ends: Any, said: str
+    run: Run,
+    program: MakeProgram,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    script: Any,
+    ends: Any,
+    said: str,
 ) -> None:
     if script is None:
         monkeypatch.setattr("llama_worker.runtime.free_port.can_listen", lambda address: False)
@@ -110,10 +163,20 @@ def test_a_failure_is_told_with_what_to_do(
     [
         (["/no/such.gguf", "Hi"], 1, "there is no file /no/such.gguf", "GGUF"),
         (["PAGE", "Hi"], 1, "it is a web page", "download"),
-        (["MODEL", "Hi", "--server", "/no/such/server"], 1, "--server: /no/such/server does not exist", "LLAMA_SERVER"),
+        (
+            ["MODEL", "Hi", "--server", "/no/such/server"],
+            1,
+            "--server: /no/such/server does not exist",
+            "LLAMA_SERVER",
+        ),
         (["MODEL"], 2, "the prompt is empty", ""),
         (["MODEL", "Hi", "--chat", "--json"], 2, "--chat and --json exclude each other", ""),
-        (["MODEL", "Hi", "--server-arg=-np", "--server-arg=3"], 2, "-np 3, but slots is 1", "no --server-arg"),
+        (
+            ["MODEL", "Hi", "--server-arg=-np", "--server-arg=3"],
+            2,
+            "-np 3, but slots is 1",
+            "no --server-arg",
+        ),
         (["MODEL", "Hi", "--slots", "0"], 2, "--slots", ""),
         ([], 2, "Missing", "MODEL"),
     ],
@@ -133,7 +196,9 @@ def test_what_cannot_work_is_said_with_what_to_do(
 
 @pytest.mark.server
 def test_the_real_server_with_too_little_memory(run: Run, smollm2: str, tmp_path: Path) -> None:
-    narrow = shell_program(tmp_path / "narrow", f'ulimit -v 400000\nexec {lean_server(tmp_path)} "$@"')
+    narrow = shell_program(
+        tmp_path / "narrow", f'ulimit -v 400000\nexec {lean_server(tmp_path)} "$@"'
+    )
     done = run("run", smollm2, "Hi", "--server", narrow, "--ctx-size", "8192")
     assert done.returncode == 1
     assert "what to do: it does not fit into the memory" in done.stderr

@@ -1,4 +1,5 @@
-"""`llama-worker run` in a terminal of 80 columns: what is drawn, Ctrl-C once and twice, a conversation."""
+"""`llama-worker run` in a terminal of 80 columns: what is drawn, Ctrl-C once and twice, a
+conversation."""
 
 from __future__ import annotations
 
@@ -9,12 +10,27 @@ import psutil
 import pytest
 
 from tests.cli.conftest import COLUMNS, CONTROL_SEQUENCE, MakeProgram, OpenTerminal, saying
-from tests.fake_script import Gate, PromptProgress, Reasoning, Reply, Script, Startup, Text, WaitClose, plain_reply
+from tests.fake_script import (
+    Gate,
+    PromptProgress,
+    Reasoning,
+    Reply,
+    Script,
+    Startup,
+    Text,
+    WaitClose,
+    plain_reply,
+)
 
 
 def thinking(gate: Path) -> Script:
     answer = (Reasoning("let me see"), Text("4\x1b]0;title\x07\x1b[2J"))
-    return saying(PromptProgress(30, 100), Gate(gate), *answer, startup=Startup(log=["load_model: loading model 'x'"]))
+    return saying(
+        PromptProgress(30, 100),
+        Gate(gate),
+        *answer,
+        startup=Startup(log=["load_model: loading model 'x'"]),
+    )
 
 
 def drawn_lines(written: str) -> list[str]:
@@ -36,21 +52,29 @@ def test_it_shows_loading_a_bar_dim_reasoning_text_and_numbers(
     assert "2 tokens" in screen.shown
     assert [harm for harm in ("\x1b]", "\x1b[2J") if harm in screen.written] == []
     assert max(map(len, drawn_lines(screen.written))) <= COLUMNS
-    assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")  # the cursor is there again
+    assert screen.written.rindex("\x1b[?25h") > screen.written.rindex(
+        "\x1b[?25l"
+    )  # the cursor is there again
 
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
 def test_without_colours_nothing_is_coloured(
     terminal: OpenTerminal, program: MakeProgram, model: str, env: dict[str, str]
 ) -> None:
-    screen = terminal("run", model, "2 + 2?", "--server", program(thinking(Path("/"))).path, **env)  # an open gate
+    screen = terminal(
+        "run", model, "2 + 2?", "--server", program(thinking(Path("/"))).path, **env
+    )  # an open gate
     assert screen.wait() == 0
     assert not re.search(r"\x1b\[[\d;]+m", screen.written.replace("\x1b[0m", ""))
     assert "[reasoning]\nlet me see\n" in screen.shown
-    assert ("\x1b" in screen.written) == ("NO_COLOR" in env)  # the bar moves the cursor where that is possible
+    assert ("\x1b" in screen.written) == (
+        "NO_COLOR" in env
+    )  # the bar moves the cursor where that is possible
 
 
-def test_ctrl_c_cancels_and_twice_stops_at_once(terminal: OpenTerminal, program: MakeProgram, model: str) -> None:
+def test_ctrl_c_cancels_and_twice_stops_at_once(
+    terminal: OpenTerminal, program: MakeProgram, model: str
+) -> None:
     server = program(saying(Text("half"), WaitClose(), ignore_term=True))
     screen = terminal("run", model, "Hi", "--server", server.path)
     screen.expect("half")
@@ -65,15 +89,26 @@ def test_ctrl_c_cancels_and_twice_stops_at_once(terminal: OpenTerminal, program:
 
 
 @pytest.mark.parametrize(("last", "code"), [("\x04", 0), ("\x03", 130)], ids=["Ctrl-D", "Ctrl-C"])
-def test_a_conversation(terminal: OpenTerminal, program: MakeProgram, model: str, last: str, code: int) -> None:
+def test_a_conversation(
+    terminal: OpenTerminal, program: MakeProgram, model: str, last: str, code: int
+) -> None:
     long, brief = (plain_reply(*steps) for steps in ([Text("half"), WaitClose()], [Text("Hello")]))
     server = program(Script(replies=[Reply(long, marker="long"), Reply(brief)]))
     screen = terminal("run", model, "--chat", "--server", server.path)
-    for text, count, keys in [("> ", 1, "a long story\r"), ("half", 1, "\x03"), ("> ", 2, "Hi\r"), ("> ", 3, last)]:
+    for text, count, keys in [
+        ("> ", 1, "a long story\r"),
+        ("half", 1, "\x03"),
+        ("> ", 2, "Hi\r"),
+        ("> ", 3, last),
+    ]:
         screen.expect(text, count)
         screen.send(keys)
     assert screen.wait() == code
     assert re.search("half.*cancelled.*Hello", screen.shown, re.DOTALL)
     (request,) = server.journal.facts("request", n=2)
-    assert [message["content"] for message in request["body"]["messages"]] == ["a long story", "half", "Hi"]
+    assert [message["content"] for message in request["body"]["messages"]] == [
+        "a long story",
+        "half",
+        "Hi",
+    ]
     assert server.is_gone()

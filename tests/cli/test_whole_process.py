@@ -1,4 +1,5 @@
-"""What only a whole process shows: signals, a Ctrl-C while Python imports the command, output that nobody takes."""
+"""What only a whole process shows: signals, a Ctrl-C while Python imports the command, output that
+nobody takes."""
 
 from __future__ import annotations
 
@@ -33,17 +34,27 @@ sys.exit(llama_worker.cli.main())
 NOBODY, NO_ROOM = (141, ""), (1, "llama-worker: [Errno 28] No space left on device\n")
 
 
-def ended(*command: str, stdout: int = subprocess.PIPE, **how: Any) -> subprocess.CompletedProcess[str]:
+def ended(
+    *command: str, stdout: int = subprocess.PIPE, **how: Any
+) -> subprocess.CompletedProcess[str]:
     env = environment(LLAMA_SERVER="true")
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, env=env, **how)
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, env=env, **how
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "code"), [("llama_worker.errors", signal.SIG_DFL, 130), ("typer", signal.SIG_IGN, 0)]
+    ("name", "before", "code"),
+    [("llama_worker.errors", signal.SIG_DFL, 130), ("typer", signal.SIG_IGN, 0)],
 )
-def test_ctrl_c_ends_it_at_once_and_quietly_unless_it_is_ignored(name: str, before: signal.Handlers, code: int) -> None:
+def test_ctrl_c_ends_it_at_once_and_quietly_unless_it_is_ignored(
+    name: str, before: signal.Handlers, code: int
+) -> None:
     done = ended(
-        sys.executable, "-c", PRESSED.format(name=name), preexec_fn=lambda: signal.signal(signal.SIGINT, before)
+        sys.executable,
+        "-c",
+        PRESSED.format(name=name),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, before),
     )
     assert (done.returncode, done.stderr) == (code, "")
     assert bool(done.stdout) == (code == 0)
@@ -51,9 +62,16 @@ def test_ctrl_c_ends_it_at_once_and_quietly_unless_it_is_ignored(name: str, befo
 
 @pytest.mark.parametrize(
     ("words", "ends"),
-    [("--help", NOBODY), ("--help", NO_ROOM), ("doctor", NOBODY), ("doctor --json", NO_ROOM)],  # each in its own way
+    [
+        ("--help", NOBODY),
+        ("--help", NO_ROOM),
+        ("doctor", NOBODY),
+        ("doctor --json", NO_ROOM),
+    ],  # each in its own way
 )
-def test_nobody_reads_the_output_or_there_is_no_room_for_it(words: str, ends: tuple[int, str]) -> None:
+def test_nobody_reads_the_output_or_there_is_no_room_for_it(
+    words: str, ends: tuple[int, str]
+) -> None:
     if ends == NOBODY:
         reader, stdout = os.pipe()
         os.close(reader)
@@ -66,7 +84,11 @@ def test_nobody_reads_the_output_or_there_is_no_room_for_it(words: str, ends: tu
 
 def answering(server: Program, *args: str) -> Running:
     """`llama-worker run` in a process of its own."""
-    words, env, none = (*COMMAND, "run", "--server", server.path, *args), environment(), subprocess.DEVNULL
+    words, env, none = (
+        (*COMMAND, "run", "--server", server.path, *args),
+        environment(),
+        subprocess.DEVNULL,
+    )
     heeds = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # the tester may run under nohup
     return running(*words, env=env, stdin=none, preexec_fn=heeds)
 
@@ -107,7 +129,8 @@ def test_a_signal_while_the_server_starts(program: MakeProgram, model: str) -> N
 
 
 def test_closed_streams_harm_nothing(program: MakeProgram, model: str) -> None:
-    # Noted before the finish reason is sent: without that the request does not complete, and its server is not ended.
+    # Noted before the finish reason is sent: without that the request does not complete, and its
+    # server is not ended.
     server = program(saying(Text("Hello"), Note("all said")))
     command = shlex.join((*COMMAND, "run", model, "Hi", "--server", server.path))
     done = subprocess.run(f"{command} <&- >&- 2>&-", shell=True, timeout=WAIT_S, env=environment())

@@ -1,7 +1,8 @@
 """The pages, and the code blocks in them.
 
-A block's mark, behind its language, says what it is: "runnable" is run; a path ("examples/fleet.py") is an excerpt of
-that file of the repository; any other file name ("fleet.toml") is that file, beside the program.
+A block's mark, behind its language, says what it is: "runnable" is run; a path
+("examples/fleet.py") is an excerpt of that file of the repository; any other file name
+("fleet.toml") is that file, beside the program.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(DOCS.rglob("*.md")),
+]
 _BLOCK = re.compile(r"^```(\w+)(?: +([\w./-]+))?\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -33,12 +39,20 @@ def blocks(text: str) -> list[Block]:
 
 def runnable(text: str, language: str) -> str:
     """The page's runnable blocks of a language, as one program."""
-    return "\n".join(block.code for block in blocks(text) if (block.language, block.mark) == (language, "runnable"))
+    return "\n".join(
+        block.code
+        for block in blocks(text)
+        if (block.language, block.mark) == (language, "runnable")
+    )
 
 
 def files(text: str) -> dict[str, str]:
     """The page's files, by name."""
-    return {b.mark: b.code for b in blocks(text) if b.mark and b.mark != "runnable" and "/" not in b.mark}
+    return {
+        b.mark: b.code
+        for b in blocks(text)
+        if b.mark and b.mark != "runnable" and "/" not in b.mark
+    }
 
 
 def with_ports(text: str, free_port: Callable[[], int]) -> str:
@@ -50,7 +64,9 @@ def with_ports(text: str, free_port: Callable[[], int]) -> str:
 
 def table(text: str, first_header: str) -> list[list[str]]:
     """The rows, without the head, of the page's table whose first column has that header."""
-    found = re.search(rf"^\| {re.escape(first_header)} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    found = re.search(
+        rf"^\| {re.escape(first_header)} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", text, flags=re.MULTILINE
+    )
     assert found, f"no table with {first_header!r}"
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in found[1].splitlines()]
 

@@ -1,7 +1,8 @@
 """What the documentation shows runs as it stands, and the site of it is whole.
 
-The runnable blocks of one page are one program, in their order, in a fresh Python. What a reader has to put in is put
-in: any model is the small real one, `llama-server` is on the PATH, and the ports 8000 to 8099 are free ones.
+The runnable blocks of one page are one program, in their order, in a fresh Python. What a reader
+has to put in is put in: any model is the small real one, `llama-server` is on the PATH, and the
+ports 8000 to 8099 are free ones.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ def page_id(page: Path) -> str:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page.read_text(), "python")], ids=page_id)
-def test_the_code_of_a_page_runs(page: Path, thin_model: str, free_port: Callable[[], int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if runnable(page.read_text(), "python")], ids=page_id
+)
+def test_the_code_of_a_page_runs(
+    page: Path, thin_model: str, free_port: Callable[[], int], tmp_path: Path
+) -> None:
     text = re.sub(r'"[\w./~-]+\.gguf"', f'"{thin_model}"', with_ports(page.read_text(), free_port))
     for name, content in files(text).items():
         (tmp_path / name).write_text(content)
@@ -53,7 +58,9 @@ def test_the_code_of_a_page_runs(page: Path, thin_model: str, free_port: Callabl
 def test_what_a_page_shows_and_links_to_is_there(page: Path) -> None:
     text = page.read_text()
     for block in blocks(text):
-        assert block.mark or block.language != "python", "write `python runnable`, `python FILE`, or `text`"
+        assert block.mark or block.language != "python", (
+            "write `python runnable`, `python FILE`, or `text`"
+        )
         if "/" in block.mark:  # it is taken from a file of the repository
             assert block.code.strip() in (ROOT / block.mark).read_text(), block.mark
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
@@ -84,7 +91,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "llama-host.service"
     there = SERVICE[unit.name].replace("/srv/llama/.venv/bin/python", sys.executable)
     unit.write_text(there.replace("/srv/llama", str(tmp_path)))
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=patience())
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=patience()
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -93,9 +102,15 @@ def test_the_units_times_leave_room_for_a_stop_and_for_the_guards() -> None:
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string(SERVICE["llama-host.service"])
     service = unit["Service"]
-    assert (service["KillMode"], service["OOMPolicy"], service["Restart"]) == ("mixed", "continue", "on-failure")
+    assert (service["KillMode"], service["OOMPolicy"], service["Restart"]) == (
+        "mixed",
+        "continue",
+        "on-failure",
+    )
     assert int(service["TimeoutStopSec"]) > TimeoutProfile().stop_grace_s + 2
-    assert int(service["RestartSec"]) > ORPHAN_GRACE_S + 3  # all is gone within 5 s of the host's death
+    assert (
+        int(service["RestartSec"]) > ORPHAN_GRACE_S + 3
+    )  # all is gone within 5 s of the host's death
 
 
 @pytest.mark.server
@@ -104,7 +119,8 @@ def test_the_program_ends_with_its_servers_at_sigterm(
 ) -> None:
     (tmp_path / "host.py").write_text(SERVICE["host.py"])
     (tmp_path / "fleet.toml").write_text(
-        f'[defaults]\nhost = "127.0.0.1"\nmodel = "{thin_model}"\nexecutable = "{lean_server(tmp_path)}"\n'
+        f'[defaults]\nhost = "127.0.0.1"\nmodel = "{thin_model}"\nexecutable = '
+        f'"{lean_server(tmp_path)}"\n'
         f"[workers.one]\nport = {free_port()}\n[workers.two]\nport = {free_port()}\n"
     )
     with running(sys.executable, "host.py", "fleet.toml", cwd=tmp_path) as (program, output):
@@ -125,7 +141,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built strictly: a link, an anchor or a name that leads nowhere fails."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -139,7 +157,9 @@ def test_the_reference_has_what_the_docstrings_say(site: Path) -> None:
 
 
 def test_no_page_fetches_anything_from_elsewhere(site: Path) -> None:
-    fetches = re.compile(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>|@import[^;]*https?:")
+    fetches = re.compile(
+        r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>|@import[^;]*https?:"
+    )
     for page in site.rglob("*.html"):
         assert fetches.findall(page.read_text()) == [], page
 

@@ -1,4 +1,5 @@
-"""The tables of verdicts (hung-or-slow.md) and of restarts (failure-reasons.md) agree with the code."""
+"""The tables of verdicts (hung-or-slow.md) and of restarts (failure-reasons.md) agree with the
+code."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ STATES = {
     "waiting": WAITING,
     "silent prefill": PREFILL,
     "reporting prefill": replace(PREFILL, prompt_progress_at=0.0),
-    "generating": replace(PREFILL, phase=RequestPhase.GENERATING, first_token_at=0.0, last_data_at=0.0),
+    "generating": replace(
+        PREFILL, phase=RequestPhase.GENERATING, first_token_at=0.0, last_data_at=0.0
+    ),
     "in a tool": replace(WAITING, phase=RequestPhase.TOOL),
 }
 LIMITS = (
@@ -33,12 +36,22 @@ LIMITS = (
 
 
 def judge(
-    state: Progress, limit: str, *, liveness_at: float | None = None, neighbour_data_at: float | None = None
+    state: Progress,
+    limit: str,
+    *,
+    liveness_at: float | None = None,
+    neighbour_data_at: float | None = None,
 ) -> Verdict | None:
     """The verdict after 10 s, with that limit at 5 s and every other off, or far away."""
     off = dict.fromkeys(LIMITS)
     profile = replace(TimeoutProfile(), **{**off, "headers_timeout_s": 1e6, limit: 5.0})  # type: ignore[arg-type]
-    return verdict(state, liveness_at=liveness_at, neighbour_data_at=neighbour_data_at, profile=profile, now=10.0)
+    return verdict(
+        state,
+        liveness_at=liveness_at,
+        neighbour_data_at=neighbour_data_at,
+        profile=profile,
+        now=10.0,
+    )
 
 
 PAGE = (DOCS / "hung-or-slow.md").read_text()
@@ -66,7 +79,9 @@ def test_what_counts_as_work_is_said_in_the_numbers_of_the_code() -> None:
 
 def test_the_table_of_verdicts_gives_each_limit_in_the_phases_in_which_it_counts() -> None:
     in_table = {
-        (state, names_in(limit)[0], names_in(reason)[0]) for when, reason, limit in ROWS for state in WHEN[when]
+        (state, names_in(limit)[0], names_in(reason)[0])
+        for when, reason, limit in ROWS
+        for state in WHEN[when]
     }
     in_code = {
         (name, limit, str(found.reason))
@@ -84,7 +99,9 @@ def test_the_first_row_of_the_table_says_the_limit_of_connecting() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_costs_a_restart(row: list[str]) -> None:
+def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_costs_a_restart(
+    row: list[str],
+) -> None:
     when, _, after = row
     limit = names_in(after)[0]
     for name in WHEN[when]:
@@ -98,17 +115,28 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
         assert found is not None
         assert found.restart != ("no restart" in after)
     default = getattr(TimeoutProfile(), limit)
-    assert re.findall(rf"`{limit}` \((\d+)\)", after) == ([] if default is None else [f"{default:g}"])
+    assert re.findall(rf"`{limit}` \((\d+)\)", after) == (
+        [] if default is None else [f"{default:g}"]
+    )
     assert ("if set" in after) == (default is None)
 
 
 def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
-    said = r'(?:_restart\(life, now,|_trouble\(life, now,|Trouble\(|RecordRestart\(reason=)\s*"(\w+)"'
-    sources = [Path(str(module.__file__)).read_text() for module in (lifecycle, server_life, worker_actor, suspicion)]
+    said = (
+        r'(?:_restart\(life, now,|_trouble\(life, now,|Trouble\(|RecordRestart\(reason=)\s*"(\w+)"'
+    )
+    sources = [
+        Path(str(module.__file__)).read_text()
+        for module in (lifecycle, server_life, worker_actor, suspicion)
+    ]
     in_code = {cause for source in sources for cause in re.findall(said, source)}
-    launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.EXITED, StartFailReason.UNKILLABLE}
+    launches = set(StartFailReason) - {
+        StartFailReason.STOPPED,
+        StartFailReason.EXITED,
+        StartFailReason.UNKILLABLE,
+    }
     verdicts = [judge(state, limit) for state in STATES.values() for limit in LIMITS]
     fatal = {found.reason for found in verdicts if found and found.restart}
     assert sorted(causes) == sorted({*in_code, *launches, *fatal})

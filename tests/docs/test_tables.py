@@ -12,7 +12,14 @@ import pytest
 
 import llama_worker
 from benchmarks import publish
-from llama_worker import RequestFailReason, StartFailReason, TimeoutProfile, default_bios, exit_tools, messages
+from llama_worker import (
+    RequestFailReason,
+    StartFailReason,
+    TimeoutProfile,
+    default_bios,
+    exit_tools,
+    messages,
+)
 from llama_worker.types import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
 from tests.responses.clients.__main__ import CLIENTS
@@ -22,7 +29,9 @@ from tests.responses.clients.__main__ import CLIENTS
 
 def test_the_reference_has_exactly_the_public_names() -> None:
     page, _, _ = (DOCS / "reference.md").read_text().partition("## Further modules")
-    assert sorted(re.findall(r"^::: llama_worker\.(\w+)$", page, re.M)) == sorted(llama_worker.__all__)
+    assert sorted(re.findall(r"^::: llama_worker\.(\w+)$", page, re.M)) == sorted(
+        llama_worker.__all__
+    )
 
 
 # ---------------------------------------------------------------- configuration.md, how-to/slow-hardware.md
@@ -40,7 +49,9 @@ def told(field: Field[Any]) -> str:
     return "`" + repr(field.default).replace("'", '"') + "`"
 
 
-@pytest.mark.parametrize("kind", [llama_worker.WorkerConfig, llama_worker.RestartPolicy, llama_worker.LoopDetector])
+@pytest.mark.parametrize(
+    "kind", [llama_worker.WorkerConfig, llama_worker.RestartPolicy, llama_worker.LoopDetector]
+)
 def test_the_configuration_page_has_every_field_with_its_default(kind: type[Any]) -> None:
     section = (DOCS / "configuration.md").read_text().partition(f"## `{kind.__name__}`")[2]
     rows = [(name.strip("`"), default) for name, default, _ in table(section, "field")]
@@ -49,24 +60,36 @@ def test_the_configuration_page_has_every_field_with_its_default(kind: type[Any]
 
 def test_the_profiles_have_the_values_that_the_page_says() -> None:
     page = (DOCS / "how-to" / "slow-hardware.md").read_text()
-    profiles = [TimeoutProfile.slow_prefill(), TimeoutProfile.normal(), TimeoutProfile.fast(), TimeoutProfile.debug()]
+    profiles = [
+        TimeoutProfile.slow_prefill(),
+        TimeoutProfile.normal(),
+        TimeoutProfile.fast(),
+        TimeoutProfile.debug(),
+    ]
     rows = {names_in(row[0])[0]: row[1:] for row in table(page, "seconds")}
     assert list(rows) == [field.name for field in fields(TimeoutProfile)]
     for name, cells in rows.items():
         values = [getattr(profile, name) for profile in profiles]
-        shown = ["off" if value is None or value >= 1e8 else f"{value:g}" for value in values]  # not all may be None
+        shown = [
+            "off" if value is None or value >= 1e8 else f"{value:g}" for value in values
+        ]  # not all may be None
         assert cells == shown, name
 
 
 def test_the_exit_tools_have_the_arguments_that_the_page_says() -> None:
     page = (DOCS / "how-to" / "exit-tools.md").read_text()
     rows = {names_in(tool)[0]: arguments for tool, arguments in table(page, "tool")}
-    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in exit_tools.ALL_EXIT_TOOLS}
+    tools = {
+        tool["function"]["name"]: tool["function"]["parameters"]
+        for tool in exit_tools.ALL_EXIT_TOOLS
+    }
     assert list(rows) == list(tools)
     for name, schema in tools.items():
         values = [value for told in schema["properties"].values() for value in told.get("enum", ())]
         assert sorted(names_in(rows[name])) == sorted([*schema["properties"], *values])
-        assert set(re.findall(r"optional `(\w+)`", rows[name])) == set(schema["properties"]) - set(schema["required"])
+        assert set(re.findall(r"optional `(\w+)`", rows[name])) == set(schema["properties"]) - set(
+            schema["required"]
+        )
 
 
 # ---------------------------------------------------------------- failure-reasons.md
@@ -75,7 +98,11 @@ REASONS: dict[str, set[str]] = {
     "How a request fails": set(RequestFailReason),
     "Why a start fails": set(StartFailReason),
     "Why a submit is refused": set(get_args(SubmitErrorCode)),
-    "Other answers": {code for answer in (NotFound, NotReady) for code in get_args(answer.__annotations__["error"])},
+    "Other answers": {
+        code
+        for answer in (NotFound, NotReady)
+        for code in get_args(answer.__annotations__["error"])
+    },
 }
 
 
@@ -102,7 +129,9 @@ def test_every_message_between_actors_is_in_the_table_with_its_receiver_and_no_o
         "ToolLoopActor": messages.ToolMessage,
         "WatchdogActor": messages.WatchdogMessage,
     }
-    in_code = sorted((actor, kind.__name__) for actor, union in unions.items() for kind in get_args(union))
+    in_code = sorted(
+        (actor, kind.__name__) for actor, union in unions.items() for kind in get_args(union)
+    )
     rows = table((DOCS / "how-it-works.md").read_text(), "to the")
     assert sorted((to, name) for to, _, names in rows for name in names_in(names)) == in_code
 
@@ -119,30 +148,47 @@ def test_the_modules_that_the_page_names_are_there() -> None:
 
 
 def test_the_changelog_begins_with_this_version() -> None:
-    versions = re.findall(r"^## (\S+) \((?:unreleased|\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    versions = re.findall(
+        r"^## (\S+) \((?:unreleased|\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
     assert versions[0] == llama_worker.__version__
 
 
 def test_the_table_of_clients_has_every_scenario_that_is_played() -> None:
     *rows, _ = table((DOCS / "responses.md").read_text(), "scenario")
-    shown = {(client, name) for name, *cells in rows for client, cell in zip(CLIENTS, cells, strict=True) if cell}
-    assert shown == {(client, one.__name__.replace("_", " ")) for client, found in CLIENTS.items() for one in found}
+    shown = {
+        (client, name)
+        for name, *cells in rows
+        for client, cell in zip(CLIENTS, cells, strict=True)
+        if cell
+    }
+    assert shown == {
+        (client, one.__name__.replace("_", " "))
+        for client, found in CLIENTS.items()
+        for one in found
+    }
 
 
 def test_every_make_target_that_is_named_is_there() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = {target for page in PAGES for target in re.findall(r"`make ([a-z-]+)", page.read_text())}
+    named = {
+        target for page in PAGES for target in re.findall(r"`make ([a-z-]+)", page.read_text())
+    }
     assert named
     assert named <= targets
 
 
 def test_the_navigation_has_every_page_once() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nvalidation:")[0]
+    navigation = (
+        (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nvalidation:")[0]
+    )
     pages = {str(page.relative_to(ROOT)).removeprefix("docs/") for page in PAGES} - {"README.md"}
     assert sorted(re.findall(r": (\S+\.md)$", navigation, re.M)) == sorted(pages)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md", DOCS / "tutorial.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", DOCS / "index.md", DOCS / "tutorial.md"], ids=lambda p: p.name
+)
 def test_the_first_example_is_short_and_runs_as_it_stands(page: Path) -> None:
     first = next(block for block in blocks(page.read_text()) if block.language == "python")
     assert len([line for line in first.code.splitlines() if line.strip()]) <= 4

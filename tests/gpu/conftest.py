@@ -29,7 +29,9 @@ def gpu(request: pytest.FixtureRequest) -> None:
     except pynvml.NVMLError as error:
         pytest.skip(f"no NVIDIA GPU: {error}")
     llama_server: str = request.getfixturevalue("llama_server")
-    listed = subprocess.run([llama_server, "--list-devices"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        [llama_server, "--list-devices"], capture_output=True, text=True, check=True
+    )
     if "CUDA0" not in listed.stdout:
         pytest.skip(f"{llama_server} was built without CUDA")
 
@@ -39,7 +41,8 @@ MakeWorker = Callable[..., LlamaWorker]
 
 @pytest.fixture
 def on_gpu(gpu: None, llama_server: str, smollm2: str) -> Iterator[MakeWorker]:
-    """A factory of workers that are READY, all layers on the first GPU; closed at the end of the test."""
+    """A factory of workers that are READY, all layers on the first GPU; closed at the end of the
+    test."""
 
     def make(*, restart_backoff_s: float = 0.01, **config: Any) -> LlamaWorker:
         worker = LlamaWorker.from_model(
@@ -47,7 +50,9 @@ def on_gpu(gpu: None, llama_server: str, smollm2: str) -> Iterator[MakeWorker]:
             executable=llama_server,
             extra_args=["--n-gpu-layers", "99", "--ctx-size", "8192", "--threads", "1"],
             env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0"},
-            restart=RestartPolicy(restart_backoff_s=restart_backoff_s, backoff_factor=1.0, max_restarts_per_window=50),
+            restart=RestartPolicy(
+                restart_backoff_s=restart_backoff_s, backoff_factor=1.0, max_restarts_per_window=50
+            ),
             max_tokens=None,
             **config,
         )

@@ -12,7 +12,16 @@ from llama_worker import LlamaWorker, RequestFailReason, TimeoutProfile
 from llama_worker.runtime.liveness_probes import NvidiaProbe
 from tests.actors.conftest import eventually
 from tests.gpu.conftest import MakeWorker, used_bytes
-from tests.server.conftest import ENDLESS, ended, is_generating, is_ticking, pid_of, submitted, wait_ready, wait_status
+from tests.server.conftest import (
+    ENDLESS,
+    ended,
+    is_generating,
+    is_ticking,
+    pid_of,
+    submitted,
+    wait_ready,
+    wait_status,
+)
 from tests.server.pace import patience
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +67,9 @@ def test_of_two_servers_on_one_gpu_each_shows_its_own_work(on_gpu: MakeWorker) -
 
 
 def test_a_stopped_server_is_found_while_its_neighbour_on_the_gpu_works(on_gpu: MakeWorker) -> None:
-    timeouts = TimeoutProfile(idle_stream_timeout_s=5.0, liveness_probe_interval_s=0.5, health_probe_interval_s=None)
+    timeouts = TimeoutProfile(
+        idle_stream_timeout_s=5.0, liveness_probe_interval_s=0.5, health_probe_interval_s=None
+    )
     stopped, neighbour = on_gpu(timeouts=timeouts), on_gpu(timeouts=timeouts)
     endless = begin_endless_answer(neighbour)
     request_id = begin_endless_answer(stopped)
@@ -73,7 +84,9 @@ def test_a_stopped_server_is_found_while_its_neighbour_on_the_gpu_works(on_gpu: 
 
 
 @pytest.mark.parametrize("restart_backoff_s", [0.01, 5.0], ids=["at once", "after a pause"])
-def test_a_killed_server_s_memory_comes_back_ten_times_in_a_row(on_gpu: MakeWorker, restart_backoff_s: float) -> None:
+def test_a_killed_server_s_memory_comes_back_ten_times_in_a_row(
+    on_gpu: MakeWorker, restart_backoff_s: float
+) -> None:
     before = used_bytes()
     worker = on_gpu(restart_backoff_s=restart_backoff_s)
     loaded = used_bytes()
@@ -81,7 +94,9 @@ def test_a_killed_server_s_memory_comes_back_ten_times_in_a_row(on_gpu: MakeWork
     for count in range(1, RESTARTS + 1):
         os.kill(pid_of(worker), signal.SIGKILL)
         if restart_backoff_s > 1.0:
-            eventually(lambda: used_bytes() < before + SLACK_BYTES, "the memory is free", patience())
+            eventually(
+                lambda: used_bytes() < before + SLACK_BYTES, "the memory is free", patience()
+            )
         wait_ready(worker, restarts=count)
         assert abs(used_bytes() - loaded) < SLACK_BYTES
     worker.stop().get(timeout=patience())

@@ -17,14 +17,19 @@ from tests.ray.stage import TALKING, WAIT_S, Stage, actor, get, tree_of
 
 def an_actor_has_the_methods_of_the_handle_and_none_waits_for_another(stage: Stage) -> None:
     worker = actor(stage.config_for(slots=2), num_gpus=1)
-    assert get(worker.submit.remote("job", "", "Hello?")) == {"ok": False, "error": "WORKER_NOT_READY"}
+    assert get(worker.submit.remote("job", "", "Hello?")) == {
+        "ok": False,
+        "error": "WORKER_NOT_READY",
+    }
     status = get(worker.start.remote())
     assert (status["state"], status["slots_total"]) == (WorkerState.READY, 2)
     server = psutil.Process(status["pid"])
     assert int(server.cmdline()[server.cmdline().index("--port") + 1]) < 32768
     assert server.environ()["CUDA_VISIBLE_DEVICES"] in ("0", "1"), "the GPU that Ray chose"
 
-    talking = get(worker.submit.remote("talk", "", "Hello?", params={"fake_script": steps_json(*TALKING)}))
+    talking = get(
+        worker.submit.remote("talk", "", "Hello?", params={"fake_script": steps_json(*TALKING)})
+    )
     request_id = talking["request_id"]
     waiting = worker.result.remote(request_id)
     eventually(lambda: get(worker.read_output.remote(request_id))["text"], "output", WAIT_S)
@@ -34,7 +39,11 @@ def an_actor_has_the_methods_of_the_handle_and_none_waits_for_another(stage: Sta
     assert ray.wait([waiting], timeout=0)[0] == []  # it waits, and held up nothing
     assert get(worker.cancel.remote(request_id)) is True
     result = get(waiting)
-    assert (result["state"], result["reasoning"], result["text"][:6]) == ("canceled", "hm", "token ")
+    assert (result["state"], result["reasoning"], result["text"][:6]) == (
+        "canceled",
+        "hm",
+        "token ",
+    )
     assert get(worker.get_debug_info.remote())["recent_logs"]
 
     seen = tree_of(status["pid"])
@@ -51,14 +60,20 @@ def a_request_can_be_followed_to_its_result(stage: Stage) -> None:
     worker, gate = actor(stage.config_for()), stage.folder / "gate"
     get(worker.start.remote())
     script = steps_json(*plain_reply(Reasoning("hm"), Text("one "), Gate(gate), Text("two")))
-    request_id = get(worker.submit.remote("job", "", "Hello?", params={"fake_script": script}))["request_id"]
+    request_id = get(worker.submit.remote("job", "", "Hello?", params={"fake_script": script}))[
+        "request_id"
+    ]
     pieces = []
     for ref in worker.follow.remote(request_id):
         pieces.append(get(ref))
         if pieces[-1]["output"]["text"]:
             gate.touch()  # the rest comes only once the first was followed
     assert ["result" in piece for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert "".join(piece["output"]["text"] for piece in pieces) == pieces[-1]["result"]["text"] == "one two"
+    assert (
+        "".join(piece["output"]["text"] for piece in pieces)
+        == pieces[-1]["result"]["text"]
+        == "one two"
+    )
     with pytest.raises(LookupError):
         next(get(ref) for ref in worker.follow.remote(request_id))
     ray.kill(worker)
@@ -80,7 +95,9 @@ def an_error_of_the_worker_reaches_the_caller_with_its_fields(stage: Stage) -> N
 
 
 def a_port_that_somebody_takes_is_given_up_for_another(stage: Stage) -> None:
-    taken: list[socket.socket] = []  # in the actor's process: the first port, just after it was chosen
+    taken: list[
+        socket.socket
+    ] = []  # in the actor's process: the first port, just after it was chosen
     config_for = stage.config_for()
 
     def taking(port: int) -> WorkerConfig:

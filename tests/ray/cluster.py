@@ -27,12 +27,14 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",  # else Ray writes a token into the home directory
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray takes an address that other machines can reach
+        # else Ray takes an address that other machines can reach
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
 
 
 class TwoNodes:
-    """Ray's nodes are groups of processes. Both are on this machine, and differ by their GPUs: two and one."""
+    """Ray's nodes are groups of processes. Both are on this machine, and differ by their GPUs: two
+    and one."""
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
@@ -41,9 +43,11 @@ class TwoNodes:
         self.address: str = cluster.address
 
     def kill_second(self) -> None:
-        """SIGKILL to the second node's raylet and to all that it has started, actors among them, but no further.
+        """SIGKILL to the second node's raylet and to all that it has started, actors among them,
+        but no further.
 
-        What an actor has started itself (guard and server) is left alone: the guard has to see to it.
+        What an actor has started itself (guard and server) is left alone: the guard has to see to
+        it.
         """
         (raylet,) = (info.process for info in self.second.all_processes["raylet"])
         doomed = [psutil.Process(raylet.pid), *psutil.Process(raylet.pid).children()]
@@ -88,5 +92,11 @@ def _add_node(cluster: Any, **more: Any) -> Any:
 
 def cluster_processes(folder: Path) -> list[psutil.Process]:
     """Those that run in `cluster_environment(folder)`, servers too; zombies do not run."""
-    environments = ((process, process.info["environ"] or {}) for process in psutil.process_iter(["environ"]))
-    return [each for each, env in environments if each.pid != os.getpid() and env.get("RAY_TMPDIR") == str(folder)]
+    environments = (
+        (process, process.info["environ"] or {}) for process in psutil.process_iter(["environ"])
+    )
+    return [
+        each
+        for each, env in environments
+        if each.pid != os.getpid() and env.get("RAY_TMPDIR") == str(folder)
+    ]

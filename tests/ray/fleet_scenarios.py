@@ -1,4 +1,5 @@
-"""What is to be true of fleets: how they start, and one that is shared, whose scenarios go on one after the other."""
+"""What is to be true of fleets: how they start, and one that is shared, whose scenarios go on one
+after the other."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def a_fleet_that_cannot_start_says_what_its_server_said(stage: Stage) -> None:
     assert "no such model" in caught.value.log_tail
     broken = Fleet(lambda port: WorkerConfig("w", HOST, port + 1, ["x"]), replicas=1)
     try:
-        with pytest.raises(ReplicaLost, match=r"replica 0.*ConfigError: config_for\(\d+\) returned a config with port"):
+        with pytest.raises(
+            ReplicaLost,
+            match=r"replica 0.*ConfigError: config_for\(\d+\) returned a config with port",
+        ):
             broken.start().get(timeout=WAIT_S)
         with pytest.raises(NoLiveReplica, match=r"replica 0: lost; last error: .*ConfigError"):
             broken.submit("job", "", "Hello?").get(timeout=WAIT_S)
@@ -49,7 +53,9 @@ def a_fleet_that_cannot_start_says_what_its_server_said(stage: Stage) -> None:
 
 
 def a_fleet_for_which_there_is_no_room_has_no_live_replica(stage: Stage) -> None:
-    with_room = Fleet(stage.config_for(), replicas=2, options={"resources": {"unobtainium": 1}}, name="dreamers")
+    with_room = Fleet(
+        stage.config_for(), replicas=2, options={"resources": {"unobtainium": 1}}, name="dreamers"
+    )
     starting = with_room.start()
     with pytest.raises(NoLiveReplica) as caught:
         with_room.submit("job", "", "Hello?").get(timeout=WAIT_S)
@@ -98,19 +104,27 @@ def requests_go_to_free_slots_and_are_refused_when_there_is_none(stage: Stage) -
 
 def a_fleet_answers_as_a_worker_does(stage: Stage) -> None:
     fleet = stage.fleet
-    request_id = submitted(fleet, *plain_reply(Reasoning("hm"), Tokens(30, interval_s=0.02)), job_name="count")
+    request_id = submitted(
+        fleet, *plain_reply(Reasoning("hm"), Tokens(30, interval_s=0.02)), job_name="count"
+    )
     assert fleet.get_result(request_id).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_READY"}
     eventually(lambda: text_of(fleet, request_id), "output while the request runs", WAIT_S)
     status = fleet.get_status(request_id).get(timeout=WAIT_S)
     assert status["ok"]
     assert (status["request_id"], status["job_name"]) == (request_id, "count")
-    result, *others = [waiter.get(timeout=WAIT_S) for waiter in [fleet.result(request_id) for _ in range(3)]]
+    result, *others = [
+        waiter.get(timeout=WAIT_S) for waiter in [fleet.result(request_id) for _ in range(3)]
+    ]
     assert result["ok"]
     assert [result, result] == others
     assert (result["request_id"], result["reasoning"]) == (request_id, "hm")
     assert result["text"] == "".join(f"tok{i} " for i in range(30))
     assert result["usage"]["completion_tokens"] == 31
-    for late in (fleet.result(request_id), fleet.get_status(request_id), fleet.read_output(request_id)):
+    for late in (
+        fleet.result(request_id),
+        fleet.get_status(request_id),
+        fleet.read_output(request_id),
+    ):
         assert late.get(timeout=WAIT_S) == {"ok": False, "error": "NOT_FOUND"}
     with pytest.raises(TypeError, match="job_name"):
         fleet.submit(7, "", "").get(timeout=WAIT_S)  # type: ignore[arg-type]
@@ -127,7 +141,9 @@ def talking(fleet: Fleet) -> tuple[int, dict[str, Any]]:
     return request_id, replica_of(fleet, request_id)
 
 
-def a_worker_that_failed_for_good_is_replaced_and_its_request_keeps_the_workers_own_reason(stage: Stage) -> None:
+def a_worker_that_failed_for_good_is_replaced_and_its_request_keeps_the_workers_own_reason(
+    stage: Stage,
+) -> None:
     fleet = stage.fleet
     request_id, replica = talking(fleet)
     os.kill(server_pid(fleet, replica["replica"]), signal.SIGKILL)
@@ -144,14 +160,22 @@ def a_replica_whose_actor_is_killed_comes_back(stage: Stage) -> None:
     os.kill(replica["place"]["pid"], signal.SIGKILL)
     assert_gone(seen)
     result = ended(fleet, request_id)
-    assert (result["state"], result["fail_reason"], result["text"][:6]) == ("failed", "server_died", "token ")
-    lost = f"request {request_id} was lost with replica {replica['replica']} on node {replica['place']['node_id']}"
+    assert (result["state"], result["fail_reason"], result["text"][:6]) == (
+        "failed",
+        "server_died",
+        "token ",
+    )
+    lost = (
+        f"request {request_id} was lost with replica {replica['replica']} on node "
+        f"{replica['place']['node_id']}"
+    )
     assert result["fail_detail"].startswith(lost)
     back(fleet, replica)
 
 
 def spread_again(fleet: Fleet) -> None:
-    """One that came back before its old GPU was free may be beside the other; killed, it finds the other node free."""
+    """One that came back before its old GPU was free may be beside the other; killed, it finds the
+    other node free."""
     one, other = ready_replicas(fleet).values()
     while one["place"]["node_id"] == other["place"]["node_id"]:
         os.kill(one["place"]["pid"], signal.SIGKILL)
@@ -175,10 +199,18 @@ def a_killed_node_takes_nothing_along_that_was_received(stage: Stage) -> None:
     status: Any = fleet.get_status(lost_id).get(timeout=WAIT_S)
     output: Any = fleet.read_output(lost_id).get(timeout=WAIT_S)
     result: Any = waiting.get(timeout=WAIT_S)
-    assert (result["state"], result["finish_reason"], result["fail_reason"]) == ("failed", "failed", "server_died")
+    assert (result["state"], result["finish_reason"], result["fail_reason"]) == (
+        "failed",
+        "failed",
+        "server_died",
+    )
     where = f"request {lost_id} was lost with replica {lost['replica']} on node {second} ({HOST}): "
     assert result["fail_detail"].startswith(where)
-    assert (status["state"], status["phase"], status["fail_detail"]) == ("failed", "done", result["fail_detail"])
+    assert (status["state"], status["phase"], status["fail_detail"]) == (
+        "failed",
+        "done",
+        result["fail_detail"],
+    )
     assert result["text"].startswith(before)
     assert (result["text"], result["reasoning"], True) == (output["text"], "hm", output["done"])
 
@@ -191,7 +223,9 @@ def a_killed_node_takes_nothing_along_that_was_received(stage: Stage) -> None:
 
 def close_ends_requests_servers_and_actors(stage: Stage) -> None:
     fleet = stage.fleet
-    (running_id,) = [each for replica in ready_replicas(fleet).values() for each in replica["active_request_ids"]]
+    (running_id,) = [
+        each for replica in ready_replicas(fleet).values() for each in replica["active_request_ids"]
+    ]
     waiting = fleet.result(running_id)
     actors = [psutil.Process(replica["place"]["pid"]) for replica in ready_replicas(fleet).values()]
     seen = {actor.pid: actor.create_time() for actor in actors}

@@ -21,7 +21,9 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     name: scenario
     for module in (actor_scenarios, fleet_scenarios)
     for name, scenario in vars(module).items()
-    if isfunction(scenario) and scenario.__module__ == module.__name__ and "stage" in signature(scenario).parameters
+    if isfunction(scenario)
+    and scenario.__module__ == module.__name__
+    and "stage" in signature(scenario).parameters
 }
 
 

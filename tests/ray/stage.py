@@ -29,14 +29,20 @@ class Stage:
     folder: Path
     fleet: Fleet = field(init=False)
 
-    def config_for(self, script: fs.Script = fs.Script(), **settings: Any) -> Callable[[int], WorkerConfig]:  # noqa: B008
+    def config_for(
+        self,
+        script: fs.Script = fs.Script(),  # noqa: B008  frozen
+        **settings: Any,
+    ) -> Callable[[int], WorkerConfig]:
         """A function that makes configs of scripted servers; each writes a journal."""
         folder, slots = self.folder, settings.get("slots", 1)
 
         def config(port: int) -> WorkerConfig:
             journal = folder / f"{port}.journal"
             command = fs.fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal)
-            return WorkerConfig("scripted", HOST, port, command, **{"timeouts": fast_timeouts(), **settings})
+            return WorkerConfig(
+                "scripted", HOST, port, command, **{"timeouts": fast_timeouts(), **settings}
+            )
 
         return config
 
@@ -57,7 +63,9 @@ def get(ref: Any) -> Any:
 
 
 def submitted(fleet: Fleet, *steps: fs.Step, job_name: str = "job") -> int:
-    answer = fleet.submit(job_name, "", "Hello?", params={"fake_script": fs.steps_json(*steps)}).get(timeout=WAIT_S)
+    answer = fleet.submit(
+        job_name, "", "Hello?", params={"fake_script": fs.steps_json(*steps)}
+    ).get(timeout=WAIT_S)
     assert answer["ok"], answer
     return answer["request_id"]
 
@@ -80,7 +88,9 @@ def ready_replicas(fleet: Fleet) -> dict[int, Any]:
 
 
 def replica_of(fleet: Fleet, request_id: int) -> dict[str, Any]:
-    (found,) = [each for each in ready_replicas(fleet).values() if request_id in each["active_request_ids"]]
+    (found,) = [
+        each for each in ready_replicas(fleet).values() if request_id in each["active_request_ids"]
+    ]
     return dict(found)
 
 
@@ -107,4 +117,7 @@ def assert_gone(seen: Tree) -> None:
 def tree_of(server: int) -> Tree:
     """A server and its guard, as `running` takes them."""
     process = psutil.Process(server)
-    return {server: process.create_time(), process.ppid(): psutil.Process(process.ppid()).create_time()}
+    return {
+        server: process.create_time(),
+        process.ppid(): psutil.Process(process.ppid()).create_time(),
+    }

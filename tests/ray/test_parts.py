@@ -1,4 +1,5 @@
-"""What needs no cluster: the copy of a request, the errors, and what is refused before anything starts."""
+"""What needs no cluster: the copy of a request, the errors, and what is refused before anything
+starts."""
 
 from __future__ import annotations
 
@@ -21,8 +22,18 @@ from llama_worker.types import RequestPhase, RequestStatus
 
 
 def status(**more: Any) -> RequestStatus:
-    told: dict[str, Any] = {"ok": True, "request_id": 3, "job_name": "job", "state": RequestState.RUNNING}
-    told |= {"phase": RequestPhase.GENERATING, "created_at": 100.0, "signals": [], "output_chars": 0}
+    told: dict[str, Any] = {
+        "ok": True,
+        "request_id": 3,
+        "job_name": "job",
+        "state": RequestState.RUNNING,
+    }
+    told |= {
+        "phase": RequestPhase.GENERATING,
+        "created_at": 100.0,
+        "signals": [],
+        "output_chars": 0,
+    }
     return {**told, **more}  # type: ignore[typeddict-item]
 
 
@@ -33,7 +44,10 @@ def progress(text: str, reasoning: str = "", **more: Any) -> Progress:
 
 def finished(text: str) -> Progress:
     result: Any = {"state": RequestState.COMPLETED, "text": text, "signals": []}
-    return {**progress(text, state=RequestState.COMPLETED, phase=RequestPhase.DONE), "result": result}
+    return {
+        **progress(text, state=RequestState.COMPLETED, phase=RequestPhase.DONE),
+        "result": result,
+    }
 
 
 def test_a_copy_grows_piece_by_piece_under_the_fleets_id() -> None:
@@ -57,7 +71,11 @@ def test_a_copy_ends_with_its_replicas_result_and_cannot_be_lost_any_more() -> N
 
 
 def test_a_lost_copy_keeps_everything_that_came() -> None:
-    signal = {"tool_name": "declare_outcome", "arguments": {"outcome": "success"}, "emitted_at": 101.0}
+    signal = {
+        "tool_name": "declare_outcome",
+        "arguments": {"outcome": "success"},
+        "emitted_at": 101.0,
+    }
     request = RequestCopy(7, progress("one ", "hm"))
     request.update(progress("two", signals=[signal]))
     request.lose("its node burned down", 200.0)
@@ -94,12 +112,17 @@ def test_every_host_gets_dicts_of_its_own() -> None:
         (ReplicaLost(1, "", "no place"), "replica 1: no place"),
         (
             NoLiveReplica("small", ["replica 0: starting", "replica 1: lost"]),
-            "fleet 'small' has no live replica; submit again later\n  replica 0: starting\n  replica 1: lost",
+            (
+                "fleet 'small' has no live replica; submit again later\n  replica 0: starting\n  "
+                "replica 1: lost"
+            ),
         ),
         (FleetClosed("small"), "fleet 'small' is closed; create another Fleet"),
     ],
 )
-def test_an_error_says_what_is_lost_and_survives_pickling(error: LlamaWorkerError, text: str) -> None:
+def test_an_error_says_what_is_lost_and_survives_pickling(
+    error: LlamaWorkerError, text: str
+) -> None:
     assert str(error) == text
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is type(error)
@@ -107,7 +130,9 @@ def test_an_error_says_what_is_lost_and_survives_pickling(error: LlamaWorkerErro
 
 
 def test_rays_words_stand_on_one_line() -> None:
-    assert "is unavailable: no answer. The task" in told(ActorUnavailableError("no\n  answer", b"\1" * 16))
+    assert "is unavailable: no answer. The task" in told(
+        ActorUnavailableError("no\n  answer", b"\1" * 16)
+    )
 
 
 # ---------------------------------------------------------------- refused at once
@@ -119,12 +144,16 @@ def config_for(port: int) -> WorkerConfig:
 
 def test_a_function_that_cannot_travel_is_named_with_the_way_out() -> None:
     lock = threading.Lock()
-    with pytest.raises(ConfigError, match=r"cannot be sent to another machine: .*lock.*made inside the function"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be sent to another machine: .*lock.*made inside the function"
+    ):
         Fleet(lambda port: config_for(port if lock else 0), replicas=1)
 
 
 def test_a_config_in_the_place_of_a_function_is_a_mistake() -> None:
-    with pytest.raises(TypeError, match="config_for must be a function that makes a WorkerConfig for a port"):
+    with pytest.raises(
+        TypeError, match="config_for must be a function that makes a WorkerConfig for a port"
+    ):
         Fleet(config_for(8080), replicas=1)  # type: ignore[arg-type]
 
 
@@ -138,7 +167,9 @@ def test_a_config_in_the_place_of_a_function_is_a_mistake() -> None:
         ({"replicas": 1, "options": {"num_gpu": 1}}, "num_gpu"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_anything_starts(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_work_are_refused_before_anything_starts(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Fleet(config_for, **settings)
 

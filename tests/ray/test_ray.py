@@ -25,7 +25,8 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def errors() -> Iterator[dict[str, str | None]]:
-    """What the program told of every scenario. When it has ended, nothing that it started runs any more."""
+    """What the program told of every scenario. When it has ended, nothing that it started runs any
+    more."""
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     try:
         done = subprocess.run(
@@ -38,7 +39,9 @@ def errors() -> Iterator[dict[str, str | None]]:
         )
         assert done.returncode == 0, done.stderr
         told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        eventually(lambda: not cluster_processes(folder), "end of every process of the cluster", WAIT_S)
+        eventually(
+            lambda: not cluster_processes(folder), "end of every process of the cluster", WAIT_S
+        )
         yield {each["scenario"]: each["error"] for each in told}
     finally:
         for process in cluster_processes(folder):

@@ -69,9 +69,17 @@ class Client:
 
     def ask(self, *steps: Step, target: str = "/v1/responses", **body: Any) -> socket.socket:
         """A bare connection with a request, of which nothing was read."""
-        return self.dial(request_bytes(target, json.loads(_body(steps, body)), port=self.proxy.port))
+        return self.dial(
+            request_bytes(target, json.loads(_body(steps, body)), port=self.proxy.port)
+        )
 
-    def send(self, method: str, target: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Reply:
+    def send(
+        self,
+        method: str,
+        target: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Reply:
         """One request as it is, on a connection of its own."""
         with self.connection() as connection:
             connection.request(method, target, body, headers or {})
@@ -84,7 +92,9 @@ class Client:
     def stream(self, *steps: Step, **body: Any) -> list[Event]:
         """The events of a stream, which are checked."""
         reply = self.create(*steps, stream=True, **body)
-        assert (reply.status, reply.headers["content-type"]) == (200, "text/event-stream"), reply.data
+        assert (reply.status, reply.headers["content-type"]) == (200, "text/event-stream"), (
+            reply.data
+        )
         events = read_sse(reply.data)
         check_events(events)
         return events
@@ -93,7 +103,8 @@ class Client:
     def begun(
         self, *steps: Step, until: bytes, target: str = "/v1/responses", **body: Any
     ) -> Iterator[tuple[bytes, http.client.HTTPResponse]]:
-        """A stream that has come as far as `until`: what came so far, and the reply that goes on; closed at the end."""
+        """A stream that has come as far as `until`: what came so far, and the reply that goes on;
+        closed at the end."""
         with self.connection() as connection:
             connection.request("POST", target, _body(steps, {"stream": True, **body}))
             with connection.getresponse() as response:
@@ -106,7 +117,9 @@ class Client:
 
     def last_chat(self) -> Json:
         """The body of the last chat completion that the server got."""
-        chats = [fact for fact in self.journal.facts("request") if fact["path"] == "/v1/chat/completions"]
+        chats = [
+            fact for fact in self.journal.facts("request") if fact["path"] == "/v1/chat/completions"
+        ]
         body: Json = chats[-1]["body"]
         return body
 
@@ -135,10 +148,14 @@ def make_client(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[MakeCl
     """Proxies; without `upstream` in front of a scripted server of their own."""
     with contextlib.ExitStack() as stack:
 
-        def make(script: Script = HELLO, *, upstream: str | None = None, slots: int = 4, **config: Any) -> Client:
+        def make(
+            script: Script = HELLO, *, upstream: str | None = None, slots: int = 4, **config: Any
+        ) -> Client:
             port = free_port()
             journal = Journal(tmp_path / f"journal-{port}")
-            upstream = upstream or stack.enter_context(scripted_server(script, journal, port=port, slots=slots))
+            upstream = upstream or stack.enter_context(
+                scripted_server(script, journal, port=port, slots=slots)
+            )
             proxy = ResponsesProxy(ResponsesProxyConfig(upstream=upstream, port=0, **config))
             stack.callback(proxy.close)
             proxy.start().get(timeout=WAIT_S)
@@ -151,7 +168,8 @@ def make_client(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[MakeCl
 def hello_server(
     tmp_path_factory: pytest.TempPathFactory, lasting_port: Callable[[], int]
 ) -> Iterator[tuple[str, Path]]:
-    """The URL and the journal of a scripted server that says "Hello", for all tests that leave it alive."""
+    """The URL and the journal of a scripted server that says "Hello", for all tests that leave it
+    alive."""
     path = tmp_path_factory.mktemp("hello") / "journal"
     with scripted_server(HELLO, Journal(path), port=lasting_port(), slots=4) as url:
         yield url, path
@@ -165,7 +183,9 @@ class JournalFromNow(Journal):
         self._before = max((seen["n"] or 0 for seen in super().facts("request")), default=0)
 
     def facts(self, fact: str | None = None, /, **match: Any) -> list[Json]:
-        return [seen for seen in super().facts(fact, **match) if (seen.get("n") or 0) > self._before]
+        return [
+            seen for seen in super().facts(fact, **match) if (seen.get("n") or 0) > self._before
+        ]
 
 
 @pytest.fixture
@@ -219,7 +239,9 @@ def through(make_client: MakeClient) -> Iterator[Through]:
 
         def make(reply: bytes, base_path: str = "", **config: Any) -> tuple[Client, Upstream]:
             upstream = stack.enter_context(Upstream(reply))
-            return make_client(upstream=f"http://{HOST}:{upstream.port}{base_path}", **config), upstream
+            return make_client(
+                upstream=f"http://{HOST}:{upstream.port}{base_path}", **config
+            ), upstream
 
         yield make
 

@@ -41,16 +41,25 @@ def check_events(events: list[Event]) -> Event:
     assert ("error" in kinds) == (kinds[-1] == "response.failed")
     if "error" in kinds:
         assert kinds.index("error") == len(kinds) - 2
-        assert events[-2].items() >= {name: events[-2]["error"][name] for name in ("message", "code")}.items()
+        assert (
+            events[-2].items()
+            >= {name: events[-2]["error"][name] for name in ("message", "code")}.items()
+        )
     beats = [event for event in events[2:-1] if event["type"] == "response.in_progress"]
-    items = [event for event in events[2:-1] if event["type"] not in ("error", "response.in_progress")]
+    items = [
+        event for event in events[2:-1] if event["type"] not in ("error", "response.in_progress")
+    ]
     done = _check_items(items, ending=kinds[-1])
-    assert all(beat["response"]["output"] == done[: len(beat["response"]["output"])] for beat in beats)
+    assert all(
+        beat["response"]["output"] == done[: len(beat["response"]["output"])] for beat in beats
+    )
     response: Event = events[-1]["response"]
     check_response(response)
     assert response["output"] == done
     assert response["status"] == kinds[-1].removeprefix("response.")
-    assert {event["response"]["id"] for event in (*events[:2], *beats, events[-1])} == {response["id"]}
+    assert {event["response"]["id"] for event in (*events[:2], *beats, events[-1])} == {
+        response["id"]
+    }
     assert all(event["response"]["output"] == [] for event in events[:2])
     return response
 
@@ -69,19 +78,28 @@ def check_response(response: Event) -> None:
 
 
 _CALLS = ("function_call", "custom_tool_call", "tool_search_call")
-_PARTS = {"response.content_part": "content", "response.reasoning_summary_part": "summary"}  # where an item has them
-_TEXTS = {  # by their events: where an item has the parts that they belong to, and which field or kind of part it is
+_PARTS = {
+    "response.content_part": "content",
+    "response.reasoning_summary_part": "summary",
+}  # where an item has them
+# by their events: where an item has the parts that they belong to, and which field or kind of part
+# it is
+_TEXTS = {
     "response.function_call_arguments": ("", "arguments"),
     "response.custom_tool_call_input": ("", "input"),
     "response.output_text": ("content", "output_text"),
     "response.reasoning_text": ("content", "reasoning_text"),
     "response.reasoning_summary_text": ("summary", "summary_text"),
 }
-_LATE = {"reasoning": ("status", "encrypted_content"), "tool_search_call": ("status", "arguments")}  # else the status
+_LATE = {
+    "reasoning": ("status", "encrypted_content"),
+    "tool_search_call": ("status", "arguments"),
+}  # else the status
 
 
 def _check_items(events: list[Event], *, ending: str) -> list[Event]:
-    """Who builds the items of their events gets what `done` says; one is open at a time, its parts inside it.
+    """Who builds the items of their events gets what `done` says; one is open at a time, its parts
+    inside it.
 
     Where the stream failed, the last item stays open; so does a call that the token limit cut.
     """
@@ -95,11 +113,15 @@ def _check_items(events: list[Event], *, ending: str) -> list[Event]:
                 assert item is None
                 item = event["item"]
                 assert item["status"] == "in_progress"
-                open_texts = {field: "text" for field in ("arguments", "input") if item.get(field) == ""}
+                open_texts = {
+                    field: "text" for field in ("arguments", "input") if item.get(field) == ""
+                }
             case "response.output_item.done":
                 assert item is not None
                 assert not open_texts, open_texts
-                late = {field: event["item"][field] for field in _LATE.get(item["type"], ("status",))}
+                late = {
+                    field: event["item"][field] for field in _LATE.get(item["type"], ("status",))
+                }
                 assert event["item"] == {**item, **late}
                 assert event["item"]["status"] in ("completed", "incomplete")
                 done.append(event["item"])

@@ -1,8 +1,9 @@
-"""A relay in front of a llama-server that breaks the streams it is asked to: to whoever asks, it is the server.
+"""A relay in front of a llama-server that breaks the streams it is asked to: to whoever asks, it is
+the server.
 
-Bytes go through as they are, both ways. A request for the model FAILS or DIES meets a fault as soon as the server has
-said the one token "Once": an error record, as llama-server writes it, and the end of the stream; or the end of the
-connection, as of a server that was killed.
+Bytes go through as they are, both ways. A request for the model FAILS or DIES meets a fault as soon
+as the server has said the one token "Once": an error record, as llama-server writes it, and the end
+of the stream; or the end of the connection, as of a server that was killed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ import threading
 
 FAILS, DIES = "fails", "dies"
 _BROKEN = re.compile(rb'"model": ?"(fails|dies)"')
-_CUE = re.compile(rb'"Once".*?\n\n\r\n', re.DOTALL)  # a delta of either API, to the end of its chunk: of a record
-_RECORD = b"data: " + json.dumps({"error": {"code": 500, "message": "out of memory", "type": "server_error"}}).encode()
+_CUE = re.compile(
+    rb'"Once".*?\n\n\r\n', re.DOTALL
+)  # a delta of either API, to the end of its chunk: of a record
+_RECORD = (
+    b"data: "
+    + json.dumps(
+        {"error": {"code": 500, "message": "out of memory", "type": "server_error"}}
+    ).encode()
+)
 _FAILURE = b"%x\r\n%b\n\n\r\n0\r\n\r\n" % (len(_RECORD) + 2, _RECORD)
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Takes connections until its context ends; every one has a thread, which the end of its peer ends."""
+    """Takes connections until its context ends; every one has a thread, which the end of its peer
+    ends."""
 
     request_queue_size = 128
     daemon_threads = True

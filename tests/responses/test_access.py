@@ -1,4 +1,5 @@
-"""A web page is not a client, unless it was named: over the wire, with what the upstream says of pages."""
+"""A web page is not a client, unless it was named: over the wire, with what the upstream says of
+pages."""
 
 from __future__ import annotations
 
@@ -10,14 +11,22 @@ from tests.responses.conftest import Client, MakeClient, Through, answer
 
 PAGE = "http://localhost:3000"
 EVIL = "https://evil.example"
-FOREIGN = [{"Origin": EVIL}, {"Origin": "null"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}]
+FOREIGN = [
+    {"Origin": EVIL},
+    {"Origin": "null"},
+    {"Host": "evil.example"},
+    {"Sec-Fetch-Site": "cross-site"},
+]
 ANY_PAGE = b"Access-Control-Allow-Origin: *\r\nAccess-Control-Allow-Credentials: true\r\n"
 
 
 @pytest.fixture
 def open_to(through: Through) -> tuple[Client, list[bytes]]:
-    """A proxy that lets one page in, with a key, in front of a server that lets all pages in; and what that got."""
-    client, upstream = through(answer(b"{}", headers=ANY_PAGE), allow_origins=(PAGE,), api_key="secret")
+    """A proxy that lets one page in, with a key, in front of a server that lets all pages in; and
+    what that got."""
+    client, upstream = through(
+        answer(b"{}", headers=ANY_PAGE), allow_origins=(PAGE,), api_key="secret"
+    )
     return client, upstream.requests
 
 
@@ -25,17 +34,32 @@ def test_a_foreign_page_gets_nothing_and_moves_nothing(open_to: tuple[Client, li
     client, reached_upstream = open_to
     targets = ("/v1/responses", "/v1/chat/completions", "/health", "/v1/responses/resp_1")
     for target, method, headers in product(targets, ("GET", "POST", "OPTIONS", "DELETE"), FOREIGN):
-        reply = client.send(method, target, b'{"input": "Hi"}' if method == "POST" else None, headers)
-        assert (reply.status, reply.json["error"]["code"]) == (403, "forbidden"), (method, target, headers)
+        reply = client.send(
+            method, target, b'{"input": "Hi"}' if method == "POST" else None, headers
+        )
+        assert (reply.status, reply.json["error"]["code"]) == (403, "forbidden"), (
+            method,
+            target,
+            headers,
+        )
         assert not [name for name in reply.headers if name.startswith("access-control")]
     assert reached_upstream == []
 
 
-def test_a_page_that_was_named_may_ask_what_it_may_send(open_to: tuple[Client, list[bytes]]) -> None:
+def test_a_page_that_was_named_may_ask_what_it_may_send(
+    open_to: tuple[Client, list[bytes]],
+) -> None:
     client, reached_upstream = open_to
-    asks = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    asks = {
+        "Origin": PAGE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
     preflight = client.send("OPTIONS", "/v1/responses", headers=asks)
-    assert (preflight.status, preflight.headers["access-control-allow-headers"]) == (204, "authorization")
+    assert (preflight.status, preflight.headers["access-control-allow-headers"]) == (
+        204,
+        "authorization",
+    )
     assert reached_upstream == []
 
 

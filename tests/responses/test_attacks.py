@@ -1,4 +1,5 @@
-"""Nobody who is silent, slow, malformed or greedy disturbs a client; memory and descriptors stay bounded."""
+"""Nobody who is silent, slow, malformed or greedy disturbs a client; memory and descriptors stay
+bounded."""
 
 from __future__ import annotations
 
@@ -32,8 +33,13 @@ _ROUNDS = 8
 HALVES = {
     "silent": b"",
     "half a head": b"POST /v1/responses HTTP/1.1\r\nHost: local",
-    "half a body": b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
-    "half a chunk": b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{",
+    "half a body": (
+        b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+    ),
+    "half a chunk": (
+        b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"ff\r\n{"
+    ),
 }
 
 
@@ -50,11 +56,14 @@ def many_descriptors() -> Iterator[None]:
 def crowd(client: Client, said: Sequence[bytes], count: int) -> Iterator[list[socket.socket]]:
     """So many connections that have each said one of these, and nothing more."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(client.dial(said[number % len(said)])) for number in range(count)]
+        yield [
+            stack.enter_context(client.dial(said[number % len(said)])) for number in range(count)
+        ]
 
 
 def first_event_s(client: Client) -> float:
-    """From a new client's connect to its first event: the least of many, since other work only ever adds."""
+    """From a new client's connect to its first event: the least of many, since other work only ever
+    adds."""
     taken = []
     for _ in range(25):
         began = time.perf_counter()
@@ -111,12 +120,19 @@ def test_threads_are_given_back(fake: Client) -> None:
 @pytest.mark.parametrize(
     ("begin", "more", "status"),
     [
-        pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"X-A: " + b"a" * 1000 + b"\r\n", 431, id="head"),
+        pytest.param(
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n",
+            b"X-A: " + b"a" * 1000 + b"\r\n",
+            431,
+            id="head",
+        ),
         pytest.param(b"GET /", b"a" * 1000, 431, id="target"),
         pytest.param(HALVES["half a chunk"], b"a" * 254 + b"\r\nff\r\n{", 413, id="body"),
     ],
 )
-def test_what_has_no_end_is_refused(make_fake: MakeClient, begin: bytes, more: bytes, status: int) -> None:
+def test_what_has_no_end_is_refused(
+    make_fake: MakeClient, begin: bytes, more: bytes, status: int
+) -> None:
     fake = make_fake(max_body_bytes=100_000)
     with fake.dial(begin) as client:
         with contextlib.suppress(OSError):  # the end that the proxy makes
@@ -128,7 +144,9 @@ def test_what_has_no_end_is_refused(make_fake: MakeClient, begin: bytes, more: b
 
 def test_a_body_beyond_what_may_wait_costs_its_sender(make_fake: MakeClient) -> None:
     fake = make_fake(max_body_bytes=MIB * 32)
-    head = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (MIB * 32)
+    head = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (
+        MIB * 32
+    )
     with crowd(fake, [head], 8) as connections:
         half = b"x" * (MIB * 31)
         for connection in connections:
@@ -142,9 +160,19 @@ def test_a_body_beyond_what_may_wait_costs_its_sender(make_fake: MakeClient) -> 
 
 def test_where_descriptors_run_out_the_silent_make_room(hello_server: tuple[str, Path]) -> None:
     """Of a process of its own, with 64 of them."""
-    command = [sys.executable, "-m", "llama_worker.cli", "responses-proxy", "--upstream", hello_server[0], "--port=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "llama_worker.cli",
+        "responses-proxy",
+        "--upstream",
+        hello_server[0],
+        "--port=0",
+    ]
     with (
-        psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process,
+        psutil.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process,
         contextlib.ExitStack() as stack,
     ):
         stack.callback(process.kill)
@@ -158,7 +186,9 @@ def test_where_descriptors_run_out_the_silent_make_room(hello_server: tuple[str,
         used = sum(process.cpu_times()[:2])
         stack.enter_context(socket.create_connection((HOST, port), timeout=WAIT_S)).settimeout(1.0)
         threading.Event().wait(1.0)
-        assert sum(process.cpu_times()[:2]) - used < 0.2  # of one second: it waits, it does not spin
+        assert (
+            sum(process.cpu_times()[:2]) - used < 0.2
+        )  # of one second: it waits, it does not spin
 
 
 def test_a_client_with_the_descriptor_of_one_that_made_room_has_not_left() -> None:

@@ -18,8 +18,13 @@ HALF: Steps = [fs.Headers(), fs.Role(), fs.Text("Once ")]
     "fault",
     [
         pytest.param([fs.ErrorData(500, "out of memory")], id="error record"),
-        pytest.param([fs.ErrorField(400, "out of memory"), fs.DoneMarker()], id="error field, then [DONE]"),
-        pytest.param([fs.Finish(), fs.ErrorData(500, "out of memory")], id="error record after the finish reason"),
+        pytest.param(
+            [fs.ErrorField(400, "out of memory"), fs.DoneMarker()], id="error field, then [DONE]"
+        ),
+        pytest.param(
+            [fs.Finish(), fs.ErrorData(500, "out of memory")],
+            id="error record after the finish reason",
+        ),
         pytest.param([fs.Fin()], id="end without the last chunk"),
         pytest.param([fs.Reset()], id="reset"),
         pytest.param([fs.Raw("0\r\n\r\n", framed=False), fs.Fin()], id="silent, regular end"),
@@ -27,8 +32,12 @@ HALF: Steps = [fs.Headers(), fs.Role(), fs.Text("Once ")]
         pytest.param([fs.Record("no json")], id="garbage"),
     ],
 )
-@pytest.mark.parametrize("open_item", [[], [fs.ToolCall("f", '{"a": 1', pieces=2)]], ids=["text", "call"])
-def test_a_broken_stream_fails_and_keeps_what_was_said(fake: Client, fault: Steps, open_item: Steps) -> None:
+@pytest.mark.parametrize(
+    "open_item", [[], [fs.ToolCall("f", '{"a": 1', pieces=2)]], ids=["text", "call"]
+)
+def test_a_broken_stream_fails_and_keeps_what_was_said(
+    fake: Client, fault: Steps, open_item: Steps
+) -> None:
     events = fake.stream(*HALF, *open_item, *fault)
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
     whole = ["completed"] if open_item else []
@@ -58,7 +67,9 @@ def test_a_refusal_of_the_server_keeps_its_status(
     assert "because" in error["message"]
 
 
-def test_an_upstream_that_is_not_there_is_a_502(make_client: MakeClient, free_port: Callable[[], int]) -> None:
+def test_an_upstream_that_is_not_there_is_a_502(
+    make_client: MakeClient, free_port: Callable[[], int]
+) -> None:
     client = make_client(upstream=f"http://127.0.0.1:{free_port()}")
     for reply in (client.create(), client.create(stream=True), client.send("GET", "/v1/models")):
         assert (reply.status, reply.json["error"]["code"]) == (502, "upstream_unreachable")
@@ -72,7 +83,9 @@ def test_a_broken_reply_in_one_piece_is_a_502_that_is_not_to_be_retried(fake: Cl
 
 @pytest.mark.parametrize("depth", [195, 300, 960, 980])
 def test_a_deep_body_is_taken_or_refused(fake: Client, depth: int) -> None:
-    item = b'{"type": "function_call_output", "call_id": "c", "output": %b}' % (b"[" * depth + b"]" * depth)
+    item = b'{"type": "function_call_output", "call_id": "c", "output": %b}' % (
+        b"[" * depth + b"]" * depth
+    )
     reply = fake.send("POST", "/v1/responses", b'{"input": [%b]}' % item)
     assert reply.status == (200 if depth < 200 else 400)
     if reply.status == 200:

@@ -30,7 +30,8 @@ def base_url(real_url: str) -> Iterator[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every line with `make test-responses`, else the oldest and the newest: each takes 20 s of a core."""
+    """Every line with `make test-responses`, else the oldest and the newest: each takes 20 s of a
+    core."""
     if "done" in metafunc.fixturenames:
         oldest, *_, newest = ai_sdk.LINES
         lines = ai_sdk.LINES if metafunc.config.getoption("--every-line") else (oldest, newest)
@@ -66,7 +67,10 @@ def test_a_tools_result_goes_back_with_the_call_and_the_reasoning(make_client: M
     jobs = []
     for line, options in product(ai_sdk.LINES, ({}, ai_sdk.STATELESS)):
         given: Json = {"tools": [ai_sdk.ADD], "providerOptions": options}
-        turns = [ai_sdk.turn("Hi", system="Be terse.", **given), ai_sdk.turn(results=["5"], **given)]
+        turns = [
+            ai_sdk.turn("Hi", system="Be terse.", **given),
+            ai_sdk.turn(results=["5"], **given),
+        ]
         jobs.append({"line": line, "turns": turns})
     client = make_client(Script(replies=[Reply(CALL), Reply(ANSWER)] * len(jobs)))
     for turns in run_node("ai_sdk.mjs", client.proxy.base_url, jobs):
@@ -75,6 +79,10 @@ def test_a_tools_result_goes_back_with_the_call_and_the_reasoning(make_client: M
     for job, chat in zip(jobs, second_chats, strict=True):
         system, user, assistant, tool = chat["body"]["messages"]
         (call,) = assistant["tool_calls"]
-        assert (system["content"], user["content"], assistant["reasoning_content"]) == ("Be terse.", "Hi", "hm"), job
+        assert (system["content"], user["content"], assistant["reasoning_content"]) == (
+            "Be terse.",
+            "Hi",
+            "hm",
+        ), job
         assert json.loads(call["function"]["arguments"]) == {"a": 1}, job
         assert (tool["content"], tool["tool_call_id"]) == ("5", call["id"]), job

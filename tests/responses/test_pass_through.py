@@ -1,4 +1,5 @@
-"""What is no request for a response passes through as it is, to the configured upstream and no other."""
+"""What is no request for a response passes through as it is, to the configured upstream and no
+other."""
 
 from __future__ import annotations
 
@@ -13,15 +14,27 @@ from pathlib import Path
 import pytest
 
 from tests.fake_script import Gate, Text, plain_reply
-from tests.responses.conftest import HOST, Client, MakeClient, Through, Upstream, answer, request_bytes
+from tests.responses.conftest import (
+    HOST,
+    Client,
+    MakeClient,
+    Through,
+    Upstream,
+    answer,
+    request_bytes,
+)
 from tests.responses.oracle import check_events, read_sse
 
 ODD_JSON = b'{ "n" : 12345678901234567890123, "f":1.10, "s":"\\u00e9\xc3\xa9"}\n'
 
 
 def test_bodies_pass_through_byte_for_byte(through: Through) -> None:
-    client, upstream = through(answer(ODD_JSON, headers=b"Content-Type: application/json\r\nX-Own: a\r\n"))
-    reply = client.send("POST", "/v1/chat/completions?x=%2F", ODD_JSON, {"X-Mine": "b", "Authorization": "Bearer k"})
+    client, upstream = through(
+        answer(ODD_JSON, headers=b"Content-Type: application/json\r\nX-Own: a\r\n")
+    )
+    reply = client.send(
+        "POST", "/v1/chat/completions?x=%2F", ODD_JSON, {"X-Mine": "b", "Authorization": "Bearer k"}
+    )
     assert (reply.status, reply.data) == (200, ODD_JSON)
     assert (reply.headers["x-own"], reply.headers["content-type"]) == ("a", "application/json")
     head, _, body = upstream.requests[0].partition(b"\r\n\r\n")
@@ -35,7 +48,11 @@ def test_bodies_pass_through_byte_for_byte(through: Through) -> None:
     [
         ("204 No Content", "X-Own: a", b""),
         ("304 Not Modified", "X-Own: a", b""),
-        ("302 Found", "Location: http://127.0.0.1:1/", b""),  # whether to follow it is the client's business
+        (
+            "302 Found",
+            "Location: http://127.0.0.1:1/",
+            b"",
+        ),  # whether to follow it is the client's business
         ("404 File Not Found", "X-Own: a", b"no"),
         ("500 Oh", "X-Own: a", b"no"),
         ("200 OK", "Content-Encoding: gzip", gzip.compress(b"text" * 100)),
@@ -51,7 +68,9 @@ def test_replies_pass_through(through: Through, status: str, header: str, body: 
     assert len(upstream.requests) == 1
 
 
-def test_a_reply_to_head_has_no_body(through: Through, make_client: MakeClient, free_port: Callable[[], int]) -> None:
+def test_a_reply_to_head_has_no_body(
+    through: Through, make_client: MakeClient, free_port: Callable[[], int]
+) -> None:
     client, _ = through(answer(b"hello").removesuffix(b"hello"))
     absent = make_client(upstream=f"http://{HOST}:{free_port()}")
     for one, status in ((client, 200), (absent, 502)):
@@ -66,7 +85,13 @@ def test_a_reply_to_head_has_no_body(through: Through, make_client: MakeClient, 
 def test_hop_by_hop_headers_stay_on_their_hop(through: Through) -> None:
     said = b"Connection: X-Hop\r\nX-Hop: a\r\nKeep-Alive: timeout=5\r\nX-End: b\r\n"
     client, upstream = through(answer(b"a", headers=said))
-    sent = {"Connection": "X-Secret", "X-Secret": "a", "Te": "trailers", "Upgrade": "websocket", "X-End": "c"}
+    sent = {
+        "Connection": "X-Secret",
+        "X-Secret": "a",
+        "Te": "trailers",
+        "Upgrade": "websocket",
+        "X-End": "c",
+    }
     reply = client.send("GET", "/any", headers=sent)
     assert reply.headers.get("x-end") == "b"
     assert not {"x-hop", "keep-alive"} & reply.headers.keys()
@@ -87,7 +112,10 @@ def test_a_chunked_request_body_passes_through(through: Through) -> None:
 
 def test_a_client_that_asks_before_it_sends_its_body_is_told_to_go_on(through: Through) -> None:
     client, upstream = through(answer(b"a"))
-    head = b"POST /any HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\nExpect: 100-continue\r\n\r\n"
+    head = (
+        b"POST /any HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\nExpect: 100-continue\r\n"
+        b"\r\n"
+    )
     with client.dial(head) as connection:
         assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(b"abcdef")
@@ -112,7 +140,10 @@ def test_a_reply_that_breaks_off_is_seen_to(through: Through) -> None:
 def test_a_stream_comes_as_it_is_said(fake: Client, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     steps = plain_reply(Text("first"), Gate(gate), Text("second"))
-    with fake.begun(*steps, until=b"first", target="/v1/chat/completions", messages=[]) as (data, response):
+    with fake.begun(*steps, until=b"first", target="/v1/chat/completions", messages=[]) as (
+        data,
+        response,
+    ):
         gate.touch()
         data += response.read()
     assert b"second" in data
@@ -124,14 +155,25 @@ def test_a_stream_comes_as_it_is_said(fake: Client, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["//127.0.0.1:1/health", "http://127.0.0.1:1/health", "@127.0.0.1:1/", "/\\127.0.0.1:1/", "/@127.0.0.1:1/", "*"],
+    [
+        "//127.0.0.1:1/health",
+        "http://127.0.0.1:1/health",
+        "@127.0.0.1:1/",
+        "/\\127.0.0.1:1/",
+        "/@127.0.0.1:1/",
+        "*",
+    ],
 )
 def test_no_target_chooses_the_upstream(through: Through, target: str) -> None:
     client, upstream = through(answer(b"the configured one"))
-    said = client.exchange(f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1:1\r\nConnection: close\r\n\r\n".encode())
+    said = client.exchange(
+        f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1:1\r\nConnection: close\r\n\r\n".encode()
+    )
     status = int(said.split()[1])
     assert (status == 400) == (not upstream.requests), said
-    assert all(f"host: {HOST}:{upstream.port}".encode() in request.lower() for request in upstream.requests)
+    assert all(
+        f"host: {HOST}:{upstream.port}".encode() in request.lower() for request in upstream.requests
+    )
     assert status == 400 or said.endswith(b"the configured one")
 
 
@@ -139,27 +181,40 @@ def test_a_base_path_comes_first(through: Through) -> None:
     client, upstream = through(answer(b"{}"), base_path="/llm/")
     client.send("GET", "/v1/models")
     client.create()
-    assert [request.split()[1] for request in upstream.requests] == [b"/llm/v1/models", b"/llm/v1/chat/completions"]
+    assert [request.split()[1] for request in upstream.requests] == [
+        b"/llm/v1/models",
+        b"/llm/v1/chat/completions",
+    ]
 
 
 def test_an_https_upstream_is_verified(make_client: MakeClient, certificate: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
-    chunks = [{"delta": {"content": "hello" * 10}}] * 2000 + [{"delta": {}, "finish_reason": "stop"}]
-    records = [json.dumps({"choices": [{"index": 0, "finish_reason": None, **chunk}]}) for chunk in chunks]
+    chunks = [{"delta": {"content": "hello" * 10}}] * 2000 + [
+        {"delta": {}, "finish_reason": "stop"}
+    ]
+    records = [
+        json.dumps({"choices": [{"index": 0, "finish_reason": None, **chunk}]}) for chunk in chunks
+    ]
     stream = "".join(f"data: {record}\n\n" for record in [*records, "[DONE]"]).encode()
     with Upstream(answer(stream), tls=context) as server:
         upstream = f"https://localhost:{server.port}"
         trusting = make_client(upstream=upstream, ca_file=str(certificate))
         assert trusting.send("GET", "/any").data == stream
-        said = check_events(read_sse(trusting.create(stream=True).data))["output"][0]["content"][0]["text"]
+        said = check_events(read_sse(trusting.create(stream=True).data))["output"][0]["content"][0][
+            "text"
+        ]
         assert said == "hello" * 20_000  # more than one read takes out of a record of TLS
         assert make_client(upstream=upstream).send("GET", "/any").status == 502
 
 
 def test_the_configured_key_replaces_the_clients(through: Through) -> None:
     client, upstream = through(answer(b"{}"), api_key="secret")
-    given = [{"Authorization": "Bearer other"}, {"authorization": "Bearer other"}, dict[str, str]()]  # as node has it
+    given = [
+        {"Authorization": "Bearer other"},
+        {"authorization": "Bearer other"},
+        dict[str, str](),
+    ]  # as node has it
     for target, headers in product(("/v1/models", "/v1/responses"), given):
         client.send("POST", target, b'{"input": "Hi"}', headers)
     assert len(upstream.requests) == 6

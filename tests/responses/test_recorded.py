@@ -1,4 +1,5 @@
-"""What Codex and OpenCode sent (`make test-clients` keeps it) becomes what the model and its prompt cache need."""
+"""What Codex and OpenCode sent (`make test-clients` keeps it) becomes what the model and its prompt
+cache need."""
 
 from __future__ import annotations
 
@@ -16,11 +17,20 @@ from tests.server.conftest import NO_PROBES, Serve
 from tests.server.pace import SERVER_ARGS
 
 RECORDED = recorded()
-OTHERS = ("runs_a_sub_agent", "asks_for_a_title", "compacts_a_long_conversation", "finds_a_tool_that_it_kept_back")
-GROWING = [name for name, bodies in RECORDED.items() if len(bodies) > 1 and not name.endswith(OTHERS)]
+OTHERS = (
+    "runs_a_sub_agent",
+    "asks_for_a_title",
+    "compacts_a_long_conversation",
+    "finds_a_tool_that_it_kept_back",
+)
+GROWING = [
+    name for name, bodies in RECORDED.items() if len(bodies) > 1 and not name.endswith(OTHERS)
+]
 assert len(GROWING) >= 20, "a conversation of several turns is no longer among those recorded"
 CACHE_SHARE = 0.95
-KNOWN_WARNINGS = {"beside tools, text.format is only asked for in the prompt"}  # of answers_in_a_given_form
+KNOWN_WARNINGS = {
+    "beside tools, text.format is only asked for in the prompt"
+}  # of answers_in_a_given_form
 
 
 @pytest.mark.parametrize("bodies", RECORDED.values(), ids=RECORDED.keys())
@@ -31,7 +41,10 @@ def test_what_clients_send_is_taken_whole(bodies: list[Json]) -> None:
         assert request.body["messages"]
         offered = [tool["function"]["name"] for tool in request.body.get("tools", [])]
         assert len(set(offered)) == len(offered) == len(request.tools.tools)
-        given = [*(body.get("tools") or []), *(tool for item in body["input"] for tool in item.get("tools") or [])]
+        given = [
+            *(body.get("tools") or []),
+            *(tool for item in body["input"] for tool in item.get("tools") or []),
+        ]
         assert len(offered) == sum(len(tool.get("tools", [tool])) for tool in given)
 
 
@@ -45,16 +58,27 @@ def test_each_turns_prompt_begins_with_the_one_before(name: str) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.timeout(1800)  # as long as it takes to read some thousand tokens on whatever machine this is
+@pytest.mark.timeout(
+    1800
+)  # as long as it takes to read some thousand tokens on whatever machine this is
 @pytest.mark.parametrize("client", ["codex", "opencode"])
-def test_the_prompt_cache_covers_what_was_sent_before(make_client: MakeClient, serve: Serve, client: str) -> None:
+def test_the_prompt_cache_covers_what_was_sent_before(
+    make_client: MakeClient, serve: Serve, client: str
+) -> None:
     """Ten turns: of each prompt, at least 95 % of the one before is not read again."""
     bodies = RECORDED[f"{client}-works_in_several_turns"]
     assert len(bodies) == 10
-    config, usages = serve(slot_tokens=8192, timeouts=NO_PROBES, args=(*SERVER_ARGS, *TEMPLATE_ARGS)), []
+    config, usages = (
+        serve(slot_tokens=8192, timeouts=NO_PROBES, args=(*SERVER_ARGS, *TEMPLATE_ARGS)),
+        [],
+    )
     with LlamaWorker(config):
         proxied = make_client(upstream=f"http://{config.host}:{config.port}")
         for body in bodies:
-            usages.append(proxied.create(**{**body, "stream": False, "max_output_tokens": 1}).json["usage"])
+            usages.append(
+                proxied.create(**{**body, "stream": False, "max_output_tokens": 1}).json["usage"]
+            )
     for before, after in pairwise(usages):
-        assert after["input_tokens_details"]["cached_tokens"] >= CACHE_SHARE * before["input_tokens"]
+        assert (
+            after["input_tokens_details"]["cached_tokens"] >= CACHE_SHARE * before["input_tokens"]
+        )

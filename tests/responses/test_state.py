@@ -19,7 +19,9 @@ ANSWER = plain_reply(Reasoning("hm"), Text("Yes?"))
 
 def test_a_conversation_goes_on_by_id(fake: Client) -> None:
     first = fake.create(*ANSWER, instructions="Only now.").json
-    second = fake.create(*plain_reply(Text("I see.")), input="More", previous_response_id=first["id"]).json
+    second = fake.create(
+        *plain_reply(Text("I see.")), input="More", previous_response_id=first["id"]
+    ).json
     assert second["previous_response_id"] == first["id"]
     fake.create(input="And?", previous_response_id=second["id"], instructions="Be terse.")
     assert fake.last_chat()["messages"] == [
@@ -36,8 +38,13 @@ def test_a_response_can_be_fetched_and_deleted(fake: Client) -> None:
     made = fake.create(*ANSWER).json
     with openai_client(fake.proxy.base_url) as client:
         found = client.responses.retrieve(made["id"])
-        assert found.to_dict(exclude_unset=True) == openai.types.responses.Response.construct(**made).to_dict()
-        assert [item.type for item in client.responses.input_items.list(made["id"]).data] == ["message"]
+        assert (
+            found.to_dict(exclude_unset=True)
+            == openai.types.responses.Response.construct(**made).to_dict()
+        )
+        assert [item.type for item in client.responses.input_items.list(made["id"]).data] == [
+            "message"
+        ]
         client.responses.delete(made["id"])
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(made["id"])
@@ -50,7 +57,10 @@ def test_what_is_not_to_be_stored_is_not(fake: Client, stream: bool) -> None:
     assert fake.send("GET", f"/v1/responses/{made['id']}").status == 404
     reference = {"type": "item_reference", "id": made["output"][0]["id"]}
     for refused in (fake.create(previous_response_id=made["id"]), fake.create(input=[reference])):
-        assert (refused.status, refused.json["error"]["code"]) == (400, "previous_response_not_found")
+        assert (refused.status, refused.json["error"]["code"]) == (
+            400,
+            "previous_response_not_found",
+        )
 
 
 def test_a_client_goes_on_from_what_it_broke_off(fake: Client) -> None:
@@ -78,7 +88,9 @@ def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) 
         gate.touch()
         assert waiting.result().status == 200
         final = check_events(read_sse(data + response.read()))
-        assert fake.send("GET", f"/v1/responses/{found[1].decode()}").json == final  # as soon as it has ended
+        assert (
+            fake.send("GET", f"/v1/responses/{found[1].decode()}").json == final
+        )  # as soon as it has ended
 
 
 def test_the_store_is_bounded(make_fake: MakeClient) -> None:

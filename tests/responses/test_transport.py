@@ -29,10 +29,14 @@ Steps = list[fs.Step]
     [
         pytest.param([fs.WaitClose()], "before_headers", id="before headers"),
         pytest.param([fs.Headers(), fs.WaitClose()], "streaming", id="in silence"),
-        pytest.param([fs.Headers(), fs.Role(), fs.Text("a"), fs.WaitClose()], "streaming", id="in mid-stream"),
+        pytest.param(
+            [fs.Headers(), fs.Role(), fs.Text("a"), fs.WaitClose()], "streaming", id="in mid-stream"
+        ),
     ],
 )
-def test_a_client_that_leaves_ends_the_upstreams_work(fake: Client, steps: Steps, phase: str, target: str) -> None:
+def test_a_client_that_leaves_ends_the_upstreams_work(
+    fake: Client, steps: Steps, phase: str, target: str
+) -> None:
     for count, (stream, half) in enumerate(product([False, True], repeat=2), start=1):
         with fake.ask(*steps, stream=stream, target=target, messages=[]) as client:
             reached = "started" if phase == "before_headers" else "headers"
@@ -59,7 +63,11 @@ def test_closing_the_proxy_ends_what_the_upstream_does_not_read(make_client: Mak
         with client.ask(input="x" * (16 * MIB)), upstream.accept()[0] as connection:
             assert connection.recv(100)
             client.proxy.close()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("llama_worker-response")]
+        assert not [
+            thread
+            for thread in threading.enumerate()
+            if thread.name.startswith("llama_worker-response")
+        ]
 
 
 # ---------------------------------------------------------------- heartbeats
@@ -70,11 +78,19 @@ def test_closing_the_proxy_ends_what_the_upstream_does_not_read(make_client: Mak
     [
         pytest.param([], id="no headers yet"),
         pytest.param([fs.Headers(), fs.Role()], id="a long prompt"),
-        pytest.param([fs.Headers(), fs.Role(), fs.Text("Once "), fs.PingEvery(0.01)], id="in mid-stream, with pings"),
-        pytest.param([fs.Headers(), fs.Role(), fs.ToolCall("apply_patch", '{"input": "', pieces=1)], id="a long patch"),
+        pytest.param(
+            [fs.Headers(), fs.Role(), fs.Text("Once "), fs.PingEvery(0.01)],
+            id="in mid-stream, with pings",
+        ),
+        pytest.param(
+            [fs.Headers(), fs.Role(), fs.ToolCall("apply_patch", '{"input": "', pieces=1)],
+            id="a long patch",
+        ),
     ],
 )
-def test_a_client_that_waits_gets_events(make_fake: MakeClient, tmp_path: Path, steps: Steps) -> None:
+def test_a_client_that_waits_gets_events(
+    make_fake: MakeClient, tmp_path: Path, steps: Steps
+) -> None:
     fake, gate = make_fake(heartbeat_s=0.02), tmp_path / "gate"
     script = [*steps, fs.Gate(gate), *fs.plain_reply(fs.Text("done"))[0 if not steps else 2 :]]
     tools = [{"type": "custom", "name": "apply_patch"}]
@@ -85,7 +101,9 @@ def test_a_client_that_waits_gets_events(make_fake: MakeClient, tmp_path: Path, 
         assert check_events(read_sse(data + response.read()))["status"] == "completed"
 
 
-def test_a_refusal_that_comes_after_a_heartbeat_is_an_event(make_fake: MakeClient, tmp_path: Path) -> None:
+def test_a_refusal_that_comes_after_a_heartbeat_is_an_event(
+    make_fake: MakeClient, tmp_path: Path
+) -> None:
     fake, gate = make_fake(heartbeat_s=0.02), tmp_path / "gate"
     refusal = fs.HttpError(400, "too long", "exceed_context_size_error")
     with fake.begun(fs.Gate(gate), refusal, until=b"response.in_progress") as (data, response):
@@ -113,12 +131,17 @@ def test_a_slow_reader_slows_the_upstream(make_client: MakeClient) -> None:
 
 
 def test_who_has_read_the_end_has_a_place(make_fake: MakeClient) -> None:
-    """On the same connection and on another, streamed and in one piece, also before the stream itself has ended."""
+    """On the same connection and on another, streamed and in one piece, also before the stream
+    itself has ended."""
     fake = make_fake(max_concurrent=1)
     with fake.connection() as connection:
         for number in range(60):
             stream = number % 2 == 0
-            connection.request("POST", "/v1/responses", json.dumps({"input": f"{number}", "stream": stream}).encode())
+            connection.request(
+                "POST",
+                "/v1/responses",
+                json.dumps({"input": f"{number}", "stream": stream}).encode(),
+            )
             response = connection.getresponse()
             data = response.read()
             assert response.status == 200, data
@@ -163,7 +186,9 @@ def test_what_is_ignored_is_told_in_a_header(fake: Client) -> None:
 def test_neither_bodies_nor_keys_are_logged(fake: Client, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     headers = {"Authorization": "Bearer sk-hush"}
-    assert b" 400 " in fake.exchange(b"GET /any HTTP/1.1\r\nX-A: a\rX-B: sk-hush\r\nHost: localhost\r\n\r\n")
+    assert b" 400 " in fake.exchange(
+        b"GET /any HTTP/1.1\r\nX-A: a\rX-B: sk-hush\r\nHost: localhost\r\n\r\n"
+    )
     fake.send("POST", "/v1/responses", b'{"input": "hush-hush"}', headers)
     fake.send("POST", "/v1/responses", b'{"input": "hush-hush', headers)
     fake.create(fs.Headers(), fs.Record("hush-hush"), stream=True)

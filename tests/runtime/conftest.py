@@ -47,7 +47,9 @@ class Server:
         with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:  # a reset is a close
             connection = cleanup.enter_context(self._ends[0].accept()[0])
             if self._tls is not None:
-                connection = cleanup.enter_context(self._tls.wrap_socket(connection, server_side=True))
+                connection = cleanup.enter_context(
+                    self._tls.wrap_socket(connection, server_side=True)
+                )
             self._ends.append(connection)
             self._serve(connection)
             self.served.set()

@@ -1,5 +1,5 @@
-"""Chat exchanges on connections that can be aborted: in every phase, plain and TLS, what bounds each phase, and
-what a failure says to a person: no classes, no addresses of objects.
+"""Chat exchanges on connections that can be aborted: in every phase, plain and TLS, what bounds
+each phase, and what a failure says to a person: no classes, no addresses of objects.
 """
 
 from __future__ import annotations
@@ -29,13 +29,20 @@ class Client:
     """One exchange, on a thread."""
 
     def __init__(
-        self, url: str, *, prompt: str = "", ca_file: Path | None = None, connect_timeout_s: float = WAIT_S
+        self,
+        url: str,
+        *,
+        prompt: str = "",
+        ca_file: Path | None = None,
+        connect_timeout_s: float = WAIT_S,
     ) -> None:
         self.abort = Abort()
         self.opened = False
         self.events: list[StreamEvent] = []
         endpoint = Endpoint(base_url=url, connect_timeout_s=connect_timeout_s)
-        self._chat = ChatExchange(self.abort, endpoint, ca_file=None if ca_file is None else str(ca_file))
+        self._chat = ChatExchange(
+            self.abort, endpoint, ca_file=None if ca_file is None else str(ca_file)
+        )
         self._thread = threading.Thread(target=self._run, args=(prompt,), name="client")
         self._thread.start()
 
@@ -82,7 +89,10 @@ Connect = Callable[..., tuple[Server, Client]]
 
 @pytest.fixture(params=["plain", "tls"])
 def connect(
-    request: pytest.FixtureRequest, make_server: MakeServer, make_client: MakeClient, certificate: Path
+    request: pytest.FixtureRequest,
+    make_server: MakeServer,
+    make_client: MakeClient,
+    certificate: Path,
 ) -> Connect:
     """A server and the client of it."""
 
@@ -100,7 +110,9 @@ def connect(
         pytest.param(HEAD + RECORD, None, id="in mid-stream"),  # whose end is the connection's
     ],
 )
-def test_an_abort_ends_the_exchange(connect: Connect, reply: bytes, reason: RequestFailReason | None) -> None:
+def test_an_abort_ends_the_exchange(
+    connect: Connect, reply: bytes, reason: RequestFailReason | None
+) -> None:
     server, client = connect(sends(reply))
     assert server.served.wait(WAIT_S)
     eventually(lambda: client.events == [TextDelta("x")] * bool(reply), "the record")
@@ -110,7 +122,9 @@ def test_an_abort_ends_the_exchange(connect: Connect, reply: bytes, reason: Requ
     assert server.closed.wait(WAIT_S)
 
 
-def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(connect: Connect) -> None:
+def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(
+    connect: Connect,
+) -> None:
     timeout_s = 1.0
 
     def serve(connection: socket.socket) -> None:
@@ -138,7 +152,9 @@ def unanswered() -> Iterator[str]:
         yield f"http://{HOST}:{listener.getsockname()[1]}"
 
 
-def test_a_connect_that_is_not_answered_is_connect_failed_when_its_time_is_up(make_client: MakeClient) -> None:
+def test_a_connect_that_is_not_answered_is_connect_failed_when_its_time_is_up(
+    make_client: MakeClient,
+) -> None:
     with unanswered() as url:
         failed = make_client(url, connect_timeout_s=0.2).failed()
     assert failed == (RequestFailReason.CONNECT_FAILED, "no connection within 0.2 s")
@@ -170,7 +186,10 @@ def test_a_connection_that_is_refused(make_client: MakeClient, scheme: str) -> N
     with socket.socket() as bound:  # and not listening
         bound.bind((HOST, 0))
         failed = make_client(f"{scheme}://{HOST}:{bound.getsockname()[1]}").failed()
-    assert failed == (RequestFailReason.CONNECT_FAILED, "cannot connect: [Errno 111] Connection refused")
+    assert failed == (
+        RequestFailReason.CONNECT_FAILED,
+        "cannot connect: [Errno 111] Connection refused",
+    )
 
 
 def test_a_host_that_nobody_knows(make_client: MakeClient) -> None:
@@ -182,7 +201,9 @@ def test_a_host_that_nobody_knows(make_client: MakeClient) -> None:
 def test_without_trust_there_is_no_connection(
     make_server: MakeServer, make_client: MakeClient, certificate: Path
 ) -> None:
-    plain = make_server(sends(b"HTTP/1.1 400 Bad Request\r\n\r\n", close=True)).url.replace("http", "https")
+    plain = make_server(sends(b"HTTP/1.1 400 Bad Request\r\n\r\n", close=True)).url.replace(
+        "http", "https"
+    )
     for url, ca_file, says in (
         (make_server(sends(), certificate).url, None, "CERTIFICATE_VERIFY_FAILED"),
         (make_server(sends(), certificate).url, "/no/such/file", "/no/such/file"),

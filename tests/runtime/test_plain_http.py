@@ -1,4 +1,5 @@
-"""What a probe asks with: one deadline for all of it, an abort at any time, and every framing a server may choose.
+"""What a probe asks with: one deadline for all of it, an abort at any time, and every framing a
+server may choose.
 
 Both ways, that of a thread that waits and that without one.
 """
@@ -28,7 +29,9 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 EMPTY_OBJECT = HEAD + b"Content-Length: 2\r\n\r\n{}"
 
 
-def ask(port: int, *, abort: Abort | None = None, within_s: float = WAIT_S, body: bytes = b"") -> tuple[int, bytes]:
+def ask(
+    port: int, *, abort: Abort | None = None, within_s: float = WAIT_S, body: bytes = b""
+) -> tuple[int, bytes]:
     """One exchange."""
     status, told = exchange(
         abort or Abort(),
@@ -49,7 +52,9 @@ class Asking:
     def __init__(self, url: str, within_s: float = WAIT_S) -> None:
         self.ends: queue.SimpleQueue[PlainReply | Exception] = queue.SimpleQueue()
         endpoint = Endpoint(base_url=url, connect_timeout_s=WAIT_S)
-        self.question = Question(endpoint, "/v1/models", timeout_s=within_s, name="test", on_end=self.ends.put)
+        self.question = Question(
+            endpoint, "/v1/models", timeout_s=within_s, name="test", on_end=self.ends.put
+        )
 
     def answer(self) -> tuple[int, bytes]:
         """As `ask` has it."""
@@ -96,7 +101,11 @@ def test_the_request_is_whole_and_asks_for_no_chunks(make_server: MakeServer) ->
     [
         ([HEAD + b"content-LENGTH: 7\r\n\r\n[1, 2]\n"], False, (200, b"[1, 2]\n")),
         ([HEAD + b"\r\n[1, ", b"2]"], True, (200, b"[1, 2]")),
-        ([bytes([byte]) for byte in b"HTTP/1.1 503 Loading\r\nContent-Length: 2\r\n\r\n{}"], False, (503, b"{}")),
+        (
+            [bytes([byte]) for byte in b"HTTP/1.1 503 Loading\r\nContent-Length: 2\r\n\r\n{}"],
+            False,
+            (503, b"{}"),
+        ),
     ],
     ids=["of known length", "up to the connection's end", "in single bytes"],
 )
@@ -205,7 +214,9 @@ def test_a_question_is_aborted_while_it_waits(make_server: MakeServer) -> None:
 # ------------------------------------------------------------ names and addresses
 
 
-def test_a_question_takes_no_thread_but_for_a_name(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_takes_no_thread_but_for_a_name(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop_thread().start()
     start_timers()
     servers = [make_server(sends(EMPTY_OBJECT)) for _ in range(2)]

@@ -27,7 +27,10 @@ CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-ser
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), -1.0, ProbeOutcome.FAILED),
         (TimeoutError("the time for the reply is up"), 0.0, ProbeOutcome.FAILED),
         (TimeoutError(), LATE_S + 0.1, ProbeOutcome.NO_NEWS),
-        *((OSError(lack, os.strerror(lack)), -1.0, ProbeOutcome.NO_NEWS) for lack in (errno.EMFILE, errno.ENFILE)),
+        *(
+            (OSError(lack, os.strerror(lack)), -1.0, ProbeOutcome.NO_NEWS)
+            for lack in (errno.EMFILE, errno.ENFILE)
+        ),
         (OSError(errno.ENOMEM, "no memory"), -1.0, ProbeOutcome.NO_NEWS),
         (MemoryError(), -1.0, ProbeOutcome.NO_NEWS),
         (RuntimeError("can't start new thread"), -1.0, ProbeOutcome.NO_NEWS),
@@ -35,14 +38,20 @@ CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-ser
     ],
 )
 def test_a_probe_without_an_answer(error: Exception, late_s: float, outcome: ProbeOutcome) -> None:
-    assert models_outcome(error, late_s=late_s) == (outcome, f"GET /v1/models: {type(error).__name__}")
+    assert models_outcome(error, late_s=late_s) == (
+        outcome,
+        f"GET /v1/models: {type(error).__name__}",
+    )
 
 
 @pytest.mark.parametrize(
     ("status", "body", "outcome"),
     [
         (b"503 Loading", b"{}", ProbeOutcome.LOADING),
-        *((status, b"{}", ProbeOutcome.FAILED) for status in (b"404 Not Found", b"401 Unauthorized")),
+        *(
+            (status, b"{}", ProbeOutcome.FAILED)
+            for status in (b"404 Not Found", b"401 Unauthorized")
+        ),
         (b"200 OK", b"<html>", ProbeOutcome.FAILED),
         (b"200 OK", b"{}", ProbeOutcome.READY),
     ],
@@ -80,7 +89,12 @@ def raises(text: str) -> bool:
     ("check", "status", "told", "problem"),
     [
         (lambda text: "4" in text, 200, answer("2 + 2 = 4"), None),
-        (lambda text: "4" in text, 200, answer("????"), "the canary's check refused the answer '????'"),
+        (
+            lambda text: "4" in text,
+            200,
+            answer("????"),
+            "the canary's check refused the answer '????'",
+        ),
         (lambda text: "4" in text, 200, answer(None), "refused the answer ''"),
         (lambda text: not text, 200, [], None),
         (lambda text: True, 500, {"error": "no"}, "the canary got HTTP 500: {'error': 'no'}"),
@@ -95,7 +109,11 @@ def test_a_canary_lives_or_not(check: Any, status: int, told: Any, problem: str 
 
 def test_a_canary_is_greedy() -> None:
     body = canary_body(Canary(prompt="2 + 2?", check=bool, max_tokens=5))
-    assert (body["temperature"], body["max_tokens"], body["messages"][0]["content"]) == (0, 5, "2 + 2?")
+    assert (body["temperature"], body["max_tokens"], body["messages"][0]["content"]) == (
+        0,
+        5,
+        "2 + 2?",
+    )
 
 
 async def async_check(text: str) -> bool:

@@ -1,4 +1,5 @@
-"""A stream on a socket: what is told at once, what waits, and who may fetch it. The loop's calls are made by hand."""
+"""A stream on a socket: what is told at once, what waits, and who may fetch it. The loop's calls
+are made by hand."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Rig:
     told: list[Any]
 
     def arrives(self, data: bytes) -> None:
-        """The server sends, and the loop sees to what that makes ready: of a resting socket, nothing."""
+        """The server sends, and the loop sees to what that makes ready: of a resting socket,
+        nothing."""
         self.server.sendall(data)
         self.serve()
 
@@ -73,7 +75,12 @@ class Rig:
         """Of every message since the last time, in order."""
         told = self.told.copy()
         self.told.clear()
-        return [event for message in told if isinstance(message, StreamEvents) for event in message.events]
+        return [
+            event
+            for message in told
+            if isinstance(message, StreamEvents)
+            for event in message.events
+        ]
 
 
 @pytest.fixture
@@ -82,7 +89,9 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         loop = HandMadeLoop()
         monkeypatch.setattr(loop_connection, "loop_thread", lambda: loop)
-        endpoint = Endpoint(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0)
+        endpoint = Endpoint(
+            base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0
+        )
         told: list[Any] = []
         host: Any = SimpleNamespace(tell=told.append)
         order = OpenStream(turn_id=(1, 1), body={"stream": True}, reply_to=host)
@@ -105,7 +114,9 @@ def streaming(rig: Rig) -> Rig:
     return rig
 
 
-def test_text_that_comes_fast_waits_for_more_and_wakes_nobody_up_to_a_tick_without_news(streaming: Rig) -> None:
+def test_text_that_comes_fast_waits_for_more_and_wakes_nobody_up_to_a_tick_without_news(
+    streaming: Rig,
+) -> None:
     streaming.arrives(text("a"))
     assert streaming.loop.resting
     streaming.arrives(text("b"))
@@ -159,12 +170,18 @@ def test_progress_does_not_use_up_the_hurry_of_the_first_token(rig: Rig) -> None
 
 def test_the_end_is_told_at_once_with_all_that_came_before(streaming: Rig) -> None:
     streaming.arrives(text("a"))
-    streaming.server.sendall(text("b") + record({}, choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]))
+    streaming.server.sendall(
+        text("b") + record({}, choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
+    )
     streaming.server.sendall(b"0\r\n\r\n")
     streaming.server.shutdown(socket.SHUT_WR)
     streaming.serve()
     *events, closed, closed_too = streaming.told
-    assert [event for batch in events for event in batch.events] == [TextDelta("a"), TextDelta("b"), Finish("stop")]
+    assert [event for batch in events for event in batch.events] == [
+        TextDelta("a"),
+        TextDelta("b"),
+        Finish("stop"),
+    ]
     assert isinstance(closed, StreamClosed)
     assert closed.failure is None
     assert closed_too is closed
@@ -179,7 +196,11 @@ def test_much_at_once_is_told_at_once_though_the_socket_rests(streaming: Rig) ->
 
 @pytest.mark.parametrize(
     "prepare",
-    [lambda rig: None, lambda rig: rig.arrives(HEAD), lambda rig: rig.arrives(HEAD + text("a") + text("b"))],
+    [
+        lambda rig: None,
+        lambda rig: rig.arrives(HEAD),
+        lambda rig: rig.arrives(HEAD + text("a") + text("b")),
+    ],
     ids=["before the headers", "after them", "in the text"],
 )
 def test_an_abort_is_the_last_word_in_every_phase(rig: Rig, prepare: Callable[[Rig], None]) -> None:
@@ -211,13 +232,21 @@ def reset(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("happen", "reason"),
     [
-        (lambda rig: rig.reader.on_error(RuntimeError("a mistake")), RequestFailReason.UNKNOWN_ERROR),  # of our own
-        (lambda rig: rig.reader._on_no_connection(ConnectionRefusedError()), RequestFailReason.CONNECT_FAILED),
+        (
+            lambda rig: rig.reader.on_error(RuntimeError("a mistake")),
+            RequestFailReason.UNKNOWN_ERROR,
+        ),  # of our own
+        (
+            lambda rig: rig.reader._on_no_connection(ConnectionRefusedError()),
+            RequestFailReason.CONNECT_FAILED,
+        ),
         (lambda rig: rig.arrives(b"9\r\ndata: x\n\n\r\n"), RequestFailReason.PROTOCOL_ERROR),
         (reset, RequestFailReason.STREAM_DISCONNECTED),
     ],
 )
-def test_a_stream_that_fails_says_why(streaming: Rig, happen: Callable[[Rig], None], reason: RequestFailReason) -> None:
+def test_a_stream_that_fails_says_why(
+    streaming: Rig, happen: Callable[[Rig], None], reason: RequestFailReason
+) -> None:
     happen(streaming)
     closed = streaming.told[-1]
     assert isinstance(closed, StreamClosed)

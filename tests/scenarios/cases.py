@@ -1,4 +1,5 @@
-"""Every scenario, by topic. The name of each is its claim. A hang is followed by its honest twin, where it has one."""
+"""Every scenario, by topic. The name of each is its claim. A hang is followed by its honest twin,
+where it has one."""
 
 from __future__ import annotations
 
@@ -75,9 +76,16 @@ def hung(
     then: Sequence[Move] = (),
     **more: Any,
 ) -> Scenario:
-    """One request, given up `limit_s` after `silent("a")`; the server is restarted. Moves come `first` or `then`."""
+    """One request, given up `limit_s` after `silent("a")`; the server is restarted. Moves come
+    `first` or `then`."""
     moves = (*first, Ask("a", reply, fails, text, reasoning), *then)
-    return Scenario(name=name, truth=HUNG, moves=moves, limit_s=limit_s, **{"restart_reason": str(fails), **more})
+    return Scenario(
+        name=name,
+        truth=HUNG,
+        moves=moves,
+        limit_s=limit_s,
+        **{"restart_reason": str(fails), **more},
+    )
 
 
 def slow(
@@ -102,7 +110,11 @@ _headers = (
         [silent("a"), WaitClose()],
         HEADERS_S,
         fails=HEADERS,
-        first=[_DEAD_NEIGHBOUR, "silent b", 1.2],  # long after b's last data, or b would pass for a busy neighbour
+        first=[
+            _DEAD_NEIGHBOUR,
+            "silent b",
+            1.2,
+        ],  # long after b's last data, or b would pass for a busy neighbour
         after_work=True,
         timeouts={"idle_stream_timeout_s": 30.0},
     ),
@@ -112,7 +124,12 @@ _headers = (
         text="x" * 30,
         then=[Ask("b", [Sleep(3.0), *HI], text="hi")],
     ),
-    hung("half a status line", [Raw("HTTP/1.1 20", framed=False), silent("a"), WaitClose()], HEADERS_S, fails=HEADERS),
+    hung(
+        "half a status line",
+        [Raw("HTTP/1.1 20", framed=False), silent("a"), WaitClose()],
+        HEADERS_S,
+        fails=HEADERS,
+    ),
     hung("no headers, idle", [silent("a"), WaitClose()], HEADERS_S, fails=HEADERS),
     slow("no headers for 3 s, at work", [work(3.0), *HI]),
 )
@@ -131,7 +148,11 @@ _prefill = (
     slow("prompt progress, then silent work", [PromptProgress(1, 9), work(3.0), *HI]),
     hung(
         "prompt progress in circles, at work, without /slots",
-        [PromptProgress(5, 9), silent("a"), Repeat(None, [PromptProgress(1, 9), PromptProgress(5, 9), work(0.1)])],
+        [
+            PromptProgress(5, 9),
+            silent("a"),
+            Repeat(None, [PromptProgress(1, 9), PromptProgress(5, 9), work(0.1)]),
+        ],
         IDLE_S,
     ),
     slow("prompt progress on an idle CPU", [Prefill(total=5, batch=1, interval_s=0.8), *HI]),
@@ -142,22 +163,57 @@ _prefill = (
         timeouts={"prefill_liveness_timeout_s": 3.0},
     ),
     slow("work at 12 ticks a second", [Headers(), Burn(3.5, 12.0), *HI]),
-    hung("an idle child of an idle parent", [silent("a"), WaitClose()], HEADERS_S, fails=HEADERS, front=IDLE_PARENT),
+    hung(
+        "an idle child of an idle parent",
+        [silent("a"), WaitClose()],
+        HEADERS_S,
+        fails=HEADERS,
+        front=IDLE_PARENT,
+    ),
     slow("a busy child of an idle parent", [Headers(), work(3.5), *HI], front=IDLE_PARENT),
 )
 
-_NOTE: ToolDef = {"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}
+_NOTE: ToolDef = {
+    "type": "function",
+    "function": {"name": "note", "parameters": {"type": "object"}},
+}
 _NUMBERS = ", ".join(map(str, range(3000)))
 _generating = (
     hung("tokens, then silence", [Tokens(5, 0.02), silent("a"), WaitClose()], IDLE_S, text=toks(5)),
-    slow("tokens, then reads from disk, then tokens", [Tokens(3), DiskReads(3.0), *HI], text=toks(3) + "hi"),
-    hung("role chunks for ever", [Text("x"), silent("a"), Repeat(None, [Role(), work(0.1)])], IDLE_S, text="x"),
+    slow(
+        "tokens, then reads from disk, then tokens",
+        [Tokens(3), DiskReads(3.0), *HI],
+        text=toks(3) + "hi",
+    ),
+    hung(
+        "role chunks for ever",
+        [Text("x"), silent("a"), Repeat(None, [Role(), work(0.1)])],
+        IDLE_S,
+        text="x",
+    ),
     slow("tokens, then hard work, then tokens", [Tokens(3), work(3.0), *HI], text=toks(3) + "hi"),
-    hung("a token later than idle_stream_timeout_s", [Text("x"), silent("a"), Sleep(2.0), *HI], IDLE_S, text="x"),
-    slow("one token every idle_stream_timeout_s less a little", [Tokens(5, 0.85), *END], text=toks(5)),
-    hung("reasoning, then silence", [Reasoning("hm"), silent("a"), WaitClose()], IDLE_S, reasoning="hm"),
+    hung(
+        "a token later than idle_stream_timeout_s",
+        [Text("x"), silent("a"), Sleep(2.0), *HI],
+        IDLE_S,
+        text="x",
+    ),
+    slow(
+        "one token every idle_stream_timeout_s less a little", [Tokens(5, 0.85), *END], text=toks(5)
+    ),
+    hung(
+        "reasoning, then silence",
+        [Reasoning("hm"), silent("a"), WaitClose()],
+        IDLE_S,
+        reasoning="hm",
+    ),
     slow("slow reasoning", [Tokens(4, 0.85, reasoning=True), *HI], reasoning=toks(4).rstrip()),
-    hung("stopped in mid-stream", [Tokens(3), silent("a"), StopSelf(), WaitClose()], IDLE_S, text=toks(3)),
+    hung(
+        "stopped in mid-stream",
+        [Tokens(3), silent("a"), StopSelf(), WaitClose()],
+        IDLE_S,
+        text=toks(3),
+    ),
     slow(
         "stopped in mid-stream, continued in time",
         [Tokens(3), Note("stops"), StopSelf(), Sleep(0.2), *HI],
@@ -182,11 +238,23 @@ _generating = (
     ),
     slow(
         "long arguments that do not repeat themselves",
-        [ToolCall("note", {"rows": [{"id": n, "square": n * n} for n in range(2000)]}, pieces=200), *END],
+        [
+            ToolCall(
+                "note", {"rows": [{"id": n, "square": n * n} for n in range(2000)]}, pieces=200
+            ),
+            *END,
+        ],
         text="",
         exit_tools=[_NOTE],
     ),
-    hung("one character for ever", [silent("a"), Repeat(None, [Text("/" * 64)])], 0.0, fails=LOOP, text=None, **ALONE),
+    hung(
+        "one character for ever",
+        [silent("a"), Repeat(None, [Text("/" * 64)])],
+        0.0,
+        fails=LOOP,
+        text=None,
+        **ALONE,
+    ),
     slow("a long list of numbers", [Text(_NUMBERS), *END], text=_NUMBERS),
 )
 
@@ -268,7 +336,8 @@ _death = (
 
 
 def load_fails(name: str, startup: Startup, limit_s: float = 1.5, **timeouts: float) -> Scenario:
-    """It is not ready within `startup_timeout_s`, which is 1.5 s here, or within `load_timeout_s`."""
+    """It is not ready within `startup_timeout_s`, which is 1.5 s here, or within
+    `load_timeout_s`."""
     return Scenario(
         name=name,
         truth=HUNG,
@@ -302,7 +371,11 @@ _load = (
 
 SUSPECT_S = 1.0
 FOUND_S = SUSPECT_S + (LOOKS_COUNT - 1) * LOOK_INTERVAL_S
-_SUSPICIOUS = {"suspect_after_s": SUSPECT_S, "idle_stream_timeout_s": 60.0, "prefill_liveness_timeout_s": 60.0}
+_SUSPICIOUS = {
+    "suspect_after_s": SUSPECT_S,
+    "idle_stream_timeout_s": 60.0,
+    "prefill_liveness_timeout_s": 60.0,
+}
 
 
 def _slot(index: int = 0, *, busy: bool = True, prompt: int = 20, decoded: int = 0) -> Json:
@@ -313,7 +386,9 @@ def _slot(index: int = 0, *, busy: bool = True, prompt: int = 20, decoded: int =
         "id_task": 7 + index,
         "n_prompt_tokens": 20,
         "n_prompt_tokens_processed": prompt if busy else 0,
-        "next_token": [{"has_next_token": busy, "n_remain": -1, "n_decoded": decoded if busy else 0}],
+        "next_token": [
+            {"has_next_token": busy, "n_remain": -1, "n_decoded": decoded if busy else 0}
+        ],
     }
 
 
@@ -408,10 +483,15 @@ _slots = (
         FOUND_S,
         fails=LOST,
         first=[_LIVE],
-        **_shows(*([_slot(decoded=n), _slot(1, busy=False)] for n in range(10, 50)), headers_timeout_s=60.0),
+        **_shows(
+            *([_slot(decoded=n), _slot(1, busy=False)] for n in range(10, 50)),
+            headers_timeout_s=60.0,
+        ),
         **ALONE,
     ),
-    slow("queued behind a neighbour that gets data, no CPU seen", [Sleep(4.0), *HI], first=[_STREAMS]),
+    slow(
+        "queued behind a neighbour that gets data, no CPU seen", [Sleep(4.0), *HI], first=[_STREAMS]
+    ),
     hung(
         "a sidecar computes, and the server does not",
         [Tokens(3), silent("a"), PINGS, WaitClose()],
@@ -419,7 +499,12 @@ _slots = (
         text=toks(3),
         front=SIDECAR,
     ),
-    slow("a sidecar computes, and so does the server", [Tokens(3), work(3.5), *HI], text=toks(3) + "hi", front=SIDECAR),
+    slow(
+        "a sidecar computes, and so does the server",
+        [Tokens(3), work(3.5), *HI],
+        text=toks(3) + "hi",
+        front=SIDECAR,
+    ),
 )
 
 GROUPS: Mapping[str, Sequence[Scenario]] = {

@@ -15,14 +15,22 @@ from queue import SimpleQueue
 from signal import Signals
 from typing import Any
 
-from llama_worker import LlamaWorker, RequestState, StartFailReason, WorkerConfig, WorkerStartError, WorkerState
+from llama_worker import (
+    LlamaWorker,
+    RequestState,
+    StartFailReason,
+    WorkerConfig,
+    WorkerStartError,
+    WorkerState,
+)
 from tests.actors.conftest import HOST, Rig, eventually
 from tests.fake_script import Journal, fake_server_cmd
 from tests.scenarios.scenario import INTERVAL_S, RESTART, TIMEOUTS, Ask, Move, Scenario, Truth
 
 PATIENCE_S = 30.0  # for anything that must happen
-# The specification's own bound is the timeout and two probe intervals, plus the window of the CPU rate where the
-# server had worked. What comes on top is the noise of a busy machine; `__main__` shows the real figures.
+# The specification's own bound is the timeout and two probe intervals, plus the window of the CPU
+# rate where the server had worked. What comes on top is the noise of a busy machine; `__main__`
+# shows the real figures.
 NOISE_S = 1.0
 WINDOW_S = 3.0
 EARLY_S = 0.3  # the mark is written by another process
@@ -69,7 +77,9 @@ def run(scenario: Scenario, port: int) -> Report:
     slots = max(1, sum(isinstance(move, Ask) for move in scenario.moves))
     with tempfile.TemporaryDirectory(prefix="scenario-") as folder:
         journal = Journal(Path(folder) / "journal")
-        cmd = fake_server_cmd(scenario.script, host=HOST, port=port, slots=slots, journal=journal.path)
+        cmd = fake_server_cmd(
+            scenario.script, host=HOST, port=port, slots=slots, journal=journal.path
+        )
         config = WorkerConfig(
             name="scenario",
             host=HOST,
@@ -87,10 +97,14 @@ def run(scenario: Scenario, port: int) -> Report:
             except Exception as error:
                 report.wrong.append(f"{type(error).__name__}: {error}")
                 report.given_up |= rig.status()["restart_count"] > 0
-        report.wrong += [f"mistake in the script: {fact['error']}" for fact in journal.facts("script_error")]
+        report.wrong += [
+            f"mistake in the script: {fact['error']}" for fact in journal.facts("script_error")
+        ]
     report.took_s = time.monotonic() - began_at
     if not report.right:
-        report.wrong.append("given up, but only slow" if report.given_up else "spared, but not slow")
+        report.wrong.append(
+            "given up, but only slow" if report.given_up else "spared, but not slow"
+        )
     return report
 
 
@@ -156,9 +170,15 @@ class _Run:
         status = self.rig.request(request_id)  # the result is not taken yet
         result = self.rig.ended(request_id)
         self.expect(f"{ask.name} failed with", result.get("fail_reason"), ask.fails)
-        self.expect(ask.name, result["state"], RequestState.FAILED if ask.fails else RequestState.COMPLETED)
+        self.expect(
+            ask.name, result["state"], RequestState.FAILED if ask.fails else RequestState.COMPLETED
+        )
         if ask.text is not None:
-            self.expect(f"output of {ask.name}", (result["text"], result["reasoning"]), (ask.text, ask.reasoning))
+            self.expect(
+                f"output of {ask.name}",
+                (result["text"], result["reasoning"]),
+                (ask.text, ask.reasoning),
+            )
         self.report.given_up |= result["state"] is RequestState.FAILED
         if ask.name == "a" and self.scenario.limit_s is not None:
             self.check_time(status["completed_at"])
@@ -170,7 +190,9 @@ class _Run:
         self.report.late_s = took_s - limit_s
         allowed_s = 2 * INTERVAL_S + NOISE_S + WINDOW_S * self.scenario.after_work
         if not -EARLY_S <= self.report.late_s <= allowed_s:
-            self.report.wrong.append(f"ended {took_s:.2f} s after {since!r}, due: {limit_s} s (+{allowed_s} s)")
+            self.report.wrong.append(
+                f"ended {took_s:.2f} s after {since!r}, due: {limit_s} s (+{allowed_s} s)"
+            )
 
     def check_server(self) -> None:
         """Restarts, evidence, and that a request of another job completes."""
@@ -179,23 +201,37 @@ class _Run:
         status = rig.status()
         self.report.given_up |= status["restart_count"] > 0
         seen = status["state"], status["restart_count"], status["slots_used"]
-        self.expect("state, restarts, slots used", seen, (WorkerState.READY, int(bool(scenario.restart_reason)), 0))
+        self.expect(
+            "state, restarts, slots used",
+            seen,
+            (WorkerState.READY, int(bool(scenario.restart_reason)), 0),
+        )
         restarts = rig.worker.get_debug_info().get()["recent_restarts"]
         reason = restarts[-1]["reason"] if restarts else ""
         self.expect("reason of the restart", reason, scenario.restart_reason)
         if reason and reason != "server_died":  # there was something left to take evidence of
             self.check_evidence()
-        self.expect("the request afterwards", rig.run(job_name="control")["state"], RequestState.COMPLETED)
+        self.expect(
+            "the request afterwards", rig.run(job_name="control")["state"], RequestState.COMPLETED
+        )
 
     def check_evidence(self) -> None:
         """Phases of the requests, CPU rate, thread states, the last log lines."""
         debug = self.rig.worker.get_debug_info
-        eventually(lambda: "processes" in debug().get()["evidence"], "evidence of processes", PATIENCE_S)
+        eventually(
+            lambda: "processes" in debug().get()["evidence"], "evidence of processes", PATIENCE_S
+        )
         evidence: Mapping[str, Any] = debug().get()["evidence"]
         requests = evidence["requests"]
-        accused = [request_id for ask, request_id in self.submitted if ask.fails == self.scenario.restart_reason]
+        accused = [
+            request_id
+            for ask, request_id in self.submitted
+            if ask.fails == self.scenario.restart_reason
+        ]
         checks = {
-            "thread states": any(process["threads"] for process in evidence["processes"]["processes"]),
+            "thread states": any(
+                process["threads"] for process in evidence["processes"]["processes"]
+            ),
             "log": evidence["log_tail"],
             "reason": evidence["last_error"],
             "phase": all("phase" in request for request in requests),

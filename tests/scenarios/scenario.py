@@ -1,4 +1,5 @@
-"""What a scenario is: a server's behaviour, what the host does, and the verdict that is due. Data only."""
+"""What a scenario is: a server's behaviour, what the host does, and the verdict that is due. Data
+only."""
 
 from __future__ import annotations
 
@@ -50,14 +51,15 @@ class Ask:
     reasoning: str = ""
 
 
-# What the host does: submits, waits for a `Note` of the server's script or so many seconds, sends the server a signal.
+# What the host does: submits, waits for a `Note` of the server's script or so many seconds, sends
+# the server a signal.
 Move: TypeAlias = Ask | str | float | Signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """The end of request "a", or of a start that fails, follows the mark `since` by `limit_s`: not earlier, and not
-    later but for the watchdog's rhythm.
+    """The end of request "a", or of a start that fails, follows the mark `since` by `limit_s`: not
+    earlier, and not later but for the watchdog's rhythm.
 
     A mark is a `Note` of the server's script, "start", or the name of a signal that was sent.
     """
@@ -71,7 +73,8 @@ class Scenario:
     front: Sequence[str] = ()  # of the server's command
     limit_s: float | None = None
     since: str = "silent a"  # "start": the start fails
-    after_work: bool = False  # the server worked until `since`: the CPU rate falls only as its window of 3 s moves on
+    # the server worked until `since`: the CPU rate falls only as its window of 3 s moves on
+    after_work: bool = False
     restart_reason: str = ""  # "": no restart is due
 
 

@@ -1,4 +1,5 @@
-"""The real llama-server with a small real model, and what makes it say exactly what a test wants."""
+"""The real llama-server with a small real model, and what makes it say exactly what a test
+wants."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ TOKENS_PER_WORD = 8
 
 
 def prompt_of(words: int, about: str) -> str:
-    """A prompt of about `words` x TOKENS_PER_WORD tokens that has its first word in common with no other."""
+    """A prompt of about `words` x TOKENS_PER_WORD tokens that has its first word in common with no
+    other."""
     return f"{about}: " + " ".join(f"item {number:04d};" for number in range(words))
 
 
@@ -51,7 +53,8 @@ def submitted(worker: LlamaWorker, job_name: str, prompt: str, **params: Any) ->
 
 
 def ended(worker: LlamaWorker, request_id: int, *, work_s: float = 0.0) -> RequestResult:
-    """The result, once there is one; `work_s` is what it takes beyond a start, a prompt and an answer, by the pace."""
+    """The result, once there is one; `work_s` is what it takes beyond a start, a prompt and an
+    answer, by the pace."""
     result = worker.result(request_id).get(timeout=pace().patience_with(work_s))
     assert result["ok"], result
     return result
@@ -77,7 +80,11 @@ def wait_ready(worker: LlamaWorker, *, restarts: int) -> WorkerStatus:
     def ready() -> WorkerStatus | None:
         status = worker.get_worker_status().get(timeout=patience())
         assert status["state"] is not WorkerState.FAILED, status
-        return status if status["state"] is WorkerState.READY and status["restart_count"] >= restarts else None
+        return (
+            status
+            if status["state"] is WorkerState.READY and status["restart_count"] >= restarts
+            else None
+        )
 
     status = eventually(ready, "a restart", patience())
     assert status["restart_count"] == restarts
@@ -92,8 +99,11 @@ Serve = Callable[..., WorkerConfig]
 
 
 @pytest.fixture(scope="session")
-def serve(llama_server: str, smollm2: str, thin_model: str, lasting_port: Callable[[], int]) -> Serve:
-    """A factory of configs; `whole`: with all of the model, where it chooses itself what it says or has to be slow."""
+def serve(
+    llama_server: str, smollm2: str, thin_model: str, lasting_port: Callable[[], int]
+) -> Serve:
+    """A factory of configs; `whole`: with all of the model, where it chooses itself what it says or
+    has to be slow."""
 
     def config(
         *,
@@ -130,7 +140,8 @@ EAGER = RestartPolicy(restart_backoff_s=0.01, max_restarts_per_window=50)
 
 @pytest.fixture(scope="session")
 def lasting_port() -> Iterator[Callable[[], int]]:
-    """Like `free_port`, for servers that outlive a test: of a range that `free_port` leaves alone."""
+    """Like `free_port`, for servers that outlive a test: of a range that `free_port` leaves
+    alone."""
     with held_ports(LASTING_PORTS) as take:
         yield take
 
@@ -149,7 +160,8 @@ def chat_worker(chat_config: WorkerConfig) -> Iterator[LlamaWorker]:
 
 @pytest.fixture
 def chat(chat_worker: LlamaWorker) -> Iterator[LlamaWorker]:
-    """The shared worker; it has to be READY with no request in flight, and the same server, afterwards."""
+    """The shared worker; it has to be READY with no request in flight, and the same server,
+    afterwards."""
     before = chat_worker.get_worker_status().get(timeout=patience())
     assert before["state"] is WorkerState.READY, before
     yield chat_worker
@@ -157,7 +169,11 @@ def chat(chat_worker: LlamaWorker) -> Iterator[LlamaWorker]:
     for request_id in after["active_request_ids"]:
         chat_worker.cancel(request_id).get(timeout=patience())  # for the tests that follow
     assert after["slots_used"] == 0, after
-    assert (after["state"], after.get("pid"), after["restart_count"]) == (WorkerState.READY, before.get("pid"), 0)
+    assert (after["state"], after.get("pid"), after["restart_count"]) == (
+        WorkerState.READY,
+        before.get("pid"),
+        0,
+    )
 
 
 def is_generating(status: RequestStatus) -> bool:

@@ -1,4 +1,5 @@
-"""What the real server needs here for a known piece of work, measured in the run whose bounds depend on it."""
+"""What the real server needs here for a known piece of work, measured in the run whose bounds
+depend on it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.ports import LASTING_PORTS, held_ports
 from tools.found import find_model, find_server
 
 HOST = "127.0.0.1"
-# Two computing threads wait for each other, which costs a multiple where other work shares the two cores.
+# Two computing threads wait for each other, which costs a multiple where other work shares the two
+# cores.
 SERVER_ARGS = ("--threads", "1", "--batch-size", "128", "--no-warmup", "--no-ui")
 HANG_GUARD_S = 1800  # ends what would never end, on any machine: every bound in a test comes first
 _TIMES = 20  # other work may come after the measurement, or go
@@ -25,7 +27,8 @@ _TIMES = 20  # other work may come after the measurement, or go
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Seconds, of a server with SERVER_ARGS that has the machine to itself as much as the tests do."""
+    """Seconds, of a server with SERVER_ARGS that has the machine to itself as much as the tests
+    do."""
 
     start_s: float
     prompt_token_s: float
@@ -33,7 +36,8 @@ class Pace:
 
     @property
     def patience_s(self) -> float:
-        """More than any test's piece of work takes here: a start, 1500 tokens to read and 100 to say, many times."""
+        """More than any test's piece of work takes here: a start, 1500 tokens to read and 100 to
+        say, many times."""
         return _TIMES * (self.start_s + 1500 * self.prompt_token_s + 100 * self.token_s)
 
     def patience_with(self, work_s: float) -> float:
@@ -52,15 +56,22 @@ def pace() -> Pace:
 
 
 def measured(server: str, model: str, *, read_tokens: int, made_tokens: int) -> Pace:
-    """Starts that server, has it read a prompt and go on, ends it; AssertionError where it ends by itself."""
+    """Starts that server, has it read a prompt and go on, ends it; AssertionError where it ends by
+    itself."""
     with held_ports(LASTING_PORTS) as take, requests.Session() as http:
         http.trust_env = False
         port = take()
         args = (*SERVER_ARGS, "--ctx-size", "1024")
-        command = llama_server_cmd(model, host=HOST, port=port, slots=1, executable=server, extra_args=args)
-        env = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_ARG_")}
+        command = llama_server_cmd(
+            model, host=HOST, port=port, slots=1, executable=server, extra_args=args
+        )
+        env = {
+            name: value for name, value in os.environ.items() if not name.startswith("LLAMA_ARG_")
+        }
         began_at = time.monotonic()
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env) as one:
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
+        ) as one:
             try:
                 while not _is_ready(http, port):
                     assert one.poll() is None, f"the server ended with {one.returncode}: {command}"
@@ -79,20 +90,25 @@ def measured(server: str, model: str, *, read_tokens: int, made_tokens: int) -> 
 
 
 def lean_server(folder: Path, *args: str) -> Path:
-    """A `llama-server` in that folder that uses few of the machine's cores; `args` come last in its command."""
+    """A `llama-server` in that folder that uses few of the machine's cores; `args` come last in its
+    command."""
     server = folder / "llama-server"
-    server.write_text(f'#!/bin/sh\nexec "{find_server()}" "$@" {shlex.join([*SERVER_ARGS, *args])}\n')
+    server.write_text(
+        f'#!/bin/sh\nexec "{find_server()}" "$@" {shlex.join([*SERVER_ARGS, *args])}\n'
+    )
     server.chmod(0o755)
     return server
 
 
 def patience() -> float:
-    """Seconds after which a wait for a test's piece of work has failed; a multiple of what it takes here."""
+    """Seconds after which a wait for a test's piece of work has failed; a multiple of what it takes
+    here."""
     return pace().patience_s
 
 
 def round_trip(worker: LlamaWorker) -> float:
-    """Seconds that the slowest of some questions to a worker took just now: what a message costs on this machine."""
+    """Seconds that the slowest of some questions to a worker took just now: what a message costs on
+    this machine."""
     took_s = []
     for _ in range(10):
         began_at = time.monotonic()

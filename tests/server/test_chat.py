@@ -40,7 +40,10 @@ def test_a_request_streams_to_its_end_with_usage_and_timings(chat: LlamaWorker) 
     text = "Grüße, 世界: 🦙 ≠ 🐑"  # characters of several tokens arrive whole
     result = ended(chat, submitted(chat, "greeting", "What do you say?", **forced(text)))
     assert (result["text"], result["reasoning"]) == (text, "")
-    assert (result["state"], result["finish_reason"]) == (RequestState.COMPLETED, RequestFinishReason.STOP)
+    assert (result["state"], result["finish_reason"]) == (
+        RequestState.COMPLETED,
+        RequestFinishReason.STOP,
+    )
     assert result["usage"]["prompt_tokens"] > 10
     assert 5 <= result["usage"]["completion_tokens"] <= len(text.encode())
     timings = result["timings"]
@@ -54,7 +57,9 @@ def test_what_the_server_says_of_itself_is_told_and_kept_to(chat: LlamaWorker) -
     assert not any(status["modalities"].values())
     assert status["model"].endswith(".gguf")
     with pytest.raises(ConfigError, match=r"image_url parts need a model with vision"):
-        chat.ask([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]).get(timeout=patience())
+        chat.ask([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]).get(
+            timeout=patience()
+        )
     parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "hello."}]
     answer = chat.ask(parts, params={"max_tokens": 8}).get(timeout=patience())
     assert (answer["state"], "context" in answer) == (RequestState.COMPLETED, False)
@@ -62,8 +67,15 @@ def test_what_the_server_says_of_itself_is_told_and_kept_to(chat: LlamaWorker) -
 
 def test_a_prompt_beyond_the_context_fails_with_the_servers_own_words(chat: LlamaWorker) -> None:
     result = ended(chat, submitted(chat, "long", "x " * 3000))
-    assert (result["state"], result.get("fail_reason")) == (RequestState.FAILED, RequestFailReason.CONTEXT_EXCEEDED)
-    for words in ("400", "exceed_context_size_error", "exceeds the available context size (2048 tokens)"):
+    assert (result["state"], result.get("fail_reason")) == (
+        RequestState.FAILED,
+        RequestFailReason.CONTEXT_EXCEEDED,
+    )
+    for words in (
+        "400",
+        "exceed_context_size_error",
+        "exceeds the available context size (2048 tokens)",
+    ):
         assert words in result["fail_detail"]
     assert result["text"] == ""
     assert result["context"]["n_prompt_tokens"] > result["context"]["n_ctx"] == 2048
@@ -79,24 +91,34 @@ def test_a_prompt_beyond_the_context_fails_with_the_servers_own_words(chat: Llam
 def test_a_cancel_frees_the_servers_slots_and_keeps_the_output(
     chat: LlamaWorker, chat_config: WorkerConfig, words: int, reached: Reached, phase: RequestPhase
 ) -> None:
-    for request_id in [submitted(chat, "endless", prompt_of(words, name), **ENDLESS) for name in ("Alpha", "Omega")]:
+    for request_id in [
+        submitted(chat, "endless", prompt_of(words, name), **ENDLESS) for name in ("Alpha", "Omega")
+    ]:
         assert wait_status(chat, request_id, reached)["phase"] is phase
         assert [chat.cancel(request_id).get(timeout=patience()) for _ in range(2)] == [True, False]
         result = ended(chat, request_id)
-        assert (result["state"], result["finish_reason"]) == (RequestState.CANCELED, RequestFinishReason.CANCELED)
+        assert (result["state"], result["finish_reason"]) == (
+            RequestState.CANCELED,
+            RequestFinishReason.CANCELED,
+        )
         assert result["text"] == "" if reached is is_reading else is_ticking(result["text"])
     ids = [submitted(chat, f"after-{slot}", f"{slot}", **forced("Served.")) for slot in range(2)]
     assert [ended(chat, request_id)["text"] for request_id in ids] == ["Served."] * 2
     # Once only: what asks for the slots puts off the server's look for closed connections (b11434).
-    slots = requests.get(f"http://{chat_config.host}:{chat_config.port}/slots", timeout=patience()).json()
+    slots = requests.get(
+        f"http://{chat_config.host}:{chat_config.port}/slots", timeout=patience()
+    ).json()
     assert not any(slot["is_processing"] for slot in slots)
 
 
 def test_stop_in_generation_closes_the_connection_first_and_does_not_wait_for_the_grace(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server exits with 0 once its connections are closed; with 1 on the second SIGTERM, stuck in its handler."""
-    monkeypatch.setattr(termination, "REPEAT_S", patience() / 4)  # a busy machine's server may take longer than 2 s
+    """A server exits with 0 once its connections are closed; with 1 on the second SIGTERM, stuck in
+    its handler."""
+    monkeypatch.setattr(
+        termination, "REPEAT_S", patience() / 4
+    )  # a busy machine's server may take longer than 2 s
 
     def stop_in_generation() -> int:
         with LlamaWorker(serve(timeouts=TimeoutProfile(stop_grace_s=2 * patience()))) as worker:
@@ -107,7 +129,10 @@ def test_stop_in_generation_closes_the_connection_first_and_does_not_wait_for_th
             assert time.monotonic() - begun_at < patience()  # half of the grace
             events = worker.get_debug_info().get(timeout=patience())["recent_events"]
             result = ended(worker, request_id)
-        assert (result["state"], result["fail_reason"]) == (RequestState.FAILED, RequestFailReason.WORKER_STOPPED)
+        assert (result["state"], result["fail_reason"]) == (
+            RequestState.FAILED,
+            RequestFailReason.WORKER_STOPPED,
+        )
         assert is_ticking(result["text"])
         (returncode,) = (event["returncode"] for event in events if event["event"] == "exited")
         assert returncode in (0, 1)

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture
 def server(tmp_path: Path) -> str:
-    """One whose every answer is ticks, up to its token limit, where the example asks for nothing else."""
+    """One whose every answer is ticks, up to its token limit, where the example asks for nothing
+    else."""
     return str(lean_server(tmp_path, "--grammar", ENDLESS["grammar"]))
 
 
@@ -52,18 +53,24 @@ def example(name: str, *options: str, **env: str) -> Running:
 def test_quickstart_shows_two_jobs_live_a_refusal_and_a_clean_stop(
     server: str, thin_model: str, free_port: Callable[[], int]
 ) -> None:
-    run = run_example("quickstart.py", "--server", server, "--model", thin_model, "--port", str(free_port()))
+    run = run_example(
+        "quickstart.py", "--server", server, "--model", thin_model, "--port", str(free_port())
+    )
     assert (run.returncode, run.stderr) == (0, "")
     assert re.search(r"^ready, pid \d+, 2 slots$", run.stdout, re.M)
     assert "a third request: {'ok': False, 'error': 'NO_SLOT_AVAILABLE'}" in run.stdout
     assert re.search(r"^active: \{1: 'sky', 2: 'story'\}", run.stdout, re.M)
     for name in ("sky", "story"):
         assert re.search(rf"^ *{name} \| \S.{{,71}}$", run.stdout, re.M)  # its output, line by line
-        assert re.search(rf"^{name}: [1-9]\d* tokens, \d+ tokens/s, ended by max_tokens$", run.stdout, re.M)
+        assert re.search(
+            rf"^{name}: [1-9]\d* tokens, \d+ tokens/s, ended by max_tokens$", run.stdout, re.M
+        )
     assert run.stdout.endswith("stopped.\n")
 
 
-SLOW_STEP = re.compile(r"Executing <.*> took \d+\.\d+ seconds")  # asyncio's debug mode, on a machine that is busy
+SLOW_STEP = re.compile(
+    r"Executing <.*> took \d+\.\d+ seconds"
+)  # asyncio's debug mode, on a machine that is busy
 
 
 def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(
@@ -83,14 +90,20 @@ def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(
     assert run.stdout.count("the event loop goes on") > 1
 
 
-def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back(server: str, thin_model: str) -> None:
+def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back(
+    server: str, thin_model: str
+) -> None:
     run = run_example("hivemind.py", "--server", server, "--model", thin_model)
     assert run.returncode == 0, run.stderr
     # ... one of what was asked about:
     decided = r"planner asks: .+\? \['(.+)', '(.+)'\], else '.+'(?s:.*)judge decides: (\1|\2) \("
     assert re.search(decided, run.stdout), run.stdout
-    assert "(the planner's draft: running)" in run.stdout  # it was decided before the first model had ended
-    assert re.search(r"^planner's draft: canceled\nplanner: \w.+\nstopped\.", run.stdout, re.M), run.stdout
+    assert (
+        "(the planner's draft: running)" in run.stdout
+    )  # it was decided before the first model had ended
+    assert re.search(r"^planner's draft: canceled\nplanner: \w.+\nstopped\.", run.stdout, re.M), (
+        run.stdout
+    )
 
 
 # ---------------------------------------------------------------- fleet.py
@@ -118,14 +131,23 @@ def test_fleet_answers_every_prompt_though_a_server_is_killed(
     assert Counter(ended) == Counter(f"job-{number}" for number in range(1, 7))
 
 
-def test_fleet_gives_each_gpu_that_is_named_a_worker_and_one_named_twice_two(server: str, thin_model: str) -> None:
+def test_fleet_gives_each_gpu_that_is_named_a_worker_and_one_named_twice_two(
+    server: str, thin_model: str
+) -> None:
     options = (thin_model, "--gpus", "0,GPU-5,GPU-5", "Two?", "Four?", "Six?")
     with example("fleet.py", *options, LLAMA_SERVER=server) as (fleet, output):
-        ready = [re.fullmatch(r"worker-\d: ready, pid (\d+), 2 slots\n", output.readline()) for _ in range(3)]
+        ready = [
+            re.fullmatch(r"worker-\d: ready, pid (\d+), 2 slots\n", output.readline())
+            for _ in range(3)
+        ]
         environments = [psutil.Process(int(found[1])).environ() for found in ready if found]
         rest, errors = fleet.communicate(timeout=patience())
     assert (fleet.returncode, errors) == (0, "")
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["0", "GPU-5", "GPU-5"]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == [
+        "0",
+        "GPU-5",
+        "GPU-5",
+    ]
     assert {environment["CUDA_DEVICE_ORDER"] for environment in environments} == {"PCI_BUS_ID"}
     ended = re.findall(r"^(job-\d) by (worker-\d), ", rest, re.M)
     assert sorted(ended) == [("job-1", "worker-1"), ("job-2", "worker-2"), ("job-3", "worker-3")]
@@ -164,7 +186,16 @@ class Web:
 @pytest.fixture
 def web(server: str, thin_model: str, free_port: Callable[[], int]) -> Iterator[Web]:
     port = free_port()
-    options = ["--server", server, "--model", thin_model, "--port", str(port), "--server-port", str(free_port())]
+    options = [
+        "--server",
+        server,
+        "--model",
+        thin_model,
+        "--port",
+        str(port),
+        "--server-port",
+        str(free_port()),
+    ]
     with example("threaded_web_server.py", *options) as (process, output):
         assert output.readline() == f"listening on http://127.0.0.1:{port}\n"
         yield Web(process, f"http://127.0.0.1:{port}")
@@ -201,7 +232,9 @@ def test_the_web_server_answers_by_polling_and_by_streaming_and_refuses_when_bus
     assert web.get("/chat/1").status_code == 404
 
 
-def test_the_web_server_outlives_a_client_that_leaves_and_a_dead_llama_server_and_ends_at_sigterm(web: Web) -> None:
+def test_the_web_server_outlives_a_client_that_leaves_and_a_dead_llama_server_and_ends_at_sigterm(
+    web: Web,
+) -> None:
     streamed = web.lines()
     next(streamed)
     streamed.close()  # type: ignore[attr-defined]  # a generator: the connection is closed with it
@@ -230,15 +263,27 @@ def test_the_web_server_outlives_a_client_that_leaves_and_a_dead_llama_server_an
 # ---------------------------------------------------------------- ray_fleet.py
 
 
-def test_ray_fleet_streams_from_two_replicas_and_leaves_nothing(server: str, thin_model: str) -> None:
+def test_ray_fleet_streams_from_two_replicas_and_leaves_nothing(
+    server: str, thin_model: str
+) -> None:
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     try:
         for _ in range(3):  # Ray gives its own start 30 s, which cannot be set
-            run = run_example("ray_fleet.py", "--server", server, "--model", thin_model, **cluster_environment(folder))
+            run = run_example(
+                "ray_fleet.py",
+                "--server",
+                server,
+                "--model",
+                thin_model,
+                **cluster_environment(folder),
+            )
             if "node timed out during startup" not in run.stderr:
                 break
         assert run.returncode == 0, run.stderr
-        assert re.findall(r"^replica (\d): ready on 127\.0\.0\.1, 2 slots$", run.stdout, re.M) == ["0", "1"]
+        assert re.findall(r"^replica (\d): ready on 127\.0\.0\.1, 2 slots$", run.stdout, re.M) == [
+            "0",
+            "1",
+        ]
         for name in ("haiku", "sum", "rivers"):
             assert re.search(rf"^ *{name} \| '", run.stdout, re.M)
             assert re.search(rf"^{name}: completed, max_tokens$", run.stdout, re.M)

@@ -22,21 +22,32 @@ def workers(serve: Serve, chat_worker: LlamaWorker) -> Iterator[dict[str, LlamaW
     """By what their server makes of think tags."""
     with (
         LlamaWorker(serve(template="thinking.jinja")) as parsed,
-        LlamaWorker(serve(template="opened_thinking.jinja")) as opened,  # the same, and every prompt ends in one
+        LlamaWorker(
+            serve(template="opened_thinking.jinja")
+        ) as opened,  # the same, and every prompt ends in one
     ):
-        yield {"parsed": parsed, "opened": opened, "unknown": chat_worker}  # tags stay in the content in every format
+        yield {
+            "parsed": parsed,
+            "opened": opened,
+            "unknown": chat_worker,
+        }  # tags stay in the content in every format
 
 
-def said(worker: LlamaWorker, text: str, reasoning_format: str | None, **params: Any) -> tuple[str, str]:
+def said(
+    worker: LlamaWorker, text: str, reasoning_format: str | None, **params: Any
+) -> tuple[str, str]:
     """(reasoning, text) of a model that says `text`."""
-    chosen = params if reasoning_format is None else {"reasoning_format": reasoning_format, **params}
+    chosen = (
+        params if reasoning_format is None else {"reasoning_format": reasoning_format, **params}
+    )
     result = ended(worker, submitted(worker, "thought", "Hi", **forced(text), **chosen))
     return result["reasoning"], result["text"]
 
 
-# What the server's own parser does (b11434), to be made up for: of what stands before the closing tag it leaves all
-# whitespace in `reasoning_content`, but sends none of that where nothing else is in it; after the tag it drops at most
-# the two newlines that the template writes there, and leaves all other whitespace in the content.
+# What the server's own parser does (b11434), to be made up for: of what stands before the closing
+# tag it leaves all whitespace in `reasoning_content`, but sends none of that where nothing else is
+# in it; after the tag it drops at most the two newlines that the template writes there, and leaves
+# all other whitespace in the content.
 @pytest.mark.parametrize(
     ("tags", "saying", "reasoning", "text"),
     [
@@ -45,8 +56,18 @@ def said(worker: LlamaWorker, text: str, reasoning_format: str | None, **params:
         ("parsed", "<think>\nabc\n</think>\nAns\n", "abc", "Ans\n"),
         ("parsed", "<think> \n abc \n\n </think> \n \n  Ans ", "abc", "Ans "),
         ("parsed", "<think>abc</think>\n\n\n\nAns", "abc", "Ans"),
-        ("parsed", "<think>\na\n\n\n  b   c\n \n</think>\n\nX\n\n\n  Y", "a\n\n\n  b   c", "X\n\n\n  Y"),
-        ("parsed", "<think>\ngrün 🙂 日本\u2028\n</think>\u2003日本 🙂\n", "grün 🙂 日本", "日本 🙂\n"),
+        (
+            "parsed",
+            "<think>\na\n\n\n  b   c\n \n</think>\n\nX\n\n\n  Y",
+            "a\n\n\n  b   c",
+            "X\n\n\n  Y",
+        ),
+        (
+            "parsed",
+            "<think>\ngrün 🙂 日本\u2028\n</think>\u2003日本 🙂\n",
+            "grün 🙂 日本",
+            "日本 🙂\n",
+        ),
         ("parsed", "<think>a < b <</think>Ans", "a < b <", "Ans"),
         ("parsed", "<think>abc\n</think>\n\n", "abc", ""),
         ("parsed", "<think>\nabc\n\n", "abc", ""),
@@ -59,7 +80,12 @@ def said(worker: LlamaWorker, text: str, reasoning_format: str | None, **params:
         ("opened", "\n abc</think>  Ans ", "abc", "Ans "),
         ("opened", "a\n\n  b 日本\n \n</think>\n\n\nAns", "a\n\n  b 日本", "Ans"),
         ("opened", "abc\n\n", "abc", ""),
-        ("opened", "<think>\nabc\n</think>\n\nAns", "<think>\nabc", "Ans"),  # the template's tag and the model's own
+        (
+            "opened",
+            "<think>\nabc\n</think>\n\nAns",
+            "<think>\nabc",
+            "Ans",
+        ),  # the template's tag and the model's own
     ],
 )
 def test_the_formats_agree_to_the_letter(
@@ -84,12 +110,15 @@ def test_the_formats_agree_wherever_the_token_limit_cuts_the_model_off_but_for_h
         (outcome,) = {(HALF_A_TAG.sub("", reasoning), text) for reasoning, text in outcomes}
         seen.append(outcome)
     assert {("a", ""), ("a  b", ""), (whole[0], ""), whole} <= set(seen)
-    assert all(whole[0].startswith(reasoning) and whole[1].startswith(text) for reasoning, text in seen)
+    assert all(
+        whole[0].startswith(reasoning) and whole[1].startswith(text) for reasoning, text in seen
+    )
 
 
-# Where the server's own parser (b11434) leaves no trace of what it saw, nothing can be made up for: it forgets half a
-# tag when the rest never comes, says nothing of an empty thought, so that the content is an answer without any, and
-# after an empty thought that the template opened sends the bare answer, which until its end looks like a thought.
+# Where the server's own parser (b11434) leaves no trace of what it saw, nothing can be made up for:
+# it forgets half a tag when the rest never comes, says nothing of an empty thought, so that the
+# content is an answer without any, and after an empty thought that the template opened sends the
+# bare answer, which until its end looks like a thought.
 @pytest.mark.parametrize(
     ("tags", "saying", "whole", "parsed"),
     [
@@ -101,7 +130,11 @@ def test_the_formats_agree_wherever_the_token_limit_cuts_the_model_off_but_for_h
     ],
 )
 def test_what_the_servers_parser_keeps_to_itself_costs_no_answer(
-    workers: dict[str, LlamaWorker], tags: str, saying: str, whole: tuple[str, str], parsed: tuple[str, str]
+    workers: dict[str, LlamaWorker],
+    tags: str,
+    saying: str,
+    whole: tuple[str, str],
+    parsed: tuple[str, str],
 ) -> None:
     assert said(workers[tags], saying, "none") == whole
     assert said(workers[tags], saying, "deepseek") in [whole, parsed]

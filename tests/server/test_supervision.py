@@ -52,7 +52,8 @@ pytestmark = pytest.mark.server
 class Fall:
     """Hits a request's server with a signal, and takes the time until the result is there.
 
-    Of a signal that ends it, the time counts from when the kernel has done so: that takes long on a busy machine.
+    Of a signal that ends it, the time counts from when the kernel has done so: that takes long on a
+    busy machine.
     """
 
     def __init__(self, worker: LlamaWorker, request_id: int, hit: signal.Signals) -> None:
@@ -81,7 +82,9 @@ def assert_serves(worker: LlamaWorker) -> None:
 # ---------------------------------------------------------------- death
 
 
-def test_a_killed_server_fails_its_request_at_once_in_every_phase_and_comes_back_by_itself(serve: Serve) -> None:
+def test_a_killed_server_fails_its_request_at_once_in_every_phase_and_comes_back_by_itself(
+    serve: Serve,
+) -> None:
     took_s, message_s = [], 0.0
     phases: list[tuple[int, Reached]] = [(150, is_reading), (1, is_generating), (1, is_generating)]
     with LlamaWorker(serve()) as worker:
@@ -91,13 +94,18 @@ def test_a_killed_server_fails_its_request_at_once_in_every_phase_and_comes_back
             seen = wait_status(worker, request_id, reached)
             message_s = max(message_s, round_trip(worker))
             result, news_s = Fall(worker, request_id, signal.SIGKILL).result()
-            assert (result["state"], result["fail_reason"]) == (RequestState.FAILED, RequestFailReason.SERVER_DIED)
+            assert (result["state"], result["fail_reason"]) == (
+                RequestState.FAILED,
+                RequestFailReason.SERVER_DIED,
+            )
             assert len(result["text"]) >= seen["output_chars"]
             assert result["text"] == "" or is_ticking(result["text"])
             took_s.append(news_s)
             assert wait_ready(worker, restarts=restarts)["pid"] != pid
         assert_serves(worker)
-    assert min(took_s) < 0.1 + 10 * message_s  # what the machine's other work adds to the others tells nothing
+    assert (
+        min(took_s) < 0.1 + 10 * message_s
+    )  # what the machine's other work adds to the others tells nothing
 
 
 # ---------------------------------------------------------------- a server that does nothing
@@ -106,21 +114,31 @@ IMPATIENT = TimeoutProfile(
     headers_timeout_s=1.0,
     prefill_liveness_timeout_s=1.0,
     idle_stream_timeout_s=1.0,
-    liveness_probe_interval_s=3.5,  # longer than the window of CPU evidence, so that one look after the halt is enough
+    # longer than the window of CPU evidence, so that one look after the halt is enough
+    liveness_probe_interval_s=3.5,
 )
 
 
 def test_a_halted_server_is_given_up_in_time_and_replaced_in_every_phase(serve: Serve) -> None:
-    """Before the headers, in prefill without and with progress, in generation: all at once, a worker each."""
+    """Before the headers, in prefill without and with progress, in generation: all at once, a
+    worker each."""
     stall = RequestFailReason.STALL_TIMEOUT
     halts: list[tuple[RequestFailReason, Reached | None, int, dict[str, Any]]] = [
         (RequestFailReason.HEADERS_TIMEOUT, None, 150, {}),
-        (stall, lambda status: status["phase"] is RequestPhase.PREFILL, 150, {"return_progress": False}),
+        (
+            stall,
+            lambda status: status["phase"] is RequestPhase.PREFILL,
+            150,
+            {"return_progress": False},
+        ),
         (stall, is_reading, 150, {}),
         (stall, is_generating, 1, {}),
     ]
     with ExitStack() as stack:
-        workers = [LlamaWorker(serve(name=f"worker-{number}", timeouts=IMPATIENT)) for number in range(len(halts))]
+        workers = [
+            LlamaWorker(serve(name=f"worker-{number}", timeouts=IMPATIENT))
+            for number in range(len(halts))
+        ]
         for worker in workers:
             stack.callback(worker.close)
         for starting in [worker.start() for worker in workers]:
@@ -148,7 +166,9 @@ def test_a_halted_server_is_given_up_in_time_and_replaced_in_every_phase(serve: 
 # ---------------------------------------------------------------- a server that does not start
 
 
-def test_a_canary_that_is_refused_fails_the_start_and_one_that_is_accepted_does_not(serve: Serve) -> None:
+def test_a_canary_that_is_refused_fails_the_start_and_one_that_is_accepted_does_not(
+    serve: Serve,
+) -> None:
     heard: list[str] = []
 
     def refuses_the_first(text: str) -> bool:
@@ -157,7 +177,9 @@ def test_a_canary_that_is_refused_fails_the_start_and_one_that_is_accepted_does_
 
     canary = Canary(prompt="Count to three.", check=refuses_the_first, max_tokens=4)
     with closing(LlamaWorker(serve(whole=True, canary=canary))) as worker:
-        with pytest.raises(WorkerStartError, match="the canary's check refused the answer") as caught:
+        with pytest.raises(
+            WorkerStartError, match="the canary's check refused the answer"
+        ) as caught:
             worker.start().get(timeout=patience())
         assert caught.value.reason is StartFailReason.CANARY_FAILED
         assert worker.get_worker_status().get(timeout=patience())["state"] is WorkerState.FAILED
@@ -177,8 +199,16 @@ def start_error(llama_server: str, thin_model: str, free_port: Callable[[], int]
     """The lines of the error of a start that fails."""
 
     def start_error(*args: str, model: str | Path = thin_model, **config: Any) -> list[str]:
-        config = {"executable": llama_server, "port": free_port(), "extra_args": (*SERVER_ARGS, *args), **config}
-        with closing(LlamaWorker.from_model(model, **config)) as worker, pytest.raises(WorkerStartError) as caught:
+        config = {
+            "executable": llama_server,
+            "port": free_port(),
+            "extra_args": (*SERVER_ARGS, *args),
+            **config,
+        }
+        with (
+            closing(LlamaWorker.from_model(model, **config)) as worker,
+            pytest.raises(WorkerStartError) as caught,
+        ):
             worker.start().get(timeout=patience())
         return str(caught.value).splitlines()
 
@@ -197,13 +227,19 @@ def start_error(llama_server: str, thin_model: str, free_port: Callable[[], int]
     ],
 )
 def test_a_model_that_is_none(
-    start_error: StartError, thin_model: str, tmp_path: Path, content: str | bytes | int | None, told: str
+    start_error: StartError,
+    thin_model: str,
+    tmp_path: Path,
+    content: str | bytes | int | None,
+    told: str,
 ) -> None:
     model = tmp_path / "model.gguf"
     if isinstance(content, str):
         model.mkdir()
     elif content is not None:
-        model.write_bytes(content if isinstance(content, bytes) else Path(thin_model).read_bytes()[:content])
+        model.write_bytes(
+            content if isinstance(content, bytes) else Path(thin_model).read_bytes()[:content]
+        )
     assert told in start_error(model=model)[0]
 
 
@@ -218,10 +254,16 @@ def test_a_host_that_is_another_machines(start_error: StartError) -> None:
 
 
 def test_a_script_that_passes_no_arguments_on(
-    start_error: StartError, llama_server: str, thin_model: str, tmp_path: Path, free_port: Callable[[], int]
+    start_error: StartError,
+    llama_server: str,
+    thin_model: str,
+    tmp_path: Path,
+    free_port: Callable[[], int],
 ) -> None:
     elsewhere, timeouts = free_port(), TimeoutProfile(startup_timeout_s=3.0)
-    command = llama_server_cmd(thin_model, host=HOST, port=elsewhere, slots=1, executable=llama_server)
+    command = llama_server_cmd(
+        thin_model, host=HOST, port=elsewhere, slots=1, executable=llama_server
+    )
     script = shell_program(tmp_path / "server", " ".join(("exec", *command, *SERVER_ARGS)))
     line, *_ = start_error(executable=script, timeouts=timeouts)
     assert f"it listens on http://{HOST}:{elsewhere}: pass it the worker's host and port" in line

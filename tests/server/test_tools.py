@@ -1,4 +1,5 @@
-"""Tools on the real server: native calls with a template that has tools, prompted ones with one that has none."""
+"""Tools on the real server: native calls with a template that has tools, prompted ones with one
+that has none."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ pytestmark = pytest.mark.server
 
 def tool(name: str, **properties: Any) -> ToolDef:
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": name, "parameters": parameters},
+    }
 
 
 ADD = tool("add", a={"type": "integer"}, b={"type": "integer"})
@@ -46,17 +50,25 @@ class Bench:
         tools = {"normal_tools": [ADD], "exit_tools": [REPORT], "tool_runner": self}
         self.worker = LlamaWorker(serve(bios_provider=default_bios, **tools, **settings))
 
-    def run_tool(self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str) -> Any:
+    def run_tool(
+        self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str
+    ) -> Any:
         self.seen.put(self._status(request_id))
         return arguments["a"] + arguments["b"]
 
-    def run(self, prompt: str, messages: list[ChatMessage], **params: Any) -> tuple[RequestResult, RequestStatus]:
+    def run(
+        self, prompt: str, messages: list[ChatMessage], **params: Any
+    ) -> tuple[RequestResult, RequestStatus]:
         """The result, and the last status with what the server said of the last turn's prompt."""
-        admitted = self.worker.submit("tools", "", prompt, messages=messages, params=params).get(timeout=patience())
+        admitted = self.worker.submit("tools", "", prompt, messages=messages, params=params).get(
+            timeout=patience()
+        )
         assert admitted["ok"], admitted
         future, ends = self.worker.result(admitted["request_id"]), queue.SimpleQueue[None]()
         future.add_done_callback(lambda _: ends.put(None))
-        ends.get(timeout=patience())  # the value is not taken yet, so that the request is still known
+        ends.get(
+            timeout=patience()
+        )  # the value is not taken yet, so that the request is still known
         status, result = self._status(admitted["request_id"]), future.get(timeout=patience())
         assert result["ok"]
         return result, status
@@ -85,26 +97,39 @@ def prompted(serve: Serve) -> Iterator[Bench]:
 
 
 def assert_added_and_reported(result: RequestResult, *sums: dict[str, int]) -> None:
-    assert (result["state"], result["finish_reason"]) == (RequestState.COMPLETED, RequestFinishReason.STOP)
-    calls = [(e["tool_name"], e["arguments"], e["iteration"], e["ok"]) for e in result["tool_trace"]]
+    assert (result["state"], result["finish_reason"]) == (
+        RequestState.COMPLETED,
+        RequestFinishReason.STOP,
+    )
+    calls = [
+        (e["tool_name"], e["arguments"], e["iteration"], e["ok"]) for e in result["tool_trace"]
+    ]
     assert calls == [("add", arguments, 1, True) for arguments in sums]
-    assert [(s["tool_name"], s["arguments"]) for s in result["signals"]] == [("report", {"level": "high"})]
+    assert [(s["tool_name"], s["arguments"]) for s in result["signals"]] == [
+        ("report", {"level": "high"})
+    ]
 
 
 def assert_cached(first_turn: RequestStatus, last: RequestStatus, *, at_least: int) -> None:
-    """What the first turn read was not read again in the last, for all that the worker put between."""
+    """What the first turn read was not read again in the last, for all that the worker put
+    between."""
     first, second = first_turn["prompt_progress"], last["prompt_progress"]
     assert second["total"] > first["total"] > at_least
     assert second["cached"] >= 0.95 * first["total"]
 
 
-# A model of 135M parameters calls no tool by itself, but at temperature 0 it copies what it was shown three times,
-# status lines of the default BIOS and all. The clock in these is another each time, which may tip the first token of a
-# turn: a bias for that of a call makes up for it, and is far too little to turn the answer after the results.
+# A model of 135M parameters calls no tool by itself, but at temperature 0 it copies what it was
+# shown three times, status lines of the default BIOS and all. The clock in these is another each
+# time, which may tip the first token of a turn: a bias for that of a call makes up for it, and is
+# far too little to turn the answer after the results.
 
 
 def call(name: str, **arguments: Any) -> ToolCall:
-    return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    return {
+        "id": "abcdefghi",
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps(arguments)},
+    }
 
 
 TASK = "Add 2 and 3, and 4 and 5. Report high."
@@ -136,7 +161,9 @@ def shown() -> list[ChatMessage]:
     ]
 
 
-def test_a_native_turn_of_two_calls_and_a_signal_is_answered_and_the_prompt_cache_survives_it(native: Bench) -> None:
+def test_a_native_turn_of_two_calls_and_a_signal_is_answered_and_the_prompt_cache_survives_it(
+    native: Bench,
+) -> None:
     result, status = native.run(TASK, shown() * 3, **COPYING)
     assert_added_and_reported(result, {"a": 2, "b": 3}, {"a": 4, "b": 5})
     assert result["text"] == "The sums are 5 and 9."
@@ -147,8 +174,9 @@ def test_a_native_turn_of_two_calls_and_a_signal_is_answered_and_the_prompt_cach
     assert_cached(first_turn, status, at_least=1000)
 
 
-# In prompted mode the server knows of no tools, so a grammar may rule. It leaves two sayings; a bias makes the first
-# one likelier, until it stands in the prompt: then a penalty that is as high outdoes the bias.
+# In prompted mode the server knows of no tools, so a grammar may rule. It leaves two sayings; a
+# bias makes the first one likelier, until it stands in the prompt: then a penalty that is as high
+# outdoes the bias.
 
 CALLS = (
     '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -181,7 +209,8 @@ def test_two_prompted_requests_in_a_row_share_the_bios_in_the_prompt_cache(promp
 
 
 def test_a_server_that_refuses_tools_gets_the_request_again_in_prompted_mode(serve: Serve) -> None:
-    """With --no-jinja, b11434 says in /props that this template has tools, and refuses them with a 500."""
+    """With --no-jinja, b11434 says in /props that this template has tools, and refuses them with a
+    500."""
     template = ("--no-jinja", "--chat-template-file", str(TEMPLATES / "tools.jinja"))
     bench = Bench(serve, args=(*SERVER_ARGS, *template))
     with bench.worker:

@@ -1,4 +1,5 @@
-"""Real servers whose main thread is held, or that lose a request: what only /slots can tell; and a long batch."""
+"""Real servers whose main thread is held, or that lose a request: what only /slots can tell; and a
+long batch."""
 
 from __future__ import annotations
 
@@ -38,12 +39,15 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture
 def hold() -> Iterator[Callable[[int, int], None]]:
-    """Stops a server's main thread while it computes, from now on; a process that is killed goes all the same."""
+    """Stops a server's main thread while it computes, from now on; a process that is killed goes
+    all the same."""
     reapers = list[threading.Thread]()
 
     def hold(tid: int, port: int) -> None:
         trace(tid, stop=True)
-        while not _slots_answer(port):  # held between two tokens, it has the lock that /slots waits for
+        while not _slots_answer(
+            port
+        ):  # held between two tokens, it has the lock that /slots waits for
             release(tid)
             trace(tid, stop=True)
         # Whoever traces a thread has to see its end, or the server's parent never does.
@@ -69,7 +73,9 @@ def _suspect_after_s() -> float:
 
 def suspicious() -> TimeoutProfile:
     after_s = _suspect_after_s()
-    return TimeoutProfile(suspect_after_s=after_s, liveness_probe_interval_s=0.5, health_probe_interval_s=None)
+    return TimeoutProfile(
+        suspect_after_s=after_s, liveness_probe_interval_s=0.5, health_probe_interval_s=None
+    )
 
 
 @pytest.fixture
@@ -108,7 +114,12 @@ def test_a_request_that_got_lost_is_found_by_its_idle_slot_and_ends_alone(
     serve: Serve, free_port: Callable[[], int], looks: list[float]
 ) -> None:
     config = serve(slots=2, slot_tokens=8192, whole=True, timeouts=suspicious())
-    swallower = (sys.executable, str(Path(__file__).with_name("swallower.py")), str(free_port()), "swallow-this")
+    swallower = (
+        sys.executable,
+        str(Path(__file__).with_name("swallower.py")),
+        str(free_port()),
+        "swallow-this",
+    )
     with LlamaWorker(replace(config, server_cmd=(*swallower, *config.server_cmd))) as worker:
         neighbour = submitted(worker, "neighbour", "Count.", max_tokens=100_000, **ENDLESS)
         wait_status(worker, neighbour, is_generating)
@@ -126,9 +137,16 @@ def test_a_request_that_got_lost_is_found_by_its_idle_slot_and_ends_alone(
 def test_one_long_batch_is_spared(serve: Serve, looks: list[float]) -> None:
     profile = suspicious()
     long_s = _suspect_after_s() + 7.0  # long enough for four looks
-    config = serve(slot_tokens=8192, whole=True, args=(*SERVER_ARGS, "--batch-size", "8192"), timeouts=profile)
+    config = serve(
+        slot_tokens=8192, whole=True, args=(*SERVER_ARGS, "--batch-size", "8192"), timeouts=profile
+    )
     with LlamaWorker(config) as worker:
-        for batch_s in (long_s, 2 * long_s, 4 * long_s, 8 * long_s):  # the machine may have been busier when measured
+        for batch_s in (
+            long_s,
+            2 * long_s,
+            4 * long_s,
+            8 * long_s,
+        ):  # the machine may have been busier when measured
             words = pace().prompt_tokens(batch_s) // TOKENS_PER_WORD
             request_id = submitted(worker, "long", prompt_of(words, f"{words} items"), max_tokens=4)
             result = ended(worker, request_id, work_s=batch_s)

@@ -1,4 +1,5 @@
-"""The small model with all layers but one cut out: the same words and templates, read and said many times faster.
+"""The small model with all layers but one cut out: the same words and templates, read and said many
+times faster.
 
 For tests in which a grammar chooses what the model says, or in which that does not matter.
 """
@@ -16,7 +17,8 @@ _ALIGNMENT = 32
 
 
 def write_thin_model(whole: Path, thin: Path) -> None:
-    """The file format is that of GGUF, version 3: a head of entries, then what tensors there are, then their data."""
+    """The file format is that of GGUF, version 3: a head of entries, then what tensors there are,
+    then their data."""
     data = whole.read_bytes()
     reader = HeadReader(data)
     reader.entries()
@@ -40,7 +42,9 @@ def write_thin_model(whole: Path, thin: Path) -> None:
             infos.append(info + struct.pack("<Q", len(body)))
             body += data[data_at + offset : data_at + end]
             body += bytes(_aligned(len(body)) - len(body))
-    start = struct.pack("<4sIQQ", magic, version, len(infos), entries_count) + head + b"".join(infos)
+    start = (
+        struct.pack("<4sIQQ", magic, version, len(infos), entries_count) + head + b"".join(infos)
+    )
     thin.write_bytes(start + bytes(_aligned(len(start)) - len(start)) + body)
 
 

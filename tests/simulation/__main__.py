@@ -1,4 +1,5 @@
-"""`make simulate`: worker-hours in virtual time, with the figures, or the story of the first failure."""
+"""`make simulate`: worker-hours in virtual time, with the figures, or the story of the first
+failure."""
 
 from __future__ import annotations
 
@@ -16,11 +17,26 @@ YEAR_H = 8760.0
 def main() -> int:
     """0: nothing broke."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="of the campaign; a new one each time")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 2**32,
+        help="of the campaign; a new one each time",
+    )
     parser.add_argument("--hours", type=float, default=YEAR_H, help="worker-hours")
-    parser.add_argument("--faults", type=float, default=None, help="how many, about; 1,000 a year if left out")
-    parser.add_argument("--kind", action="append", choices=sorted(KINDS), default=[], help="of faults; all if left out")
-    parser.add_argument("--run", type=int, default=None, help="only the run with this seed, for --hours hours")
+    parser.add_argument(
+        "--faults", type=float, default=None, help="how many, about; 1,000 a year if left out"
+    )
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=sorted(KINDS),
+        default=[],
+        help="of faults; all if left out",
+    )
+    parser.add_argument(
+        "--run", type=int, default=None, help="only the run with this seed, for --hours hours"
+    )
     parser.add_argument("--requests", type=float, default=10.0, help="per hour, for --run")
     given = parser.parse_args()
     faults = given.hours * 1000 / YEAR_H if given.faults is None else given.faults
@@ -39,7 +55,8 @@ def main() -> int:
         print("The last steps:", *failure.story, "", failure, sep="\n")
         print(
             f"again: python -m tests.simulation --run {setting.seed} --hours {setting.hours!r}"
-            f" --faults {setting.faults_per_hour * setting.hours!r} --requests {setting.requests_per_hour!r}{again}"
+            f" --faults {setting.faults_per_hour * setting.hours!r} --requests "
+            f"{setting.requests_per_hour!r}{again}"
         )
         return 1
     print(*table(total), f"CPU            {time.process_time():12.1f} s", sep="\n")

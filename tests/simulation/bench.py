@@ -41,7 +41,9 @@ class Bench:
         self.config = WorkerConfig("simulated", "127.0.0.1", 8080, ("llama-server",), **config)
         self.runtime = SimRuntime(self.config, self.scheduler, self.machine, for_runtime)
         self.worker = LlamaWorker(self.config, _runtime=self.runtime)
-        self.actor: Any = next(each.actor for each in self.scheduler.actors if each.actor.role == "worker")
+        self.actor: Any = next(
+            each.actor for each in self.scheduler.actors if each.actor.role == "worker"
+        )
 
     @property
     def server(self) -> LlamaServer:
@@ -52,7 +54,8 @@ class Bench:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Nothing is logged meanwhile, and nothing in the process remembers the worker afterwards."""
+        """Nothing is logged meanwhile, and nothing in the process remembers the worker
+        afterwards."""
         logging.disable(logging.CRITICAL)
         try:
             yield

@@ -11,11 +11,13 @@ from tests.simulation.many_runs import collected_at_the_end, times_by_name
 from tests.simulation.world import Report, Setting, World
 
 
-def settings(seed: int, hours: float, faults: float, kinds: Mapping[str, float] | None = None) -> Iterable[Setting]:
+def settings(
+    seed: int, hours: float, faults: float, kinds: Mapping[str, float] | None = None
+) -> Iterable[Setting]:
     """Runs that make up `hours` worker-hours in all and about `faults` faults.
 
-    Most of the faults come in hectic runs of a few hours, with a request every few minutes; the rest in runs of days in
-    which little happens.
+    Most of the faults come in hectic runs of a few hours, with a request every few minutes; the
+    rest in runs of days in which little happens.
     """
     dice = Dice(seed)
     hectic_share = 0.02
@@ -24,7 +26,9 @@ def settings(seed: int, hours: float, faults: float, kinds: Mapping[str, float] 
     left = {True: hectic_hours, False: calm_hours}
     while left[True] > 0 or left[False] > 0:
         is_hectic = left[True] > 0 and (left[False] <= 0 or dice.chance(0.7))
-        span = min(left[is_hectic], dice.between(2.0, 6.0) if is_hectic else dice.between(48.0, 240.0))
+        span = min(
+            left[is_hectic], dice.between(2.0, 6.0) if is_hectic else dice.between(48.0, 240.0)
+        )
         left[is_hectic] -= span
         if left[is_hectic] < 0.01:
             left[is_hectic] = 0.0
@@ -51,7 +55,9 @@ def run_all(chosen: Iterable[Setting]) -> Report:
 def table(total: Report) -> list[str]:
     """The figures, for a person."""
     times = times_by_name(total.found)
-    shown = {name: f"{statistics.median(each):12.1f}{each[-1]:12.1f}" for name, each in times.items()}
+    shown = {
+        name: f"{statistics.median(each):12.1f}{each[-1]:12.1f}" for name, each in times.items()
+    }
     return [
         f"worker-hours   {total.hours:12,.0f}",
         f"requests       {total.requests:12,}",

@@ -1,7 +1,7 @@
 """Every choice that reality leaves open, from one seed.
 
-Only `random.Random.random` and `getrandbits` are used: their output is the same on every Python version, that of
-`choice`, `shuffle` and `expovariate` is not promised to be.
+Only `random.Random.random` and `getrandbits` are used: their output is the same on every Python
+version, that of `choice`, `shuffle` and `expovariate` is not promised to be.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 class Dice:
-    """A seeded generator. The same seed gives the same draws on every machine and Python version."""
+    """A seeded generator. The same seed gives the same draws on every machine and Python
+    version."""
 
     def __init__(self, seed: int) -> None:
         generator = random.Random(seed)

@@ -1,8 +1,9 @@
-"""What goes wrong, by name: how it is done to the model, how soon it must be found, what it excuses.
+"""What goes wrong, by name: how it is done to the model, how soon it must be found, what it
+excuses.
 
-A `Kind` of the table is done by Nature at a random moment, or to a request when its turn comes. `found_within` is what
-the profile promises for it, from the moment when it begins to hurt; None: nothing to be found. `honest`: it only looks
-like a wedge, and excuses nothing.
+A `Kind` of the table is done by Nature at a random moment, or to a request when its turn comes.
+`found_within` is what the profile promises for it, from the moment when it begins to hurt; None:
+nothing to be found. `honest`: it only looks like a wedge, and excuses nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Kind:
     honest: bool = False
     kills: bool = True  # excuses the end of the server
     weight: float = 1.0
-    neighbours_spare: bool = False  # where others of the server receive data, the bound counts from the last of it
+    neighbours_spare: bool = (
+        False  # where others of the server receive data, the bound counts from the last of it
+    )
     most_records: int | None = None  # of nonsense, before the request is over
 
 
@@ -65,7 +68,9 @@ def _silence(profile: TimeoutProfile, stage: Stage) -> float | None:
         Stage.WAITING: profile.headers_timeout_s,
         Stage.SILENT: profile.prefill_liveness_timeout_s,
         Stage.SPEAKING: profile.idle_stream_timeout_s,
-        Stage.UNKNOWN: max(profile.headers_timeout_s, profile.prefill_liveness_timeout_s or math.inf),
+        Stage.UNKNOWN: max(
+            profile.headers_timeout_s, profile.prefill_liveness_timeout_s or math.inf
+        ),
     }[stage]
     return None if limit is None or limit == math.inf else limit + _looks(profile)
 
@@ -77,7 +82,11 @@ def _silent_work(profile: TimeoutProfile, stage: Stage) -> float | None:
 
 def _health(profile: TimeoutProfile, stage: Stage) -> float | None:
     interval_s = profile.health_probe_interval_s
-    return None if interval_s is None else (profile.health_failures_before_restart + 1) * (interval_s + 12.0) + SLACK_S
+    return (
+        None
+        if interval_s is None
+        else (profile.health_failures_before_restart + 1) * (interval_s + 12.0) + SLACK_S
+    )
 
 
 def _load(profile: TimeoutProfile, stage: Stage) -> float | None:
@@ -87,7 +96,9 @@ def _load(profile: TimeoutProfile, stage: Stage) -> float | None:
 
 def longest_load_s(profile: TimeoutProfile) -> float | None:
     """How long a load may work; None: for ever."""
-    return profile.silent_work_timeout_s if profile.load_timeout_s is None else profile.load_timeout_s
+    return (
+        profile.silent_work_timeout_s if profile.load_timeout_s is None else profile.load_timeout_s
+    )
 
 
 _KINDS = (
@@ -102,12 +113,19 @@ _KINDS = (
     Kind("repeated lines", Scope.REPLY, most_records=20, kills=False),
     Kind("crash in the answer", Scope.REPLY, found_within=_soon),
     Kind("tool raises", Scope.REPLY, found_within=_soon, kills=False),
-    Kind("tool never returns", Scope.REPLY, found_within=lambda profile, stage: 10.0 + SLACK_S, kills=False),
+    Kind(
+        "tool never returns",
+        Scope.REPLY,
+        found_within=lambda profile, stage: 10.0 + SLACK_S,
+        kills=False,
+    ),
     Kind("frozen progress", Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
     Kind("empty frames", Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
     Kind("endless characters", Scope.REPLY, most_records=200, kills=False),
     Kind("endless arguments", Scope.REPLY, most_records=200, kills=False),
-    Kind("dead stream, live neighbour", Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
+    Kind(
+        "dead stream, live neighbour", Scope.REPLY, found_within=_silent_work, neighbours_spare=True
+    ),
     Kind("request lost", Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
     # ---- the server at work
     Kind("decode dead, HTTP alive", Scope.SERVER, found_within=_silence),
@@ -126,7 +144,11 @@ _KINDS = (
     # ---- a launch
     Kind("load crashes", Scope.LOAD, found_within=_soon),
     Kind("crash loop", Scope.LOAD, found_within=_soon, weight=0.5),
-    Kind("load hangs", Scope.LOAD, found_within=lambda profile, stage: profile.startup_timeout_s + _looks(profile)),
+    Kind(
+        "load hangs",
+        Scope.LOAD,
+        found_within=lambda profile, stage: profile.startup_timeout_s + _looks(profile),
+    ),
     Kind("load spins", Scope.LOAD, found_within=_load),
     Kind("slow load", Scope.LOAD, honest=True, weight=2.0),
     Kind("canary fails", Scope.LOAD, found_within=_soon, weight=0.5),

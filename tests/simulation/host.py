@@ -1,7 +1,7 @@
 """The host program: what it calls, when, and whether that is reasonable.
 
-A plan is a generator: it yields seconds to sleep, or a future, whose answer it gets, and is resumed as a thread of the
-host's would be. Every answer is checked against what the worker promises for it.
+A plan is a generator: it yields seconds to sleep, or a future, whose answer it gets, and is resumed
+as a thread of the host's would be. Every answer is checked against what the worker promises for it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,20 @@ class Host:
     def __init__(self, world: World, dice: Dice) -> None:
         self.is_leaving = False
         self.outcomes: Counter[str] = Counter()
-        self.asked: list[WorkerFuture[Any]] = []  # by `ask()`; all are resolved once the worker is at rest
+        self.asked: list[
+            WorkerFuture[Any]
+        ] = []  # by `ask()`; all are resolved once the worker is at rest
         self._world, self._dice = world, dice
         self._scheduler, self._invariants = world.scheduler, world.invariants
         self._result_ttl_s = world.config.result_ttl_s
         profile, policy = world.config.timeouts, world.config.restart
-        self.stop_bound_s = 1.0 + profile.stop_grace_s + 2.0 + profile.kill_timeout_s + QUICK_S + 5.0
+        self.stop_bound_s = (
+            1.0 + profile.stop_grace_s + 2.0 + profile.kill_timeout_s + QUICK_S + 5.0
+        )
         one_start_s = LONGEST_LOAD_S + profile.startup_timeout_s + self.stop_bound_s + 60.0
-        self.start_bound_s = one_start_s * (policy.max_restarts_per_window + 2) + policy.backoff_max_s * 8
+        self.start_bound_s = (
+            one_start_s * (policy.max_restarts_per_window + 2) + policy.backoff_max_s * 8
+        )
 
     def run(self, plan: Plan) -> None:
         """Begin the plan, on a thread of its own."""
@@ -74,9 +80,13 @@ class Host:
         launched = tuple(self._world.machine.launched)
         future = self._world.worker.stop()
         invariants.expect_answer(future, self.stop_bound_s, "stop()")
-        return self._checked(future, lambda answer: invariants.check_gone(launched, "stop() resolved"))
+        return self._checked(
+            future, lambda answer: invariants.check_gone(launched, "stop() resolved")
+        )
 
-    def _checked(self, future: WorkerFuture[Any], check: Callable[[Any], object]) -> WorkerFuture[Any]:
+    def _checked(
+        self, future: WorkerFuture[Any], check: Callable[[Any], object]
+    ) -> WorkerFuture[Any]:
         """Its answer is looked at as soon as there is one."""
 
         def resolved() -> None:
@@ -94,7 +104,9 @@ class Host:
     def submit(self, job_name: str) -> WorkerFuture[Any]:
         """`submit()`; a refusal must be true at the instant it is given."""
         future = self.quick(self._world.worker.submit(job_name, "", "hello"), "submit()")
-        return self._checked(future, lambda answer: self._invariants.admission_answered(answer.get("error")))
+        return self._checked(
+            future, lambda answer: self._invariants.admission_answered(answer.get("error"))
+        )
 
     def result(self, request_id: int) -> WorkerFuture[Any]:
         """`result()`, which resolves soon after the request has ended."""
@@ -170,7 +182,13 @@ class Host:
             if request_id not in self._invariants.requests:
                 raise Violation(1, f"request {request_id} was admitted and holds no slot")
             follow = dice.weighted(
-                {self._await: 4.0, self._poll: 1.0, self._read: 2.0, self._cancel: 1.0, self._forget: 0.5}
+                {
+                    self._await: 4.0,
+                    self._poll: 1.0,
+                    self._read: 2.0,
+                    self._cancel: 1.0,
+                    self._forget: 0.5,
+                }
             )
             yield from follow(request_id)
 
@@ -183,7 +201,9 @@ class Host:
         """Whether an unclaimed result is as old as it may get."""
         ended_at = self._invariants.requests[request_id].ended_at
         ttl_s = self._result_ttl_s
-        return ttl_s is not None and ended_at is not None and self._scheduler.now - ended_at >= ttl_s
+        return (
+            ttl_s is not None and ended_at is not None and self._scheduler.now - ended_at >= ttl_s
+        )
 
     def _await(self, request_id: int) -> Plan:
         future = self.result(request_id)
@@ -245,9 +265,15 @@ class Host:
                 if self._may_be_gone(request_id):
                     return
                 raise Violation(1, f"request {request_id} is gone, and nobody took its result")
-            text, reasoning, done = text + chunk["text"], reasoning + chunk["reasoning"], chunk["done"]
+            text, reasoning, done = (
+                text + chunk["text"],
+                reasoning + chunk["reasoning"],
+                chunk["done"],
+            )
             if len(text) != chunk["text_offset"]:
-                raise Violation(2, f"request {request_id}: text_offset {chunk['text_offset']}, {len(text)} read")
+                raise Violation(
+                    2, f"request {request_id}: text_offset {chunk['text_offset']}, {len(text)} read"
+                )
         result = yield self.result(request_id)
         self._took(request_id, result)
         if not result["ok"] and self._may_be_gone(request_id):
@@ -260,7 +286,11 @@ class Host:
         truth = self._invariants.requests[request_id]
         truth.canceled = True
         future = self.quick(self._world.worker.cancel(request_id), "cancel()")
-        twice = self.quick(self._world.worker.cancel(request_id), "cancel()") if self._dice.chance(0.3) else None
+        twice = (
+            self.quick(self._world.worker.cancel(request_id), "cancel()")
+            if self._dice.chance(0.3)
+            else None
+        )
         was_canceled = yield future
         if twice is not None:
             yield twice
@@ -294,7 +324,10 @@ class Host:
             ("cancel()", lambda: worker.cancel(dice.below(1000))),
             ("get_result()", lambda: worker.get_result(10_000 + dice.below(1000))),
             ("get_status()", lambda: worker.get_status(dice.below(1000))),
-            ("read_output()", lambda: worker.read_output(dice.below(1000), text_offset=dice.below(100000))),
+            (
+                "read_output()",
+                lambda: worker.read_output(dice.below(1000), text_offset=dice.below(100000)),
+            ),
         ]
         while True:
             yield dice.waiting_time(every_s)
@@ -305,5 +338,9 @@ class Host:
                 for truth in self._invariants.requests.values():
                     truth.canceled = True
             answer = yield self.quick(call(), what)
-            if what == "get_worker_status()" and answer["slots_used"] != len(answer["active_request_ids"]):
-                raise Violation(1, f"slots_used {answer['slots_used']}: {answer['active_request_ids']}")
+            if what == "get_worker_status()" and answer["slots_used"] != len(
+                answer["active_request_ids"]
+            ):
+                raise Violation(
+                    1, f"slots_used {answer['slots_used']}: {answer['active_request_ids']}"
+                )

@@ -1,13 +1,16 @@
 """What must hold, checked after every step, or at the instant a bound is due.
 
-1. Every admitted request ends exactly once; the slots in use are those of requests that have not ended; a refused one
+1. Every admitted request ends exactly once; the slots in use are those of requests that have not
+  ended; a refused one
    takes none.
-2. Output only grows, and after any ending it is exactly what had come up to the instant that decided.
+2. Output only grows, and after any ending it is exactly what had come up to the instant that
+  decided.
 3. Nothing is given up, and no server ended, without a fault that excuses it.
 4. What is wedged is found within its kind's bound.
 5. Every future resolves within its bound.
 6. No process lives when the next is started, or after `stop()`.
-7. States change along the documented arrows only, restarts keep to the budget, old news changes nothing.
+7. States change along the documented arrows only, restarts keep to the budget, old news changes
+  nothing.
 8. When faults stop, the worker comes to rest, and a fresh request completes (`world.py` asks it).
 9. At the end nothing is left (`world.py` asks for it).
 """
@@ -78,8 +81,12 @@ class Invariants:
         self.faults: list[Fault] = []
         self.requests: dict[int, Truth] = {}
         self._killed: set[int] = set()  # launches
-        self.found: list[tuple[str, float]] = []  # kinds of faults, and the seconds to their discovery
-        self._awaited: dict[int, list[tuple[Fault, float]]] = {}  # by request: what is to end it, and since when
+        self.found: list[
+            tuple[str, float]
+        ] = []  # kinds of faults, and the seconds to their discovery
+        self._awaited: dict[
+            int, list[tuple[Fault, float]]
+        ] = {}  # by request: what is to end it, and since when
         self.stop_called_at = -math.inf  # by stop() or close()
         self.blind_s = 0.0  # how long the host could not look, in all
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
@@ -87,7 +94,9 @@ class Invariants:
         self._policy, self._slots = bench.config.restart, bench.config.slots
         self._active: tuple[int, ...] = ()
         self.state = WorkerState.STOPPED  # the worker's
-        self._replaced: set[int] = set()  # launches that ended as planned, or for the nonsense that they said
+        self._replaced: set[int] = (
+            set()
+        )  # launches that ended as planned, or for the nonsense that they said
         self._ready_at = 0.0
         self._restarted_at: list[float] = []
         self.restart_count = 0
@@ -112,7 +121,9 @@ class Invariants:
             truth = self.requests.get(message.turn_id[0])
             if truth is not None:
                 truth.text += [event.text for event in message.events if type(event) is TextDelta]
-                truth.reasoning += [event.text for event in message.events if type(event) is ReasoningDelta]
+                truth.reasoning += [
+                    event.text for event in message.events if type(event) is ReasoningDelta
+                ]
         elif actor.actor is self._worker:
             epoch = getattr(message, "epoch", None)
             if epoch is not None and epoch < self.lifecycle.epoch:
@@ -129,7 +140,9 @@ class Invariants:
             return
         if self._stale_before is not None:
             if self._stale_before != self.lifecycle:
-                raise Violation(7, f"{type(message).__name__} of an old launch changed the worker's state")
+                raise Violation(
+                    7, f"{type(message).__name__} of an old launch changed the worker's state"
+                )
             self._stale_before = None
         active = self.active
         if active != self._active:
@@ -172,24 +185,42 @@ class Invariants:
             return  # no matter for the lockout
         if restart["reason"] == "degenerate_outputs":
             self._check_degenerate(life.epoch, restart["detail"])
-        self._restarted_at = [at for at in self._restarted_at if now - at < self._policy.restart_window_s] + [now]
+        self._restarted_at = [
+            at for at in self._restarted_at if now - at < self._policy.restart_window_s
+        ] + [now]
         if len(self._restarted_at) > self._policy.max_restarts_per_window:
-            raise Violation(7, f"{len(self._restarted_at)} restarts in {self._policy.restart_window_s:g} s")
+            raise Violation(
+                7, f"{len(self._restarted_at)} restarts in {self._policy.restart_window_s:g} s"
+            )
 
     def _check_recycled(self, epoch: int, detail: str) -> None:
-        policy, ended = self._policy.recycle, [each for each in self.requests.values() if each.epoch == epoch]
+        policy, ended = (
+            self._policy.recycle,
+            [each for each in self.requests.values() if each.epoch == epoch],
+        )
         if self.active or policy is None:
             raise Violation(3, f"launch {epoch} is recycled under requests {self.active}: {detail}")
-        is_old = policy.max_age_s is not None and self._scheduler.now - self._ready_at >= policy.max_age_s - 1e-6
+        is_old = (
+            policy.max_age_s is not None
+            and self._scheduler.now - self._ready_at >= policy.max_age_s - 1e-6
+        )
         if not is_old and (policy.max_requests is None or len(ended) < policy.max_requests):
-            raise Violation(3, f"launch {epoch} is recycled too early, after {len(ended)} requests: {detail}")
+            raise Violation(
+                3, f"launch {epoch} is recycled too early, after {len(ended)} requests: {detail}"
+            )
         self._replaced.add(epoch)
 
     def _check_degenerate(self, epoch: int, detail: str) -> None:
-        records = [each.record for each in self.requests.values() if each.epoch == epoch and each.record is not None]
+        records = [
+            each.record
+            for each in self.requests.values()
+            if each.epoch == epoch and each.record is not None
+        ]
         jobs = {record.job_name for record in records if is_degenerate(record)}
         if len(jobs) < (self._policy.degenerate_outputs_before_restart or math.inf):
-            raise Violation(3, f"launch {epoch} is restarted for the nonsense of jobs {jobs}: {detail}")
+            raise Violation(
+                3, f"launch {epoch} is restarted for the nonsense of jobs {jobs}: {detail}"
+            )
         self._replaced.add(epoch)
 
     # ------------------------------------------------------------ requests
@@ -212,24 +243,42 @@ class Invariants:
                 fault.ended_at = self._scheduler.host_time
         self._check_output(truth, record)
 
-    def _check_excuse(self, truth: Truth, state: RequestState, reason: RequestFailReason | None) -> None:
+    def _check_excuse(
+        self, truth: Truth, state: RequestState, reason: RequestFailReason | None
+    ) -> None:
         request_id = truth.request_id
         detail = truth.record.result.get("fail_detail", "") if truth.record is not None else ""
         if state is RequestState.COMPLETED:
             return
-        if reason is RequestFailReason.STREAM_DISCONNECTED and truth.exchanges and truth.exchanges[-1].died:
-            raise Violation(3, f"request {request_id} was disconnected, it says, and its server had died")
+        if (
+            reason is RequestFailReason.STREAM_DISCONNECTED
+            and truth.exchanges
+            and truth.exchanges[-1].died
+        ):
+            raise Violation(
+                3, f"request {request_id} was disconnected, it says, and its server had died"
+            )
         if reason is RequestFailReason.CANCELED:
             excused = truth.canceled
         elif reason is RequestFailReason.WORKER_STOPPED:
             excused = self.stop_called_at >= truth.admitted_at - QUICK_S
         else:
             planned = reason is RequestFailReason.WORKER_RESTARTED and truth.epoch in self._replaced
-            # The library's gap: where a halt ends so soon after a limit of the host's code, its look is not late.
-            halted = "did not return within" in detail and self._scheduler.now - self._scheduler.halted_until <= LATE_S
+            # The library's gap: where a halt ends so soon after a limit of the host's code, its
+            # look is not late.
+            halted = (
+                "did not return within" in detail
+                and self._scheduler.now - self._scheduler.halted_until <= LATE_S
+            )
             excused = planned or halted or self._has_excuse(truth.epoch, request_id)
         if not excused:
-            raise Violation(3, f"request {request_id} was given up with {reason}, by no call and no fault: {detail}")
+            raise Violation(
+                3,
+                (
+                    f"request {request_id} was given up with {reason}, by no call and no fault: "
+                    f"{detail}"
+                ),
+            )
 
     def _check_output(self, truth: Truth, record: RequestRecord) -> None:
         result, reason = record.result, record.result.get("fail_reason")
@@ -237,17 +286,32 @@ class Invariants:
             return  # its actor died without a word
         text, reasoning = truth.decided
         loops = reason is not None and "loop" in str(reason)
-        same = text.startswith(result["text"]) if loops else (text, reasoning) == (result["text"], result["reasoning"])
+        same = (
+            text.startswith(result["text"])
+            if loops
+            else (text, reasoning) == (result["text"], result["reasoning"])
+        )
         if not same:
-            ended, came = (result["text"], text) if result["text"] != text else (result["reasoning"], reasoning)
+            ended, came = (
+                (result["text"], text)
+                if result["text"] != text
+                else (result["reasoning"], reasoning)
+            )
             shown = f"{ended[:40]!r}...{ended[-40:]!r}, and {came[:40]!r}...{came[-40:]!r} had come"
             raise Violation(2, f"request {truth.request_id} ({reason}) ended with {shown}")
         sent = "".join(words for each in truth.exchanges for words in each.said)
-        whole = result["state"] is RequestState.COMPLETED or reason is RequestFailReason.STREAM_DISCONNECTED
-        if reason is RequestFailReason.SERVER_DIED:  # the reader has 2 s for what the server had sent
+        whole = (
+            result["state"] is RequestState.COMPLETED
+            or reason is RequestFailReason.STREAM_DISCONNECTED
+        )
+        if (
+            reason is RequestFailReason.SERVER_DIED
+        ):  # the reader has 2 s for what the server had sent
             whole = self._scheduler.now - self._scheduler.halted_until > 5.0
         if whole and result["text"] != sent:
-            raise Violation(2, f"request {truth.request_id} ended ({reason}) without a part of what was sent")
+            raise Violation(
+                2, f"request {truth.request_id} ended ({reason}) without a part of what was sent"
+            )
 
     def awaits_result(self, request_id: int, future: Any) -> None:
         truth = self.requests[request_id]
@@ -264,7 +328,9 @@ class Invariants:
         else:
             expected = None if error is None else "NO_SLOT_AVAILABLE" if full else "to be admitted"
         if error != expected or (error is None) is (self.active == self._active):
-            raise Violation(1, f"submit() answered {error} while {state}, {len(self.active)} slots in use")
+            raise Violation(
+                1, f"submit() answered {error} while {state}, {len(self.active)} slots in use"
+            )
 
     def took_result(self, request_id: int, result: Any) -> None:
         truth = self.requests[request_id]
@@ -276,10 +342,18 @@ class Invariants:
 
     # ------------------------------------------------------------ faults and bounds
 
-    def fault(self, kind: Kind, *, epoch: int | None = None, request_id: int | None = None) -> Fault:
+    def fault(
+        self, kind: Kind, *, epoch: int | None = None, request_id: int | None = None
+    ) -> Fault:
         fault = Fault(kind, self._scheduler.now, epoch, request_id)
         self.faults.append(fault)
-        where = f"request {request_id}" if request_id is not None else f"launch {epoch}" if epoch else "the host"
+        where = (
+            f"request {request_id}"
+            if request_id is not None
+            else f"launch {epoch}"
+            if epoch
+            else "the host"
+        )
         self._scheduler.trace.note(self._scheduler.now, f"FAULT {kind.name} ({where})")
         return fault
 
@@ -298,12 +372,20 @@ class Invariants:
             return
         self._killed.add(epoch)
         if self.stop_called_at < launched_at - QUICK_S and not self._has_excuse(epoch, None):
-            raise Violation(3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}")
+            raise Violation(
+                3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}"
+            )
 
     def expect(
-        self, number: int, bound_s: float, what: str, done: Callable[[], bool], spared_s: Callable[[], float] = float
+        self,
+        number: int,
+        bound_s: float,
+        what: str,
+        done: Callable[[], bool],
+        spared_s: Callable[[], float] = float,
     ) -> None:
-        """Raise Violation unless `done` within so many seconds of the host's time, and those that `spared_s` adds then.
+        """Raise Violation unless `done` within so many seconds of the host's time, and those that
+        `spared_s` adds then.
 
         Nothing has to be found (4) while the host lacks the threads to look.
         """
@@ -325,7 +407,8 @@ class Invariants:
         scheduler.after(bound_s, check, "a bound is due", of_host=False)
 
     def expect_found(self, fault: Fault, bound_s: float | None, truth: Truth) -> None:
-        """The request must have ended within the bound, for whatever reason; None: it is only noted when."""
+        """The request must have ended within the bound, for whatever reason; None: it is only noted
+        when."""
         self._awaited.setdefault(truth.request_id, []).append((fault, self._scheduler.now))
         if bound_s is None:
             return
@@ -336,11 +419,24 @@ class Invariants:
         def spared_s() -> float:
             if not fault.kind.neighbours_spare:
                 return 0.0
-            others = [each for each in self.requests.values() if each is not truth and each.epoch == truth.epoch]
-            heard_at = max((each.advanced_at for other in others[-50:] for each in other.exchanges), default=0.0)
+            others = [
+                each
+                for each in self.requests.values()
+                if each is not truth and each.epoch == truth.epoch
+            ]
+            heard_at = max(
+                (each.advanced_at for other in others[-50:] for each in other.exchanges),
+                default=0.0,
+            )
             return bound_s - (self._scheduler.host_time - self._scheduler.host_time_at(heard_at))
 
-        self.expect(4, bound_s, f"request {truth.request_id} under the fault {fault.kind.name!r}", over, spared_s)
+        self.expect(
+            4,
+            bound_s,
+            f"request {truth.request_id} under the fault {fault.kind.name!r}",
+            over,
+            spared_s,
+        )
 
     def _note_found(self, truth: Truth) -> None:
         reason = truth.record.result.get("fail_reason") if truth.record is not None else None
@@ -354,7 +450,8 @@ class Invariants:
         self.expect(5, bound_s, f"the future of {what}", future.done)
 
     def launch(self, processes: Sequence[Any], epoch: int) -> None:
-        """A process is about to be started: the one before is gone, as those before it were when it was started."""
+        """A process is about to be started: the one before is gone, as those before it were when it
+        was started."""
         self.check_gone(processes[-1:], f"launch {epoch} begins")
         if isinstance(self.lifecycle.state, Launching) and self.lifecycle.state.first:
             self._restarted_at.clear()

@@ -1,4 +1,5 @@
-"""The machine under the runtime: the port, the processes, what it lacks for a moment, how soon threads run."""
+"""The machine under the runtime: the port, the processes, what it lacks for a moment, how soon
+threads run."""
 
 from __future__ import annotations
 
@@ -21,19 +22,28 @@ class Machine:
 
     def __init__(self, scheduler: Scheduler, dice: Dice, build: Build) -> None:
         self.build = build
-        self.slowness = 1.0  # of everything below; 0.0: all that can happen happens at the same instant
+        self.slowness = (
+            1.0  # of everything below; 0.0: all that can happen happens at the same instant
+        )
         self.unix_jump_s = 0.0
         self.slow_reads = dice.choice((0.02, 0.3))  # how often a reader sleeps before it reads
-        self.has_foreign_probe = dice.chance(0.3)  # beside the one of processes; it never has any news
+        self.has_foreign_probe = dice.chance(
+            0.3
+        )  # beside the one of processes; it never has any news
         self.looks_hang = False  # the foreign one's
         self.lacks_threads = False
-        self.gpu_watch: tuple[int, Callable[[GpuFault], object]] = (0, lambda fault: None)  # of which launch
+        self.gpu_watch: tuple[int, Callable[[GpuFault], object]] = (
+            0,
+            lambda fault: None,
+        )  # of which launch
         self.launched: list[SimServerProcess] = []
         self.servers: list[LlamaServer] = []  # those whose process lives
         self.unanswered: list[tuple[LlamaServer, SimStream]] = []
         self.loads: Callable[[LlamaServer], object] = lambda server: server.begin_load(build.load_s)
         self.launch_failure: Callable[[], tuple[StartFailReason, str] | None] = lambda: None
-        self.reply_to: Callable[[int, int], Reply]  # whoever uses the machine says what its server says
+        self.reply_to: Callable[
+            [int, int], Reply
+        ]  # whoever uses the machine says what its server says
         self.twist: Callable[[LlamaServer, Exchange], None] = lambda server, exchange: None
         self.tool_call: Callable[[int], tuple[float | None, bool]] = lambda request_id: (0.1, True)
         self.bios_call: Callable[[], tuple[float | None, str | None]] = lambda: (0.001, None)
@@ -63,7 +73,9 @@ class Machine:
         return next((server for server in reversed(self.servers) if not server.gone), None)
 
     def find(self, pid: int) -> LlamaServer | None:
-        return next((server for server in self.servers if server.pid == pid and not server.gone), None)
+        return next(
+            (server for server in self.servers if server.pid == pid and not server.gone), None
+        )
 
     def serve(self, server: LlamaServer, stream: SimStream, body: Mapping[str, Any]) -> None:
         """A request has arrived at a server that answers."""
@@ -72,7 +84,8 @@ class Machine:
             self.on_exchange(stream.exchange)
 
     def answer_waiting(self, server: LlamaServer) -> None:
-        """The server answers again, and takes what was sent to it meanwhile; or it is gone, and so are connections."""
+        """The server answers again, and takes what was sent to it meanwhile; or it is gone, and so
+        are connections."""
         waiting = [stream for each, stream in self.unanswered if each is server]
         self.unanswered = [entry for entry in self.unanswered if entry[0] is not server]
         for stream in waiting:

@@ -27,7 +27,8 @@ def times_by_name(found: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
 
 @contextmanager
 def collected_at_the_end() -> Iterator[None]:
-    """Only what was made meanwhile: a look at every few hundred objects is an eighth of what runs cost."""
+    """Only what was made meanwhile: a look at every few hundred objects is an eighth of what runs
+    cost."""
     gc.freeze()
     gc.disable()
     try:

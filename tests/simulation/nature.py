@@ -23,17 +23,21 @@ if TYPE_CHECKING:
 HOUR_S = 3600.0
 _TOOL_S = 12.0  # a request may be in its tools when a fault of the server begins
 _EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
-_LAST_BYTES = {  # what goes out before the connection ends, and whether the body ends in the regular way
+# what goes out before the connection ends, and whether the body ends in the regular way
+_LAST_BYTES = {
     "connection reset": (b"", False),
     "cut in a record": (b'data: {"choices":[{"index":0,"del', True),
     "ends without a finish": (b"", True),
-    "error record": (b'data: {"error":{"code":500,"message":"CUDA error","type":"server_error"}}\n\n', True),
+    "error record": (
+        b'data: {"error":{"code":500,"message":"CUDA error","type":"server_error"}}\n\n',
+        True,
+    ),
     "garbage": (b"data: {garbage\n\n", True),
 }
 _ARGUMENTS = (
-    b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"%s"}}]}}]}\n\n'
-    % (b"1,2," * 16)
-)
+    b"data: "
+    b'{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"%s"}}]}}]}\n\n'
+) % (b"1,2," * 16)
 _LAUNCH_FAILURES = {
     "spawn fails": (StartFailReason.SPAWN_FAILED, "no such file"),
     "port taken": (StartFailReason.PORT_IN_USE, "the port is taken by another process"),
@@ -45,14 +49,22 @@ class Nature:
 
     def __init__(self, world: World, dice: Dice) -> None:
         setting, machine = world.setting, world.machine
-        self._scheduler, self._machine, self._invariants = world.scheduler, machine, world.invariants
+        self._scheduler, self._machine, self._invariants = (
+            world.scheduler,
+            machine,
+            world.invariants,
+        )
         self._dice, self._profile = dice, world.profile
         kinds = {KINDS[name]: weight for name, weight in setting.kinds.items()}
         kinds = kinds or {kind: kind.weight for kind in KINDS.values()}
         self.is_calm = False
         self.counts: Counter[str] = Counter()
-        self._kinds = {kind: weight for kind, weight in kinds.items() if kind.scope is not Scope.REPLY}
-        self._reply_kinds = {kind: weight for kind, weight in kinds.items() if kind.scope is Scope.REPLY}
+        self._kinds = {
+            kind: weight for kind, weight in kinds.items() if kind.scope is not Scope.REPLY
+        }
+        self._reply_kinds = {
+            kind: weight for kind, weight in kinds.items() if kind.scope is Scope.REPLY
+        }
         self._mean_s = HOUR_S / setting.faults_per_hour if setting.faults_per_hour else math.inf
         self._next_load: Kind | None = None
         self._crashes_left: int | None = None  # of a crash loop
@@ -61,7 +73,10 @@ class Nature:
         self._loading_faults: dict[int, Fault] = {}
         self._held_up: set[int] = set()  # launches that are unkillable for minutes
         self._tool_kinds: dict[int, str] = {}
-        self._bios: tuple[float | None, str | None] = (0.001, None)  # after how long, with which error
+        self._bios: tuple[float | None, str | None] = (
+            0.001,
+            None,
+        )  # after how long, with which error
         machine.loads = self._load
         machine.launch_failure = self._launch_failure
         machine.twist = self._twist
@@ -89,7 +104,9 @@ class Nature:
     def _later(self, seconds: float, call: Callable[[], object], what: str) -> None:
         self._scheduler.after(seconds, call, what, of_host=False)
 
-    def _fault(self, name: str, *, epoch: int | None = None, request_id: int | None = None) -> Fault:
+    def _fault(
+        self, name: str, *, epoch: int | None = None, request_id: int | None = None
+    ) -> Fault:
         self.counts[name] += 1
         return self._invariants.fault(KINDS[name], epoch=epoch, request_id=request_id)
 
@@ -126,7 +143,11 @@ class Nature:
 
     def _to_server(self, kind: Kind, server: LlamaServer) -> None:
         name, dice, profile = kind.name, self._dice, self._profile
-        limits = (profile.headers_timeout_s, profile.idle_stream_timeout_s, profile.prefill_liveness_timeout_s)
+        limits = (
+            profile.headers_timeout_s,
+            profile.idle_stream_timeout_s,
+            profile.prefill_liveness_timeout_s,
+        )
         within_s = 0.4 * min(limit or 1e9 for limit in limits)
         match name:
             case "crash":
@@ -143,7 +164,9 @@ class Nature:
             case "short SIGSTOP":
                 self._fault(name, epoch=server.epoch)
                 server.stop_signal()
-                self._later(dice.between(0.1, within_s), partial(self._machine.resume, server), "SIGCONT")
+                self._later(
+                    dice.between(0.1, within_s), partial(self._machine.resume, server), "SIGCONT"
+                )
             case "GPU lost" | "another process's GPU error":
                 self._gpu_error(name, server)
             case "sidecar's CPU":
@@ -154,7 +177,8 @@ class Nature:
                 self._wedge(name, server)
 
     def _gpu_error(self, name: str, server: LlamaServer) -> None:
-        """It is told only of a launch that is watched: one that became READY while there was a thread for that."""
+        """It is told only of a launch that is watched: one that became READY while there was a
+        thread for that."""
         epoch, tell = self._machine.gpu_watch
         if epoch != server.epoch:
             return
@@ -175,7 +199,11 @@ class Nature:
         server.http_dead = name in ("dead altogether", "HTTP thread dead")
         fault = self._hurt(name, server)
         if self._dice.chance(0.3):  # some come back by themselves
-            self._later(self._dice.log_between(1.0, 4000.0), lambda: self._recover(fault, server), "it goes on")
+            self._later(
+                self._dice.log_between(1.0, 4000.0),
+                lambda: self._recover(fault, server),
+                "it goes on",
+            )
 
     def _recover(self, fault: Fault, server: LlamaServer) -> None:
         if server.gone:
@@ -192,7 +220,8 @@ class Nature:
         return fault
 
     def _bound(self, fault: Fault, server: LlamaServer) -> None:
-        """Every request in flight must be found; those that are admitted later, too (`_admitted`)."""
+        """Every request in flight must be found; those that are admitted later, too
+        (`_admitted`)."""
         self._on_server.setdefault(server.epoch, []).append(fault)
         self._bound_active(fault)
         if fault.kind.name in ("HTTP thread dead", "SIGSTOP", "dead altogether"):
@@ -242,9 +271,13 @@ class Nature:
 
     def _bound_reply(self, name: str, request_id: int, epoch: int | None = None) -> Fault:
         truth = self._invariants.requests[request_id]
-        fault = self._fault(name, epoch=epoch if epoch is not None else truth.epoch, request_id=request_id)
+        fault = self._fault(
+            name, epoch=epoch if epoch is not None else truth.epoch, request_id=request_id
+        )
         if truth.ended_at is None:
-            self._invariants.expect_found(fault, fault.kind.found_within(self._profile, Stage.UNKNOWN), truth)
+            self._invariants.expect_found(
+                fault, fault.kind.found_within(self._profile, Stage.UNKNOWN), truth
+            )
         else:
             fault.ended_at = self._scheduler.host_time
         return fault
@@ -272,7 +305,9 @@ class Nature:
                 server.send_words(exchange, "the last words")
                 server.die(-11)
             case "repeated lines":
-                server.send_words(exchange, "the same line comes over and over again, for ever and ever\n" * 4)
+                server.send_words(
+                    exchange, "the same line comes over and over again, for ever and ever\n" * 4
+                )
             case "endless characters":
                 server.send_words(exchange, "/" * 64)
             case "endless arguments":
@@ -320,7 +355,9 @@ class Nature:
                 server.begin_load(None, works=False)
             case "load spins":
                 server.begin_load(None)
-                if longest_load_s(self._profile) is None:  # nothing ends it but a host that has had enough
+                if (
+                    longest_load_s(self._profile) is None
+                ):  # nothing ends it but a host that has had enough
                     self._later(900.0, lambda: server.die(-6), "the load gives up")
             case _:
                 slow_s = load_s + self._dice.log_between(1.0, 1200.0)
@@ -365,7 +402,9 @@ class Nature:
             case "a probe hangs":
                 machine.looks_hang = True
                 seconds = dice.log_between(1.0, 300.0)
-                self._later(seconds, partial(setattr, machine, "looks_hang", False), "looks return again")
+                self._later(
+                    seconds, partial(setattr, machine, "looks_hang", False), "looks return again"
+                )
             case "host stalled" | "host and server stalled" if not self._scheduler.host_is_halted:
                 seconds = dice.log_between(1.0, 4000.0)
                 self._scheduler.halt_host(seconds)
@@ -377,7 +416,11 @@ class Nature:
                 machine.lacks_threads = True
                 seconds = dice.log_between(0.1, 30.0)
                 self._invariants.blind_s += seconds
-                self._later(seconds, partial(setattr, machine, "lacks_threads", False), "there are threads again")
+                self._later(
+                    seconds,
+                    partial(setattr, machine, "lacks_threads", False),
+                    "there are threads again",
+                )
             case "clock set":
                 machine.unix_jump_s += dice.between(-7200.0, 7200.0)
             case "BIOS provider raises":

@@ -54,7 +54,9 @@ _THREAD_START_S, _PROBE_S = 0.0002, 0.004  # until a new thread runs, until a pr
 class SimRuntime:
     """One worker's runtime; see llama_worker.runtime.ports."""
 
-    def __init__(self, config: WorkerConfig, scheduler: Scheduler, machine: Machine, dice: Dice) -> None:
+    def __init__(
+        self, config: WorkerConfig, scheduler: Scheduler, machine: Machine, dice: Dice
+    ) -> None:
         self.log = LogRing(config.log_lines, api_key=config.api_key)
         self.probes_count = 1 + machine.has_foreign_probe
         self.streams: list[SimStream] = []  # those whose reader has not ended
@@ -92,7 +94,9 @@ class SimRuntime:
         return self.server
 
     def server_is_gone(self) -> bool:
-        return self.server is not None and self.server.server is not None and self.server.server.gone
+        return (
+            self.server is not None and self.server.server is not None and self.server.server.gone
+        )
 
     def anon_bytes(self, pid: int) -> int | None:
         return None
@@ -106,12 +110,16 @@ class SimRuntime:
         self.streams.append(stream)
         return stream
 
-    def probe_readiness(self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]) -> SimQuestion:
+    def probe_readiness(
+        self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]
+    ) -> SimQuestion:
         self.machine.need_thread()
 
         def probed(outcome: ProbeOutcome) -> Probed:
             traits = ServerTraits(slots=self.machine.build.slots, tools=True)
-            return Probed(epoch=epoch, outcome=outcome, detail=f"GET /v1/models: {outcome}", traits=traits)
+            return Probed(
+                epoch=epoch, outcome=outcome, detail=f"GET /v1/models: {outcome}", traits=traits
+            )
 
         def answer(server: LlamaServer | None) -> Probed | None:
             if server is None:
@@ -123,7 +131,9 @@ class SimRuntime:
             return probed(ProbeOutcome.UNFIT if server.is_unfit else ProbeOutcome.READY)
 
         limit_s = probe_timeout_s(self._config.timeouts)
-        return SimQuestion(self, "probe", limit_s, reply_to, answer, otherwise=probed(ProbeOutcome.FAILED))
+        return SimQuestion(
+            self, "probe", limit_s, reply_to, answer, otherwise=probed(ProbeOutcome.FAILED)
+        )
 
     def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
         self.machine.need_thread()
@@ -135,13 +145,22 @@ class SimRuntime:
             server = self.machine.find(root_pid) if seen.probe == 0 else None
             if server is not None:
                 processes = {
-                    (pid, 1.0): Counters(cpu_ticks=int(used.cpu_ticks), read_bytes=int(used.read_bytes), major_faults=0)
+                    (pid, 1.0): Counters(
+                        cpu_ticks=int(used.cpu_ticks),
+                        read_bytes=int(used.read_bytes),
+                        major_faults=0,
+                    )
                     for pid, used in server.counters().items()
                     if pid == server.pid
-                    or not server.loaded  # once somebody listens, a child that does not is no server
+                    # once somebody listens, a child that does not is no server
+                    or not server.loaded
                 }
-                self._activity, evidence = self._activity.observe(ProcessSample(at=self.now(), processes=processes))
-            alive, detail = (evidence.alive, evidence.detail) if evidence is not None else (False, "")
+                self._activity, evidence = self._activity.observe(
+                    ProcessSample(at=self.now(), processes=processes)
+                )
+            alive, detail = (
+                (evidence.alive, evidence.detail) if evidence is not None else (False, "")
+            )
             reply_to.tell(structs.replace(seen, alive=alive, at=self.scheduler.now, detail=detail))
 
         if seen.probe == 0 or not self.machine.looks_hang:
@@ -161,11 +180,16 @@ class SimRuntime:
             assert slots is not None
             return SlotsSeen(epoch=epoch, look=SlotsLook(asked_at=asked_at, slots=slots))
 
-        return SimQuestion(self, "look at the slots", _SLOTS_TIMEOUT_S, reply_to, answer, otherwise=nothing)
+        return SimQuestion(
+            self, "look at the slots", _SLOTS_TIMEOUT_S, reply_to, answer, otherwise=nothing
+        )
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         self.machine.need_thread()
-        self.machine.gpu_watch = epoch, lambda fault: reply_to.tell(GpuFaulted(epoch=epoch, fault=fault))
+        self.machine.gpu_watch = (
+            epoch,
+            lambda fault: reply_to.tell(GpuFaulted(epoch=epoch, fault=fault)),
+        )
 
     def run_bios(self, order: RunBios) -> None:
         if self._config.bios_provider is default_bios:
@@ -178,7 +202,9 @@ class SimRuntime:
             self.scheduler.after(seconds, lambda: order.reply_to.tell(written), "BIOS written")
 
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
-        return self.scheduler.run_until(what.done, math.inf if timeout_s is None else self.scheduler.now + timeout_s)
+        return self.scheduler.run_until(
+            what.done, math.inf if timeout_s is None else self.scheduler.now + timeout_s
+        )
 
     def run_tool(self, order: RunTool) -> SimToolThread:
         self.machine.need_thread()
@@ -187,7 +213,9 @@ class SimRuntime:
 
         def returned() -> None:
             text = '"found"' if ok else "tool raised ValueError"
-            order.reply_to.tell(CallEnded(turn_id=order.turn_id, ok=ok, text=text, at=self.scheduler.now))
+            order.reply_to.tell(
+                CallEnded(turn_id=order.turn_id, ok=ok, text=text, at=self.scheduler.now)
+            )
             thread.has_returned = True
 
         if seconds is not None:  # else it never returns
@@ -226,7 +254,14 @@ class SimServerProcess:
         if self.server is not None:
             self.server.kill()
 
-    def _later(self, low_s: float, high_s: float, call: Callable[[], object], what: str, of_host: bool = True) -> None:
+    def _later(
+        self,
+        low_s: float,
+        high_s: float,
+        call: Callable[[], object],
+        what: str,
+        of_host: bool = True,
+    ) -> None:
         self._scheduler.after(self._machine.between_s(low_s, high_s), call, what, of_host=of_host)
 
     def _start(self) -> None:
@@ -235,7 +270,9 @@ class SimServerProcess:
             failure = failure or (StartFailReason.SPAWN_FAILED, "killed before it ran")
         if failure is not None:
             self.ended = True
-            self._reply_to.tell(LaunchFailed(epoch=self.epoch, reason=failure[0], detail=failure[1]))
+            self._reply_to.tell(
+                LaunchFailed(epoch=self.epoch, reason=failure[0], detail=failure[1])
+            )
             return
         self.server = self._machine.start_server(self.epoch)
         self.server.on_death = self._server_died
@@ -245,7 +282,8 @@ class SimServerProcess:
             self.send(order)
 
     def _server_died(self, returncode: int) -> None:
-        """The guard's report comes by a thread of the host's; the rest of the tree is reaped after it."""
+        """The guard's report comes by a thread of the host's; the rest of the tree is reaped after
+        it."""
         if self.server is not None:
             self._machine.answer_waiting(self.server)
             self._machine.on_death(self.server)
@@ -258,15 +296,20 @@ class SimServerProcess:
         def gone() -> None:
             self.ended = True
             tail = self._log.tail(40)
-            self._reply_to.tell(Exited(epoch=self.epoch, returncode=returncode, log_tail=tail, port_taken=False))
+            self._reply_to.tell(
+                Exited(epoch=self.epoch, returncode=returncode, log_tail=tail, port_taken=False)
+            )
 
         self._later(0.0005, 1.0, died, "the server has ended")
 
 
 class SimStream:
-    """A connection and its reader thread: both ends of it. `abort` is the host's, the rest the server's."""
+    """A connection and its reader thread: both ends of it. `abort` is the host's, the rest the
+    server's."""
 
-    def __init__(self, runtime: SimRuntime, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> None:
+    def __init__(
+        self, runtime: SimRuntime, order: OpenStream, on_closed: Mailbox[StreamClosed]
+    ) -> None:
         self.turn_id = order.turn_id
         self.exchange: Exchange | None = None
         self._runtime, self._scheduler, self._machine = runtime, runtime.scheduler, runtime.machine
@@ -277,7 +320,9 @@ class SimStream:
         self._status: int | None = None
         self._buffer = bytearray()
         self._opened = self._aborted = self._ended = False
-        self._is_over = self._is_cut = False  # nothing more comes from the server; in the regular way, or not
+        self._is_over = self._is_cut = (
+            False  # nothing more comes from the server; in the regular way, or not
+        )
         self._reading: Event | None = None
         self._scheduler.after(_THREAD_START_S * self._machine.slowness, self._connect, "connect")
 
@@ -287,7 +332,9 @@ class SimStream:
         self._aborted = True
         if self._server is not None and self.exchange is not None and not self.exchange.over:
             hang_up = partial(self._server.client_closed, self.exchange)
-            self._scheduler.after(0.001 * self._machine.slowness, hang_up, "the client hangs up", of_host=False)
+            self._scheduler.after(
+                0.001 * self._machine.slowness, hang_up, "the client hangs up", of_host=False
+            )
         self._read_soon()
 
     def flush(self) -> bool:
@@ -323,7 +370,9 @@ class SimStream:
         if self._server is None:
             self._fail(RequestFailReason.CONNECT_FAILED, "connection refused")
             return
-        self._scheduler.after(0.0005 * self._machine.slowness, self.posted, "the request arrives", of_host=False)
+        self._scheduler.after(
+            0.0005 * self._machine.slowness, self.posted, "the request arrives", of_host=False
+        )
 
     def posted(self) -> None:
         """The request has come to the server, or what it had not looked at yet comes up again."""
@@ -352,7 +401,9 @@ class SimStream:
                 self._fail(RequestFailReason.HTTP_ERROR, f"HTTP {self._status}", self._status)
                 return
             self._opened = True
-            self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=self._scheduler.now, stream=self))
+            self._order.reply_to.tell(
+                StreamOpened(turn_id=self.turn_id, at=self._scheduler.now, stream=self)
+            )
         if self._aborted:
             if self._opened and self._buffer:
                 self._decode(len(self._buffer))
@@ -375,7 +426,9 @@ class SimStream:
         """The oldest bytes; where they are no records, the stream has failed."""
         events = tuple(self._decoder.feed(bytes(self._buffer[:size])))
         del self._buffer[:size]
-        self._order.reply_to.tell(StreamEvents(turn_id=self.turn_id, events=events, at=self._scheduler.now))
+        self._order.reply_to.tell(
+            StreamEvents(turn_id=self.turn_id, events=events, at=self._scheduler.now)
+        )
         if self._decoder.error is not None:
             if self._server is not None and self.exchange is not None and not self.exchange.over:
                 self._server.client_closed(self.exchange)
@@ -395,7 +448,8 @@ class SimStream:
 
 
 class SimQuestion:
-    """One GET beside the streams; where `answer` finds none, `otherwise` is told after `limit_s`, or once aborted."""
+    """One GET beside the streams; where `answer` finds none, `otherwise` is told after `limit_s`,
+    or once aborted."""
 
     def __init__(
         self,

@@ -1,11 +1,12 @@
 """One thread, a virtual clock: which mailbox is served next, and when what else happens.
 
-Actors are Pykka's, without threads: the scheduler hands one of them its oldest message, then chooses again. An actor
-may be preempted in the middle of a handler: what it tells from that point on reaches the mailboxes only when it is
-resumed. The clock moves only when nothing is left to do at the present instant.
+Actors are Pykka's, without threads: the scheduler hands one of them its oldest message, then
+chooses again. An actor may be preempted in the middle of a handler: what it tells from that point
+on reaches the mailboxes only when it is resumed. The clock moves only when nothing is left to do at
+the present instant.
 
-Two kinds of event: the *host's* (timers, threads, what a program calls) wait while the host does not run; the
-*world's* (the server) go on.
+Two kinds of event: the *host's* (timers, threads, what a program calls) wait while the host does
+not run; the *world's* (the server) go on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Violation(AssertionError):
 
 @dataclass
 class Choices:
-    """What decides where reality leaves the order open: drawn from a generator, with the rates of one run."""
+    """What decides where reality leaves the order open: drawn from a generator, with the rates of
+    one run."""
 
     random: Callable[[], float]
     preempts: float
@@ -50,7 +52,9 @@ class Choices:
 
     def wake_delay_s(self) -> float:
         """How long an actor with a new message waits for its thread to run."""
-        return 0.0001 * 5000.0 ** self.random() if self._happens(self.sleeps) else 0.0  # 0.1 ms to 0.5 s
+        return (
+            0.0001 * 5000.0 ** self.random() if self._happens(self.sleeps) else 0.0
+        )  # 0.1 ms to 0.5 s
 
     def timer_delay_s(self) -> float:
         """How late a timer fires."""
@@ -75,13 +79,16 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class SimulatedActor:
-    """One actor with its mailbox; `put`, `get` and `empty` are what Pykka knows as the actor's inbox."""
+    """One actor with its mailbox; `put`, `get` and `empty` are what Pykka knows as the actor's
+    inbox."""
 
     scheduler: Scheduler
     actor: Any
     name: str
     inbox: deque[Any] = field(default_factory=deque)
-    held: deque[Callable[[], object]] = field(default_factory=deque)  # what it has told since it was preempted
+    held: deque[Callable[[], object]] = field(
+        default_factory=deque
+    )  # what it has told since it was preempted
     is_ready: bool = False
 
     def put(self, envelope: Any) -> None:
@@ -126,7 +133,9 @@ class Scheduler:
         """The same at an earlier instant."""
         return instant - sum(max(0.0, min(end, instant) - begin) for begin, end in self._halts)
 
-    def at(self, when: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
+    def at(
+        self, when: float, call: Callable[[], object], what: str, *, of_host: bool = True
+    ) -> Event:
         """Make the call at `when`, or now if that is past."""
         event = Event(when, call, what, of_host)
         self._push(when if when > self.now else self.now, event)
@@ -136,7 +145,9 @@ class Scheduler:
         self._events_count += 1
         heapq.heappush(self._heap, (when, self._events_count, event))
 
-    def after(self, seconds: float, call: Callable[[], object], what: str, *, of_host: bool = True) -> Event:
+    def after(
+        self, seconds: float, call: Callable[[], object], what: str, *, of_host: bool = True
+    ) -> Event:
         return self.at(self.now + seconds, call, what, of_host=of_host)
 
     def timer(self, when: float, call: Callable[[], object]) -> Event:
@@ -176,7 +187,8 @@ class Scheduler:
         self._sends_left -= 1
 
     def wake_host(self, call: Callable[[], object]) -> None:
-        """A future was answered: a thread of the host's goes on, after what the actor had told before."""
+        """A future was answered: a thread of the host's goes on, after what the actor had told
+        before."""
         self._unless_preempted(partial(self.after, 0.0, call, "host"))
 
     def _unless_preempted(self, act: Callable[[], object]) -> None:
@@ -192,7 +204,9 @@ class Scheduler:
             receiver.is_ready = True
             delay_s = self._choices.wake_delay_s()
             if delay_s:
-                self.after(delay_s, lambda: self._ready.append(receiver), f"{receiver.name} wakes late")
+                self.after(
+                    delay_s, lambda: self._ready.append(receiver), f"{receiver.name} wakes late"
+                )
             else:
                 self._ready.append(receiver)
 

@@ -1,9 +1,10 @@
-"""A model of llama-server: one launch, from load to reaped, with the counters that /proc and `/slots` would show.
+"""A model of llama-server: one launch, from load to reaped, with the counters that /proc and
+`/slots` would show.
 
-The main loop works in batches, as the real one does: a batch takes every slot that is in use one step further, the
-reading of a prompt by `batch_tokens`, the writing of an answer by the reply's `step_tokens`. A long batch holds up
-every slot; a closed connection is noticed between two batches. An HTTP thread beside the loop accepts, answers probes
-and sends keepalives, whatever the loop does.
+The main loop works in batches, as the real one does: a batch takes every slot that is in use one
+step further, the reading of a prompt by `batch_tokens`, the writing of an answer by the reply's
+`step_tokens`. A long batch holds up every slot; a closed connection is noticed between two batches.
+An HTTP thread beside the loop accepts, answers probes and sends keepalives, whatever the loop does.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
     from tests.simulation.machine import Machine
     from tests.simulation.runtime import SimStream
 
-IDLE, BUSY = 0.6, 95.0  # CPU ticks per second of a process that waits, and of one thread that computes (b11434)
+IDLE, BUSY = (
+    0.6,
+    95.0,
+)  # CPU ticks per second of a process that waits, and of one thread that computes (b11434)
 PING_S = 30.0
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 # The records that are sent most, by far.
 _WORDS = b'data: {"choices":[{"index":0,"delta":{"%b":%b},"finish_reason":null}]}\n\n'
 _PROGRESS = (
-    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":null},"finish_reason":null}],'
+    b"data: "
+    b'{"choices":[{"index":0,"delta":{"role":"assistant","content":null},"finish_reason":null}],'
     b'"prompt_progress":{"total":%d,"cache":0,"processed":%d,"time_ms":1}}\n\n'
 )
 
@@ -78,7 +83,8 @@ class Reply:
         return self.reasoning_tokens + self.text_tokens
 
     def word(self, index: int) -> str:
-        """Token number `index`; a line ends now and then, never at a word's end, where reasoning would lose it."""
+        """Token number `index`; a line ends now and then, never at a word's end, where reasoning
+        would lose it."""
         return f"{self.key}\n{index}," if index % 16 == 15 else f"{self.key}.{index},"
 
 
@@ -116,7 +122,9 @@ class Counters:
 class LlamaServer:
     """See the module. `on_death` is called with the return code when the process has ended."""
 
-    def __init__(self, scheduler: Scheduler, build: Build, machine: Machine, *, epoch: int, pid: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, build: Build, machine: Machine, *, epoch: int, pid: int
+    ) -> None:
         self.epoch, self.pid, self.build = epoch, pid, build
         self.loaded = self.gone = self.http_dead = self.ignores_term = self.unkillable = False
         self.frozen = False  # the main loop
@@ -141,7 +149,9 @@ class LlamaServer:
 
     # ------------------------------------------------------------ life and signals
 
-    def begin_load(self, seconds: float | None, *, works: bool = True, returncode: int | None = None) -> None:
+    def begin_load(
+        self, seconds: float | None, *, works: bool = True, returncode: int | None = None
+    ) -> None:
         """Load for so long, None: for ever; then be ready, or end with the code."""
         self._load_works = works
         self._show_load()
@@ -180,7 +190,13 @@ class LlamaServer:
 
     def _leave_when_free(self) -> None:
         """The first SIGTERM waits for open connections, and for the batch under way."""
-        if self._terms and not self.gone and not self.exchanges and self._batch is None and not self.frozen:
+        if (
+            self._terms
+            and not self.gone
+            and not self.exchanges
+            and self._batch is None
+            and not self.frozen
+        ):
             self._scheduler.after(0.1, lambda: self.die(0), "the server leaves", of_host=False)
 
     def kill(self) -> None:
@@ -266,7 +282,9 @@ class LlamaServer:
     def answers(self) -> bool:
         return not self.gone and not self.http_dead and not self.stopped
 
-    def accept(self, connection: SimStream, turn_id: tuple[int, int], body: Mapping[str, Any]) -> Exchange | None:
+    def accept(
+        self, connection: SimStream, turn_id: tuple[int, int], body: Mapping[str, Any]
+    ) -> Exchange | None:
         """A chat request; None: refused, with the status told."""
         reply = self._machine.reply_to(*turn_id) if self.loaded else None
         if reply is None or reply.status != 200:
@@ -289,7 +307,9 @@ class LlamaServer:
     def client_closed(self, exchange: Exchange) -> None:
         """The client is gone; noticed between two batches."""
         exchange.closed_by_client = True
-        waits_for_no_batch = exchange in self.queue or exchange.slot is None or exchange.dead or self._batch is None
+        waits_for_no_batch = (
+            exchange in self.queue or exchange.slot is None or exchange.dead or self._batch is None
+        )
         if waits_for_no_batch and not self.frozen and not self.stopped:
             self._drop(exchange)
             self.work()
@@ -298,7 +318,12 @@ class LlamaServer:
     def slots_view(self) -> list[dict[str, Any]]:
         view = []
         for index, exchange in enumerate(self.slots):
-            shown: dict[str, Any] = {"id": index, "n_ctx": 4096, "speculative": False, "is_processing": False}
+            shown: dict[str, Any] = {
+                "id": index,
+                "n_ctx": 4096,
+                "speculative": False,
+                "is_processing": False,
+            }
             last = exchange or self._used.get(index)
             if last is not None:
                 active = exchange is not None
@@ -306,10 +331,18 @@ class LlamaServer:
                 shown.update(
                     is_processing=active,
                     id_task=last.request_id,
-                    n_prompt_tokens=min(total, last.processed + self.build.batch_tokens) if active else total,
+                    n_prompt_tokens=min(total, last.processed + self.build.batch_tokens)
+                    if active
+                    else total,
                     n_prompt_tokens_processed=last.processed if active else 0,
                     n_prompt_tokens_cache=0,
-                    next_token=[{"has_next_token": active, "n_remain": -1, "n_decoded": last.decoded if active else 0}],
+                    next_token=[
+                        {
+                            "has_next_token": active,
+                            "n_remain": -1,
+                            "n_decoded": last.decoded if active else 0,
+                        }
+                    ],
                 )
             view.append(shown)
         return view
@@ -344,7 +377,9 @@ class LlamaServer:
                 seconds += min(left, self.build.batch_tokens) / self.build.prefill_tokens_per_s
             else:
                 seconds += max(1, self._next_tokens(exchange)) / self.build.decode_tokens_per_s
-        nonsense = any(exchange.twists for exchange in busy)  # it may go on for as long as the host stands still
+        nonsense = any(
+            exchange.twists for exchange in busy
+        )  # it may go on for as long as the host stands still
         self._start_batch(max(seconds, 0.05 if nonsense else 0.001))
 
     def _start_batch(self, seconds: float) -> None:
@@ -379,14 +414,20 @@ class LlamaServer:
         return self.slots[slot]
 
     def _read_prompt(self, exchange: Exchange) -> None:
-        exchange.processed = min(exchange.reply.prompt_tokens, exchange.processed + self.build.batch_tokens)
+        exchange.processed = min(
+            exchange.reply.prompt_tokens, exchange.processed + self.build.batch_tokens
+        )
         exchange.advanced_at = self._scheduler.now
         if exchange.wants_progress:
             self.send_progress(exchange)
 
     def _next_tokens(self, exchange: Exchange) -> int:
         reply = exchange.reply
-        border = reply.reasoning_tokens if exchange.decoded < reply.reasoning_tokens else reply.answer_tokens
+        border = (
+            reply.reasoning_tokens
+            if exchange.decoded < reply.reasoning_tokens
+            else reply.answer_tokens
+        )
         return max(0, min(reply.step_tokens, border - exchange.decoded))
 
     def _write_answer(self, exchange: Exchange) -> None:
@@ -399,7 +440,9 @@ class LlamaServer:
         if exchange.decoded == 0:
             self.send(exchange, _delta({"role": "assistant", "content": None}))
         if count:
-            words = "".join(reply.word(index) for index in range(exchange.decoded, exchange.decoded + count))
+            words = "".join(
+                reply.word(index) for index in range(exchange.decoded, exchange.decoded + count)
+            )
             self.send_words(exchange, words, reasons=exchange.decoded < reply.reasoning_tokens)
             exchange.decoded += count
             exchange.advanced_at = self._scheduler.now
@@ -429,7 +472,10 @@ class LlamaServer:
     def send_words(self, exchange: Exchange, words: str, *, reasons: bool = False) -> None:
         if not reasons:
             exchange.said.append(words)
-        self.send(exchange, _WORDS % (b"reasoning_content" if reasons else b"content", _encode(words).encode()))
+        self.send(
+            exchange,
+            _WORDS % (b"reasoning_content" if reasons else b"content", _encode(words).encode()),
+        )
 
     def send_progress(self, exchange: Exchange) -> None:
         self.send(exchange, _PROGRESS % (exchange.reply.prompt_tokens, exchange.processed))

@@ -1,10 +1,11 @@
 """Small stories in every order: what happens at one instant is delivered in each possible sequence.
 
-A story is played again and again, each time with another list of choices, until there is none left. An actor is a
-function of the messages that it has had, and of the time: where every actor, and the world, has had the same as in an
-order played before, the rest is the same, and is not played again.
+A story is played again and again, each time with another list of choices, until there is none left.
+An actor is a function of the messages that it has had, and of the time: where every actor, and the
+world, has had the same as in an order played before, the rest is the same, and is not played again.
 
-`python -m tests.simulation.systematic [--limit N]` plays all stories and prints how many orders there were.
+`python -m tests.simulation.systematic [--limit N]` plays all stories and prints how many orders
+there were.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from tests.simulation.world import Failure, Setting, World
 
 
 class _NoDice(Dice):
-    """Nothing is left to chance: the first of every choice, the middle of every range, and nothing unlikely."""
+    """Nothing is left to chance: the first of every choice, the middle of every range, and nothing
+    unlikely."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -69,7 +71,9 @@ class _Orders(Choices):
         self.histories = _Histories()
         self._prefix = prefix
         self._seen = seen
-        self.scheduler: Scheduler | None = None  # None: everything is delivered in the order in which it came
+        self.scheduler: Scheduler | None = (
+            None  # None: everything is delivered in the order in which it came
+        )
 
     def pick(self, count: int) -> int:
         if self.scheduler is None:
@@ -80,9 +84,16 @@ class _Orders(Choices):
         else:
             chosen = 0
             waiting = tuple(
-                (actor.name, *(_name(envelope.message) for envelope in actor.inbox)) for actor in self.scheduler.actors
+                (actor.name, *(_name(envelope.message) for envelope in actor.inbox))
+                for actor in self.scheduler.actors
             )
-            state = hash((tuple(sorted(self.histories.by_name.items())), tuple(sorted(waiting)), self.scheduler.now))
+            state = hash(
+                (
+                    tuple(sorted(self.histories.by_name.items())),
+                    tuple(sorted(waiting)),
+                    self.scheduler.now,
+                )
+            )
             if state in self._seen:
                 raise _PlayedBeforeError
             self._seen.add(state)
@@ -97,7 +108,8 @@ def _name(message: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """`acts` do, at one instant, what is to be tried in every order; the worker is READY then, or never started."""
+    """`acts` do, at one instant, what is to be tried in every order; the worker is READY then, or
+    never started."""
 
     name: str
     acts: tuple[Callable[[World], object], ...]
@@ -117,7 +129,9 @@ def _crash(world: World) -> None:
 
 def _break(world: World, role: str) -> None:
     world.invariants.fault(KINDS["actor's exception"])
-    world.scheduler.break_actor(next(each for each in world.scheduler.actors if each.actor.role == role))
+    world.scheduler.break_actor(
+        next(each for each in world.scheduler.actors if each.actor.role == role)
+    )
 
 
 def _cancel(world: World) -> None:
@@ -131,7 +145,9 @@ def _stall(world: World) -> None:
     epoch = world.invariants.lifecycle.epoch
     world.invariants.fault(KINDS["livelock"], epoch=epoch)
     verdict = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="as if", restart=True)
-    world.actor.actor_ref.tell(Stalled(epoch=epoch, request_id=request_id, verdict=verdict, busy_neighbour=False))
+    world.actor.actor_ref.tell(
+        Stalled(epoch=epoch, request_id=request_id, verdict=verdict, busy_neighbour=False)
+    )
 
 
 def _result(world: World) -> None:
@@ -166,16 +182,24 @@ STORIES: tuple[Story, ...] = (
     Story("finish against death", (_finish, _crash), busy=True),
     Story("finish against stop", (_finish, _stop), busy=True),
     Story("result against finish", (_result, _finish), busy=True),
-    Story("the request's actor dies while it finishes", (lambda w: _break(w, "request"), _finish), busy=True),
+    Story(
+        "the request's actor dies while it finishes",
+        (lambda w: _break(w, "request"), _finish),
+        busy=True,
+    ),
     Story("the process's actor dies in a restart", (_crash, lambda w: _break(w, "process"))),
-    Story("the watchdog dies while a request is submitted", (lambda w: _break(w, "watchdog"), _submit)),
+    Story(
+        "the watchdog dies while a request is submitted", (lambda w: _break(w, "watchdog"), _submit)
+    ),
     Story("the transport dies at a stop", (lambda w: _break(w, "transport"), _stop), busy=True),
 )
 
 
 def _speaks(world: World) -> bool:
     """The request's answer has begun."""
-    return any(each.decoded for truth in world.invariants.requests.values() for each in truth.exchanges)
+    return any(
+        each.decoded for truth in world.invariants.requests.values() for each in truth.exchanges
+    )
 
 
 def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[int, int]], bool]:
@@ -188,7 +212,9 @@ def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[in
         scheduler = world.scheduler
         if story.started:
             world.host.start()
-            scheduler.run_until(lambda: world.invariants.state is WorkerState.READY, scheduler.now + 600.0)
+            scheduler.run_until(
+                lambda: world.invariants.state is WorkerState.READY, scheduler.now + 600.0
+            )
         if story.busy:
             _submit(world)
             scheduler.run_until(lambda: _speaks(world), scheduler.now + 600.0)
@@ -234,7 +260,9 @@ def explore(story: Story, limit: int) -> Explored:
 
 def main() -> None:
     """Play all stories, up to the first that fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit", type=int, default=20_000, help="orders of one story")
     limit = parser.parse_args().limit
     print(f"{'story':50}{'orders':>10}{'known':>10}")
@@ -243,7 +271,10 @@ def main() -> None:
             found = explore(story, limit)
         except Failure as failure:
             sys.exit("\n".join([*failure.story, "", f"{story.name}: {failure}"]))
-        print(f"{story.name:50}{found.played:10,}{found.known:10,}{'' if found.complete else '   (limit)'}", flush=True)
+        print(
+            f"{story.name:50}{found.played:10,}{found.known:10,}{'' if found.complete else '   (limit)'}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

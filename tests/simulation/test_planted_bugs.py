@@ -1,4 +1,5 @@
-"""A simulator that finds no planted bug proves nothing: each must be found within a few runs of an hour.
+"""A simulator that finds no planted bug proves nothing: each must be found within a few runs of an
+hour.
 
 These are bugs that a person could have made; each is put into the library for one test.
 """
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from llama_worker.messages import CancelRequest, CloseStream, Exited, Stop, StreamClosed, Unkillable, Watch
+from llama_worker.messages import (
+    CancelRequest,
+    CloseStream,
+    Exited,
+    Stop,
+    StreamClosed,
+    Unkillable,
+    Watch,
+)
 from llama_worker.request.ending import failed
 from llama_worker.request.state import _InTools
 from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
@@ -38,7 +47,9 @@ class Bug:
 
 def instead(where: Callable[..., bool], answer: Function) -> Make:
     """A function that gives another answer where that is true of its arguments."""
-    return lambda right: lambda *given, **named: answer(*given) if where(*given) else right(*given, **named)
+    return lambda right: (
+        lambda *given, **named: answer(*given) if where(*given) else right(*given, **named)
+    )
 
 
 def ignores(*kinds: type) -> Make:
@@ -81,9 +92,13 @@ def _stops_too_soon(stopped: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]:
     return stopped[0], (*stopped[1], Resolve(Stop))
 
 
-def _restarts_beside_the_old(restarted: tuple[Any, Any], life: Any, now: float, *rest: Any) -> tuple[Any, Any]:
+def _restarts_beside_the_old(
+    restarted: tuple[Any, Any], life: Any, now: float, *rest: Any
+) -> tuple[Any, Any]:
     new, effects = restarted
-    return (replace(new, state=BackingOff(resume_at=now)) if isinstance(new.state, Ending) else new), effects
+    return (
+        replace(new, state=BackingOff(resume_at=now)) if isinstance(new.state, Ending) else new
+    ), effects
 
 
 def _budget_without_end(decided: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]:
@@ -106,7 +121,11 @@ BUGS: tuple[Bug, ...] = (
     Bug("a record is not kept", _TABLE + ".end", then(_record_not_kept)),
     Bug("a cancel is dropped", _REQUEST + ".step", ignores(CancelRequest)),
     Bug("the end of a stream is dropped", _REQUEST + ".step", ignores(StreamClosed)),
-    Bug("a stream is not closed at a request's end", "actors.transport:TransportActor.handle", ignores(CloseStream)),
+    Bug(
+        "a stream is not closed at a request's end",
+        "actors.transport:TransportActor.handle",
+        ignores(CloseStream),
+    ),
     Bug("a release is dropped", _TABLE + ".release", returns(None)),
     Bug("who waits for a result is forgotten", _DISPATCHER + ".ended", given(_forget_waiters)),
     Bug(
@@ -123,7 +142,9 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "what a dead server had sent is not read",
         _REQUEST + "._abandon",
-        lambda right: lambda request, reason, detail, now: request._give_up(failed(reason, detail), now),
+        lambda right: (
+            lambda request, reason, detail, now: request._give_up(failed(reason, detail), now)
+        ),
         "crash in the answer",
     ),
     Bug(
@@ -140,18 +161,40 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug("no verdict is ever given", _WATCH + "._give_up", returns(None)),
     Bug("gaps are not noticed", _WATCH + "._notice_gap", returns(None), "host and server stalled"),
-    Bug("whatever comes is progress", "stream.advance:Advance.by", returns(True), "frozen progress"),
+    Bug(
+        "whatever comes is progress", "stream.advance:Advance.by", returns(True), "frozen progress"
+    ),
     Bug(
         "failed health probes do not add up",
         "server.health:HealthCounter.probed",
         lambda right: lambda counter, **named: (counter, None),
         "HTTP thread dead",
     ),
-    Bug("a load is never overdue", "server.startup:StartupWatch.overdue", returns(None), "load hangs"),
-    Bug("what cannot be killed is not reported", _WORKER + ".handle", ignores(Unkillable), "unkillable for ever"),
+    Bug(
+        "a load is never overdue",
+        "server.startup:StartupWatch.overdue",
+        returns(None),
+        "load hangs",
+    ),
+    Bug(
+        "what cannot be killed is not reported",
+        _WORKER + ".handle",
+        ignores(Unkillable),
+        "unkillable for ever",
+    ),
     Bug("stop() resolves too soon", _LIFE + "_stop", then(_stops_too_soon)),
-    Bug("a restart does not wait for the old process", _LIFE + "_restart", then(_restarts_beside_the_old), "livelock"),
-    Bug("restarts have no budget", "server.restart_budget:RestartBudget.next", then(_budget_without_end), "crash loop"),
+    Bug(
+        "a restart does not wait for the old process",
+        _LIFE + "_restart",
+        then(_restarts_beside_the_old),
+        "livelock",
+    ),
+    Bug(
+        "restarts have no budget",
+        "server.restart_budget:RestartBudget.next",
+        then(_budget_without_end),
+        "crash loop",
+    ),
     Bug(
         "nothing wakes after the backoff",
         _LIFE + "Lifecycle.deadline",
@@ -159,13 +202,23 @@ BUGS: tuple[Bug, ...] = (
         "crash",
     ),
     Bug("an exit is dropped", _WORKER + ".handle", ignores(Exited), "crash"),
-    Bug("a dead actor is not replaced", "actors.children:Children.replace", returns(None), "actor's exception"),
+    Bug(
+        "a dead actor is not replaced",
+        "actors.children:Children.replace",
+        returns(None),
+        "actor's exception",
+    ),
     Bug(
         "an alarm is not taken back",
         "actors.base:Alarm.set",
         instead(lambda alarm, at: at is None, lambda *given: None),
     ),
-    Bug("a request is begun and not watched", "actors.watchdog:WatchdogActor.handle", ignores(Watch), "request lost"),
+    Bug(
+        "a request is begun and not watched",
+        "actors.watchdog:WatchdogActor.handle",
+        ignores(Watch),
+        "request lost",
+    ),
     Bug("requests in flight are not failed", _DISPATCHER + ".abandon", returns(None), "crash"),
 )
 
@@ -175,7 +228,15 @@ def hunt(under: str) -> None:
     requests, faults = {ANYTHING: (40.0, 40.0), NOTHING: (20.0, 0.0)}.get(under, (12.0, 12.0))
     kinds = {under: 1.0} if under in KINDS else {}
     for seed in range(RUNS):
-        World(Setting(seed=seed, hours=1.0, requests_per_hour=requests, faults_per_hour=faults, kinds=kinds)).run()
+        World(
+            Setting(
+                seed=seed,
+                hours=1.0,
+                requests_per_hour=requests,
+                faults_per_hour=faults,
+                kinds=kinds,
+            )
+        ).run()
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

@@ -17,7 +17,10 @@ YEAR_H = 8760.0
 SHARES = 4  # of the year, one a test: they may run side by side
 
 
-HECTIC = (37.67123287671233, 3.4246575342465753)  # requests and faults per hour, as `settings` draws them
+HECTIC = (
+    37.67123287671233,
+    3.4246575342465753,
+)  # requests and faults per hour, as `settings` draws them
 CALM = (1.0, 0.046593980057776534)
 
 
@@ -25,16 +28,47 @@ CALM = (1.0, 0.046593980057776534)
     ("seed", "hours", "rates"),
     [
         pytest.param(7, 4.0, (25.0, 20.0), id="ask() resolved before its result was released"),
-        pytest.param(189804746787714, 2.7, (37.6712325, 3.4246575), id="a bound counted time of a halted host"),
-        pytest.param(193651771979271, 2.4833832883408595, HECTIC, id="an honest server wrote half a minute in one go"),
-        pytest.param(244459350129237, 108.02862194979923, CALM, id="an actor broke before it took the text that came"),
-        pytest.param(45692451366883, 4.035282179853106, HECTIC, id="a caller came as the host went on"),
-        pytest.param(62413012168464, 5.965414936806482, HECTIC, id="two ProcessActors died over an unkillable server"),
-        pytest.param(26355305580647, 3.633422827150914, HECTIC, id="a halt of the host ended with a provider's limit"),
+        pytest.param(
+            189804746787714,
+            2.7,
+            (37.6712325, 3.4246575),
+            id="a bound counted time of a halted host",
+        ),
+        pytest.param(
+            193651771979271,
+            2.4833832883408595,
+            HECTIC,
+            id="an honest server wrote half a minute in one go",
+        ),
+        pytest.param(
+            244459350129237,
+            108.02862194979923,
+            CALM,
+            id="an actor broke before it took the text that came",
+        ),
+        pytest.param(
+            45692451366883, 4.035282179853106, HECTIC, id="a caller came as the host went on"
+        ),
+        pytest.param(
+            62413012168464,
+            5.965414936806482,
+            HECTIC,
+            id="two ProcessActors died over an unkillable server",
+        ),
+        pytest.param(
+            26355305580647,
+            3.633422827150914,
+            HECTIC,
+            id="a halt of the host ended with a provider's limit",
+        ),
     ],
 )
-def test_a_run_that_once_broke_an_invariant(seed: int, hours: float, rates: tuple[float, float]) -> None:
-    World(Setting(seed=seed, hours=hours, requests_per_hour=rates[0], faults_per_hour=rates[1])).run()
+def test_a_run_that_once_broke_an_invariant(
+    seed: int, hours: float, rates: tuple[float, float]
+) -> None:
+    World(
+        Setting(seed=seed, hours=hours, requests_per_hour=rates[0], faults_per_hour=rates[1])
+    ).run()
 
 
 def test_a_run_leaves_nothing_behind() -> None:
@@ -56,7 +90,9 @@ def test_a_quarter_of_a_worker_year_that_nobody_has_seen_before(share: int) -> N
     assert sum(total.faults.values()) >= 1000 / SHARES
 
 
-def test_every_kind_of_fault_is_met_in_the_fixed_set_and_the_same_seed_gives_the_same_trace() -> None:
+def test_every_kind_of_fault_is_met_in_the_fixed_set_and_the_same_seed_gives_the_same_trace() -> (
+    None
+):
     hour = partial(Setting, hours=1.0, requests_per_hour=60.0, faults_per_hour=60.0)
     reports = [World(hour(seed=seed)).run() for seed in range(16)]
     assert {name for report in reports for name in report.faults} == set(KINDS)

@@ -1,4 +1,5 @@
-"""Small stories, in as many orders as there is time for; `python -m tests.simulation.systematic` plays them all."""
+"""Small stories, in as many orders as there is time for; `python -m tests.simulation.systematic`
+plays them all."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import pytest
 from tests.simulation.systematic import STORIES, Story, explore
 
 LIMIT = 60
-FEW = {"two stops": 2, "stop, then start at once": 10}  # orders of those that have few: all are played
+FEW = {
+    "two stops": 2,
+    "stop, then start at once": 10,
+}  # orders of those that have few: all are played
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)

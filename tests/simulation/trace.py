@@ -7,7 +7,16 @@ from collections import deque
 from operator import attrgetter
 from typing import Any
 
-_SHOWN_FIELDS = ("epoch", "request_id", "turn_id", "failure", "verdict", "reason", "detail", "outcome")
+_SHOWN_FIELDS = (
+    "epoch",
+    "request_id",
+    "turn_id",
+    "failure",
+    "verdict",
+    "reason",
+    "detail",
+    "outcome",
+)
 _HASHED_FIELDS = ("epoch", "request_id", "turn_id")
 _KEPT = 400
 _BLOCK = 2000
@@ -29,7 +38,9 @@ class Trace:
         kind = type(message)
         getter = self._getters.get(kind)
         if getter is None:
-            names = [name for name in _HASHED_FIELDS if name in getattr(kind, "__struct_fields__", ())]
+            names = [
+                name for name in _HASHED_FIELDS if name in getattr(kind, "__struct_fields__", ())
+            ]
             getter = self._getters[kind] = attrgetter(*names) if names else (lambda nothing: "")
         self._block.append(f"{now!r} {actor} {kind.__name__} {getter(message)}")
         self._last.append((now, actor, message))
@@ -37,7 +48,8 @@ class Trace:
             self._flush()
 
     def event(self, now: float, what: str) -> None:
-        """Something happens outside the actors; the messages that follow from it are in the hash."""
+        """Something happens outside the actors; the messages that follow from it are in the
+        hash."""
         self._last.append((now, "", what))
 
     def note(self, now: float, what: str) -> None:
@@ -63,5 +75,9 @@ class Trace:
 def _told(actor: str, step: Any) -> str:
     if isinstance(step, str):
         return f"{actor} {step}".strip()
-    shown = [f"{name}={getattr(step, name)!s:.150}" for name in _SHOWN_FIELDS if getattr(step, name, None) is not None]
+    shown = [
+        f"{name}={getattr(step, name)!s:.150}"
+        for name in _SHOWN_FIELDS
+        if getattr(step, name, None) is not None
+    ]
     return f"{actor} <- {type(step).__name__}({', '.join(shown)})"

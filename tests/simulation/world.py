@@ -26,7 +26,10 @@ from tests.simulation.server import Build, Headers, Reply
 from tests.simulation.trace import Trace
 
 _PLANS = 0x9E3779B97F4A7C15
-TOOL: ToolDef = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+TOOL: ToolDef = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object"}},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +49,15 @@ class Report(Figures):
     restarts: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
-    found: list[tuple[str, float]] = field(default_factory=list)  # which fault, and after how many seconds
+    found: list[tuple[str, float]] = field(
+        default_factory=list
+    )  # which fault, and after how many seconds
     digest: str = ""
 
 
 class Failure(Exception):
-    """A run broke an invariant: its setting, which plays it again, which one, and the last steps."""
+    """A run broke an invariant: its setting, which plays it again, which one, and the last
+    steps."""
 
     def __init__(self, setting: Setting, broken: BaseException, story: list[str]) -> None:
         super().__init__(f"{setting}: {type(broken).__name__}: {broken}")
@@ -62,7 +68,11 @@ class Failure(Exception):
 
 class World(Bench):
     def __init__(
-        self, setting: Setting, choices: Choices | None = None, dice: Dice | None = None, trace: Trace | None = None
+        self,
+        setting: Setting,
+        choices: Choices | None = None,
+        dice: Dice | None = None,
+        trace: Trace | None = None,
     ) -> None:
         dice = dice or Dice(setting.seed)
         self.setting = setting
@@ -91,7 +101,9 @@ class World(Bench):
             timeouts=self.profile,
             restart=policy,
             normal_tools=(TOOL,),
-            tool_runner=SimpleNamespace(run_tool=print),  # never called: the runtime runs no code of a host's
+            tool_runner=SimpleNamespace(
+                run_tool=print
+            ),  # never called: the runtime runs no code of a host's
             bios_provider=lambda context: "",  # not the default, so that its thread is simulated
             result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
         )
@@ -100,15 +112,28 @@ class World(Bench):
         self.host = Host(self, dice.fork())
         self.machine.on_launch = lambda epoch: self.invariants.launch(self.machine.launched, epoch)
         self.machine.reply_to = self._reply
-        self.machine.on_exchange = lambda begun: self.invariants.requests[begun.request_id].exchanges.append(begun)
+        self.machine.on_exchange = lambda begun: self.invariants.requests[
+            begun.request_id
+        ].exchanges.append(begun)
         self._dice = dice.fork()
-        self._twist_chance = min(0.5, setting.faults_per_hour / max(setting.requests_per_hour, 1e-9))
+        self._twist_chance = min(
+            0.5, setting.faults_per_hour / max(setting.requests_per_hour, 1e-9)
+        )
 
     def _reply(self, request_id: int, exchange: int) -> Reply:
         dice = self._dice
-        longest = min(8000, int(0.1 * self.build.prefill_tokens_per_s * (self.profile.silent_work_timeout_s or 3600.0)))
+        longest = min(
+            8000,
+            int(
+                0.1
+                * self.build.prefill_tokens_per_s
+                * (self.profile.silent_work_timeout_s or 3600.0)
+            ),
+        )
         tokens = 1 + int(dice.log_between(1, 300))
-        step_s = math.inf if self.build.cpu_shows else 0.1 * self.profile.headers_timeout_s  # as long as a batch
+        step_s = (
+            math.inf if self.build.cpu_shows else 0.1 * self.profile.headers_timeout_s
+        )  # as long as a batch
         reply = Reply(
             key=f"r{request_id}t{exchange}",
             prompt_tokens=10 + int(dice.log_between(1, max(2, longest))),
@@ -120,7 +145,11 @@ class World(Bench):
         )
         twist = self.nature.reply_kind(self._twist_chance) if exchange == 1 else None
         if twist is not None:
-            reply.twist_at = 0 if twist in ("frozen progress", "request lost") else dice.below(reply.answer_tokens) + 1
+            reply.twist_at = (
+                0
+                if twist in ("frozen progress", "request lost")
+                else dice.below(reply.answer_tokens) + 1
+            )
             self.nature.prepare(twist, request_id, reply)
         return reply
 
@@ -158,7 +187,8 @@ class World(Bench):
         self.scheduler.run_for(setting.hours * HOUR_S)
 
     def come_to_rest(self) -> None:
-        """Invariant 8: once nothing new goes wrong, the worker comes to rest, and a fresh request completes."""
+        """Invariant 8: once nothing new goes wrong, the worker comes to rest, and a fresh request
+        completes."""
         self.nature.calm()
         self.scheduler.run_until(lambda: not self.scheduler.host_is_halted, math.inf)
         self.host.is_leaving = True
@@ -171,14 +201,24 @@ class World(Bench):
             if self._is_at_rest():  # nobody has come at the last moment
                 break
         else:
-            raise Violation(8, f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after the faults")
+            raise Violation(
+                8,
+                (
+                    f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after "
+                    "the faults"
+                ),
+            )
         if not all(future.done() for future in self.host.asked):
             raise Violation(8, "an ask() has not resolved, and nothing is in flight")
-        for _ in range(4):  # what a fault left behind (a frozen server, say) may have to be found first
+        for _ in range(
+            4
+        ):  # what a fault left behind (a frozen server, say) may have to be found first
             done: list[str] = []
             self.host.run(self._fresh_request(done))
             if not self.scheduler.run_until(partial(bool, done), self.scheduler.now + 2 * rest_s):
-                raise Violation(8, f"a fresh request has no answer {2 * rest_s:.0f} s after the faults")
+                raise Violation(
+                    8, f"a fresh request has no answer {2 * rest_s:.0f} s after the faults"
+                )
             if done[0] == "completed":
                 return
             self.scheduler.run_for(300.0)
@@ -203,25 +243,35 @@ class World(Bench):
         done.append("completed" if completed else str(result))
 
     def leave(self) -> None:
-        """Invariant 9: after `close()`, and where the worker's actor died before it, nothing is left."""
+        """Invariant 9: after `close()`, and where the worker's actor died before it, nothing is
+        left."""
         if self.ends_by_death:
             self._worker_dies()
         self.host.close()
         self.scheduler.run_until(lambda: not self.scheduler.actors, self.scheduler.now + 30.0)
         left: list[str] = [simulated.name for simulated in self.scheduler.actors]
         left += [f"stream {stream.turn_id}" for stream in self.runtime.streams]
-        left += [f"process of launch {each.epoch}" for each in self.machine.launched if not each.ended]
+        left += [
+            f"process of launch {each.epoch}" for each in self.machine.launched if not each.ended
+        ]
         left += ["timer"] * self.scheduler.pending("timer")
         if not self.ends_by_death:
-            left += [f"request {i}" for i, truth in self.invariants.requests.items() if truth.ended_at is None]
+            left += [
+                f"request {i}"
+                for i, truth in self.invariants.requests.items()
+                if truth.ended_at is None
+            ]
         if left:
             raise Violation(9, f"left after close(): {', '.join(left)}")
 
     def _worker_dies(self) -> None:
-        """In the middle of a request; every future is answered, every later call raises WorkerClosed."""
+        """In the middle of a request; every future is answered, every later call raises
+        WorkerClosed."""
         submitted = self.host.quick(self.worker.submit("last", "", "hello"), "submit()")
         self.scheduler.run_for(self._dice.log_between(0.001, 30.0))
-        self.scheduler.run_until(submitted.done, self.scheduler.now + QUICK_S)  # an answer may take longer than that
+        self.scheduler.run_until(
+            submitted.done, self.scheduler.now + QUICK_S
+        )  # an answer may take longer than that
         answer = submitted.get(timeout=0)
         open_futures: list[WorkerFuture[Any]] = [self.worker.start()]
         if answer["ok"]:
@@ -229,8 +279,11 @@ class World(Bench):
         simulated = next(each for each in self.scheduler.actors if each.actor is self.actor)
         self.invariants.stop_called_at = self.scheduler.now
         self.scheduler.break_actor(simulated)
-        self.scheduler.run_until(lambda: not self.scheduler.actors, self.scheduler.now + self.host.stop_bound_s)
-        # Readers are threads of their own, and whether a kill had its effect is looked at behind the actor's end, too.
+        self.scheduler.run_until(
+            lambda: not self.scheduler.actors, self.scheduler.now + self.host.stop_bound_s
+        )
+        # Readers are threads of their own, and whether a kill had its effect is looked at behind
+        # the actor's end, too.
         self.scheduler.run_for(self.profile.kill_timeout_s + QUICK_S)
         if not all(future.done() for future in open_futures):
             raise Violation(5, "the worker's actor died, and a future has no answer")
@@ -240,7 +293,8 @@ class World(Bench):
 
 
 def _profile(dice: Dice, *, idle: bool) -> TimeoutProfile:
-    """`idle`: for a run of days in which little happens. It has a health probe every two minutes, not every 30 s."""
+    """`idle`: for a run of days in which little happens. It has a health probe every two minutes,
+    not every 30 s."""
     make = dice.choice((TimeoutProfile.fast, TimeoutProfile.normal, TimeoutProfile.slow_prefill))
     profile: TimeoutProfile = make()
     if dice.chance(0.2):
@@ -251,13 +305,15 @@ def _profile(dice: Dice, *, idle: bool) -> TimeoutProfile:
 
 
 def _policy(dice: Dice, hours: float) -> RestartPolicy:
-    """With planned recycling (for its age 60 times a run at most) and a limit for nonsense, or without."""
+    """With planned recycling (for its age 60 times a run at most) and a limit for nonsense, or
+    without."""
     recycle = None
     if dice.chance(0.3):
         requests, age_s = 1 + dice.below(20), max(dice.log_between(60.0, 1e5), 60.0 * hours)
         recycle = Recycle(max_requests=requests if dice.chance(0.7) else None, max_age_s=age_s)
     return RestartPolicy(
-        recycle=recycle, degenerate_outputs_before_restart=1 + dice.below(3) if dice.chance(0.3) else None
+        recycle=recycle,
+        degenerate_outputs_before_restart=1 + dice.below(3) if dice.chance(0.3) else None,
     )
 
 
@@ -269,7 +325,9 @@ def _build(dice: Dice, profile: TimeoutProfile, slots: int) -> Build:
     batch_tokens = 2048 if cpu_shows else min(256, int(prefill * 0.1 * profile.headers_timeout_s))
     headers = dice.choice(tuple(Headers)) if cpu_shows else Headers.IN_SLOT
     return Build(
-        slots=slots if dice.chance(0.8) else 1,  # fewer than the worker's: requests wait behind a neighbour
+        slots=slots
+        if dice.chance(0.8)
+        else 1,  # fewer than the worker's: requests wait behind a neighbour
         prefill_tokens_per_s=prefill,
         decode_tokens_per_s=dice.log_between(1.0, 20.0) / slowness**1.5,
         batch_tokens=batch_tokens,

@@ -1,4 +1,5 @@
-"""The build of a llama-server, with a cmake and a ninja that are scripts; real are the cache, the locks and pip."""
+"""The build of a llama-server, with a cmake and a ninja that are scripts; real are the cache, the
+locks and pip."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ def put(folder: Path, name: str, script: str = "exit 0") -> None:
 
 def put_tools(folder: Path, *, ninja: str = f"{STEPS}; {SERVER}") -> None:
     """Compilers, cmake and ninja; and what is downloaded, as an interrupted build leaves it."""
-    for name, script in {"cc": "", "c++": "", "cmake": f'echo "$@" > {folder}/flags', "ninja": ninja}.items():
+    for name, script in {
+        "cc": "",
+        "c++": "",
+        "cmake": f'echo "$@" > {folder}/flags',
+        "ninja": ninja,
+    }.items():
         put(folder, name, script)
     for name in ("source", "tools/setuptools"):
         (planned(os.environ).folder / "work" / name).mkdir(parents=True)
@@ -63,7 +69,9 @@ def refusal() -> str:
     return str(caught.value)
 
 
-def test_the_binary_is_kept_and_found_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_binary_is_kept_and_found_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     put_tools(folder)
     main()
     shown, binary = capsys.readouterr().out, planned(os.environ).binary
@@ -89,7 +97,13 @@ def test_two_at_once_build_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"CMAKE_ARGS": "-DGGML_CUDA=ON"}, {"CXXFLAGS": "-march=native"}, {"CC": "clang"}, {"LDFLAGS": "-s"}]
+    "change",
+    [
+        {"CMAKE_ARGS": "-DGGML_CUDA=ON"},
+        {"CXXFLAGS": "-march=native"},
+        {"CC": "clang"},
+        {"LDFLAGS": "-s"},
+    ],
 )
 def test_other_flags_have_another_place(change: Mapping[str, str]) -> None:
     plain = {"XDG_CACHE_HOME": "/cache"}
@@ -99,7 +113,9 @@ def test_other_flags_have_another_place(change: Mapping[str, str]) -> None:
 
 def test_the_place_names_the_source_and_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert str(planned({"XDG_CACHE_HOME": "/cache"}).binary).startswith("/cache/llama_worker/llama-server-11434.0.0-")
+    assert str(planned({"XDG_CACHE_HOME": "/cache"}).binary).startswith(
+        "/cache/llama_worker/llama-server-11434.0.0-"
+    )
     assert SOURCE_PACKAGE.endswith("==11434.0.0")
     for not_valid in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
         assert planned(not_valid).folder.parent == Path("/home/me/.cache/llama_worker")

@@ -1,4 +1,5 @@
-"""The llama-server that is built here holds no instruction that a CPU of x86-64-v3 lacks, and starts on one."""
+"""The llama-server that is built here holds no instruction that a CPU of x86-64-v3 lacks, and
+starts on one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tools.build_server import planned
 
 pytestmark = pytest.mark.server
 # Registers that only AVX-512 names (zmm, k0 to k7, the upper sixteen), and the instructions of AMX.
-BEYOND_AVX2 = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b|\b(tdp\w+|tile\w+|(ld|st)tilecfg)\b")
+BEYOND_AVX2 = re.compile(
+    r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b|\b(tdp\w+|tile\w+|(ld|st)tilecfg)\b"
+)
 EMULATOR = shutil.which("qemu-x86_64")
 
 
@@ -31,7 +34,9 @@ def built() -> str:
     return str(binary)
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump, of binutils, is not installed")
+@pytest.mark.skipif(
+    shutil.which("objdump") is None, reason="objdump, of binutils, is not installed"
+)
 def test_the_binary_holds_no_instruction_of_avx512_or_amx(built: str) -> None:
     count, beyond = 0, []
     with running("objdump", "--disassemble", "--no-show-raw-insn", built) as (process, output):
@@ -52,10 +57,14 @@ def test_the_pattern_finds_what_it_is_for() -> None:
     assert list(filter(BEYOND_AVX2.search, beyond + within)) == beyond
 
 
-def test_the_server_names_no_such_feature_of_its_own(built: str, thin_model: str, free_port: Callable[[], int]) -> None:
+def test_the_server_names_no_such_feature_of_its_own(
+    built: str, thin_model: str, free_port: Callable[[], int]
+) -> None:
     args = (*SERVER_ARGS, "--ctx-size", "512", "--verbosity", "4")
     port = free_port()
-    command = llama_server_cmd(thin_model, host=HOST, port=port, slots=1, executable=built, extra_args=args)
+    command = llama_server_cmd(
+        thin_model, host=HOST, port=port, slots=1, executable=built, extra_args=args
+    )
     with LlamaWorker(WorkerConfig("features", HOST, port, command)) as worker:
         logs = worker.get_debug_info().get(timeout=patience())["recent_logs"]
     (line,) = [line for line in logs if "system_info" in line]
@@ -67,5 +76,7 @@ def test_the_server_names_no_such_feature_of_its_own(built: str, thin_model: str
 
 @pytest.mark.skipif(EMULATOR is None, reason="qemu-x86_64 (Debian: qemu-user) is not installed")
 def test_it_answers_on_a_plain_haswell(built: str, thin_model: str, tmp_path: Path) -> None:
-    emulated = shell_program(tmp_path / "llama-server", f'exec {EMULATOR} -cpu Haswell "{built}" "$@"')
+    emulated = shell_program(
+        tmp_path / "llama-server", f'exec {EMULATOR} -cpu Haswell "{built}" "$@"'
+    )
     assert measured(emulated, thin_model, read_tokens=1, made_tokens=1).start_s > 0

@@ -36,8 +36,14 @@ ALWAYS, ONCE, NEVER = [True, True, True], [True, False, False], [False, False, F
         pytest.param([ToolCallDelta(0, "c", None, '{"')] * 3, ALWAYS, id="arguments"),
         pytest.param([ToolCallDelta(0, "c", "look", "")] * 3, ONCE, id="the head of a call"),
         pytest.param([PromptProgress(7, 100, 0)] * 3, ONCE, id="prompt progress"),
-        pytest.param([Usage(1, tokens, None) for tokens in range(3)], ONCE, id="usage, also another"),
-        pytest.param([Timings(None, None, tokens, None) for tokens in range(3)], ONCE, id="timings, also others"),
+        pytest.param(
+            [Usage(1, tokens, None) for tokens in range(3)], ONCE, id="usage, also another"
+        ),
+        pytest.param(
+            [Timings(None, None, tokens, None) for tokens in range(3)],
+            ONCE,
+            id="timings, also others",
+        ),
         pytest.param([Finish("stop")] * 3, ONCE, id="a finish"),
         pytest.param([ServerError("no", None, None)] * 3, ONCE, id="an error"),
         pytest.param([Done()] * 3, ONCE, id="the end mark"),

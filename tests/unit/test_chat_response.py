@@ -15,7 +15,9 @@ from llama_worker.types import RequestFailReason
 
 RECORDS = [
     b": keepalive\n\n",
-    'data: {"choices":[{"index":0,"delta":{"content":"naïve 🦙"},"finish_reason":null}]}\n\n'.encode(),
+    (
+        'data: {"choices":[{"index":0,"delta":{"content":"naïve 🦙"},"finish_reason":null}]}\n\n'
+    ).encode(),
     b"data: [DONE]\n\n",
 ]
 BODY = b"".join(RECORDS)
@@ -24,12 +26,21 @@ TYPE = b"Content-Type: text/event-stream\r\n"
 
 
 def chunked(body: list[bytes], trailer: bytes = b"") -> bytes:
-    return b"".join(b"%X;x=y\r\n%b\r\n" % (len(piece), piece) for piece in body) + b"0\r\n" + trailer + b"\r\n"
+    return (
+        b"".join(b"%X;x=y\r\n%b\r\n" % (len(piece), piece) for piece in body)
+        + b"0\r\n"
+        + trailer
+        + b"\r\n"
+    )
 
 
 WIRES = {
-    "chunked": b"HTTP/1.1 200 OK\r\n" + TYPE + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(RECORDS),
-    "trailer": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunked(RECORDS, b"X: y\r\n"),
+    "chunked": b"HTTP/1.1 200 OK\r\n"
+    + TYPE
+    + b"Transfer-Encoding: chunked\r\n\r\n"
+    + chunked(RECORDS),
+    "trailer": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    + chunked(RECORDS, b"X: y\r\n"),
     "length": b"HTTP/1.1 200 OK\r\n" + TYPE + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY,
     "close": b"HTTP/1.1 200 OK\r\n" + TYPE + b"\r\n" + BODY,
     "interim": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.0 200\r\n" + TYPE + b"\r\n" + BODY,
@@ -41,9 +52,15 @@ def feed(response: ChatResponse, pieces: list[bytes]) -> list[StreamEvent]:
 
 
 @given(st.sampled_from(list(WIRES)), st.sets(st.integers(1, 400)), st.booleans())
-def test_events_do_not_depend_on_framing_or_splits(name: str, cuts: set[int], every_byte: bool) -> None:
+def test_events_do_not_depend_on_framing_or_splits(
+    name: str, cuts: set[int], every_byte: bool
+) -> None:
     wire = WIRES[name]
-    edges = sorted(range(len(wire) + 1) if every_byte else {0, len(wire), *(cut for cut in cuts if cut < len(wire))})
+    edges = sorted(
+        range(len(wire) + 1)
+        if every_byte
+        else {0, len(wire), *(cut for cut in cuts if cut < len(wire))}
+    )
     response, ends_itself = ChatResponse(), name in ("chunked", "trailer", "length")
     assert feed(response, [wire[a:b] for a, b in itertools.pairwise(edges)]) == SAID
     assert response.opened
@@ -81,13 +98,18 @@ def test_a_reply_without_a_head(wire: bytes, detail: str) -> None:
         assert feed(response, pieces) == []
         response.end()
         expected = f"the connection ended before the response headers: {detail}"
-        assert response.failure == StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=expected)
+        assert response.failure == StreamFailure(
+            reason=RequestFailReason.STREAM_DISCONNECTED, detail=expected
+        )
 
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 28\r\n\r\n", b"\r\n"])
 def test_an_error_status_says_why_in_its_body_whole_or_cut_off(framing: bytes) -> None:
     response = ChatResponse()
-    assert feed(response, [b"HTTP/1.1 503 Busy\r\n" + framing, b'{"error":{"message":', b'"full"}}']) == []
+    assert (
+        feed(response, [b"HTTP/1.1 503 Busy\r\n" + framing, b'{"error":{"message":', b'"full"}}'])
+        == []
+    )
     response.end("reset")
     assert response.refused
     assert response.failure is not None

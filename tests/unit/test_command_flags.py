@@ -44,29 +44,65 @@ HELP = """\
     ("words", "env", "says"),
     [
         ((), {}, None),
-        (("--tools", "all"), {}, "server_cmd has --tools: the server may start programs outside its own process tree"),
+        (
+            ("--tools", "all"),
+            {},
+            "server_cmd has --tools: the server may start programs outside its own process tree",
+        ),
         (("--agent",), {}, "server_cmd has --agent: "),
         (("-ag",), {}, "server_cmd has -ag: "),
-        (("--mcp-servers-json", "{}", "--mcp-servers-config", "x"), {}, "--mcp-servers-json, --mcp-servers-config: "),
-        ((), {"LLAMA_ARG_MCP_SERVERS_CONFIG": "x.json"}, "server_cmd has LLAMA_ARG_MCP_SERVERS_CONFIG: "),
+        (
+            ("--mcp-servers-json", "{}", "--mcp-servers-config", "x"),
+            {},
+            "--mcp-servers-json, --mcp-servers-config: ",
+        ),
+        (
+            (),
+            {"LLAMA_ARG_MCP_SERVERS_CONFIG": "x.json"},
+            "server_cmd has LLAMA_ARG_MCP_SERVERS_CONFIG: ",
+        ),
         ((), {"LLAMA_ARG_TOOLS": ""}, None),
-        (("--sleep-idle-seconds", "60"), {}, "--sleep-idle-seconds: the server unloads its model when idle"),
-        (("--sleep-idle-seconds=60",), {}, "--sleep-idle-seconds: the server unloads its model when idle"),
+        (
+            ("--sleep-idle-seconds", "60"),
+            {},
+            "--sleep-idle-seconds: the server unloads its model when idle",
+        ),
+        (
+            ("--sleep-idle-seconds=60",),
+            {},
+            "--sleep-idle-seconds: the server unloads its model when idle",
+        ),
         (("--sleep-idle-seconds", "-1"), {}, None),
-        (("--log-prompts-dir", "/tmp/p"), {}, "--log-prompts-dir: the server writes every prompt to disk"),
+        (
+            ("--log-prompts-dir", "/tmp/p"),
+            {},
+            "--log-prompts-dir: the server writes every prompt to disk",
+        ),
         (("--timeout", "3600"), {}, None),
-        (("--timeout", "600"), {}, "--timeout 600, shorter than prefill_liveness_timeout_s, silent_work_timeout_s of"),
-        (("-to", "299"), {}, "prefill_liveness_timeout_s, idle_stream_timeout_s, silent_work_timeout_s of"),
+        (
+            ("--timeout", "600"),
+            {},
+            "--timeout 600, shorter than prefill_liveness_timeout_s, silent_work_timeout_s of",
+        ),
+        (
+            ("-to", "299"),
+            {},
+            "prefill_liveness_timeout_s, idle_stream_timeout_s, silent_work_timeout_s of",
+        ),
     ],
 )
-def test_a_flag_that_breaks_a_promise_is_named(words: tuple[str, ...], env: dict[str, str], says: str | None) -> None:
+def test_a_flag_that_breaks_a_promise_is_named(
+    words: tuple[str, ...], env: dict[str, str], says: str | None
+) -> None:
     lines = command_warnings((*MODEL, *words), env, TimeoutProfile())
     assert len(lines) == (says is not None)
     assert (says or "") in "".join(lines)
 
 
 def test_a_limit_that_is_off_is_longer_than_any_timeout() -> None:
-    profile = TimeoutProfile(prefill_liveness_timeout_s=1, idle_stream_timeout_s=1, silent_work_timeout_s=None)
+    profile = TimeoutProfile(
+        prefill_liveness_timeout_s=1, idle_stream_timeout_s=1, silent_work_timeout_s=None
+    )
     (line,) = command_warnings((*MODEL, "--timeout", "86400"), {}, profile)
     assert "silent_work_timeout_s" in line
     assert "idle_stream" not in line
@@ -84,8 +120,12 @@ def test_a_limit_that_is_off_is_longer_than_any_timeout() -> None:
         (("./serve.sh",), {}, False),  # it may name one itself
     ],
 )
-def test_a_command_without_a_model_is_named(command: tuple[str, ...], env: dict[str, str], warned: bool) -> None:
-    assert ["names no model" in line for line in command_warnings(command, env, TimeoutProfile())] == [True] * warned
+def test_a_command_without_a_model_is_named(
+    command: tuple[str, ...], env: dict[str, str], warned: bool
+) -> None:
+    assert [
+        "names no model" in line for line in command_warnings(command, env, TimeoutProfile())
+    ] == [True] * warned
 
 
 def test_a_config_has_the_warnings_of_its_command_from_the_start() -> None:
@@ -98,7 +138,13 @@ def test_a_config_has_the_warnings_of_its_command_from_the_start() -> None:
 
 @pytest.mark.parametrize(
     ("words", "mib"),
-    [((), 8192), (("--cache-ram", "0"), 0), (("-cram", "512"), 512), (("-cram", "-1"), math.inf), (("-cram",), 8192)],
+    [
+        ((), 8192),
+        (("--cache-ram", "0"), 0),
+        (("-cram", "512"), 512),
+        (("-cram", "-1"), math.inf),
+        (("-cram",), 8192),
+    ],
 )
 def test_what_a_server_may_keep_of_prompts(words: tuple[str, ...], mib: float) -> None:
     assert cache_ram_mib((*MODEL, *words)) == mib
@@ -110,12 +156,18 @@ def test_what_a_server_may_keep_of_prompts(words: tuple[str, ...], mib: float) -
         ({"a": MODEL}, 16 * GIB, None),
         ({"a": MODEL, "b": MODEL}, 16 * GIB, None),
         ({"a": MODEL, "b": MODEL, "c": MODEL}, 16 * GIB, "3 servers may keep up to 24576 MiB"),
-        ({"a": MODEL, "b": (*MODEL, "--cache-ram", "-1")}, 64 * GIB, "inf MiB of prompts in memory (a: 8192 MiB, b: "),
+        (
+            {"a": MODEL, "b": (*MODEL, "--cache-ram", "-1")},
+            64 * GIB,
+            "inf MiB of prompts in memory (a: 8192 MiB, b: ",
+        ),
         ({"a": MODEL}, 4 * GIB, "a server may keep up to 8192 MiB"),
         ({}, 0, None),
     ],
 )
-def test_caches_beyond_memory_are_named(commands: dict[str, tuple[str, ...]], memory: int, says: str | None) -> None:
+def test_caches_beyond_memory_are_named(
+    commands: dict[str, tuple[str, ...]], memory: int, says: str | None
+) -> None:
     line = memory_warning(commands, memory)
     assert (line is None) == (says is None)
     assert (says or "") in (line or "")
@@ -130,12 +182,35 @@ def test_a_command_can_bound_the_cache(given: int | None, bound: float) -> None:
 # ---------------------------------------------------------------- what a build knows
 
 
-NO_VALUE = ("-h", "--help", "--usage", "-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified", "--fim-qwen-1.5b-default")
-ONE_VALUE = ("-m", "--model", "-fa", "--flash-attn", "-np", "--parallel", "-ot", "--override-tensor", "--port")
-KNOWN = KnownFlags({**dict.fromkeys(NO_VALUE, 0), **dict.fromkeys(ONE_VALUE, 1), "--control-vector-layer-range": 2})
+NO_VALUE = (
+    "-h",
+    "--help",
+    "--usage",
+    "-kvu",
+    "--kv-unified",
+    "-no-kvu",
+    "--no-kv-unified",
+    "--fim-qwen-1.5b-default",
+)
+ONE_VALUE = (
+    "-m",
+    "--model",
+    "-fa",
+    "--flash-attn",
+    "-np",
+    "--parallel",
+    "-ot",
+    "--override-tensor",
+    "--port",
+)
+KNOWN = KnownFlags(
+    {**dict.fromkeys(NO_VALUE, 0), **dict.fromkeys(ONE_VALUE, 1), "--control-vector-layer-range": 2}
+)
 
 
-@pytest.mark.parametrize(("text", "known"), [(HELP, KNOWN), ("", None), ("error: unknown argument: --help", None)])
+@pytest.mark.parametrize(
+    ("text", "known"), [(HELP, KNOWN), ("", None), ("error: unknown argument: --help", None)]
+)
 def test_the_help_is_read_where_it_lists_flags(text: str, known: KnownFlags | None) -> None:
     assert read_help(text) == known
 
@@ -153,7 +228,9 @@ def test_the_help_is_read_where_it_lists_flags(text: str, known: KnownFlags | No
         (("-np",), ()),  # the server itself says that its value is missing
     ],
 )
-def test_what_a_build_does_not_know_is_named(words: tuple[str, ...], unknown: tuple[str, ...]) -> None:
+def test_what_a_build_does_not_know_is_named(
+    words: tuple[str, ...], unknown: tuple[str, ...]
+) -> None:
     assert unknown_flags(("numactl", "-N0", "/bin/llama-server", *words), KNOWN) == list(unknown)
 
 

@@ -15,14 +15,32 @@ from typing import Any
 
 import pytest
 
-from llama_worker import Canary, ConfigError, LoopDetector, Recycle, RestartPolicy, TimeoutProfile, WorkerConfig
+from llama_worker import (
+    Canary,
+    ConfigError,
+    LoopDetector,
+    Recycle,
+    RestartPolicy,
+    TimeoutProfile,
+    WorkerConfig,
+)
 from llama_worker.errors import MASK
 from llama_worker.request.submission import validate_submit
 from llama_worker.server.command import llama_server_cmd, masked_server_cmd
 from llama_worker.types import ToolDef
 from llama_worker.validation import shown
 
-CMD = ("llama-server", "--model", "m.gguf", "--host", "127.0.0.1", "--port", "9001", "--parallel", "1")
+CMD = (
+    "llama-server",
+    "--model",
+    "m.gguf",
+    "--host",
+    "127.0.0.1",
+    "--port",
+    "9001",
+    "--parallel",
+    "1",
+)
 
 
 async def async_call(*_: Any, **__: Any) -> str:
@@ -52,7 +70,9 @@ def test_name_host_port_and_command_are_positional_and_the_rest_is_by_keyword() 
         WorkerConfig("w", "127.0.0.1", 9001, CMD, {})  # type: ignore[call-arg]
 
 
-def test_the_presets_are_what_their_names_say() -> None:  # their numbers are compared with the documentation's
+def test_the_presets_are_what_their_names_say() -> (
+    None
+):  # their numbers are compared with the documentation's
     assert TimeoutProfile() == TimeoutProfile.slow_prefill()
     assert RestartPolicy.never() == RestartPolicy(max_restarts_per_window=0)
 
@@ -74,18 +94,26 @@ HOLDS_ITSELF["self"] = [HOLDS_ITSELF]
 
 def bad(field: str, value: Any, error: type[Exception], *says: str) -> Any:
     """`says`: what is in the message beside the field's name."""
-    name = re.sub(r" at 0x[0-9a-f]*", "", shown(value))  # every process that runs tests must name them alike
+    name = re.sub(
+        r" at 0x[0-9a-f]*", "", shown(value)
+    )  # every process that runs tests must name them alike
     return pytest.param(field, value, error, says, id=f"{field}={name[:40]}")
 
 
 TIMEOUTS = [field.name for field in dataclasses.fields(TimeoutProfile) if field.name.endswith("_s")]
-CAN_BE_OFF = [name for name, limit in dataclasses.asdict(TimeoutProfile.debug()).items() if limit is None]  # there, all
+CAN_BE_OFF = [
+    name for name, limit in dataclasses.asdict(TimeoutProfile.debug()).items() if limit is None
+]  # there, all
 BAD_TIMEOUTS = [
     *(bad(name, "3", TypeError, "number", "str", "'3'") for name in TIMEOUTS),
     *(bad(name, NAN, ConfigError, "finite", "nan") for name in TIMEOUTS),
     *(bad(name, -1, ConfigError, "-1") for name in TIMEOUTS),
     *(bad(name, 0, ConfigError, "above 0", "0") for name in TIMEOUTS if name != "stop_grace_s"),
-    *(bad(name, None, TypeError, "number", "NoneType") for name in TIMEOUTS if name not in CAN_BE_OFF),
+    *(
+        bad(name, None, TypeError, "number", "NoneType")
+        for name in TIMEOUTS
+        if name not in CAN_BE_OFF
+    ),
     *(bad(name, 0, ConfigError, "None is allowed") for name in CAN_BE_OFF),
     bad("connect_timeout_s", True, TypeError, "number", "bool"),
     bad("idle_stream_timeout_s", 1e10, ConfigError, "1e+09", "10000000000.0", "None"),
@@ -114,7 +142,9 @@ BAD_CONFIGS = [
     bad("server_cmd", "llama-server -m m", TypeError, "sequence of words", "llama-server -m m"),
     bad("server_cmd", b"llama-server", TypeError, "sequence of str", "bytes"),
     bad("server_cmd", {"llama-server"}, TypeError, "sequence of str", "set"),
-    bad("server_cmd", ("llama-server", "--ctx-size", 512), TypeError, "server_cmd[2]", "str", "512"),
+    bad(
+        "server_cmd", ("llama-server", "--ctx-size", 512), TypeError, "server_cmd[2]", "str", "512"
+    ),
     bad("server_cmd", ("llama-server", "-m", "a\0b"), ConfigError, "server_cmd[2]", "NUL"),
     bad("env", ["A=b"], TypeError, "mapping", "list"),
     bad("env", {"A": 1}, TypeError, "env['A']", "str", "int"),
@@ -162,7 +192,10 @@ BAD = [
     (TimeoutProfile, BAD_TIMEOUTS),
     (RestartPolicy, BAD_POLICIES),
     (LoopDetector, [bad("long_line_chars", 31, ConfigError, "min_line_chars", "31", "32")]),
-    (Recycle, [bad("max_age_s", 0, ConfigError, "above 0"), bad("max_age_s", INF, ConfigError, "finite")]),
+    (
+        Recycle,
+        [bad("max_age_s", 0, ConfigError, "above 0"), bad("max_age_s", INF, ConfigError, "finite")],
+    ),
     (config, BAD_CONFIGS),
 ]
 
@@ -171,7 +204,9 @@ BAD = [
     ("make", "field", "value", "error", "says"),
     [pytest.param(make, *case.values, id=case.id) for make, cases in BAD for case in cases],
 )
-def test_bad_input_is_refused(make: Any, field: str, value: Any, error: type[Exception], says: tuple[str, ...]) -> None:
+def test_bad_input_is_refused(
+    make: Any, field: str, value: Any, error: type[Exception], says: tuple[str, ...]
+) -> None:
     refuses(lambda: make(**{field: value}), field, error, says)
 
 
@@ -183,21 +218,40 @@ def test_bad_input_is_refused(make: Any, field: str, value: Any, error: type[Exc
         ("a", TypeError, ("sequence", "'a'")),
         ([None], TypeError, ("[0]", "mapping", "None")),
         ([tool("a"), tool("a")], ConfigError, ("two tools named 'a'",)),
-        ([{"type": "tool", "function": {"name": "a"}}], ConfigError, ("[0]", "'function'", "'tool'")),
-        ([{"type": "function", "name": "a", "parameters": {}}], TypeError, ("[0]", "'function'", "None")),
+        (
+            [{"type": "tool", "function": {"name": "a"}}],
+            ConfigError,
+            ("[0]", "'function'", "'tool'"),
+        ),
+        (
+            [{"type": "function", "name": "a", "parameters": {}}],
+            TypeError,
+            ("[0]", "'function'", "None"),
+        ),
         ([tool("")], ConfigError, ("[0]", "name", "empty")),
         ([tool(7)], TypeError, ("[0]", "name", "str", "7")),  # type: ignore[arg-type]
         ([tool("a", parameters=[])], TypeError, ("[0]", "parameters", "JSON schema object", "[]")),
-        ([tool("a"), tool("b", parameters={"x": {1, 2}})], TypeError, ("[1]", "['x']", "JSON cannot hold")),
+        (
+            [tool("a"), tool("b", parameters={"x": {1, 2}})],
+            TypeError,
+            ("[1]", "['x']", "JSON cannot hold"),
+        ),
     ],
 )
-def test_tool_definitions_are_refused(field: str, value: Any, error: type[Exception], says: tuple[str, ...]) -> None:
+def test_tool_definitions_are_refused(
+    field: str, value: Any, error: type[Exception], says: tuple[str, ...]
+) -> None:
     refuses(lambda: config(tool_runner=RUNNER, **{field: value}), field, error, says)
 
 
 def test_normal_tools_need_a_runner_and_names_of_their_own() -> None:
     normal, exits = [tool("a"), tool("b")], [tool("b"), tool("c")]
-    refuses(lambda: config(normal_tools=normal), "normal_tools", ConfigError, ("'a'", "'b'", "tool_runner", "None"))
+    refuses(
+        lambda: config(normal_tools=normal),
+        "normal_tools",
+        ConfigError,
+        ("'a'", "'b'", "tool_runner", "None"),
+    )
     both = {"normal_tools": normal, "exit_tools": exits, "tool_runner": RUNNER}
     refuses(lambda: config(**both), "normal_tools", ConfigError, ("exit_tools", "'b'"))
 
@@ -210,7 +264,12 @@ COMMAND = partial(llama_server_cmd, "m.gguf", host="h", port=1, slots=1)
     [
         (TimeoutProfile, ["health_failures_before_restart"], 1, None),
         (RestartPolicy, ["max_restarts_per_window"], 0, None),
-        (RestartPolicy, ["transport_failures_before_restart", "server_errors_before_restart"], 1, None),
+        (
+            RestartPolicy,
+            ["transport_failures_before_restart", "server_errors_before_restart"],
+            1,
+            None,
+        ),
         (RestartPolicy, ["degenerate_outputs_before_restart"], 1, None),
         (Recycle, ["max_requests", "max_anon_mib"], 1, None),
         (COMMAND, ["cache_ram_mib"], -1, None),
@@ -225,7 +284,9 @@ COMMAND = partial(llama_server_cmd, "m.gguf", host="h", port=1, slots=1)
         (config, ["log_lines"], 1, 1_000_000),
     ],
 )
-def test_a_count_is_an_int_within_its_bounds(make: Any, fields: list[str], least: int, greatest: int | None) -> None:
+def test_a_count_is_an_int_within_its_bounds(
+    make: Any, fields: list[str], least: int, greatest: int | None
+) -> None:
     says = f"{least} or more" if greatest is None else f"from {least} to {greatest}"
     for field in fields:
         for beyond in (least - 1, *([] if greatest is None else [greatest + 1])):
@@ -234,7 +295,9 @@ def test_a_count_is_an_int_within_its_bounds(make: Any, fields: list[str], least
             refuses(partial(make, **{field: value}), field, TypeError, ("int", repr(value)))
 
 
-def refuses(make: Callable[[], object], field: str, error: type[Exception], says: tuple[str, ...]) -> None:
+def refuses(
+    make: Callable[[], object], field: str, error: type[Exception], says: tuple[str, ...]
+) -> None:
     with pytest.raises(error) as caught:
         make()
     text = str(caught.value)
@@ -255,8 +318,15 @@ def refuses(make: Callable[[], object], field: str, error: type[Exception], says
         *((words, words, "slots", "1") for words in ("-np 4", "--n-parallel 4", "--parallel one")),
     ],
 )
-def test_a_command_that_contradicts_the_config_is_refused(words: str, told: str, field: str, value: str) -> None:
-    refuses(lambda: config(server_cmd=("s", *words.split())), "server_cmd", ConfigError, (told, field, value))
+def test_a_command_that_contradicts_the_config_is_refused(
+    words: str, told: str, field: str, value: str
+) -> None:
+    refuses(
+        lambda: config(server_cmd=("s", *words.split())),
+        "server_cmd",
+        ConfigError,
+        (told, field, value),
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,9 +352,17 @@ def test_a_command_that_is_built_ends_in_what_the_caller_adds() -> None:
 
 @pytest.mark.parametrize(
     ("host", "reached_at"),
-    [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("[::1]", "::1"), ("10.0.0.7", "10.0.0.7"), ("gpu7", "gpu7")],
+    [
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "::1"),
+        ("[::1]", "::1"),
+        ("10.0.0.7", "10.0.0.7"),
+        ("gpu7", "gpu7"),
+    ],
 )
-def test_a_server_that_listens_everywhere_is_reached_at_the_loopback(host: str, reached_at: str) -> None:
+def test_a_server_that_listens_everywhere_is_reached_at_the_loopback(
+    host: str, reached_at: str
+) -> None:
     assert config(host=host, server_cmd=("s",)).connect_host == reached_at
 
 
@@ -306,7 +384,11 @@ def test_keys_are_masked_in_the_command(words: str, api_key: str | None, shown: 
 
 
 def test_secrets_show_in_no_repr() -> None:
-    made = config(api_key="sesame", env={"HF_TOKEN": "sesame"}, server_cmd=(*CMD, "sesame", "--hf-token=sesame"))
+    made = config(
+        api_key="sesame",
+        env={"HF_TOKEN": "sesame"},
+        server_cmd=(*CMD, "sesame", "--hf-token=sesame"),
+    )
     assert "sesame" not in repr(made)
     assert MASK in repr(made)
     assert repr(made).startswith("WorkerConfig(name='w', host='127.0.0.1', port=9001, server_cmd=[")
@@ -378,7 +460,9 @@ def test_replace_makes_a_checked_config() -> None:
 
 
 def test_a_config_of_plain_parts_can_be_pickled_and_copied() -> None:
-    made = config(env={"A": "1"}, restart=RestartPolicy.never(), exit_tools=[tool("a")], api_key="sesame")
+    made = config(
+        env={"A": "1"}, restart=RestartPolicy.never(), exit_tools=[tool("a")], api_key="sesame"
+    )
     for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), copy.copy(made)):
         assert other == made
         assert other.config_hash == made.config_hash
@@ -394,10 +478,20 @@ def test_a_config_of_plain_parts_can_be_pickled_and_copied() -> None:
         ({"env": {"HF_TOKEN": "one"}}, {"env": {"HF_TOKEN": "two"}}),
         ({"env": {"LLAMA_API_KEY": "one"}}, {"env": {"LLAMA_API_KEY": "two"}}),
         ({"server_cmd": (*CMD, "--api-key", "one")}, {"server_cmd": (*CMD, "--api-key", "two")}),
-        ({}, {"tool_runner": RUNNER, "bios_provider": str, "liveness_probes": [PROBE], "on_signal": print}),
+        (
+            {},
+            {
+                "tool_runner": RUNNER,
+                "bios_provider": str,
+                "liveness_probes": [PROBE],
+                "on_signal": print,
+            },
+        ),
     ],
 )
-def test_the_hash_is_the_same_for_the_same_data_whatever_the_secrets_and_callables(one: Any, other: Any) -> None:
+def test_the_hash_is_the_same_for_the_same_data_whatever_the_secrets_and_callables(
+    one: Any, other: Any
+) -> None:
     assert config(**one).config_hash == config(**other).config_hash
     assert re.fullmatch("[0-9a-f]{64}", config(**one).config_hash)
 
@@ -430,13 +524,19 @@ NOT_DATA = {"api_key", "tool_runner", "bios_provider", "on_signal", "liveness_pr
 
 def test_every_field_of_data_changes_the_hash() -> None:
     base = config(server_cmd=("s",), tool_runner=RUNNER)
-    hashes = {dataclasses.replace(base, **{name: value}).config_hash for name, value in DATA_CHANGES.items()}
+    hashes = {
+        dataclasses.replace(base, **{name: value}).config_hash
+        for name, value in DATA_CHANGES.items()
+    }
     assert len(hashes | {base.config_hash}) == len(DATA_CHANGES) + 1
-    assert {field.name for field in dataclasses.fields(WorkerConfig)} == DATA_CHANGES.keys() | NOT_DATA
+    assert {
+        field.name for field in dataclasses.fields(WorkerConfig)
+    } == DATA_CHANGES.keys() | NOT_DATA
 
 
 @pytest.mark.parametrize(
-    ("holder", "kind"), [("timeouts", TimeoutProfile), ("restart", RestartPolicy), ("loop_detector", LoopDetector)]
+    ("holder", "kind"),
+    [("timeouts", TimeoutProfile), ("restart", RestartPolicy), ("loop_detector", LoopDetector)],
 )
 def test_every_field_of_the_parts_changes_the_hash(holder: str, kind: type[Any]) -> None:
     hashes = {config().config_hash}
@@ -449,7 +549,13 @@ def test_every_field_of_the_parts_changes_the_hash(holder: str, kind: type[Any])
 
 # ---------------------------------------------------------------- a submission
 
-GOOD: dict[str, Any] = {"job_name": "", "system_prompt": "", "user_prompt": "", "params": None, "messages": None}
+GOOD: dict[str, Any] = {
+    "job_name": "",
+    "system_prompt": "",
+    "user_prompt": "",
+    "params": None,
+    "messages": None,
+}
 PARTS: list[dict[str, Any]] = [
     {"type": "text", "text": "What is this?"},
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},
@@ -458,11 +564,15 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_submission_of_content_parts_is_copied_as_it_is_and_one_may_leave_out_params_and_messages() -> None:
+def test_a_submission_of_content_parts_is_copied_as_it_is_and_one_may_leave_out_params_and_messages() -> (
+    None
+):
     given = copy.deepcopy(PARTS)
     params = {"stop": ["x"]}
     messages = ({"role": "user", "content": given, "extra": {"a": 1}} for _ in range(2))
-    got = validate_submit(**(GOOD | {"user_prompt": tuple(given), "messages": messages, "params": params}))
+    got = validate_submit(
+        **(GOOD | {"user_prompt": tuple(given), "messages": messages, "params": params})
+    )
     given[1]["image_url"]["url"] = "changed"
     params["stop"].append("y")
     assert (got.user_prompt, got.params) == (PARTS, {"stop": ["x"]})
@@ -475,17 +585,36 @@ def test_a_submission_of_content_parts_is_copied_as_it_is_and_one_may_leave_out_
     ("part", "error", "says"),
     [
         ("u", TypeError, ("[0] must be a mapping", "'u'")),
-        ({"text": "u"}, ConfigError, ("[0] needs a 'type', such as 'text', 'image_url', 'input_audio'", "None")),
+        (
+            {"text": "u"},
+            ConfigError,
+            ("[0] needs a 'type', such as 'text', 'image_url', 'input_audio'", "None"),
+        ),
         ({"type": "text"}, ConfigError, ("[0] of type 'text' needs 'text', a str", "None")),
-        ({"type": "image_url", "image_url": "u.png"}, ConfigError, ("needs 'image_url': {'url': a str}", "'u.png'")),
-        ({"type": "input_audio", "input_audio": {"data": "AA=="}}, ConfigError, ("{'format': a str}",)),
+        (
+            {"type": "image_url", "image_url": "u.png"},
+            ConfigError,
+            ("needs 'image_url': {'url': a str}", "'u.png'"),
+        ),
+        (
+            {"type": "input_audio", "input_audio": {"data": "AA=="}},
+            ConfigError,
+            ("{'format': a str}",),
+        ),
         ({"type": "text", "text": SURROGATE}, ConfigError, ("[0]['text']", "surrogate")),
     ],
 )
-def test_a_part_of_no_use_is_refused(part: Any, error: type[Exception], says: tuple[str, ...]) -> None:
+def test_a_part_of_no_use_is_refused(
+    part: Any, error: type[Exception], says: tuple[str, ...]
+) -> None:
     refuses(lambda: validate_submit(**(GOOD | {"user_prompt": [part]})), "user_prompt", error, says)
     message = {"role": "user", "content": [part]}
-    refuses(lambda: validate_submit(**(GOOD | {"messages": [message]})), "messages[0]['content']", error, says)
+    refuses(
+        lambda: validate_submit(**(GOOD | {"messages": [message]})),
+        "messages[0]['content']",
+        error,
+        says,
+    )
 
 
 @pytest.mark.parametrize(
@@ -494,7 +623,13 @@ def test_a_part_of_no_use_is_refused(part: Any, error: type[Exception], says: tu
         bad("job_name", None, TypeError, "str", "None"),
         bad("system_prompt", b"s", TypeError, "str", "b's'"),
         bad("user_prompt", None, TypeError, "str or a list of content parts", "None"),
-        bad("user_prompt", {"type": "text", "text": "u"}, TypeError, "a list of content parts", "dict"),
+        bad(
+            "user_prompt",
+            {"type": "text", "text": "u"},
+            TypeError,
+            "a list of content parts",
+            "dict",
+        ),
         bad("user_prompt", [], ConfigError, "at least one content part"),
         bad("user_prompt", "x" * 100_000 + SURROGATE, ConfigError, "surrogate"),
         bad("params", [1], TypeError, "mapping", "[1]"),
@@ -504,8 +639,16 @@ def test_a_part_of_no_use_is_refused(part: Any, error: type[Exception], says: tu
         bad("messages", ["hello"], TypeError, "messages[0]", "mapping", "'hello'"),
         bad("messages", [{"content": "x"}], ConfigError, "messages[0]", "role", "None"),
         bad("messages", [{"role": "user"}, {"role": ""}], ConfigError, "messages[1]", "role", "''"),
-        bad("messages", [{"role": "user", "content": {1}}], TypeError, "messages[0]['content']", "JSON"),
+        bad(
+            "messages",
+            [{"role": "user", "content": {1}}],
+            TypeError,
+            "messages[0]['content']",
+            "JSON",
+        ),
     ],
 )
-def test_a_submission_is_refused(field: str, value: Any, error: type[Exception], says: tuple[str, ...]) -> None:
+def test_a_submission_is_refused(
+    field: str, value: Any, error: type[Exception], says: tuple[str, ...]
+) -> None:
     refuses(lambda: validate_submit(**(GOOD | {field: value})), field, error, says)

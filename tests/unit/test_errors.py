@@ -1,4 +1,5 @@
-"""What the library raises: one root, data as attributes, text for a person: the cause and what to do come first."""
+"""What the library raises: one root, data as attributes, text for a person: the cause and what to
+do come first."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from llama_worker.server.start_advice import described, lack_of_memory, not_exec
         (ConfigError("slots must be 1 or more"), "slots must be 1 or more"),
     ],
 )
-def test_an_error_has_the_one_root_and_survives_pickling_and_copying(error: LlamaWorkerError, text: str) -> None:
+def test_an_error_has_the_one_root_and_survives_pickling_and_copying(
+    error: LlamaWorkerError, text: str
+) -> None:
     assert isinstance(error, LlamaWorkerError)
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is type(error)
@@ -46,7 +49,12 @@ def test_an_error_has_the_one_root_and_survives_pickling_and_copying(error: Llam
 def test_a_start_error_tells_why_and_what_the_server_said_last() -> None:
     lines = tuple(f"line {number}" for number in range(40))
     error = WorkerStartError("exited", "the server ended", 1, lines)
-    assert (error.reason, error.returncode, error.log_tail, error.advice) == (StartFailReason.EXITED, 1, lines, None)
+    assert (error.reason, error.returncode, error.log_tail, error.advice) == (
+        StartFailReason.EXITED,
+        1,
+        lines,
+        None,
+    )
     first, *others = str(error).splitlines()
     assert first == "exited: the server ended (return code 1); the server's last lines:"
     assert [line.strip() for line in others] == list(lines[-20:])
@@ -66,24 +74,68 @@ def test_there_are_no_other_reasons() -> None:
 @pytest.mark.parametrize(
     ("returncode", "log", "told"),
     [
-        (1, "E ggml_aligned_malloc: insufficient memory (attempted to allocate 2197265.62 MB)", "--ctx-size"),
+        (
+            1,
+            "E ggml_aligned_malloc: insufficient memory (attempted to allocate 2197265.62 MB)",
+            "--ctx-size",
+        ),
         (1, "CUDA error: out of memory", "memory"),
         (-signal.SIGABRT, "ggml.c:1644: GGML_ASSERT(ctx->mem_buffer != NULL) failed", "--ctx-size"),
-        (-signal.SIGKILL, "load_tensors", "(signal 9); it was killed, mostly by the kernel when memory ran out"),
+        (
+            -signal.SIGKILL,
+            "load_tensors",
+            "(signal 9); it was killed, mostly by the kernel when memory ran out",
+        ),
         (1, "error: invalid argument: --frob", "`llama-server --help`"),
-        (1, "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (No such file or directory)", "check the path"),
-        (1, "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (Permission denied)", "chmod u+r"),
+        (
+            1,
+            "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (No such file or directory)",
+            "check the path",
+        ),
+        (
+            1,
+            "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (Permission denied)",
+            "chmod u+r",
+        ),
         (1, "E gguf_init_from_reader: failed to read magic", "name the .gguf file itself"),
-        (1, "E gguf_init_from_reader: invalid magic characters: 'hell', expected 'GGUF'", "not a GGUF model"),
-        (1, "E read: string length 20 exceeds remaining file size 8 bytes", "the model file is incomplete"),
-        (1, "data is not within the file bounds, model is corrupted or incomplete", "download it again"),
+        (
+            1,
+            "E gguf_init_from_reader: invalid magic characters: 'hell', expected 'GGUF'",
+            "not a GGUF model",
+        ),
+        (
+            1,
+            "E read: string length 20 exceeds remaining file size 8 bytes",
+            "the model file is incomplete",
+        ),
+        (
+            1,
+            "data is not within the file bounds, model is corrupted or incomplete",
+            "download it again",
+        ),
         (1, "error loading model: unknown model architecture: 'new'", "newer build"),
-        (127, "error while loading shared libraries: libggml.so: cannot open shared object file", "libraries"),
+        (
+            127,
+            "error while loading shared libraries: libggml.so: cannot open shared object file",
+            "libraries",
+        ),
         (1, "ggml_cuda_init: CUDA driver version is insufficient", "driver"),
-        (1, "E srv start: couldn't bind HTTP server socket, hostname: 10.9.9.9, port: 80", "address of this machine"),
-        (1, "E srv start: couldn't bind HTTP server socket, hostname: 10.9.9.9, port: 80", "above 1023"),
+        (
+            1,
+            "E srv start: couldn't bind HTTP server socket, hostname: 10.9.9.9, port: 80",
+            "address of this machine",
+        ),
+        (
+            1,
+            "E srv start: couldn't bind HTTP server socket, hostname: 10.9.9.9, port: 80",
+            "above 1023",
+        ),
         (-signal.SIGILL, "", "add --no-repack, which avoids AMX; or take a portable build"),
-        (132, "./run.sh: line 2: 4711 Illegal instruction (core dumped) llama-server", "add --no-repack"),
+        (
+            132,
+            "./run.sh: line 2: 4711 Illegal instruction (core dumped) llama-server",
+            "add --no-repack",
+        ),
         (-signal.SIGSEGV, "", "crashed"),
         (0, "", "check that server_cmd starts a llama-server"),
     ],
@@ -94,8 +146,12 @@ def test_a_server_that_ended(returncode: int, log: str, told: str) -> None:
     assert told in str(error).splitlines()[0]
 
 
-@pytest.mark.parametrize(("returncode", "log"), [(3, "something"), (-signal.SIGRTMIN, "x"), (-40, "x"), (None, "x")])
-def test_what_is_not_known_is_left_to_the_servers_last_lines(returncode: int | None, log: str) -> None:
+@pytest.mark.parametrize(
+    ("returncode", "log"), [(3, "something"), (-signal.SIGRTMIN, "x"), (-40, "x"), (None, "x")]
+)
+def test_what_is_not_known_is_left_to_the_servers_last_lines(
+    returncode: int | None, log: str
+) -> None:
     error = WorkerStartError("exited", "it ended", returncode, [log])
     assert str(error) == f"{error.summary}; the server's last lines:\n  {log}"
 
@@ -103,13 +159,35 @@ def test_what_is_not_known_is_left_to_the_servers_last_lines(returncode: int | N
 @pytest.mark.parametrize(
     ("reason", "detail", "log", "told"),
     [
-        ("exited", "actor_died: transport: RuntimeError: can't start new thread", "loading", "`ulimit -u`"),
-        ("spawn_failed", "no process could be started: can't start new thread", "loading", "`ulimit -u`"),
-        ("spawn_failed", "no process could be started: [Errno 24] Too many open files", "loading", "`ulimit -n`"),
-        ("startup_timeout", "not ready", "I srv main: listening on http://h:81", "it listens on http://h:81: pass it"),
+        (
+            "exited",
+            "actor_died: transport: RuntimeError: can't start new thread",
+            "loading",
+            "`ulimit -u`",
+        ),
+        (
+            "spawn_failed",
+            "no process could be started: can't start new thread",
+            "loading",
+            "`ulimit -u`",
+        ),
+        (
+            "spawn_failed",
+            "no process could be started: [Errno 24] Too many open files",
+            "loading",
+            "`ulimit -n`",
+        ),
+        (
+            "startup_timeout",
+            "not ready",
+            "I srv main: listening on http://h:81",
+            "it listens on http://h:81: pass it",
+        ),
     ],
 )
-def test_a_host_at_its_limits_or_a_server_that_listens_elsewhere(reason: str, detail: str, log: str, told: str) -> None:
+def test_a_host_at_its_limits_or_a_server_that_listens_elsewhere(
+    reason: str, detail: str, log: str, told: str
+) -> None:
     assert told in str(WorkerStartError(reason, detail, None, [log])).splitlines()[0]
 
 
@@ -117,7 +195,11 @@ def test_a_host_at_its_limits_or_a_server_that_listens_elsewhere(reason: str, de
     ("program", "number", "told"),
     [
         ("llama-server", errno.ENOENT, "no program 'llama-server' on the PATH: install"),
-        ("./llama-server", errno.ENOENT, "No such file or directory; begin server_cmd with the path"),
+        (
+            "./llama-server",
+            errno.ENOENT,
+            "No such file or directory; begin server_cmd with the path",
+        ),
         ("./llama-server", errno.EACCES, "chmod +x"),
         ("./llama-server", errno.ENOEXEC, "not a program for this system"),
         ("./llama-server", errno.ENOMEM, "Cannot allocate memory"),
@@ -130,7 +212,11 @@ def test_a_program_that_cannot_be_executed(program: str, number: int, told: str)
 
 
 def test_a_return_code_in_words() -> None:
-    assert [described(code) for code in (1, -9, None)] == ["return code 1", "signal 9", "an unknown return code"]
+    assert [described(code) for code in (1, -9, None)] == [
+        "return code 1",
+        "signal 9",
+        "an unknown return code",
+    ]
 
 
 LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
@@ -140,11 +226,29 @@ LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
     ("returncode", "kills", "line", "log", "says"),
     [
         (-9, 0, None, (), None),  # somebody else's kill
-        (-9, 1, None, (), "the kernel killed it for lack of memory (its control group counts it: oom_kill +1)"),
+        (
+            -9,
+            1,
+            None,
+            (),
+            "the kernel killed it for lack of memory (its control group counts it: oom_kill +1)",
+        ),
         (-9, 0, LINE, (), f"the kernel killed it for lack of memory: {LINE}"),
         (-6, 1, LINE, (), None),  # it was another process that the kernel killed
-        (1, 0, None, ("ggml: failed to allocate buffer", "bye"), "its last words: ggml: failed to allocate buffer"),
-        (-6, 0, None, ("terminate called: std::bad_alloc",), "its last words: terminate called: std::bad_alloc"),
+        (
+            1,
+            0,
+            None,
+            ("ggml: failed to allocate buffer", "bye"),
+            "its last words: ggml: failed to allocate buffer",
+        ),
+        (
+            -6,
+            0,
+            None,
+            ("terminate called: std::bad_alloc",),
+            "its last words: terminate called: std::bad_alloc",
+        ),
         (0, 0, None, ("out of memory",), None),
         (1, 0, None, ("out of memory", "1", "2", "3", "4", "5"), None),  # long ago
         (None, 1, None, (), None),

@@ -45,19 +45,27 @@ class Fake:
     def ask(self, path: str, body: Any = None, key: str = "sesame") -> requests.Response:
         """The response, of which only the head was read."""
         method, headers = "GET" if body is None else "POST", {"Authorization": f"Bearer {key}"}
-        return requests.request(method, self.url + path, json=body, headers=headers, stream=True, timeout=10)
+        return requests.request(
+            method, self.url + path, json=body, headers=headers, stream=True, timeout=10
+        )
 
     def chat(self, *steps: Step) -> requests.Response:
-        return self.ask("/v1/chat/completions", {"messages": MESSAGES, "fake_script": steps_json(*steps)})
+        return self.ask(
+            "/v1/chat/completions", {"messages": MESSAGES, "fake_script": steps_json(*steps)}
+        )
 
 
 @pytest.fixture
-def fake(tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+def fake(
+    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Fake]:
     monkeypatch.setenv("NO_PROXY", HOST)
     port, journal = free_port(), Journal(tmp_path / "journal")
     script = Script(children=[Child("group"), Child("session"), Child("daemon")])
     cmd = fake_server_cmd(script, host=HOST, port=port, slots=2, journal=journal.path)
-    process = subprocess.Popen([*cmd, "-m", "model.gguf", "--api-key", "sesame"], start_new_session=True)
+    process = subprocess.Popen(
+        [*cmd, "-m", "model.gguf", "--api-key", "sesame"], start_new_session=True
+    )
     try:
         journal.wait("ready")
         yield Fake(process, journal, f"http://{HOST}:{port}")
@@ -70,10 +78,17 @@ def fake(tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.Monke
 
 
 def test_endpoints_answer_as_llama_server_does(fake: Fake) -> None:
-    asked = [("/health", ""), ("/v1/models", ""), ("/v1/models", "sesame"), ("/v1/models/", "sesame")]
+    asked = [
+        ("/health", ""),
+        ("/v1/models", ""),
+        ("/v1/models", "sesame"),
+        ("/v1/models/", "sesame"),
+    ]
     assert [fake.ask(path, key=key).status_code for path, key in asked] == [200, 401, 200, 404]
     assert fake.ask("/props").json()["total_slots"] == len(fake.ask("/slots").json()) == 2
-    assert fake.ask("/apply-template", {"messages": MESSAGES}).json()["prompt"].endswith("assistant\n")
+    assert (
+        fake.ask("/apply-template", {"messages": MESSAGES}).json()["prompt"].endswith("assistant\n")
+    )
     assert "sesame" not in fake.journal.path.read_text()
 
 
@@ -84,9 +99,15 @@ def test_a_mistake_in_a_script_is_loud(fake: Fake) -> None:
 
 @pytest.mark.parametrize(
     ("step", "ticks", "least_bytes"),
-    [(Burn(60, ticks_per_s=8), range(4, 13), 0), (DiskReads(60), range(20), 5e6), (WaitClose(), range(2), 0)],
+    [
+        (Burn(60, ticks_per_s=8), range(4, 13), 0),
+        (DiskReads(60), range(20), 5e6),
+        (WaitClose(), range(2), 0),
+    ],
 )
-def test_work_shows_in_proc_as_it_should(fake: Fake, step: Step, ticks: range, least_bytes: float) -> None:
+def test_work_shows_in_proc_as_it_should(
+    fake: Fake, step: Step, ticks: range, least_bytes: float
+) -> None:
     """In a second."""
     process = psutil.Process(fake.process.pid)
     with fake.chat(Headers(), Note("works"), step):
@@ -98,7 +119,9 @@ def test_work_shows_in_proc_as_it_should(fake: Fake, step: Step, ticks: range, l
 
 
 def test_children_in_every_relation_outlive_the_server(fake: Fake) -> None:
-    children = {kind: fake.journal.wait("child", kind=kind) for kind in ("group", "session", "daemon")}
+    children = {
+        kind: fake.journal.wait("child", kind=kind) for kind in ("group", "session", "daemon")
+    }
     fake.process.terminate()
     assert fake.process.wait(5) == 0
     assert children["group"]["pgid"] == fake.process.pid
@@ -107,4 +130,6 @@ def test_children_in_every_relation_outlive_the_server(fake: Fake) -> None:
     for child in children.values():
         os.kill(child["pid"], signal.SIGTERM)
     time.sleep(0.1)  # that they do not die of it is the claim
-    assert psutil.STATUS_ZOMBIE not in [psutil.Process(child["pid"]).status() for child in children.values()]
+    assert psutil.STATUS_ZOMBIE not in [
+        psutil.Process(child["pid"]).status() for child in children.values()
+    ]

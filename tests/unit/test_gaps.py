@@ -1,4 +1,5 @@
-"""A machine or a program that did not run for a while: nothing is concluded from what was silent meanwhile."""
+"""A machine or a program that did not run for a while: nothing is concluded from what was silent
+meanwhile."""
 
 from __future__ import annotations
 
@@ -8,13 +9,30 @@ from llama_worker.server.gaps import NO_GAPS
 from llama_worker.server.slots import Slot
 from tests.virtual_watch import VirtualWatch, generating
 
-PROFILE = TimeoutProfile(idle_stream_timeout_s=20.0, liveness_probe_interval_s=5.0, health_probe_interval_s=None)
+PROFILE = TimeoutProfile(
+    idle_stream_timeout_s=20.0, liveness_probe_interval_s=5.0, health_probe_interval_s=None
+)
 
 
 def test_lost_time_is_what_lies_behind_the_instant() -> None:
     gaps = NO_GAPS.with_gap(20.0, 5.0).with_gap(100.0, 10.0)
-    assert [gaps.lost_s(since) for since in (0.0, 15.0, 17.0, 20.0, 50.0, 95.0, 100.0)] == [15, 15, 13, 10, 10, 5, 0]
-    assert [gaps.lost_s(17.0, until) for until in (10.0, 17.0, 19.0, 20.0, 90.0, 91.0)] == [0, 0, 2, 3, 3, 4]
+    assert [gaps.lost_s(since) for since in (0.0, 15.0, 17.0, 20.0, 50.0, 95.0, 100.0)] == [
+        15,
+        15,
+        13,
+        10,
+        10,
+        5,
+        0,
+    ]
+    assert [gaps.lost_s(17.0, until) for until in (10.0, 17.0, 19.0, 20.0, 90.0, 91.0)] == [
+        0,
+        0,
+        2,
+        3,
+        3,
+        4,
+    ]
 
 
 def test_only_the_latest_gaps_are_kept() -> None:
@@ -44,7 +62,9 @@ def test_looks_at_the_slots_from_both_sides_of_a_gap_are_not_compared() -> None:
     watch = VirtualWatch.ready(profile, slots=slots)
     watch.begin(lambda now: generating(0.0))
     assert watch.run(63.0, Stalled) is None
-    assert len(watch.slots_asked_at) == 2  # the server stands still as long as the machine is about to be stopped
+    assert (
+        len(watch.slots_asked_at) == 2
+    )  # the server stands still as long as the machine is about to be stopped
     watch.now = 100.0
     watch.tell(Tick())
     assert watch.run(200.0, Stalled) is None
@@ -62,6 +82,8 @@ def test_a_launch_gets_the_time_again_that_was_lost() -> None:
 
 
 def test_a_look_that_saw_nothing_for_lack_of_descriptors_judges_nobody() -> None:
-    watch = VirtualWatch.ready(PROFILE, evidence=lambda now, fresh: now > 65.0, blind=lambda now: now < 62.0)
+    watch = VirtualWatch.ready(
+        PROFILE, evidence=lambda now, fresh: now > 65.0, blind=lambda now: now < 62.0
+    )
     watch.begin(lambda now: generating(0.0))
     assert watch.run(300.0, Stalled) is None

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from llama_worker.stream.failure import StreamFailure, describe_http_error, refuses_tools, reports_malformed_call
+from llama_worker.stream.failure import (
+    StreamFailure,
+    describe_http_error,
+    refuses_tools,
+    reports_malformed_call,
+)
 from llama_worker.types import RequestFailReason
 
 LONG_AGO = b'{"error":{"code":400,"message":"too long","type":"invalid_request_error","n_ctx":64}}'
@@ -32,7 +37,9 @@ LONG_AGO = b'{"error":{"code":400,"message":"too long","type":"invalid_request_e
 )
 def test_the_servers_own_message_and_the_status(status: int, body: bytes, detail: str) -> None:
     reason = RequestFailReason.HTTP_ERROR
-    assert describe_http_error(status, body) == StreamFailure(reason=reason, detail=detail, http_status=status)
+    assert describe_http_error(status, body) == StreamFailure(
+        reason=reason, detail=detail, http_status=status
+    )
 
 
 MESSAGE = "the request exceeds the available context size"
@@ -42,13 +49,18 @@ OVERFLOW = {"code": 400, "message": MESSAGE, "type": "exceed_context_size_error"
 @pytest.mark.parametrize(
     ("error", "context"),
     [
-        (OVERFLOW | {"n_prompt_tokens": 5000, "n_ctx": 4096}, {"n_prompt_tokens": 5000, "n_ctx": 4096}),
+        (
+            OVERFLOW | {"n_prompt_tokens": 5000, "n_ctx": 4096},
+            {"n_prompt_tokens": 5000, "n_ctx": 4096},
+        ),
         (OVERFLOW | {"message": "request (5000 tokens) is too long"}, None),
         (OVERFLOW | {"type": "invalid_request_error"}, None),  # builds before September 2025
         (OVERFLOW | {"n_prompt_tokens": "5000", "n_ctx": 4096}, None),
     ],
 )
-def test_a_prompt_that_does_not_fit_is_told_with_its_numbers(error: dict[str, Any], context: Any) -> None:
+def test_a_prompt_that_does_not_fit_is_told_with_its_numbers(
+    error: dict[str, Any], context: Any
+) -> None:
     failure = describe_http_error(400, json.dumps({"error": error}).encode())
     assert (failure.reason, failure.context) == (RequestFailReason.CONTEXT_EXCEEDED, context)
     assert failure.detail.startswith("HTTP 400: ")
@@ -66,7 +78,9 @@ def test_a_prompt_that_does_not_fit_is_told_with_its_numbers(error: dict[str, An
         ("tools are not supported", None, False),
     ],
 )
-def test_a_refusal_of_tools_is_told_from_other_errors(detail: str, status: int | None, refuses: bool) -> None:
+def test_a_refusal_of_tools_is_told_from_other_errors(
+    detail: str, status: int | None, refuses: bool
+) -> None:
     failure = StreamFailure(reason=RequestFailReason.HTTP_ERROR, detail=detail, http_status=status)
     assert refuses_tools(failure) is refuses
 
@@ -81,5 +95,7 @@ def test_a_refusal_of_tools_is_told_from_other_errors(detail: str, status: int |
         ("expected format of the image", False),
     ],
 )
-def test_a_report_of_a_malformed_call_is_told_from_other_errors(message: str, malformed: bool) -> None:
+def test_a_report_of_a_malformed_call_is_told_from_other_errors(
+    message: str, malformed: bool
+) -> None:
     assert reports_malformed_call(message) is malformed

@@ -38,17 +38,27 @@ def told(journal: Journal) -> Any:
 # ---------------------------------------------------------------- events, warnings, restarts
 
 
-def test_an_event_is_kept_and_logged_without_what_is_not_known(journal: Journal, log: list[tuple[int, str]]) -> None:
+def test_an_event_is_kept_and_logged_without_what_is_not_known(
+    journal: Journal, log: list[tuple[int, str]]
+) -> None:
     facts: dict[str, Any] = {"request_id": 7, "job_name": "two\nlines", "pid": None}
     for level in (logging.INFO, logging.WARNING):
         journal.note("request_ended", 100.0, level=level, **facts)
     line = "request_ended worker='w' request_id=7 job_name='two\\nlines'"
     assert log == [(logging.INFO, line), (logging.WARNING, line)]
-    kept = {"at": 1100.0, "event": "request_ended", "worker": "w", "request_id": 7, "job_name": "two\nlines"}
+    kept = {
+        "at": 1100.0,
+        "event": "request_ended",
+        "worker": "w",
+        "request_id": 7,
+        "job_name": "two\nlines",
+    }
     assert told(journal)["recent_events"] == [kept, kept]
 
 
-def test_the_last_two_hundred_events_and_the_first_fifty_warnings_are_kept(journal: Journal) -> None:
+def test_the_last_two_hundred_events_and_the_first_fifty_warnings_are_kept(
+    journal: Journal,
+) -> None:
     for number in range(250):
         journal.warn(f"line {number}", number - UNIX)
         journal.note("e", number - UNIX)
@@ -94,9 +104,15 @@ def test_a_lockout_is_recorded_and_is_no_restart(journal: Journal) -> None:
 
 def killed(journal: Journal, *, epoch: int = 1) -> Any:
     """The evidence, where the watchdog had observed the launch 1 a second before."""
-    progress = Progress(request_id=7, phase=RequestPhase.PREFILL, dispatched_at=100.0, turn_started_at=101.0)
-    journal.observed = Observed(epoch=1, at=109.0, activity="no CPU", liveness_at=105.0, requests=(progress,))
-    journal.keep_evidence(110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)])
+    progress = Progress(
+        request_id=7, phase=RequestPhase.PREFILL, dispatched_at=100.0, turn_started_at=101.0
+    )
+    journal.observed = Observed(
+        epoch=1, at=109.0, activity="no CPU", liveness_at=105.0, requests=(progress,)
+    )
+    journal.keep_evidence(
+        110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)]
+    )
     return told(journal)["evidence"]
 
 
@@ -124,7 +140,9 @@ def test_what_was_observed_of_another_launch_is_no_evidence(journal: Journal) ->
     assert evidence["requests"] == [{"request_id": 7, "job_name": "j", "slot": 0}]
 
 
-def test_the_processes_and_last_lines_join_the_evidence_of_the_last_kill_only(journal: Journal) -> None:
+def test_the_processes_and_last_lines_join_the_evidence_of_the_last_kill_only(
+    journal: Journal,
+) -> None:
     killed(journal)
     journal.add_processes({"root_pid": 5}, ("last",))
     evidence = told(journal)["evidence"]
@@ -144,7 +162,9 @@ def test_a_stuck_tool_thread_counts_for_as_long_as_it_runs(journal: Journal) -> 
     assert told(journal)["stuck_tool_threads_count"] == 1
 
 
-def record(state: RequestState = RequestState.COMPLETED, *, tokens: int | None = None, **result: Any) -> RequestRecord:
+def record(
+    state: RequestState = RequestState.COMPLETED, *, tokens: int | None = None, **result: Any
+) -> RequestRecord:
     return RequestRecord(
         request_id=1,
         job_name="j",
@@ -171,21 +191,40 @@ def test_requests_are_counted_by_outcome_and_reason(journal: Journal) -> None:
         record(RequestState.CANCELED, fail_reason=RequestFailReason.CANCELED),
     )
     completed = {"stop": 2, "max_tokens": 1}
-    assert totals["requests"] == {"completed": completed, "failed": {"server_died": 1}, "canceled": {"canceled": 1}}
+    assert totals["requests"] == {
+        "completed": completed,
+        "failed": {"server_died": 1},
+        "canceled": {"canceled": 1},
+    }
 
 
 def test_tokens_add_up_also_those_of_requests_without_usage(journal: Journal) -> None:
     usage = {"prompt_tokens": 100, "completion_tokens": 5, "cached_tokens": 60}
-    totals = counted(journal, record(tokens=5, usage=usage), record(tokens=3, usage=usage), record(tokens=3), record())
-    assert (totals["prompt_tokens"], totals["cached_tokens"], totals["generated_tokens"]) == (200, 120, 11)
+    totals = counted(
+        journal,
+        record(tokens=5, usage=usage),
+        record(tokens=3, usage=usage),
+        record(tokens=3),
+        record(),
+    )
+    assert (totals["prompt_tokens"], totals["cached_tokens"], totals["generated_tokens"]) == (
+        200,
+        120,
+        11,
+    )
 
 
 @pytest.mark.parametrize(
-    ("seconds", "index"), [(0.0, 0), (0.1, 0), (0.11, 1), (3600.0, len(BOUNDS_S) - 1), (3601.0, len(BOUNDS_S))]
+    ("seconds", "index"),
+    [(0.0, 0), (0.1, 0), (0.11, 1), (3600.0, len(BOUNDS_S) - 1), (3601.0, len(BOUNDS_S))],
 )
-def test_a_duration_counts_once_where_it_is_not_above_the_bound(journal: Journal, seconds: float, index: int) -> None:
+def test_a_duration_counts_once_where_it_is_not_above_the_bound(
+    journal: Journal, seconds: float, index: int
+) -> None:
     without_a_token = record(RequestState.FAILED, timings={"total_s": 1.0})
-    totals = counted(journal, record(timings={"total_s": seconds, "ttft_s": seconds}), without_a_token)
+    totals = counted(
+        journal, record(timings={"total_s": seconds, "ttft_s": seconds}), without_a_token
+    )
     counts = [int(at == index) for at in range(len(BOUNDS_S) + 1)]
     once = {"bounds_s": list(BOUNDS_S), "counts": counts, "sum_s": pytest.approx(seconds)}
     assert (totals["ttft"], totals["duration"]["completed"]) == (once, once)

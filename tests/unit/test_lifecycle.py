@@ -121,7 +121,9 @@ def test_what_is_so_already_and_a_stop_during_backoff_resolve_at_once() -> None:
 
 
 @pytest.mark.parametrize("lives", [launching, ready])
-def test_stop_ends_a_start_and_waits_a_second_at_most_for_connections(lives: Callable[[], Lifecycle]) -> None:
+def test_stop_ends_a_start_and_waits_a_second_at_most_for_connections(
+    lives: Callable[[], Lifecycle],
+) -> None:
     life, effects = stop(lives(), 2.0, grace_s=10.0)
     assert [type(e) for e in effects] == [Abandon, Resolve, CloseAllStreams]
     assert error_of(effects).reason is StartFailReason.STOPPED
@@ -132,11 +134,16 @@ def test_stop_ends_a_start_and_waits_a_second_at_most_for_connections(lives: Cal
         assert (ended.state, effects) == (Stopped(), (Resolve(Stop),))
 
 
-def test_start_during_a_stop_launches_anew_when_the_old_server_is_gone_unless_that_is_stopped_too() -> None:
+def test_start_during_a_stop_launches_anew_when_the_old_server_is_gone_unless_that_is_stopped_too() -> (
+    None
+):
     joined, effects = start(stop(ready(), 2.0)[0], 2.1)
     assert effects == ()
     life, effects = exited(joined, 2.5, returncode=0)
-    assert (life.state, effects) == (Launching(epoch=2, first=True), (Resolve(Stop), Launch(epoch=2)))
+    assert (life.state, effects) == (
+        Launching(epoch=2, first=True),
+        (Resolve(Stop), Launch(epoch=2)),
+    )
     life, effects = stop(joined, 2.2)
     assert error_of(effects).reason is StartFailReason.STOPPED
     life, effects = exited(life, 2.5, returncode=0)
@@ -168,9 +175,27 @@ def timed_out(life: Lifecycle) -> Step:
     ("fail", "reason", "returncode", "log_tail"),
     [
         pytest.param(lambda life: exited(life, 20.0), EXITED, 1, ("oops",), id="it ends"),
-        pytest.param(lambda life: exited(life, 20.0, port_taken=True), PORT_IN_USE, 1, ("oops",), id="port lost"),
-        pytest.param(lambda life: launch_failed(life, 20.0, reason=PORT_IN_USE), PORT_IN_USE, None, (), id="no port"),
-        pytest.param(lambda life: launch_failed(life, 20.0, reason=SPAWN_FAILED), SPAWN_FAILED, None, (), id="spawn"),
+        pytest.param(
+            lambda life: exited(life, 20.0, port_taken=True),
+            PORT_IN_USE,
+            1,
+            ("oops",),
+            id="port lost",
+        ),
+        pytest.param(
+            lambda life: launch_failed(life, 20.0, reason=PORT_IN_USE),
+            PORT_IN_USE,
+            None,
+            (),
+            id="no port",
+        ),
+        pytest.param(
+            lambda life: launch_failed(life, 20.0, reason=SPAWN_FAILED),
+            SPAWN_FAILED,
+            None,
+            (),
+            id="spawn",
+        ),
         pytest.param(timed_out, TIMEOUT, None, ("oops",), id="it takes too long"),
     ],
 )
@@ -193,8 +218,12 @@ def test_neither_the_first_launch_nor_the_last_restart_is_retried_and_who_waits_
 # ---------------------------------------------------------------- deaths and restarts
 
 
-@pytest.mark.parametrize(("why", "reason"), [(None, "server_died"), ("the kernel killed it", "out_of_memory")])
-def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(why: str | None, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("why", "reason"), [(None, "server_died"), ("the kernel killed it", "out_of_memory")]
+)
+def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
+    why: str | None, reason: str
+) -> None:
     ending, effects = died(ready(), 10.0, lack_of_memory=why)
     detail = "the server ended with signal 9" + (f": {why}" if why else "")
     assert effects == (
@@ -203,7 +232,9 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(why:
         Terminate(epoch=1, grace_s=0.0),
     )
     assert ending.state == Ending(epoch=1, goal=ToRestart(15.0))
-    life, told = exited(ready(), 10.0, returncode=-9, lack_of_memory=why)  # the first that is heard of it
+    life, told = exited(
+        ready(), 10.0, returncode=-9, lack_of_memory=why
+    )  # the first that is heard of it
     assert (life.state, told) == (BackingOff(resume_at=15.0), effects[:2])
     life, effects = exited(ending, 10.2)
     assert (life.state, effects, life.budget.restart_count) == (BackingOff(resume_at=15.0), (), 1)
@@ -213,7 +244,9 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(why:
         assert (launched.state, effects) == (Launching(epoch=2, first=False), (Launch(epoch=2),))
 
 
-def test_the_death_after_the_last_restart_is_failed_once_the_tree_is_gone_until_a_start_by_hand() -> None:
+def test_the_death_after_the_last_restart_is_failed_once_the_tree_is_gone_until_a_start_by_hand() -> (
+    None
+):
     life, effects = died(became_ready(relaunched(ONE_RESTART), 16.0)[0], 40.0, returncode=1)
     assert isinstance(effects[0], RecordRestart)
     assert (effects[0].reason, effects[0].delay_s) == ("server_died", None)
@@ -227,12 +260,16 @@ def test_the_death_after_the_last_restart_is_failed_once_the_tree_is_gone_until_
 
 
 @pytest.mark.parametrize("fatal", [True, False])
-def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing(fatal: bool) -> None:
+def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing(
+    fatal: bool,
+) -> None:
     error = GpuFaulted(epoch=1, fault=GpuFault(fatal=fatal, detail="GPU 0: the GPU is lost"))
     life, effects = step(ready(), error, 2.0)
     restart = (
         RecordRestart(reason="gpu_failed", detail="GPU 0: the GPU is lost", delay_s=5.0),
-        Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail="gpu_failed: GPU 0: the GPU is lost"),
+        Abandon(
+            reason=RequestFailReason.WORKER_RESTARTED, detail="gpu_failed: GPU 0: the GPU is lost"
+        ),
         CloseAllStreams(epoch=1),
         Terminate(epoch=1, grace_s=0.0, keep_evidence=True),
     )
@@ -240,19 +277,27 @@ def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing
     assert step(life, error, 2.1) == (life, ())
 
 
-def test_news_of_an_older_launch_of_an_expected_death_or_of_a_kill_that_nobody_ordered_change_nothing() -> None:
+def test_news_of_an_older_launch_of_an_expected_death_or_of_a_kill_that_nobody_ordered_change_nothing() -> (
+    None
+):
     life = relaunched()
     for older in (became_ready, exited, died, streams_closed):
         assert older(life, 16.0, epoch=1) == (life, ())
     assert startup_failed(life, 16.0, reason=TIMEOUT, epoch=1) == (life, ())
-    stopping, ending, backing_off = stop(ready(), 5.0)[0], died(ready(), 5.0)[0], exited(ready(), 5.0)[0]
+    stopping, ending, backing_off = (
+        stop(ready(), 5.0)[0],
+        died(ready(), 5.0)[0],
+        exited(ready(), 5.0)[0],
+    )
     for life in (launching(), stopping, exited(stopping, 6.0)[0], ending):
         assert died(life, 10.0) == (life, ())
     for life in (ready(), launching(), backing_off, Lifecycle(policy=POLICY)):
         assert unkillable(life, 11.0) == (life, ())
 
 
-def test_a_worn_server_that_is_ready_ends_in_peace_its_successor_comes_at_once_and_none_is_locked_out() -> None:
+def test_a_worn_server_that_is_ready_ends_in_peace_its_successor_comes_at_once_and_none_is_locked_out() -> (
+    None
+):
     assert step(launching(), Worn("old"), 1.0) == (launching(), ())
     life = ready(ONE_RESTART)
     for epoch in range(1, 20):
@@ -271,9 +316,14 @@ def test_a_worn_server_that_is_ready_ends_in_peace_its_successor_comes_at_once_a
 
 # ---------------------------------------------------------------- what SIGKILL does not end
 
-ENDINGS: dict[str, tuple[Callable[[], Step], State]] = {  # each with what follows once the process is gone
+ENDINGS: dict[
+    str, tuple[Callable[[], Step], State]
+] = {  # each with what follows once the process is gone
     "stop": (lambda: stop(ready(), 2.0), Stopped()),
-    "stop, start": (lambda: start(stop(ready(), 2.0)[0], 2.1), Stopped()),  # who started was told that it failed
+    "stop, start": (
+        lambda: start(stop(ready(), 2.0)[0], 2.1),
+        Stopped(),
+    ),  # who started was told that it failed
     "restart": (lambda: trouble(ready(), 2.0), Launching(epoch=2, first=False)),
     "last restart": (lambda: trouble(ready(RestartPolicy.never()), 2.0), Failed()),
     "startup timeout": (lambda: startup_failed(launching(), 2.0, reason=TIMEOUT), Failed()),
@@ -283,7 +333,9 @@ every_ending = pytest.mark.parametrize(("end", "afterwards"), ENDINGS.values(), 
 
 
 @every_ending
-def test_what_cannot_be_killed_is_failed_and_gets_no_second_server(end: Callable[[], Step], afterwards: State) -> None:
+def test_what_cannot_be_killed_is_failed_and_gets_no_second_server(
+    end: Callable[[], Step], afterwards: State
+) -> None:
     life, (starts, stops) = unkillable(end()[0], 9.0)
     told = "unkillable: SIGKILL does not end process 5"
     assert (life.public_state, life.deadline, life.last_error) == (WorkerState.FAILED, None, told)
@@ -297,11 +349,15 @@ def test_what_cannot_be_killed_is_failed_and_gets_no_second_server(end: Callable
     assert error_of((starts,)).reason is error_of((refusal,)).reason is StartFailReason.UNKILLABLE
     life, effects = exited(life, 100.0)
     assert life.state == afterwards
-    assert [e for e in effects if isinstance(e, Launch)] == [Launch(epoch=2)] * isinstance(afterwards, Launching)
+    assert [e for e in effects if isinstance(e, Launch)] == [Launch(epoch=2)] * isinstance(
+        afterwards, Launching
+    )
 
 
 @every_ending
-def test_a_stop_meanwhile_leaves_it_stopped_and_startable(end: Callable[[], Step], afterwards: State) -> None:
+def test_a_stop_meanwhile_leaves_it_stopped_and_startable(
+    end: Callable[[], Step], afterwards: State
+) -> None:
     life, effects = stop(unkillable(end()[0], 9.0)[0], 11.0)
     assert [effect.order for effect in effects if isinstance(effect, Resolve)] == [Stop]
     assert life.public_state is WorkerState.FAILED

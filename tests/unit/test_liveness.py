@@ -21,7 +21,9 @@ def watch(
 ) -> list[LivenessEvidence | None]:
     activity, told = ProcessActivity(ticks_per_second), []
     for number, processes in enumerate(looks):
-        activity, evidence = activity.observe(ProcessSample(at=50.0 + number * every_s, processes=processes))
+        activity, evidence = activity.observe(
+            ProcessSample(at=50.0 + number * every_s, processes=processes)
+        )
         told.append(evidence)
     return told
 
@@ -30,7 +32,9 @@ def alive(*looks: dict[ProcessKey, Counters], **clock: Any) -> list[bool | None]
     return [None if evidence is None else evidence.alive for evidence in watch(*looks, **clock)]
 
 
-def steady(interval_s: float, *, ticks_per_second: int = 100, **per_second: float) -> list[bool | None]:
+def steady(
+    interval_s: float, *, ticks_per_second: int = 100, **per_second: float
+) -> list[bool | None]:
     """What one process tells in four windows that uses so much of each per second."""
     looks = []
     for number in range(int(4 * max(interval_s, 3.0) / interval_s) + 1):
@@ -41,7 +45,9 @@ def steady(interval_s: float, *, ticks_per_second: int = 100, **per_second: floa
 
 @pytest.mark.parametrize("interval_s", [0.05, 0.5, 1.0, 5.0, 30.0, 60.0])
 @pytest.mark.parametrize(("ticks", "works"), [(0.0, False), (100.0, True), (3200.0, True)])
-def test_computing_is_evidence_from_the_second_look_on(interval_s: float, ticks: float, works: bool) -> None:
+def test_computing_is_evidence_from_the_second_look_on(
+    interval_s: float, ticks: float, works: bool
+) -> None:
     first, *others = steady(interval_s, cpu_ticks=ticks)
     assert first is None
     assert set(others) == {works}
@@ -73,7 +79,9 @@ def test_ticks_are_of_ten_milliseconds_whatever_the_clock_of_the_system() -> Non
         pytest.param(2000.0 * MIB, 15000.0, True, id="an SSD"),
     ],
 )
-def test_reads_and_major_faults_count_by_rate(interval_s: float, read_bytes: float, faults: float, works: bool) -> None:
+def test_reads_and_major_faults_count_by_rate(
+    interval_s: float, read_bytes: float, faults: float, works: bool
+) -> None:
     assert steady(interval_s, read_bytes=read_bytes, major_faults=faults)[-1] is works
 
 
@@ -107,17 +115,26 @@ def test_a_process_that_vanishes_takes_nothing_away() -> None:
 
 def test_a_pid_that_comes_back_is_another_process() -> None:
     again: ProcessKey = (100, 7.0)
-    told = alive({ROOT: Counters(cpu_ticks=9000)}, {again: Counters(cpu_ticks=3)}, {again: Counters(cpu_ticks=4)})
+    told = alive(
+        {ROOT: Counters(cpu_ticks=9000)},
+        {again: Counters(cpu_ticks=3)},
+        {again: Counters(cpu_ticks=4)},
+    )
     assert told == [None, None, False]
 
 
 def test_a_look_at_the_same_instant_is_no_news() -> None:
-    assert watch({ROOT: Counters(cpu_ticks=0)}, {ROOT: Counters(cpu_ticks=9)}, every_s=0.0) == [None, None]
+    assert watch({ROOT: Counters(cpu_ticks=0)}, {ROOT: Counters(cpu_ticks=9)}, every_s=0.0) == [
+        None,
+        None,
+    ]
 
 
 def test_detail_tells_the_rates() -> None:
     first = Counters(cpu_ticks=0, read_bytes=0, major_faults=0)
-    told = watch({ROOT: first}, {ROOT: Counters(cpu_ticks=150, read_bytes=4096, major_faults=3)}, every_s=2.0)
+    told = watch(
+        {ROOT: first}, {ROOT: Counters(cpu_ticks=150, read_bytes=4096, major_faults=3)}, every_s=2.0
+    )
     detail = "CPU 75.0 ticks/s, read 2.0 KiB/s, major faults 1.5/s over 2.00 s"
     assert told[1] == LivenessEvidence(alive=True, detail=detail)
 
@@ -133,7 +150,9 @@ intervals = st.floats(0.05, 60.0)
 
 
 @given(st.lists(st.tuples(intervals, st.dictionaries(keys, counters)), max_size=30))
-def test_no_rate_is_negative_and_the_window_is_bounded(steps: list[tuple[float, dict[ProcessKey, Counters]]]) -> None:
+def test_no_rate_is_negative_and_the_window_is_bounded(
+    steps: list[tuple[float, dict[ProcessKey, Counters]]],
+) -> None:
     activity, at = ProcessActivity(), 0.0
     for interval_s, processes in steps:
         at += interval_s
@@ -145,7 +164,9 @@ def test_no_rate_is_negative_and_the_window_is_bounded(steps: list[tuple[float, 
 
 @given(st.lists(st.tuples(intervals, st.integers(0, 4)), min_size=1, max_size=60))
 def test_fewer_than_five_ticks_a_second_are_never_evidence(steps: list[tuple[float, int]]) -> None:
-    activity, _ = ProcessActivity().observe(ProcessSample(at=0.0, processes={ROOT: Counters(cpu_ticks=0)}))
+    activity, _ = ProcessActivity().observe(
+        ProcessSample(at=0.0, processes={ROOT: Counters(cpu_ticks=0)})
+    )
     at, ticks = 0.0, 0.0
     for interval_s, rate in steps:
         at += interval_s

@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 
 import llama_worker
 from llama_worker.profiles import LoopDetector
-from llama_worker.stream.loops import LineLoopWatch, LoopFound, LoopWatch, TextLoopFound, TextLoopWatch
+from llama_worker.stream.loops import (
+    LineLoopWatch,
+    LoopFound,
+    LoopWatch,
+    TextLoopFound,
+    TextLoopWatch,
+)
 
 SHORT = "x" * 32  # the shortest line that counts
 LONG, LONG_2 = "y" * 64, "l" * 64  # the shortest that need fewer repeats
@@ -32,7 +38,9 @@ def lines(*block: str, times: int = 1) -> str:
 def words(count: int, seed: int = 1) -> str:
     """Prose, as far as a period finder can tell."""
     choose = random.Random(seed)
-    return " ".join("".join(choose.choices("etaoinshrdlu", k=choose.randint(1, 9))) for _ in range(count))
+    return " ".join(
+        "".join(choose.choices("etaoinshrdlu", k=choose.randint(1, 9))) for _ in range(count)
+    )
 
 
 # ---------------------------------------------------------------- lines
@@ -64,11 +72,26 @@ def test_a_block_is_a_loop_at_its_last_repeat_and_not_before(block: list[str], c
 @pytest.mark.parametrize(
     ("before", "loop", "after", "period"),
     [
-        ("", lines(LONG, "", " \t", times=7) + lines(LONG), lines("", LONG), 1),  # empty lines are skipped
-        ("", "".join(f"{' ' * i}y {'y' * 63}{' ' * i}\r\n" for i in range(8)), "", 1),  # whitespace is collapsed
+        (
+            "",
+            lines(LONG, "", " \t", times=7) + lines(LONG),
+            lines("", LONG),
+            1,
+        ),  # empty lines are skipped
+        (
+            "",
+            "".join(f"{' ' * i}y {'y' * 63}{' ' * i}\r\n" for i in range(8)),
+            "",
+            1,
+        ),  # whitespace is collapsed
         ("", lines(LONG, LONG, times=4), "", 1),  # a block of equal lines has period 1
         ("", lines(LONG, LONG_2, LONG, LONG_2, times=4), "", 2),
-        (lines(LONG_2), lines(LONG, LONG_2, times=7) + lines(LONG), lines(LONG_2), 2),  # entered in its middle
+        (
+            lines(LONG_2),
+            lines(LONG, LONG_2, times=7) + lines(LONG),
+            lines(LONG_2),
+            2,
+        ),  # entered in its middle
         (lines(LONG, SHORT), lines(LONG, LONG_2, times=8), "", 2),
     ],
 )
@@ -137,11 +160,16 @@ def test_any_block_of_counted_lines_is_found_after_twelve(prefix: str, block: li
         pytest.param("\n", id="empty lines"),
         pytest.param("- yes\n- no\n- maybe\n", id="short lines"),
         # llama.cpp#26039
-        pytest.param("".join(f"{n}. {words(3, n)}\n" for n in range(92)), id="more lines than max_period"),
+        pytest.param(
+            "".join(f"{n}. {words(3, n)}\n" for n in range(92)), id="more lines than max_period"
+        ),
         pytest.param(words(800), id="a long paragraph"),
         pytest.param("思考" * 40 + words(10), id="not ASCII"),
         pytest.param(" " * 3000 + "x" + " " * 2000, id="mostly blanks"),
-        pytest.param(lines("a" * 59, times=100) + lines("b" * 59), id="it repeats itself but for its last line"),
+        pytest.param(
+            lines("a" * 59, times=100) + lines("b" * 59),
+            id="it repeats itself but for its last line",
+        ),
     ],
 )
 def test_any_block_that_comes_again_and_again_is_found(block: str) -> None:
@@ -169,7 +197,9 @@ def test_any_block_that_comes_again_and_again_is_found(block: str) -> None:
         (words(9) + words(100)[:60] * 5, SMALL, True),
     ],
 )
-def test_the_thresholds_of_text_are_the_configs(text: str, config: LoopDetector, is_loop: bool) -> None:
+def test_the_thresholds_of_text_are_the_configs(
+    text: str, config: LoopDetector, is_loop: bool
+) -> None:
     assert (TextLoopWatch(config).feed(text) is not None) is is_loop
 
 
@@ -178,26 +208,40 @@ def test_the_thresholds_of_text_are_the_configs(text: str, config: LoopDetector,
 
 def test_the_loop_that_comes_first_is_told() -> None:
     assert isinstance(LoopWatch(LoopDetector()).feed(lines(LONG, times=1000)), LoopFound)
-    assert isinstance(LoopWatch(LoopDetector()).feed("ha " * 9000 + "\n" + lines(LONG, times=20)), TextLoopFound)
+    assert isinstance(
+        LoopWatch(LoopDetector()).feed("ha " * 9000 + "\n" + lines(LONG, times=20)), TextLoopFound
+    )
 
 
 HONEST = {
     "prose": words(30_000),
     "a table": "".join(f"| {row} | item-{row} | ok | 0.0 |\n" for row in range(3000)),
-    "a table whose rows differ in a number": "".join(f"| ok | ok | {row * row % 9973} | ok |\n" for row in range(4000)),
+    "a table whose rows differ in a number": "".join(
+        f"| ok | ok | {row * row % 9973} | ok |\n" for row in range(4000)
+    ),
     "rulers between paragraphs": "".join(f"{words(40, n)}\n{'-' * 120}\n" for n in range(300)),
     "an array of zeros": "zeros = [" + "0, " * 2000 + "]\n" + words(500),
     "an array of counts": json.dumps(list(range(20_000))),
-    "a matrix of identity": "\n".join(" ".join("1" if i == j else "0" for j in range(120)) for i in range(120)),
+    "a matrix of identity": "\n".join(
+        " ".join("1" if i == j else "0" for j in range(120)) for i in range(120)
+    ),
     "base64 of a picture with an empty part": base64.b64encode(
         random.Random(8).randbytes(3000) + bytes(5000) + random.Random(9).randbytes(3000)
     ).decode(),
-    "a hex dump of zeros": "".join(f"{at:08x}  {'00 ' * 16} |{'.' * 16}|\n" for at in range(0, 65536, 16)),
-    "JSON of equal shape": json.dumps([{"id": n, "ok": True, "tags": ["a", "b"]} for n in range(4000)], indent=2),
+    "a hex dump of zeros": "".join(
+        f"{at:08x}  {'00 ' * 16} |{'.' * 16}|\n" for at in range(0, 65536, 16)
+    ),
+    "JSON of equal shape": json.dumps(
+        [{"id": n, "ok": True, "tags": ["a", "b"]} for n in range(4000)], indent=2
+    ),
     "a song": "\n\n".join(f"{words(30, n)}\n" + "la la la la la\n" * 20 for n in range(60)),
     "a CSV of empty cells": "".join(f"{n}{',' * 60}\n" for n in range(2000)),
-    "SVG": "".join(f'<circle cx="{n * 7 % 500}" cy="{n * 13 % 400}" r="1"/>\n' for n in range(3000)),
-    "code": "".join(path.read_text() for path in sorted(Path(llama_worker.__file__).parent.rglob("*.py"))),
+    "SVG": "".join(
+        f'<circle cx="{n * 7 % 500}" cy="{n * 13 % 400}" r="1"/>\n' for n in range(3000)
+    ),
+    "code": "".join(
+        path.read_text() for path in sorted(Path(llama_worker.__file__).parent.rglob("*.py"))
+    ),
     "code of a code page": Path(encodings.cp1252.__file__).read_text(),
     "code of the HTML entities": Path(html.entities.__file__).read_text(),
     "ten thousand times, counted": "".join(f"{n}: I will not loop.\n" for n in range(10_000)),

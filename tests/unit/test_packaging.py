@@ -1,4 +1,5 @@
-"""The lists that are kept by hand agree with what is on disk, a wheel holds all of it, and extras are named."""
+"""The lists that are kept by hand agree with what is on disk, a wheel holds all of it, and extras
+are named."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *where: None if name == {!r} else find(name, *where)
 """
 COMMAND = "import sys; from llama_worker.cli import main; sys.argv[1:] = {}; sys.exit(main())"
-SUBPACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}  # not rglob: it follows no links
+SUBPACKAGES = {
+    path.parent.name for path in PACKAGE.glob("*/__init__.py")
+}  # not rglob: it follows no links
 
 
 def test_the_actors_are_reached_by_a_relative_link() -> None:
@@ -35,17 +38,27 @@ def test_the_actors_are_reached_by_a_relative_link() -> None:
 
 
 def test_every_version_that_is_told_is_the_same() -> None:
-    assert PYPROJECT["project"]["version"] == llama_worker.__version__ == importlib.metadata.version("llama-worker")
+    assert (
+        PYPROJECT["project"]["version"]
+        == llama_worker.__version__
+        == importlib.metadata.version("llama-worker")
+    )
 
 
 def test_the_sans_io_rooms_are_under_the_import_contract() -> None:
     sans_io, *_ = PYPROJECT["tool"]["importlinter"]["contracts"]
     waiting = {"actors", "cli", "ray", "responses", "runtime"}
-    assert set(sans_io["source_modules"]) == {f"llama_worker.{name}" for name in SUBPACKAGES - waiting}
+    assert set(sans_io["source_modules"]) == {
+        f"llama_worker.{name}" for name in SUBPACKAGES - waiting
+    }
 
 
 def test_a_name_is_loaded_from_where_the_type_checker_finds_it() -> None:
-    (checked,) = [node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If)]
+    (checked,) = [
+        node
+        for node in ast.parse((PACKAGE / "__init__.py").read_text()).body
+        if isinstance(node, ast.If)
+    ]
     imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
     names = {alias.name: node.module for node in imports for alias in node.names}
     assert sorted(names) == sorted(llama_worker.__all__)
@@ -54,8 +67,13 @@ def test_a_name_is_loaded_from_where_the_type_checker_finds_it() -> None:
 
 
 def test_to_import_the_package_is_to_import_next_to_nothing() -> None:
-    program = "import sys; before = set(sys.modules); import llama_worker; print(*(set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    program = (
+        "import sys; before = set(sys.modules); import llama_worker; print(*(set(sys.modules) - "
+        "before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     imported = {name.partition(".")[0] for name in done.stdout.split()}
     assert "llama_worker" in imported
     assert not imported & {"pykka", "requests", "urllib3", "psutil", "sseclient", "asyncio"}
@@ -95,7 +113,16 @@ def checkout(at: Path) -> Path:
 
 
 def build(source: Path, wheels: Path) -> subprocess.CompletedProcess[str]:
-    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--quiet",
+    )
     command = (*pip, "--disable-pip-version-check", "--wheel-dir", str(wheels), str(source))
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
@@ -113,7 +140,9 @@ def test_a_wheel_holds_every_module_the_actors_too(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     folders = [PACKAGE, *(PACKAGE / name for name in SUBPACKAGES)]
-    on_disk = {str(path.relative_to(PACKAGE.parent)) for folder in folders for path in folder.glob("*.py")}
+    on_disk = {
+        str(path.relative_to(PACKAGE.parent)) for folder in folders for path in folder.glob("*.py")
+    }
     assert held == on_disk | {"llama_worker/py.typed"}
     assert "llama_worker/actors/worker.py" in held
     assert wheel.name.startswith(f"llama_worker-{llama_worker.__version__}-py3-none-any")
@@ -122,13 +151,29 @@ def test_a_wheel_holds_every_module_the_actors_too(wheel: Path) -> None:
 def test_a_wheel_installs_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
     python = str(tmp_path / "bin" / "python")
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    )
     subprocess.run([*pip, str(wheel)], check=True)
-    program = "import llama_worker.actors.worker as actors; from llama_worker import *; print(actors.__file__)"
-    told = subprocess.run([python, "-I", "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)
+    program = (
+        "import llama_worker.actors.worker as actors; from llama_worker import *; "
+        "print(actors.__file__)"
+    )
+    told = subprocess.run(
+        [python, "-I", "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
     (installed,) = tmp_path.glob("lib/python*/site-packages/llama_worker/actors/worker.py")
     assert told.stdout.strip() == str(installed)
-    command = subprocess.run([str(tmp_path / "bin" / "llama-worker")], capture_output=True, text=True)
+    command = subprocess.run(
+        [str(tmp_path / "bin" / "llama-worker")], capture_output=True, text=True
+    )
     assert command.returncode == 1
     assert "llama-worker[cli]" in command.stderr, "without the extra it says how to get it"
 

@@ -28,12 +28,19 @@ def test_a_port_that_somebody_listens_on_is_not_free(
     taken = free_port()
     monkeypatch.setattr(ports, "_PORTS", range(taken, taken + 1))
     assert llama_worker.free_port(host) == taken
-    with socket.create_server((HOST, taken)), pytest.raises(OSError, match=f"no port from {taken} to {taken} is free"):
+    with (
+        socket.create_server((HOST, taken)),
+        pytest.raises(OSError, match=f"no port from {taken} to {taken} is free"),
+    ):
         llama_worker.free_port(host)
 
 
 def test_a_forked_process_is_given_another_port() -> None:
-    program = "import os; from llama_worker import free_port; os.fork() and os.wait(); print(free_port())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    program = (
+        "import os; from llama_worker import free_port; os.fork() and os.wait(); print(free_port())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     childs, parents = done.stdout.split()
     assert childs != parents

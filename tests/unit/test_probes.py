@@ -31,16 +31,21 @@ ME = os.getpid()
 NOBODY = 2**22 + 7  # beyond the kernel's highest pid
 BUSY = "print('up', flush=True)\nwhile True: pass"
 IDLE = "import time\nprint('up', flush=True)\ntime.sleep(600)"
-PARENT = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n{IDLE}"
+PARENT = (
+    "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; "
+    f"time.sleep(600)'])\n{IDLE}"
+)
 THREADS = (
     "import threading, time\n"
-    f"for _ in range(70): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n{IDLE}"
+    "for _ in range(70): threading.Thread(target=time.sleep, args=(600,), "
+    f"daemon=True).start()\n{IDLE}"
 )
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts real processes that say when they are up, each in a session of its own; all are killed at the end."""
+    """Starts real processes that say when they are up, each in a session of its own; all are killed
+    at the end."""
     started = []
 
     def start(code: str) -> int:
@@ -133,8 +138,12 @@ def test_children_are_looked_up_every_five_seconds(monkeypatch: pytest.MonkeyPat
         assert walk.call_count == walks
 
 
-def test_a_tree_is_the_root_its_children_and_theirs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = start(f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {PARENT!r}]).wait()")
+def test_a_tree_is_the_root_its_children_and_theirs(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = start(
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {PARENT!r}]).wait()"
+    )
     for lists_children in (True, False):
         monkeypatch.setattr(probes, "_LISTS_CHILDREN", lists_children)
         tree = probes.tree_pids(root)
@@ -143,7 +152,9 @@ def test_a_tree_is_the_root_its_children_and_theirs(start: Start, monkeypatch: p
         assert probes.tree_pids(NOBODY) == (NOBODY,)
 
 
-def test_another_root_and_a_reset_begin_anew_and_what_is_gone_or_a_zombie_is_no_news(start: Start) -> None:
+def test_another_root_and_a_reset_begin_anew_and_what_is_gone_or_a_zombie_is_no_news(
+    start: Start,
+) -> None:
     pid, probe = start(IDLE), ProcessProbe()
     told = [probe.probe(root, now) for now, root in enumerate((ME, ME, pid, pid))]
     assert [evidence is None for evidence in told] == [True, False, True, False]
@@ -188,12 +199,16 @@ def test_what_cannot_be_read_is_no_news(proc: Path) -> None:
         pytest.param(stat_line(), None, False, id="nothing, and reads that cannot be seen"),
     ],
 )
-def test_counts_cpu_faults_and_reads(proc: Path, after: bytes, read_bytes: int | None, alive: bool) -> None:
+def test_counts_cpu_faults_and_reads(
+    proc: Path, after: bytes, read_bytes: int | None, alive: bool
+) -> None:
     probe = ProcessProbe(proc=str(proc.parent))
     for now, stat, was_read in ((0.0, stat_line(), 7), (1.0, after, 7 + (read_bytes or 0))):
         (proc / "stat").write_bytes(stat)
         if read_bytes is not None:
-            (proc / "io").write_text(f"rchar: 999999999\nwchar: 1\nread_bytes: {was_read}\nwrite_bytes: 99999999\n")
+            (proc / "io").write_text(
+                f"rchar: 999999999\nwchar: 1\nread_bytes: {was_read}\nwrite_bytes: 99999999\n"
+            )
         evidence = probe.probe(ME, now)
     assert saw_work(evidence) is alive
 
@@ -255,15 +270,36 @@ WORK, OLD_WORK, STRANGERS = mine(2, smUtil=50), mine(1, smUtil=99), Sample(NOBOD
 
 
 @pytest.mark.parametrize(
-    ("looks", "seen"),  # what the devices answer at each look; whether our process was at work, None: no news of it
+    (
+        "looks",
+        "seen",
+    ),  # what the devices answer at each look; whether our process was at work, None: no news of it
     [
-        pytest.param([[[OLD_WORK]], [[OLD_WORK]]], [None, None], id="what was before the first look"),
-        pytest.param([[[]], [[mine(5, memUtil=4)]]], [None, True], id="a device that was idle at the first look"),
-        pytest.param([[[]], [[STRANGERS, mine(2)]], [[STRANGERS]]], [None, False, None], id="idle, and a stranger"),
-        pytest.param([[NVMLError(15)], [[OLD_WORK]], [[WORK]]], [None, None, True], id="a device that recovers"),
+        pytest.param(
+            [[[OLD_WORK]], [[OLD_WORK]]], [None, None], id="what was before the first look"
+        ),
+        pytest.param(
+            [[[]], [[mine(5, memUtil=4)]]],
+            [None, True],
+            id="a device that was idle at the first look",
+        ),
+        pytest.param(
+            [[[]], [[STRANGERS, mine(2)]], [[STRANGERS]]],
+            [None, False, None],
+            id="idle, and a stranger",
+        ),
+        pytest.param(
+            [[NVMLError(15)], [[OLD_WORK]], [[WORK]]],
+            [None, None, True],
+            id="a device that recovers",
+        ),
         pytest.param([[], []], [None, None], id="devices that cannot even be counted"),
         *(
-            pytest.param([[NVMLError(code), [OLD_WORK]], [NVMLError(code), [WORK]]], [None, True], id=f"error {code}")
+            pytest.param(
+                [[NVMLError(code), [OLD_WORK]], [NVMLError(code), [WORK]]],
+                [None, True],
+                id=f"error {code}",
+            )
             for code in (3, 6, 15, 999)
         ),
     ],
@@ -277,7 +313,9 @@ def test_new_use_of_a_gpu_is_evidence_and_an_error_is_no_news_and_spares_the_oth
         assert saw_work(probe.probe(ME, float(now))) == alive
 
 
-def test_evidence_names_the_device_and_the_most_that_was_used_and_a_reset_forgets_what_was_seen() -> None:
+def test_evidence_names_the_device_and_the_most_that_was_used_and_a_reset_forgets_what_was_seen() -> (
+    None
+):
     nvml = NvmlOfSamples()
     probe = NvidiaProbe(nvml)
     nvml.devices = [[], [mine(10, smUtil=99)]]
@@ -294,7 +332,11 @@ def test_evidence_names_the_device_and_the_most_that_was_used_and_a_reset_forget
 
 @pytest.mark.parametrize(
     ("module", "names"),
-    [(NvmlOfSamples(), ["ProcessProbe", "NvidiaProbe"]), (None, ["ProcessProbe"]), (object(), ["ProcessProbe"])],
+    [
+        (NvmlOfSamples(), ["ProcessProbe", "NvidiaProbe"]),
+        (None, ["ProcessProbe"]),
+        (object(), ["ProcessProbe"]),
+    ],
     ids=["NVIDIA's library", "none", "a broken one"],
 )
 def test_default_probes_are_new_ones_for_what_is_there(

@@ -6,13 +6,24 @@ import pytest
 
 from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
 from llama_worker.server import termination
-from llama_worker.server.termination import Absent, Killing, Present, ProcessState, Signal, Stuck, Terminating, deadline
+from llama_worker.server.termination import (
+    Absent,
+    Killing,
+    Present,
+    ProcessState,
+    Signal,
+    Stuck,
+    Terminating,
+    deadline,
+)
 from llama_worker.types import StartFailReason
 
 Step = tuple[ProcessState, Signal | None]
 
 
-def step(state: ProcessState, message: ProcessMessage, now: float, kill_timeout_s: float = 4.0) -> Step:
+def step(
+    state: ProcessState, message: ProcessMessage, now: float, kill_timeout_s: float = 4.0
+) -> Step:
     return termination.step(state, message, now, kill_timeout_s=kill_timeout_s)
 
 
@@ -48,7 +59,10 @@ def test_without_grace_it_is_killed_at_once(state: ProcessState, grace_s: float)
 
 @pytest.mark.parametrize(("grace_s", "kill_at"), [(2.5, 7.5), (20.0, 15.0)])
 def test_a_second_order_only_shortens_the_grace(grace_s: float, kill_at: float) -> None:
-    assert terminate(Terminating(1, 15.0, 7.0), 5.0, grace_s=grace_s) == (Terminating(1, kill_at, 7.0), None)
+    assert terminate(Terminating(1, 15.0, 7.0), 5.0, grace_s=grace_s) == (
+        Terminating(1, kill_at, 7.0),
+        None,
+    )
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 10.0])
@@ -59,7 +73,9 @@ def test_a_second_order_only_shortens_the_grace(grace_s: float, kill_at: float) 
         *(Present(2), Terminating(2, 15.0, 7.0), Killing(2, 6.0, 9.0), Stuck(2)),  # another launch
     ],
 )
-def test_an_order_for_another_launch_or_too_late_changes_nothing(state: ProcessState, grace_s: float) -> None:
+def test_an_order_for_another_launch_or_too_late_changes_nothing(
+    state: ProcessState, grace_s: float
+) -> None:
     assert terminate(state, 5.0, grace_s=grace_s) == (state, None)
 
 
@@ -69,7 +85,9 @@ def test_where_nothing_is_due_time_changes_nothing(state: ProcessState) -> None:
     assert tick(state, 1e9) == (state, None)
 
 
-@pytest.mark.parametrize("state", [Absent(), Present(1), Terminating(1, 15.0, 7.0), Killing(1, 16.0, 19.0), Stuck(1)])
+@pytest.mark.parametrize(
+    "state", [Absent(), Present(1), Terminating(1, 15.0, 7.0), Killing(1, 16.0, 19.0), Stuck(1)]
+)
 @pytest.mark.parametrize(
     ("message", "after"),
     [
@@ -84,7 +102,9 @@ def test_its_end_and_the_next_launch_are_the_same_from_everywhere(
     assert step(state, message, 20.0) == (after, None)
 
 
-def test_a_process_that_outlives_sigkill_is_killed_past_the_guard_then_given_up_and_waited_for() -> None:
+def test_a_process_that_outlives_sigkill_is_killed_past_the_guard_then_given_up_and_waited_for() -> (
+    None
+):
     state, _ = terminate(Present(1), 5.0, grace_s=0.0)
     assert tick(state, 5.9) == (state, None)
     told = []

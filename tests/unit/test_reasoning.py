@@ -18,9 +18,13 @@ Delta = tuple[str, str]  # "r" for reasoning_content or "c" for content, and wha
 
 
 def split(deltas: Sequence[Delta], *, opened: bool = False) -> tuple[str, str]:
-    """(reasoning, text) of a turn; checks that no reasoning comes after text, where content has the tags."""
+    """(reasoning, text) of a turn; checks that no reasoning comes after text, where content has the
+    tags."""
     splitter = ReasoningSplitter(opened_by_template=opened)
-    pieces = [splitter.feed_reasoning(said) if field == "r" else splitter.feed_text(said) for field, said in deltas]
+    pieces = [
+        splitter.feed_reasoning(said) if field == "r" else splitter.feed_text(said)
+        for field, said in deltas
+    ]
     pieces.append(splitter.finish())
     assert splitter.finish() == Piece("", "")
     after_text = itertools.dropwhile(lambda piece: not piece.text, pieces)
@@ -64,11 +68,15 @@ def with_tags(content: str, pair: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize("tags", TAGS, ids=[opening for opening, _ in TAGS])
 @pytest.mark.parametrize(("content", "opened", "reasoning", "text"), CONTENT_ONLY)
-def test_content_alone(content: str, opened: bool, reasoning: str, text: str, tags: tuple[str, str]) -> None:
+def test_content_alone(
+    content: str, opened: bool, reasoning: str, text: str, tags: tuple[str, str]
+) -> None:
     content = with_tags(content, tags)
     expected = with_tags(reasoning, tags), with_tags(text, tags)
     assert split([("c", content)], opened=opened) == expected
-    assert split([("c", piece) for char in content for piece in (char, "")], opened=opened) == expected
+    assert (
+        split([("c", piece) for char in content for piece in (char, "")], opened=opened) == expected
+    )
 
 
 AFTER_REASONING = [
@@ -98,18 +106,27 @@ AFTER_REASONING = [
 
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize(("reasoning", "content", "text"), AFTER_REASONING)
-def test_content_after_reasoning_content(reasoning: str, content: str, text: str, opened: bool) -> None:
+def test_content_after_reasoning_content(
+    reasoning: str, content: str, text: str, opened: bool
+) -> None:
     expected = reasoning.strip(), text
     assert split([("r", reasoning), ("c", content)], opened=opened) == expected
-    assert split([*(("r", c) for c in reasoning), *(("c", c) for c in content)], opened=opened) == expected
+    assert (
+        split([*(("r", c) for c in reasoning), *(("c", c) for c in content)], opened=opened)
+        == expected
+    )
 
 
-# What each delta ("r" for reasoning_content, "c" for content) makes come out at once, as (reasoning, text).
+# What each delta ("r" for reasoning_content, "c" for content) makes come out at once, as
+# (reasoning, text).
 CONVERSATIONS = {
     "a thought ends with the closing tag of its own kind, and comes before text in one piece too": [
         ("c", "<think>x[/THINK]y</seed:think>z</think>Y", ("x[/THINK]y</seed:think>z", "Y"))
     ],
-    "reasoning content of nothing does not count": [("r", "", ("", "")), ("c", "<think>x</think>Y", ("x", "Y"))],
+    "reasoning content of nothing does not count": [
+        ("r", "", ("", "")),
+        ("c", "<think>x</think>Y", ("x", "Y")),
+    ],
     "after text, reasoning is passed on and a tag is text": [
         ("c", "Ans", ("", "Ans")),
         ("r", "abc", ("abc", "")),
@@ -147,10 +164,14 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("deltas", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_each_delta_lets_out_what_is_decided(deltas: list[tuple[str, str, tuple[str, str]]]) -> None:
+def test_each_delta_lets_out_what_is_decided(
+    deltas: list[tuple[str, str, tuple[str, str]]],
+) -> None:
     splitter = ReasoningSplitter()
     for field, said, let_out in deltas:
-        assert (splitter.feed_reasoning(said) if field == "r" else splitter.feed_text(said)) == Piece(*let_out)
+        assert (
+            splitter.feed_reasoning(said) if field == "r" else splitter.feed_text(said)
+        ) == Piece(*let_out)
     assert splitter.finish() == Piece("", "")
 
 
@@ -163,25 +184,36 @@ def cut(field: str, said: str, data: st.DataObject) -> list[Delta]:
     return [(field, said[a:b]) for a, b in itertools.pairwise([0, *cuts, len(said)])]
 
 
-@given(reasoning=st.one_of(st.just(""), CONTENT), content=CONTENT, opened=st.booleans(), data=st.data())
-def test_splits_do_not_matter(reasoning: str, content: str, opened: bool, data: st.DataObject) -> None:
+@given(
+    reasoning=st.one_of(st.just(""), CONTENT), content=CONTENT, opened=st.booleans(), data=st.data()
+)
+def test_splits_do_not_matter(
+    reasoning: str, content: str, opened: bool, data: st.DataObject
+) -> None:
     whole = split([("r", reasoning), ("c", content)], opened=opened)
     assert split([*cut("r", reasoning, data), *cut("c", content, data)], opened=opened) == whole
 
 
 @given(content=CONTENT, opened=st.booleans())
-def test_every_character_is_reasoning_text_a_tag_or_whitespace_beside_one(content: str, opened: bool) -> None:
+def test_every_character_is_reasoning_text_a_tag_or_whitespace_beside_one(
+    content: str, opened: bool
+) -> None:
     reasoning, text = split([("c", content)], opened=opened)
     assert content.endswith(text)
     head = content.removesuffix(text)
     left_out = [("", ""), *(("", closing) for _, closing in TAGS if opened)]
     left_out += [(opening, end) for opening, closing in TAGS for end in ("", closing)]
     saying = rf"\s*{re.escape(reasoning)}\s*"
-    assert any(re.fullmatch(rf"\s*{re.escape(begin)}{saying}{re.escape(end)}\s*", head) for begin, end in left_out)
+    assert any(
+        re.fullmatch(rf"\s*{re.escape(begin)}{saying}{re.escape(end)}\s*", head)
+        for begin, end in left_out
+    )
 
 
 @given(reasoning=CONTENT.filter(str.strip), content=CONTENT, opened=st.booleans())
-def test_after_reasoning_content_only_its_repetition_is_left_out(reasoning: str, content: str, opened: bool) -> None:
+def test_after_reasoning_content_only_its_repetition_is_left_out(
+    reasoning: str, content: str, opened: bool
+) -> None:
     said, text = split([("r", reasoning), ("c", content)], opened=opened)
     assert said == reasoning.strip()
     assert content.endswith(text)
@@ -203,7 +235,8 @@ WORDS = st.lists(st.sampled_from(["a", " ", "\n", "b<", "🙂"]), max_size=6).ma
 def test_the_three_forms_of_one_saying_come_out_alike(
     gaps: tuple[str, str, str, str], thought: str, answer: str, data: st.DataObject
 ) -> None:
-    """As a server sends them: its own parser drops the tags, and of the whitespace about them what it likes."""
+    """As a server sends them: its own parser drops the tags, and of the whitespace about them what
+    it likes."""
     thought = f"{gaps[1]}{thought}{gaps[2]}" or "\n"
     tagged = f"{gaps[0]}<think>{thought}</think>{gaps[3]}{answer}"
     expected = thought.strip(), (gaps[3] + answer).lstrip()

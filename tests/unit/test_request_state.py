@@ -52,7 +52,14 @@ from llama_worker.stream.events import (
 )
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import NO_FINISH_REASON
-from llama_worker.types import BiosContext, BiosText, RequestFailReason, RequestFinishReason, RequestState, ToolDef
+from llama_worker.types import (
+    BiosContext,
+    BiosText,
+    RequestFailReason,
+    RequestFinishReason,
+    RequestState,
+    ToolDef,
+)
 
 E = TypeVar("E")
 Act = Callable[["Driven"], Effects]  # what befalls a request
@@ -63,7 +70,9 @@ SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
 FIRST, SECOND = (7, 1), (7, 2)  # streams and tool batches of request 7
 
 
-def stream_failure(reason: str, detail: str = "reset", http_status: int | None = None) -> StreamFailure:
+def stream_failure(
+    reason: str, detail: str = "reset", http_status: int | None = None
+) -> StreamFailure:
     return StreamFailure(reason=RequestFailReason(reason), detail=detail, http_status=http_status)
 
 
@@ -73,13 +82,20 @@ NOBODY: Any = object()  # a mailbox, a reply or a stream: the machine itself tel
 
 
 def config(**changed: Any) -> WorkerConfig:
-    given: dict[str, Any] = {"name": "w", "host": "127.0.0.1", "port": 9001, "server_cmd": ("llama-server",)}
+    given: dict[str, Any] = {
+        "name": "w",
+        "host": "127.0.0.1",
+        "port": 9001,
+        "server_cmd": ("llama-server",),
+    }
     return WorkerConfig(**(given | changed))
 
 
 def with_tools(**changed: Any) -> WorkerConfig:
     runner = SimpleNamespace(run_tool=print)  # nothing here runs a tool
-    return config(**({"normal_tools": [ADD], "exit_tools": [SIGNAL], "tool_runner": runner} | changed))
+    return config(
+        **({"normal_tools": [ADD], "exit_tools": [SIGNAL], "tool_runner": runner} | changed)
+    )
 
 
 class Driven(Request):
@@ -116,8 +132,12 @@ class Driven(Request):
         return effects
 
 
-def made(of: WorkerConfig | None = None, *, params: dict[str, Any] | None = None, **traits: bool) -> Driven:
-    submission = Submission(job_name="j", system_prompt="Be terse.", user_prompt="Hi", params=params or {}, messages=())
+def made(
+    of: WorkerConfig | None = None, *, params: dict[str, Any] | None = None, **traits: bool
+) -> Driven:
+    submission = Submission(
+        job_name="j", system_prompt="Be terse.", user_prompt="Hi", params=params or {}, messages=()
+    )
     traits = {"prompted": False, "opens_thinking": False} | traits
     order = Begin(request_id=7, submission=submission, transport=NOBODY, tools=NOBODY, **traits)
     return Driven(order, config=of or config(), unix_offset=UNIX, reply_to=NOBODY, now=100.0)
@@ -135,7 +155,9 @@ def only(kind: type[E], effects: Effects) -> E:
     return effect
 
 
-def hear(request: Driven, *events: StreamEvent, at: float = 101.0, stream: TurnId = FIRST) -> Effects:
+def hear(
+    request: Driven, *events: StreamEvent, at: float = 101.0, stream: TurnId = FIRST
+) -> Effects:
     return request.step(StreamEvents(turn_id=stream, events=events, at=at), at)
 
 
@@ -150,7 +172,10 @@ def ended(effects: Effects, *others: object) -> RequestRecord:
 def failed(effects: Effects, reason: str, *others: object) -> RequestRecord:
     record = ended(effects, *others)
     result = record.result
-    assert (result["state"], result["finish_reason"]) == (RequestState.FAILED, RequestFinishReason.FAILED)
+    assert (result["state"], result["finish_reason"]) == (
+        RequestState.FAILED,
+        RequestFinishReason.FAILED,
+    )
     assert result["fail_reason"] == record.status["fail_reason"] == reason
     assert result["fail_detail"] == record.status["fail_detail"]
     return record
@@ -162,7 +187,13 @@ def call(name: str, arguments: str = "{}", index: int = 0) -> ToolCallDelta:
 
 def in_tools(of: WorkerConfig | None = None) -> Driven:
     request = begun(of or with_tools())
-    hear(request, TextDelta("Let me add."), call("add", '{"a": 1}'), Usage(10, 5, 2), Finish("tool_calls"))
+    hear(
+        request,
+        TextDelta("Let me add."),
+        call("add", '{"a": 1}'),
+        Usage(10, 5, 2),
+        Finish("tool_calls"),
+    )
     effects = hear(request, Done(), at=102.0)
     assert [type(effect) for effect in effects] == [CloseStream, RunTool]
     return request
@@ -243,7 +274,11 @@ def test_what_a_status_says_on_the_way() -> None:
         "tail": "x" * 200,
     }
     progress = request.progress()
-    assert (progress.headers_at, progress.last_data_at, progress.last_stream_byte_at) == (101.0, 103.0, 104.0)
+    assert (progress.headers_at, progress.last_data_at, progress.last_stream_byte_at) == (
+        101.0,
+        103.0,
+        104.0,
+    )
 
 
 def test_output_is_read_from_any_offset_and_one_beyond_the_end_stays() -> None:
@@ -251,7 +286,13 @@ def test_output_is_read_from_any_offset_and_one_beyond_the_end_stays() -> None:
     hear(request, ReasoningDelta("hmm"), TextDelta("Hello"))
     whole = {"text": "Hello", "reasoning": "hmm", "text_offset": 5, "reasoning_offset": 3}
     assert request.read_output(0, 0) == {"ok": True, **whole, "done": False}
-    assert request.read_output(3, 3) == {"ok": True, **whole, "text": "lo", "reasoning": "", "done": False}
+    assert request.read_output(3, 3) == {
+        "ok": True,
+        **whole,
+        "text": "lo",
+        "reasoning": "",
+        "done": False,
+    }
     request.cancel(102.0)
     rest = request.read_output(9, 3)
     assert (rest["text"], rest["text_offset"], rest["done"]) == ("", 9, True)
@@ -270,7 +311,10 @@ def test_two_seconds_after_its_first_finish_reason_or_with_the_streams_end_it_is
     assert result["finish_reason"] == "stop"
     assert "usage" not in result
     for failure in (None, RESET):
-        assert ended(settling(begun()).closed(FIRST, failure, 105.1), CLOSE).result["state"] == "completed"
+        assert (
+            ended(settling(begun()).closed(FIRST, failure, 105.1), CLOSE).result["state"]
+            == "completed"
+        )
 
 
 MALFORMED = '<tool_call>{"name": "add"}</tool_call>'
@@ -282,29 +326,59 @@ MALFORMED = '<tool_call>{"name": "add"}</tool_call>'
         ([Done()], "stop", 0, []),
         ([Finish("length"), Done()], "max_tokens", 0, []),
         ([call("signal"), Finish("tool_calls"), Done()], "stop", 1, []),
-        ([call("signal"), call("add", '{"a": ', 1), Finish("length"), Done()], "max_tokens", 1, [("add", '{"a": ')]),
+        (
+            [call("signal"), call("add", '{"a": ', 1), Finish("length"), Done()],
+            "max_tokens",
+            1,
+            [("add", '{"a": ')],
+        ),
         ([call("signal"), call("add", "{}", 1), Done()], "tool_parse_error", 1, [("add", "{}")]),
         ([TextDelta(MALFORMED), Finish("stop"), Done()], "tool_parse_error", 0, [("", MALFORMED)]),
     ],
-    ids=["no finish reason", "limit", "exit calls alone", "a call cut off", "calls, no finish reason", "malformed"],
+    ids=[
+        "no finish reason",
+        "limit",
+        "exit calls alone",
+        "a call cut off",
+        "calls, no finish reason",
+        "malformed",
+    ],
 )
-def test_how_turns_end_requests(said: list[StreamEvent], reason: str, exits: int, unrun: list[tuple[str, str]]) -> None:
+def test_how_turns_end_requests(
+    said: list[StreamEvent], reason: str, exits: int, unrun: list[tuple[str, str]]
+) -> None:
     request = begun(with_tools(), prompted=isinstance(said[0], TextDelta))
     record = ended(hear(request, TextDelta("a"), *said), CLOSE)
     assert (record.result.get("fail_reason") or record.result["finish_reason"]) == reason
-    assert record.result["text"] == "a" + "".join(event.text for event in said if isinstance(event, TextDelta))
+    assert record.result["text"] == "a" + "".join(
+        event.text for event in said if isinstance(event, TextDelta)
+    )
     assert (len(record.result["signals"]), record.status["tool_iters_remaining"]) == (exits, 8)
-    trace = [(entry["tool_name"], entry["arguments"], entry["error"]) for entry in record.result["tool_trace"]]
+    trace = [
+        (entry["tool_name"], entry["arguments"], entry["error"])
+        for entry in record.result["tool_trace"]
+    ]
     assert trace == [(name, arguments, f"not run: {reason}") for name, arguments in unrun]
 
 
 @pytest.mark.parametrize(
     ("error", "detail"),
-    [(ServerError("boom", 500, "of_a_kind"), "boom (of_a_kind), code 500"), (ServerError("boom", None, None), "boom")],
+    [
+        (ServerError("boom", 500, "of_a_kind"), "boom (of_a_kind), code 500"),
+        (ServerError("boom", None, None), "boom"),
+    ],
 )
-def test_an_error_record_fails_it_after_a_finish_reason_too_whatever_follows(error: ServerError, detail: str) -> None:
-    record = failed(hear(begun(), TextDelta("a"), Finish("stop"), error, Done()), "server_error", CLOSE)
-    assert (record.result["text"], record.result["fail_detail"], record.http_status) == ("a", detail, error.code)
+def test_an_error_record_fails_it_after_a_finish_reason_too_whatever_follows(
+    error: ServerError, detail: str
+) -> None:
+    record = failed(
+        hear(begun(), TextDelta("a"), Finish("stop"), error, Done()), "server_error", CLOSE
+    )
+    assert (record.result["text"], record.result["fail_detail"], record.http_status) == (
+        "a",
+        detail,
+        error.code,
+    )
 
 
 @pytest.mark.parametrize("context", [None, {"n_prompt_tokens": 5000, "n_ctx": 4096}])
@@ -318,13 +392,17 @@ def test_a_prompt_that_does_not_fit_has_a_reason_of_its_own(context: Any) -> Non
 
 
 @pytest.mark.parametrize("failure", [None, RESET, stream_failure("connect_failed", "refused")])
-def test_a_connection_that_breaks_waits_a_while_for_news_of_the_servers_death(failure: StreamFailure | None) -> None:
+def test_a_connection_that_breaks_waits_a_while_for_news_of_the_servers_death(
+    failure: StreamFailure | None,
+) -> None:
     unexplained, explained = generating(begun()), generating(begun())
     for request in (unexplained, explained):
         assert request.closed(FIRST, failure, 105.0) == []
         assert request.deadline == 105.2
         assert request.tick(105.19) == []
-    reason, detail = (failure.reason, failure.detail) if failure else ("stream_disconnected", NO_FINISH_REASON)
+    reason, detail = (
+        (failure.reason, failure.detail) if failure else ("stream_disconnected", NO_FINISH_REASON)
+    )
     record = failed(unexplained.tick(105.2), reason, CLOSE)
     assert (record.result["text"], record.result["fail_detail"]) == ("a", detail)
     died = explained.abandon(RequestFailReason.SERVER_DIED, "exited with -9", 105.19)
@@ -346,7 +424,9 @@ def test_what_broke_since_the_server_is_gone_waits_for_how_that_ended() -> None:
 # ---------------------------------------------------------------- prompts
 
 
-def test_the_provider_is_told_the_time_and_the_budget_of_the_turn_and_where_it_raises_what_came_is_kept() -> None:
+def test_the_provider_is_told_the_time_and_the_budget_of_the_turn_and_where_it_raises_what_came_is_kept() -> (
+    None
+):
     seen: list[BiosContext] = []
 
     def once(ctx: BiosContext) -> BiosText:
@@ -361,7 +441,11 @@ def test_the_provider_is_told_the_time_and_the_budget_of_the_turn_and_where_it_r
     assert "LookupError: no prompt today" in record.result["fail_detail"]
     assert [context.tool_iters_remaining for context in seen] == [8, 7]
     assert [context.now.timestamp() for context in seen] == [1100.0, 1160.0]
-    assert (seen[0].worker_name, seen[0].timezone_name, seen[0].tool_call_mode) == ("w", "Europe/Vienna", "native")
+    assert (seen[0].worker_name, seen[0].timezone_name, seen[0].tool_call_mode) == (
+        "w",
+        "Europe/Vienna",
+        "native",
+    )
     assert seen[0].now.utcoffset() is not None
     assert (seen[0].normal_tools, seen[0].exit_tools) == ((ADD,), (SIGNAL,))
 
@@ -369,10 +453,18 @@ def test_the_provider_is_told_the_time_and_the_budget_of_the_turn_and_where_it_r
 # ---------------------------------------------------------------- tools
 
 
-def test_the_calls_of_a_turn_run_one_by_one_and_the_next_turn_repeats_it_to_the_letter_with_their_results() -> None:
+def test_the_calls_of_a_turn_run_one_by_one_and_the_next_turn_repeats_it_to_the_letter_with_their_results() -> (
+    None
+):
     request = made(with_tools())
     before = only(OpenStream, request.begin(100.0)).body
-    hear(request, ReasoningDelta("hm"), TextDelta("Adding."), call("add", '{"a": 1}'), call("signal", '{"s": 1}', 1))
+    hear(
+        request,
+        ReasoningDelta("hm"),
+        TextDelta("Adding."),
+        call("add", '{"a": 1}'),
+        call("signal", '{"s": 1}', 1),
+    )
     hear(request, call("add", "", 2), Finish("tool_calls"))
     closing, start = hear(request, Done(), at=102.0)
     assert (closing, request.deadline) == (CLOSE, 112.0)
@@ -381,7 +473,9 @@ def test_the_calls_of_a_turn_run_one_by_one_and_the_next_turn_repeats_it_to_the_
     status = request.status()
     assert (status["state"], status["phase"]) == ("tool_running", "tool")
     assert (status["tool_iters_remaining"], status["tool_calls_count"]) == (7, 2)
-    assert status["signals"] == [{"tool_name": "signal", "arguments": {"s": 1}, "emitted_at": 1101.0}]
+    assert status["signals"] == [
+        {"tool_name": "signal", "arguments": {"s": 1}, "emitted_at": 1101.0}
+    ]
     for ok in (True, False):
         assert request.call_ended(SECOND, ok=ok, text="of another batch", at=102.5) == []
     second = only(RunTool, returned(request, "one"))
@@ -396,27 +490,52 @@ def test_the_calls_of_a_turn_run_one_by_one_and_the_next_turn_repeats_it_to_the_
     assert two["content"].startswith(f"two\n\n{STATUS_OPEN}")
     assert following.body["tools"] == before["tools"] == [ADD, SIGNAL]
     progress = request.progress()
-    assert (request.phase, progress.first_token_at, progress.turn_started_at) == ("waiting", None, 105.0)
+    assert (request.phase, progress.first_token_at, progress.turn_started_at) == (
+        "waiting",
+        None,
+        105.0,
+    )
 
 
 def test_text_and_reasoning_are_those_of_every_turn_with_nothing_inserted() -> None:
     request = in_tools()
     returned(request, "3")
-    hear(request, ReasoningDelta("ok"), TextDelta("It is 3."), Usage(20, 6, None), Finish("stop"), stream=SECOND)
+    hear(
+        request,
+        ReasoningDelta("ok"),
+        TextDelta("It is 3."),
+        Usage(20, 6, None),
+        Finish("stop"),
+        stream=SECOND,
+    )
     record = ended(hear(request, Done(), stream=SECOND, at=104.0), CloseStream(turn_id=SECOND))
     assert (record.result["text"], record.result["reasoning"]) == ("Let me add.It is 3.", "ok")
-    assert record.result["usage"] == {"prompt_tokens": 30, "completion_tokens": 11, "cached_tokens": 2}
+    assert record.result["usage"] == {
+        "prompt_tokens": 30,
+        "completion_tokens": 11,
+        "cached_tokens": 2,
+    }
     assert record.status["tokens_received"] == 11
     assert record.result["timings"]["ttft_s"] == pytest.approx(1.0)
 
 
 def test_a_failed_tool_fails_the_request_which_keeps_output_and_trace() -> None:
     request = in_tools()
-    record = failed(request.call_ended(FIRST, ok=False, text="tool 'add' raised: no", at=103.0), "tool_execution_error")
-    assert (record.result["text"], record.result["fail_detail"]) == ("Let me add.", "tool 'add' raised: no")
+    record = failed(
+        request.call_ended(FIRST, ok=False, text="tool 'add' raised: no", at=103.0),
+        "tool_execution_error",
+    )
+    assert (record.result["text"], record.result["fail_detail"]) == (
+        "Let me add.",
+        "tool 'add' raised: no",
+    )
     (entry,) = record.result["tool_trace"]
     assert (entry["started_at"], entry["error"]) == (1102.0, "tool 'add' raised: no")
-    assert record.result["usage"] == {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 2}
+    assert record.result["usage"] == {
+        "prompt_tokens": 10,
+        "completion_tokens": 5,
+        "cached_tokens": 2,
+    }
     assert record.status["tokens_received"] == 5
 
 
@@ -429,7 +548,10 @@ def test_a_call_that_takes_too_long_fails_the_request_and_its_batch_is_forgotten
     record = failed(request.tick(121.9), "tool_execution_error", DropTool(turn_id=FIRST))
     text = "tool 'add' did not return within tool_timeout_s 10 s"
     assert record.result["fail_detail"] == text
-    assert [(entry["ok"], entry.get("error")) for entry in record.result["tool_trace"]] == [(True, None), (False, text)]
+    assert [(entry["ok"], entry.get("error")) for entry in record.result["tool_trace"]] == [
+        (True, None),
+        (False, text),
+    ]
     assert returned(request, "too late", at=122.0) == []
 
 
@@ -437,12 +559,17 @@ def test_a_call_that_takes_too_long_fails_the_request_and_its_batch_is_forgotten
     ("reason", "ending"),
     [
         ("canceled", lambda r: r.cancel(105.0)),
-        ("absolute_timeout", lambda r: r.abandon(RequestFailReason.ABSOLUTE_TIMEOUT, "too long", 105.0)),
+        (
+            "absolute_timeout",
+            lambda r: r.abandon(RequestFailReason.ABSOLUTE_TIMEOUT, "too long", 105.0),
+        ),
         ("server_died", lambda r: r.abandon(RequestFailReason.SERVER_DIED, "died", 105.0)),
         ("unknown_error", lambda r: r.break_off(RequestFailReason.UNKNOWN_ERROR, "a bug", 105.0)),
     ],
 )
-def test_calls_that_had_begun_are_in_the_trace_whatever_ends_the_request(reason: str, ending: Act) -> None:
+def test_calls_that_had_begun_are_in_the_trace_whatever_ends_the_request(
+    reason: str, ending: Act
+) -> None:
     request = begun(with_tools())
     calls = [call("add", f'{{"n": {n}}}', n) for n in range(3)]
     hear(request, *calls, Finish("tool_calls"), Done(), at=102.0)
@@ -452,18 +579,33 @@ def test_calls_that_had_begun_are_in_the_trace_whatever_ends_the_request(reason:
         ({"n": 0}, True, None),
         ({"n": 1}, False, f"given up while it ran: {reason}"),
     ]
-    assert [(entry["started_at"], entry["duration_s"]) for entry in trace] == [(1102.0, 1.0), (1103.0, 2.0)]
+    assert [(entry["started_at"], entry["duration_s"]) for entry in trace] == [
+        (1102.0, 1.0),
+        (1103.0, 2.0),
+    ]
 
 
 def test_the_budget_is_one_a_turn_not_one_a_call() -> None:
     request = begun(with_tools(max_tool_iterations=1))
-    hear(request, call("add"), call("add", "{}", 1), call("add", "{}", 2), Finish("tool_calls"), Done())
+    hear(
+        request,
+        call("add"),
+        call("add", "{}", 1),
+        call("add", "{}", 2),
+        Finish("tool_calls"),
+        Done(),
+    )
     for result in ("1", "2", "3"):
         returned(request, result)
     assert request.status()["tool_iters_remaining"] == 0
-    effects = hear(request, TextDelta("a"), call("add"), Finish("tool_calls"), Done(), stream=SECOND)
+    effects = hear(
+        request, TextDelta("a"), call("add"), Finish("tool_calls"), Done(), stream=SECOND
+    )
     record = failed(effects, "tool_execution_error", CloseStream(turn_id=SECOND))
-    assert (record.result["text"], record.result["fail_detail"]) == ("a", "tool iteration budget exhausted")
+    assert (record.result["text"], record.result["fail_detail"]) == (
+        "a",
+        "tool iteration budget exhausted",
+    )
     trace = [(entry["iteration"], entry.get("error")) for entry in record.result["tool_trace"]]
     assert trace == [(1, None)] * 3 + [(2, "not run: tool_execution_error")]
 
@@ -488,7 +630,9 @@ def test_an_exit_call_is_recorded_once_it_is_complete_in_the_stream() -> None:
 
 
 @pytest.mark.parametrize("prompted", [True, False])
-def test_a_tagged_exit_call_is_recorded_with_its_closing_tag_and_in_native_mode_at_the_end(prompted: bool) -> None:
+def test_a_tagged_exit_call_is_recorded_with_its_closing_tag_and_in_native_mode_at_the_end(
+    prompted: bool,
+) -> None:
     request = begun(with_tools(), prompted=prompted)
     assert emitted(hear(request, TextDelta(TAGGED[:-1]))) == []
     assert emitted(hear(request, TextDelta(TAGGED[-1:]))) == ([{"s": 1}] if prompted else [])
@@ -517,7 +661,9 @@ ENDINGS: dict[str, Act] = {
     [(TextDelta(TAGGED), True), (TextDelta(TAGGED), False), (call("signal", '{"s": 1}'), False)],
     ids=["prompted", "native, in the text", "native"],
 )
-def test_exit_calls_and_text_are_kept_in_every_ending(ending: Act, said: StreamEvent, prompted: bool) -> None:
+def test_exit_calls_and_text_are_kept_in_every_ending(
+    ending: Act, said: StreamEvent, prompted: bool
+) -> None:
     request = begun(with_tools(), prompted=prompted)
     hear(request, TextDelta("kept\n"), said)
     record = ended(ending(request), CLOSE)
@@ -542,16 +688,24 @@ def test_a_servers_report_of_a_malformed_call_is_a_parse_error_and_accuses_no_se
         (with_tools(), "tool_parse_error", "tool_parse_error", None),
         (config(), "server_error", "http_error", 500),
     ):
-        record = failed(hear(begun(of), TextDelta("a"), ServerError(message, 500, None)), by_record, CLOSE)
+        record = failed(
+            hear(begun(of), TextDelta("a"), ServerError(message, 500, None)), by_record, CLOSE
+        )
         assert (record.result["text"], record.http_status) == ("a", accused)
-        assert failed(begun(of).closed(FIRST, refusal, 101.0), by_status, CLOSE).http_status == accused
+        assert (
+            failed(begun(of).closed(FIRST, refusal, 101.0), by_status, CLOSE).http_status == accused
+        )
 
 
 # ---------------------------------------------------------------- refused tools
 
 
-@pytest.mark.parametrize("opens_thinking", [False, True], ids=["no thinking", "an answer without any thinking"])
-def test_a_request_whose_tools_are_refused_is_sent_again_with_calls_and_results_as_text(opens_thinking: bool) -> None:
+@pytest.mark.parametrize(
+    "opens_thinking", [False, True], ids=["no thinking", "an answer without any thinking"]
+)
+def test_a_request_whose_tools_are_refused_is_sent_again_with_calls_and_results_as_text(
+    opens_thinking: bool,
+) -> None:
     request = made(with_tools(), opens_thinking=opens_thinking)
     native = only(OpenStream, request.begin(100.0)).body
     assert native["tools"] == [ADD, SIGNAL]
@@ -564,7 +718,13 @@ def test_a_request_whose_tools_are_refused_is_sent_again_with_calls_and_results_
     assert again.body["messages"][0]["content"].endswith("Be terse.")
     assert hear(request, TextDelta("late"), stream=FIRST) == []
     tagged = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    hear(request, TextDelta("Adding. "), TextDelta(tagged[:15]), TextDelta(tagged[15:]), stream=SECOND)
+    hear(
+        request,
+        TextDelta("Adding. "),
+        TextDelta(tagged[:15]),
+        TextDelta(tagged[15:]),
+        stream=SECOND,
+    )
     hear(request, TextDelta(TAGGED), Finish("stop"), stream=SECOND)
     assert isinstance(hear(request, Done(), stream=SECOND)[-1], RunTool)
     assert request.read_output(0, 0)["text"] == "Adding. "
@@ -586,25 +746,40 @@ def test_a_second_refusal_or_one_without_auto_or_without_tools_is_an_error() -> 
 # ---------------------------------------------------------------- a think that the template opened
 
 
-TO_THE_TEMPLATE = "chat_template_kwargs enable_thinking reasoning_budget thinking_budget_tokens reasoning_effort"
+TO_THE_TEMPLATE = (
+    "chat_template_kwargs enable_thinking reasoning_budget thinking_budget_tokens reasoning_effort"
+)
 
 
 @pytest.mark.parametrize(
     ("params", "said", "reason", "reasoning", "text"),
     [
         ({}, "abc\n</think>\n\nAns", "stop", "abc", "Ans"),
-        ({}, "The answer is 4.", "stop", "The answer is 4.", "The answer is 4."),  # the server parses reasoning itself
+        (
+            {},
+            "The answer is 4.",
+            "stop",
+            "The answer is 4.",
+            "The answer is 4.",
+        ),  # the server parses reasoning itself
         ({}, "a <", "stop", "a <", "a <"),
         ({}, "abc", "length", "abc", ""),
         ({}, "abc", None, "abc", ""),  # the stream broke
-        *(({param: 0}, "a</think>b", "stop", "", "a</think>b") for param in TO_THE_TEMPLATE.split()),
+        *(
+            ({param: 0}, "a</think>b", "stop", "", "a</think>b")
+            for param in TO_THE_TEMPLATE.split()
+        ),
     ],
 )
-def test_a_think_opened_by_the_template(params: Any, said: str, reason: str | None, reasoning: str, text: str) -> None:
+def test_a_think_opened_by_the_template(
+    params: Any, said: str, reason: str | None, reasoning: str, text: str
+) -> None:
     by_default = begun(config(default_params=params), opens_thinking=True)
     for request in (by_default, begun(params=params, opens_thinking=True)):
         hear(request, *(TextDelta(char) for char in said))
-        effects = hear(request, Finish(reason), Done()) if reason else ENDINGS["disconnected"](request)
+        effects = (
+            hear(request, Finish(reason), Done()) if reason else ENDINGS["disconnected"](request)
+        )
         result = ended(effects, CLOSE).result
         assert (result["reasoning"], result["text"]) == (reasoning, text)
         assert result["state"] == ("completed" if reason else "failed")
@@ -614,8 +789,20 @@ def test_a_think_opened_by_the_template(params: Any, said: str, reason: str | No
     ("first", "second", "reasoning", "text", "sent_back"),
     [
         (TextDelta("a</think>b"), "c</think>d", "ac", "bd", ("a", "b")),
-        (TextDelta("Let me see."), "a</think>b", "Let me see.a", "Let me see.b", (None, "Let me see.")),
-        (ReasoningDelta("hm"), "Answer", "hm", "Answer", ("hm", "")),  # it parses reasoning itself, and is believed
+        (
+            TextDelta("Let me see."),
+            "a</think>b",
+            "Let me see.a",
+            "Let me see.b",
+            (None, "Let me see."),
+        ),
+        (
+            ReasoningDelta("hm"),
+            "Answer",
+            "hm",
+            "Answer",
+            ("hm", ""),
+        ),  # it parses reasoning itself, and is believed
     ],
 )
 def test_in_each_turn_the_template_opens_a_think_of_its_own(
@@ -683,7 +870,9 @@ def test_a_cancel_closes_the_connection_in_every_phase(phase: Phase, text: str) 
 
 
 @pytest.mark.parametrize("phase", [lambda r: r, opened, generating, broken])
-def test_who_is_abandoned_fails_with_the_reason_told_unless_its_turn_had_ended_or_its_server_died(phase: Phase) -> None:
+def test_who_is_abandoned_fails_with_the_reason_told_unless_its_turn_had_ended_or_its_server_died(
+    phase: Phase,
+) -> None:
     effects = phase(begun()).abandon(RequestFailReason.WORKER_RESTARTED, "stall", 104.1)
     assert failed(effects, "worker_restarted", CLOSE).result["fail_detail"] == "stall"
     effects = settling(begun()).abandon(RequestFailReason.WORKER_RESTARTED, "stall", 104.1)
@@ -697,7 +886,9 @@ def test_who_is_abandoned_fails_with_the_reason_told_unless_its_turn_had_ended_o
 
 @pytest.mark.parametrize(("phase", "text"), IN_STREAM[:3])
 @pytest.mark.parametrize("failure", [None, RESET])
-def test_what_a_dead_server_sent_is_heard_for_a_while(phase: Phase, text: str, failure: StreamFailure | None) -> None:
+def test_what_a_dead_server_sent_is_heard_for_a_while(
+    phase: Phase, text: str, failure: StreamFailure | None
+) -> None:
     ends, stays = dead(phase(begun())), dead(phase(begun()))
     for request in (ends, stays):
         assert hear(request, TextDelta("bc"), at=104.1) == []
@@ -708,26 +899,38 @@ def test_what_a_dead_server_sent_is_heard_for_a_while(phase: Phase, text: str, f
         assert (record.result["text"], record.result["fail_detail"]) == (f"{text}bcd", "signal 9")
 
 
-@pytest.mark.parametrize("last", [(Usage(3, 4, None),), (Usage(3, 4, None), Done())], ids=["closed", "done"])
+@pytest.mark.parametrize(
+    "last", [(Usage(3, 4, None),), (Usage(3, 4, None), Done())], ids=["closed", "done"]
+)
 @pytest.mark.parametrize("phase", [generating, settling])
-def test_a_dead_server_that_said_its_finish_reason_had_answered(phase: Phase, last: tuple[StreamEvent, ...]) -> None:
+def test_a_dead_server_that_said_its_finish_reason_had_answered(
+    phase: Phase, last: tuple[StreamEvent, ...]
+) -> None:
     request = dead(phase(begun()))
-    result = ended(hear(request, Finish("stop"), *last) or request.closed(FIRST, None, 104.3), CLOSE).result
+    result = ended(
+        hear(request, Finish("stop"), *last) or request.closed(FIRST, None, 104.3), CLOSE
+    ).result
     assert (result["state"], result["usage"]["completion_tokens"]) == ("completed", 4)
 
 
 @pytest.mark.parametrize("said", [(), (Done(),)], ids=["closed", "done"])
-def test_the_calls_of_a_dead_server_or_of_an_abandoned_request_are_not_begun(said: tuple[StreamEvent, ...]) -> None:
+def test_the_calls_of_a_dead_server_or_of_an_abandoned_request_are_not_begun(
+    said: tuple[StreamEvent, ...],
+) -> None:
     request = dead(begun(with_tools()))
     effects = hear(request, TextDelta("a"), call("add"), Finish("tool_calls"), *said)
     failed(effects or request.closed(FIRST, None, 104.3), "server_died", CLOSE)
     request = begun(with_tools())
     hear(request, TextDelta("a"), call("add"), Finish("tool_calls"))
-    failed(request.abandon(RequestFailReason.WORKER_STOPPED, "stop", 104.0), "worker_stopped", CLOSE)
+    failed(
+        request.abandon(RequestFailReason.WORKER_STOPPED, "stop", 104.0), "worker_stopped", CLOSE
+    )
 
 
 @every_phase
-def test_breaking_off_keeps_just_what_was_shown(phase: Phase, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_breaking_off_keeps_just_what_was_shown(
+    phase: Phase, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def raising(*_: Any, **__: Any) -> Any:
         raise IndexError("a bug")
 
@@ -736,7 +939,9 @@ def test_breaking_off_keeps_just_what_was_shown(phase: Phase, text: str, monkeyp
     monkeypatch.setattr(Turn, "calls", raising)
     with pytest.raises(IndexError):
         request.abandon(RequestFailReason.UNKNOWN_ERROR, "IndexError: a bug", 104.0)
-    record = failed(request.break_off(RequestFailReason.UNKNOWN_ERROR, "a bug", 104.0), "unknown_error", CLOSE)
+    record = failed(
+        request.break_off(RequestFailReason.UNKNOWN_ERROR, "a bug", 104.0), "unknown_error", CLOSE
+    )
     assert record.result["text"] == text
     assert request.break_off(RequestFailReason.UNKNOWN_ERROR, "a bug", 104.0) == []
 
@@ -744,10 +949,20 @@ def test_breaking_off_keeps_just_what_was_shown(phase: Phase, text: str, monkeyp
 # ---------------------------------------------------------------- calls that are not run
 
 
-def test_calls_that_are_not_run_are_in_the_trace_as_the_model_wrote_them_and_exit_calls_count() -> None:
+def test_calls_that_are_not_run_are_in_the_trace_as_the_model_wrote_them_and_exit_calls_count() -> (
+    None
+):
     request = begun(with_tools())
-    hear(request, TextDelta("a"), call("add", '{"a": 1}'), call("signal", "{}", 1), call("zap", "{", 2))
-    record = failed(hear(request, Finish("tool_calls"), Done(), at=102.0), "tool_parse_error", CLOSE)
+    hear(
+        request,
+        TextDelta("a"),
+        call("add", '{"a": 1}'),
+        call("signal", "{}", 1),
+        call("zap", "{", 2),
+    )
+    record = failed(
+        hear(request, Finish("tool_calls"), Done(), at=102.0), "tool_parse_error", CLOSE
+    )
     assert (record.result["text"], len(record.result["signals"])) == ("a", 1)
     assert "zap" in record.result["fail_detail"]
     unrun: dict[str, Any] = {"iteration": 1, "started_at": 1102.0, "duration_s": 0.0, "ok": False}
@@ -774,7 +989,9 @@ def written(request: Driven, *, turn_id: TurnId = FIRST, at: float = 101.0) -> E
 
 
 @pytest.mark.parametrize("another", [(7, 0), SECOND, (8, 1)])
-def test_while_the_bios_is_written_a_request_waits_and_its_watch_has_nothing_to_judge(another: TurnId) -> None:
+def test_while_the_bios_is_written_a_request_waits_and_its_watch_has_nothing_to_judge(
+    another: TurnId,
+) -> None:
     request = prompting()
     assert written(request, turn_id=another) == []
     status = request.status()
@@ -791,7 +1008,9 @@ def test_a_bios_that_does_not_come_in_time_is_a_prompt_error(at: float) -> None:
     request = prompting()
     assert request.tick(104.9) == []
     record = failed(request.tick(at), "prompt_error")
-    assert record.result["fail_detail"] == "the BIOS provider did not return within bios_timeout_s 5 s"
+    assert (
+        record.result["fail_detail"] == "the BIOS provider did not return within bios_timeout_s 5 s"
+    )
     assert written(request, at=106.0) == []
 
 
@@ -814,7 +1033,9 @@ WAITING: dict[str, Callable[[], Driven]] = {
 
 @pytest.mark.parametrize("waiting", WAITING)
 @pytest.mark.parametrize(("gap_s", "most_s"), [(1.5, 1.5), (3600.0, 10.0)])
-def test_a_gap_in_which_nothing_ran_puts_off_what_was_waited_for(waiting: str, gap_s: float, most_s: float) -> None:
+def test_a_gap_in_which_nothing_ran_puts_off_what_was_waited_for(
+    waiting: str, gap_s: float, most_s: float
+) -> None:
     request = WAITING[waiting]()
     assert request.deadline is not None
     now = request.deadline + gap_s
@@ -822,7 +1043,9 @@ def test_a_gap_in_which_nothing_ran_puts_off_what_was_waited_for(waiting: str, g
     again_at = request.deadline
     assert now < again_at <= now + most_s
     assert request.tick(again_at - 0.01) == []
-    assert isinstance(request.tick(again_at + gap_s)[-1], RequestEnded), "one gap is forgiven, not every one"
+    assert isinstance(request.tick(again_at + gap_s)[-1], RequestEnded), (
+        "one gap is forgiven, not every one"
+    )
 
 
 def test_what_was_waited_for_may_come_after_the_gap() -> None:
@@ -841,18 +1064,50 @@ HELD = f"{TAGGED}\n{LINE * 11}"  # back in native mode, behind a call that may t
 @pytest.mark.parametrize(
     ("said", "reason", "output", "detail"),
     [
-        ([TextDelta("So:\n" + LINE * 30)], "line", ("", "So:\n" + LINE * 12), f"{LINE.strip()!r} came 12 times"),
-        ([TextDelta(f"{LINE}z{LINE}" * 30)], "line", ("", f"{LINE}z{LINE}" * 12), "a block of 2 lines"),
+        (
+            [TextDelta("So:\n" + LINE * 30)],
+            "line",
+            ("", "So:\n" + LINE * 12),
+            f"{LINE.strip()!r} came 12 times",
+        ),
+        (
+            [TextDelta(f"{LINE}z{LINE}" * 30)],
+            "line",
+            ("", f"{LINE}z{LINE}" * 12),
+            "a block of 2 lines",
+        ),
         ([ReasoningDelta(LINE * 30)], "line", (LINE * 12, ""), "12 times"),
         ([TextDelta("ha " * 9000)], "text", ("", ("ha " * 9000)[:8192]), "repeat 3 of them"),
-        ([call("add", '{"a": "'), *[ToolCallDelta(0, None, None, "1, 2, ")] * 2000], "text", ("", ""), "repeat 6"),
-        ([TextDelta(HELD), call("add"), TextDelta(LINE)], "line", ("", HELD + LINE), "came 12 times"),
+        (
+            [call("add", '{"a": "'), *[ToolCallDelta(0, None, None, "1, 2, ")] * 2000],
+            "text",
+            ("", ""),
+            "repeat 6",
+        ),
+        (
+            [TextDelta(HELD), call("add"), TextDelta(LINE)],
+            "line",
+            ("", HELD + LINE),
+            "came 12 times",
+        ),
         ([TextDelta(HELD), TextDelta(LINE * 9)], "line", ("", "\n" + LINE * 12), "came 12 times"),
     ],
-    ids=["line", "block", "reasoning", "no line ends", "arguments", "put back by a structured call", "held back"],
+    ids=[
+        "line",
+        "block",
+        "reasoning",
+        "no line ends",
+        "arguments",
+        "put back by a structured call",
+        "held back",
+    ],
 )
-def test_a_loop_ends_the_request(said: list[StreamEvent], reason: str, output: tuple[str, str], detail: str) -> None:
-    record = failed(hear(begun(with_tools()), *said, TextDelta("a")), f"repeated_{reason}_loop", CLOSE)
+def test_a_loop_ends_the_request(
+    said: list[StreamEvent], reason: str, output: tuple[str, str], detail: str
+) -> None:
+    record = failed(
+        hear(begun(with_tools()), *said, TextDelta("a")), f"repeated_{reason}_loop", CLOSE
+    )
     assert (record.result["reasoning"], record.result["text"]) == output
     assert detail in record.result["fail_detail"]
     assert hear(begun(with_tools(loop_detector=None)), *said, TextDelta("a")) == []
@@ -860,9 +1115,13 @@ def test_a_loop_ends_the_request(said: list[StreamEvent], reason: str, output: t
 
 @pytest.mark.parametrize("ending", ["cancelled", "abandoned", "error record", "disconnected"])
 @pytest.mark.parametrize("prompted", [False, True])
-def test_what_was_held_back_is_no_loop_and_not_cut_when_the_request_ends_otherwise(ending: str, prompted: bool) -> None:
+def test_what_was_held_back_is_no_loop_and_not_cut_when_the_request_ends_otherwise(
+    ending: str, prompted: bool
+) -> None:
     request = begun(with_tools(), prompted=prompted)
-    half_a_call = '<tool_call>{"name": "add", "arguments": {"a": [\n' + f'"{"y" * 40}",\n' * 20 + '"and th'
+    half_a_call = (
+        '<tool_call>{"name": "add", "arguments": {"a": [\n' + f'"{"y" * 40}",\n' * 20 + '"and th'
+    )
     hear(request, TextDelta("a " + half_a_call))
     assert request.read_output(0, 0)["text"] == "a "
     result = ended(ENDINGS[ending](request), CLOSE).result
@@ -880,7 +1139,9 @@ def test_what_was_held_back_is_no_loop_and_not_cut_when_the_request_ends_otherwi
         ({}, 4096 * 5 // 4 + 65, True),
     ],
 )
-def test_a_server_that_keeps_to_no_limit_is_cut_off_far_beyond_it(params: Any, tokens: int, is_over: bool) -> None:
+def test_a_server_that_keeps_to_no_limit_is_cut_off_far_beyond_it(
+    params: Any, tokens: int, is_over: bool
+) -> None:
     said = [TextDelta(f"{number} ") for number in range(tokens)]
     effects = hear(begun(params=params), *said)
     assert bool(effects) is is_over
@@ -893,7 +1154,9 @@ def test_a_server_that_keeps_to_no_limit_is_cut_off_far_beyond_it(params: Any, t
 # ---------------------------------------------------------------- the body
 
 
-def body(of: WorkerConfig | None = None, params: dict[str, Any] | None = None, tools: Any = ()) -> dict[str, Any]:
+def body(
+    of: WorkerConfig | None = None, params: dict[str, Any] | None = None, tools: Any = ()
+) -> dict[str, Any]:
     return request_body(of or config(), params or {}, [{"role": "user", "content": "u"}], tools)
 
 
@@ -911,7 +1174,12 @@ def test_the_workers_own_defaults() -> None:
 
 
 def test_params_win_over_default_params_and_these_over_the_workers_own() -> None:
-    instead = {"return_progress": False, "stream_options": {}, "reasoning_format": "none", "sse_ping_interval": -1}
+    instead = {
+        "return_progress": False,
+        "stream_options": {},
+        "reasoning_format": "none",
+        "sse_ping_interval": -1,
+    }
     changed = {**instead, "max_tokens": 5, "unknown_to_everyone": {"a": [1, None]}}
     of = config(max_tokens=1, default_params=changed)
     assert body(params=changed) == body(of) == body() | changed
@@ -919,7 +1187,9 @@ def test_params_win_over_default_params_and_these_over_the_workers_own() -> None
     assert "max_tokens" not in body(config(max_tokens=None))
 
 
-def test_messages_tools_and_stream_are_the_workers_and_the_callers_params_stay_as_they_were() -> None:
+def test_messages_tools_and_stream_are_the_workers_and_the_callers_params_stay_as_they_were() -> (
+    None
+):
     owned: dict[str, Any] = {"messages": [], "tools": [{"x": 1}], "stream": False}
     before = copy.deepcopy(owned)
     assert body(config(default_params=owned), owned) == body()

@@ -14,10 +14,15 @@ IDS = range(1, 13)
 
 def record(request_id: int, ended_at: float) -> RequestRecord:
     empty: Any = {}
-    return RequestRecord(request_id=request_id, job_name="j", status=empty, result=empty, ended_at=ended_at)
+    return RequestRecord(
+        request_id=request_id, job_name="j", status=empty, result=empty, ended_at=ended_at
+    )
 
 
-@given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(["admit", "end", "release"]), st.sampled_from(IDS))))
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.sampled_from(["admit", "end", "release"]), st.sampled_from(IDS))),
+)
 def test_each_holds_the_lowest_free_slot_to_its_end_which_counts_once_and_its_record_is_kept_until_it_is_released(
     slots: int, steps: list[tuple[str, int]]
 ) -> None:

@@ -15,7 +15,10 @@ POLICY = access_policy("box.lan", [PAGE])
 
 
 def head(**headers: str) -> Request:
-    named = {"Host": "localhost", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    named = {
+        "Host": "localhost",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     by_name = {name.lower(): (name, value) for name, value in named.items()}
     return Request(method="GET", target="/", headers=by_name, body=b"")
 
@@ -23,7 +26,10 @@ def head(**headers: str) -> Request:
 @pytest.mark.parametrize(
     ("host", "reached_at"),
     [
-        *((host, "127.0.0.1") for host in ("127.0.0.1:9998", "127.0.0.2", "localhost:1", "LocalHost.")),
+        *(
+            (host, "127.0.0.1")
+            for host in ("127.0.0.1:9998", "127.0.0.2", "localhost:1", "LocalHost.")
+        ),
         ("[::1]:9998", "::1"),
         ("192.168.1.5:9998", "192.168.1.5"),
         ("192.168.1.5:9998", "::ffff:192.168.1.5"),
@@ -33,18 +39,36 @@ def head(**headers: str) -> Request:
     ],
 )
 @pytest.mark.parametrize("site", ["", "same-origin", "none"])
-def test_a_program_that_reaches_this_machine_by_its_address_is_let_in(host: str, reached_at: str, site: str) -> None:
+def test_a_program_that_reaches_this_machine_by_its_address_is_let_in(
+    host: str, reached_at: str, site: str
+) -> None:
     assert POLICY.allowed_origin(head(Host=host, Sec_Fetch_Site=site), reached_at) is None
 
 
-FOREIGN_HOSTS = ("evil.example", "evil.example:9998", "192.168.1.6", "0.0.0.0:9998", "[::]", "127.0.0.1.nip")
-OTHER_PAGES = ("https://evil.example", "http://ui.example:8443", "https://ui.example", "null", "http://localhost:9998")
+FOREIGN_HOSTS = (
+    "evil.example",
+    "evil.example:9998",
+    "192.168.1.6",
+    "0.0.0.0:9998",
+    "[::]",
+    "127.0.0.1.nip",
+)
+OTHER_PAGES = (
+    "https://evil.example",
+    "http://ui.example:8443",
+    "https://ui.example",
+    "null",
+    "http://localhost:9998",
+)
 
 
 @pytest.mark.parametrize(
     ("headers", "why"),
     [
-        *(({"Host": host}, "is not an address of this machine.*--allow-origin") for host in FOREIGN_HOSTS),
+        *(
+            ({"Host": host}, "is not an address of this machine.*--allow-origin")
+            for host in FOREIGN_HOSTS
+        ),
         *(({"Origin": origin}, "web pages") for origin in OTHER_PAGES),
         *(({"Sec_Fetch_Site": site}, "web pages") for site in ("cross-site", "same-site")),
     ],

@@ -11,15 +11,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_worker.responses.client_connection import MAX_HEAD_BYTES, ClientConnection, Phase, Request
+from llama_worker.responses.client_connection import (
+    MAX_HEAD_BYTES,
+    ClientConnection,
+    Phase,
+    Request,
+)
 from llama_worker.responses.refusal import RequestRefused
 from llama_worker.responses.reply import MalformedReply, Reply
-from llama_worker.responses.waiting_clients import BODY_S, HEAD_S, LINGER_S, SILENT_S, WaitingClients
+from llama_worker.responses.waiting_clients import (
+    BODY_S,
+    HEAD_S,
+    LINGER_S,
+    SILENT_S,
+    WaitingClients,
+)
 
 T = TypeVar("T")
 HEAD = b"POST /v1/responses?a=%2F HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
-UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"  # of Java's client
+# of Java's client
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
 
 
 def connection() -> ClientConnection:
@@ -45,7 +57,11 @@ def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject
     *early, request = [client.receive(whole[a:b]) for a, b in pairwise(cuts)]
     assert not any(early)
     assert request is not None
-    assert (request.method, request.target, request.body) == ("POST", "/v1/responses?a=%2F", b"hello")
+    assert (request.method, request.target, request.body) == (
+        "POST",
+        "/v1/responses?a=%2F",
+        b"hello",
+    )
     assert request.header("host") == "localhost"
     client.reply.begin(204, [])
     client.reply.end()
@@ -55,18 +71,30 @@ def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject
     assert again.body == b"hello"
 
 
-MALFORMED_LINES = (b"Content-Length : 5", b"Host: a", b"X-A: a\0b", b"X-A: a\rX-B: b", b"X-A: a\r\n b")
+MALFORMED_LINES = (
+    b"Content-Length : 5",
+    b"Host: a",
+    b"X-A: a\0b",
+    b"X-A: a\rX-B: b",
+    b"X-A: a\r\n b",
+)
 
 
 @pytest.mark.parametrize(
     ("rest", "status"),
     [
-        *((b"Content-Length: %b\r\n\r\n" % length, 400) for length in (b"-5", b"+5", b"1_0", b"0x5", b"5, 6")),
+        *(
+            (b"Content-Length: %b\r\n\r\n" % length, 400)
+            for length in (b"-5", b"+5", b"1_0", b"0x5", b"5, 6")
+        ),
         (b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nhello", 400),
         (b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
         (b"Content-Length: 5\r\n" + CHUNKED, 400),
         (b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
-        *((CHUNKED + b"%b\r\nhello\r\n0\r\n\r\n" % size, 400) for size in (b"+5", b"-5", b"0x5", b"1_0")),
+        *(
+            (CHUNKED + b"%b\r\nhello\r\n0\r\n\r\n" % size, 400)
+            for size in (b"+5", b"-5", b"0x5", b"1_0")
+        ),
         (CHUNKED + b"5\r\nhello!\r\n0\r\n\r\n", 400),
         *((line + b"\r\n\r\n", 400) for line in MALFORMED_LINES),
         (b"Content-Length: 101\r\n\r\n", 413),
@@ -94,8 +122,20 @@ def test_what_another_server_might_read_differently_is_refused(rest: bytes, stat
     assert refused.value.status == refused_later.value.status == status
 
 
-OTHER_TARGETS = (b"GET http://a/ HTTP/1.1", b"GET * HTTP/1.1", b"CONNECT / HTTP/1.1", b"GET  / HTTP/1.1")
-OTHER_PROTOCOLS = (b"GET / HTTP/2.0", b"GET / RTSP/1.0", b"SOURCE / ICE/1.0", b"GET /", b"G@T / HTTP/1.1", b"\r\n")
+OTHER_TARGETS = (
+    b"GET http://a/ HTTP/1.1",
+    b"GET * HTTP/1.1",
+    b"CONNECT / HTTP/1.1",
+    b"GET  / HTTP/1.1",
+)
+OTHER_PROTOCOLS = (
+    b"GET / HTTP/2.0",
+    b"GET / RTSP/1.0",
+    b"SOURCE / ICE/1.0",
+    b"GET /",
+    b"G@T / HTTP/1.1",
+    b"\r\n",
+)
 
 
 @pytest.mark.parametrize(
@@ -170,14 +210,21 @@ def measured(action: Callable[[], T]) -> tuple[T, int]:
         pytest.param(CHUNKED, [b"2\r\nab\r\n" * 8192] * 4, 2 * 8192 * 4, id="tiny chunks"),
         pytest.param(b"Content-Length: 1000000\r\n\r\n", [b"ab"] * 5000, 10_000, id="tiny pieces"),
         pytest.param(
-            CHUNKED, [b"80000\r\n" + b"x" * 0x80000 + b"\r\n0\r\nX-A: ", *[b"a" * 65536] * 50], 0x80000, id="trailer"
+            CHUNKED,
+            [b"80000\r\n" + b"x" * 0x80000 + b"\r\n0\r\nX-A: ", *[b"a" * 65536] * 50],
+            0x80000,
+            id="trailer",
         ),
         pytest.param(b"X-A: ", [b"a" * 10] * 2000, 20_000, id="head"),
     ],
 )
-def test_what_is_held_is_little_more_than_what_is_counted(rest: bytes, pieces: list[bytes], counted: int) -> None:
+def test_what_is_held_is_little_more_than_what_is_counted(
+    rest: bytes, pieces: list[bytes], counted: int
+) -> None:
     client = ClientConnection(max_body_bytes=1_000_000, check_head=lambda _: None)
-    is_whole, held = measured(lambda: any(client.receive(piece) for piece in [HEAD + rest, *pieces]))
+    is_whole, held = measured(
+        lambda: any(client.receive(piece) for piece in [HEAD + rest, *pieces])
+    )
     assert not is_whole
     assert counted <= client.pending_bytes < counted + 1000
     assert held < 2.5 * counted
@@ -204,12 +251,16 @@ def test_a_client_that_waits_before_its_body_is_told_to_go_on_once() -> None:
      (200, [("Content-Length", "-1")]), (200, [("Content-Length", "0" * 5000)]), (200, [("X-A : b\r\nX-B", "c")]),
      *((200, [(name, "chunked")]) for name in ("Transfer-Encoding ", "A B", "", "X\u00e9"))],
 )  # fmt: skip
-def test_a_reply_that_would_be_read_differently_is_not_begun(status: int, headers: list[tuple[str, str]]) -> None:
+def test_a_reply_that_would_be_read_differently_is_not_begun(
+    status: int, headers: list[tuple[str, str]]
+) -> None:
     reply = Reply()
     with pytest.raises(MalformedReply):
         reply.begin(status, headers)
     assert not reply.has_begun
-    assert reply.begin(502, [("Content-Length", "2")]).startswith(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n")
+    assert reply.begin(502, [("Content-Length", "2")]).startswith(
+        b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n"
+    )
     assert reply.data(b"ok") + reply.end() == b"ok"
 
 
@@ -229,7 +280,10 @@ def test_a_reply_is_as_long_as_it_says() -> None:
 
 def test_head_is_replied_to_without_a_body() -> None:
     reply = Reply("HEAD", is_kept=True)
-    assert reply.begin(200, [("Content-Length", "2")]) == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+    assert (
+        reply.begin(200, [("Content-Length", "2")])
+        == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+    )
     assert reply.data(b"ok") + reply.end() == b""
     assert reply.is_complete
 
@@ -280,7 +334,13 @@ def test_a_head_that_drips_gets_no_more_time_and_a_body_does() -> None:
 
 def test_whoever_waits_longest_makes_room_the_silent_first() -> None:
     waiting: WaitingClients[str] = WaitingClients()
-    phases = {"body": Phase.BODY, "head": Phase.HEAD, "s1": Phase.SILENT, "s2": Phase.SILENT, "end": None}
+    phases = {
+        "body": Phase.BODY,
+        "head": Phase.HEAD,
+        "s1": Phase.SILENT,
+        "s2": Phase.SILENT,
+        "end": None,
+    }
     for number, (client, phase) in enumerate(phases.items()):
         waiting.enter(client, phase, float(number))
     gone = []

@@ -11,9 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.responses import conversation
-from llama_worker.responses.conversation import LateRole, late_role_of, seal_reasoning, unseal_reasoning
+from llama_worker.responses.conversation import (
+    LateRole,
+    late_role_of,
+    seal_reasoning,
+    unseal_reasoning,
+)
 from llama_worker.responses.refusal import RequestRefused, refused_by_server
-from llama_worker.responses.request import ENCRYPTED_REASONING, ChatRequest, Recalled, normalise, parse_body, references
+from llama_worker.responses.request import (
+    ENCRYPTED_REASONING,
+    ChatRequest,
+    Recalled,
+    normalise,
+    parse_body,
+    references,
+)
 from llama_worker.responses.tools import NO_TOOLS
 
 USER = {"role": "user", "content": "Hi"}
@@ -21,13 +33,21 @@ SAID = {"role": "assistant", "content": "Yes?"}
 POLICY = {"role": "developer", "content": "policy"}
 PNG = "data:image/png;base64,AAAA"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
-SUB = {"type": "function", "name": "sub", "description": "minus", "parameters": None, "strict": None}
+SUB = {
+    "type": "function",
+    "name": "sub",
+    "description": "minus",
+    "parameters": None,
+    "strict": None,
+}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ALLOWED = {"type": "allowed_tools"}
 ANSWER = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
 
 
-def messages(*items: dict[str, Any], instructions: str = "", late_role: LateRole = "user") -> list[dict[str, Any]]:
+def messages(
+    *items: dict[str, Any], instructions: str = "", late_role: LateRole = "user"
+) -> list[dict[str, Any]]:
     return conversation.chat_messages(instructions, items, NO_TOOLS, late_role).messages
 
 
@@ -66,24 +86,45 @@ SENT_IMAGE = {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}
     ],
 )
 def test_content_is_a_string_unless_it_holds_more_than_text(content: Any, sent: Any) -> None:
-    for item in ({"role": "user", "content": content}, {"type": "message", "role": "user", "content": content}):
+    for item in (
+        {"role": "user", "content": content},
+        {"type": "message", "role": "user", "content": content},
+    ):
         assert messages(item) == [{"role": "user", "content": sent}]
 
 
 def test_leading_system_and_developer_messages_become_one() -> None:
-    found = messages({"role": "developer", "content": "B"}, {"role": "system", "content": "C"}, USER, instructions="A")
+    found = messages(
+        {"role": "developer", "content": "B"},
+        {"role": "system", "content": "C"},
+        USER,
+        instructions="A",
+    )
     assert found == [{"role": "system", "content": "A\n\nB\n\nC"}, USER]
 
 
 @pytest.mark.parametrize("late_role", ["user", "system"])
 def test_a_late_developer_message_stays_in_its_place(late_role: LateRole) -> None:
     found = messages(USER, SAID, POLICY, USER, instructions="A", late_role=late_role)
-    assert found == [{"role": "system", "content": "A"}, USER, SAID, {**POLICY, "role": late_role}, USER]
+    assert found == [
+        {"role": "system", "content": "A"},
+        USER,
+        SAID,
+        {**POLICY, "role": late_role},
+        USER,
+    ]
 
 
 def test_no_instruction_comes_between_a_call_and_its_result() -> None:
     found = messages(USER, call("x"), call("y"), POLICY, output("x"), output("y"), SAID)
-    assert [message["role"] for message in found] == ["user", "assistant", "tool", "tool", "user", "assistant"]
+    assert [message["role"] for message in found] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "user",
+        "assistant",
+    ]
 
 
 PROBED = [message["content"] for message in conversation.TEMPLATE_PROBE["messages"]]
@@ -119,7 +160,9 @@ TURNS: list[list[dict[str, Any]]] = [  # what the model says, then what is new f
 
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(TURNS), min_size=1, max_size=5))
-def test_the_messages_of_a_turn_begin_with_those_of_the_turn_before(turns: list[list[dict[str, Any]]]) -> None:
+def test_the_messages_of_a_turn_begin_with_those_of_the_turn_before(
+    turns: list[list[dict[str, Any]]],
+) -> None:
     items = [USER]
     for turn in turns:
         before = messages(*items, instructions="A")
@@ -128,10 +171,23 @@ def test_the_messages_of_a_turn_begin_with_those_of_the_turn_before(turns: list[
 
 
 def test_an_assistant_turn_of_several_items_is_one_message_and_two_answers_are_two() -> None:
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]}
-    both = [call("call_a", '{"a": 1}'), call("call_b"), output("call_a"), output("call_b", text_parts("4", "5"))]
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "I add."}],
+    }
+    both = [
+        call("call_a", '{"a": 1}'),
+        call("call_b"),
+        output("call_a"),
+        output("call_b", text_parts("4", "5")),
+    ]
     calls = [
-        {"id": "c00000001", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+        {
+            "id": "c00000001",
+            "type": "function",
+            "function": {"name": "add", "arguments": '{"a": 1}'},
+        },
         {"id": "c00000002", "type": "function", "function": {"name": "add", "arguments": "{}"}},
     ]
     assert messages(USER, THOUGHT, said, *both, SAID, SAID) == [
@@ -175,7 +231,10 @@ def test_arguments_in_the_history_are_always_a_json_object(arguments: str, sent:
         ([1, 2], "[1, 2]"),
         (4, "4"),
         ([{"type": "input_file", "file_id": "f"}], '[{"type": "input_file", "file_id": "f"}]'),
-        ([{"type": "input_image", "image_url": PNG}], [{"type": "image_url", "image_url": {"url": PNG}}]),
+        (
+            [{"type": "input_image", "image_url": PNG}],
+            [{"type": "image_url", "image_url": {"url": PNG}}],
+        ),
     ],
 )
 def test_any_value_is_a_function_output(value: Any, sent: Any) -> None:
@@ -186,14 +245,23 @@ def test_any_value_is_a_function_output(value: Any, sent: Any) -> None:
     ("fields", "restored"),
     [
         ({"encrypted_content": seal_reasoning("sealed"), "content": [{"text": "c"}]}, "sealed"),
-        ({"encrypted_content": "of somebody else", "content": [{"text": "c"}], "summary": [{"text": "s"}]}, "c"),
+        (
+            {
+                "encrypted_content": "of somebody else",
+                "content": [{"text": "c"}],
+                "summary": [{"text": "s"}],
+            },
+            "c",
+        ),
         ({"content": [], "summary": [{"text": "s"}, {"text": "t"}]}, "s\n\nt"),
         ({"content": None, "summary": [{"text": "s"}]}, "s"),
         ({}, None),
         ({"summary": None, "encrypted_content": None}, None),
     ],
 )
-def test_reasoning_is_restored_from_the_best_that_there_is(fields: dict[str, Any], restored: str | None) -> None:
+def test_reasoning_is_restored_from_the_best_that_there_is(
+    fields: dict[str, Any], restored: str | None
+) -> None:
     (turn,) = messages(reasoning(**fields), {"role": "assistant", "content": "a"})
     assert turn.get("reasoning_content") == restored
 
@@ -209,7 +277,9 @@ def test_sealed_reasoning_comes_back(text: str) -> None:
     assert unseal_reasoning(seal_reasoning(text)) == text
 
 
-@pytest.mark.parametrize("sealed", [None, "", 3, "gAAAA", "llama-worker-1:!", "llama-worker-1:/w=="])
+@pytest.mark.parametrize(
+    "sealed", [None, "", 3, "gAAAA", "llama-worker-1:!", "llama-worker-1:/w=="]
+)
 def test_what_is_not_ours_is_not_unsealed(sealed: object) -> None:
     assert unseal_reasoning(sealed) is None
 
@@ -227,8 +297,14 @@ def test_unknown_items_are_ignored_with_a_warning() -> None:
         *(({"input": given}, "input") for given in (None, [], 3, [3])),
         ({"input": [{"role": "wizard", "content": "a"}]}, "input"),
         ({"input": [{"role": "user", "content": 3}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            "input",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+            "input",
+        ),
         ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ({"input": "a", "instructions": 3}, "instructions"),
@@ -241,11 +317,23 @@ def test_unknown_items_are_ignored_with_a_warning() -> None:
         ({"input": [{"type": "custom_tool_call", "call_id": "x", "name": "p"}]}, "input"),
         ({"input": [{"type": "custom_tool_call_output", "output": "x"}]}, "input"),
         ({"input": "a", "tools": [ADD], "tool_choice": "maybe"}, "tool_choice"),
-        ({"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
-        ({"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": {"a": 1}}}, "tool_choice"),
-        ({"input": "a", "tools": [ADD], "tool_choice": {**ALLOWED, "tools": [{"name": []}]}}, "tool_choice"),
+        (
+            {"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}},
+            "tool_choice",
+        ),
+        (
+            {"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": {"a": 1}}},
+            "tool_choice",
+        ),
+        (
+            {"input": "a", "tools": [ADD], "tool_choice": {**ALLOWED, "tools": [{"name": []}]}},
+            "tool_choice",
+        ),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
-        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+        ),
     ],
 )
 def test_malformed_requests_are_refused_and_say_where(body: dict[str, Any], param: str) -> None:
@@ -289,16 +377,24 @@ def test_every_null_field_is_as_if_absent() -> None:
 
 
 def test_names_that_differ_are_translated_and_a_stream_with_usage_is_always_asked_for() -> None:
-    body = {"input": "a", "stream": False, "stream_options": {"include_obfuscation": False}, "max_output_tokens": 7}
+    body = {
+        "input": "a",
+        "stream": False,
+        "stream_options": {"include_obfuscation": False},
+        "max_output_tokens": 7,
+    }
     sent = normalise(body).body
     assert (sent["stream"], sent["stream_options"]) == (True, {"include_usage": True})
     assert sent["max_tokens"] == 7
 
 
 @pytest.mark.parametrize(
-    ("effort", "sent"), [("low", {"reasoning_effort": "low"}), ("none", {"enable_thinking": False}), ([], None)]
+    ("effort", "sent"),
+    [("low", {"reasoning_effort": "low"}), ("none", {"enable_thinking": False}), ([], None)],
 )
-def test_an_effort_of_reasoning_is_told_to_the_template(effort: object, sent: dict[str, Any] | None) -> None:
+def test_an_effort_of_reasoning_is_told_to_the_template(
+    effort: object, sent: dict[str, Any] | None
+) -> None:
     request = normalise({"input": "a", "reasoning": {"effort": effort}})
     assert request.body.get("chat_template_kwargs") == sent
     assert request.echo["reasoning"]["effort"] == (effort or None)
@@ -309,7 +405,13 @@ def test_an_effort_of_reasoning_is_told_to_the_template(effort: object, sent: di
     [
         ({"type": "text"}, None),
         ({"type": "json_object"}, {"type": "json_object"}),
-        (ANSWER, {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}),
+        (
+            ANSWER,
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
+            },
+        ),
     ],
 )
 def test_text_format(form: dict[str, Any], sent: Any) -> None:
@@ -317,11 +419,22 @@ def test_text_format(form: dict[str, Any], sent: Any) -> None:
 
 
 def test_a_tool_is_sent_as_chat_completions_have_it() -> None:
-    function = {"name": "sub", "description": "minus", "parameters": {"type": "object", "properties": {}}}
-    assert normalise({"input": "a", "tools": [SUB]}).body["tools"] == [{"type": "function", "function": function}]
+    function = {
+        "name": "sub",
+        "description": "minus",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    assert normalise({"input": "a", "tools": [SUB]}).body["tools"] == [
+        {"type": "function", "function": function}
+    ]
 
 
-MCP = {"type": "namespace", "name": "mcp__dict", "description": "Words.", "tools": [{**ADD, "name": "lookup"}]}
+MCP = {
+    "type": "namespace",
+    "name": "mcp__dict",
+    "description": "Words.",
+    "tools": [{**ADD, "name": "lookup"}],
+}
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": GRAMMAR}
 
@@ -346,14 +459,20 @@ EVERY = ["add", "sub", "mcp__dict__lookup", "apply_patch"]
         ({"type": "function", **LOOKUP}, "required", ["mcp__dict__lookup"]),
         ({"type": "function", "name": "mcp__dict__lookup"}, "required", ["mcp__dict__lookup"]),
         ({"type": "custom", "name": "apply_patch"}, "required", ["apply_patch"]),
-        ({**ALLOWED, "mode": "auto", "tools": [{"type": "function", "name": "add"}]}, "auto", ["add"]),
+        (
+            {**ALLOWED, "mode": "auto", "tools": [{"type": "function", "name": "add"}]},
+            "auto",
+            ["add"],
+        ),
         ({**ALLOWED, "mode": "required", "tools": [LOOKUP]}, "required", ["mcp__dict__lookup"]),
         ({"type": "web_search_preview"}, "auto", EVERY),
     ],
 )
 def test_tool_choice(choice: Any, mode: str, names: list[str]) -> None:
     tools = [ADD, SUB, MCP, PATCH]
-    request = normalise({"input": "a", "tools": tools, "tool_choice": choice, "parallel_tool_calls": False})
+    request = normalise(
+        {"input": "a", "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    )
     assert (request.body["tool_choice"], request.body["parallel_tool_calls"]) == (mode, False)
     assert list(offered(request)) == names
 
@@ -371,7 +490,9 @@ def test_a_custom_tool_is_a_function_with_one_string_and_its_grammar_in_words() 
     assert "start: /a/" in function["description"]
 
 
-def test_tools_among_the_input_count_like_the_others_and_one_that_comes_again_is_the_latest_in_its_old_place() -> None:
+def test_tools_among_the_input_count_like_the_others_and_one_that_comes_again_is_the_latest_in_its_old_place() -> (
+    None
+):
     again = {**ADD, "description": "newer"}
     more = {"type": "additional_tools", "role": "developer", "tools": [MCP, again, PATCH]}
     request = normalise({"input": [more, USER], "tools": [ADD, SUB]})
@@ -406,43 +527,74 @@ def test_calls_in_the_history_have_the_names_that_the_model_knows(tools: list[An
 def test_tools_that_the_client_found_are_offered_and_named_to_the_model() -> None:
     items = [
         USER,
-        {"type": "tool_search_call", "call_id": "x", "execution": "client", "arguments": {"query": "words"}},
+        {
+            "type": "tool_search_call",
+            "call_id": "x",
+            "execution": "client",
+            "arguments": {"query": "words"},
+        },
         {"type": "tool_search_output", "call_id": "x", "execution": "client", "tools": [MCP]},
     ]
-    request = normalise({"input": items, "tools": [ADD, {"type": "tool_search", "execution": "client"}]})
+    request = normalise(
+        {"input": items, "tools": [ADD, {"type": "tool_search", "execution": "client"}]}
+    )
     assert list(offered(request)) == ["add", "tool_search", "mcp__dict__lookup"]
     _, asked, found = request.body["messages"]
-    assert asked["tool_calls"][0]["function"] == {"name": "tool_search", "arguments": '{"query": "words"}'}
+    assert asked["tool_calls"][0]["function"] == {
+        "name": "tool_search",
+        "arguments": '{"query": "words"}',
+    }
     assert found["content"] == "These tools can be called now: mcp__dict__lookup"
 
 
 @pytest.mark.parametrize(
     ("fields", "sealed"),
-    [({}, False), ({"store": True}, False), ({"store": False}, True), ({"include": [ENCRYPTED_REASONING]}, True)],
+    [
+        ({}, False),
+        ({"store": True}, False),
+        ({"store": False}, True),
+        ({"include": [ENCRYPTED_REASONING]}, True),
+    ],
 )
-def test_reasoning_is_sealed_where_nothing_else_brings_it_back(fields: dict[str, Any], sealed: bool) -> None:
+def test_reasoning_is_sealed_where_nothing_else_brings_it_back(
+    fields: dict[str, Any], sealed: bool
+) -> None:
     assert normalise({"input": "a", **fields}).seal_reasoning is sealed
 
 
 def test_built_in_tools_are_ignored_with_a_warning() -> None:
-    request = normalise({"input": "a", "tools": [{"type": "web_search"}, {"type": "mcp"}], "tool_choice": "required"})
+    request = normalise(
+        {
+            "input": "a",
+            "tools": [{"type": "web_search"}, {"type": "mcp"}],
+            "tool_choice": "required",
+        }
+    )
     assert not {"tools", "tool_choice"} & request.body.keys()
     assert request.echo["tools"] == []
     assert len(request.warnings) == 3
 
 
 @pytest.mark.parametrize(
-    ("choice", "tools", "constrained"), [("auto", True, False), ("required", True, False), ("none", False, True)]
+    ("choice", "tools", "constrained"),
+    [("auto", True, False), ("required", True, False), ("none", False, True)],
 )
 def test_tools_and_a_format_never_go_together(choice: str, tools: bool, constrained: bool) -> None:
-    request = normalise({"input": "a", "tools": [ADD], "tool_choice": choice, "text": {"format": ANSWER}})
+    request = normalise(
+        {"input": "a", "tools": [ADD], "tool_choice": choice, "text": {"format": ANSWER}}
+    )
     assert ("tools" in request.body, "response_format" in request.body) == (tools, constrained)
     told = json.dumps(SCHEMA) in str(request.body["messages"][0]["content"])
     assert told is (choice == "auto")
 
 
 def test_nothing_given_is_changed() -> None:
-    body = {"input": [USER, call("x"), output("x")], "tools": [ADD], "text": {"format": ANSWER}, "metadata": {"a": "b"}}
+    body = {
+        "input": [USER, call("x"), output("x")],
+        "tools": [ADD],
+        "text": {"format": ANSWER},
+        "metadata": {"a": "b"},
+    }
     before = copy.deepcopy(body)
     normalise(body)
     assert body == before

@@ -91,7 +91,9 @@ def test_what_is_kept_costs_the_process_what_the_limit_says() -> None:
     tracemalloc.start()
     try:
         for number in range(2000):
-            store.put(stored(number, number - 1 if number % 10 else None, f"{number} " + "word " * 600))
+            store.put(
+                stored(number, number - 1 if number % 10 else None, f"{number} " + "word " * 600)
+            )
         assert len(store) > 250
         assert 0.4 < tracemalloc.get_traced_memory()[0] / limit < 2.0
     finally:

@@ -20,8 +20,12 @@ POLICY = RestartPolicy(
 )
 
 
-@pytest.mark.parametrize(("first_s", "delays"), [(5.0, [5, 10, 20, 40, 60, 60, 60]), (0.0, [0] * 7)])
-def test_backoff_doubles_up_to_its_maximum_and_none_stays_none(first_s: float, delays: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("first_s", "delays"), [(5.0, [5, 10, 20, 40, 60, 60, 60]), (0.0, [0] * 7)]
+)
+def test_backoff_doubles_up_to_its_maximum_and_none_stays_none(
+    first_s: float, delays: list[int]
+) -> None:
     policy = replace(POLICY, restart_backoff_s=first_s)
     assert [backoff_s(number, policy) for number in (1, 2, 3, 4, 5, 6, 5000)] == delays
 
@@ -29,7 +33,8 @@ def test_backoff_doubles_up_to_its_maximum_and_none_stays_none(first_s: float, d
 def crashes(
     policy: RestartPolicy, *, ready_s: float | None, completes: bool = False
 ) -> tuple[RestartBudget, list[float], str | None]:
-    """Of a server that is READY 2 s after each launch and crashes `ready_s` later (None: before): delays, lockout."""
+    """Of a server that is READY 2 s after each launch and crashes `ready_s` later (None: before):
+    delays, lockout."""
     budget, now = RestartBudget(), 0.0
     delays: list[float] = []
     for _ in range(50):
@@ -55,7 +60,10 @@ DOUBLING = [5.0, 10.0, 20.0, 40.0, 60.0]
     ("policy", "ready_s", "completes", "delays", "told"),
     [
         (QUICK, 0.1, True, [1.0] * 5, r"within .*restart_window_s 120"),
-        *((POLICY, ready_s, False, DOUBLING, "5 times in a row") for ready_s in (60.0, 599.0, None)),
+        *(
+            (POLICY, ready_s, False, DOUBLING, "5 times in a row")
+            for ready_s in (60.0, 599.0, None)
+        ),
         (RestartPolicy.never(), 10_000.0, False, [], "turned off"),
     ],
 )
@@ -68,7 +76,9 @@ def test_a_server_that_crashes_too_often_or_is_never_stable_or_not_even_ready_is
 
 
 @pytest.mark.parametrize(("ready_s", "completes"), [(60.0, True), (600.0, False)])
-def test_a_server_that_completes_requests_or_is_stable_between_crashes_goes_on(ready_s: float, completes: bool) -> None:
+def test_a_server_that_completes_requests_or_is_stable_between_crashes_goes_on(
+    ready_s: float, completes: bool
+) -> None:
     assert crashes(POLICY, ready_s=ready_s, completes=completes)[1:] == ([5.0] * 50, None)
 
 

@@ -32,7 +32,10 @@ def caps(**told: Any) -> dict[str, Any]:
         ({"default_generation_settings": {"n_ctx": 4096}}, ServerTraits(n_ctx=4096)),
         ({"default_generation_settings": {"n_ctx": None}}, ServerTraits()),
         ({"default_generation_settings": []}, ServerTraits()),
-        ({"modalities": {"vision": True, "audio": False}}, ServerTraits(modalities={"vision": True, "audio": False})),
+        (
+            {"modalities": {"vision": True, "audio": False}},
+            ServerTraits(modalities={"vision": True, "audio": False}),
+        ),
         ({"modalities": {"vision": "yes"}}, ServerTraits(modalities={})),
         ({"model_alias": "tiny", "model_path": "/m/t.gguf"}, ServerTraits(model="tiny")),
         ({"model_alias": "", "model_path": "/m/t.gguf"}, ServerTraits(model="t.gguf")),
@@ -65,11 +68,17 @@ def test_whether_the_template_ends_inside_a_think_tag(prompt: Any, opens: bool) 
         ({"text", "of_tomorrow"}, {"vision": False}, None),
         ({"image_url"}, {"vision": True}, None),
         ({"image_url"}, None, None),  # an old build does not say
-        ({"image_url"}, {"vision": False, "audio": True}, "image_url parts need a model with vision"),
+        (
+            {"image_url"},
+            {"vision": False, "audio": True},
+            "image_url parts need a model with vision",
+        ),
         ({"input_audio", "text"}, {"vision": True}, "input_audio parts need a model with audio"),
     ],
 )
-def test_parts_that_the_model_cannot_take(kinds: set[str], modalities: Any, says: str | None) -> None:
+def test_parts_that_the_model_cannot_take(
+    kinds: set[str], modalities: Any, says: str | None
+) -> None:
     refusal = unsupported(kinds, ServerTraits(modalities=modalities, model="tiny"))
     assert (refusal is None) == (says is None)
     assert (says or "") in (refusal or "")
@@ -85,16 +94,36 @@ NO_TOOLS, SHRUNK = ServerTraits(tools=False), ServerTraits(n_ctx=512)
         (ServerTraits(slots=None), {"slots": 2}, None),
         (ServerTraits(slots=2), {"slots": 2}, None),
         (ServerTraits(slots=3), {"slots": 2}, None),
-        (ServerTraits(slots=1), {"slots": 2}, r"the server has 1 slots, fewer than the worker's 2.* --parallel 2$"),
+        (
+            ServerTraits(slots=1),
+            {"slots": 2},
+            r"the server has 1 slots, fewer than the worker's 2.* --parallel 2$",
+        ),
         (NO_TOOLS, {}, None),
         (ServerTraits(tools=None), {"exit_tools": [SIGNAL]}, None),
         (NO_TOOLS, {"exit_tools": [SIGNAL]}, r"does not support tools: .*prompted mode"),
-        (NO_TOOLS, {"exit_tools": [SIGNAL], "tool_call_mode": "prompted"}, r"does not support tools: .*prompted mode"),
-        (NO_TOOLS, {"exit_tools": [SIGNAL], "tool_call_mode": "native"}, r"'auto' would explain them"),
+        (
+            NO_TOOLS,
+            {"exit_tools": [SIGNAL], "tool_call_mode": "prompted"},
+            r"does not support tools: .*prompted mode",
+        ),
+        (
+            NO_TOOLS,
+            {"exit_tools": [SIGNAL], "tool_call_mode": "native"},
+            r"'auto' would explain them",
+        ),
         (ServerTraits(n_ctx=4096), {"server_cmd": ("s", "--ctx-size", "4096")}, None),
-        (ServerTraits(n_ctx=4352), {"server_cmd": ("s", "--ctx-size", "4096")}, None),  # it rounds up
+        (
+            ServerTraits(n_ctx=4352),
+            {"server_cmd": ("s", "--ctx-size", "4096")},
+            None,
+        ),  # it rounds up
         (ServerTraits(n_ctx=4096), {"server_cmd": ("s", "-c", "8192"), "slots": 2}, None),
-        (ServerTraits(n_ctx=2048), {"server_cmd": ("s", "-c", "8192"), "slots": 2}, r"has 2048 .* the 4096 that"),
+        (
+            ServerTraits(n_ctx=2048),
+            {"server_cmd": ("s", "-c", "8192"), "slots": 2},
+            r"has 2048 .* the 4096 that",
+        ),
         (SHRUNK, {"env": {"LLAMA_ARG_CTX_SIZE": "4096"}}, r"fewer than the 4096"),
         (SHRUNK, {"server_cmd": ("s", "--ctx-size", "0")}, None),  # the model's own
         (SHRUNK, {}, None),
@@ -104,7 +133,13 @@ NO_TOOLS, SHRUNK = ServerTraits(tools=False), ServerTraits(n_ctx=512)
 def test_a_server_that_is_less_than_was_asked_for_is_told(
     traits: ServerTraits, config: dict[str, Any], says: str | None
 ) -> None:
-    given = {"name": "w", "host": "127.0.0.1", "port": 9001, "server_cmd": ("llama-server",), **config}
+    given = {
+        "name": "w",
+        "host": "127.0.0.1",
+        "port": 9001,
+        "server_cmd": ("llama-server",),
+        **config,
+    }
     lines = shortcomings(traits, WorkerConfig(**given))
     assert len(lines) == (says is not None)
     assert re.search(says or "", "".join(lines))

@@ -1,4 +1,5 @@
-"""What `/slots` says in each build, and what four looks at it tell about a request that brings nothing new."""
+"""What `/slots` says in each build, and what four looks at it tell about a request that brings
+nothing new."""
 
 from __future__ import annotations
 
@@ -37,9 +38,21 @@ STALL, LOST = RequestFailReason.STALL_TIMEOUT, RequestFailReason.REQUEST_LOST
 
 def told(**changes: Any) -> dict[str, Any]:
     """A slot that generates, as b11434 tells it."""
-    tokens = {"n_ctx": 4096, "n_prompt_tokens": 20, "n_prompt_tokens_processed": 20, "n_prompt_tokens_cache": 0}
+    tokens = {
+        "n_ctx": 4096,
+        "n_prompt_tokens": 20,
+        "n_prompt_tokens_processed": 20,
+        "n_prompt_tokens_cache": 0,
+    }
     next_token = {"has_next_token": True, "has_new_line": False, "n_remain": -1, "n_decoded": 3}
-    return {"id": 0, "is_processing": True, "id_task": 7, **tokens, "next_token": [next_token], **changes}
+    return {
+        "id": 0,
+        "is_processing": True,
+        "id_task": 7,
+        **tokens,
+        "next_token": [next_token],
+        **changes,
+    }
 
 
 GENERATES = Slot(slot_id=0, is_processing=True, task=7, prompt_tokens=20, decoded_tokens=3)
@@ -50,10 +63,18 @@ NEVER_USED = {"id": 0, "n_ctx": 512, "speculative": False, "is_processing": Fals
     ("body", "slots"),
     [
         pytest.param([told()], (GENERATES,), id="b11434"),
-        pytest.param([told(next_token={"n_decoded": 3})], (GENERATES,), id="next_token as an object"),
-        pytest.param([told(is_processing=None, state=1)], (GENERATES,), id="state for is_processing"),
+        pytest.param(
+            [told(next_token={"n_decoded": 3})], (GENERATES,), id="next_token as an object"
+        ),
+        pytest.param(
+            [told(is_processing=None, state=1)], (GENERATES,), id="state for is_processing"
+        ),
         pytest.param([NEVER_USED], (Slot(slot_id=0, is_processing=False),), id="never used"),
-        pytest.param([told(id=1), told()], (GENERATES, replace(GENERATES, slot_id=1)), id="in any order: told by id"),
+        pytest.param(
+            [told(id=1), told()],
+            (GENERATES, replace(GENERATES, slot_id=1)),
+            id="in any order: told by id",
+        ),
         pytest.param([], None, id="no slot"),
         pytest.param([told(), told()], None, id="the same slot twice"),
         pytest.param([told(next_token=[])], None, id="nothing that could be seen to move"),
@@ -75,7 +96,9 @@ Track = Sequence[Slot]  # one slot at each look
 
 
 def slot(*, decoded: int = 0, prompt: int = 20, task: int = 1) -> Slot:
-    return Slot(slot_id=0, is_processing=True, task=task, prompt_tokens=prompt, decoded_tokens=decoded)
+    return Slot(
+        slot_id=0, is_processing=True, task=task, prompt_tokens=prompt, decoded_tokens=decoded
+    )
 
 
 def stands(**counters: int) -> Track:
@@ -100,7 +123,9 @@ def looks(*tracks: Track) -> list[SlotsLook]:
     """At 100, 102, 104 and 106 s."""
     numbered = ([replace(seen, slot_id=n) for seen in track] for n, track in enumerate(tracks))
     rows = enumerate(zip(*numbered, strict=True))
-    return [SlotsLook(asked_at=100.0 + LOOK_INTERVAL_S * number, slots=slots) for number, slots in rows]
+    return [
+        SlotsLook(asked_at=100.0 + LOOK_INTERVAL_S * number, slots=slots) for number, slots in rows
+    ]
 
 
 def silent(phase: RequestPhase, **changes: Any) -> Progress:
@@ -122,7 +147,11 @@ QUIET_IN_PREFILL = replace(QUIET, phase=PREFILL)
 
 
 def judge(
-    seen: list[SlotsLook], suspect: Progress, *others: Progress, still_s: float = NOW - 100.0, gaps: Gaps = NO_GAPS
+    seen: list[SlotsLook],
+    suspect: Progress,
+    *others: Progress,
+    still_s: float = NOW - 100.0,
+    gaps: Gaps = NO_GAPS,
 ) -> Any:
     silent = all((other.data_at or 0.0) < 50.0 for other in others)
     times: Any = {"still_since": NOW - still_s, "now": NOW, "gaps": gaps}
@@ -135,17 +164,46 @@ def judge(
         pytest.param([IDLE], IN_PREFILL, [], LOST, True, id="swallowed before its prefill"),
         pytest.param([IDLE], WRITES, [], LOST, True, id="swallowed while it generated"),
         pytest.param([IDLE, MOVES], IN_PREFILL, [SERVED], LOST, True, id="lost beside a live one"),
-        pytest.param([IDLE, MOVES], WAITS, [SERVED], LOST, True, id="queued although a slot is idle"),
+        pytest.param(
+            [IDLE, MOVES], WAITS, [SERVED], LOST, True, id="queued although a slot is idle"
+        ),
         pytest.param([STUCK], WRITES, [], STALL, False, id="livelock in decode"),
-        pytest.param([STUCK, STUCK], WAITS, [QUIET], STALL, False, id="livelock, found by one who waits"),
+        pytest.param(
+            [STUCK, STUCK], WAITS, [QUIET], STALL, False, id="livelock, found by one who waits"
+        ),
         pytest.param([STUCK, MOVES], WRITES, [SERVED], STALL, True, id="dead beside a live one"),
-        pytest.param([STUCK, READS], WRITES, [QUIET_IN_PREFILL], STALL, True, id="dead beside a silent prefill"),
-        pytest.param([stands(decoded=90), decodes(10)], TOLD_88, [QUIET], STALL, True, id="beside one that said less"),
-        pytest.param([IN_A_BATCH, MOVES], IN_PREFILL, [SERVED], STALL, True, id="a prefill that stands still alone"),
+        pytest.param(
+            [STUCK, READS],
+            WRITES,
+            [QUIET_IN_PREFILL],
+            STALL,
+            True,
+            id="dead beside a silent prefill",
+        ),
+        pytest.param(
+            [stands(decoded=90), decodes(10)],
+            TOLD_88,
+            [QUIET],
+            STALL,
+            True,
+            id="beside one that said less",
+        ),
+        pytest.param(
+            [IN_A_BATCH, MOVES],
+            IN_PREFILL,
+            [SERVED],
+            STALL,
+            True,
+            id="a prefill that stands still alone",
+        ),
     ],
 )
 def test_a_wedge_is_found_in_one_round(
-    tracks: list[Track], suspect: Progress, others: list[Progress], reason: RequestFailReason, alone: bool
+    tracks: list[Track],
+    suspect: Progress,
+    others: list[Progress],
+    reason: RequestFailReason,
+    alone: bool,
 ) -> None:
     found = judge(looks(*tracks), suspect, *others)
     assert isinstance(found, SlotsVerdict)
@@ -161,22 +219,64 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
     ("tracks", "suspect", "others", "works"),
     [
         pytest.param([MOVES], WRITES, [], True, id="text that is held back"),
-        pytest.param([decodes(200), stands(decoded=60)], WRITES, [QUIET], True, id="held back, beside a dead one"),
+        pytest.param(
+            [decodes(200), stands(decoded=60)],
+            WRITES,
+            [QUIET],
+            True,
+            id="held back, beside a dead one",
+        ),
         pytest.param([READS], IN_PREFILL, [], True, id="prefill without reports"),
-        pytest.param([READS, IDLE], WAITS, [], True, id="prefill by a build that holds headers back"),
+        pytest.param(
+            [READS, IDLE], WAITS, [], True, id="prefill by a build that holds headers back"
+        ),
         pytest.param([IDLE, MOVES], WAITS, [QUIET], True, id="the slot that works may be its own"),
         pytest.param([MOVES_AT_LAST], WRITES, [], True, id="a step of six seconds"),
-        pytest.param([MOVES], WAITS, [SERVED], False, id="queued behind the only slot, which is served"),
-        pytest.param([decodes(1)], silent(GENERATING, tokens=99), [], False, id="another's, which has said less"),
+        pytest.param(
+            [MOVES], WAITS, [SERVED], False, id="queued behind the only slot, which is served"
+        ),
+        pytest.param(
+            [decodes(1)],
+            silent(GENERATING, tokens=99),
+            [],
+            False,
+            id="another's, which has said less",
+        ),
         pytest.param([IN_A_BATCH], IN_PREFILL, [], False, id="one long batch"),
-        pytest.param([STUCK, stands(prompt=0)], WRITES, [QUIET_IN_PREFILL], False, id="a neighbour's long batch"),
+        pytest.param(
+            [STUCK, stands(prompt=0)],
+            WRITES,
+            [QUIET_IN_PREFILL],
+            False,
+            id="a neighbour's long batch",
+        ),
         pytest.param([IDLE], WAITS, [], False, id="no headers: tokenizing, or a model on demand"),
         pytest.param([STUCK, MOVES_AT_TIMES], WRITES, [QUIET], False, id="another's slow steps"),
-        pytest.param([STUCK], silent(GENERATING, last_data_at=100.0), [], False, id="data since the first look"),
-        pytest.param([stands(prompt=0), READS], IN_PREFILL, [SERVED_PROMPT], False, id="another fills the batches"),
+        pytest.param(
+            [STUCK],
+            silent(GENERATING, last_data_at=100.0),
+            [],
+            False,
+            id="data since the first look",
+        ),
+        pytest.param(
+            [stands(prompt=0), READS],
+            IN_PREFILL,
+            [SERVED_PROMPT],
+            False,
+            id="another fills the batches",
+        ),
         pytest.param([IDLE, CHANGES_TASKS], IN_PREFILL, [], False, id="one task after the other"),
-        pytest.param([IDLE, MOVES], IN_PREFILL, [LATE_NEIGHBOUR], True, id="a neighbour that came in between"),
-        pytest.param([STUCK], WAITS, [replace(SERVED, last_data_at=99.0)], False, id="a served neighbour's slow step"),
+        pytest.param(
+            [IDLE, MOVES], IN_PREFILL, [LATE_NEIGHBOUR], True, id="a neighbour that came in between"
+        ),
+        pytest.param(
+            [STUCK],
+            WAITS,
+            [replace(SERVED, last_data_at=99.0)],
+            False,
+            id="a served neighbour's slow step",
+        ),
     ],
 )
 def test_an_honest_server_is_spared_and_what_moves_and_may_be_its_own_is_a_sign_of_work(
@@ -191,7 +291,9 @@ def test_slots_that_are_others_than_before_tell_nothing() -> None:
     assert judge(seen, IN_PREFILL) is None
 
 
-def test_a_prefill_that_reported_no_batch_may_stand_still_for_ever_unless_its_stream_only_repeats_itself() -> None:
+def test_a_prefill_that_reported_no_batch_may_stand_still_for_ever_unless_its_stream_only_repeats_itself() -> (
+    None
+):
     assert judge(looks(IN_A_BATCH), REPORTED, still_s=1e6) is None
     assert judge(looks(IN_A_BATCH), replace(REPORTED, repeats=2)) is None
     found = judge(looks(IN_A_BATCH), replace(REPORTED, repeats=3))
@@ -208,7 +310,11 @@ def batches(*lengths_s: float) -> tuple[Batch, ...]:
 
 
 @pytest.mark.parametrize(
-    ("lengths_s", "gap", "limit_s"),  # gap: its end, after the start of the longest batch, and its length
+    (
+        "lengths_s",
+        "gap",
+        "limit_s",
+    ),  # gap: its end, after the start of the longest batch, and its length
     [
         ((1.0,), (0.0, 0.0), BATCH_MIN_S),
         ((75.0,), (0.0, 0.0), BATCH_MULTIPLE * 75.0),
@@ -230,7 +336,10 @@ def test_a_prefill_that_stands_still_is_measured_by_its_own_batches_without_the_
 
 def test_batches_are_learnt_from_whoever_holds_a_slot() -> None:
     reader = silent(PREFILL, request_id=2, longest_batches=batches(1.0))
-    queued_behind_it, perhaps_in_its_own_first_batch = looks(IN_A_BATCH), looks(IN_A_BATCH, stands(prompt=0))
+    queued_behind_it, perhaps_in_its_own_first_batch = (
+        looks(IN_A_BATCH),
+        looks(IN_A_BATCH, stands(prompt=0)),
+    )
     assert judge(queued_behind_it, IN_PREFILL, reader, still_s=BATCH_MIN_S) is not None
     assert judge(perhaps_in_its_own_first_batch, IN_PREFILL, reader, still_s=BATCH_MIN_S) is None
 
@@ -257,7 +366,9 @@ def test_one_that_holds_its_text_back_is_looked_at_again_and_again_and_spared() 
     assert watch.run(1000.0, Stalled) is None
     asked = watch.slots_asked_at
     assert all(two - one >= LOOK_INTERVAL_S - 1e-6 for one, two in pairwise(asked))
-    assert len(asked) <= LOOKS_COUNT * (1000.0 - 100.0) / (PAUSE_S + LOOK_INTERVAL_S * (LOOKS_COUNT - 1))
+    assert len(asked) <= LOOKS_COUNT * (1000.0 - 100.0) / (
+        PAUSE_S + LOOK_INTERVAL_S * (LOOKS_COUNT - 1)
+    )
 
 
 def test_slots_are_asked_while_somebody_is_suspected_and_neither_before_nor_after() -> None:
@@ -268,7 +379,9 @@ def test_slots_are_asked_while_somebody_is_suspected_and_neither_before_nor_afte
 
 def test_a_livelock_in_prefill_is_told_from_a_long_batch_by_what_was_reported() -> None:
     def stuck(now: float) -> Progress:
-        return silent(PREFILL, prompt_progress_at=min(now // 8 * 8, 80.0), longest_batches=batches(8.0))
+        return silent(
+            PREFILL, prompt_progress_at=min(now // 8 * 8, 80.0), longest_batches=batches(8.0)
+        )
 
     def slots(now: float) -> tuple[Slot, ...]:
         return (slot(prompt=int(min(now // 8, 10))),)
@@ -276,5 +389,7 @@ def test_a_livelock_in_prefill_is_told_from_a_long_batch_by_what_was_reported() 
     found = watched(slots, stuck).run(7200.0, Stalled)
     assert found is not None
     assert found[0] <= 80.0 + ANSWER_S + BATCH_MIN_S + 2 * PAUSE_S
-    one_long_batch = watched(lambda now: (slot(prompt=0),), lambda now: silent(PREFILL, prompt_progress_at=0.0))
+    one_long_batch = watched(
+        lambda now: (slot(prompt=0),), lambda now: silent(PREFILL, prompt_progress_at=0.0)
+    )
     assert one_long_batch.run(1000.0, Stalled) is None

@@ -44,7 +44,10 @@ BODIES = [
     ("data: x\nerror: e\ndata: y\nerror: f\n\n", [data("x\ny"), error("e\nf")]),
     ("errors: e\n\n", []),
     ('data: "error: x"\n\n', [data('"error: x"')]),
-    ("data: grün 日本 🙂 \u2028 \x0b \x0c \x85 \x1c\n\n", [data("grün 日本 🙂 \u2028 \x0b \x0c \x85 \x1c")]),
+    (
+        "data: grün 日本 🙂 \u2028 \x0b \x0c \x85 \x1c\n\n",
+        [data("grün 日本 🙂 \u2028 \x0b \x0c \x85 \x1c")],
+    ),
     ("data: \ufeffx\n\n", [data("\ufeffx")]),
 ]
 
@@ -62,7 +65,9 @@ def test_gives_the_same_records_split_nowhere_once_and_everywhere(
         assert decode([raw[:i], b"", raw[i:]]) == records
 
 
-@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n", b"\r\n\n", b"\n\r", b"\r\n\r"])
+@pytest.mark.parametrize(
+    "end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n", b"\r\n\n", b"\n\r", b"\r\n\r"]
+)
 def test_a_record_is_out_with_the_byte_that_ends_it(end: bytes) -> None:
     decoder = SseDecoder()
     early = end[: -2 if end.endswith(b"\r\n") else -1]  # the CR of a last CRLF ends the record
@@ -75,7 +80,13 @@ def test_a_record_is_out_with_the_byte_that_ends_it(end: bytes) -> None:
 
 
 CUT_OFF = [b"\xef", b"d", b"data: x\n", b"data: x\r\n", b": keepalive\ndata: x"]
-COMPLETE = [b"data: x\n\n", b"data: x\r\r", b"data: x\n\n\n", b"data: x\n\n: keep", b"data: x\n\n: keepalive\n"]
+COMPLETE = [
+    b"data: x\n\n",
+    b"data: x\r\r",
+    b"data: x\n\n\n",
+    b"data: x\n\n: keep",
+    b"data: x\n\n: keepalive\n",
+]
 NOTHING = [b"", b"\xef\xbb\xbf", b"\n"]
 
 
@@ -100,9 +111,16 @@ def test_bytes_that_are_not_utf8_are_an_error_after_the_good_records(bad: bytes)
 @pytest.mark.parametrize("end", [b"", b"\n\n"])
 @pytest.mark.parametrize("size", [1, 7, 64, 10_000])
 @pytest.mark.parametrize("lines", [1, 3])
-@pytest.mark.parametrize(("total", "error"), [(900, None), (901, "a record of the stream is larger than 900 bytes")])
+@pytest.mark.parametrize(
+    ("total", "error"), [(900, None), (901, "a record of the stream is larger than 900 bytes")]
+)
 def test_a_record_may_be_as_large_as_the_limit_and_no_larger(
-    total: int, error: str | None, lines: int, size: int, end: bytes, monkeypatch: pytest.MonkeyPatch
+    total: int,
+    error: str | None,
+    lines: int,
+    size: int,
+    end: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sse, "MAX_RECORD_BYTES", 900)
     first = b"data: x\n" * (lines - 1)
@@ -111,14 +129,20 @@ def test_a_record_may_be_as_large_as_the_limit_and_no_larger(
     small = [data("a")] * 200  # in one piece, too, they are no large record
     body = b"data: a\n\n" * len(small) + record + end
     decoder = SseDecoder()
-    records = [found for at in range(0, len(body), size) for found in decoder.feed(body[at : at + size])]
+    records = [
+        found for at in range(0, len(body), size) for found in decoder.feed(body[at : at + size])
+    ]
     assert records[: len(small)] == small
     assert len(records) == len(small) + (error is None and bool(end))
     assert decoder.error == error
 
 
-@pytest.mark.parametrize("rubbish", [b": ping\n", b": ping\n\n", b"\n", b"\r", b"\r\n", b"x" * 50, b":" + b"x" * 50])
-def test_endless_comments_and_blanks_need_no_memory(rubbish: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "rubbish", [b": ping\n", b": ping\n\n", b"\n", b"\r", b"\r\n", b"x" * 50, b":" + b"x" * 50]
+)
+def test_endless_comments_and_blanks_need_no_memory(
+    rubbish: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sse, "MAX_RECORD_BYTES", 100)
     decoder = SseDecoder()
     assert decoder.feed(b":") == []
@@ -130,7 +154,10 @@ def test_endless_comments_and_blanks_need_no_memory(rubbish: bytes, monkeypatch:
 def test_a_record_of_many_bytes_takes_time_in_proportion_however_it_comes() -> None:
     def seconds(size: int, step: int, line: int) -> float:
         text = "x" * size
-        body = b"".join(b"data: " + text[i : i + line].encode() + b"\n" for i in range(0, size, line)) + b"\n"
+        body = (
+            b"".join(b"data: " + text[i : i + line].encode() + b"\n" for i in range(0, size, line))
+            + b"\n"
+        )
         decoder, records, started = SseDecoder(), list[SseRecord](), time.thread_time()
         for i in range(0, len(body), step):
             records += decoder.feed(body[i : i + step])
@@ -150,13 +177,26 @@ class LineByLine(SseDecoder):
             self._read_by_line(record, records)
 
 
-FIELDS = [b"data:", b"data: ", b"data", b"error: ", b": ping", b"event: x", b"id", b"{}", b" ", "日: 本".encode()]
+FIELDS = [
+    b"data:",
+    b"data: ",
+    b"data",
+    b"error: ",
+    b": ping",
+    b"event: x",
+    b"id",
+    b"{}",
+    b" ",
+    "日: 本".encode(),
+]
 LINE_ENDS = [b"\n", b"\n\n", b"\r\n\r\n", b"\r"]
 PIECES = st.sampled_from([*FIELDS, *LINE_ENDS]) | st.binary(max_size=4)
 
 
 @given(st.lists(PIECES, max_size=30), st.lists(st.integers(0, 60), max_size=6), st.booleans())
-def test_the_short_way_gives_what_sseclient_gives_at_any_split(pieces: list[bytes], cuts: list[int], bom: bool) -> None:
+def test_the_short_way_gives_what_sseclient_gives_at_any_split(
+    pieces: list[bytes], cuts: list[int], bom: bool
+) -> None:
     body = b"\xef\xbb\xbf" * bom + b"".join(pieces)
     at = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
     short, long, bytewise, read = SseDecoder(), LineByLine(), SseDecoder(), list[SseRecord]()

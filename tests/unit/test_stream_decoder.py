@@ -46,7 +46,13 @@ def call(**fields: Any) -> dict[str, Any]:
     return chunk({"tool_calls": [fields]})
 
 
-TIMINGS = {"cache_n": 3, "prompt_n": 1, "prompt_ms": 4.5, "predicted_n": 8, "predicted_per_second": 40}
+TIMINGS = {
+    "cache_n": 3,
+    "prompt_n": 1,
+    "prompt_ms": 4.5,
+    "predicted_n": 8,
+    "predicted_per_second": 40,
+}
 PROGRESS = {"total": 9, "cache": 2, "processed": 5, "time_ms": 7}
 CONTEXT: ContextUse = {"n_prompt_tokens": 5000, "n_ctx": 4096}
 NO_TIMINGS = Timings(cache_n=None, prompt_n=None, predicted_n=None, predicted_per_second=None)
@@ -57,8 +63,14 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
     ("value", "events"),
     [
         (chunk({"content": " word"}), [TextDelta(" word")]),
-        *((nothing, []) for nothing in (chunk({"content": ""}), chunk({"content": 3}), chunk({}, ""), {"id": 1})),
-        (chunk({"content": [{"type": "text", "text": "a"}, {"text": "b"}, {"image": 1}, 5]}), [TextDelta("ab")]),
+        *(
+            (nothing, [])
+            for nothing in (chunk({"content": ""}), chunk({"content": 3}), chunk({}, ""), {"id": 1})
+        ),
+        (
+            chunk({"content": [{"type": "text", "text": "a"}, {"text": "b"}, {"image": 1}, 5]}),
+            [TextDelta("ab")],
+        ),
         (chunk({"reasoning_content": "hm"}), [ReasoningDelta("hm")]),
         (chunk({"role": "assistant", "content": None}), [RoleOnly()]),
         (chunk({"role": "assistant", "content": "x"}), [TextDelta("x")]),
@@ -67,31 +79,68 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
         ({"choices": [{"finish_reason": "stop"}]}, [Finish("stop")]),
         ({"choices": [{"text": "x", "finish_reason": "stop"}]}, [TextDelta("x"), Finish("stop")]),
         ({"choices": ["x", None, 5, [], [1]]}, []),
-        ({"choices": [{"index": 1, "delta": {"content": "x"}}, {"delta": {"content": "y"}}]}, [TextDelta("y")]),
+        (
+            {"choices": [{"index": 1, "delta": {"content": "x"}}, {"delta": {"content": "y"}}]},
+            [TextDelta("y")],
+        ),
         # tool calls
         (chunk({"tool_calls": [TOOL]}), [ToolCallDelta(0, "c1", "add", "{")]),
         (call(index=2, function={"arguments": "1}"}), [ToolCallDelta(2, None, None, "1}")]),
-        (call(index=0, function={"id": "c1", "name": "add"}), [ToolCallDelta(0, "c1", "add", None)]),
-        (call(index=0, id="", function={"name": "", "arguments": ""}), [ToolCallDelta(0, None, None, "")]),
-        (call(function={"name": "f", "arguments": {"é": [1]}}), [ToolCallDelta(0, None, "f", '{"é": [1]}')]),
+        (
+            call(index=0, function={"id": "c1", "name": "add"}),
+            [ToolCallDelta(0, "c1", "add", None)],
+        ),
+        (
+            call(index=0, id="", function={"name": "", "arguments": ""}),
+            [ToolCallDelta(0, None, None, "")],
+        ),
+        (
+            call(function={"name": "f", "arguments": {"é": [1]}}),
+            [ToolCallDelta(0, None, "f", '{"é": [1]}')],
+        ),
         (call(index="0", id=5, function=None), [ToolCallDelta(0, None, None, None)]),
         (
             chunk({"tool_calls": [{"function": {"name": "f"}}, "x", {"function": {"name": "g"}}]}),
             [ToolCallDelta(0, None, "f", None), ToolCallDelta(2, None, "g", None)],
         ),
         (
-            {"choices": [{"message": {"content": None, "tool_calls": [TOOL]}, "finish_reason": "tool_calls"}]},
+            {
+                "choices": [
+                    {
+                        "message": {"content": None, "tool_calls": [TOOL]},
+                        "finish_reason": "tool_calls",
+                    }
+                ]
+            },
             [ToolCallDelta(0, "c1", "add", "{"), Finish("tool_calls")],
         ),
-        ({"choices": [{"delta": {}, "message": {"tool_calls": [TOOL]}}]}, [ToolCallDelta(0, "c1", "add", "{")]),
+        (
+            {"choices": [{"delta": {}, "message": {"tool_calls": [TOOL]}}]},
+            [ToolCallDelta(0, "c1", "add", "{")],
+        ),
         # progress, usage and timings
-        (chunk({"role": "assistant"}, prompt_progress=PROGRESS), [PromptProgress(processed=5, total=9, cached=2)]),
+        (
+            chunk({"role": "assistant"}, prompt_progress=PROGRESS),
+            [PromptProgress(processed=5, total=9, cached=2)],
+        ),
         ({"prompt_progress": {"total": 9, "processed": 5}}, [PromptProgress(5, 9, 0)]),
         ({"prompt_progress": {"total": None, "processed": 5}}, []),
-        ({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}, [Usage(4, 2, None)]),
-        ({"usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}}, [Usage(4, 0, 3)]),
-        ({"usage": {"prompt_tokens_details": None, "completion_tokens": True}}, [Usage(0, 0, None)]),
-        ({"usage": {"prompt_tokens": 1 << 63, "completion_tokens": (1 << 63) - 1}}, [Usage(0, (1 << 63) - 1, None)]),
+        (
+            {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}},
+            [Usage(4, 2, None)],
+        ),
+        (
+            {"usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}},
+            [Usage(4, 0, 3)],
+        ),
+        (
+            {"usage": {"prompt_tokens_details": None, "completion_tokens": True}},
+            [Usage(0, 0, None)],
+        ),
+        (
+            {"usage": {"prompt_tokens": 1 << 63, "completion_tokens": (1 << 63) - 1}},
+            [Usage(0, (1 << 63) - 1, None)],
+        ),
         ({"timings": {}}, [NO_TIMINGS]),
         ({"timings": TIMINGS}, [Timings(3, 1, 8, 40.0)]),
         ({"timings": {"predicted_n": float("inf"), "cache_n": 1.5}}, [NO_TIMINGS]),
@@ -104,8 +153,24 @@ def test_a_chunk_becomes_events(value: Any, events: list[StreamEvent]) -> None:
 
 def test_the_events_of_one_chunk_come_in_their_order() -> None:
     delta = {"tool_calls": [TOOL], "content": "x", "reasoning_content": "hm"}
-    full = chunk(delta, "stop", error="bad", timings=TIMINGS, usage={"prompt_tokens": 1}, prompt_progress=PROGRESS)
-    kinds = [PromptProgress, ReasoningDelta, TextDelta, ToolCallDelta, Finish, Usage, Timings, ServerError]
+    full = chunk(
+        delta,
+        "stop",
+        error="bad",
+        timings=TIMINGS,
+        usage={"prompt_tokens": 1},
+        prompt_progress=PROGRESS,
+    )
+    kinds = [
+        PromptProgress,
+        ReasoningDelta,
+        TextDelta,
+        ToolCallDelta,
+        Finish,
+        Usage,
+        Timings,
+        ServerError,
+    ]
     assert [type(event) for event in decode(full)] == kinds
 
 
@@ -113,7 +178,10 @@ def test_the_events_of_one_chunk_come_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("value", "event"),
     [
-        ({"error": {"code": 500, "message": "bad", "type": "server"}}, ServerError("bad", 500, "server")),
+        (
+            {"error": {"code": 500, "message": "bad", "type": "server"}},
+            ServerError("bad", 500, "server"),
+        ),
         ({"code": 400, "message": "bad", "type": "invalid"}, ServerError("bad", 400, "invalid")),
         ({"object": "error", "message": "bad"}, ServerError("bad", None, None)),
         ({"error": "bad"}, ServerError("bad", None, None)),
@@ -123,12 +191,18 @@ def test_the_events_of_one_chunk_come_in_their_order() -> None:
         ({"error": {"message": "bad", **CONTEXT}}, ServerError("bad", None, None, CONTEXT)),
     ],
 )
-def test_an_error_is_recognised_wrapped_or_not_in_either_field(value: Any, event: ServerError, is_error: bool) -> None:
+def test_an_error_is_recognised_wrapped_or_not_in_either_field(
+    value: Any, event: ServerError, is_error: bool
+) -> None:
     assert decode(value, is_error=is_error) == [event]
 
 
-@pytest.mark.parametrize("text", ["x", "{half", '{"a": 1}}', "null", "[]", "[DONE", "[" * 100_000, "9" * 5000, " "])
-def test_what_is_no_json_object_is_an_error_record_or_a_protocol_error_that_quotes_little(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["x", "{half", '{"a": 1}}', "null", "[]", "[DONE", "[" * 100_000, "9" * 5000, " "]
+)
+def test_what_is_no_json_object_is_an_error_record_or_a_protocol_error_that_quotes_little(
+    text: str,
+) -> None:
     assert decode_record(SseRecord(text, True)) == (ServerError(text, None, None),)
     with pytest.raises(ProtocolError) as raised:
         decode_record(SseRecord(text, False))
@@ -136,18 +210,44 @@ def test_what_is_no_json_object_is_an_error_record_or_a_protocol_error_that_quot
 
 
 NAMES = (
-    *("choices", "delta", "message", "content", "reasoning_content", "role", "tool_calls", "function"),
-    *("arguments", "id", "index", "name", "text", "finish_reason", "usage", "prompt_tokens_details"),
+    *(
+        "choices",
+        "delta",
+        "message",
+        "content",
+        "reasoning_content",
+        "role",
+        "tool_calls",
+        "function",
+    ),
+    *(
+        "arguments",
+        "id",
+        "index",
+        "name",
+        "text",
+        "finish_reason",
+        "usage",
+        "prompt_tokens_details",
+    ),
     *("timings", "prompt_progress", "total", "processed", "error"),
 )
 JSON = st.recursive(
     st.sampled_from([None, True, False, 0, 1, -3, 2.5, float("inf"), "", "x", "7"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
 
-@given(st.dictionaries(st.sampled_from(["choices", "usage", "timings", "prompt_progress", "error"]), JSON), JSON, JSON)
+@given(
+    st.dictionaries(
+        st.sampled_from(["choices", "usage", "timings", "prompt_progress", "error"]), JSON
+    ),
+    JSON,
+    JSON,
+)
 def test_nothing_is_too_odd_to_decode(value: dict[str, Any], delta: Any, finish: Any) -> None:
     decode(value)
     decode(chunk(delta, finish))
@@ -165,8 +265,12 @@ def final(**message: Any) -> bytes:
 def test_a_final_message_adds_only_what_the_deltas_did_not_say() -> None:
     call, other_call = ToolCallDelta(0, "c1", "add", "{"), ToolCallDelta(1, "c1", "add", "{")
     decoder = StreamDecoder()
-    assert decoder.feed(records(chunk({"content": "x"}), chunk({"content": "y"}))) == [TextDelta("xy", 2)]
-    said = decoder.feed(final(reasoning_content="hm", content="xy", tool_calls=[TOOL, TOOL | {"index": 1}]))
+    assert decoder.feed(records(chunk({"content": "x"}), chunk({"content": "y"}))) == [
+        TextDelta("xy", 2)
+    ]
+    said = decoder.feed(
+        final(reasoning_content="hm", content="xy", tool_calls=[TOOL, TOOL | {"index": 1}])
+    )
     assert said == [ReasoningDelta("hm"), call, other_call, Finish("stop")]
     decoder = StreamDecoder()
     assert decoder.feed(records(chunk({"tool_calls": [TOOL]}))) == [call]
@@ -176,13 +280,17 @@ def test_a_final_message_adds_only_what_the_deltas_did_not_say() -> None:
 def test_records_with_data_are_counted_comments_are_not() -> None:
     decoder = StreamDecoder()
     assert (decoder.feed(b": ping\n\n\n"), decoder.data_records) == ([], 0)
-    assert decoder.feed(b'data: {"choices": []}\n\n: ping\n\nerror: e\n\ndata: [DO') == [ServerError("e", None, None)]
+    assert decoder.feed(b'data: {"choices": []}\n\n: ping\n\nerror: e\n\ndata: [DO') == [
+        ServerError("e", None, None)
+    ]
     assert (decoder.data_records, decoder.partial) == (2, True)
     assert decoder.feed(b"NE] \n\n") == [Done()]
     assert (decoder.data_records, decoder.partial) == (3, False)
 
 
-@pytest.mark.parametrize("bad", [b"data: {half\n\n", b"data: \xff\n\n", b"data: {half\n\ndata: \xff\n\n"])
+@pytest.mark.parametrize(
+    "bad", [b"data: {half\n\n", b"data: \xff\n\n", b"data: {half\n\ndata: \xff\n\n"]
+)
 def test_what_came_before_a_protocol_error_is_not_lost(bad: bytes) -> None:
     good = records(chunk({"content": "x"}))
     decoder = StreamDecoder()
@@ -193,10 +301,16 @@ def test_what_came_before_a_protocol_error_is_not_lost(bad: bytes) -> None:
 
 @pytest.mark.parametrize(
     "form",
-    ['{"error":[%s]}', '{"error":{"x":%s}}', '{"choices":[{"delta":{"tool_calls":[{"function":{"arguments":%s}}]}}]}'],
+    [
+        '{"error":[%s]}',
+        '{"error":{"x":%s}}',
+        '{"choices":[{"delta":{"tool_calls":[{"function":{"arguments":%s}}]}}]}',
+    ],
     ids=["an error", "an error object", "a call"],
 )
-def test_nesting_of_any_depth_ends_in_events_or_a_protocol_error_that_keeps_what_came_before(form: str) -> None:
+def test_nesting_of_any_depth_ends_in_events_or_a_protocol_error_that_keeps_what_came_before(
+    form: str,
+) -> None:
     good = records(chunk({"content": "x"}))
     for depth in range(700, 1100):  # of Python's limit, 1000, the test's own frames are a part
         record = f"data: {form % ('[' * depth + ']' * depth)}\n\n".encode()
@@ -204,9 +318,16 @@ def test_nesting_of_any_depth_ends_in_events_or_a_protocol_error_that_keeps_what
 
 
 def test_deltas_in_a_row_are_one_event_and_keep_their_order() -> None:
-    text, thoughts = [{"content": "a"}, {"content": "b"}], [{"reasoning_content": "c"}, {"reasoning_content": "d"}]
+    text, thoughts = (
+        [{"content": "a"}, {"content": "b"}],
+        [{"reasoning_content": "c"}, {"reasoning_content": "d"}],
+    )
     said = records(*map(chunk, [*text, *thoughts, {"content": "e"}]))
-    assert StreamDecoder().feed(said) == [TextDelta("ab", 2), ReasoningDelta("cd", 2), TextDelta("e")]
+    assert StreamDecoder().feed(said) == [
+        TextDelta("ab", 2),
+        ReasoningDelta("cd", 2),
+        TextDelta("e"),
+    ]
 
 
 DELTAS = st.dictionaries(
@@ -215,11 +336,17 @@ DELTAS = st.dictionaries(
     max_size=3,
 )
 CHUNKS = st.builds(
-    lambda delta, index, finish, beside: {"choices": [{"delta": delta, **index, **finish}], "x": "\u2028", **beside},
+    lambda delta, index, finish, beside: {
+        "choices": [{"delta": delta, **index, **finish}],
+        "x": "\u2028",
+        **beside,
+    },
     DELTAS,
     st.sampled_from([{"index": 0}, {"index": 0.0}, {"index": 1}, {"index": None}, {}]),
     st.sampled_from([{"finish_reason": None}, {"finish_reason": "stop"}, {}]),
-    st.dictionaries(st.sampled_from(["usage", "timings", "prompt_progress", "error", "id"]), JSON, max_size=2),
+    st.dictionaries(
+        st.sampled_from(["usage", "timings", "prompt_progress", "error", "id"]), JSON, max_size=2
+    ),
 )
 
 
@@ -229,7 +356,9 @@ CHUNKS = st.builds(
 @example(chunk({"content": "x"}, timings=TIMINGS), True, True)
 @example(chunk({"content": "x"}, prompt_progress=PROGRESS), True, True)
 @example({"choices": [{"index": 1, "finish_reason": None, "delta": {"content": "x"}}]}, True, True)
-def test_the_short_way_gives_the_events_of_the_long_one(value: Any, ascii_only: bool, spaced: bool) -> None:
+def test_the_short_way_gives_the_events_of_the_long_one(
+    value: Any, ascii_only: bool, spaced: bool
+) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, separators=None if spaced else (",", ":"))
     decoder = StreamDecoder()
     events = decoder.feed(f"data: {text}\n\n".encode())

@@ -22,27 +22,40 @@ DEGENERATE = RestartPolicy(degenerate_outputs_before_restart=2)
 def stalled(
     suspicion: Suspicion, request_id: int, verdict: Verdict, policy: RestartPolicy, *, busy: bool
 ) -> tuple[Suspicion, Trouble | None]:
-    return suspicion.stalled(request_id, verdict, busy_neighbour=busy, newest_request_id=9, policy=policy)
+    return suspicion.stalled(
+        request_id, verdict, busy_neighbour=busy, newest_request_id=9, policy=policy
+    )
 
 
-def test_a_verdict_that_accuses_the_server_is_trouble_and_beside_a_busy_neighbour_only_the_second_is() -> None:
-    assert stalled(Suspicion(), 1, STALLED, RESTART, busy=False)[1] == Trouble("stall_timeout", "silent for 9 s")
+def test_a_verdict_that_accuses_the_server_is_trouble_and_beside_a_busy_neighbour_only_the_second_is() -> (
+    None
+):
+    assert stalled(Suspicion(), 1, STALLED, RESTART, busy=False)[1] == Trouble(
+        "stall_timeout", "silent for 9 s"
+    )
     once, trouble = stalled(Suspicion(), 1, STALLED, RESTART, busy=True)
     assert trouble is None
     assert stalled(once, 2, STALLED, RESTART, busy=True)[1]
 
 
 @pytest.mark.parametrize(("verdict", "policy"), [(OVERDUE, RESTART), (STALLED, SPARE)])
-def test_other_verdicts_never_are_and_leave_no_trace(verdict: Verdict, policy: RestartPolicy) -> None:
+def test_other_verdicts_never_are_and_leave_no_trace(
+    verdict: Verdict, policy: RestartPolicy
+) -> None:
     once, _ = stalled(Suspicion(), 1, STALLED, RESTART, busy=True)
     for suspicion in (Suspicion(), once):
         assert stalled(suspicion, 2, verdict, policy, busy=False) == (suspicion, None)
 
 
-def ended(reason: RequestFailReason | None = None, job: str = "j", *, http: int = 500, **result: Any) -> RequestRecord:
+def ended(
+    reason: RequestFailReason | None = None, job: str = "j", *, http: int = 500, **result: Any
+) -> RequestRecord:
     state = RequestState.FAILED if reason else RequestState.COMPLETED
     nothing = {"text": "", "reasoning": "", "signals": [], "tool_trace": []}
-    told: Any = {"status": {}, "result": {"state": state, "fail_reason": reason, **nothing, **result}}
+    told: Any = {
+        "status": {},
+        "result": {"state": state, "fail_reason": reason, **nothing, **result},
+    }
     http_status = http if reason is RequestFailReason.HTTP_ERROR else None
     return RequestRecord(request_id=1, job_name=job, **told, ended_at=1.0, http_status=http_status)
 
@@ -57,7 +70,10 @@ def found(*records: RequestRecord, policy: RestartPolicy = RESTART) -> Doubt | T
 
 LOOP = RequestFailReason.REPEATED_LINE_LOOP
 DONE, BROKEN = ended(text="x"), ended(RequestFailReason.STREAM_DISCONNECTED)
-REFUSED, WITHOUT_A_CODE = ended(RequestFailReason.HTTP_ERROR), ended(RequestFailReason.SERVER_ERROR, "e")
+REFUSED, WITHOUT_A_CODE = (
+    ended(RequestFailReason.HTTP_ERROR),
+    ended(RequestFailReason.SERVER_ERROR, "e"),
+)
 CANCELED = ended(job="x", state="canceled")
 
 
@@ -91,12 +107,28 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or i
         pytest.param([*refused("abcd"), *refused("e", 499)], None, id="499 is no 5xx"),
         pytest.param([*refused("abcd"), *refused("e", 600)], None, id="nor is 600"),
         pytest.param([*refused("abcd"), WITHOUT_A_CODE], None, id="an error without a code"),
-        pytest.param([*refused("ab"), *refused("x", 400), *refused("cde")], JOBS_REFUSED, id="other errors end no row"),
-        pytest.param([ended(LOOP, "a"), ended(job="b", text=" \n")], JOBS_WITH_NOTHING, id="a loop, and nothing"),
+        pytest.param(
+            [*refused("ab"), *refused("x", 400), *refused("cde")],
+            JOBS_REFUSED,
+            id="other errors end no row",
+        ),
+        pytest.param(
+            [ended(LOOP, "a"), ended(job="b", text=" \n")],
+            JOBS_WITH_NOTHING,
+            id="a loop, and nothing",
+        ),
         pytest.param([ended(LOOP, "a"), ended(LOOP, "a")], None, id="one job that tries again"),
-        pytest.param([ended(LOOP, "a"), ended(job="b", text="x"), ended(LOOP, "c")], None, id="a text between"),
-        pytest.param([ended(job="a"), CANCELED, ended(job="b")], JOBS_WITH_NOTHING, id="a cancel between"),
-        pytest.param([ended(job="a"), ended(job="b", signals=[{}])], None, id="a signal is something"),
+        pytest.param(
+            [ended(LOOP, "a"), ended(job="b", text="x"), ended(LOOP, "c")],
+            None,
+            id="a text between",
+        ),
+        pytest.param(
+            [ended(job="a"), CANCELED, ended(job="b")], JOBS_WITH_NOTHING, id="a cancel between"
+        ),
+        pytest.param(
+            [ended(job="a"), ended(job="b", signals=[{}])], None, id="a signal is something"
+        ),
         pytest.param([ended(job="a"), ended(job="b", tool_trace=[{}])], None, id="so is a call"),
         pytest.param([ended(job="a"), ended(job="b", reasoning="hm")], None, id="so is reasoning"),
     ],

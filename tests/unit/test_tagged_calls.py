@@ -16,13 +16,19 @@ from llama_worker.stream.tagged_calls import MAX_TAGGED_CALL_CHARS, TaggedCallFi
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ISSUE = '<tool_call>{"name": "signal_issue", "arguments": {"code": "x"}}</tool_call>'
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=20,
 )
 
 
-def filtered(pieces: list[str], *, strict: bool = True) -> tuple[str, list[RawCall | MalformedCall]]:
+def filtered(
+    pieces: list[str], *, strict: bool = True
+) -> tuple[str, list[RawCall | MalformedCall]]:
     tool_filter = TaggedCallFilter(strict=strict)
     shown = [tool_filter.feed(piece) for piece in pieces]
     return "".join(shown) + tool_filter.finish(), tool_filter.calls
@@ -42,7 +48,9 @@ def cut(text: str, places: list[int]) -> list[str]:
         ('<tool_call>{"arguments": {}, "name": "mul"}</tool_call>', "", ["mul"]),
     ],
 )
-def test_well_formed_calls_never_appear_in_the_text(text: str, visible: str, names: list[str]) -> None:
+def test_well_formed_calls_never_appear_in_the_text(
+    text: str, visible: str, names: list[str]
+) -> None:
     shown, calls = filtered([text])
     assert shown == visible
     assert [call.name if isinstance(call, RawCall) else call for call in calls] == names
@@ -85,7 +93,17 @@ def test_a_malformed_call_ends_at_its_closing_tag_or_where_the_next_begins() -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["a < b", "<tool_cal", "<tool_calls>", "<Tool_call>", "</tool_call>", "<", "x<tool_<tool_", "< tool_call>"]
+    "text",
+    [
+        "a < b",
+        "<tool_cal",
+        "<tool_calls>",
+        "<Tool_call>",
+        "</tool_call>",
+        "<",
+        "x<tool_<tool_",
+        "< tool_call>",
+    ],
 )
 def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
     assert filtered(list(text)) == filtered([text]) == (text, [])
@@ -95,7 +113,10 @@ def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
     ("piece", "shown"),
     [
         ("a < b", "a < b"),
-        *((f"a {held_back}", "a ") for held_back in ("<", "<tool", "<tool_call>", '<tool_call>{"na')),
+        *(
+            (f"a {held_back}", "a ")
+            for held_back in ("<", "<tool", "<tool_call>", '<tool_call>{"na')
+        ),
         ("a <tool_call>x", "a <tool_call>x"),
         ('a <tool_call>{"name": <', 'a <tool_call>{"name": '),
     ],
@@ -104,9 +125,13 @@ def test_only_what_may_be_a_call_is_held_back(piece: str, shown: str) -> None:
     assert TaggedCallFilter(strict=True).feed(piece) == shown
 
 
-def test_in_native_mode_text_up_to_the_first_call_is_shown_at_once_and_a_malformed_one_behind_it_stays_text() -> None:
+def test_in_native_mode_text_up_to_the_first_call_is_shown_at_once_and_a_malformed_one_behind_it_stays_text() -> (
+    None
+):
     tool_filter = TaggedCallFilter(strict=False)
-    assert tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
+    assert (
+        tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
+    )
     assert tool_filter.feed("<tool_call>d") == ""
     assert tool_filter.finish() == " c<tool_call>d"
     assert tool_filter.calls == [RawCall(None, "add", '{"a": 1}', ADD)]
@@ -124,7 +149,9 @@ def test_a_call_of_the_longest_length_is_taken_and_a_longer_one_is_text() -> Non
     assert TaggedCallFilter(strict=True).feed(unclosed) == unclosed  # held back no longer
 
 
-@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', '<tool_call>{"":"', "<", '"{', ADD])
+@pytest.mark.parametrize(
+    "unit", ["<tool_call>", '<tool_call>{"', '<tool_call>{"":"', "<", '"{', ADD]
+)
 @pytest.mark.parametrize("piece_chars", [3, 10**9])
 def test_time_is_linear_in_the_text(unit: str, piece_chars: int) -> None:
     text = '<tool_call>{"a": "' + unit * (200_000 // len(unit))
@@ -149,7 +176,11 @@ def test_any_split_of_the_text_gives_the_same_and_loses_nothing_but_the_calls(
     text: str, places: list[int], strict: bool
 ) -> None:
     shown, calls = filtered([text], strict=strict)
-    assert filtered(cut(text, places), strict=strict) == filtered(list(text), strict=strict) == (shown, calls)
+    assert (
+        filtered(cut(text, places), strict=strict)
+        == filtered(list(text), strict=strict)
+        == (shown, calls)
+    )
     rest = text
     for call in calls:
         if isinstance(call, RawCall):
@@ -165,7 +196,9 @@ def test_any_split_of_the_text_gives_the_same_and_loses_nothing_but_the_calls(
 @example("", "", {"</tool_call>": {"b": [{"c": "}"}, [], '\\"']}})
 @example("", "", {"a": 'line\nline\t"é"\u2028'})
 @example("", "", {"a": [True, False, None, -1.5e-7, 12]})
-def test_every_call_written_in_the_convention_is_found(before: str, after: str, arguments: dict[str, object]) -> None:
+def test_every_call_written_in_the_convention_is_found(
+    before: str, after: str, arguments: dict[str, object]
+) -> None:
     written = tagged_call("add", json.dumps(arguments))
     shown, (call,) = filtered([before, written, after])
     assert shown == before + after
@@ -174,7 +207,9 @@ def test_every_call_written_in_the_convention_is_found(before: str, after: str, 
 
 
 @given(TEXTS, PLACES)
-def test_wherever_a_structured_call_comes_all_that_was_held_back_is_put_back(text: str, places: list[int]) -> None:
+def test_wherever_a_structured_call_comes_all_that_was_held_back_is_put_back(
+    text: str, places: list[int]
+) -> None:
     tool_filter = TaggedCallFilter(strict=False)
     shown = [tool_filter.feed(piece) for piece in cut(text, places)]
     assert ("".join(shown) + tool_filter.put_back(), tool_filter.calls) == (text, [])
@@ -215,9 +250,27 @@ def test_it_is_a_loop_only_with_the_calls_in_it_and_without(unit: list[str], loo
 
 
 KEEN = LoopDetector(
-    min_line_chars=4, long_line_chars=6, short_line_repeats=3, long_line_repeats=2, min_output_chars=1, max_period=3
+    min_line_chars=4,
+    long_line_chars=6,
+    short_line_repeats=3,
+    long_line_repeats=2,
+    min_output_chars=1,
+    max_period=3,
 )
-SCRAPS = ["once\n", "again\n", "and again\n", "x", "\n", ADD, ADD, ISSUE, f"{ADD}\n", "<tool_call>", "once ", "</tool_"]
+SCRAPS = [
+    "once\n",
+    "again\n",
+    "and again\n",
+    "x",
+    "\n",
+    ADD,
+    ADD,
+    ISSUE,
+    f"{ADD}\n",
+    "<tool_call>",
+    "once ",
+    "</tool_",
+]
 
 
 @given(st.lists(st.sampled_from(SCRAPS), max_size=30))
@@ -232,7 +285,9 @@ def test_holding_back_changes_neither_the_text_nor_its_loop(scraps: list[str]) -
 
 
 @given(st.lists(st.sampled_from(SCRAPS), max_size=30))
-def test_who_lets_go_before_the_end_ends_by_a_loop_even_if_a_structured_call_had_come(scraps: list[str]) -> None:
+def test_who_lets_go_before_the_end_ends_by_a_loop_even_if_a_structured_call_had_come(
+    scraps: list[str],
+) -> None:
     text, seen, literal = "".join(scraps), Output(KEEN), Output(KEEN)
     seen.add("", shown_at_once(text, KEEN))
     literal.add("", text)

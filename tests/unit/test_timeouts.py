@@ -30,12 +30,21 @@ PROFILE = TimeoutProfile(
 
 
 def progress(phase: RequestPhase, **times: Any) -> Progress:
-    return Progress(phase=phase, **{"request_id": 1, "dispatched_at": 1000.0, "turn_started_at": 1000.0, **times})
+    return Progress(
+        phase=phase,
+        **{"request_id": 1, "dispatched_at": 1000.0, "turn_started_at": 1000.0, **times},
+    )
 
 
-def heard(work: float | None = None, neighbour: float | None = None, **limits: Any) -> dict[str, Any]:
+def heard(
+    work: float | None = None, neighbour: float | None = None, **limits: Any
+) -> dict[str, Any]:
     """When a sign of work and a neighbour's data came last, judged by these limits."""
-    return {"liveness_at": work, "neighbour_data_at": neighbour, "profile": replace(PROFILE, **limits)}
+    return {
+        "liveness_at": work,
+        "neighbour_data_at": neighbour,
+        "profile": replace(PROFILE, **limits),
+    }
 
 
 def reason_at(now: float, at: Progress, told: dict[str, Any]) -> RequestFailReason | None:
@@ -51,7 +60,9 @@ HAS_A_ROLE = progress(PREFILL, headers_at=1010.0, last_data_at=1016.0)
 REPORTS = progress(PREFILL, headers_at=1010.0, prompt_progress_at=1020.0)
 REPEATS = progress(PREFILL, prompt_progress_at=1100.0, last_data_at=1100.0, repeats=99)
 WRITES = progress(GENERATING, first_token_at=1050.0, last_data_at=1100.0)
-SECOND_TURN = progress(PREFILL, turn_started_at=1500.0, headers_at=1501.0, prompt_progress_at=1559.0)
+SECOND_TURN = progress(
+    PREFILL, turn_started_at=1500.0, headers_at=1501.0, prompt_progress_at=1559.0
+)
 OLD_TOKEN = replace(SECOND_TURN, first_token_at=1100.0)
 BUSY = progress(TOOL, turn_started_at=1499.0, headers_at=1499.0, last_data_at=1499.0)
 HAS_500_S = {"absolute_timeout_s": 500.0}  # from the dispatch on, at 1000.0
@@ -61,26 +72,78 @@ HAS_500_S = {"absolute_timeout_s": 500.0}  # from the dispatch on, at 1000.0
     ("at", "told", "due_at", "reason"),
     [
         pytest.param(QUEUED, heard(), 1030.0, HEADERS, id="no headers and no work"),
-        pytest.param(QUEUED, heard(work=1020.0), 1050.0, HEADERS, id="no headers, and the work has ended"),
-        pytest.param(QUEUED, heard(work=999.0), 1030.0, HEADERS, id="work before the turn saves nothing"),
-        pytest.param(QUEUED, heard(neighbour=1029.0), 1059.0, HEADERS, id="queued behind a neighbour that gets data"),
-        pytest.param(QUEUED, heard(work=2199.0), 2200.0, STALL, id="silent work counts before the headers too"),
+        pytest.param(
+            QUEUED, heard(work=1020.0), 1050.0, HEADERS, id="no headers, and the work has ended"
+        ),
+        pytest.param(
+            QUEUED, heard(work=999.0), 1030.0, HEADERS, id="work before the turn saves nothing"
+        ),
+        pytest.param(
+            QUEUED,
+            heard(neighbour=1029.0),
+            1059.0,
+            HEADERS,
+            id="queued behind a neighbour that gets data",
+        ),
+        pytest.param(
+            QUEUED,
+            heard(work=2199.0),
+            2200.0,
+            STALL,
+            id="silent work counts before the headers too",
+        ),
         pytest.param(READS, heard(), 1610.0, STALL, id="silent prefill, from the headers on"),
-        pytest.param(READS, heard(work=2199.0), 2200.0, STALL, id="headers are no data for silent work"),
+        pytest.param(
+            READS, heard(work=2199.0), 2200.0, STALL, id="headers are no data for silent work"
+        ),
         pytest.param(HAS_A_ROLE, heard(), 1616.0, STALL, id="a role chunk is data"),
         pytest.param(HAS_A_ROLE, heard(work=1017.0), 1617.0, STALL, id="prefill that works"),
         pytest.param(REPORTS, heard(), 1140.0, STALL, id="reported prefill has the stream's limit"),
-        pytest.param(REPORTS, heard(prefill_liveness_timeout_s=10.0), 1140.0, STALL, id="and not the prefill's"),
+        pytest.param(
+            REPORTS,
+            heard(prefill_liveness_timeout_s=10.0),
+            1140.0,
+            STALL,
+            id="and not the prefill's",
+        ),
         pytest.param(REPORTS, heard(work=1021.0), 1141.0, STALL, id="reported prefill that works"),
-        pytest.param(REPEATS, heard(work=1219.0), 1220.0, STALL, id="the same again and again, while it computes"),
+        pytest.param(
+            REPEATS,
+            heard(work=1219.0),
+            1220.0,
+            STALL,
+            id="the same again and again, while it computes",
+        ),
         pytest.param(WRITES, heard(), 1220.0, STALL, id="a silent stream"),
-        pytest.param(WRITES, heard(work=1101.0), 1221.0, STALL, id="a silent stream of a server that works"),
+        pytest.param(
+            WRITES, heard(work=1101.0), 1221.0, STALL, id="a silent stream of a server that works"
+        ),
         pytest.param(WRITES, heard(work=2299.0), 2300.0, STALL, id="a server that spins"),
-        pytest.param(WRITES, heard(3199.0, 2000.0), 3200.0, STALL, id="a server whose work is a neighbour's"),
-        pytest.param(SECOND_TURN, heard(1559.0, ttft_timeout_s=60.0), 1560.0, TTFT, id="no token in this turn"),
-        pytest.param(OLD_TOKEN, heard(1559.0, ttft_timeout_s=60.0), 1560.0, TTFT, id="only one of the turn before"),
+        pytest.param(
+            WRITES, heard(3199.0, 2000.0), 3200.0, STALL, id="a server whose work is a neighbour's"
+        ),
+        pytest.param(
+            SECOND_TURN,
+            heard(1559.0, ttft_timeout_s=60.0),
+            1560.0,
+            TTFT,
+            id="no token in this turn",
+        ),
+        pytest.param(
+            OLD_TOKEN,
+            heard(1559.0, ttft_timeout_s=60.0),
+            1560.0,
+            TTFT,
+            id="only one of the turn before",
+        ),
         *(
-            pytest.param(replace(BUSY, phase=phase), heard(1499.9, **HAS_500_S), 1500.0, ABSOLUTE, id=f"late, {phase}")
+            pytest.param(
+                replace(BUSY, phase=phase),
+                heard(1499.9, **HAS_500_S),
+                1500.0,
+                ABSOLUTE,
+                id=f"late, {phase}",
+            )
             for phase in (WAITING, PREFILL, GENERATING, TOOL)
         ),
     ],
@@ -102,13 +165,22 @@ OFF = heard() | {"profile": TimeoutProfile.debug()}
 @pytest.mark.parametrize(
     ("at", "told"),
     [
-        pytest.param(progress(TOOL, last_data_at=1100.0), heard(), id="tools have their own deadline"),
+        pytest.param(
+            progress(TOOL, last_data_at=1100.0), heard(), id="tools have their own deadline"
+        ),
         pytest.param(progress(DONE), STRICT, id="it has ended"),
-        pytest.param(progress(GENERATING, first_token_at=1050.0), ONLY_TTFT, id="the first token came"),
+        pytest.param(
+            progress(GENERATING, first_token_at=1050.0), ONLY_TTFT, id="the first token came"
+        ),
         pytest.param(progress(WAITING), OFF | {"liveness_at": 1e9 - 1}, id="off: waiting"),
-        *(pytest.param(progress(phase), OFF, id=f"off: {phase}") for phase in (PREFILL, GENERATING, TOOL)),
         *(
-            pytest.param(progress(phase, concluding=True), STRICT, id=f"the turn has finished: {phase}")
+            pytest.param(progress(phase), OFF, id=f"off: {phase}")
+            for phase in (PREFILL, GENERATING, TOOL)
+        ),
+        *(
+            pytest.param(
+                progress(phase, concluding=True), STRICT, id=f"the turn has finished: {phase}"
+            )
             for phase in (WAITING, PREFILL, GENERATING)
         ),
     ],
@@ -129,8 +201,10 @@ def test_detail_names_the_limit_and_the_times() -> None:
     found = verdict(at, now=1250.0, **heard(work=1110.0))
     assert found is not None
     assert found.detail == (
-        "no data and no sign of work for 140.0 s (limit: idle_stream_timeout_s 120); request 7 in phase generating, "
-        "turn began 250.0 s ago, headers never, first token never, prompt progress never, last data 150.0 s ago, "
+        "no data and no sign of work for 140.0 s (limit: idle_stream_timeout_s 120); request "
+        "7 in phase generating, "
+        "turn began 250.0 s ago, headers never, first token never, prompt progress never, "
+        "last data 150.0 s ago, "
         "last byte 5.0 s ago, last sign of work 140.0 s ago"
     )
 
@@ -156,14 +230,22 @@ profiles = st.builds(
     absolute_timeout_s=st.none() | some,
     silent_work_timeout_s=st.none() | some,
 )
-what_is_heard = st.fixed_dictionaries({"liveness_at": maybe, "neighbour_data_at": maybe, "profile": profiles})
+what_is_heard = st.fixed_dictionaries(
+    {"liveness_at": maybe, "neighbour_data_at": maybe, "profile": profiles}
+)
 
 
 @st.composite
 def progresses(draw: st.DrawFn) -> Progress:
     turn_started_at = 1000.0 + draw(offsets)
     later = st.none() | offsets.map(lambda s: turn_started_at + s)
-    instants = ("headers_at", "first_token_at", "prompt_progress_at", "last_data_at", "last_stream_byte_at")
+    instants = (
+        "headers_at",
+        "first_token_at",
+        "prompt_progress_at",
+        "last_data_at",
+        "last_stream_byte_at",
+    )
     times = {name: draw(later) for name in instants}
     return progress(draw(st.sampled_from(RequestPhase)), turn_started_at=turn_started_at, **times)
 
@@ -179,7 +261,9 @@ def test_a_verdict_once_due_stays_the_same_while_nothing_new_is_heard(
 
 
 @given(progresses(), what_is_heard, offsets, offsets)
-def test_hearing_more_never_brings_a_verdict_on(at: Progress, told: dict[str, Any], age: float, more: float) -> None:
+def test_hearing_more_never_brings_a_verdict_on(
+    at: Progress, told: dict[str, Any], age: float, more: float
+) -> None:
     now = at.turn_started_at + age
     if verdict(at, now=now, **told) is None:
         for name in ("liveness_at", "neighbour_data_at"):
@@ -189,12 +273,18 @@ def test_hearing_more_never_brings_a_verdict_on(at: Progress, told: dict[str, An
         assert verdict(newer, now=now, **told) is None
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.floats(0.0, 100.0)), max_size=40), st.integers(1, 7))
-def test_the_data_ledger_answers_as_if_it_kept_everything(news: list[tuple[int, float]], asked: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.floats(0.0, 100.0)), max_size=40), st.integers(1, 7)
+)
+def test_the_data_ledger_answers_as_if_it_kept_everything(
+    news: list[tuple[int, float]], asked: int
+) -> None:
     ledger = DataLedger()
     for request_id, at in news:
         ledger = ledger.heard(request_id, at).heard(request_id, None)
-    assert ledger.of_others(asked) == max((at for other, at in news if other != asked), default=None)
+    assert ledger.of_others(asked) == max(
+        (at for other, at in news if other != asked), default=None
+    )
     assert len(ledger.latest) <= 2
 
 
@@ -210,7 +300,8 @@ def test_an_inquiry_is_over_when_all_have_answered_once_or_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval_s", "age_s", "busy"), [(5.0, 10.0, True), (5.0, 10.1, False), (0.1, 1.0, True), (0.1, 1.1, False)]
+    ("interval_s", "age_s", "busy"),
+    [(5.0, 10.0, True), (5.0, 10.1, False), (0.1, 1.0, True), (0.1, 1.1, False)],
 )
 def test_a_neighbour_is_busy_within_twice_the_probe_interval_or_a_second(
     interval_s: float, age_s: float, busy: bool

@@ -45,7 +45,11 @@ def assembled(*deltas: ToolCallDelta) -> tuple[RawCall, ...]:
 
 
 def test_ids_sent_back_are_nine_alphanumerics_and_a_number_that_has_none_is_refused() -> None:
-    assert [tool_call_id(number) for number in (0, 1, 99_999_999)] == ["c00000000", "c00000001", "c99999999"]
+    assert [tool_call_id(number) for number in (0, 1, 99_999_999)] == [
+        "c00000000",
+        "c00000001",
+        "c99999999",
+    ]
     for number in (-1, 10**8):
         with pytest.raises(ValueError, match="number must be from 0"):
             tool_call_id(number)
@@ -53,7 +57,9 @@ def test_ids_sent_back_are_nine_alphanumerics_and_a_number_that_has_none_is_refu
 
 def test_arguments_are_appended_but_name_and_id_are_not_nor_are_they_erased() -> None:
     pieces = [("id1", "add", "{"), ("", "", '"a"'), ("id1", "add", ": 1}"), (None, None, None)]
-    assert assembled(*(ToolCallDelta(0, *piece) for piece in pieces)) == (RawCall("id1", "add", '{"a": 1}'),)
+    assert assembled(*(ToolCallDelta(0, *piece) for piece in pieces)) == (
+        RawCall("id1", "add", '{"a": 1}'),
+    )
 
 
 def test_calls_come_in_the_order_of_their_indices_which_may_have_gaps() -> None:
@@ -69,7 +75,9 @@ def test_fragments_of_calls_may_come_in_turns(calls: list[tuple[str, list[str]]]
         [ToolCallDelta(n, f"id{n}", name, None), *(more(n, part) for part in parts)]
         for n, (name, parts) in enumerate(calls)
     ]
-    in_turns = [fragment for turn in itertools.zip_longest(*streams) for fragment in turn if fragment]
+    in_turns = [
+        fragment for turn in itertools.zip_longest(*streams) for fragment in turn if fragment
+    ]
     whole = tuple(RawCall(f"id{n}", name, "".join(parts)) for n, (name, parts) in enumerate(calls))
     assert assembled(*in_turns) == assembled(*itertools.chain(*streams)) == whole
 
@@ -90,9 +98,13 @@ def test_arguments_are_a_json_object_or_nothing(text: str, value: dict[str, obje
 @pytest.mark.parametrize(
     "text",
     [
-        "[]", "1", "null", '"{}"', "{", '{"a": 1', '{"a": 1}}', "{'a': 1}", '{"a": NaN}', '{"a": -Infinity}',
-        '{"a": 1e999}', '{"a": 1' + "0" * 400 + "}", '{"a": 1' + "0" * 5000 + "}", '{"a": "\\ud800"}',
-        '{"a": "\ud800"}', '{"a": "\n"}', '{"a": ' * 100_000, '{"a": ' + "[" * 5000 + "]" * 5000 + "}", "x",
+        "[]", "1", "null", '"{}"', "{", '{"a": 1', '{"a": 1}}', "{'a': 1}", '{"a": NaN}', ('{"a": '
+        '-Infinity}'),
+        '{"a": 1e999}', '{"a": 1' + "0" * 400 + "}", '{"a": 1' + "0" * 5000 + "}", ('{"a": '
+        '"\\ud800"}'),
+        ('{"a": '
+        '"\ud800"}'), ('{"a": "\n'
+        '"}'), '{"a": ' * 100_000, '{"a": ' + "[" * 5000 + "]" * 5000 + "}", "x",
     ],
     ids=itertools.count(),
 )  # fmt: skip
@@ -130,13 +142,23 @@ def test_a_normal_call_gets_the_workers_own_id_and_keeps_its_text() -> None:
         (raw("add", "[]"), r"'add'.*'\[\]'"),
         (raw("add", '{"a": '), """'add'.*'{"a": '"""),
         (raw("add", "x" * 10_000), "'add'.*'xxx"),
-        (MalformedCall('<tool_call>{"name": "add", "arguments": {"a": "signal_issue"}</tool_call>'), '"name": "add"'),
-        (MalformedCall("<tool_call>add(signal_issue)</tool_call>"), r"add\(signal_issue\)</tool_call>"),
+        (
+            MalformedCall(
+                '<tool_call>{"name": "add", "arguments": {"a": "signal_issue"}</tool_call>'
+            ),
+            '"name": "add"',
+        ),
+        (
+            MalformedCall("<tool_call>add(signal_issue)</tool_call>"),
+            r"add\(signal_issue\)</tool_call>",
+        ),
         (MalformedCall("<tool_call>my_signal_issue()</tool_call>"), "my_signal_issue"),
         (MalformedCall("<tool_call>"), "<tool_call>"),
     ],
 )
-def test_a_call_that_cannot_be_run_is_a_problem_told_in_short(call: RawCall | MalformedCall, told: str) -> None:
+def test_a_call_that_cannot_be_run_is_a_problem_told_in_short(
+    call: RawCall | MalformedCall, told: str
+) -> None:
     parts = split([call, raw("later", "{}")])
     assert (parts.normal, parts.exits) == ((), ())
     assert re.search(told, parts.problem or "")
@@ -154,19 +176,34 @@ def test_a_call_that_cannot_be_run_is_a_problem_told_in_short(call: RawCall | Ma
     ],
 )
 def test_a_malformed_exit_call_is_recorded_with_its_text_and_is_no_problem(malformed: str) -> None:
-    parts = split([MalformedCall(malformed) if "<" in malformed else raw("signal_issue", malformed)])
-    assert parts.exits == ({"tool_name": "signal_issue", "arguments": {}, "emitted_at": 7.5, "malformed": malformed},)
+    parts = split(
+        [MalformedCall(malformed) if "<" in malformed else raw("signal_issue", malformed)]
+    )
+    assert parts.exits == (
+        {"tool_name": "signal_issue", "arguments": {}, "emitted_at": 7.5, "malformed": malformed},
+    )
     assert (parts.normal, parts.problem) == ((), None)
 
 
-@pytest.mark.parametrize("beside", [raw("mul", "{}"), raw("add", "["), MalformedCall("<tool_call>")])
-def test_exit_calls_are_recorded_beside_unknown_and_malformed_ones(beside: RawCall | MalformedCall) -> None:
+@pytest.mark.parametrize(
+    "beside", [raw("mul", "{}"), raw("add", "["), MalformedCall("<tool_call>")]
+)
+def test_exit_calls_are_recorded_beside_unknown_and_malformed_ones(
+    beside: RawCall | MalformedCall,
+) -> None:
     signals = split([raw("escalate", "{}"), beside, raw("signal_issue", "{}")]).exits
     assert [signal["tool_name"] for signal in signals] == ["escalate", "signal_issue"]
 
 
 def test_exit_calls_beside_normal_ones_are_never_counted_and_take_no_id() -> None:
-    parts = split([raw("escalate", '{"code": "x"}'), raw("add", "{}"), raw("escalate", "{}"), raw("find", "{}")])
+    parts = split(
+        [
+            raw("escalate", '{"code": "x"}'),
+            raw("add", "{}"),
+            raw("escalate", "{}"),
+            raw("find", "{}"),
+        ]
+    )
     assert [call.id for call in parts.normal] == ["c00000001", "c00000002"]
     assert [signal["arguments"] for signal in parts.exits] == [{"code": "x"}, {}]
     assert parts.problem is None

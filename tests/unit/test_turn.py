@@ -8,7 +8,14 @@ from llama_worker.profiles import LoopDetector
 from llama_worker.request.turn import Said, Turn
 from llama_worker.stream import events
 from llama_worker.stream.calls import RawCall
-from llama_worker.stream.events import PromptProgress, ReasoningDelta, RoleOnly, TextDelta, Timings, ToolCallDelta
+from llama_worker.stream.events import (
+    PromptProgress,
+    ReasoningDelta,
+    RoleOnly,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+)
 
 TAGGED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 CALL = RawCall(None, "add", '{"a": 1}', TAGGED)
@@ -18,7 +25,13 @@ BY_DELTAS = [ToolCallDelta(0, "x", "add", "{"), ToolCallDelta(0, None, None, "}"
 
 
 def turn(*, prompted: bool = False) -> Turn:
-    return Turn(started_at=0.0, prompted=prompted, with_tools=True, opens_thinking=False, loop_detector=LoopDetector())
+    return Turn(
+        started_at=0.0,
+        prompted=prompted,
+        with_tools=True,
+        opens_thinking=False,
+        loop_detector=LoopDetector(),
+    )
 
 
 def take(it: Turn, *said: Said, at: float = 1.0) -> tuple[str, str]:
@@ -35,7 +48,12 @@ def take(it: Turn, *said: Said, at: float = 1.0) -> tuple[str, str]:
         ([ReasoningDelta("hm\n")], "hm", "", []),
         ([ReasoningDelta("hm\n"), *BY_DELTAS], "hm", "", [STRUCTURED]),
         ([ReasoningDelta("hm\n"), TextDelta("\n\n"), *BY_TAG], "hm", "", [CALL]),
-        ([TextDelta("Let me add. "), *BY_TAG, TextDelta(" Wait.")], "", "Let me add.  Wait.", [CALL]),
+        (
+            [TextDelta("Let me add. "), *BY_TAG, TextDelta(" Wait.")],
+            "",
+            "Let me add.  Wait.",
+            [CALL],
+        ),
     ],
 )
 @pytest.mark.parametrize("prompted", [True, False])
@@ -45,7 +63,11 @@ def test_reasoning_text_and_calls_are_told_apart_and_reasoning_ends_without_whit
 ) -> None:
     it = turn(prompted=prompted)
     shown, rest = take(it, *said), it.finish(cut_off=cut_off)
-    assert (shown[0] + rest[0], shown[1] + rest[1]) == (it.said_reasoning, it.said_text) == (reasoning, text)
+    assert (
+        (shown[0] + rest[0], shown[1] + rest[1])
+        == (it.said_reasoning, it.said_text)
+        == (reasoning, text)
+    )
     assert it.calls() == calls
 
 
@@ -109,7 +131,9 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
 
 def test_repeats_are_counted_from_the_latest_that_was_new_and_are_no_tokens() -> None:
     it = turn()
-    take(it, *[RoleOnly()] * 5, ToolCallDelta(0, None, None, None), ToolCallDelta(0, None, None, ""))
+    take(
+        it, *[RoleOnly()] * 5, ToolCallDelta(0, None, None, None), ToolCallDelta(0, None, None, "")
+    )
     assert (it.repeats, it.last_data_at, it.tokens, it.first_token_at) == (7, None, 0, None)
     take(it, TextDelta("a"), at=2.0)
     assert (it.repeats, it.last_data_at) == (0, 2.0)

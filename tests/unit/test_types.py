@@ -24,7 +24,9 @@ from llama_worker.types import RequestState, ToolDef
 )
 def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
     assert {member.value for member in kind} == set(values.split())
-    assert all(member == member.value == str(member) == json.loads(json.dumps(member)) for member in kind)
+    assert all(
+        member == member.value == str(member) == json.loads(json.dumps(member)) for member in kind
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,40 +36,57 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
         *((kind, "ok error") for kind in (types.SubmitErr, types.NotFound, types.NotReady)),
         (
             types.RequestStatus,
-            "ok request_id job_name state phase created_at output_chars reasoning_chars tool_iters_remaining"
-            " tool_calls_count signals dispatched_at? first_token_at? completed_at? last_progress_at?"
-            " last_stream_byte_at? last_liveness_at? prompt_progress? tokens_received? tokens_per_second? tail?"
+            "ok request_id job_name state phase created_at output_chars reasoning_chars "
+            "tool_iters_remaining"
+            " tool_calls_count signals dispatched_at? first_token_at? completed_at? "
+            "last_progress_at?"
+            " last_stream_byte_at? last_liveness_at? prompt_progress? tokens_received? "
+            "tokens_per_second? tail?"
             " fail_reason? fail_detail?",
         ),
         (types.PromptProgress, "processed total cached"),
         (types.OutputChunk, "ok text reasoning text_offset reasoning_offset done"),
         (
             types.RequestResult,
-            "ok request_id job_name state finish_reason text reasoning signals tool_trace usage? timings? fail_reason?"
+            "ok request_id job_name state finish_reason text reasoning signals tool_trace "
+            "usage? timings? fail_reason?"
             " fail_detail? context?",
         ),
         (types.Usage, "prompt_tokens completion_tokens cached_tokens"),
         (types.Timings, "total_s ttft_s? tokens_per_second?"),
         (types.ExitSignal, "tool_name arguments emitted_at malformed?"),
-        (types.ToolTraceEntry, "tool_call_id tool_name arguments iteration started_at duration_s ok error?"),
+        (
+            types.ToolTraceEntry,
+            "tool_call_id tool_name arguments iteration started_at duration_s ok error?",
+        ),
         (
             types.WorkerStatus,
-            "name state slots_total slots_used active_request_ids active_jobs restart_count config_hash warnings pid?"
+            "name state slots_total slots_used active_request_ids active_jobs restart_count "
+            "config_hash warnings pid?"
             " last_error? last_ready_at? next_restart_at? n_ctx? modalities? model?",
         ),
         (types.RestartRecord, "at reason detail"),
         (
             types.WorkerDebugInfo,
-            "recent_logs recent_restarts recent_events server_cmd evidence stuck_tool_threads_count totals",
+            (
+                "recent_logs recent_restarts recent_events server_cmd evidence "
+                "stuck_tool_threads_count totals"
+            ),
         ),
     ],
 )
 def test_the_keys_of_an_answer_and_which_may_be_missing(kind: Any, keys: str) -> None:
-    assert {*kind.__required_keys__, *(f"{key}?" for key in kind.__optional_keys__)} == set(keys.split())
+    assert {*kind.__required_keys__, *(f"{key}?" for key in kind.__optional_keys__)} == set(
+        keys.split()
+    )
 
 
 def test_three_states_are_terminal() -> None:
-    assert {state for state in RequestState if state.is_terminal} == {"completed", "failed", "canceled"}
+    assert {state for state in RequestState if state.is_terminal} == {
+        "completed",
+        "failed",
+        "canceled",
+    }
 
 
 @pytest.mark.parametrize("tool", ALL_EXIT_TOOLS, ids=lambda tool: tool["function"]["name"])

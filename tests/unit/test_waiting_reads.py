@@ -15,8 +15,16 @@ Future = WorkerFuture[OutputChunk | NotFound]
 CHUNK = OutputChunk(ok=True, text="", reasoning="", text_offset=0, reasoning_offset=0, done=False)
 
 
-def read(future: Future, text_offset: int = 0, reasoning_offset: int = 0, *, wait: bool = True) -> ReadOutput:
-    return ReadOutput(request_id=7, text_offset=text_offset, reasoning_offset=reasoning_offset, wait=wait, reply=future)
+def read(
+    future: Future, text_offset: int = 0, reasoning_offset: int = 0, *, wait: bool = True
+) -> ReadOutput:
+    return ReadOutput(
+        request_id=7,
+        text_offset=text_offset,
+        reasoning_offset=reasoning_offset,
+        wait=wait,
+        reply=future,
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +50,12 @@ def test_each_waits_for_its_own_offset() -> None:
     reads = WaitingReads()
     reads.add(early)
     reads.add(late)
-    assert [reads.take(3, 0), reads.take(4, 0), reads.take(), reads.take()] == [[], [early], [late], []]
+    assert [reads.take(3, 0), reads.take(4, 0), reads.take(), reads.take()] == [
+        [],
+        [early],
+        [late],
+        [],
+    ]
 
 
 def test_who_was_answered_or_gave_up_waiting_is_forgotten() -> None:

@@ -8,7 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from llama_worker import messages
-from llama_worker.messages import Launch, Launched, ProbeNow, ProbeOutcome, StandDown, Tick, Unwatch, Watch
+from llama_worker.messages import (
+    Launch,
+    Launched,
+    ProbeNow,
+    ProbeOutcome,
+    StandDown,
+    Tick,
+    Unwatch,
+    Watch,
+)
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
 from llama_worker.server.gpu_faults import GpuFault
@@ -17,7 +26,10 @@ from llama_worker.server.watch import Look, ProbeReadiness, ServerWatch
 from tests.virtual_watch import Nobody, generating, probed
 
 STALLS_AFTER_1_S = TimeoutProfile(
-    idle_stream_timeout_s=1.0, suspect_after_s=None, liveness_probe_interval_s=0.1, health_probe_interval_s=None
+    idle_stream_timeout_s=1.0,
+    suspect_after_s=None,
+    liveness_probe_interval_s=0.1,
+    health_probe_interval_s=None,
 )
 
 
@@ -29,7 +41,11 @@ class Watched:
 
     def __call__(self, message: messages.WatchdogMessage, now: float) -> list[Any]:
         """What follows from a message, apart from the notes for the evidence of a kill."""
-        return [effect for effect in self.watch.step(message, now) if not isinstance(effect, messages.Observed)]
+        return [
+            effect
+            for effect in self.watch.step(message, now)
+            if not isinstance(effect, messages.Observed)
+        ]
 
 
 def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
@@ -39,7 +55,9 @@ def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
     for effect in [*step(Launched(epoch=1, pid=7), 0.0), *step(Tick(), 0.1)]:
         if isinstance(effect, Look):
             step(effect.seen, 0.1)
-    assert step(probed(ProbeOutcome.READY), 0.1) == [messages.BecameReady(epoch=1, traits=ServerTraits())]
+    assert step(probed(ProbeOutcome.READY), 0.1) == [
+        messages.BecameReady(epoch=1, traits=ServerTraits())
+    ]
     return step
 
 
@@ -50,7 +68,9 @@ def told(progress: Progress) -> messages.ProgressReported:
 @pytest.mark.parametrize(
     ("next_message", "at", "busy_neighbour"),
     [
-        pytest.param(told(generating(60.1, request_id=2)), 60.15, True, id="the other answers late"),
+        pytest.param(
+            told(generating(60.1, request_id=2)), 60.15, True, id="the other answers late"
+        ),
         pytest.param(Unwatch(request_id=2, data_at=60.1), 60.15, True, id="the other ends"),
         pytest.param(Tick(), 60.2, False, id="it never answers: nobody is held up for ever"),
     ],
@@ -66,19 +86,25 @@ def test_no_verdict_falls_before_every_request_was_heard(
     assert step(told(generating(0.0)), 60.1) == []
     stalled, *asked_again = step(next_message, at)
     assert (stalled.request_id, stalled.busy_neighbour) == (1, busy_neighbour)
-    assert [type(effect) for effect in asked_again] == [messages.ReportProgress] * isinstance(next_message, Tick)
+    assert [type(effect) for effect in asked_again] == [messages.ReportProgress] * isinstance(
+        next_message, Tick
+    )
 
 
 PROBE = ProbeReadiness(epoch=1, root_pid=7, first=False)
 DOUBT = ProbeNow(epoch=1, cause="a broken connection")
-DOUBT_CONFIRMED = messages.HealthLost(epoch=1, detail="a broken connection, and then the probe failed: told")
+DOUBT_CONFIRMED = messages.HealthLost(
+    epoch=1, detail="a broken connection, and then the probe failed: told"
+)
 
 
 def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
     assert step(Tick(), 31.0) == [PROBE]
     assert step(DOUBT, 31.2) == []
-    assert step(probed(ProbeOutcome.READY), 31.3) == [PROBE]  # the first one had reached the server before that
+    assert step(probed(ProbeOutcome.READY), 31.3) == [
+        PROBE
+    ]  # the first one had reached the server before that
     assert step(probed(ProbeOutcome.FAILED), 31.4) == [DOUBT_CONFIRMED]
 
 
@@ -92,7 +118,9 @@ def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
 def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_news(
     interval_s: float | None, outcome: ProbeOutcome, answered_at: float
 ) -> None:
-    step = ready(TimeoutProfile(health_probe_interval_s=interval_s, health_failures_before_restart=99))
+    step = ready(
+        TimeoutProfile(health_probe_interval_s=interval_s, health_failures_before_restart=99)
+    )
     assert step(DOUBT, 1.0) == [PROBE]
     assert step(probed(outcome), answered_at) == []
     assert step(Tick(), answered_at + 1.0) == [PROBE]
@@ -145,7 +173,9 @@ def test_what_a_probe_saw_before_watching_began_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("message", [StandDown(), Launch(epoch=2)])
-def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing(message: messages.WatchdogMessage) -> None:
+def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing(
+    message: messages.WatchdogMessage,
+) -> None:
     step = Watched(TimeoutProfile(), probes_count=1)
     step(Launch(epoch=1), 0.0)
     (look,) = step(Launched(epoch=1, pid=7), 0.0)

@@ -12,13 +12,17 @@ _CANCELED = 130  # see llama_worker.cli.exits
 def main() -> int:
     """Run the command with this process's arguments; its exit code (docs/command-line.md).
 
-    To import the rest takes a while, and a Ctrl-C in that time would show a traceback: until the command listens to
-    it itself, it ends the process at once.
+    To import the rest takes a while, and a Ctrl-C in that time would show a traceback: until the
+    command listens to it itself, it ends the process at once.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as behind an & in a script
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # else it is ignored, as behind an & in a script
         signal.signal(signal.SIGINT, _end)
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started it: the next file opened would get its number
+        if (
+            getattr(sys, name) is None
+        ):  # closed by who started it: the next file opened would get its number
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115  for good
     try:
         from llama_worker.cli.app import run_app
@@ -26,7 +30,9 @@ def main() -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
             raise
-        print(f"llama-worker: {missing} is missing: pip install 'llama-worker[cli]'", file=sys.stderr)
+        print(
+            f"llama-worker: {missing} is missing: pip install 'llama-worker[cli]'", file=sys.stderr
+        )
         return 1
     return run_app(sys.argv[1:])
 

@@ -47,7 +47,8 @@ def run_app(arguments: Sequence[str]) -> int:
 
 
 def _ends(command: Callable[P, int]) -> Callable[P, None]:
-    """The command as typer wants it: what it returns or raises becomes an exit code, and a line for a person."""
+    """The command as typer wants it: what it returns or raises becomes an exit code, and a line for
+    a person."""
 
     @functools.wraps(command)
     def ended(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -84,43 +85,71 @@ def _ended_by(error: OSError) -> int:
 
 ServerOption = Annotated[
     str | None,
-    typer.Option("--server", metavar="EXE", help="The llama-server [LLAMA_SERVER, the PATH, this Python environment]."),
+    typer.Option(
+        "--server",
+        metavar="EXE",
+        help="The llama-server [LLAMA_SERVER, the PATH, this Python environment].",
+    ),
 ]
 ServerArgOption = Annotated[
-    list[str] | None, typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated.")
+    list[str] | None,
+    typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")
+]
 
 
 @app.command("run", epilog=exits.HELP)
 @_ends
 def run_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model: a GGUF file.", show_default=False)],
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to ask; - or none: stdin.")] = None,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="The model: a GGUF file.", show_default=False)
+    ],
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="What to ask; - or none: stdin.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="A conversation; Ctrl-D ends it.")] = False,
     system: Annotated[
         str, typer.Option("--system", metavar="TEXT", help="The system prompt.", show_default=False)
     ] = "",
-    max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Of the answer [4096].")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, metavar="X", help="0: the likeliest token.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="The same answer again, at the same load.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of the answer [4096].")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="0: the likeliest token.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="The same answer again, at the same load.")
+    ] = None,
     exit_tools: Annotated[
-        bool, typer.Option("--exit-tools", help="Offer the model the starter exit tools; its signals are shown.")
+        bool,
+        typer.Option(
+            "--exit-tools", help="Offer the model the starter exit tools; its signals are shown."
+        ),
     ] = False,
     server: ServerOption = None,
-    ctx_size: Annotated[int | None, typer.Option(min=0, metavar="N", help="Tokens of context [the model's].")] = None,
-    gpu_layers: Annotated[str | None, typer.Option(metavar="N|auto|all", help="Layers on GPUs [auto].")] = None,
+    ctx_size: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Tokens of context [the model's].")
+    ] = None,
+    gpu_layers: Annotated[
+        str | None, typer.Option(metavar="N|auto|all", help="Layers on GPUs [auto].")
+    ] = None,
     slots: Annotated[int, typer.Option(min=1, metavar="N", help="Slots of the server.")] = 1,
     server_arg: ServerArgOption = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="N", help="[one that is free]")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, metavar="N", help="[one that is free]")
+    ] = None,
     timeouts: Annotated[Timeouts, typer.Option(help="For which hardware.")] = "slow_prefill",
     as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, reasoning or numbers.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress, reasoning or numbers.")
+    ] = False,
 ) -> int:
     """Ask a model; starts and ends a server for it.
 
-    The answer's text goes to stdout, everything else to stderr. Ctrl-C cancels the answer and keeps what came;
-    pressed twice it ends everything at once.
+    The answer's text goes to stdout, everything else to stderr. Ctrl-C cancels the answer and keeps
+    what came; pressed twice it ends everything at once.
     """
     if chat and as_json:
         raise UsageProblem("--chat and --json exclude each other: --json tells of one answer")
@@ -149,12 +178,20 @@ def run_command(
         try:
             config = run_options.worker_config(options)
         except ConfigError as error:
-            hint = "; host, port and slots have options of their own, and are no --server-arg" if server_arg else ""
+            hint = (
+                "; host, port and slots have options of their own, and are no --server-arg"
+                if server_arg
+                else ""
+            )
             raise UsageProblem(f"{error}{hint}") from error
         return run(config, talk)
     except Problem as problem:
         if as_json:
-            print(json.dumps(run_report.json_without_answer("not_started", problem.reason, problem.what)))
+            print(
+                json.dumps(
+                    run_report.json_without_answer("not_started", problem.reason, problem.what)
+                )
+            )
         raise
 
 
@@ -165,7 +202,10 @@ def doctor_command(
         str | None,
         typer.Argument(
             metavar="MODEL|FLEET.toml",
-            help="A GGUF file: a server is started with it, shortly. A fleet file: its commands are checked.",
+            help=(
+                "A GGUF file: a server is started with it, shortly. A fleet file: its commands "
+                "are checked."
+            ),
         ),
     ] = None,
     server: ServerOption = None,
@@ -185,17 +225,22 @@ def doctor_command(
 @app.command("top", epilog=exits.HELP)
 @_ends
 def top_command(
-    fleet: Annotated[str | None, typer.Argument(metavar="FLEET.toml", help="Ask the servers of a fleet file.")] = None,
+    fleet: Annotated[
+        str | None, typer.Argument(metavar="FLEET.toml", help="Ask the servers of a fleet file.")
+    ] = None,
     metrics: Annotated[
-        str | None, typer.Option("--metrics", metavar="URL", help="Ask a running host's metrics endpoint.")
+        str | None,
+        typer.Option("--metrics", metavar="URL", help="Ask a running host's metrics endpoint."),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one table, and end.")] = False,
-    interval: Annotated[float, typer.Option(min=2, metavar="SECONDS", help="Between two looks.")] = 3,
+    interval: Annotated[
+        float, typer.Option(min=2, metavar="SECONDS", help="Between two looks.")
+    ] = 3,
 ) -> int:
     """Watch workers in a live table; q or Ctrl-C ends.
 
-    A metrics endpoint tells everything. A fleet file's servers are asked directly and tell only how they are: their
-    workers live in another process. In a pipe one table is printed.
+    A metrics endpoint tells everything. A fleet file's servers are asked directly and tell only how
+    they are: their workers live in another process. In a pipe one table is printed.
     """
     if (fleet is None) == (metrics is None):
         raise UsageProblem("give either a fleet file or --metrics URL")
@@ -208,34 +253,52 @@ def top_command(
 @app.command("responses-proxy", epilog=exits.HELP)
 @_ends
 def responses_proxy_command(
-    upstream: Annotated[str | None, typer.Option(metavar="URL", help="The llama-server; also LLAMA_CPP_URL.")] = None,
+    upstream: Annotated[
+        str | None, typer.Option(metavar="URL", help="The llama-server; also LLAMA_CPP_URL.")
+    ] = None,
     host: Annotated[str, typer.Option(envvar="PROXY_HOST")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(envvar="PROXY_PORT", min=0, max=65535, help="0: one that is free.")] = 9998,
+    port: Annotated[
+        int, typer.Option(envvar="PROXY_PORT", min=0, max=65535, help="0: one that is free.")
+    ] = 9998,
     api_key_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The variable that holds the upstream's API key.")
+        str | None,
+        typer.Option(metavar="NAME", help="The variable that holds the upstream's API key."),
     ] = None,
     ca_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Whom to trust for an https upstream [public authorities].")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Whom to trust for an https upstream [public authorities]."
+        ),
     ] = None,
     max_concurrent: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Refuse (503) more than N responses at once.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Refuse (503) more than N responses at once."),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="A web page that may use the proxy, or a name for it; may come again."),
+        typer.Option(
+            metavar="URL",
+            help="A web page that may use the proxy, or a name for it; may come again.",
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="FILE", help="Start a llama-server with this GGUF file.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Start a llama-server with this GGUF file.")
+    ] = None,
     server: ServerOption = None,
-    slots: Annotated[int, typer.Option(min=1, metavar="N", help="Of the server that is started.")] = 1,
+    slots: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of the server that is started.")
+    ] = 1,
     server_cmd: Annotated[
         str | None,
-        typer.Option(metavar="CMD", help="Start this llama-server; {host}, {port} and {slots} are filled in."),
+        typer.Option(
+            metavar="CMD", help="Start this llama-server; {host}, {port} and {slots} are filled in."
+        ),
     ] = None,
 ) -> int:
     """Serve OpenAI's Responses API.
 
-    It makes a llama-server usable by clients that speak nothing else, in front of a server that runs (--upstream), or
-    of one that this command starts and watches over (--model, --server-cmd).
+    It makes a llama-server usable by clients that speak nothing else, in front of a server that
+    runs (--upstream), or of one that this command starts and watches over (--model, --server-cmd).
     """
     from llama_worker.cli.proxy import ProxyOptions, serve
 
@@ -267,7 +330,9 @@ def _prompt(given: str | None) -> str:
     """The prompt, from stdin where none was given."""
     if given in (None, "-"):
         if sys.stdin.isatty():
-            raise UsageProblem('what is the model to be asked? Give a prompt ("..."), pipe one in, or add --chat')
+            raise UsageProblem(
+                'what is the model to be asked? Give a prompt ("..."), pipe one in, or add --chat'
+            )
         given = sys.stdin.buffer.read().decode(errors="replace")
     if not given or not given.strip():
         raise UsageProblem('the prompt is empty: give one behind the model ("..."), or pipe one in')

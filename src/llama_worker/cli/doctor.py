@@ -28,8 +28,11 @@ from llama_worker.server.command_flags import program_of
 _STYLES = {"problem": "bold red", "note": "yellow", "ok": "green"}
 
 
-def examine(named: str | None, server_named: str | None, server_args: Sequence[str] = (), *, as_json: bool) -> int:
-    """Look, judge, tell; the exit code. `named` is a model, or a fleet file. For the main thread."""
+def examine(
+    named: str | None, server_named: str | None, server_args: Sequence[str] = (), *, as_json: bool
+) -> int:
+    """Look, judge, tell; the exit code. `named` is a model, or a fleet file. For the main
+    thread."""
     with Interrupts() as interrupts:
         try:
             if named is not None and named.endswith(".toml"):
@@ -54,19 +57,28 @@ def _examine(
     findings += doctor_findings.of_gpus(machine, server)
     model, trial = None, None
     if model_named is None:
-        findings.append(Finding("note", "model", "none was given", "llama-worker doctor MODEL.gguf tries it out"))
+        findings.append(
+            Finding(
+                "note", "model", "none was given", "llama-worker doctor MODEL.gguf tries it out"
+            )
+        )
     else:
         model = _model(model_named, findings)
     if model is not None:
         findings += doctor_findings.of_model(model, machine, server)
         if server is not None and server.version is not None and machine.free_port is not None:
             options = ServerOptions(
-                model=model.path, executable=server.path, port=machine.free_port, server_args=server_args
+                model=model.path,
+                executable=server.path,
+                port=machine.free_port,
+                server_args=server_args,
             )
             config = worker_config(options)
             if server_args:
                 with interrupts.raising():
-                    findings += doctor_commands.of_command("command", config, doctor_facts.known_flags(server.path))
+                    findings += doctor_commands.of_command(
+                        "command", config, doctor_facts.known_flags(server.path)
+                    )
             findings += doctor_commands.of_caches({"it": config}, machine.memory_bytes)
             trial = _trial(config, interrupts, findings)
     if server is not None and trial is not None:
@@ -85,7 +97,9 @@ def _examine_fleet(path: str, interrupts: Interrupts, *, as_json: bool) -> int:
         try:
             fleet = load_config(path)
         except (ConfigError, OSError) as error:
-            problem = Finding("problem", "fleet", harmless(str(error)), "docs/fleet.md describes the file")
+            problem = Finding(
+                "problem", "fleet", harmless(str(error)), "docs/fleet.md describes the file"
+            )
             return _answer([problem], {}, as_json=as_json)
         programs = {program_of(config.server_cmd) for config in fleet.values()}
         known = {program: doctor_facts.known_flags(program) for program in sorted(programs)}
@@ -97,13 +111,19 @@ def _examine_fleet(path: str, interrupts: Interrupts, *, as_json: bool) -> int:
                 findings += doctor_findings.of_model(found, machine, None)
     findings += doctor_commands.of_caches(fleet, machine.memory_bytes)
     findings += doctor_findings.of_machine(machine, None)
-    return _answer(findings, {"workers": sorted(fleet), "machine": asdict(machine)}, as_json=as_json)
+    return _answer(
+        findings, {"workers": sorted(fleet), "machine": asdict(machine)}, as_json=as_json
+    )
 
 
 def _answer(findings: list[Finding], facts: dict[str, Any], *, as_json: bool) -> int:
     is_well = all(finding.level != "problem" for finding in findings)
     if as_json:
-        print(json.dumps({"ok": is_well, "findings": [asdict(finding) for finding in findings], **facts}))
+        print(
+            json.dumps(
+                {"ok": is_well, "findings": [asdict(finding) for finding in findings], **facts}
+            )
+        )
     else:
         _tell(findings)
     return exits.DONE if is_well else exits.FAILED

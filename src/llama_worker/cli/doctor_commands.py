@@ -11,14 +11,20 @@ from llama_worker.server.command_flags import KnownFlags, memory_warning, progra
 
 
 def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> Iterator[Finding]:
-    """One worker's command against the flags of its program; `known` None: that does not list them."""
+    """One worker's command against the flags of its program; `known` None: that does not list
+    them."""
     is_well = True
     if known is None:
-        text = f"{program_of(config.server_cmd)} --help lists no flags: the command cannot be compared with it"
+        text = (
+            f"{program_of(config.server_cmd)} --help lists no flags: the command cannot be "
+            "compared with it"
+        )
         yield Finding("note", subject, harmless(text))
         is_well = False
     for word in unknown_flags(config.server_cmd, known) if known is not None else ():
-        todo = "correct the command, or take another build: `llama-server --help` lists what it knows"
+        todo = (
+            "correct the command, or take another build: `llama-server --help` lists what it knows"
+        )
         yield Finding("problem", subject, f"this llama-server does not know {harmless(word)}", todo)
         is_well = False
     for line in config.warnings:
@@ -30,7 +36,9 @@ def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> 
 
 def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterator[Finding]:
     """The servers' prompt caches against the machine's memory."""
-    line = memory_warning({name: config.server_cmd for name, config in configs.items()}, memory_bytes)
+    line = memory_warning(
+        {name: config.server_cmd for name, config in configs.items()}, memory_bytes
+    )
     if line is not None:
         what, _, todo = line.partition(": set ")
         yield Finding("note", "prompt caches", harmless(what), f"set {todo}")

@@ -1,4 +1,5 @@
-"""What `llama-worker doctor` looks at. Nothing here judges; what cannot be seen is None, and raises nothing."""
+"""What `llama-worker doctor` looks at. Nothing here judges; what cannot be seen is None, and raises
+nothing."""
 
 from __future__ import annotations
 
@@ -33,14 +34,17 @@ _ASK_S = 20.0  # a first look at a GPU's driver may take seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """The program. `version` is None where it could not be run; `said` and `returncode` tell how that ended."""
+    """The program. `version` is None where it could not be run; `said` and `returncode` tell how
+    that ended."""
 
     path: str
     how: str
     version: str | None
     devices: tuple[str, ...] | None
     said: str = ""
-    returncode: int | None = None  # negative: the signal's number; None: it did not end, or could not be run
+    returncode: int | None = (
+        None  # negative: the signal's number; None: it did not end, or could not be run
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,9 @@ class MachineFacts:
     """Sizes are in bytes; a limit that is not set is None."""
 
     free_port: int | None
-    gpus: tuple[str, ...] | None  # name, memory, driver by nvidia-smi; None: there is no nvidia-smi that works
+    gpus: (
+        tuple[str, ...] | None
+    )  # name, memory, driver by nvidia-smi; None: there is no nvidia-smi that works
     nvml: bool  # the library can see what processes do on these GPUs
     proc_stat: bool
     proc_io: bool
@@ -81,10 +87,19 @@ def look_at_server(found: FoundServer) -> ServerFacts:
     versions = [line for line in said.splitlines() if line.startswith("version:")]
     if code != 0 or not versions:
         return ServerFacts(
-            path=found.path, how=found.how, version=None, devices=None, said=said.strip(), returncode=code
+            path=found.path,
+            how=found.how,
+            version=None,
+            devices=None,
+            said=said.strip(),
+            returncode=code,
         )
     code, listed = _run(found.path, "--list-devices")
-    devices = [line.strip() for line in listed.partition("Available devices:")[2].splitlines() if line.strip()]
+    devices = [
+        line.strip()
+        for line in listed.partition("Available devices:")[2].splitlines()
+        if line.strip()
+    ]
     return ServerFacts(
         path=found.path,
         how=found.how,
@@ -177,7 +192,11 @@ def _run(*command: str) -> tuple[int | None, str]:
     """(return code, what it wrote); the code is None where it did not end, or could not be run."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_ASK_S
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_ASK_S,
         )
     except subprocess.TimeoutExpired:
         return None, f"it did not end within {_ASK_S:g} s"
@@ -189,12 +208,17 @@ def _run(*command: str) -> tuple[int | None, str]:
 def _gpus() -> tuple[str, ...] | None:
     if shutil.which("nvidia-smi") is None:
         return None
-    code, said = _run("nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader")
+    code, said = _run(
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,memory.free,driver_version",
+        "--format=csv,noheader",
+    )
     return tuple(_gpu(line) for line in said.splitlines() if line.strip()) if code == 0 else None
 
 
 def _gpu(line: str) -> str:
-    """`NVIDIA H200 (143771 MiB, 143156 MiB free, driver 580.159.04)`; a line of another form as it is."""
+    """`NVIDIA H200 (143771 MiB, 143156 MiB free, driver 580.159.04)`; a line of another form as it
+    is."""
     match [field.strip() for field in line.rsplit(",", 3)]:
         case [name, total, free, driver]:
             return f"{name} ({total}, {free} free, driver {driver})"
@@ -232,11 +256,16 @@ def _available_bytes() -> int:
     """Of the machine, and of the container where that has less."""
     machine = psutil.virtual_memory().available
     limit, used = read_number(CGROUP / "memory.max"), read_number(CGROUP / "memory.current")
-    return machine if limit is None or used is None else max(0, min(machine, limit - used + _page_cache_bytes()))
+    return (
+        machine
+        if limit is None or used is None
+        else max(0, min(machine, limit - used + _page_cache_bytes()))
+    )
 
 
 def _page_cache_bytes() -> int:
-    """What the container's use holds of files, a model that was read before among them: the kernel gives it up."""
+    """What the container's use holds of files, a model that was read before among them: the kernel
+    gives it up."""
     told = (line.split() for line in (_read(CGROUP / "memory.stat") or "").splitlines())
     return sum(int(words[1]) for words in told if words[0] in ("active_file", "inactive_file"))
 

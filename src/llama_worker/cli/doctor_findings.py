@@ -19,7 +19,9 @@ Level = Literal["ok", "note", "problem"]
 MIN_OPEN_FILES = 256  # a worker needs some 30, each request a few, and the host its own
 MIN_THREADS = 128  # a server starts one per core several times over, a worker ten
 _CONTEXT_SHARE = 0.15  # what context and buffers take beside the model, at the least
-_THREADS_BYTES = 2 << 30  # of addresses, not of memory: what the stacks and heaps of threads reserve
+_THREADS_BYTES = (
+    2 << 30
+)  # of addresses, not of memory: what the stacks and heaps of threads reserve
 _TOKENS_STEP = 256  # the server rounds the context up to a multiple of this
 _FREE_MIB = re.compile(r"(\d+) MiB free")
 _SAID_CHARS = 200
@@ -27,7 +29,8 @@ _SAID_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the answer. Every problem has something `todo`; notes may. `more`: lines that may help."""
+    """One line of the answer. Every problem has something `todo`; notes may. `more`: lines that may
+    help."""
 
     level: Level
     subject: str
@@ -45,7 +48,10 @@ def of_server(server: ServerFacts) -> Iterator[Finding]:
     """The program and the devices that it can use."""
     if server.version is None:
         if server.returncode == -signal.SIGILL or ILLEGAL.search(server.said):
-            ended = f"{server.path} ({server.how}), asked for its version, ended with {described(server.returncode)}"
+            ended = (
+                f"{server.path} ({server.how}), asked for its version, ended with "
+                f"{described(server.returncode)}"
+            )
             yield Finding("problem", "llama-server", ended, NOT_EXECUTED)
             return
         said = one_line(server.said, _SAID_CHARS) or "nothing"
@@ -53,7 +59,8 @@ def of_server(server: ServerFacts) -> Iterator[Finding]:
             "problem",
             "llama-server",
             f"{server.path} ({server.how}) does not tell its version; it says: {said}",
-            "take a build of llama-server for this system (--server), or install the libraries that it misses;"
+            "take a build of llama-server for this system (--server), or install the "
+            "libraries that it misses;"
             ' a script must pass on its arguments ("$@")',
         )
         return
@@ -75,7 +82,10 @@ def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Findi
             "problem",
             "GPUs",
             "this llama-server was built without support for them",
-            "take a build with CUDA (--server), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU",
+            (
+                "take a build with CUDA (--server), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to "
+                "run on the CPU"
+            ),
         )
     if not machine.nvml:
         yield Finding(
@@ -90,29 +100,46 @@ def of_server_on_gpus(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
     """Whether what a server does on NVIDIA GPUs is seen."""
     if trial.gpus:
         yield Finding("ok", "GPUs", f"the server is seen on {', '.join(trial.gpus)}")
-    elif trial.gpus is not None and any(device.startswith("CUDA") for device in server.devices or ()):
+    elif trial.gpus is not None and any(
+        device.startswith("CUDA") for device in server.devices or ()
+    ):
         yield Finding(
             "problem",
             "GPUs",
-            "the server is seen on none of them: its work and errors there would not be seen either",
-            "start a container with --pid=host; outside of one, see whether the server computes on a GPU at all",
+            (
+                "the server is seen on none of them: its work and errors there would not be seen "
+                "either"
+            ),
+            (
+                "start a container with --pid=host; outside of one, see whether the server "
+                "computes on a GPU at all"
+            ),
         )
 
 
 def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
     """The model and its context against the memory."""
     yield Finding("ok", "model", f"{model.path}, {size(model.size_bytes)}")
-    if machine.address_space_bytes is not None and machine.address_space_bytes < 2 * model.size_bytes + _THREADS_BYTES:
+    if (
+        machine.address_space_bytes is not None
+        and machine.address_space_bytes < 2 * model.size_bytes + _THREADS_BYTES
+    ):
         text = f"a process may use {size(machine.address_space_bytes)} only"
         yield Finding("problem", "address space", text, "raise `ulimit -v`")
-    on_gpus = sum(int(mib) << 20 for text in (server and server.devices) or () for mib in _FREE_MIB.findall(text))
+    on_gpus = sum(
+        int(mib) << 20
+        for text in (server and server.devices) or ()
+        for mib in _FREE_MIB.findall(text)
+    )
     available = machine.available_bytes + on_gpus
     compared = f"{size(available)} available, {_needs(model)}"
     if model.size_bytes > available:
         todo = "a smaller quantisation or a smaller model; or end other programs"
         yield Finding("problem", "memory", compared, todo)
     elif _full_bytes(model) > available:
-        yield Finding("note", "memory", f"{compared}: not all of it fits", _smaller_context(model, available))
+        yield Finding(
+            "note", "memory", f"{compared}: not all of it fits", _smaller_context(model, available)
+        )
     else:
         yield Finding("ok", "memory", compared)
     if on_gpus:
@@ -120,13 +147,21 @@ def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) ->
 
 
 def _of_gpu_memory(model: Model, free_bytes: int) -> Finding:
-    """Whether all of it can be computed on the GPUs: what does not fit there is computed on the CPU, far slower."""
+    """Whether all of it can be computed on the GPUs: what does not fit there is computed on the
+    CPU, far slower."""
     compared = f"{size(free_bytes)} free on the GPUs, {_needs(model)}"
     if model.size_bytes > free_bytes:
         todo = "a smaller quantisation, more GPUs, or end what else uses them"
-        return Finding("note", "GPU memory", f"{compared}: a part of the model will run on the CPU", todo)
+        return Finding(
+            "note", "GPU memory", f"{compared}: a part of the model will run on the CPU", todo
+        )
     if _full_bytes(model) > free_bytes:
-        return Finding("note", "GPU memory", f"{compared}: not all of it fits", _smaller_context(model, free_bytes))
+        return Finding(
+            "note",
+            "GPU memory",
+            f"{compared}: not all of it fits",
+            _smaller_context(model, free_bytes),
+        )
     return Finding("ok", "GPU memory", compared)
 
 
@@ -139,7 +174,8 @@ def _needs(model: Model) -> str:
 
 
 def _full_bytes(model: Model) -> int:
-    """The model with the longest context that it was made for; where the file does not say, with a short one."""
+    """The model with the longest context that it was made for; where the file does not say, with a
+    short one."""
     if model.context is None:
         return int(model.size_bytes * (1 + _CONTEXT_SHARE))
     return model.size_bytes + model.context.trained_tokens * model.context.bytes_per_token
@@ -148,8 +184,17 @@ def _full_bytes(model: Model) -> int:
 def _smaller_context(model: Model, available_bytes: int) -> str:
     if model.context is None or not model.context.bytes_per_token:
         return "a small --ctx-size"
-    tokens = (available_bytes - model.size_bytes) // model.context.bytes_per_token // _TOKENS_STEP * _TOKENS_STEP
-    return f"a --ctx-size of at most {tokens}, for all slots together" if tokens else "a smaller quantisation"
+    tokens = (
+        (available_bytes - model.size_bytes)
+        // model.context.bytes_per_token
+        // _TOKENS_STEP
+        * _TOKENS_STEP
+    )
+    return (
+        f"a --ctx-size of at most {tokens}, for all slots together"
+        if tokens
+        else "a smaller quantisation"
+    )
 
 
 def of_trial(trial: Trial) -> Iterator[Finding]:
@@ -170,49 +215,77 @@ def of_trial(trial: Trial) -> Iterator[Finding]:
             yield Finding(
                 "note",
                 "tools",
-                "prompted: the model's chat template has no tools; the system prompt will explain them",
-                "for native tools another model, or another template (--server-arg --chat-template-file ...)",
+                (
+                    "prompted: the model's chat template has no tools; the system prompt will "
+                    "explain them"
+                ),
+                (
+                    "for native tools another model, or another template (--server-arg "
+                    "--chat-template-file ...)"
+                ),
             )
         case None:
-            yield Finding("note", "tools", "the server does not tell: native, and prompted should it refuse them")
+            yield Finding(
+                "note",
+                "tools",
+                "the server does not tell: native, and prompted should it refuse them",
+            )
     if trial.system_role is False:
-        yield Finding("note", "template", "it has no system role: system prompts go elsewhere, or are lost")
+        yield Finding(
+            "note", "template", "it has no system role: system prompts go elsewhere, or are lost"
+        )
 
 
 def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
     """What the library needs of the system."""
     if machine.free_port is None:
-        yield Finding("problem", "ports", "no free port was found", "end programs that listen; see `ss -ltn`")
+        yield Finding(
+            "problem", "ports", "no free port was found", "end programs that listen; see `ss -ltn`"
+        )
     else:
         yield Finding("ok", "ports", f"{machine.free_port} is free")
     stat, io = (trial.proc_stat, trial.proc_io) if trial else (machine.proc_stat, machine.proc_io)
     hidden = f" (/proc is mounted with {machine.hidepid})" if machine.hidepid else ""
     if not stat:
-        text = f"the CPU time of processes cannot be read{hidden}: a slow server cannot be told from a hung one"
+        text = (
+            f"the CPU time of processes cannot be read{hidden}: a slow server cannot be told from "
+            "a hung one"
+        )
         yield Finding("problem", "/proc", text, "mount /proc in the container, without hidepid")
     elif not io:
-        text = f"CPU time can be read, disk reads cannot{hidden}: a model that loads slowly may look hung"
-        yield Finding("note", "/proc", text, "run the server as the same user; --timeouts slow_prefill")
+        text = (
+            f"CPU time can be read, disk reads cannot{hidden}: a model that loads slowly may look "
+            "hung"
+        )
+        yield Finding(
+            "note", "/proc", text, "run the server as the same user; --timeouts slow_prefill"
+        )
     else:
         yield Finding("ok", "/proc", f"CPU time and disk reads can be seen{hidden}")
     yield from _limits(machine)
     if machine.pidfd:
         yield Finding("ok", "pidfd", "supported")
     else:
-        yield Finding("problem", "pidfd", "not supported here", "a Linux kernel from 5.3 on, not emulated")
+        yield Finding(
+            "problem", "pidfd", "not supported here", "a Linux kernel from 5.3 on, not emulated"
+        )
 
 
 def _limits(machine: MachineFacts) -> Iterator[Finding]:
     files, threads = machine.open_files, machine.threads_left
     if files is not None and files < MIN_OPEN_FILES:
-        yield Finding("problem", "open files", f"the limit is {files}", f"ulimit -n {4 * MIN_OPEN_FILES}")
+        yield Finding(
+            "problem", "open files", f"the limit is {files}", f"ulimit -n {4 * MIN_OPEN_FILES}"
+        )
     else:
         yield Finding("ok", "open files", "no limit" if files is None else f"the limit is {files}")
     if threads is not None and threads < MIN_THREADS:
         todo = "raise `ulimit -u`, or the container's limit of pids; or end other programs"
         yield Finding("problem", "threads", f"{threads} more can be started", todo)
     else:
-        yield Finding("ok", "threads", "no limit" if threads is None else f"{threads} more can be started")
+        yield Finding(
+            "ok", "threads", "no limit" if threads is None else f"{threads} more can be started"
+        )
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

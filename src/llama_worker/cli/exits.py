@@ -18,7 +18,8 @@ HELP = (
 
 
 class Problem(Exception):
-    """The command cannot go on. `reason` is a word for programs; `todo` tells a person what to do, `more` all else."""
+    """The command cannot go on. `reason` is a word for programs; `todo` tells a person what to do,
+    `more` all else."""
 
     def __init__(self, reason: str, what: str, todo: str, more: Sequence[str] = ()) -> None:
         super().__init__("\n  ".join((what, f"what to do: {todo}", *more)))

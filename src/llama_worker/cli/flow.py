@@ -12,7 +12,8 @@ Channel = Literal["text", "reasoning", "break"]
 
 
 class Piece(Struct, frozen=True):
-    """Harmless text for a channel. A `break` is the line end between channels; it belongs to neither."""
+    """Harmless text for a channel. A `break` is the line end between channels; it belongs to
+    neither."""
 
     channel: Channel
     text: str

@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _HEAD = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of entries
 _LENGTH = struct.Struct("<Q")
@@ -22,8 +34,12 @@ _CACHE_VALUE_BYTES = 2  # the server keeps keys and values as f16 unless told ot
 class ContextNeeds:
     """What the context takes beside the model's file."""
 
-    trained_tokens: int  # the longest context that the model was made for, and what the server takes by default
-    bytes_per_token: int  # at most: layers with a window, without attention or with compressed keys take less
+    trained_tokens: (
+        int  # the longest context that the model was made for, and what the server takes by default
+    )
+    bytes_per_token: (
+        int  # at most: layers with a window, without attention or with compressed keys take less
+    )
 
 
 def read_context_needs(path: Path) -> ContextNeeds | None:
@@ -36,13 +52,17 @@ def read_context_needs(path: Path) -> ContextNeeds | None:
 
 
 def context_needs(entries: Mapping[str, Any]) -> ContextNeeds | None:
-    """From the entries of the head. Pure; raises KeyError or ValueError where one is missing or odd."""
+    """From the entries of the head. Pure; raises KeyError or ValueError where one is missing or
+    odd."""
     kind = entries["general.architecture"]
     layers_count = _count(entries[f"{kind}.block_count"])
     heads = _of_layers(entries[f"{kind}.attention.head_count"], layers_count)
     kv_heads = _of_layers(entries.get(f"{kind}.attention.head_count_kv", heads), layers_count)
     per_head = _count(entries[f"{kind}.embedding_length"]) // max(1, *heads)
-    values_per_head = sum(_count(entries.get(f"{kind}.attention.{part}_length", per_head)) for part in ("key", "value"))
+    values_per_head = sum(
+        _count(entries.get(f"{kind}.attention.{part}_length", per_head))
+        for part in ("key", "value")
+    )
     return ContextNeeds(
         trained_tokens=_count(entries[f"{kind}.context_length"]),
         bytes_per_token=sum(kv_heads) * values_per_head * _CACHE_VALUE_BYTES,
@@ -62,7 +82,8 @@ def _count(value: object) -> int:
 
 
 class HeadReader:
-    """Reads forward; `at`: the next byte. A corrupt file makes it a struct.error, an IndexError or a ValueError."""
+    """Reads forward; `at`: the next byte. A corrupt file makes it a struct.error, an IndexError or
+    a ValueError."""
 
     def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data

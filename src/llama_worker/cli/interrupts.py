@@ -16,9 +16,11 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupts:
-    """Counts while it is entered. Nothing is interrupted but what runs in `raising`; the others look at it.
+    """Counts while it is entered. Nothing is interrupted but what runs in `raising`; the others
+    look at it.
 
-    A second Ctrl-C, or any signal after SIGTERM, ends the process at once: the guard process then ends the server.
+    A second Ctrl-C, or any signal after SIGTERM, ends the process at once: the guard process then
+    ends the server.
     """
 
     def __init__(self) -> None:
@@ -67,7 +69,8 @@ class Interrupts:
             self._raises = False
 
     def wait_readable(self, fd: int) -> None:
-        """Block until there is something to read; a signal is heard also in the instant before it blocks."""
+        """Block until there is something to read; a signal is heard also in the instant before it
+        blocks."""
         while fd not in select.select([fd, self._signalled], [], [])[0]:
             os.read(self._signalled, 4096)
 

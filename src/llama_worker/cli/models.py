@@ -1,4 +1,5 @@
-"""The model and the llama-server that the command was given, looked at before anything is started."""
+"""The model and the llama-server that the command was given, looked at before anything is
+started."""
 
 from __future__ import annotations
 
@@ -19,16 +20,25 @@ _PART = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.gguf)")
 _DOWNLOAD_AGAIN = "download the model again, the file itself, in the GGUF format"
 _LOOKS_LIKE: tuple[tuple[bytes, str, str], ...] = (
     (b"", "it is empty", _DOWNLOAD_AGAIN),
-    (b"version https://git-lfs", "it is a pointer of Git LFS", "run `git lfs pull` where it was cloned"),
+    (
+        b"version https://git-lfs",
+        "it is a pointer of Git LFS",
+        "run `git lfs pull` where it was cloned",
+    ),
     (b"<", "it is a web page", _DOWNLOAD_AGAIN + ": on Hugging Face by its download link"),
-    (b"PK", "it is a PyTorch file or a zip archive", "convert it with llama.cpp's convert_hf_to_gguf.py"),
+    (
+        b"PK",
+        "it is a PyTorch file or a zip archive",
+        "convert it with llama.cpp's convert_hf_to_gguf.py",
+    ),
 )
 _SAFETENSORS = re.compile(rb'.{7}\x00\{"', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A GGUF file; `size_bytes` is that of all of its parts, `context` None where the file does not say it."""
+    """A GGUF file; `size_bytes` is that of all of its parts, `context` None where the file does not
+    say it."""
 
     path: str
     size_bytes: int
@@ -47,16 +57,24 @@ def find_model(named: str) -> Model:
         raise Problem("no_model", f"there is no file {named}", _name_one(path.parent)) from None
     except OSError as error:
         raise Problem(
-            "no_model", f"{named} cannot be read: {error.strerror}", f"chmod u+r {path}, or run as its owner"
+            "no_model",
+            f"{named} cannot be read: {error.strerror}",
+            f"chmod u+r {path}, or run as its owner",
         ) from None
     if misfit := not_a_gguf(head):
         raise Problem("not_a_gguf", f"{named} is not a GGUF model: {misfit[0]}", misfit[1])
     names = part_names(path.name)
     if names and path.name != names[0]:
-        raise Problem("no_model", f"{named} is a later part of a model", f"give the first part: {names[0]}")
+        raise Problem(
+            "no_model", f"{named} is a later part of a model", f"give the first part: {names[0]}"
+        )
     parts = [path.with_name(name) for name in names] or [path]
     if missing := [part.name for part in parts if not part.is_file()]:
-        raise Problem("no_model", f"parts of the model are missing: {', '.join(missing)}", "put them beside the first")
+        raise Problem(
+            "no_model",
+            f"parts of the model are missing: {', '.join(missing)}",
+            "put them beside the first",
+        )
     return Model(str(path), sum(part.stat().st_size for part in parts), read_context_needs(path))
 
 

@@ -13,7 +13,14 @@ from types import FrameType
 
 from msgspec import Struct
 
-from llama_worker import ConfigError, LlamaWorker, WorkerConfig, WorkerStartError, free_port, llama_server_cmd
+from llama_worker import (
+    ConfigError,
+    LlamaWorker,
+    WorkerConfig,
+    WorkerStartError,
+    free_port,
+    llama_server_cmd,
+)
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.models import find_model, find_server
@@ -79,12 +86,17 @@ def _listen(proxy: ResponsesProxy, where: str) -> None:
     try:
         proxy.start().get()
     except OSError as error:
-        todo = "give another --port, a --host of this machine, or end the program that listens there (ss -ltnp)"
+        todo = (
+            "give another --port, a --host of this machine, or end the program that listens "
+            "there (ss -ltnp)"
+        )
         raise Problem("no_port", f"the proxy cannot listen on {where}: {error}", todo) from error
 
 
 @contextlib.contextmanager
-def _upstream(options: ProxyOptions, api_key: str | None, ended: WorkerFuture[None]) -> Iterator[str]:
+def _upstream(
+    options: ProxyOptions, api_key: str | None, ended: WorkerFuture[None]
+) -> Iterator[str]:
     """The URL of the server that is there, or of one that is started and, at the end, stopped.
 
     Raises Stopped where a signal comes before it is ready.
@@ -115,7 +127,9 @@ def _worker_config(options: ProxyOptions, api_key: str | None) -> WorkerConfig:
     port, slots = free_port(), options.slots
     if options.model:
         model, server = find_model(options.model), find_server(options.server)
-        command = llama_server_cmd(model.path, host=_LOCALHOST, port=port, slots=slots, executable=server.path)
+        command = llama_server_cmd(
+            model.path, host=_LOCALHOST, port=port, slots=slots, executable=server.path
+        )
     else:
         fill = {"{host}": _LOCALHOST, "{port}": str(port), "{slots}": str(slots)}
         try:
@@ -126,7 +140,9 @@ def _worker_config(options: ProxyOptions, api_key: str | None) -> WorkerConfig:
             words = [word.replace(name, value) for word in words]
         command = tuple(words)
     env = {"LLAMA_API_KEY": api_key} if api_key else {}
-    return WorkerConfig("responses-proxy", _LOCALHOST, port, command, slots=slots, api_key=api_key, env=env)
+    return WorkerConfig(
+        "responses-proxy", _LOCALHOST, port, command, slots=slots, api_key=api_key, env=env
+    )
 
 
 def _api_key(variable: str | None) -> str | None:
@@ -145,7 +161,9 @@ def _check_ca_file(path: str | None) -> None:
     try:
         ssl.create_default_context(cafile=path)
     except OSError as error:
-        raise UsageProblem(f"--ca-file: {path} holds no certificates (PEM): {error.strerror or error}") from error
+        raise UsageProblem(
+            f"--ca-file: {path} holds no certificates (PEM): {error.strerror or error}"
+        ) from error
 
 
 def _ended_by_signal() -> WorkerFuture[None]:

@@ -44,7 +44,9 @@ class Talk(Struct, frozen=True, kw_only=True):
 
 def run(config: WorkerConfig, talk: Talk) -> int:
     """Start the server, ask, end the server; the exit code. For the main thread."""
-    logging.getLogger("llama_worker").addHandler(logging.NullHandler())  # what it says is shown here already
+    logging.getLogger("llama_worker").addHandler(
+        logging.NullHandler()
+    )  # what it says is shown here already
     screen = Screen(quiet=talk.quiet, shows_text=not talk.as_json)
     with Interrupts() as interrupts, contextlib.closing(LlamaWorker(config)) as worker:
         session = _Session(worker, screen, interrupts, talk)
@@ -59,7 +61,9 @@ def run(config: WorkerConfig, talk: Talk) -> int:
 class _Session:
     """A worker and the person in front of it."""
 
-    def __init__(self, worker: LlamaWorker, screen: Screen, interrupts: Interrupts, talk: Talk) -> None:
+    def __init__(
+        self, worker: LlamaWorker, screen: Screen, interrupts: Interrupts, talk: Talk
+    ) -> None:
         self._worker = worker
         self._screen = screen
         self._interrupts = interrupts
@@ -77,7 +81,9 @@ class _Session:
             warnings = self._worker.get_worker_status().get()["warnings"]
             print(json.dumps(run_report.json_report(result, warnings)), flush=True)
         self._end_of(result)
-        return self._interrupts.exit_code if self._interrupts.asked else run_report.exit_code(result)
+        return (
+            self._interrupts.exit_code if self._interrupts.asked else run_report.exit_code(result)
+        )
 
     def chat(self) -> int:
         """A conversation, until the end of the input; what was said is kept for the next turn."""
@@ -99,11 +105,14 @@ class _Session:
     def _stopped_before(self, how: str) -> int:
         self._screen.complain(how)
         if self._talk.as_json:
-            print(json.dumps(run_report.json_without_answer("canceled", "canceled", how)), flush=True)
+            print(
+                json.dumps(run_report.json_without_answer("canceled", "canceled", how)), flush=True
+            )
         return self._interrupts.exit_code
 
     def _make_ready(self) -> None:
-        """Start the server unless it is there, and pass on its warnings once. Raises WorkerStartError, Stopped."""
+        """Start the server unless it is there, and pass on its warnings once. Raises
+        WorkerStartError, Stopped."""
         make_ready(self._worker, self._screen, self._interrupts)
         for line in self._worker.get_worker_status().get()["warnings"]:
             if line not in self._warned:
@@ -113,7 +122,9 @@ class _Session:
     def _ask(self, prompt: str, history: list[ChatMessage] | tuple[()]) -> RequestResult:
         """The answer, shown as it comes; Ctrl-C cancels it."""
         talk = self._talk
-        admitted = self._worker.submit(_JOB, talk.system, prompt, params=talk.params, messages=history).get()
+        admitted = self._worker.submit(
+            _JOB, talk.system, prompt, params=talk.params, messages=history
+        ).get()
         if not admitted["ok"]:
             todo = advice.for_refusal(admitted["error"])
             raise Problem(admitted["error"], f"the request was refused: {admitted['error']}", todo)
@@ -149,7 +160,11 @@ class _Session:
             self._screen.activity(run_report.working(status))
 
     def _end_of(self, result: RequestResult) -> None:
-        tell = self._screen.say if run_report.exit_code(result) == exits.DONE else self._screen.complain
+        tell = (
+            self._screen.say
+            if run_report.exit_code(result) == exits.DONE
+            else self._screen.complain
+        )
         for line in run_report.ending(result, log_tail(self._worker, _LOG_LINES)):
             tell(line)
 
@@ -174,7 +189,8 @@ class _Session:
 def _read_line(interrupts: Interrupts) -> str:
     """A line of stdin, edited as the terminal does it. Raises EOFError at the end.
 
-    Not by `input()` with readline, which misses a Ctrl-C in the instant in which it shows its prompt.
+    Not by `input()` with readline, which misses a Ctrl-C in the instant in which it shows its
+    prompt.
     """
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:

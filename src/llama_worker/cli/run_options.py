@@ -43,9 +43,12 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
 
 def worker_config(options: ServerOptions) -> WorkerConfig:
-    """One worker that is never restarted by itself: who sits at the terminal is told. Raises ConfigError."""
+    """One worker that is never restarted by itself: who sits at the terminal is told. Raises
+    ConfigError."""
     flags = {"--ctx-size": options.ctx_size, "--n-gpu-layers": options.gpu_layers}
-    named = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    named = [
+        word for flag, value in flags.items() if value is not None for word in (flag, str(value))
+    ]
     command = llama_server_cmd(
         options.model,
         host=HOST,
@@ -72,7 +75,9 @@ def no_bios(context: BiosContext) -> str:
     return ""
 
 
-def request_params(max_tokens: int | None, temperature: float | None, seed: int | None) -> dict[str, Any]:
+def request_params(
+    max_tokens: int | None, temperature: float | None, seed: int | None
+) -> dict[str, Any]:
     """The parameters that were given."""
     given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     return {name: value for name, value in given.items() if value is not None}

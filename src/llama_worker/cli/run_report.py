@@ -23,7 +23,9 @@ from llama_worker.cli import advice, exits
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.text import harmless, one_line, seconds
 
-_LOG_PREFIX = re.compile(r"[\d.]+ [A-Z] \S+ +(\S+: )?")  # `0.00.003.896 I srv    load_model: ` (b11434)
+_LOG_PREFIX = re.compile(
+    r"[\d.]+ [A-Z] \S+ +(\S+: )?"
+)  # `0.00.003.896 I srv    load_model: ` (b11434)
 _LOG_LINES = 12  # of a server that did not start: a model that cannot be loaded takes ten to say so
 _LABEL_CHARS = 44  # with a bar of 20 and two counts, a line of 80 holds it
 
@@ -62,7 +64,8 @@ def working(status: RequestStatus) -> Activity:
 
 
 def summary(result: RequestResult) -> list[str]:
-    """`12 tokens, 45.2 tokens/s; prompt: 31 tokens, 8 of them cached`, and `first token after 0.4 s, 0.7 s in all`."""
+    """`12 tokens, 45.2 tokens/s; prompt: 31 tokens, 8 of them cached`, and `first token after 0.4
+    s, 0.7 s in all`."""
     timings, usage = result.get("timings"), result.get("usage")
     speed = timings.get("tokens_per_second") if timings is not None else None
     fast = [f"{speed:.1f} tokens/s"] if speed is not None else []
@@ -78,12 +81,17 @@ def summary(result: RequestResult) -> list[str]:
 
 
 def ending(result: RequestResult, log_tail: Sequence[str]) -> list[str]:
-    """The lines after an answer: signals, how it ended where it did not end well, and the numbers."""
+    """The lines after an answer: signals, how it ended where it did not end well, and the
+    numbers."""
     lines = [signal_line(signal) for signal in result["signals"]]
     if result["state"] is RequestState.CANCELED:
-        lines.append("cancelled; what had come is above" if result["text"] else "cancelled; nothing had come")
+        lines.append(
+            "cancelled; what had come is above" if result["text"] else "cancelled; nothing had come"
+        )
     elif result["state"] is RequestState.FAILED:
-        lines.append(harmless(f"failed: {result.get('fail_reason')}: {result.get('fail_detail', '')}"))
+        lines.append(
+            harmless(f"failed: {result.get('fail_reason')}: {result.get('fail_detail', '')}")
+        )
         if result.get("fail_reason") == "server_died":
             lines += [f"  {harmless(line)}" for line in log_tail]
     if result["finish_reason"] is RequestFinishReason.MAX_TOKENS:
@@ -128,7 +136,14 @@ def json_report(result: RequestResult, warnings: Sequence[str]) -> dict[str, Any
 
 def json_without_answer(outcome: str, reason: str, detail: str) -> dict[str, Any]:
     """The same, for a request that never was; `outcome`: `not_started` or `canceled`."""
-    empty: dict[str, Any] = {"text": "", "reasoning": "", "usage": None, "timings": None, "signals": [], "warnings": []}
+    empty: dict[str, Any] = {
+        "text": "",
+        "reasoning": "",
+        "usage": None,
+        "timings": None,
+        "signals": [],
+        "warnings": [],
+    }
     return {"outcome": outcome, "reason": reason, "detail": detail, **empty}
 
 
@@ -137,13 +152,22 @@ def start_problem(error: WorkerStartError) -> Problem:
     shown = [f"  {harmless(line)}" for line in error.log_tail[-_LOG_LINES:]]
     more = ["the server's last lines:", *shown] if shown else []
     return Problem(
-        str(error.reason), harmless(f"the server did not start: {error.summary}"), advice.for_start(error), more
+        str(error.reason),
+        harmless(f"the server did not start: {error.summary}"),
+        advice.for_start(error),
+        more,
     )
 
 
-def history_with(history: Sequence[ChatMessage], prompt: str, result: RequestResult) -> list[ChatMessage]:
-    """The conversation after a turn. One without an answer leaves no trace: templates want turns to alternate."""
+def history_with(
+    history: Sequence[ChatMessage], prompt: str, result: RequestResult
+) -> list[ChatMessage]:
+    """The conversation after a turn. One without an answer leaves no trace: templates want turns to
+    alternate."""
     if not result["text"]:
         return list(history)
-    turn: list[ChatMessage] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": result["text"]}]
+    turn: list[ChatMessage] = [
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": result["text"]},
+    ]
     return [*history, *turn]

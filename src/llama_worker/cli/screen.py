@@ -19,7 +19,8 @@ _SAID_EVERY_S = 10.0  # where no bar can be drawn
 
 
 class Screen:
-    """For one thread. `quiet` leaves problems and, if `shows_text`, the text. Writes raise BrokenPipeError."""
+    """For one thread. `quiet` leaves problems and, if `shows_text`, the text. Writes raise
+    BrokenPipeError."""
 
     def __init__(self, *, quiet: bool = False, shows_text: bool = True) -> None:
         self._console = console_for(sys.stderr)
@@ -29,7 +30,9 @@ class Screen:
         self._styled = is_styled(self._console)
         self._bar: _Bar | None = None
         self._began_at = 0.0
-        self._said: tuple[str, bool] | None = None  # the activity's kind, and whether its tokens were counted
+        self._said: tuple[str, bool] | None = (
+            None  # the activity's kind, and whether its tokens were counted
+        )
         self._said_at = 0.0
         self._in_reasoning = False
 
@@ -114,7 +117,11 @@ class _Bar:
     def show(self, activity: Activity) -> None:
         counts = f"{activity.done}/{activity.total}" if activity.total is not None else ""
         self._progress.update(
-            self._task, description=activity.label, completed=activity.done, total=activity.total, counts=counts
+            self._task,
+            description=activity.label,
+            completed=activity.done,
+            total=activity.total,
+            counts=counts,
         )
         self._progress.refresh()
 
@@ -123,8 +130,11 @@ class _Bar:
 
 
 def console_for(stream: TextIO) -> Console:
-    """Draws on a stream only if that is a terminal, whatever the environment says; model text is never markup."""
-    return Console(file=stream, force_terminal=stream.isatty(), markup=False, emoji=False, highlight=False)
+    """Draws on a stream only if that is a terminal, whatever the environment says; model text is
+    never markup."""
+    return Console(
+        file=stream, force_terminal=stream.isatty(), markup=False, emoji=False, highlight=False
+    )
 
 
 def is_styled(console: Console) -> bool:
@@ -133,7 +143,8 @@ def is_styled(console: Console) -> bool:
 
 
 def give_up_output() -> None:
-    """Whoever read stdout or stderr went away: what is still buffered goes nowhere, and nobody hears of it."""
+    """Whoever read stdout or stderr went away: what is still buffered goes nowhere, and nobody
+    hears of it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())

@@ -22,7 +22,8 @@ def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> N
     if state is WorkerState.READY:
         return
     if state is not WorkerState.STOPPED:
-        worker.stop().get()  # a server that died: what is left of it goes first, or a start would share its failure
+        # a server that died: what is left of it goes first, or a start would share its failure
+        worker.stop().get()
     starting = worker.start()
     while not starting.done():
         if interrupts.asked:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-_PICTURES = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}  # ESC becomes a visible sign
+_PICTURES = {code: 0x2400 + code for code in range(0x20)} | {
+    0x7F: 0x2421
+}  # ESC becomes a visible sign
 _KEPT = {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 _LOST = dict.fromkeys(
     (
@@ -17,7 +19,8 @@ _HARMLESS: dict[int, int | str] = {**_PICTURES, **_LOST, **_KEPT}
 
 
 def harmless(text: str) -> str:
-    """The text without anything that a terminal obeys: only newlines and tabs are left, carriage returns are dropped.
+    """The text without anything that a terminal obeys: only newlines and tabs are left, carriage
+    returns are dropped.
 
     Character by character: text may be cut anywhere and shown piece by piece.
     """

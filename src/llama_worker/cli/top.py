@@ -24,8 +24,20 @@ from llama_worker.cli.text import harmless
 from llama_worker.cli.top_rows import HEADINGS, UNKNOWN, Row, plain_table
 from llama_worker.cli.top_sources import Source
 
-_STATE_STYLES = {"ready": "green", "running": "yellow", "loading": "yellow", "failed": "red", "down": "red"}
-_ALWAYS = ("worker", "state", "slots", "tok/s", "last reason")  # other columns only where somebody knows
+_STATE_STYLES = {
+    "ready": "green",
+    "running": "yellow",
+    "loading": "yellow",
+    "failed": "red",
+    "down": "red",
+}
+_ALWAYS = (
+    "worker",
+    "state",
+    "slots",
+    "tok/s",
+    "last reason",
+)  # other columns only where somebody knows
 _TEXT_COLUMNS = ("worker", "state", "last reason")
 _QUIT = (b"q", b"Q")
 
@@ -85,22 +97,32 @@ def _single_keys() -> Iterator[None]:
 
 
 def _table(rows: Sequence[Row], width: int, problem: Problem | None = None) -> Table:
-    caption = f"{harmless(problem.what)} (old numbers)" if problem is not None else "q or Ctrl-C ends"
+    caption = (
+        f"{harmless(problem.what)} (old numbers)" if problem is not None else "q or Ctrl-C ends"
+    )
     table = Table(box=None, padding=(0, 1, 0, 0), caption=Text(caption), caption_justify="left")
     cells = [row.cells() for row in rows]
-    told = [index for index, heading in enumerate(HEADINGS) if heading in _ALWAYS or _is_told(cells, index)]
+    told = [
+        index
+        for index, heading in enumerate(HEADINGS)
+        if heading in _ALWAYS or _is_told(cells, index)
+    ]
     for heading in (HEADINGS[index] for index in told):
         is_text = heading in _TEXT_COLUMNS
         table.add_column(
             heading,
             justify="left" if is_text else "right",
             no_wrap=heading != "last reason",
-            max_width=width // 4 if heading == "worker" else None,  # a long name is cut, so that all columns fit
+            max_width=width // 4
+            if heading == "worker"
+            else None,  # a long name is cut, so that all columns fit
             overflow="fold" if heading == "last reason" else "ellipsis",
         )
     for row, texts in zip(rows, cells, strict=True):
         styles = {"state": _STATE_STYLES.get(row.state, "")}
-        table.add_row(*(Text(texts[index], style=styles.get(HEADINGS[index], "")) for index in told))
+        table.add_row(
+            *(Text(texts[index], style=styles.get(HEADINGS[index], "")) for index in told)
+        )
     return table
 
 

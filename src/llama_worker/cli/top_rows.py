@@ -11,10 +11,24 @@ from msgspec import Struct, field
 
 from llama_worker.cli.text import harmless, one_line
 
-HEADINGS = ("worker", "state", "slots", "tok/s", "done", "failed", "cancel", "restart", "last reason")
-_RATE_WINDOW_S = 60.0  # a worker counts a request's tokens when it ends: a shorter window would flicker
+HEADINGS = (
+    "worker",
+    "state",
+    "slots",
+    "tok/s",
+    "done",
+    "failed",
+    "cancel",
+    "restart",
+    "last reason",
+)
+_RATE_WINDOW_S = (
+    60.0  # a worker counts a request's tokens when it ends: a shorter window would flicker
+)
 UNKNOWN = "-"
-_SERVER_METRIC = re.compile(r"^llamacpp:(requests_processing|tokens_predicted_total) ([\d.e+]+)$", re.MULTILINE)
+_SERVER_METRIC = re.compile(
+    r"^llamacpp:(requests_processing|tokens_predicted_total) ([\d.e+]+)$", re.MULTILINE
+)
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -50,7 +64,8 @@ def plain_table(rows: Sequence[Row]) -> str:
     table = [HEADINGS, *(row.cells() for row in rows)]
     widths = [max(len(cells[column]) for cells in table) for column in range(len(HEADINGS))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in table
     )
 
 
@@ -148,13 +163,22 @@ def _counted(samples: Iterable[Sample]) -> dict[str, _Counted]:
 
 
 def _grown(now: _Counted, before: _Counted | None) -> str:
-    """Why something failed or restarted since the look before; at the first look, what can only be it."""
+    """Why something failed or restarted since the look before; at the first look, what can only be
+    it."""
     reasons = Counter({f"restart: {cause}": count for cause, count in now.restarts.items()})
-    reasons += Counter({reason: count for (outcome, reason), count in now.requests.items() if outcome == "failed"})
+    reasons += Counter(
+        {reason: count for (outcome, reason), count in now.requests.items() if outcome == "failed"}
+    )
     if before is None:
         return next(iter(reasons)) if len(reasons) == 1 else ""
     reasons -= Counter({f"restart: {cause}": count for cause, count in before.restarts.items()})
-    reasons -= Counter({reason: count for (outcome, reason), count in before.requests.items() if outcome == "failed"})
+    reasons -= Counter(
+        {
+            reason: count
+            for (outcome, reason), count in before.requests.items()
+            if outcome == "failed"
+        }
+    )
     return max(reasons, key=lambda reason: reasons[reason], default="")
 
 
@@ -204,7 +228,9 @@ class ServersHistory:
             last_reason=reason,
         )
 
-    def _rate(self, worker: str, tokens: dict[tuple[object, object], float], at: float) -> float | None:
+    def _rate(
+        self, worker: str, tokens: dict[tuple[object, object], float], at: float
+    ) -> float | None:
         before = self._before.get(worker)
         self._before[worker] = (at, tokens)
         if before is None or not tokens or at <= before[0]:
@@ -227,7 +253,8 @@ def _health(health: int | str) -> tuple[str, str]:
 
 
 def _decoded(slot: Mapping[str, Any]) -> float:
-    """Tokens that the slot's task has generated; `next_token` is a list in b11434, an object in older builds."""
+    """Tokens that the slot's task has generated; `next_token` is a list in b11434, an object in
+    older builds."""
     token = slot.get("next_token")
     if isinstance(token, list):
         token = token[0] if token else None

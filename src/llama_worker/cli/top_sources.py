@@ -41,12 +41,16 @@ class MetricsSource:
             with _session() as http:
                 reply = http.get(self._url, timeout=_METRICS_S)
         except (requests.RequestException, ValueError) as error:
-            raise Problem("no_metrics", f"{self._url} does not answer: {_why(error)}", todo) from error
+            raise Problem(
+                "no_metrics", f"{self._url} does not answer: {_why(error)}", todo
+            ) from error
         if reply.status_code != 200:
             raise Problem("no_metrics", f"{self._url} answers {reply.status_code}", todo)
         rows = self._history.rows(_samples(reply.text, self._url), time.monotonic())
         if not rows:
-            todo = "the host has to register a WorkerCollector (docs/metrics.md), and to have a worker"
+            todo = (
+                "the host has to register a WorkerCollector (docs/metrics.md), and to have a worker"
+            )
             raise Problem("no_metrics", f"{self._url} tells of no worker", todo)
         return rows
 
@@ -67,7 +71,8 @@ def _samples(text: str, url: str) -> Iterator[Sample]:
 
 
 class FleetSource:
-    """The servers of a fleet file, asked directly: their workers live in another process, which is left alone."""
+    """The servers of a fleet file, asked directly: their workers live in another process, which is
+    left alone."""
 
     def __init__(self, path: str) -> None:
         """Raises Problem for a file that cannot be read or is no fleet."""
@@ -77,7 +82,9 @@ class FleetSource:
             todo = "give a fleet file (docs/fleet.md), or --metrics URL"
             raise Problem("no_fleet", f"{path}: {error.strerror}", todo) from error
         except LlamaWorkerError as error:
-            raise Problem("no_fleet", str(error), "mend the file; docs/fleet.md describes it") from error
+            raise Problem(
+                "no_fleet", str(error), "mend the file; docs/fleet.md describes it"
+            ) from error
         self._history = ServersHistory()
 
     def rows(self) -> list[Row]:
@@ -104,7 +111,13 @@ def _ask(config: WorkerConfig) -> Answers:
                     metrics = reply.text if reply.status_code == 200 else None
         except requests.RequestException as error:
             health = _why(error)
-    return Answers(worker=config.name, slots_configured=config.slots, health=health, slots=slots, metrics=metrics)
+    return Answers(
+        worker=config.name,
+        slots_configured=config.slots,
+        health=health,
+        slots=slots,
+        metrics=metrics,
+    )
 
 
 def _session() -> requests.Session:

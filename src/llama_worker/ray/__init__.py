@@ -1,13 +1,23 @@
-"""Workers on more than one machine, placed by Ray. Needs the extra `ray`; docs/ray.md shows how to use it."""
+"""Workers on more than one machine, placed by Ray. Needs the extra `ray`; docs/ray.md shows how to
+use it."""
 
 try:
     import ray as _  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("ray is missing: pip install 'llama-worker[ray]'", name=error.name) from error
+    raise ModuleNotFoundError(
+        "ray is missing: pip install 'llama-worker[ray]'", name=error.name
+    ) from error
 
 from llama_worker.ray.errors import FleetClosed, NoLiveReplica, ReplicaLost
 from llama_worker.ray.fleet import Fleet
-from llama_worker.ray.types import ConfigFor, FleetStatus, Place, Progress, ReplicaState, ReplicaStatus
+from llama_worker.ray.types import (
+    ConfigFor,
+    FleetStatus,
+    Place,
+    Progress,
+    ReplicaState,
+    ReplicaStatus,
+)
 from llama_worker.ray.worker import RayWorker
 
 __all__ = [

@@ -44,9 +44,12 @@ class _Request(Struct):
 
 
 class Dispatcher:
-    """Everything is called in the fleet's event loop, and by one call at a time between two `await`s."""
+    """Everything is called in the fleet's event loop, and by one call at a time between two
+    `await`s."""
 
-    def __init__(self, name: str, replicas: int, create: Callable[[], ActorHandle[Any]], retry_s: float) -> None:
+    def __init__(
+        self, name: str, replicas: int, create: Callable[[], ActorHandle[Any]], retry_s: float
+    ) -> None:
         self._name = name
         self._replicas = [Replica(name, number, create, retry_s) for number in range(replicas)]
         self._keepers: list[asyncio.Task[None]] = []
@@ -56,9 +59,12 @@ class Dispatcher:
     # ------------------------------------------------------------ life
 
     async def start(self) -> FleetStatus:
-        """Returns when every replica has been READY; raises what the first one says that did not start."""
+        """Returns when every replica has been READY; raises what the first one says that did not
+        start."""
         if not self._keepers:
-            self._keepers = [asyncio.create_task(replica.keep_alive()) for replica in self._replicas]
+            self._keepers = [
+                asyncio.create_task(replica.keep_alive()) for replica in self._replicas
+            ]
         await asyncio.gather(*(asyncio.shield(replica.started) for replica in self._replicas))
         return await self.status()
 
@@ -90,11 +96,14 @@ class Dispatcher:
     # ------------------------------------------------------------ requests
 
     async def submit(self, submission: Submission) -> SubmitResult:
-        """Ask the emptiest replica, and the others where it refuses or dies. Raises NoLiveReplica if none answers."""
+        """Ask the emptiest replica, and the others where it refuses or dies. Raises NoLiveReplica
+        if none answers."""
         refusals: list[SubmitErr] = []
         lost: ReplicaLost | None = None
         asked: set[int] = set()
-        while ready := [r for r in self._replicas if r.state is ReplicaState.READY and r.number not in asked]:
+        while ready := [
+            r for r in self._replicas if r.state is ReplicaState.READY and r.number not in asked
+        ]:
             replica = min(ready, key=lambda each: each.load)
             asked.add(replica.number)
             try:
@@ -107,18 +116,26 @@ class Dispatcher:
                 return {"ok": True, "request_id": answer.request_id}
             refusals.append(answer)
         if not refusals:
-            raise NoLiveReplica(self._name, [replica.describe() for replica in self._replicas]) from lost
+            raise NoLiveReplica(
+                self._name, [replica.describe() for replica in self._replicas]
+            ) from lost
         return min(refusals, key=lambda refusal: _REFUSALS.index(refusal["error"]))
 
     async def get_status(self, request_id: int) -> RequestStatus | NotFound:
         request = self._find(request_id)
         return request.copy.status() if request is not None else _NOT_FOUND
 
-    async def read_output(self, request_id: int, text_offset: int, reasoning_offset: int) -> OutputChunk | NotFound:
+    async def read_output(
+        self, request_id: int, text_offset: int, reasoning_offset: int
+    ) -> OutputChunk | NotFound:
         checked_int("text_offset", text_offset, at_least=0)
         checked_int("reasoning_offset", reasoning_offset, at_least=0)
         request = self._find(request_id)
-        return request.copy.read_output(text_offset, reasoning_offset) if request is not None else _NOT_FOUND
+        return (
+            request.copy.read_output(text_offset, reasoning_offset)
+            if request is not None
+            else _NOT_FOUND
+        )
 
     async def get_result(self, request_id: int) -> RequestResult | NotReady | NotFound:
         """From the copy, which is then forgotten."""
@@ -132,7 +149,8 @@ class Dispatcher:
         return result
 
     async def await_result(self, request_id: int, waiter: ResultWaiter) -> None:
-        """Answer the waiter at once, or once the request is over. A waiter that nobody holds is forgotten."""
+        """Answer the waiter at once, or once the request is over. A waiter that nobody holds is
+        forgotten."""
         request = self._find(request_id)
         if request is None:
             waiter.answer(_NOT_FOUND)
@@ -158,7 +176,9 @@ class Dispatcher:
         return self._requests.get(request_id)
 
     def _ended(self, copy: RequestCopy) -> None:
-        request = self._requests[copy.request_id]  # it is there: nothing came between its end and this
+        request = self._requests[
+            copy.request_id
+        ]  # it is there: nothing came between its end and this
         request.over.set()
         for waiter in request.waiters.alive():
             result = copy.result()

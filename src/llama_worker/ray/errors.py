@@ -8,7 +8,8 @@ from llama_worker.errors import LlamaWorkerError, WorkerClosed
 
 
 class ReplicaLost(LlamaWorkerError):
-    """A replica is gone: its actor, its node, or its worker for good. `node` is "" where Ray had found none yet.
+    """A replica is gone: its actor, its node, or its worker for good. `node` is "" where Ray had
+    found none yet.
 
     `request_id` is the request that was lost with it, None where the error is not about one.
     """
@@ -27,7 +28,8 @@ class ReplicaLost(LlamaWorkerError):
 
 
 class NoLiveReplica(LlamaWorkerError):
-    """No replica could be asked; `replicas` says of each what it is doing. They come back by themselves."""
+    """No replica could be asked; `replicas` says of each what it is doing. They come back by
+    themselves."""
 
     def __init__(self, fleet: str, replicas: Sequence[str]) -> None:
         self.fleet = fleet
@@ -35,7 +37,9 @@ class NoLiveReplica(LlamaWorkerError):
         super().__init__(fleet, self.replicas)
 
     def __str__(self) -> str:
-        return "\n  ".join((f"fleet {self.fleet!r} has no live replica; submit again later", *self.replicas))
+        return "\n  ".join(
+            (f"fleet {self.fleet!r} has no live replica; submit again later", *self.replicas)
+        )
 
 
 class FleetClosed(WorkerClosed):

@@ -37,14 +37,16 @@ T = TypeVar("T")
 
 
 class Fleet(Startable):
-    """`replicas` equal workers, each a Ray actor with a llama-server, kept alive wherever the cluster has room.
+    """`replicas` equal workers, each a Ray actor with a llama-server, kept alive wherever the
+    cluster has room.
 
-    The methods are those of LlamaWorker, and so are their futures; ids are the fleet's own. What comes from the
-    replicas is copied here as it comes, so that a node's death takes nothing along that was received: its requests
-    fail with `server_died` and keep their output, and the replica comes back on another node.
+    The methods are those of LlamaWorker, and so are their futures; ids are the fleet's own. What
+    comes from the replicas is copied here as it comes, so that a node's death takes nothing along
+    that was received: its requests fail with `server_died` and keep their output, and the replica
+    comes back on another node.
 
-    Every method may be called from any thread. All but `close` return at once. After `close` every method raises
-    FleetClosed.
+    Every method may be called from any thread. All but `close` return at once. After `close` every
+    method raises FleetClosed.
     """
 
     def __init__(
@@ -56,49 +58,60 @@ class Fleet(Startable):
         options: Mapping[str, Any] | None = None,
         retry_s: float = 5.0,
     ) -> None:
-        """Nothing is started yet. `config_for(port)` makes a replica's config, on the node where it will run.
+        """Nothing is started yet. `config_for(port)` makes a replica's config, on the node where it
+        will run.
 
-        `options` are those of a Ray actor: `num_gpus`, `resources`, `scheduling_strategy`, ... A replica that did not
-        start is tried again after `retry_s`, one that was READY and died at once. Raises TypeError, ConfigError, and
-        LlamaWorkerError without `ray.init` before.
+        `options` are those of a Ray actor: `num_gpus`, `resources`, `scheduling_strategy`, ... A
+        replica that did not start is tried again after `retry_s`, one that was READY and died at
+        once. Raises TypeError, ConfigError, and LlamaWorkerError without `ray.init` before.
         """
         checked_str("name", name, empty=False)
         checked_int("replicas", replicas, at_least=1)
         checked_seconds("retry_s", retry_s, above=0)
         _check_travels(config_for)
         if taken := sorted(set(_OURS) & set(options or ())):
-            raise ConfigError(f"options must not have {taken[0]!r}: the fleet itself replaces an actor that died")
+            raise ConfigError(
+                f"options must not have {taken[0]!r}: the fleet itself replaces an actor that died"
+            )
         actor_class: Any = ray.remote(RayWorker).options(**(options or {}))
         if not ray.is_initialized():
-            raise LlamaWorkerError("Ray is not initialised in this process: call ray.init(address=...) before")
+            raise LlamaWorkerError(
+                "Ray is not initialised in this process: call ray.init(address=...) before"
+            )
         self._name = name
         self._futures = OpenFutures()
         self._closing = threading.Lock()
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"llama_worker-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"llama_worker-{name}", daemon=True
+        )
         self._thread.start()
 
         async def dispatcher() -> Dispatcher:
             return Dispatcher(name, replicas, lambda: actor_class.remote(config_for), retry_s)
 
         self._dispatcher = asyncio.run_coroutine_threadsafe(dispatcher(), self._loop).result()
-        atexit.register(self.close)  # before Ray's own, which would leave the replicas without a fleet
+        atexit.register(
+            self.close
+        )  # before Ray's own, which would leave the replicas without a fleet
 
     def __repr__(self) -> str:
         return f"<Fleet {self._name!r}>"
 
     def start(self) -> WorkerFuture[FleetStatus]:
-        """Create the replicas. Resolves when all have been READY, and waits while Ray has no room for one.
+        """Create the replicas. Resolves when all have been READY, and waits while Ray has no room
+        for one.
 
-        Raises what the first one says that does not start: WorkerStartError, or ReplicaLost. It is tried again, and
-        the others go on, until `close`.
+        Raises what the first one says that does not start: WorkerStartError, or ReplicaLost. It is
+        tried again, and the others go on, until `close`.
         """
         return self._ask(self._dispatcher.start)
 
     def close(self, *, timeout_s: float = 60.0) -> None:
-        """Stop every server and end every actor. Blocks; idempotent; after `timeout_s` the rest is killed."""
+        """Stop every server and end every actor. Blocks; idempotent; after `timeout_s` the rest is
+        killed."""
         self._is_closing = True
         with self._closing:
             if self._futures.closed_by is not None:
@@ -121,8 +134,9 @@ class Fleet(Startable):
     ) -> WorkerFuture[SubmitResult]:
         """Admit a request to a replica with a free slot, the emptiest first, or refuse it.
 
-        Where all refuse, NO_SLOT_AVAILABLE if one of them is merely busy. Raises NoLiveReplica where none could be
-        asked. Resolves within milliseconds, unless a node is dead that Ray still takes for alive.
+        Where all refuse, NO_SLOT_AVAILABLE if one of them is merely busy. Raises NoLiveReplica
+        where none could be asked. Resolves within milliseconds, unless a node is dead that Ray
+        still takes for alive.
         """
         self._check_open()
         try:
@@ -142,7 +156,8 @@ class Fleet(Startable):
         return self._ask(lambda: self._dispatcher.get_result(request_id))
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
-        """Resolves when the request is terminal; it is forgotten once a `get` has returned the value."""
+        """Resolves when the request is terminal; it is forgotten once a `get` has returned the
+        value."""
         future: ResultFuture[RequestResult | NotFound] = ResultFuture(
             lambda value: self._release(request_id) if value["ok"] else None
         )
@@ -155,10 +170,13 @@ class Fleet(Startable):
         self, request_id: int, *, text_offset: int = 0, reasoning_offset: int = 0
     ) -> WorkerFuture[OutputChunk | NotFound]:
         """What was added behind the offsets (in characters); releases nothing."""
-        return self._ask(lambda: self._dispatcher.read_output(request_id, text_offset, reasoning_offset))
+        return self._ask(
+            lambda: self._dispatcher.read_output(request_id, text_offset, reasoning_offset)
+        )
 
     def cancel(self, request_id: int) -> WorkerFuture[bool]:
-        """Cancel a running request. True once it is cancelled; False where it was not running, or was lost."""
+        """Cancel a running request. True once it is cancelled; False where it was not running, or
+        was lost."""
         return self._ask(lambda: self._dispatcher.cancel(request_id))
 
     def get_fleet_status(self) -> WorkerFuture[FleetStatus]:
@@ -166,7 +184,8 @@ class Fleet(Startable):
         return self._ask(self._dispatcher.status)
 
     def get_worker_status(self, replica: int) -> WorkerFuture[WorkerStatus]:
-        """How the worker of replica 0, 1, ... is. Its request ids are its own. Raises ReplicaLost."""
+        """How the worker of replica 0, 1, ... is. Its request ids are its own. Raises
+        ReplicaLost."""
         return self._ask(lambda: self._dispatcher.ask(replica, "get_worker_status"))
 
     def get_debug_info(self, replica: int) -> WorkerFuture[WorkerDebugInfo]:
@@ -189,7 +208,11 @@ class Fleet(Startable):
         self._run(answer, future.fail)
         return future
 
-    def _run(self, question: Callable[[], Coroutine[Any, Any, None]], fail: Callable[[BaseException], object]) -> None:
+    def _run(
+        self,
+        question: Callable[[], Coroutine[Any, Any, None]],
+        fail: Callable[[BaseException], object],
+    ) -> None:
         async def run() -> None:
             try:
                 await question()
@@ -221,12 +244,14 @@ class Fleet(Startable):
 def _check_travels(config_for: object) -> None:
     if not callable(config_for):
         raise TypeError(
-            f"config_for must be a function that makes a WorkerConfig for a port, not {type(config_for).__name__}"
+            "config_for must be a function that makes a WorkerConfig for a port, not "
+            f"{type(config_for).__name__}"
         )
     try:
         cloudpickle.dumps(config_for)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise ConfigError(
-            f"config_for cannot be sent to another machine: {error}; what cannot travel (a tool runner with a lock, "
+            f"config_for cannot be sent to another machine: {error}; what cannot travel (a "
+            "tool runner with a lock, "
             "a client, an open file) has to be made inside the function"
         ) from error

@@ -23,20 +23,25 @@ from llama_worker.request.submission import Submission
 from llama_worker.types import SubmitErr, SubmitResult, WorkerStatus
 
 _SETTLE_S = 5.0  # for what an actor sent before its end to be taken over
-_ANSWER_S = 15.0  # an actor answers in milliseconds; Ray itself may take a minute to see that a machine has vanished
+# an actor answers in milliseconds; Ray itself may take a minute to see that a machine has vanished
+_ANSWER_S = 15.0
 _SHOWN_CHARS = 400
 _RAYS_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
 _logger = logging.getLogger("llama_worker.ray")
 
 
 class Replica:
-    """Belongs to the fleet's event loop. One actor after the other stands for it, each on the node that Ray chooses.
+    """Belongs to the fleet's event loop. One actor after the other stands for it, each on the node
+    that Ray chooses.
 
-    An actor that died is not restarted by Ray (`max_restarts` is 0): a new one is created, so that a call meant for
-    the old one can never reach the new one, where the same request id is another request.
+    An actor that died is not restarted by Ray (`max_restarts` is 0): a new one is created, so that
+    a call meant for the old one can never reach the new one, where the same request id is another
+    request.
     """
 
-    def __init__(self, fleet: str, number: int, create: Callable[[], ActorHandle[Any]], retry_s: float) -> None:
+    def __init__(
+        self, fleet: str, number: int, create: Callable[[], ActorHandle[Any]], retry_s: float
+    ) -> None:
         self.number = number
         self.state = ReplicaState.STARTING
         self.slots = 0
@@ -81,7 +86,8 @@ class Replica:
     # ------------------------------------------------------------ the actor's life
 
     async def keep_alive(self) -> None:
-        """One actor after the other, until cancelled. One that did not become READY is followed after `retry_s`."""
+        """One actor after the other, until cancelled. One that did not become READY is followed
+        after `retry_s`."""
         while ray.is_initialized():  # else a call would start a cluster of its own
             try:
                 await self._live()
@@ -125,7 +131,11 @@ class Replica:
             raise ReplicaLost(self.number, self._node, told(error)) from error
         except RayError as error:
             raise ReplicaLost(self.number, self._node, self._why_killed or told(error)) from error
-        raise ReplicaLost(self.number, self._node, f"its worker failed: {status.get('last_error', 'no reason told')}")
+        raise ReplicaLost(
+            self.number,
+            self._node,
+            f"its worker failed: {status.get('last_error', 'no reason told')}",
+        )
 
     def _lost(self, error: ReplicaLost | WorkerStartError) -> None:
         _logger.warning("replica lost %s node=%s: %s", self._name, self._node, error.detail)
@@ -135,7 +145,8 @@ class Replica:
             self.started.exception()  # asyncio complains of one that nobody looked at
 
     async def _settle(self) -> None:
-        """Let what had come before the end be taken over; requests that are still open then are lost."""
+        """Let what had come before the end be taken over; requests that are still open then are
+        lost."""
         if self._follows:
             _, late = await asyncio.wait(self._follows, timeout=_SETTLE_S)
             for task in late:
@@ -154,8 +165,8 @@ class Replica:
     ) -> RequestCopy | SubmitErr:
         """Give it a request; the copy grows from now on, and `on_end` is called once it is over.
 
-        An admitted request gets the next of `ids`. Raises ReplicaLost where the replica dies meanwhile, or is killed
-        because it does not answer: then none was admitted.
+        An admitted request gets the next of `ids`. Raises ReplicaLost where the replica dies
+        meanwhile, or is killed because it does not answer: then none was admitted.
         """
         actor, node = self._living(), self._node
         self._admitting += 1
@@ -205,7 +216,9 @@ class Replica:
         except RayError as error:
             raise ReplicaLost(self.number, node, told(error)) from error
 
-    async def _follow(self, copy: RequestCopy, pieces: Any, node: str, on_end: Callable[[RequestCopy], object]) -> None:
+    async def _follow(
+        self, copy: RequestCopy, pieces: Any, node: str, on_end: Callable[[RequestCopy], object]
+    ) -> None:
         """Ends the copy in any case, and in the same step in which it is over."""
         why = "its actor sent no result"
         try:
@@ -223,12 +236,18 @@ class Replica:
     def _living(self) -> Any:
         """The actor. Raises ReplicaLost where there is none."""
         if self._actor is None:
-            raise ReplicaLost(self.number, self._node, self._last_error or "no actor was created yet")
+            raise ReplicaLost(
+                self.number, self._node, self._last_error or "no actor was created yet"
+            )
         return self._actor
 
     @property
     def _node(self) -> str:
-        return f"{self._place['node_id']} ({self._place['node_ip']})" if self._place is not None else ""
+        return (
+            f"{self._place['node_id']} ({self._place['node_ip']})"
+            if self._place is not None
+            else ""
+        )
 
 
 def kill(actor: Any) -> None:
@@ -240,7 +259,9 @@ def kill(actor: Any) -> None:
 def told(error: RayError) -> str:
     """What Ray says of a death or a failed call, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, RayTaskError) or (isinstance(error, ActorDiedError) and error.actor_init_failed):
+    if isinstance(error, RayTaskError) or (
+        isinstance(error, ActorDiedError) and error.actor_init_failed
+    ):
         lines = lines[-1:]  # the exception; above it stands its traceback
     words = " ".join(line for line in lines if not _RAYS_FIELDS.match(line))
     return textwrap.shorten(words, _SHOWN_CHARS, placeholder=" ...")

@@ -1,4 +1,5 @@
-"""What a fleet holds of one request: everything that came, so that nothing dies with a node. Pure; not thread-safe."""
+"""What a fleet holds of one request: everything that came, so that nothing dies with a node. Pure;
+not thread-safe."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from llama_worker.types import (
 
 
 class RequestCopy:
-    """A request as its replica told it, under the fleet's own id. It only grows, until there is a result."""
+    """A request as its replica told it, under the fleet's own id. It only grows, until there is a
+    result."""
 
     def __init__(self, request_id: int, first: Progress) -> None:
         self.request_id = request_id
@@ -39,9 +41,11 @@ class RequestCopy:
             self._result = {**progress["result"], "request_id": self.request_id}
 
     def lose(self, detail: str, now: float) -> None:
-        """The replica is gone: the request fails with what was received. No effect on one that is over.
+        """The replica is gone: the request fails with what was received. No effect on one that is
+        over.
 
-        `now` is Unix seconds. Without a usage and a trace of tool calls: the replica tells those at the end.
+        `now` is Unix seconds. Without a usage and a trace of tool calls: the replica tells those at
+        the end.
         """
         if self.is_over:
             return

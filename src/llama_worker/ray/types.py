@@ -1,4 +1,5 @@
-"""What a Ray actor tells a fleet, and a fleet its host. Pure; plain data that serialises as it is."""
+"""What a Ray actor tells a fleet, and a fleet its host. Pure; plain data that serialises as it
+is."""
 
 # No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`.
 
@@ -42,7 +43,8 @@ class ReplicaState(StrEnum):
 
 
 class ReplicaStatus(TypedDict):
-    """How one replica of a fleet is. The number stays with the replica when it moves to another node."""
+    """How one replica of a fleet is. The number stays with the replica when it moves to another
+    node."""
 
     replica: int
     state: ReplicaState

@@ -30,9 +30,13 @@ _MORE_TOKENS = 64
 
 
 def request_body(
-    config: WorkerConfig, params: Mapping[str, Any], messages: Sequence[ChatMessage], tools: Sequence[ToolDef]
+    config: WorkerConfig,
+    params: Mapping[str, Any],
+    messages: Sequence[ChatMessage],
+    tools: Sequence[ToolDef],
 ) -> dict[str, Any]:
-    """The chat request: the worker's defaults yield to the caller's, but for what the worker owns."""
+    """The chat request: the worker's defaults yield to the caller's, but for what the worker
+    owns."""
     body: dict[str, Any] = {
         "return_progress": True,
         "stream_options": {"include_usage": True},
@@ -53,9 +57,11 @@ def request_body(
 
 
 def runaway_tokens(body: Mapping[str, Any]) -> int | None:
-    """How many tokens of a turn are far beyond what its body allows: its server keeps to no limit. None: unlimited.
+    """How many tokens of a turn are far beyond what its body allows: its server keeps to no limit.
+    None: unlimited.
 
-    Counted on our side, where a token may come in more than one piece: hence a quarter more, and some.
+    Counted on our side, where a token may come in more than one piece: hence a quarter more, and
+    some.
     """
     limits: list[int] = []
     for key in _TOKEN_LIMITS:
@@ -71,5 +77,6 @@ def runaway_tokens(body: Mapping[str, Any]) -> int | None:
 
 
 def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:
-    """Whether the prompt ends as `ServerTraits.opens_thinking` says: no parameter touches the template."""
+    """Whether the prompt ends as `ServerTraits.opens_thinking` says: no parameter touches the
+    template."""
     return _TEMPLATE_PARAMS.isdisjoint(config.default_params.keys() | params.keys())

@@ -1,7 +1,8 @@
 """The conversation of one request: the messages of its turns. Pure; mutates no input.
 
-The server's prompt cache is a prefix cache, so a `Conversation` only grows: what was sent in a turn is sent
-to the byte the same in every later one, and what changes from turn to turn (clock, budget) goes to the end.
+The server's prompt cache is a prefix cache, so a `Conversation` only grows: what was sent in a turn
+is sent to the byte the same in every later one, and what changes from turn to turn (clock, budget)
+goes to the end.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Conversation(Struct, frozen=True, kw_only=True):
     ) -> Conversation:
         """The first turn.
 
-        An empty user prompt is left out where the submission's messages end in something to answer: two user messages
-        in a row fail on templates that want the roles to alternate.
+        An empty user prompt is left out where the submission's messages end in something to answer:
+        two user messages in a row fail on templates that want the roles to alternate.
         """
         body, user_prompt = copy.deepcopy(list(submission.messages)), submission.user_prompt
         if user_prompt or not body or body[-1].get("role") not in ("user", "tool"):
@@ -64,7 +65,8 @@ class Conversation(Struct, frozen=True, kw_only=True):
         calls: Sequence[ParsedCall],
         results: Sequence[str],
     ) -> Conversation:
-        """The next turn: what the model said, its normal calls and their results, one for each call.
+        """The next turn: what the model said, its normal calls and their results, one for each
+        call.
 
         Of a BiosText the stable part is not looked at again: the head stays. A str is the new head.
         """
@@ -89,7 +91,9 @@ def _volatile(bios: BiosText | str) -> str:
     return "" if isinstance(bios, str) else bios.volatile
 
 
-def _system_messages(stable: str, system_prompt: str, mode: SystemPromptMode) -> tuple[ChatMessage, ...]:
+def _system_messages(
+    stable: str, system_prompt: str, mode: SystemPromptMode
+) -> tuple[ChatMessage, ...]:
     texts = [text for text in (stable, system_prompt) if text]
     if mode == "merged":
         texts = [SYSTEM_PROMPT_DELIMITER.join(texts)] if texts else []
@@ -110,7 +114,9 @@ def _with_volatile(messages: list[ChatMessage], volatile: str) -> tuple[ChatMess
     return (*messages[:-1], last)
 
 
-def _native_turn(text: str, reasoning: str, calls: Sequence[ParsedCall], results: Sequence[str]) -> list[ChatMessage]:
+def _native_turn(
+    text: str, reasoning: str, calls: Sequence[ParsedCall], results: Sequence[str]
+) -> list[ChatMessage]:
     assistant = _assistant(text, reasoning)
     assistant["tool_calls"] = [
         {
@@ -127,9 +133,13 @@ def _native_turn(text: str, reasoning: str, calls: Sequence[ParsedCall], results
     return [assistant, *answers]
 
 
-def _prompted_turn(text: str, reasoning: str, calls: Sequence[ParsedCall], results: Sequence[str]) -> list[ChatMessage]:
+def _prompted_turn(
+    text: str, reasoning: str, calls: Sequence[ParsedCall], results: Sequence[str]
+) -> list[ChatMessage]:
     """Two messages: templates without tools know no role but system, user and assistant."""
-    written = "\n".join(call.tagged or tagged_call(call.name, call.arguments_json) for call in calls)
+    written = "\n".join(
+        call.tagged or tagged_call(call.name, call.arguments_json) for call in calls
+    )
     answers = "\n".join(
         f'<tool_response id="{call.id}" name="{call.name}">\n{result}\n</tool_response>'
         for call, result in zip(calls, results, strict=True)

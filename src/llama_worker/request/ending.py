@@ -25,12 +25,18 @@ class Ending(Struct, frozen=True, kw_only=True):
 COMPLETED = Ending(state=RequestState.COMPLETED, finish_reason=RequestFinishReason.STOP)
 TOKEN_LIMIT = Ending(state=RequestState.COMPLETED, finish_reason=RequestFinishReason.MAX_TOKENS)
 CANCELED = Ending(
-    state=RequestState.CANCELED, finish_reason=RequestFinishReason.CANCELED, fail_reason=RequestFailReason.CANCELED
+    state=RequestState.CANCELED,
+    finish_reason=RequestFinishReason.CANCELED,
+    fail_reason=RequestFailReason.CANCELED,
 )
 
 
 def failed(
-    reason: RequestFailReason, detail: str, *, http_status: int | None = None, context: ContextUse | None = None
+    reason: RequestFailReason,
+    detail: str,
+    *,
+    http_status: int | None = None,
+    context: ContextUse | None = None,
 ) -> Ending:
     """A failure; `detail` is for a person."""
     return Ending(
@@ -44,7 +50,8 @@ def failed(
 
 
 def after_turn(finish_reason: str | None, found: Partition, iterations_left: int) -> Ending | None:
-    """What a turn that came to its regular end makes of its request; None: its normal calls are to be run."""
+    """What a turn that came to its regular end makes of its request; None: its normal calls are to
+    be run."""
     if finish_reason == "length":
         return TOKEN_LIMIT  # a call may be cut off: none is run
     if found.problem is not None:
@@ -52,7 +59,9 @@ def after_turn(finish_reason: str | None, found: Partition, iterations_left: int
     if not found.normal:
         return COMPLETED
     if finish_reason is None:
-        detail = "the turn ended without a finish reason: its calls may be incomplete and are not run"
+        detail = (
+            "the turn ended without a finish reason: its calls may be incomplete and are not run"
+        )
         return failed(RequestFailReason.TOOL_PARSE_ERROR, detail)
     if iterations_left <= 0:
         return failed(RequestFailReason.TOOL_EXECUTION_ERROR, "tool iteration budget exhausted")
@@ -62,7 +71,10 @@ def after_turn(finish_reason: str | None, found: Partition, iterations_left: int
 def after_loop(loop: LoopFound | TextLoopFound) -> Ending:
     """The output repeats itself."""
     if isinstance(loop, TextLoopFound):
-        what = f"the last {loop.chars} characters repeat {loop.period_chars} of them, which begin with {loop.sample!r}"
+        what = (
+            f"the last {loop.chars} characters repeat {loop.period_chars} of them, which begin "
+            f"with {loop.sample!r}"
+        )
         return failed(RequestFailReason.REPEATED_TEXT_LOOP, what)
     what = f"the line {loop.line!r}"
     if loop.period > 1:
@@ -78,7 +90,12 @@ def after_server_error(error: ServerError, *, offers_tools: bool) -> Ending:
     if offers_tools and reports_malformed_call(error.message):
         return failed(RequestFailReason.TOOL_PARSE_ERROR, detail)
     if exceeds_context(error.message, error.type):
-        return failed(RequestFailReason.CONTEXT_EXCEEDED, detail, http_status=error.code, context=error.context)
+        return failed(
+            RequestFailReason.CONTEXT_EXCEEDED,
+            detail,
+            http_status=error.code,
+            context=error.context,
+        )
     return failed(RequestFailReason.SERVER_ERROR, detail, http_status=error.code)
 
 
@@ -87,4 +104,6 @@ def after_failure(failure: StreamFailure, *, offers_tools: bool) -> Ending:
     refused = failure.reason is RequestFailReason.HTTP_ERROR
     if refused and offers_tools and reports_malformed_call(failure.detail):
         return failed(RequestFailReason.TOOL_PARSE_ERROR, failure.detail)
-    return failed(failure.reason, failure.detail, http_status=failure.http_status, context=failure.context)
+    return failed(
+        failure.reason, failure.detail, http_status=failure.http_status, context=failure.context
+    )

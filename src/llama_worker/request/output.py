@@ -35,7 +35,8 @@ class _Text:
 
 
 class Output:
-    """Text and reasoning of every turn, in order, with nothing inserted. `loop` is set once one was found."""
+    """Text and reasoning of every turn, in order, with nothing inserted. `loop` is set once one was
+    found."""
 
     def __init__(self, detector: LoopDetector | None) -> None:
         self.loop: LoopFound | TextLoopFound | None = None
@@ -59,7 +60,8 @@ class Output:
         return self._reasoning.chars
 
     def add_rest(self, reasoning: str, text: str) -> None:
-        """Append what was held back when the request ends for another reason: no loop is looked for any more."""
+        """Append what was held back when the request ends for another reason: no loop is looked for
+        any more."""
         if self.loop is None:
             self._reasoning.append(reasoning)
             self._text.append(text)
@@ -72,7 +74,9 @@ class Output:
             self.loop = self._text.add(text)
 
 
-def read_output(text: str, reasoning: str, text_offset: int, reasoning_offset: int, *, done: bool) -> OutputChunk:
+def read_output(
+    text: str, reasoning: str, text_offset: int, reasoning_offset: int, *, done: bool
+) -> OutputChunk:
     """What lies behind the offsets: a host's answer. Offsets are in characters."""
     return {
         "ok": True,

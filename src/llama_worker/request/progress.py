@@ -23,7 +23,8 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far one request is. All times but `dispatched_at` are of the turn (HTTP exchange) under way."""
+    """How far one request is. All times but `dispatched_at` are of the turn (HTTP exchange) under
+    way."""
 
     request_id: int
     phase: RequestPhase
@@ -34,14 +35,19 @@ class Progress:
     prompt_progress_at: float | None = None  # the latest report of prompt progress
     last_data_at: float | None = None  # what brought the turn forward
     last_stream_byte_at: float | None = None  # any byte, keepalives too: decides nothing
-    longest_batches: tuple[Batch, ...] = ()  # of the prompt, longest first; a few, as one may have met a gap
+    longest_batches: tuple[
+        Batch, ...
+    ] = ()  # of the prompt, longest first; a few, as one may have met a gap
     tokens: int = 0  # generated, as far as they were told
     repeats: int = 0  # records that brought nothing new, since the latest that did
-    concluding: bool = False  # finished or broken off: what may still follow has a short deadline of its own
+    concluding: bool = (
+        False  # finished or broken off: what may still follow has a short deadline of its own
+    )
 
     @property
     def only_repeats(self) -> bool:
-        """The server sends on and says nothing new: no batch is under way, its loop goes in circles."""
+        """The server sends on and says nothing new: no batch is under way, its loop goes in
+        circles."""
         return self.repeats >= _MANY_REPEATS
 
     @property
@@ -54,7 +60,9 @@ class Progress:
 def last_progress_at(progress: Progress, liveness_at: float | None) -> float | None:
     """The latest of data and evidence of work in this turn; None where there was neither."""
     newest_at = newest(progress.turn_started_at, progress.data_at, liveness_at)
-    return newest_at if newest_at > progress.turn_started_at or progress.data_at is not None else None
+    return (
+        newest_at if newest_at > progress.turn_started_at or progress.data_at is not None else None
+    )
 
 
 def newest(start: float, *others: float | None) -> float:

@@ -69,7 +69,9 @@ class Totals(Struct, kw_only=True):
         return at + self.unix_offset
 
 
-def build_progress(totals: Totals, turn: Turn, phase: RequestPhase, *, concluding: bool) -> Progress:
+def build_progress(
+    totals: Totals, turn: Turn, phase: RequestPhase, *, concluding: bool
+) -> Progress:
     return Progress(
         request_id=totals.request_id,
         phase=phase,
@@ -93,7 +95,9 @@ def build_status(totals: Totals, turn: Turn, progress: Progress) -> RequestStatu
         "ok": True,
         "request_id": totals.request_id,
         "job_name": totals.job_name,
-        "state": RequestState.TOOL_RUNNING if progress.phase is RequestPhase.TOOL else RequestState.RUNNING,
+        "state": RequestState.TOOL_RUNNING
+        if progress.phase is RequestPhase.TOOL
+        else RequestState.RUNNING,
         "phase": progress.phase,
         "created_at": totals.unix(totals.created_at),
         "dispatched_at": totals.unix(totals.created_at),
@@ -105,15 +109,25 @@ def build_status(totals: Totals, turn: Turn, progress: Progress) -> RequestStatu
         "tokens_received": totals.tokens + (0 if turn.is_over else turn.tokens),
     }
     instants = {
-        "first_token_at": turn.first_token_at if totals.first_token_at is None else totals.first_token_at,
-        "last_progress_at": _later(last_progress_at(progress, totals.liveness_at), totals.progress_at),
+        "first_token_at": turn.first_token_at
+        if totals.first_token_at is None
+        else totals.first_token_at,
+        "last_progress_at": _later(
+            last_progress_at(progress, totals.liveness_at), totals.progress_at
+        ),
         "last_stream_byte_at": _later(turn.last_stream_byte_at, totals.stream_byte_at),
         "last_liveness_at": totals.liveness_at,
     }
-    status.update(cast("Any", {key: totals.unix(at) for key, at in instants.items() if at is not None}))
+    status.update(
+        cast("Any", {key: totals.unix(at) for key, at in instants.items() if at is not None})
+    )
     if turn.prompt_progress is not None:
         told = turn.prompt_progress
-        status["prompt_progress"] = {"processed": told.processed, "total": told.total, "cached": told.cached}
+        status["prompt_progress"] = {
+            "processed": told.processed,
+            "total": told.total,
+            "cached": told.cached,
+        }
     speed = turn.tokens_per_second()
     if speed is not None:
         status["tokens_per_second"] = speed
@@ -122,7 +136,9 @@ def build_status(totals: Totals, turn: Turn, progress: Progress) -> RequestStatu
     return status
 
 
-def build_record(totals: Totals, turn: Turn, progress: Progress, ending: Ending, now: float) -> RequestRecord:
+def build_record(
+    totals: Totals, turn: Turn, progress: Progress, ending: Ending, now: float
+) -> RequestRecord:
     """All that stays of a request that ends now; `progress` is its last."""
     status = build_status(totals, turn, progress)
     status["state"], status["phase"] = ending.state, RequestPhase.DONE
@@ -177,10 +193,16 @@ def lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float)
         iterations_left=0,
     )
     turn = Turn(
-        started_at=admitted.created_at, prompted=False, with_tools=False, opens_thinking=False, loop_detector=None
+        started_at=admitted.created_at,
+        prompted=False,
+        with_tools=False,
+        opens_thinking=False,
+        loop_detector=None,
     )
     progress = build_progress(totals, turn, RequestPhase.DONE, concluding=True)
-    return build_record(totals, turn, progress, failed(RequestFailReason.UNKNOWN_ERROR, detail), now)
+    return build_record(
+        totals, turn, progress, failed(RequestFailReason.UNKNOWN_ERROR, detail), now
+    )
 
 
 def _later(one: float | None, other: float | None) -> float | None:

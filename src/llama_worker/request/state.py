@@ -1,7 +1,9 @@
-"""One request from prompt to record: what it waits for, and what follows from what it hears. Sans-IO.
+"""One request from prompt to record: what it waits for, and what follows from what it hears.
+Sans-IO.
 
-A `Request` is driven by one actor, which sends the messages that `begin` and `step` return, in order, and calls
-`step` with a Tick at `deadline`. The last message of a request is RequestEnded; after it nothing changes any more.
+A `Request` is driven by one actor, which sends the messages that `begin` and `step` return, in
+order, and calls `step` with a Tick at `deadline`. The last message of a request is RequestEnded;
+after it nothing changes any more.
 """
 
 from __future__ import annotations
@@ -66,19 +68,34 @@ from llama_worker.types import (
     ToolTraceEntry,
 )
 
-DEATH_NEWS_S = 0.2  # after a disconnect: news of the process's death may follow, after 0.03 s (SIGKILL, idle machine)
-LATE_NEWS_S = 10.0  # the process is gone, so that they must follow: the machine is busy, or the guard was stopped
-LAST_WORDS_S = 2.0  # after news of the process's death: what it sent may still be on its way through the reader
-LATE_S = 1.0  # a Tick so late comes after a gap (the host was stopped): what was due waits as long as it lasted, once
+# after a disconnect: news of the process's death may follow, after 0.03 s (SIGKILL, idle machine)
+DEATH_NEWS_S = 0.2
+# the process is gone, so that they must follow: the machine is busy, or the guard was stopped
+LATE_NEWS_S = 10.0
+# after news of the process's death: what it sent may still be on its way through the reader
+LAST_WORDS_S = 2.0
+# a Tick so late comes after a gap (the host was stopped): what was due waits as long as it lasted,
+# once
+LATE_S = 1.0
 
-Effect = RunBios | OpenStream | CloseStream | RunTool | DropTool | SignalEmitted | ToolsRefused | RequestEnded
+Effect = (
+    RunBios
+    | OpenStream
+    | CloseStream
+    | RunTool
+    | DropTool
+    | SignalEmitted
+    | ToolsRefused
+    | RequestEnded
+)
 Effects = list[Effect]
 
 # ---------------------------------------------------------------- what a request waits for
 
 
 class _Prompting(Struct, frozen=True):
-    """For the BIOS provider's text of the next turn, which continues after `batch`, if it is not the first."""
+    """For the BIOS provider's text of the next turn, which continues after `batch`, if it is not
+    the first."""
 
     until: float
     batch: ToolBatch | None = None
@@ -142,14 +159,18 @@ class Request:
         self._exit_names = [tool["function"]["name"] for tool in config.exit_tools]
         self._emitted: list[SignalEmitted] = []  # not told yet
         self._prompted = order.prompted
-        self._opens_thinking = order.opens_thinking and keeps_prompt_end(config, order.submission.params)
+        self._opens_thinking = order.opens_thinking and keeps_prompt_end(
+            config, order.submission.params
+        )
         self._waiting: _Waiting = _Streaming()
         self._gap_forgiven: float | None = None  # the deadline that a gap has put off already
         self._turns_count = 0
         self._runaway_tokens: int | None = None  # a turn with more of them keeps to no limit
         self._turn = self._new_turn(now)
         self._conversation: Conversation | None = None
-        self._unrun: Partition | None = None  # the turn's calls, as long as nothing has become of them
+        self._unrun: Partition | None = (
+            None  # the turn's calls, as long as nothing has become of them
+        )
         self._totals = Totals(
             request_id=self.request_id,
             job_name=self.job_name,
@@ -165,7 +186,8 @@ class Request:
         return self._ask_for_bios(None, now)
 
     def step(self, message: RequestMessage, now: float) -> Effects:
-        """What follows from a message. One of a turn that is over, or of another request, changes nothing."""
+        """What follows from a message. One of a turn that is over, or of another request, changes
+        nothing."""
         effects = self._step(message, now)
         if not self._emitted:
             return effects
@@ -207,7 +229,8 @@ class Request:
                 return waiting.until
 
     def break_off(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
-        """End where `step` itself raised: what was shown is kept, what was held back is lost with its turn."""
+        """End where `step` itself raised: what was shown is kept, what was held back is lost with
+        its turn."""
         return self._finish(failed(reason, detail), now)
 
     @property
@@ -216,8 +239,11 @@ class Request:
         return isinstance(self._waiting, _Broken) and not self._waiting.server_is_gone
 
     def saw_server_gone(self, now: float) -> None:
-        """To be said while it waits for news: the server's process is gone, how it ended is still to be told."""
-        gone = StreamFailure(reason=RequestFailReason.SERVER_DIED, detail="the server's process is gone")
+        """To be said while it waits for news: the server's process is gone, how it ended is still
+        to be told."""
+        gone = StreamFailure(
+            reason=RequestFailReason.SERVER_DIED, detail="the server's process is gone"
+        )
         self._waiting = _Broken(gone, now + LATE_NEWS_S, server_is_gone=True)
 
     def saw_liveness(self, at: float | None) -> None:
@@ -258,18 +284,26 @@ class Request:
                 return self._conclude_turn(at)
             case ServerError():
                 return self._end(after_server_error(verdict, offers_tools=self._offers_tools), at)
-            case StreamFailure(reason=RequestFailReason.CONNECT_FAILED | RequestFailReason.STREAM_DISCONNECTED):
+            case StreamFailure(
+                reason=RequestFailReason.CONNECT_FAILED | RequestFailReason.STREAM_DISCONNECTED
+            ):
                 self._waiting = _Broken(verdict, at + DEATH_NEWS_S)
                 return []
-            case StreamFailure(reason=RequestFailReason.HTTP_ERROR) if self._can_try_prompted(verdict):
+            case StreamFailure(reason=RequestFailReason.HTTP_ERROR) if self._can_try_prompted(
+                verdict
+            ):
                 shown = masked(verdict.detail, self._config.api_key)
                 self._prompted = True
-                return [ToolsRefused(detail=shown), *self._ask_for_bios(None, at)]  # again, with the tools in its text
+                return [
+                    ToolsRefused(detail=shown),
+                    *self._ask_for_bios(None, at),
+                ]  # again, with the tools in its text
             case StreamFailure():
                 return self._end(after_failure(verdict, offers_tools=self._offers_tools), at)
 
     def _call_ended(self, ended: CallEnded) -> Effects:
-        """The next call of the batch returned a JSON text, or failed; after the last one the next turn begins."""
+        """The next call of the batch returned a JSON text, or failed; after the last one the next
+        turn begins."""
         if not isinstance(self._waiting, _InTools):
             return []
         batch = self._waiting.batch
@@ -282,7 +316,8 @@ class Request:
         return self._ask_for_bios(batch, ended.at)
 
     def _abandon(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
-        """The worker gives the request up. The rest of what a server that died had sent is read first."""
+        """The worker gives the request up. The rest of what a server that died had sent is read
+        first."""
         match self._waiting:
             case _Streaming() if reason is RequestFailReason.SERVER_DIED:
                 self._waiting = _Draining(failed(reason, detail), now + LAST_WORDS_S)
@@ -306,7 +341,10 @@ class Request:
             case _Draining(ending=ending):
                 return self._give_up(ending, now)
             case _InTools(batch=batch):
-                return [DropTool(turn_id=self._turn_id), *self._call_failed(batch, batch.timeout_text(), now)]
+                return [
+                    DropTool(turn_id=self._turn_id),
+                    *self._call_failed(batch, batch.timeout_text(), now),
+                ]
             case _Prompting():
                 limit_s = self._config.timeouts.bios_timeout_s
                 detail = f"the BIOS provider did not return within bios_timeout_s {limit_s:g} s"
@@ -315,13 +353,16 @@ class Request:
                 return []
 
     def _put_off(self, now: float, gap_s: float) -> Effects:
-        """Nothing ran in the gap: what is waited for gets the time again that the gap took, at most its whole limit."""
+        """Nothing ran in the gap: what is waited for gets the time again that the gap took, at most
+        its whole limit."""
         match self._waiting:
             case _InTools(batch=batch):
                 more_s = gap_s + min(gap_s, batch.timeout_s)
                 self._waiting = _InTools(replace(batch, put_off_s=batch.put_off_s + more_s))
             case _Prompting() as waiting:
-                self._waiting = replace(waiting, until=now + min(gap_s, self._config.timeouts.bios_timeout_s))
+                self._waiting = replace(
+                    waiting, until=now + min(gap_s, self._config.timeouts.bios_timeout_s)
+                )
             case _Streaming():
                 self._turn.end.settled_at = now + min(gap_s, SETTLE_S)
             case _Broken() | _Draining() as waiting:
@@ -345,7 +386,11 @@ class Request:
             case _:
                 if self._turn.headers_at is None:
                     return RequestPhase.WAITING
-                return RequestPhase.PREFILL if self._turn.first_token_at is None else RequestPhase.GENERATING
+                return (
+                    RequestPhase.PREFILL
+                    if self._turn.first_token_at is None
+                    else RequestPhase.GENERATING
+                )
 
     def progress(self) -> Progress:
         streaming = isinstance(self._waiting, _Streaming) and self._turn.end.finish_reason is None
@@ -410,10 +455,14 @@ class Request:
         return self._open_turn(conversation, now)
 
     def _converse(self, bios: BiosText | str, batch: ToolBatch | None) -> Conversation:
-        """The messages of the turn that begins: the first one's, or with what the calls of `batch` returned."""
+        """The messages of the turn that begins: the first one's, or with what the calls of `batch`
+        returned."""
         if batch is None or self._conversation is None:
             self._conversation = Conversation.begin(
-                bios, self._submission, system_prompt_mode=self._config.system_prompt_mode, prompted=self._prompted
+                bios,
+                self._submission,
+                system_prompt_mode=self._config.system_prompt_mode,
+                prompted=self._prompted,
             )
         else:
             self._conversation = self._conversation.after_tools(
@@ -435,7 +484,9 @@ class Request:
         return [OpenStream(turn_id=self._turn_id, body=body, reply_to=self._reply_to)]
 
     def _can_try_prompted(self, failure: StreamFailure) -> bool:
-        may = self._config.tool_call_mode == "auto" and not self._prompted and self._turns_count == 1
+        may = (
+            self._config.tool_call_mode == "auto" and not self._prompted and self._turns_count == 1
+        )
         return may and self._offers_tools and refuses_tools(failure)
 
     def _conclude_turn(self, now: float) -> Effects:
@@ -456,7 +507,8 @@ class Request:
         return self._end(ending, now)
 
     def _judge_turn(self, now: float) -> Ending | tuple[ParsedCall, ...]:
-        """What becomes of a turn that came to its regular end: the end of the request, or else calls to run."""
+        """What becomes of a turn that came to its regular end: the end of the request, or else
+        calls to run."""
         turn, output, reason = self._turn, self._totals.output, self._turn.end.finish_reason
         output.add(*turn.finish(cut_off=reason == "length"))
         if output.loop is not None:
@@ -465,7 +517,8 @@ class Request:
         return after_turn(reason, found, self._totals.iterations_left) or found.normal
 
     def _take_calls(self, now: float) -> Partition:
-        """Tell the turn's calls apart, once. Exit calls are recorded whatever becomes of turn and request."""
+        """Tell the turn's calls apart, once. Exit calls are recorded whatever becomes of turn and
+        request."""
         self._turn.calls_taken = True
         found = self._partition(self._turn.calls(), now)
         self._record_exits(found.exits)
@@ -484,7 +537,9 @@ class Request:
     def _record_exits(self, signals: Sequence[ExitSignal]) -> None:
         for signal in signals:
             self._totals.signals.append(signal)
-            emitted = SignalEmitted(request_id=self.request_id, job_name=self.job_name, signal=copy.deepcopy(signal))
+            emitted = SignalEmitted(
+                request_id=self.request_id, job_name=self.job_name, signal=copy.deepcopy(signal)
+            )
             self._emitted.append(emitted)
 
     def _start_tools(self, calls: tuple[ParsedCall, ...], now: float) -> Effects:
@@ -504,7 +559,9 @@ class Request:
     def _run_call(self, batch: ToolBatch) -> RunTool:
         """The batch's next call, ordered only now: none may begin once the request has given up."""
         self._waiting = _InTools(batch)
-        return RunTool(turn_id=self._turn_id, job_name=self.job_name, call=batch.call, reply_to=self._reply_to)
+        return RunTool(
+            turn_id=self._turn_id, job_name=self.job_name, call=batch.call, reply_to=self._reply_to
+        )
 
     def _leave_tools(self, batch: ToolBatch) -> None:
         """The batch is over, whatever follows."""
@@ -538,7 +595,9 @@ class Request:
         effects: Effects = []
         if isinstance(self._waiting, _InTools):
             effects.append(DropTool(turn_id=self._turn_id))
-            self._leave_tools(self._waiting.batch.failed(f"given up while it ran: {ending.fail_reason}", now))
+            self._leave_tools(
+                self._waiting.batch.failed(f"given up while it ran: {ending.fail_reason}", now)
+            )
         elif self._turns_count and not self._turn.is_over:
             effects.append(self._close_turn())
         if self._unrun is not None:

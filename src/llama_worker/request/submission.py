@@ -12,7 +12,11 @@ from llama_worker.types import ChatMessage, ContentPart
 from llama_worker.validation import checked_json_object, checked_str, shown
 
 # What stands in the object that is named as its part's type; of text, the text stands there itself.
-_PARTS: dict[str, tuple[str, ...]] = {"text": (), "image_url": ("url",), "input_audio": ("data", "format")}
+_PARTS: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "image_url": ("url",),
+    "input_audio": ("data", "format"),
+}
 
 
 class Submission(Struct, frozen=True, kw_only=True):
@@ -39,13 +43,18 @@ def validate_submit(
     if messages is None:
         messages = ()
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
-        raise TypeError(f"messages must be a sequence of messages, not {type(messages).__name__}: {shown(messages)}")
+        raise TypeError(
+            f"messages must be a sequence of messages, not {type(messages).__name__}: "
+            f"{shown(messages)}"
+        )
     checked: list[ChatMessage] = []
     for index, message in enumerate(messages):
         name = f"messages[{index}]"
         plain = checked_json_object(name, message)
         if not isinstance(plain.get("role"), str) or not plain["role"]:
-            raise ConfigError(f"{name} needs a 'role' that is a non-empty str, not {shown(plain.get('role'))}")
+            raise ConfigError(
+                f"{name} needs a 'role' that is a non-empty str, not {shown(plain.get('role'))}"
+            )
         if plain.get("content") is not None:
             _checked_content(f"{name}['content']", plain["content"])
         checked.append(plain)  # type: ignore[arg-type]
@@ -67,12 +76,16 @@ def _part_kinds(*contents: str | Sequence[ContentPart] | None) -> Iterator[str]:
 
 
 def _checked_content(name: str, value: object) -> str | list[ContentPart]:
-    """Text, or a copy of a list of parts. Parts of a kind that is not known here are the server's to judge."""
+    """Text, or a copy of a list of parts. Parts of a kind that is not known here are the server's
+    to judge."""
     if isinstance(value, str):
         checked_str(name, value)
         return value
     if isinstance(value, (bytes, Mapping)) or not isinstance(value, Sequence):
-        raise TypeError(f"{name} must be a str or a list of content parts, not {type(value).__name__}: {shown(value)}")
+        raise TypeError(
+            f"{name} must be a str or a list of content parts, not {type(value).__name__}: "
+            f"{shown(value)}"
+        )
     if not value:
         raise ConfigError(f"{name} must be a str or a list with at least one content part, not []")
     return [_checked_part(f"{name}[{index}]", part) for index, part in enumerate(value)]
@@ -85,10 +98,14 @@ def _checked_part(name: str, value: object) -> ContentPart:
         kinds = ", ".join(map(repr, _PARTS))
         raise ConfigError(f"{name} needs a 'type', such as {kinds}, not {shown(kind)}")
     if kind == "text" and not isinstance(part.get("text"), str):
-        raise ConfigError(f"{name} of type 'text' needs 'text', a str, not {shown(part.get('text'))}")
+        raise ConfigError(
+            f"{name} of type 'text' needs 'text', a str, not {shown(part.get('text'))}"
+        )
     for field in _PARTS.get(kind, ()):
         inner = part.get(kind)
         found = inner.get(field) if isinstance(inner, Mapping) else None
         if not isinstance(found, str):
-            raise ConfigError(f"{name} of type {kind!r} needs {kind!r}: {{{field!r}: a str}}, not {shown(inner)}")
+            raise ConfigError(
+                f"{name} of type {kind!r} needs {kind!r}: {{{field!r}: a str}}, not {shown(inner)}"
+            )
     return part

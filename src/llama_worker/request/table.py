@@ -1,4 +1,5 @@
-"""Which requests there are, and what stays of those that ended. Pure; not thread-safe; instants are monotonic."""
+"""Which requests there are, and what stays of those that ended. Pure; not thread-safe; instants are
+monotonic."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class RequestTable:
         return next((admitted for admitted in self._active.values() if admitted.slot == slot), None)
 
     def end(self, record: RequestRecord) -> bool:
-        """The request is terminal: free its slot, keep its record. False where it was so already."""
+        """The request is terminal: free its slot, keep its record. False where it was so
+        already."""
         admitted = self._active.pop(record.request_id, None)
         if admitted is None:
             return False

@@ -1,4 +1,5 @@
-"""The calls of one turn, run in order, each with a deadline: what they returned, how each of them went. Pure."""
+"""The calls of one turn, run in order, each with a deadline: what they returned, how each of them
+went. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +39,13 @@ class ToolBatch(Struct, frozen=True, kw_only=True):
     def returned(self, result: str, at: float) -> ToolBatch:
         """The call under way returned a JSON text; the next one begins at once."""
         entry = self._entry(at, None)
-        return replace(self, results=(*self.results, result), trace=(*self.trace, entry), started_at=at, put_off_s=0.0)
+        return replace(
+            self,
+            results=(*self.results, result),
+            trace=(*self.trace, entry),
+            started_at=at,
+            put_off_s=0.0,
+        )
 
     def failed(self, error: str, at: float) -> ToolBatch:
         """The call under way failed, or was given up; the ones behind it are not run."""
@@ -64,7 +71,9 @@ class ToolBatch(Struct, frozen=True, kw_only=True):
         return entry
 
 
-def unrun_entry(call: RawCall | MalformedCall, why: str, iteration: int, unix_at: float) -> ToolTraceEntry:
+def unrun_entry(
+    call: RawCall | MalformedCall, why: str, iteration: int, unix_at: float
+) -> ToolTraceEntry:
     """The trace of a call that was not run: its arguments as they came."""
     raw = call if isinstance(call, RawCall) else RawCall(None, "", call.text)
     return {

@@ -1,4 +1,5 @@
-"""What a tool returned, as the text that the model gets. Pure, but for the code of the value itself."""
+"""What a tool returned, as the text that the model gets. Pure, but for the code of the value
+itself."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ class ToolResultError(Exception):
 
 
 def encode_result(value: Any) -> str:
-    """The text of a tool message: a str as it is, any other JSON value dumped. Raises ToolResultError.
+    """The text of a tool message: a str as it is, any other JSON value dumped. Raises
+    ToolResultError.
 
     It runs code of the value (a subclass of dict may do anything): call it on the tool's thread.
     """
@@ -24,13 +26,15 @@ def encode_result(value: Any) -> str:
         text.encode()
     except Exception as exc:
         raise ToolResultError(
-            f"the tool returned a {type(value).__name__} that JSON cannot hold: {exc or type(exc).__name__}"
+            f"the tool returned a {type(value).__name__} that JSON cannot hold: "
+            f"{exc or type(exc).__name__}"
         ) from exc
     return text
 
 
 def _refuse_odd_keys(value: Any) -> None:
-    """`json.dumps` turns keys that are numbers or None into strings: the model would read another value."""
+    """`json.dumps` turns keys that are numbers or None into strings: the model would read another
+    value."""
     rest = [value]
     while rest:
         item = rest.pop()

@@ -1,4 +1,5 @@
-"""One turn of a request, which is one HTTP request: what the model says in it, taken apart. Not thread-safe."""
+"""One turn of a request, which is one HTTP request: what the model says in it, taken apart. Not
+thread-safe."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ Said = TextDelta | ReasoningDelta | _Other
 
 
 class Turn:
-    """Feed it the events; each call returns (reasoning, text) that may be shown, reasoning coming first."""
+    """Feed it the events; each call returns (reasoning, text) that may be shown, reasoning coming
+    first."""
 
     def __init__(
         self,
@@ -67,7 +69,9 @@ class Turn:
         self._advance = Advance()
         self._prompted = prompted
         self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
-        self._filter = TaggedCallFilter(strict=prompted, loop_detector=loop_detector) if with_tools else None
+        self._filter = (
+            TaggedCallFilter(strict=prompted, loop_detector=loop_detector) if with_tools else None
+        )
         self._assembler = ToolCallAssembler()
         self.arguments_loop: TextLoopFound | None = None  # a call whose arguments repeat themselves
         self._arguments = TextLoopWatch(loop_detector) if loop_detector is not None else None
@@ -97,7 +101,11 @@ class Turn:
         """As the server measured it, else over the deltas; None where neither is known."""
         if self.timings is not None and self.timings.predicted_per_second is not None:
             return self.timings.predicted_per_second
-        if self.first_token_at is None or self.last_token_at is None or self.last_token_at <= self.first_token_at:
+        if (
+            self.first_token_at is None
+            or self.last_token_at is None
+            or self.last_token_at <= self.first_token_at
+        ):
             return None
         return (self._deltas - 1) / (self.last_token_at - self.first_token_at)
 
@@ -123,7 +131,8 @@ class Turn:
         piece = self._splitter.finish()
         reasoning, text = self._show(piece.reasoning, piece.text)
         if self._splitter.only_assumed and not cut_off:
-            # A server that parses reasoning itself, and a model that did not think: it was the answer.
+            # A server that parses reasoning itself, and a model that did not think: it was the
+            # answer.
             answer = self.said_reasoning
             self._said[0].clear()
             text += self._show("", answer)[1]
@@ -134,15 +143,18 @@ class Turn:
         return reasoning, text
 
     def take_exits(self, names: Collection[str]) -> list[RawCall]:
-        """Calls of these tools that are complete by now, before the turn ends; `calls` leaves them out.
+        """Calls of these tools that are complete by now, before the turn ends; `calls` leaves them
+        out.
 
-        In native mode those in the text count at the end only: a structured call would make text of them.
+        In native mode those in the text count at the end only: a structured call would make text of
+        them.
         """
         tagged = self._filter.take(names) if self._filter is not None and self._prompted else []
         return [*self._assembler.take_complete(names), *tagged]
 
     def calls(self) -> list[RawCall | MalformedCall]:
-        """The calls of the turn, structured ones and those found in the text. Call `finish` before."""
+        """The calls of the turn, structured ones and those found in the text. Call `finish`
+        before."""
         tagged = self._filter.calls if self._filter is not None else []
         return [*self._assembler.calls(), *tagged]
 
@@ -182,11 +194,14 @@ class Turn:
     def _batch_done(self, at: float) -> None:
         if self.prompt_progress_at is not None:
             batches = (*self.longest_batches, Batch(self.prompt_progress_at, at))
-            self.longest_batches = tuple(sorted(batches, key=Batch.length_s, reverse=True)[:_BATCHES_KEPT])
+            self.longest_batches = tuple(
+                sorted(batches, key=Batch.length_s, reverse=True)[:_BATCHES_KEPT]
+            )
         self.prompt_progress_at = at
 
     def _put_back_tagged_calls(self) -> str:
-        """In native mode: beside a structured call tagged ones are text, and so is all that comes."""
+        """In native mode: beside a structured call tagged ones are text, and so is all that
+        comes."""
         if self._prompted or self._filter is None:
             return ""
         text = self._filter.put_back()

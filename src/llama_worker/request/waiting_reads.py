@@ -17,7 +17,8 @@ def is_answered_by(question: ReadOutput, text_chars: int, reasoning_chars: int) 
 
 
 class WaitingReads:
-    """Questions that wait. Their replies are held weakly: a host may wait with a timeout, again and again."""
+    """Questions that wait. Their replies are held weakly: a host may wait with a timeout, again and
+    again."""
 
     def __init__(self) -> None:
         self._reads: list[tuple[weakref.ref[Reply[OutputChunk | NotFound]], int, int, int]] = []
@@ -29,7 +30,12 @@ class WaitingReads:
     def add(self, question: ReadOutput) -> None:
         """Keep it; now and then those that nobody waits for any more are forgotten."""
         self._reads.append(
-            (weakref.ref(question.reply), question.request_id, question.text_offset, question.reasoning_offset)
+            (
+                weakref.ref(question.reply),
+                question.request_id,
+                question.text_offset,
+                question.reasoning_offset,
+            )
         )
         if len(self._reads) >= self._sweep_at:
             self._reads = [read for read in self._reads if _waits(read[0]())]

@@ -1,7 +1,9 @@
-"""Who may use the proxy: programs, but no web page that was not named, under no name but this machine's. Pure.
+"""Who may use the proxy: programs, but no web page that was not named, under no name but this
+machine's. Pure.
 
-A browser lets any page send requests to this machine, and a page whose name its owner lets resolve to this machine
-(DNS rebinding) even lets it read the replies. Browsers say so in `Origin`, `Sec-Fetch-Site` and `Host`.
+A browser lets any page send requests to this machine, and a page whose name its owner lets resolve
+to this machine (DNS rebinding) even lets it read the replies. Browsers say so in `Origin`,
+`Sec-Fetch-Site` and `Host`.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class AccessPolicy(Struct, frozen=True):
 
 
 def access_policy(host: str, origins: Iterable[str]) -> AccessPolicy:
-    """`host`: where the proxy listens; `origins`: the pages that are allowed, whose names are allowed as Host, too."""
+    """`host`: where the proxy listens; `origins`: the pages that are allowed, whose names are
+    allowed as Host, too."""
     lower = frozenset(origin.lower().rstrip("/") for origin in origins)
     named = {urlsplit(origin).hostname or "" for origin in lower}
     return AccessPolicy(origins=lower, hosts=frozenset({"localhost", host.lower(), *named} - {""}))
@@ -64,12 +67,21 @@ def access_policy(host: str, origins: Iterable[str]) -> AccessPolicy:
 def is_origin(text: str) -> bool:
     """Whether it has the form of an origin: a scheme, a host and perhaps a port."""
     parts = urlsplit(text)
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/") and not parts.query
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and parts.path in ("", "/")
+        and not parts.query
+    )
 
 
 def page_headers(head: Head, origin: str) -> list[tuple[str, str]]:
     """What the browser must be told, so that an allowed page may read the reply."""
-    headers = [("Access-Control-Allow-Origin", origin), ("Vary", "Origin"), ("Access-Control-Expose-Headers", "*")]
+    headers = [
+        ("Access-Control-Allow-Origin", origin),
+        ("Vary", "Origin"),
+        ("Access-Control-Expose-Headers", "*"),
+    ]
     if head.method == "OPTIONS":
         headers += [
             ("Access-Control-Allow-Methods", "GET, POST, DELETE, OPTIONS"),

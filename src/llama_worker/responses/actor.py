@@ -1,8 +1,10 @@
-"""ResponsesProxyActor: a listener for clients of the Responses API, and what outlives their requests.
+"""ResponsesProxyActor: a listener for clients of the Responses API, and what outlives their
+requests.
 
-Receives orders from its handle (StartListening, StopListening), facts from the listener's thread (Listening,
-ListenerEnded), and questions from the threads that serve clients (Enter, Leave, Recall, Remember, Fetch, Forget).
-It sends nothing but answers. Owns the listener, the count of what runs, and the store of responses.
+Receives orders from its handle (StartListening, StopListening), facts from the listener's thread
+(Listening, ListenerEnded), and questions from the threads that serve clients (Enter, Leave, Recall,
+Remember, Fetch, Forget). It sends nothing but answers. Owns the listener, the count of what runs,
+and the store of responses.
 """
 
 from __future__ import annotations
@@ -37,16 +39,21 @@ MakeListener = Callable[[ResponsesProxyConfig, Ref[ProxyMessage]], Listener]
 
 
 class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
-    """See the module. `make_listener` binds the port and raises OSError where it cannot; called on a thread."""
+    """See the module. `make_listener` binds the port and raises OSError where it cannot; called on
+    a thread."""
 
     role = "responses-proxy"
     accepts = members(ProxyMessage)
 
-    def __init__(self, live_count: LiveCount, config: ResponsesProxyConfig, make_listener: MakeListener) -> None:
+    def __init__(
+        self, live_count: LiveCount, config: ResponsesProxyConfig, make_listener: MakeListener
+    ) -> None:
         super().__init__(None, live_count, ActorThreads())
         self._config = config
         self._make_listener = make_listener
-        self._store = ResponseStore(max_count=config.max_responses, max_bytes=config.max_stored_bytes)
+        self._store = ResponseStore(
+            max_count=config.max_responses, max_bytes=config.max_stored_bytes
+        )
         self._exchanges: dict[int, Enter] = {}
         self._recalls: list[Recall] = []
         self._listener: Listener | None = None
@@ -95,7 +102,9 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
             reply.fail(RuntimeError("a Responses proxy is started once"))
             return
         self._starting, self._alive = reply, True
-        threading.Thread(target=self._listen, args=(self.me(),), name="llama_worker-responses", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(self.me(),), name="llama_worker-responses", daemon=True
+        ).start()
 
     def _listen(self, me: Ref[ProxyMessage]) -> None:
         """The listener's thread; those that it starts are daemons like itself."""
@@ -114,14 +123,21 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
         if self._stopped:
             listener.stop()
             return
-        _logger.info("responses proxy on %s:%d for %s", self._config.host, listener.port, self._config.base_url)
+        _logger.info(
+            "responses proxy on %s:%d for %s",
+            self._config.host,
+            listener.port,
+            self._config.base_url,
+        )
         if self._starting is not None:
             self._starting.answer(listener.port)
         self._starting = None
 
     def _enter(self, entering: Enter) -> None:
         limit = self._config.max_concurrent
-        is_full = limit is not None and entering.response_id is not None and len(self._running()) >= limit
+        is_full = (
+            limit is not None and entering.response_id is not None and len(self._running()) >= limit
+        )
         if self._stopped:
             entering.cut()
         elif not is_full:
@@ -131,7 +147,11 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
 
     def _running(self) -> set[str]:
         """The responses that are being made."""
-        return {exchange.response_id for exchange in self._exchanges.values() if exchange.response_id is not None}
+        return {
+            exchange.response_id
+            for exchange in self._exchanges.values()
+            if exchange.response_id is not None
+        }
 
     def _recall_what_waits(self) -> None:
         running = self._running()

@@ -1,6 +1,8 @@
-"""What the Responses proxy does with a request, on the request's own thread, from its first to its last byte.
+"""What the Responses proxy does with a request, on the request's own thread, from its first to its
+last byte.
 
-What is read from the upstream is written to the client before more is read, so a slow reader slows the upstream.
+What is read from the upstream is written to the client before more is read, so a slow reader slows
+the upstream.
 """
 
 from __future__ import annotations
@@ -47,21 +49,27 @@ from llama_worker.types import RequestFailReason
 
 _READ_BYTES = 65536
 _TEMPLATE_S = 5.0  # for a small question, which the server answers within milliseconds
-# Ours are JSON and a stream; the last one lets llama-server go on working for a client that has left (b11434).
-_NOT_FOR_CHAT = frozenset({"accept", "accept-encoding", "content-encoding", "content-type", "x-conversation-id"})
+# Ours are JSON and a stream; the last one lets llama-server go on working for a client that has
+# left (b11434).
+_NOT_FOR_CHAT = frozenset(
+    {"accept", "accept-encoding", "content-encoding", "content-type", "x-conversation-id"}
+)
 _CREATE = re.compile(r"(/v1)?/responses/?")
 _STORED = re.compile(r"(?:/v1)?/responses/(?P<id>resp_[^/]+?)(?P<input>/input_items)?/?")
 _logger = logging.getLogger("llama_worker.responses")
 
 
 class ResponsesApp:
-    """`serve` is the listener's `Serve`. Its questions of state go to the actor that `proxy` names."""
+    """`serve` is the listener's `Serve`. Its questions of state go to the actor that `proxy`
+    names."""
 
     def __init__(self, config: ResponsesProxyConfig, proxy: Mailbox[ProxyMessage]) -> None:
         self._config = config
         self._proxy = proxy
         self._endpoint = Endpoint(
-            base_url=config.base_url, connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
+            base_url=config.base_url,
+            connect_timeout_s=config.connect_timeout_s,
+            api_key=config.api_key,
         )
         self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
         self._numbers = itertools.count(1)
@@ -88,13 +96,19 @@ class ResponsesApp:
     def _route(self, exchange: Exchange, request: Request, client: Client) -> None:
         method, path = request.method, request.target.partition("?")[0]
         stored = _STORED.fullmatch(path)
-        if method == "OPTIONS" and client.origin is not None and request.header("access-control-request-method"):
+        if (
+            method == "OPTIONS"
+            and client.origin is not None
+            and request.header("access-control-request-method")
+        ):
             client.begin(request, 204, [])  # what an allowed page's browser asks first
             client.end()
         elif method == "POST" and _CREATE.fullmatch(path):
             self._create(exchange, request, client)
         elif method in ("GET", "DELETE") and stored is not None:
-            client.reply(request, 200, self._stored(method, stored["id"], input_items=bool(stored["input"])))
+            client.reply(
+                request, 200, self._stored(method, stored["id"], input_items=bool(stored["input"]))
+            )
         else:
             self._pass_through(exchange, request, client)
 
@@ -131,7 +145,11 @@ class ResponsesApp:
             if client.http.reply.has_begun:
                 client.write(data)
             else:
-                headers = [("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache"), *warnings]
+                headers = [
+                    ("Content-Type", "text/event-stream"),
+                    ("Cache-Control", "no-cache"),
+                    *warnings,
+                ]
                 client.begin(request, 200, headers, data=data)
 
         def over() -> None:
@@ -163,11 +181,17 @@ class ResponsesApp:
             client.reply(request, 200, events.response, warnings)
 
     def _late_role(self, exchange: Exchange, request: Request) -> LateRole:
-        """As the server's template has it now; "user", which every template takes, where it does not say."""
+        """As the server's template has it now; "user", which every template takes, where it does
+        not say."""
         headers = {"Authorization": request.header("authorization"), **self._endpoint.headers()}
-        url, timeout = f"{self._endpoint.base_url}/apply-template", (self._config.connect_timeout_s, _TEMPLATE_S)
+        url, timeout = (
+            f"{self._endpoint.base_url}/apply-template",
+            (self._config.connect_timeout_s, _TEMPLATE_S),
+        )
         try:
-            with exchange.http().post(url, json=TEMPLATE_PROBE, headers=headers, timeout=timeout) as reply:
+            with exchange.http().post(
+                url, json=TEMPLATE_PROBE, headers=headers, timeout=timeout
+            ) as reply:
                 told = reply.json()
         except (OSError, ValueError, urllib3.exceptions.HTTPError):
             return "user"
@@ -184,7 +208,11 @@ class ResponsesApp:
     def _remember(self, request: ChatRequest, events: ResponseEvents) -> None:
         if request.store:
             self._proxy.tell(
-                Remember(stored=stored_response(events.stored, request.input_items, request.previous_response_id))
+                Remember(
+                    stored=stored_response(
+                        events.stored, request.input_items, request.previous_response_id
+                    )
+                )
             )
 
     def _stored(self, method: str, response_id: str, *, input_items: bool) -> Mapping[str, Any]:
@@ -197,7 +225,9 @@ class ResponsesApp:
             stored = ask(self._proxy, Fetch(response_id=response_id, reply=fetched), fetched)
             if stored is not None:
                 return _input_list(stored) if input_items else stored.response()
-        raise RequestRefused(404, f"Response with id {response_id!r} not found.", code="response_not_found")
+        raise RequestRefused(
+            404, f"Response with id {response_id!r} not found.", code="response_not_found"
+        )
 
     # ------------------------------------------------------------ all else
 
@@ -207,7 +237,9 @@ class ResponsesApp:
         prepared = requests.Request(request.method, self._endpoint.base_url).prepare()
         prepared.url = self._endpoint.base_url + request.target
         headers = {**forwarded(request), **self._endpoint.headers()}
-        prepared.headers = requests.structures.CaseInsensitiveDict({**headers, "Connection": "close"})
+        prepared.headers = requests.structures.CaseInsensitiveDict(
+            {**headers, "Connection": "close"}
+        )
         if request.body or request.header("content-length") or request.header("transfer-encoding"):
             prepared.headers["Content-Length"] = str(len(request.body))
             prepared.body = request.body
@@ -216,9 +248,16 @@ class ResponsesApp:
             raise _no_stream(answer)
         raw = answer.raw
         try:
-            client.begin(request, answer.status_code, passed_back(raw.headers.iteritems()), reason=answer.reason or "")
+            client.begin(
+                request,
+                answer.status_code,
+                passed_back(raw.headers.iteritems()),
+                reason=answer.reason or "",
+            )
         except MalformedReply:
-            raise RequestRefused(502, "the upstream server: its reply is malformed", code="upstream_failed") from None
+            raise RequestRefused(
+                502, "the upstream server: its reply is malformed", code="upstream_failed"
+            ) from None
         for piece in _pieces(raw):
             client.write(piece)
         client.end()
@@ -227,12 +266,17 @@ class ResponsesApp:
 def _no_stream(failure: StreamFailure) -> RequestRefused:
     if failure.http_status is not None:
         return refused_by_server(failure.http_status, failure.detail)
-    code = "upstream_unreachable" if failure.reason is RequestFailReason.CONNECT_FAILED else "upstream_failed"
+    code = (
+        "upstream_unreachable"
+        if failure.reason is RequestFailReason.CONNECT_FAILED
+        else "upstream_failed"
+    )
     return RequestRefused(502, f"the upstream server: {failure.detail}", code=code)
 
 
 def _pieces(raw: urllib3.response.BaseHTTPResponse) -> Iterator[bytes]:
-    """The body as it comes, not decoded. What raises ends the client's connection before the body's end."""
+    """The body as it comes, not decoded. What raises ends the client's connection before the body's
+    end."""
     try:
         while data := raw.read1(_READ_BYTES, decode_content=False):
             yield data
@@ -245,5 +289,9 @@ def _input_list(stored: StoredResponse) -> dict[str, Any]:
         {"id": f"item_{number}", **({"type": "message"} if "role" in item else {}), **item}
         for number, item in enumerate(stored.input_items())
     ]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    ends = (
+        {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        if data
+        else {"first_id": None, "last_id": None}
+    )
     return {"object": "list", "data": data, **ends, "has_more": False}

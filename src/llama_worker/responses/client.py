@@ -1,7 +1,7 @@
 """A connection of a client: the socket, and what is spoken on it.
 
-It belongs to the listener's thread while it waits for a request, and to the request's own thread until the reply is
-complete. `cut` and `left` are for any thread.
+It belongs to the listener's thread while it waits for a request, and to the request's own thread
+until the reply is complete. `cut` and `left` are for any thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ class Client:
     """`write_timeout_s`: how long a client may take nothing of its reply."""
 
     def __init__(
-        self, connection: socket.socket, http: ClientConnection, local_address: str, write_timeout_s: float
+        self,
+        connection: socket.socket,
+        http: ClientConnection,
+        local_address: str,
+        write_timeout_s: float,
     ) -> None:
         self.socket = connection
         self.http = http
@@ -36,13 +40,23 @@ class Client:
 
     # ------------------------------------------------------------ the request's own thread
 
-    def reply(self, request: Request, status: int, value: Mapping[str, Any], headers: Headers = ()) -> None:
+    def reply(
+        self, request: Request, status: int, value: Mapping[str, Any], headers: Headers = ()
+    ) -> None:
         """A whole reply in JSON."""
         body = json.dumps(value).encode()
         self.begin(request, status, [*_json_headers(body), *headers], data=body)
         self.end()
 
-    def begin(self, request: Request, status: int, headers: Headers, *, reason: str = "", data: bytes = b"") -> None:
+    def begin(
+        self,
+        request: Request,
+        status: int,
+        headers: Headers,
+        *,
+        reason: str = "",
+        data: bytes = b"",
+    ) -> None:
         """The reply's head, and the first of its body if that is here.
 
         Raises OSError where the client has left or takes nothing, as `write` and `end` do.
@@ -60,14 +74,17 @@ class Client:
             self._send(end)
 
     def when_left(self, call: Callable[[], object]) -> None:
-        """Call it, on the listener's thread, when the client has left; at once where it has. It must not block."""
+        """Call it, on the listener's thread, when the client has left; at once where it has. It
+        must not block."""
         self._on_left = call
         if self._has_left:
             call()
 
     def _send(self, data: bytes) -> None:
         try:
-            sent = self.socket.send(data)  # mostly there is room, and a timeout would cost a system call more
+            sent = self.socket.send(
+                data
+            )  # mostly there is room, and a timeout would cost a system call more
         except BlockingIOError:
             sent = 0
         if sent < len(data):
@@ -80,7 +97,8 @@ class Client:
     # ------------------------------------------------------------ any thread
 
     def left(self) -> None:
-        """The client has closed its connection, or its sending side, which counts as much with llama-server."""
+        """The client has closed its connection, or its sending side, which counts as much with
+        llama-server."""
         self._has_left = True
         if self._on_left is not None:
             self._on_left()

@@ -1,8 +1,10 @@
-"""What a client sends on its connection, as whole requests, and what it gets, as bytes. Pure; one thread at a time.
+"""What a client sends on its connection, as whole requests, and what it gets, as bytes. Pure; one
+thread at a time.
 
-Requests are read by `httptools`: `h11`, in Python, takes ten times as long, and delays every first token by that. We
-are stricter: a request is HTTP/1.0 or 1.1, has one Host, and no transfer encoding but "chunked". Heads and chunked
-bodies have a parser each: where a request asks for an upgrade, one parser would take its body for the next request.
+Requests are read by `httptools`: `h11`, in Python, takes ten times as long, and delays every first
+token by that. We are stricter: a request is HTTP/1.0 or 1.1, has one Host, and no transfer encoding
+but "chunked". Heads and chunked bodies have a parser each: where a request asks for an upgrade, one
+parser would take its body for the next request.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _MAX_LENGTH_DIGITS = 20
 _REQUEST_LINE = re.compile(rb"(?:\r?\n)?([!-~]+) ([!-~]+) HTTP/(\d\.\d)\r\n")
 _CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # the parser refuses lines that do not end in "\r\n"
-_MAX_FRAMING = 8  # bytes of framing for a byte of a chunked body: five where each has a chunk of its own
+_MAX_FRAMING = (
+    8  # bytes of framing for a byte of a chunked body: five where each has a chunk of its own
+)
 
 
 class Phase(Enum):
@@ -38,7 +42,8 @@ class Phase(Enum):
 class Request(Struct, frozen=True, kw_only=True):
     """A whole request. `target`: path and query, beginning with a slash.
 
-    `headers`: by the name in lower case, as it was sent; of one that was sent several times all values, with commas.
+    `headers`: by the name in lower case, as it was sent; of one that was sent several times all
+    values, with commas.
     """
 
     method: str
@@ -87,9 +92,11 @@ class ClientConnection:
         return self.reply.is_complete and self.reply.is_kept
 
     def receive(self, data: bytes) -> Request | None:
-        """The request that `data` completes, if it does; then nothing more is read before `next_request`.
+        """The request that `data` completes, if it does; then nothing more is read before
+        `next_request`.
 
-        Raises RequestRefused for what is malformed, too large or not allowed: the connection is of no further use.
+        Raises RequestRefused for what is malformed, too large or not allowed: the connection is of
+        no further use.
         """
         if self.phase in (Phase.SILENT, Phase.HEAD):
             behind = self._read_head(data)
@@ -106,7 +113,8 @@ class ClientConnection:
         return self.receive(behind)
 
     def wanted_continue(self) -> bytes:
-        """What a client must be sent that waits for a "100 Continue" before it sends its body; b"" for others."""
+        """What a client must be sent that waits for a "100 Continue" before it sends its body; b""
+        for others."""
         if self.phase is Phase.BODY and self._awaits_continue:
             self._awaits_continue = False
             return b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -143,9 +151,13 @@ class ClientConnection:
         self.phase = Phase.BODY
         line = _REQUEST_LINE.match(self._head_bytes)
         if line is None:
-            raise RequestRefused(400, "malformed HTTP request: its first line is not that of an HTTP/1.1 request")
+            raise RequestRefused(
+                400, "malformed HTTP request: its first line is not that of an HTTP/1.1 request"
+            )
         method, target, version = (part.decode("ascii") for part in line.groups())
-        head = self._head = Request(method=method, target=target, headers=self._headers.values, body=b"")
+        head = self._head = Request(
+            method=method, target=target, headers=self._headers.values, body=b""
+        )
         self.reply = Reply(method, version)
         if version not in ("1.0", "1.1"):
             raise RequestRefused(505, "the request is not HTTP/1.1")
@@ -157,12 +169,16 @@ class ClientConnection:
         if encoding not in ("", "chunked"):
             raise RequestRefused(501, "the request's transfer encoding is not known")
         if len(length) > _MAX_LENGTH_DIGITS:
-            raise RequestRefused(400, "malformed HTTP request: its Content-Length has too many digits")
+            raise RequestRefused(
+                400, "malformed HTTP request: its Content-Length has too many digits"
+            )
         self._check_head(head)
         self._length = int(length or 0)
         self._check_size(self._length)
         self._awaits_continue = head.header("expect").lower() == "100-continue" and version == "1.1"
-        self.reply.is_kept = version == "1.1" and "close" not in header_words(head.header("connection"))
+        self.reply.is_kept = version == "1.1" and "close" not in header_words(
+            head.header("connection")
+        )
         if encoding:
             self._chunks = _Chunks(self._body)
             self._parser = httptools.HttpRequestParser(self._chunks)
@@ -185,7 +201,9 @@ class ClientConnection:
 
     def _check_size(self, size: int) -> None:
         if size > self._max_body_bytes:
-            raise RequestRefused(413, f"the request's body is larger than {self._max_body_bytes} bytes")
+            raise RequestRefused(
+                413, f"the request's body is larger than {self._max_body_bytes} bytes"
+            )
 
     def _complete(self) -> Request:
         assert self._head is not None
@@ -209,15 +227,21 @@ class _Headers:
         sent, said = name.decode("ascii"), value.decode("latin-1").strip(" \t")
         lower = sent.lower()
         self.hosts += lower == "host"
-        self.values[lower] = (sent, f"{self.values[lower][1]}, {said}" if lower in self.values else said)
+        self.values[lower] = (
+            sent,
+            f"{self.values[lower][1]}, {said}" if lower in self.values else said,
+        )
 
 
 class _Chunks:
-    """What `httptools` reads of a chunked body. It has no method for trailers, which would be joined piece by piece."""
+    """What `httptools` reads of a chunked body. It has no method for trailers, which would be
+    joined piece by piece."""
 
     def __init__(self, body: bytearray) -> None:
         self.is_complete = False
-        self.is_followed = False  # by what the parser, which alone knows the body's end, has read: it is lost
+        self.is_followed = (
+            False  # by what the parser, which alone knows the body's end, has read: it is lost
+        )
         self._body = body
 
     def on_message_begin(self) -> None:

@@ -16,10 +16,11 @@ _MIB = 1024 * 1024
 class ResponsesProxyConfig:
     """`upstream`: the URL of a llama-server, http or https, with or without a base path.
 
-    `port` 0: any free one. `api_key` is shown to the upstream; without one the client's own passes through.
-    `ca_file`: whom to trust for an https upstream; None: the public authorities.
-    `max_concurrent`: requests for a response that run at once; more are refused with 503. None: no bound.
-    `allow_origins`: web pages that may use the proxy, e.g. `http://localhost:3000`, and names that it may be called by.
+    `port` 0: any free one. `api_key` is shown to the upstream; without one the client's own passes
+    through. `ca_file`: whom to trust for an https upstream; None: the public authorities.
+    `max_concurrent`: requests for a response that run at once; more are refused with 503. None: no
+    bound. `allow_origins`: web pages that may use the proxy, e.g. `http://localhost:3000`, and
+    names that it may be called by.
     """
 
     upstream: str
@@ -31,7 +32,9 @@ class ResponsesProxyConfig:
     ca_file: str | None = None
     connect_timeout_s: float = 10.0
     client_timeout_s: float = 120.0  # in which a client takes no byte of its reply
-    heartbeat_s: float = 10.0  # without an event for the client, before `response.in_progress` comes again
+    heartbeat_s: float = (
+        10.0  # without an event for the client, before `response.in_progress` comes again
+    )
     max_body_bytes: int = 64 * _MIB  # of a request; it is held in memory
     max_responses: int = 1000
     max_stored_bytes: int = 64 * _MIB
@@ -44,7 +47,9 @@ class ResponsesProxyConfig:
         except ValueError:
             good = False
         if not good or parts.query or parts.fragment:
-            raise ConfigError(f"upstream must be a URL like http://127.0.0.1:8080, not {self.upstream!r}")
+            raise ConfigError(
+                f"upstream must be a URL like http://127.0.0.1:8080, not {self.upstream!r}"
+            )
         if "@" in parts.netloc:
             raise ConfigError("upstream must hold no user or password: give the key as api_key")
         checked_str("host", self.host, empty=False, nul=False)
@@ -58,7 +63,9 @@ class ResponsesProxyConfig:
         for origin in self.allow_origins:
             checked_str("allow_origins", origin)
             if not is_origin(origin):
-                raise ConfigError(f"allow_origins must hold origins like http://localhost:3000, not {origin!r}")
+                raise ConfigError(
+                    f"allow_origins must hold origins like http://localhost:3000, not {origin!r}"
+                )
         checked_int("max_body_bytes", self.max_body_bytes, at_least=1)
         checked_int("max_responses", self.max_responses, at_least=0)
         checked_int("max_stored_bytes", self.max_stored_bytes, at_least=0)

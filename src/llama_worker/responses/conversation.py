@@ -1,9 +1,10 @@
 """Input items of the Responses API to the messages of a chat completion. Pure.
 
-An assistant's turn is several items there (reasoning, message, calls) and one message here. Leading system and
-developer messages become one system message: many chat templates fail on a second one or lose it silently. Later ones
-stay in their place, since the messages of one turn must begin with those of the turn before: llama-server's prompt
-cache lives by that. Call ids become our own, in the one form that every template takes.
+An assistant's turn is several items there (reasoning, message, calls) and one message here. Leading
+system and developer messages become one system message: many chat templates fail on a second one or
+lose it silently. Later ones stay in their place, since the messages of one turn must begin with
+those of the turn before: llama-server's prompt cache lives by that. Call ids become our own, in the
+one form that every template takes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _SEALED_PREFIX = "llama-worker-1:"
 
 
 def seal_reasoning(text: str) -> str:
-    """The `encrypted_content` of our reasoning items: not secret, only opaque, so that it comes back as it went."""
+    """The `encrypted_content` of our reasoning items: not secret, only opaque, so that it comes
+    back as it went."""
     return _SEALED_PREFIX + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
 
 
@@ -37,7 +39,9 @@ def unseal_reasoning(sealed: object) -> str | None:
     if not isinstance(sealed, str) or not sealed.startswith(_SEALED_PREFIX):
         return None
     try:
-        return base64.b64decode(sealed.removeprefix(_SEALED_PREFIX), validate=True).decode("utf-8", "surrogatepass")
+        return base64.b64decode(sealed.removeprefix(_SEALED_PREFIX), validate=True).decode(
+            "utf-8", "surrogatepass"
+        )
     except (binascii.Error, ValueError):
         return None
 
@@ -58,15 +62,19 @@ TEMPLATE_PROBE: Message = {
 
 
 def late_role_of(prompt: object) -> LateRole:
-    """How a system message reaches the model in the middle of a conversation: templates drop, move or refuse one."""
+    """How a system message reaches the model in the middle of a conversation: templates drop, move
+    or refuse one."""
     places = (
-        [prompt.find(message["content"]) for message in TEMPLATE_PROBE["messages"]] if isinstance(prompt, str) else [-1]
+        [prompt.find(message["content"]) for message in TEMPLATE_PROBE["messages"]]
+        if isinstance(prompt, str)
+        else [-1]
     )
     return "system" if -1 not in places and places == sorted(places) else "user"
 
 
 def item_type(item: Item) -> str:
-    """The item's type, also where it is left out: a message has a role, a reference has only an id."""
+    """The item's type, also where it is left out: a message has a role, a reference has only an
+    id."""
     kind = item.get("type")
     if isinstance(kind, str):
         return kind
@@ -76,14 +84,17 @@ def item_type(item: Item) -> str:
 
 
 class ChatMessages(Struct, frozen=True):
-    """`warnings`: about items that were left out. `has_late`: instructions came after the conversation had begun."""
+    """`warnings`: about items that were left out. `has_late`: instructions came after the
+    conversation had begun."""
 
     messages: list[Message]
     warnings: tuple[str, ...]
     has_late: bool
 
 
-def chat_messages(instructions: str, items: Sequence[Item], tools: ToolSet, late_role: LateRole) -> ChatMessages:
+def chat_messages(
+    instructions: str, items: Sequence[Item], tools: ToolSet, late_role: LateRole
+) -> ChatMessages:
     """Raises RequestRefused for what is malformed."""
     writer = _Writer(instructions, tools, late_role)
     for item in items:
@@ -98,7 +109,9 @@ class _Writer:
         self._tools = tools
         self._late_role = late_role
         self._unanswered: set[str] = set()  # call ids
-        self._held: list[Message] = []  # late system messages: none may come between a call and its result
+        self._held: list[
+            Message
+        ] = []  # late system messages: none may come between a call and its result
         self._system = [instructions] if instructions else []
         self._messages: list[Message] = []
         self._turn: Message | None = None  # the assistant's, as long as its items come
@@ -114,12 +127,16 @@ class _Writer:
             case "function_call":
                 arguments = item.get("arguments")
                 if not isinstance(arguments, (str, type(None))):
-                    raise RequestRefused(400, "the arguments of a function_call must be a string", param="input")
+                    raise RequestRefused(
+                        400, "the arguments of a function_call must be a string", param="input"
+                    )
                 self._call(item, _valid_arguments(arguments or ""))
             case "custom_tool_call":
                 text = item.get("input")
                 if not isinstance(text, str):
-                    raise RequestRefused(400, "a custom_tool_call needs its input as a string", param="input")
+                    raise RequestRefused(
+                        400, "a custom_tool_call needs its input as a string", param="input"
+                    )
                 self._call(item, custom_arguments(text))
             case "tool_search_call":
                 self._call({**item, "name": TOOL_SEARCH}, _as_json(item.get("arguments") or {}))
@@ -134,7 +151,9 @@ class _Writer:
 
     def messages(self) -> list[Message]:
         if self._turn is not None and not self._turn["content"] and "tool_calls" not in self._turn:
-            self._turn = None  # at the end, reasoning alone would be a beginning for the model to go on with
+            self._turn = (
+                None  # at the end, reasoning alone would be a beginning for the model to go on with
+            )
         self._end_turn()
         self._release_held()
         system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
@@ -154,7 +173,9 @@ class _Writer:
                 self._release_held()
                 self._messages.append({"role": "user", "content": _content(content)})
             case _:
-                raise RequestRefused(400, f"unknown role {role!r} of an input message", param="input")
+                raise RequestRefused(
+                    400, f"unknown role {role!r} of an input message", param="input"
+                )
 
     def _instruct(self, text: str) -> None:
         if not self._messages and self._turn is None:
@@ -202,13 +223,21 @@ class _Writer:
     def _output(self, item: Item) -> None:
         call_id, output = item.get("call_id"), item.get("output")
         if not isinstance(call_id, str):
-            raise RequestRefused(400, f"a {item_type(item)} needs the call_id of its call", param="input")
+            raise RequestRefused(
+                400, f"a {item_type(item)} needs the call_id of its call", param="input"
+            )
         self._end_turn()
         try:
-            content = _content(output) if isinstance(output, (str, list, type(None))) else _as_json(output)
+            content = (
+                _content(output)
+                if isinstance(output, (str, list, type(None)))
+                else _as_json(output)
+            )
         except RequestRefused:
             content = _as_json(output)  # any JSON value is a result, not only a list of parts
-        self._messages.append({"role": "tool", "tool_call_id": self._ids.get(call_id, call_id), "content": content})
+        self._messages.append(
+            {"role": "tool", "tool_call_id": self._ids.get(call_id, call_id), "content": content}
+        )
         self._unanswered.discard(call_id)
         if not self._unanswered:
             self._release_held()
@@ -217,7 +246,9 @@ class _Writer:
         """Of tools that were found, as the model knows them; they are offered like the others."""
         found, _ = tool_set(tools)
         names = [self._tools.model_name(tool.namespace, tool.name) for tool in found.tools]
-        return f"These tools can be called now: {', '.join(names)}" if names else "No tool was found."
+        return (
+            f"These tools can be called now: {', '.join(names)}" if names else "No tool was found."
+        )
 
     def _begun_turn(self) -> Message:
         if self._turn is None:
@@ -233,11 +264,16 @@ class _Writer:
 def plain_text(content: object, *, joint: str = "\n") -> str:
     """The text of a content, other parts left out."""
     parts = _content(content, joint=joint)
-    return parts if isinstance(parts, str) else joint.join(part["text"] for part in parts if part["type"] == "text")
+    return (
+        parts
+        if isinstance(parts, str)
+        else joint.join(part["text"] for part in parts if part["type"] == "text")
+    )
 
 
 def _content(content: object, *, joint: str = "\n") -> str | list[Message]:
-    """A message's content: one string where all of it is text, since not every template takes parts."""
+    """A message's content: one string where all of it is text, since not every template takes
+    parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -269,14 +305,18 @@ def _part(part: object) -> Message:
         case "input_audio" if isinstance(part.get("input_audio"), Mapping):
             return {"type": "input_audio", "input_audio": dict(part["input_audio"])}
         case _:
-            raise RequestRefused(400, f"content of type {kind!r} is not supported by llama-server", param="input")
+            raise RequestRefused(
+                400, f"content of type {kind!r} is not supported by llama-server", param="input"
+            )
 
 
 def _image(part: Item) -> Message:
     image = part.get("image_url")
     url = image.get("url") if isinstance(image, Mapping) else image
     if not isinstance(url, str):
-        raise RequestRefused(400, "an input_image needs an image_url (files cannot be looked up)", param="input")
+        raise RequestRefused(
+            400, "an input_image needs an image_url (files cannot be looked up)", param="input"
+        )
     detail = part.get("detail")
     return {"url": url, "detail": detail} if isinstance(detail, str) else {"url": url}
 
@@ -293,12 +333,17 @@ def _as_json(value: object) -> str:
 def _texts(parts: object) -> str:
     if isinstance(parts, str):
         return parts
-    found = [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+    found = (
+        [part.get("text") for part in parts if isinstance(part, Mapping)]
+        if isinstance(parts, list)
+        else []
+    )
     return "\n\n".join(text for text in found if isinstance(text, str) and text)
 
 
 def _valid_arguments(text: str) -> str:
-    """As the model wrote them, where they are a JSON object: what is not one is a 500 with many templates."""
+    """As the model wrote them, where they are a JSON object: what is not one is a 500 with many
+    templates."""
     try:
         parse_arguments(text)
     except ValueError:

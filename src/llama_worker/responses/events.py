@@ -1,7 +1,8 @@
-"""The events of one response, made from the stream events of one chat completion. Pure; not thread-safe.
+"""The events of one response, made from the stream events of one chat completion. Pure; not
+thread-safe.
 
-At most one item is open at a time. A tool call is closed when its arguments are a whole JSON object and something
-else comes; what comes earlier than that waits, in order.
+At most one item is open at a time. A tool call is closed when its arguments are a whole JSON object
+and something else comes; what comes earlier than that waits, in order.
 """
 
 from __future__ import annotations
@@ -37,12 +38,17 @@ from llama_worker.stream.turn_end import NO_FINISH_REASON, Finished, TurnEnd, Ve
 Event = dict[str, Any]
 
 _CALL_PREFIXES = {"function": "fc", "custom": "ctc", "tool_search": "tsc"}  # of ids
-_INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}  # by finish reason
+_INCOMPLETE_REASONS = {
+    "length": "max_output_tokens",
+    "content_filter": "content_filter",
+}  # by finish reason
 
 
 def sse(events: list[Event]) -> bytes:
     """The events as a Responses stream has them; it has no end mark of its own."""
-    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _to_json(event)) for event in events)
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _to_json(event)) for event in events
+    )
 
 
 def _to_json(event: Event) -> bytes:
@@ -53,13 +59,14 @@ def _to_json(event: Event) -> bytes:
 
 
 class ResponseEvents:
-    """`begin` once, `feed` for every stream event, `closed` at the stream's end; each returns the events to send.
+    """`begin` once, `feed` for every stream event, `closed` at the stream's end; each returns the
+    events to send.
 
-    `new_id` makes an id of a prefix. Instants are monotonic seconds. After the terminal event everything returns [],
-    and `response` is final.
+    `new_id` makes an id of a prefix. Instants are monotonic seconds. After the terminal event
+    everything returns [], and `response` is final.
 
-    An item that is still open when the stream fails, or a call when the token limit is met, is never reported done:
-    clients act on what is done, and make it part of their history.
+    An item that is still open when the stream fails, or a call when the token limit is met, is
+    never reported done: clients act on what is done, and make it part of their history.
     """
 
     def __init__(
@@ -103,12 +110,14 @@ class ResponseEvents:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` is due: the model has finished, and what may still follow is not waited for any longer."""
+        """When `tick` is due: the model has finished, and what may still follow is not waited for
+        any longer."""
         return None if self.over else self._turn_end.settled_at
 
     @property
     def stored(self) -> dict[str, Any]:
-        """The response as it can be referred to: with the item, too, that was open when the stream failed."""
+        """The response as it can be referred to: with the item, too, that was open when the stream
+        failed."""
         half = [] if self._open is None else [self._open.done("incomplete")]
         return {**self.response, "output": [*self.response["output"], *half]}
 
@@ -119,7 +128,8 @@ class ResponseEvents:
         return self._take()
 
     def heartbeat(self) -> list[Event]:
-        """`response.in_progress` again: clients that give up on a silent stream count events, not comments."""
+        """`response.in_progress` again: clients that give up on a silent stream count events, not
+        comments."""
         if not self.over:
             self._emit("response.in_progress", response=dict(self.response))
         return self._take()
@@ -131,7 +141,9 @@ class ResponseEvents:
             case TextDelta(text=text):
                 self._piece(self._splitter.feed_text(text) if self._splitter else Piece("", text))
             case ReasoningDelta(text=text):
-                self._piece(self._splitter.feed_reasoning(text) if self._splitter else Piece(text, ""))
+                self._piece(
+                    self._splitter.feed_reasoning(text) if self._splitter else Piece(text, "")
+                )
             case ToolCallDelta():
                 self._finish_splitter()  # no text that came before may come after the call
                 self._take_delta(Delta("call", call=event))
@@ -160,7 +172,12 @@ class ResponseEvents:
             return []
         self._finish_splitter()
         self.failure = message
-        error = {"type": "server_error", "code": code or "server_error", "message": message, "param": None}
+        error = {
+            "type": "server_error",
+            "code": code or "server_error",
+            "message": message,
+            "param": None,
+        }
         flat = {key: value for key, value in error.items() if key != "type"}
         self._emit("error", **flat, error=error)  # old clients look outside, new ones inside
         self.response["error"] = {"code": "server_error", "message": message}
@@ -177,7 +194,11 @@ class ResponseEvents:
             case StreamFailure(detail=detail):
                 return self.fail(detail)
             case Finished(reason=reason):
-                return self.fail(NO_FINISH_REASON) if reason is None else self._finish(_INCOMPLETE_REASONS.get(reason))
+                return (
+                    self.fail(NO_FINISH_REASON)
+                    if reason is None
+                    else self._finish(_INCOMPLETE_REASONS.get(reason))
+                )
 
     def _finish(self, incomplete: str | None) -> list[Event]:
         self._close_all("incomplete" if incomplete else "completed")
@@ -219,7 +240,9 @@ class ResponseEvents:
         while self._waiting:
             mine = [delta for delta in self._waiting if self._for_open_item(delta)]
             if isinstance(self._open, Call) and mine:
-                self._waiting = deque(delta for delta in self._waiting if not self._for_open_item(delta))
+                self._waiting = deque(
+                    delta for delta in self._waiting if not self._for_open_item(delta)
+                )
                 for delta in mine:
                     self._append(delta)
                 continue
@@ -253,7 +276,15 @@ class ResponseEvents:
             self._call_ids.add(call_id)
             tool = self._tools.called(name)
             prefix = _CALL_PREFIXES[tool.kind] if tool is not None else "fc"
-            self._begin_item(Call(self._new_id(prefix), index=delta.index, call_id=call_id, model_name=name, tool=tool))
+            self._begin_item(
+                Call(
+                    self._new_id(prefix),
+                    index=delta.index,
+                    call_id=call_id,
+                    model_name=name,
+                    tool=tool,
+                )
+            )
         return True
 
     def _name_and_id(self, index: int) -> tuple[str, str | None]:
@@ -328,7 +359,10 @@ class ResponseEvents:
             usage = Usage(cached + read, (timings.predicted_n if timings else None) or 0, cached)
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens or 0,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -22,13 +22,22 @@ from llama_worker.runtime.futures import WorkerFuture
 T = TypeVar("T")
 
 _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
-_TOGETHER_S = 0.002  # the first text mostly comes right behind the headers: both to the client at once
+_TOGETHER_S = (
+    0.002  # the first text mostly comes right behind the headers: both to the client at once
+)
 
 
 class Exchange:
-    """One request of a client and what it has open. `cut` is for any thread, the rest for the request's own."""
+    """One request of a client and what it has open. `cut` is for any thread, the rest for the
+    request's own."""
 
-    def __init__(self, number: int, client: Client, proxy: Mailbox[ProxyMessage], config: ResponsesProxyConfig) -> None:
+    def __init__(
+        self,
+        number: int,
+        client: Client,
+        proxy: Mailbox[ProxyMessage],
+        config: ResponsesProxyConfig,
+    ) -> None:
         self.abort = Abort()
         self._number = number
         self._client = client
@@ -46,15 +55,20 @@ class Exchange:
         self._has_entered = True
         is_bounded = self._config.max_concurrent is not None
         reply: WorkerFuture[bool] | None = WorkerFuture() if is_bounded else None
-        entering = Enter(exchange_id=self._number, cut=self.cut, response_id=response_id, reply=reply)
+        entering = Enter(
+            exchange_id=self._number, cut=self.cut, response_id=response_id, reply=reply
+        )
         if reply is None:  # nothing to wait for
             self._unannounced = entering
         elif not ask(self._proxy, entering, reply):
-            raise RequestRefused(503, "too many requests run at once", code="overloaded", retry_after_s=2)
+            raise RequestRefused(
+                503, "too many requests run at once", code="overloaded", retry_after_s=2
+            )
         self._client.when_left(self.abort.abort)
 
     def announce(self) -> None:
-        """Tell the actor of an exchange that needed no admission: once the upstream has work, and this thread none."""
+        """Tell the actor of an exchange that needed no admission: once the upstream has work, and
+        this thread none."""
         if self._unannounced is not None:
             self._proxy.tell(self._unannounced)
             self._unannounced = None
@@ -81,10 +95,12 @@ class Exchange:
 
 
 class Run:
-    """Makes a response from its chat completion, on the request's thread: what is read is written before more is read.
+    """Makes a response from its chat completion, on the request's thread: what is read is written
+    before more is read.
 
-    `send` gets the events as they come; None: nobody wants them. `heartbeat_s`: after so long without an event there is
-    one nevertheless, also while the upstream has not sent its headers: it may be busy for minutes.
+    `send` gets the events as they come; None: nobody wants them. `heartbeat_s`: after so long
+    without an event there is one nevertheless, also while the upstream has not sent its headers: it
+    may be busy for minutes.
     """
 
     def __init__(
@@ -110,10 +126,13 @@ class Run:
         return not self._first and self._send_bytes is not None
 
     def before_reading(self) -> None:
-        """Keep the client that has waited for long. What may follow a finish is not awaited for ever."""
+        """Keep the client that has waited for long. What may follow a finish is not awaited for
+        ever."""
         self._beat()
         deadline = self._events.deadline
-        if deadline is not None and not self._abort.wait_readable(max(deadline - time.monotonic(), 0.0)):
+        if deadline is not None and not self._abort.wait_readable(
+            max(deadline - time.monotonic(), 0.0)
+        ):
             self._abort.abort()
 
     def begin(self) -> None:
@@ -147,7 +166,9 @@ class Run:
             self._send(self._events.heartbeat())
 
     def _send(self, events: list[Event]) -> None:
-        if self._events.over:  # first: who has read the end may refer to the response, and have its place
+        if (
+            self._events.over
+        ):  # first: who has read the end may refer to the response, and have its place
             self._over()
         if events:
             self._write(events)
@@ -166,4 +187,6 @@ def ask(proxy: Mailbox[ProxyMessage], question: ProxyMessage, reply: WorkerFutur
             return reply.get(timeout=_ANSWER_S)
     except pykka.Timeout:
         pass
-    raise RequestRefused(503, "the proxy is going down, or waits for a response that still runs", retry_after_s=2)
+    raise RequestRefused(
+        503, "the proxy is going down, or waits for a response that still runs", retry_after_s=2
+    )

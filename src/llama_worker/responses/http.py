@@ -20,7 +20,11 @@ _CORS = "access-control-"
 def forwarded(request: Request, exclude: Iterable[str] = ()) -> dict[str, str]:
     """The client's headers, but those that belong to its connection."""
     dropped = {*_HOP_BY_HOP, *_SET_BY_US, *header_words(request.header("connection")), *exclude}
-    return {name: value for lower, (name, value) in request.headers.items() if lower.replace("_", "-") not in dropped}
+    return {
+        name: value
+        for lower, (name, value) in request.headers.items()
+        if lower.replace("_", "-") not in dropped
+    }
 
 
 def passed_back(headers: Iterable[tuple[str, str]]) -> Headers:
@@ -31,7 +35,9 @@ def passed_back(headers: Iterable[tuple[str, str]]) -> Headers:
         if name.lower() == "connection":
             dropped |= header_words(value)
     return [
-        (name, value) for name, value in headers if name.lower() not in dropped and not name.lower().startswith(_CORS)
+        (name, value)
+        for name, value in headers
+        if name.lower() not in dropped and not name.lower().startswith(_CORS)
     ]
 
 

@@ -1,4 +1,5 @@
-"""The items of a response as they grow: what is said of each when it begins, goes on and ends. Pure."""
+"""The items of a response as they grow: what is said of each when it begins, goes on and ends.
+Pure."""
 
 from __future__ import annotations
 
@@ -36,14 +37,25 @@ class Message(Struct):
     _pieces: list[str] = field(default_factory=list)
 
     def begun(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        return {
+            "id": self.id,
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [],
+        }
 
     def opening(self) -> Emitted:
         return [("response.content_part.added", {"content_index": 0, "part": self._part("")})]
 
     def append(self, delta: Delta) -> Emitted:
         self._pieces.append(delta.text)
-        return [("response.output_text.delta", {"content_index": 0, "delta": delta.text, "logprobs": []})]
+        return [
+            (
+                "response.output_text.delta",
+                {"content_index": 0, "delta": delta.text, "logprobs": []},
+            )
+        ]
 
     def closing(self, status: ItemStatus) -> Emitted:
         text = "".join(self._pieces)
@@ -68,12 +80,21 @@ class Reasoning(Struct):
     _pieces: list[str] = field(default_factory=list)
 
     def begun(self) -> dict[str, Any]:
-        item = {"id": self.id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+        item = {
+            "id": self.id,
+            "type": "reasoning",
+            "status": "in_progress",
+            "summary": [],
+            "content": [],
+        }
         return {**item, "encrypted_content": None}
 
     def opening(self) -> Emitted:
         return [
-            ("response.reasoning_summary_part.added", {"summary_index": 0, "part": self._summary("")}),
+            (
+                "response.reasoning_summary_part.added",
+                {"summary_index": 0, "part": self._summary("")},
+            ),
             ("response.content_part.added", {"content_index": 0, "part": self._content("")}),
         ]
 
@@ -88,7 +109,10 @@ class Reasoning(Struct):
         text = "".join(self._pieces)
         return [
             ("response.reasoning_summary_text.done", {"summary_index": 0, "text": text}),
-            ("response.reasoning_summary_part.done", {"summary_index": 0, "part": self._summary(text)}),
+            (
+                "response.reasoning_summary_part.done",
+                {"summary_index": 0, "part": self._summary(text)},
+            ),
             ("response.reasoning_text.done", {"content_index": 0, "text": text}),
             ("response.content_part.done", {"content_index": 0, "part": self._content(text)}),
         ]
@@ -111,7 +135,8 @@ class Reasoning(Struct):
 
 
 class Call(Struct):
-    """A call of a tool; `index`: the server's number for it. `tool`: None for one that was not offered."""
+    """A call of a tool; `index`: the server's number for it. `tool`: None for one that was not
+    offered."""
 
     id: str
     index: int
@@ -130,14 +155,18 @@ class Call(Struct):
     def append(self, delta: Delta) -> Emitted:
         assert delta.call is not None
         self._assembler.feed(delta.call)
-        if self._kind != "function" or not delta.call.arguments:  # free text is known once its JSON string is whole
+        if (
+            self._kind != "function" or not delta.call.arguments
+        ):  # free text is known once its JSON string is whole
             return []
         return [("response.function_call_arguments.delta", {"delta": delta.call.arguments})]
 
     def is_whole(self) -> bool:
         """Whether nothing can follow."""
         try:
-            return bool(self._arguments().strip()) and parse_arguments(self._arguments()) is not None
+            return (
+                bool(self._arguments().strip()) and parse_arguments(self._arguments()) is not None
+            )
         except ValueError:
             return False
 
@@ -146,10 +175,14 @@ class Call(Struct):
             return []
         if self._kind == "custom":
             text = custom_input(self._arguments())
-            delta: Emitted = [("response.custom_tool_call_input.delta", {"delta": text})] if text else []
+            delta: Emitted = (
+                [("response.custom_tool_call_input.delta", {"delta": text})] if text else []
+            )
             return [*delta, ("response.custom_tool_call_input.done", {"input": text})]
         emitted: Emitted = []
-        if status == "completed" and not self._arguments().strip():  # so do some servers write a call without any
+        if (
+            status == "completed" and not self._arguments().strip()
+        ):  # so do some servers write a call without any
             emitted = self.append(Delta("call", call=ToolCallDelta(self.index, None, None, "{}")))
         arguments = {"name": self._name, "arguments": self._arguments()}
         return [*emitted, ("response.function_call_arguments.done", arguments)]
@@ -166,7 +199,12 @@ class Call(Struct):
         return self.tool.name if self.tool is not None else self.model_name
 
     def _item(self, status: str, arguments: str) -> dict[str, Any]:
-        item = {"id": self.id, "type": f"{self._kind}_call", "status": status, "call_id": self.call_id}
+        item = {
+            "id": self.id,
+            "type": f"{self._kind}_call",
+            "status": status,
+            "call_id": self.call_id,
+        }
         match self._kind:
             case "tool_search":
                 return {**item, "execution": "client", "arguments": _object(arguments)}

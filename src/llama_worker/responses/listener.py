@@ -1,7 +1,9 @@
-"""Takes the clients' connections: one thread for all that wait, and one more for each request that runs.
+"""Takes the clients' connections: one thread for all that wait, and one more for each request that
+runs.
 
-A connection costs a thread only from a request's last byte to its reply's last byte. Whoever is silent, slow or stops
-halfway costs a descriptor and what it has sent; where descriptors run out, those who wait longest make room.
+A connection costs a thread only from a request's last byte to its reply's last byte. Whoever is
+silent, slow or stops halfway costs a descriptor and what it has sent; where descriptors run out,
+those who wait longest make room.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Serve = Callable[[Request, Client], None]
 """Answers one request, on a thread of its own. OSError: the client's connection is broken."""
 
 _READ_BYTES = 65536
-_SEND_BUFFER_BYTES = 128 * 1024  # else the kernel takes megabytes before a slow reader slows the upstream
+_SEND_BUFFER_BYTES = (
+    128 * 1024
+)  # else the kernel takes megabytes before a slow reader slows the upstream
 _BACKLOG = 1024
 _MAX_CLIENTS = 10_000
 _MAX_BUSY = 512
@@ -43,7 +47,8 @@ _logger = logging.getLogger("llama_worker.responses")
 
 
 class SocketListener:
-    """The constructor binds the port: OSError where it cannot. `serve` and `stop` are the `Listener` protocol's."""
+    """The constructor binds the port: OSError where it cannot. `serve` and `stop` are the
+    `Listener` protocol's."""
 
     def __init__(self, config: ResponsesProxyConfig, serve: Serve) -> None:
         self._config = config
@@ -59,13 +64,19 @@ class SocketListener:
         self._stopped = False
         self._accept_at: float | None = None  # when connections are taken again; None: they are
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        descriptors = 4 * _MAX_CLIENTS if descriptors == resource.RLIM_INFINITY else max(descriptors, 8)
+        descriptors = (
+            4 * _MAX_CLIENTS if descriptors == resource.RLIM_INFINITY else max(descriptors, 8)
+        )
         self._max_clients = min(_MAX_CLIENTS, descriptors // 2)
         self._max_busy = min(_MAX_BUSY, descriptors // 4)  # each takes another for its upstream
-        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
         self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the connections inherit both
+        self._socket.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # the connections inherit both
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
@@ -101,7 +112,8 @@ class SocketListener:
     def _turn(self) -> None:
         """Wait for something to happen, and see to it."""
         wait_s = self._wait_s()
-        self._run_whole()  # last: the threads that it wakes want the interpreter, which the wait lets go
+        # last: the threads that it wakes want the interpreter, which the wait lets go
+        self._run_whole()
         has_new = False
         for descriptor, _ in self._epoll.poll(wait_s):
             if descriptor == self._wake:
@@ -110,7 +122,9 @@ class SocketListener:
                 has_new = True
             elif (client := self._clients.get(descriptor)) is not None:
                 self._on_ready(client)
-        if has_new:  # after the others: a new client may get the descriptor of one that makes room for it
+        if (
+            has_new
+        ):  # after the others: a new client may get the descriptor of one that makes room for it
             self._accept()
         while not self._returned.empty():
             self._take_back(self._returned.get())
@@ -157,7 +171,8 @@ class SocketListener:
             return
         client: Client
         http = ClientConnection(
-            max_body_bytes=self._config.max_body_bytes, check_head=lambda request: self._check(client, request)
+            max_body_bytes=self._config.max_body_bytes,
+            check_head=lambda request: self._check(client, request),
         )
         client = Client(connection, http, local_address, self._config.client_timeout_s)
         self._clients[connection.fileno()] = client
@@ -203,12 +218,19 @@ class SocketListener:
         self._account(client, client.http.pending_bytes)
 
     def _account(self, client: Client, pending_bytes: int) -> None:
-        """What has come of requests that are not whole is bounded in all; whoever holds most of it loses it."""
+        """What has come of requests that are not whole is bounded in all; whoever holds most of it
+        loses it."""
         self._pending_bytes += pending_bytes - client.pending_bytes
         client.pending_bytes = pending_bytes
-        if self._pending_bytes > _PENDING_BODIES * self._config.max_body_bytes + _PENDING_HEADS_BYTES:
+        if (
+            self._pending_bytes
+            > _PENDING_BODIES * self._config.max_body_bytes + _PENDING_HEADS_BYTES
+        ):
             largest = max(self._waiting_clients, key=lambda waiting: waiting.pending_bytes)
-            self._refuse(largest, RequestRefused(503, "too many requests are being sent at once", retry_after_s=1))
+            self._refuse(
+                largest,
+                RequestRefused(503, "too many requests are being sent at once", retry_after_s=1),
+            )
 
     def _refuse(self, client: Client, refused: RequestRefused) -> None:
         if not client.http.reply.has_begun:
@@ -216,7 +238,8 @@ class SocketListener:
         self._linger(client)
 
     def _send(self, client: Client, data: bytes) -> None:
-        """A few bytes, which the socket has room for; a client without it has not read what came before."""
+        """A few bytes, which the socket has room for; a client without it has not read what came
+        before."""
         if data:
             with contextlib.suppress(OSError):
                 client.socket.send(data)
@@ -259,13 +282,17 @@ class SocketListener:
             except RuntimeError:
                 self._busy.discard(client)
                 self._epoll.modify(client.socket, select.EPOLLIN)
-                self._refuse(client, RequestRefused(503, "no thread can be started", retry_after_s=2))
+                self._refuse(
+                    client, RequestRefused(503, "no thread can be started", retry_after_s=2)
+                )
 
     def _run_request(self, client: Client, request: Request) -> None:
         """The request's own thread."""
         try:
             self._answer(request, client)
-        except Exception as error:  # the client has left, or the reply broke off: its connection says so
+        except (
+            Exception
+        ) as error:  # the client has left, or the reply broke off: its connection says so
             _logger.debug("a reply ended early: %s", type(error).__name__)
         finally:
             self._returned.put(client)

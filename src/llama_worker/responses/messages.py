@@ -27,7 +27,8 @@ class Listener(Protocol):
 
 
 class StartListening(Struct, frozen=True, kw_only=True):
-    """Answered with the port once connections are taken; fails with OSError where the port is not to be had."""
+    """Answered with the port once connections are taken; fails with OSError where the port is not
+    to be had."""
 
     reply: Reply[int]
 
@@ -51,7 +52,8 @@ class ListenerEnded(Struct, frozen=True, kw_only=True):
 
 
 class Enter(Struct, frozen=True, kw_only=True):
-    """An exchange begins; `cut` ends it at once, from any thread: also where the proxy is going down.
+    """An exchange begins; `cut` ends it at once, from any thread: also where the proxy is going
+    down.
 
     `response_id`: of the response that it makes; None: it makes none, and is never one too many.
     `reply`: answered with False where it is one too many; None: nobody asks.
@@ -100,5 +102,14 @@ class Forget(Struct, frozen=True, kw_only=True):
 
 
 ProxyMessage = (
-    StartListening | StopListening | Listening | ListenerEnded | Enter | Leave | Recall | Remember | Fetch | Forget
+    StartListening
+    | StopListening
+    | Listening
+    | ListenerEnded
+    | Enter
+    | Leave
+    | Recall
+    | Remember
+    | Fetch
+    | Forget
 )

@@ -23,14 +23,17 @@ _LEAVE_S = 5.0
 
 
 class ResponsesProxy(Startable):
-    """Makes a llama-server usable by clients that speak only OpenAI's Responses API. Any thread; a context manager."""
+    """Makes a llama-server usable by clients that speak only OpenAI's Responses API. Any thread; a
+    context manager."""
 
     def __init__(self, config: ResponsesProxyConfig) -> None:
         """Nothing listens yet."""
         self.config = config
         self._live_count = LiveCount()
         self._port: WorkerFuture[int] = WorkerFuture()
-        self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(self._live_count, config, _listener)
+        self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(
+            self._live_count, config, _listener
+        )
         self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
 
     @property
@@ -45,7 +48,8 @@ class ResponsesProxy(Startable):
         return f"http://[{host}]:{self.port}/v1" if ":" in host else f"http://{host}:{self.port}/v1"
 
     def start(self) -> WorkerFuture[int]:
-        """Listen. Resolves with the port; raises OSError where it cannot be had. Once; later calls repeat it."""
+        """Listen. Resolves with the port; raises OSError where it cannot be had. Once; later calls
+        repeat it."""
         if not self._ref.tell(StartListening(reply=self._port)):
             self._port.fail(RuntimeError("the proxy is closed"))
         return self._port

@@ -34,8 +34,12 @@ class RequestRefused(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = _TYPES.get(self.status) or (
+            "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
     def headers(self) -> list[tuple[str, str]]:
         """What the reply says beside the body."""

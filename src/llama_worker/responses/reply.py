@@ -19,8 +19,8 @@ class MalformedReply(ValueError):
 class Reply:
     """One reply: `begin`, `data` as often as there is some, `end`.
 
-    `method` and `version` are the request's. `is_kept`: whether its connection may have another request afterwards;
-    the reply itself may say that it may not.
+    `method` and `version` are the request's. `is_kept`: whether its connection may have another
+    request afterwards; the reply itself may say that it may not.
     """
 
     def __init__(self, method: str = "", version: str = "1.1", *, is_kept: bool = False) -> None:
@@ -33,13 +33,18 @@ class Reply:
         self._missing: int | None = None  # bytes of its body; None: as many as will come
 
     def begin(self, status: int, headers: Iterable[tuple[str, str]], reason: str = "") -> bytes:
-        """Its head; without a Content-Length among the headers it is framed as the client understands it.
+        """Its head; without a Content-Length among the headers it is framed as the client
+        understands it.
 
         Raises MalformedReply, and then nothing has begun.
         """
         headers = list(headers)
         lengths = [value for name, value in headers if name.lower() == "content-length"]
-        if not 200 <= status < 1000 or len({*lengths}) > 1 or not all(map(_LENGTH.fullmatch, lengths)):
+        if (
+            not 200 <= status < 1000
+            or len({*lengths}) > 1
+            or not all(map(_LENGTH.fullmatch, lengths))
+        ):
             raise MalformedReply(f"status {status}, Content-Length {lengths}")
         if len(lengths) > 1:
             headers = [header for header in headers if header[0].lower() != "content-length"]
@@ -62,7 +67,12 @@ class Reply:
         lines = [f"{name}: {value}" for name, value in headers]
         if not _STATUS_LINE.fullmatch(status_line) or not all(map(_HEADER.fullmatch, lines)):
             raise MalformedReply("a header has several lines, or a malformed name")
-        self.has_begun, self.is_kept, self._is_chunked, self._missing = True, is_kept, is_chunked, missing
+        self.has_begun, self.is_kept, self._is_chunked, self._missing = (
+            True,
+            is_kept,
+            is_chunked,
+            missing,
+        )
         return "\r\n".join([status_line, *lines, "", ""]).encode("latin-1", "replace")
 
     def data(self, data: bytes) -> bytes:
@@ -78,9 +88,12 @@ class Reply:
         return data
 
     def end(self) -> bytes:
-        """The end of its body. Raises MalformedReply where it is shorter than its Content-Length."""
+        """The end of its body. Raises MalformedReply where it is shorter than its
+        Content-Length."""
         if self._missing:
-            raise MalformedReply(f"the body is {self._missing} bytes shorter than its Content-Length")
+            raise MalformedReply(
+                f"the body is {self._missing} bytes shorter than its Content-Length"
+            )
         self.is_complete = True
         return b"0\r\n\r\n" if self._is_chunked else b""
 

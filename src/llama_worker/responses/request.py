@@ -1,6 +1,7 @@
 """A request of the Responses API to one for chat completions. Pure.
 
-Everything that neither API knows (llama.cpp's sampling parameters above all) passes through as it is.
+Everything that neither API knows (llama.cpp's sampling parameters above all) passes through as it
+is.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from llama_worker.responses.refusal import RequestRefused
 from llama_worker.responses.tools import Choice, ToolSet, tool_choice, tool_set
 
 _ITEM_ID = re.compile(r"[a-z]+_(?P<response>[0-9a-f]{32})[0-9]+")
-_MAX_DEPTH = 200  # what is kept and repeated is put together again, with less of the stack left than here
+_MAX_DEPTH = (
+    200  # what is kept and repeated is put together again, with less of the stack left than here
+)
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
-# What the Responses API knows and a chat completion does not; `null` for it means that it was not given.
+# What the Responses API knows and a chat completion does not; `null` for it means that it was not
+# given.
 _OWN_KEYS = frozenset({
     "background", "client_metadata", "context_management", "conversation", "include", "input", "instructions",
     "max_output_tokens", "max_tool_calls", "messages", "metadata", "previous_response_id", "prompt",
@@ -30,7 +34,13 @@ _OWN_KEYS = frozenset({
     "service_tier", "store", "stream", "stream_options", "text", "tool_choice", "tools", "top_logprobs",
     "truncation", "user",
 })  # fmt: skip
-_IGNORED_WITH_A_WARNING = ("background", "conversation", "max_tool_calls", "prompt", "context_management")
+_IGNORED_WITH_A_WARNING = (
+    "background",
+    "conversation",
+    "max_tool_calls",
+    "prompt",
+    "context_management",
+)
 
 
 class References(Struct, frozen=True, kw_only=True):
@@ -49,7 +59,8 @@ class References(Struct, frozen=True, kw_only=True):
 
 
 class Recalled(Struct, frozen=True, kw_only=True):
-    """What the store has of it. `history` is None where the response is unknown; unknown items are absent."""
+    """What the store has of it. `history` is None where the response is unknown; unknown items are
+    absent."""
 
     history: tuple[Item, ...] | None = ()
     items: Mapping[str, Item]
@@ -77,10 +88,14 @@ def references(body: Mapping[str, Any]) -> References:
     """What to look up before `normalise`."""
     previous = body.get("previous_response_id")
     if previous is not None and not isinstance(previous, str):
-        raise RequestRefused(400, "previous_response_id must be a string", param="previous_response_id")
+        raise RequestRefused(
+            400, "previous_response_id must be a string", param="previous_response_id"
+        )
     found = [item.get("id") for item in _input_items(body) if item_type(item) == "item_reference"]
     ids = [item_id if isinstance(item_id, str) else "" for item_id in found]
-    if len(set(ids)) < len(ids):  # OpenAI refuses it too; a short request could grow beyond all bounds by it
+    if len(set(ids)) < len(
+        ids
+    ):  # OpenAI refuses it too; a short request could grow beyond all bounds by it
         raise RequestRefused(400, "an item of the input is referred to twice", param="input")
     return References(previous_response_id=previous or None, item_ids=tuple(ids))
 
@@ -90,7 +105,8 @@ def normalise(
 ) -> ChatRequest:
     """The chat completion that the request asks for. Raises RequestRefused; mutates nothing.
 
-    `late_role`: of system messages after the first turn has begun, as the model's template takes them.
+    `late_role`: of system messages after the first turn has begun, as the model's template takes
+    them.
     """
     wanted = references(body)
     own_items = tuple(_resolved(item, recalled) for item in _input_items(body))
@@ -103,7 +119,9 @@ def normalise(
         raise RequestRefused(400, "Missing required parameter: 'input'.", param="input")
     instructions, instruction_items = _instructions(body)
     items = (*instruction_items, *history, *own_items)
-    tools, tool_warnings = tool_set(body.get("tools"), *(item.get("tools") for item in items if _brings_tools(item)))
+    tools, tool_warnings = tool_set(
+        body.get("tools"), *(item.get("tools") for item in items if _brings_tools(item))
+    )
     choice = tool_choice(body.get("tool_choice"), tools)
     text_format = _text_format(body.get("text"))
     conflict = _settle_conflict(choice, text_format)
@@ -112,7 +130,9 @@ def normalise(
     if not chat_input.messages:
         raise RequestRefused(400, "the input is empty", param="input")
 
-    chat: dict[str, Any] = {key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None}
+    chat: dict[str, Any] = {
+        key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None
+    }
     parallel = chat.pop("parallel_tool_calls", None)
     chat["messages"] = chat_input.messages
     chat["stream"] = True
@@ -140,7 +160,8 @@ def normalise(
         stream=body.get("stream") is True,
         has_late_instructions=chat_input.has_late,
         store=store,
-        seal_reasoning=not store or ENCRYPTED_REASONING in include,  # without a store nothing else brings it back
+        seal_reasoning=not store
+        or ENCRYPTED_REASONING in include,  # without a store nothing else brings it back
         warnings=(
             *chat_input.warnings,
             *tool_warnings,
@@ -200,7 +221,9 @@ def _children(value: object) -> Iterable[Any]:
         return value.values()
     if isinstance(value, list):
         return value
-    if isinstance(value, float) and not math.isfinite(value):  # Python reads NaN and 1e999, JSON has neither
+    if isinstance(value, float) and not math.isfinite(
+        value
+    ):  # Python reads NaN and 1e999, JSON has neither
         raise RequestRefused(400, "a number of the request is beyond the range of a double")
     return ()
 
@@ -244,7 +267,8 @@ def _resolved(item: Item, recalled: Recalled) -> Item:
 def _not_found(message: str, param: str = "previous_response_id") -> RequestRefused:
     return RequestRefused(
         400,
-        f"{message} Responses are kept in memory, the least recently used go first, and `store: false` keeps none: "
+        f"{message} Responses are kept in memory, the least recently used go first, and "
+        "`store: false` keeps none: "
         "send the whole conversation as `input`.",
         code="previous_response_not_found",
         param=param,
@@ -279,7 +303,11 @@ def _text_format(text: object) -> dict[str, Any] | None:
         raise RequestRefused(400, f"unknown text.format {kind!r}", param="text.format")
     inner = given.get("json_schema")
     source = inner if isinstance(inner, Mapping) else given
-    schema, strict, description = source.get("schema"), source.get("strict"), source.get("description")
+    schema, strict, description = (
+        source.get("schema"),
+        source.get("strict"),
+        source.get("description"),
+    )
     if not isinstance(schema, Mapping):
         raise RequestRefused(400, "text.format needs a schema", param="text.format.schema")
     name = source.get("name")
@@ -319,7 +347,11 @@ def _settle_conflict(choice: Choice, text_format: Mapping[str, Any] | None) -> _
 def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
     if text_format["type"] == "json_object":
         return dict(text_format)
-    schema = {key: text_format[key] for key in ("name", "schema", "strict") if text_format[key] is not None}
+    schema = {
+        key: text_format[key]
+        for key in ("name", "schema", "strict")
+        if text_format[key] is not None
+    }
     return {"type": "json_schema", "json_schema": schema}
 
 
@@ -329,5 +361,7 @@ def _set_effort(chat: dict[str, Any], reasoning: object) -> None:
     if not isinstance(effort, str):
         return
     given = chat.get("chat_template_kwargs")
-    wanted: dict[str, Any] = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    wanted: dict[str, Any] = (
+        {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    )
     chat["chat_template_kwargs"] = {**wanted, **(given if isinstance(given, Mapping) else {})}

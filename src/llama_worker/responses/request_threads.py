@@ -1,6 +1,7 @@
 """The threads on which requests run. One that has ended its request waits a while for another.
 
-To start a thread takes its starter 0.1 ms, and on a busy machine far more; to wake one takes a tenth of that.
+To start a thread takes its starter 0.1 ms, and on a busy machine far more; to wake one takes a
+tenth of that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class RequestThreads:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # The queue of each thread that waits, the latest last: where several wait for one queue, others wake too.
+        # The queue of each thread that waits, the latest last: where several wait for one queue,
+        # others wake too.
         self._idle: list[queue.SimpleQueue[Call | None]] = []
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
@@ -36,7 +38,9 @@ class RequestThreads:
         if waiting is not None:
             waiting.put(call)
             return
-        thread = threading.Thread(target=self._work, args=(call,), name="llama_worker-response", daemon=True)
+        thread = threading.Thread(
+            target=self._work, args=(call,), name="llama_worker-response", daemon=True
+        )
         with self._lock:
             self._threads.add(thread)
         try:

@@ -1,6 +1,8 @@
-"""The responses that can be referred to: bounded by count and bytes, the least recently used go first. Pure.
+"""The responses that can be referred to: bounded by count and bytes, the least recently used go
+first. Pure.
 
-They are kept as JSON text: what the store counts is what it holds, where parsed objects would take several times that.
+They are kept as JSON text: what the store counts is what it holds, where parsed objects would take
+several times that.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _ITEM_ID_BYTES = 256  # of each id that can be referred to, likewise
 
 
 class StoredResponse(Struct, frozen=True, kw_only=True):
-    """One response, and the input items of its own request, as JSON. `item_ids`: of both, the output's last."""
+    """One response, and the input items of its own request, as JSON. `item_ids`: of both, the
+    output's last."""
 
     id: str
     response_json: bytes
@@ -63,7 +66,8 @@ def stored_response(
 
 
 class Found(Struct, frozen=True, kw_only=True):
-    """What was asked for. `chain`: the responses of the conversation, oldest first; None where one is missing.
+    """What was asked for. `chain`: the responses of the conversation, oldest first; None where one
+    is missing.
 
     `holders`: by item id a response that has it.
     """
@@ -75,19 +79,30 @@ class Found(Struct, frozen=True, kw_only=True):
         """The items themselves. It reads the JSON: for the thread that asked."""
         items = {}
         for item_id, holder in self.holders.items():
-            items[item_id] = next(item for item in reversed(holder.items()) if item.get("id") == item_id)
-        history = None if self.chain is None else tuple(item for stored in self.chain for item in stored.items())
+            items[item_id] = next(
+                item for item in reversed(holder.items()) if item.get("id") == item_id
+            )
+        history = (
+            None
+            if self.chain is None
+            else tuple(item for stored in self.chain for item in stored.items())
+        )
         return Recalled(history=history, items=items)
 
 
 class ResponseStore:
-    """Not thread-safe: one actor owns it. A conversation is a chain of responses, each stored once."""
+    """Not thread-safe: one actor owns it. A conversation is a chain of responses, each stored
+    once."""
 
     def __init__(self, *, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()  # the least recently used first
-        self._owners: dict[str, dict[str, None]] = {}  # by item id the responses that have it, the latest last
+        self._stored: OrderedDict[str, StoredResponse] = (
+            OrderedDict()
+        )  # the least recently used first
+        self._owners: dict[
+            str, dict[str, None]
+        ] = {}  # by item id the responses that have it, the latest last
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -134,10 +149,16 @@ class ResponseStore:
 
     def recall(self, wanted: References) -> Found:
         """The conversation up to a response, and the items asked for."""
-        owners = {item_id: self._owners[item_id] for item_id in wanted.item_ids if item_id in self._owners}
+        owners = {
+            item_id: self._owners[item_id] for item_id in wanted.item_ids if item_id in self._owners
+        }
         return Found(
-            chain=() if wanted.previous_response_id is None else self._chain(wanted.previous_response_id),
-            holders={item_id: self._used(next(reversed(known))) for item_id, known in owners.items()},
+            chain=()
+            if wanted.previous_response_id is None
+            else self._chain(wanted.previous_response_id),
+            holders={
+                item_id: self._used(next(reversed(known))) for item_id, known in owners.items()
+            },
         )
 
     def _chain(self, response_id: str | None) -> tuple[StoredResponse, ...] | None:

@@ -1,8 +1,8 @@
 """The tools of a request, what the model is offered of them, and which it is to call. Pure.
 
-A chat completion knows functions with flat names. A tool in a namespace is offered as `namespace__name`; a custom
-tool, which takes free text, as a function with one string, `input`; the search for tools that a client keeps back as
-the function `tool_search`.
+A chat completion knows functions with flat names. A tool in a namespace is offered as
+`namespace__name`; a custom tool, which takes free text, as a function with one string, `input`; the
+search for tools that a client keeps back as the function `tool_search`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _JOINT = "__"
 _NO_PARAMETERS: Json = {"type": "object", "properties": {}}
 _FREE_TEXT: Json = {
     "type": "object",
-    "properties": {"input": {"type": "string", "description": "The tool's whole input, as free text."}},
+    "properties": {
+        "input": {"type": "string", "description": "The tool's whole input, as free text."}
+    },
     "required": ["input"],
 }
 
@@ -59,21 +61,33 @@ class ToolSet(Struct, frozen=True):
     def model_name(self, namespace: object, name: str) -> str:
         """What the model knows a tool of the client by, also one that is no longer offered."""
         tool = self._known(namespace, name)
-        return tool.model_name if tool else _joined(namespace if isinstance(namespace, str) else None, name)
+        return (
+            tool.model_name
+            if tool
+            else _joined(namespace if isinstance(namespace, str) else None, name)
+        )
 
     def find(self, name: object, namespace: object = None) -> Tool | None:
         """By the client's name, with the namespace beside it or in front of it."""
         return self._known(namespace, name) or self.called(name)
 
     def _known(self, namespace: object, name: object) -> Tool | None:
-        return next((tool for tool in self.tools if (tool.namespace, tool.name) == (namespace or None, name)), None)
+        return next(
+            (
+                tool
+                for tool in self.tools
+                if (tool.namespace, tool.name) == (namespace or None, name)
+            ),
+            None,
+        )
 
 
 NO_TOOLS = ToolSet()
 
 
 def tool_set(*lists: object) -> tuple[ToolSet, list[str]]:
-    """The tools of all lists, and warnings about those that are ignored. A tool that comes again replaces the first."""
+    """The tools of all lists, and warnings about those that are ignored. A tool that comes again
+    replaces the first."""
     found: dict[tuple[str | None, str], Tool] = {}
     echo: list[Json] = []
     warnings: list[str] = []
@@ -86,14 +100,19 @@ def tool_set(*lists: object) -> tuple[ToolSet, list[str]]:
             kept = list(_flat(entry, warnings))
             for namespace, tool in kept:
                 before = found.get((namespace, tool["name"]))
-                name = before.model_name if before else _unused(_joined(namespace, tool["name"]), found)
+                name = (
+                    before.model_name
+                    if before
+                    else _unused(_joined(namespace, tool["name"]), found)
+                )
                 found[namespace, tool["name"]] = _tool(tool, namespace, name)
             echo += _echo(entry, [tool for _, tool in kept])
     return ToolSet(tuple(found.values()), tuple(echo)), list(dict.fromkeys(warnings))
 
 
 def custom_input(arguments: str) -> str:
-    """The free text in the arguments that the model wrote for a custom tool; all of them where they are malformed."""
+    """The free text in the arguments that the model wrote for a custom tool; all of them where they
+    are malformed."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -125,7 +144,9 @@ def _flat(
         case "namespace" if namespace is None:
             name, inner = entry.get("name"), entry.get("tools")
             if not isinstance(name, str) or not name or not isinstance(inner, list):
-                raise RequestRefused(400, "a namespace needs a name and a list of tools", param="tools")
+                raise RequestRefused(
+                    400, "a namespace needs a name and a list of tools", param="tools"
+                )
             for tool in inner:
                 yield from _flat(tool, warnings, name)
         case kind:
@@ -149,12 +170,17 @@ def _custom(entry: Json) -> dict[str, Any]:
     nested = entry.get("custom")
     custom = nested if isinstance(nested, Mapping) else entry
     form = custom.get("format")
-    tool = {"type": "custom", "name": _name(custom, "a custom tool"), "description": _text(custom.get("description"))}
+    tool = {
+        "type": "custom",
+        "name": _name(custom, "a custom tool"),
+        "description": _text(custom.get("description")),
+    }
     return {**tool, "format": dict(form)} if isinstance(form, Mapping) else tool
 
 
 def _tool_search(entry: Json) -> dict[str, Any]:
-    """The client looks for tools that it has not offered; those that it finds are in the next request."""
+    """The client looks for tools that it has not offered; those that it finds are in the next
+    request."""
     parameters = entry.get("parameters")
     return {
         "type": "tool_search",
@@ -205,7 +231,11 @@ def _echo(entry: Json, kept: Sequence[Json]) -> list[Json]:
         return [{key: value for key, value in tool.items() if key != "name"} for tool in kept]
     if entry.get("type") != "namespace":
         return list(kept)
-    head = {"type": "namespace", "name": entry["name"], "description": _text(entry.get("description")) or ""}
+    head = {
+        "type": "namespace",
+        "name": entry["name"],
+        "description": _text(entry.get("description")) or "",
+    }
     return [{**head, "tools": list(kept)}]
 
 
@@ -224,7 +254,8 @@ def _unused(name: str, found: Mapping[Any, Tool]) -> str:
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """What llama-server is told (`mode`, and the tools that are `offered`), and what the response says of it."""
+    """What llama-server is told (`mode`, and the tools that are `offered`), and what the response
+    says of it."""
 
     mode: str
     offered: Sequence[Tool]
@@ -233,7 +264,8 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 def tool_choice(given: object, tools: ToolSet) -> Choice:
-    """llama-server takes an object for "auto": a choice is forced by offering only what is chosen."""
+    """llama-server takes an object for "auto": a choice is forced by offering only what is
+    chosen."""
     if given is None:
         return Choice(mode="auto", offered=tools.tools, echo="auto")
     if given in ("auto", "none", "required"):
@@ -248,13 +280,21 @@ def tool_choice(given: object, tools: ToolSet) -> Choice:
         nested = given.get(kind)
         chosen = nested if isinstance(nested, Mapping) else given
         offered = _chosen([chosen], tools)
-        return Choice(mode="required", offered=offered, echo={"type": kind, "name": offered[0].name})
+        return Choice(
+            mode="required", offered=offered, echo={"type": kind, "name": offered[0].name}
+        )
     if kind == "allowed_tools":
         allowed, mode = given.get("tools"), given.get("mode", "auto")
-        allowed = [tool for tool in allowed if isinstance(tool, Mapping)] if isinstance(allowed, list) else []
+        allowed = (
+            [tool for tool in allowed if isinstance(tool, Mapping)]
+            if isinstance(allowed, list)
+            else []
+        )
         ours = [tool for tool in allowed if tool.get("type", "function") in ("function", "custom")]
         if mode not in ("auto", "required"):
-            raise RequestRefused(400, f"unknown mode {mode!r} of allowed_tools", param="tool_choice")
+            raise RequestRefused(
+                400, f"unknown mode {mode!r} of allowed_tools", param="tool_choice"
+            )
         echo = {"type": "allowed_tools", "mode": mode, "tools": [dict(tool) for tool in allowed]}
         offered = _chosen(ours, tools)
         return Choice(mode=mode if offered else "auto", offered=offered, echo=echo)

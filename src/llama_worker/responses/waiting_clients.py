@@ -1,4 +1,5 @@
-"""Who waits for what on the listener's thread, how long they may, and who goes first where places are short. Pure."""
+"""Who waits for what on the listener's thread, how long they may, and who goes first where places
+are short. Pure."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ _ALLOWED_S = {Phase.SILENT: SILENT_S, Phase.HEAD: HEAD_S, Phase.BODY: BODY_S, No
 
 
 class WaitingClients(Generic[C]):
-    """Clients by what they wait for, `None` for a connection's end. Instants are monotonic seconds."""
+    """Clients by what they wait for, `None` for a connection's end. Instants are monotonic
+    seconds."""
 
     def __init__(self) -> None:
-        # Of each kind the one that has waited longest comes first: all of a kind may wait equally long.
+        # Of each kind the one that has waited longest comes first: all of a kind may wait equally
+        # long.
         self._waiting: dict[Phase | None, dict[C, float]] = {phase: {} for phase in _ALLOWED_S}
         self._phases: dict[C, Phase | None] = {}
 
@@ -45,7 +48,9 @@ class WaitingClients(Generic[C]):
 
     def deadline(self) -> float | None:
         """When the next one has waited long enough; None: nobody waits."""
-        return min((next(iter(kind.values())) for kind in self._waiting.values() if kind), default=None)
+        return min(
+            (next(iter(kind.values())) for kind in self._waiting.values() if kind), default=None
+        )
 
     def expired(self, now: float) -> list[C]:
         """Those that have."""
@@ -58,6 +63,9 @@ class WaitingClients(Generic[C]):
         return found
 
     def next_to_evict(self) -> C | None:
-        """Whose place is given to another: whoever waits longest, the end of a connection or silence first."""
+        """Whose place is given to another: whoever waits longest, the end of a connection or
+        silence first."""
         order = (None, Phase.SILENT, Phase.HEAD, Phase.BODY)
-        return next((next(iter(self._waiting[phase])) for phase in order if self._waiting[phase]), None)
+        return next(
+            (next(iter(self._waiting[phase])) for phase in order if self._waiting[phase]), None
+        )

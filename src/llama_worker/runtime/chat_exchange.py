@@ -43,7 +43,9 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         """Where the config's server is reached from this machine."""
         host = config.connect_host
         return cls(
-            base_url=f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}",
+            base_url=f"http://[{host}]:{config.port}"
+            if ":" in host
+            else f"http://{host}:{config.port}",
             connect_timeout_s=config.timeouts.connect_timeout_s,
             api_key=config.api_key,
         )
@@ -57,8 +59,11 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         url = urlsplit(self.base_url)
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
-    def chat_request(self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
-        """A chat completion's HTTP request. By hand: `requests` takes half a millisecond to build one."""
+    def chat_request(
+        self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> bytes:
+        """A chat completion's HTTP request. By hand: `requests` takes half a millisecond to build
+        one."""
         url = urlsplit(self.base_url)
         content = json.dumps(body, separators=(",", ":")).encode()
         lines = [f"POST {url.path}/v1/chat/completions HTTP/1.1"]
@@ -84,21 +89,28 @@ def send(
     """The response once its headers are here, however long that takes, or why there is none."""
     timeout = (endpoint.connect_timeout_s, None)
     try:
-        # Not by `http.send`, which reads the body of a redirect and parses where it leads, if it is followed or not.
+        # Not by `http.send`, which reads the body of a redirect and parses where it leads, if it is
+        # followed or not.
         url = request.url or ""
-        settings: Any = http.merge_environment_settings(url, {}, stream=True, verify=None, cert=None)
+        settings: Any = http.merge_environment_settings(
+            url, {}, stream=True, verify=None, cert=None
+        )
         return http.get_adapter(url).send(request, timeout=timeout, **settings)
-    except (OSError, urllib3.exceptions.HTTPError) as error:  # what requests raises is an OSError; Aborted is not
+    except (
+        OSError,
+        urllib3.exceptions.HTTPError,
+    ) as error:  # what requests raises is an OSError; Aborted is not
         if abort.connected:
             return disconnected("before the response headers", cause(error))
         return _connect_failed(cause(error))
 
 
 class ChatExchange:
-    """A chat completion as a stream of events, for a thread that waits for them; only the Abort is for others.
+    """A chat completion as a stream of events, for a thread that waits for them; only the Abort is
+    for others.
 
-    `ca_file`: the certificates that an https server's is checked with; None: those of `certifi`. `silence_s`: how long
-    a read waits for something; None: for ever.
+    `ca_file`: the certificates that an https server's is checked with; None: those of `certifi`.
+    `silence_s`: how long a read waits for something; None: for ever.
     """
 
     def __init__(
@@ -135,7 +147,8 @@ class ChatExchange:
     def open(self, *, before_reading: Callable[[], object] = lambda: None) -> bool:
         """Wait for the headers; False where `failure` says why there is no stream.
 
-        `before_reading` is called each time, and again after each silence; what it raises, this and `read` raise.
+        `before_reading` is called each time, and again after each silence; what it raises, this and
+        `read` raise.
         """
         if self._socket is None:
             return False
@@ -158,7 +171,8 @@ class ChatExchange:
         return bool(self._events)
 
     def read(self) -> list[StreamEvent] | None:
-        """What comes next, [] for a keepalive or a silence; None at the end: `failure` says whether a good one."""
+        """What comes next, [] for a keepalive or a silence; None at the end: `failure` says whether
+        a good one."""
         events, self._events = self._events, []
         if not events and not self._response.over:
             events = self._receive()
@@ -199,8 +213,12 @@ class ChatExchange:
             if self._endpoint.base_url.startswith("https:"):
                 context = _tls_context(self._ca_file or certifi.where())
                 connection = context.wrap_socket(connection, server_hostname=host)
-                self._abort.attach(connection)  # another object: the first one has let go of the descriptor
-            connection.settimeout(None)  # from now on: a busy server may leave a long request unread for minutes
+                self._abort.attach(
+                    connection
+                )  # another object: the first one has let go of the descriptor
+            connection.settimeout(
+                None
+            )  # from now on: a busy server may leave a long request unread for minutes
         except BaseException:
             self._abort.detach()
             connection.close()
@@ -233,7 +251,8 @@ def _connect_failed(detail: str) -> StreamFailure:
 
 
 def cause(error: BaseException) -> str:
-    """The innermost error in words: the layers above it only repeat addresses, and show their classes."""
+    """The innermost error in words: the layers above it only repeat addresses, and show their
+    classes."""
     while (inner := _within(error)) is not None:
         error = inner
     match error:

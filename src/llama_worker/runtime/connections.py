@@ -1,7 +1,7 @@
 """HTTP connections that can be aborted from another thread in every phase.
 
-Only `requests` and urllib3's documented points of extension are used: an adapter with its own pools, whose
-connections make their own socket.
+Only `requests` and urllib3's documented points of extension are used: an adapter with its own
+pools, whose connections make their own socket.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Aborted(urllib3.exceptions.HTTPError):
 
 
 class Abort:
-    """The handle of one connection. Thread-safe; `abort` is idempotent and takes no time in any phase.
+    """The handle of one connection. Thread-safe; `abort` is idempotent and takes no time in any
+    phase.
 
     Name resolution and a TLS handshake are not cut short, only what would follow them.
     """
@@ -45,17 +46,20 @@ class Abort:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
-        self.connected = False  # a connection was made, with TLS if there is to be; read by the thread that makes it
+        # a connection was made, with TLS if there is to be; read by the thread that makes it
+        self.connected = False
 
     def abort(self) -> None:
-        """Close the connection both ways, which wakes whoever reads, writes or connects; refuse a later one."""
+        """Close the connection both ways, which wakes whoever reads, writes or connects; refuse a
+        later one."""
         with self._lock:
             self._aborted = True
             if self._socket is not None:
                 shut_down(self._socket)
 
     def wait_readable(self, timeout_s: float | None) -> bool:
-        """Wait until there is something to read, or the connection's end, however it comes; False: not in time.
+        """Wait until there is something to read, or the connection's end, however it comes; False:
+        not in time.
 
         For the thread that reads.
         """
@@ -94,7 +98,8 @@ def addresses(host: str, port: int, flags: int = 0) -> list[Address]:
 
 
 def session(abort: Abort) -> requests.Session:
-    """A session for one request: no proxies, no .netrc, no retries, one connection, closed after the reply."""
+    """A session for one request: no proxies, no .netrc, no retries, one connection, closed after
+    the reply."""
     made = requests.Session()
     made.trust_env = False
     made.headers["Connection"] = "close"
@@ -108,16 +113,21 @@ def session(abort: Abort) -> requests.Session:
 def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> socket.socket:
     """A connected socket, which `abort` knows from the moment at which it begins to connect.
 
-    It blocks, for `timeout_s` each time. Raises Aborted, or OSError; TimeoutError after `timeout_s`.
+    It blocks, for `timeout_s` each time. Raises Aborted, or OSError; TimeoutError after
+    `timeout_s`.
     """
     refused: OSError | None = None
-    for family, kind, protocol, _, address in numeric_addresses(host, port) or addresses(host, port):
+    for family, kind, protocol, _, address in numeric_addresses(host, port) or addresses(
+        host, port
+    ):
         made = socket.socket(family, kind, protocol)
         try:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             made.setblocking(False)
             begun = made.connect_ex(address)
-            abort.attach(made)  # not earlier: to shut down a socket that does not connect yet is without effect
+            abort.attach(
+                made
+            )  # not earlier: to shut down a socket that does not connect yet is without effect
             _wait_connected(made, begun, timeout_s)
         except OSError as error:
             abort.detach()
@@ -152,11 +162,16 @@ class _Connection(urllib3.connection.HTTPConnection):
         self._abort = abort
 
     def connect(self) -> None:
-        """Connect, and shake hands where it is TLS, within the connect timeout each; sending may then take any time."""
+        """Connect, and shake hands where it is TLS, within the connect timeout each; sending may
+        then take any time."""
         super().connect()
-        self._abort.attach(self.sock)  # of TLS it is another object: the first one has let go of the descriptor
+        self._abort.attach(
+            self.sock
+        )  # of TLS it is another object: the first one has let go of the descriptor
         self._abort.connected = True
-        self.timeout = None  # from now on: a busy server may leave a long request unread for minutes
+        self.timeout = (
+            None  # from now on: a busy server may leave a long request unread for minutes
+        )
         self.sock.settimeout(None)
 
     def _new_conn(self) -> socket.socket:
@@ -164,9 +179,13 @@ class _Connection(urllib3.connection.HTTPConnection):
         try:
             return connect(self._abort, self.host, self.port, timeout_s)
         except TimeoutError as late:
-            raise urllib3.exceptions.ConnectTimeoutError(f"no connection within {timeout_s} s") from late
+            raise urllib3.exceptions.ConnectTimeoutError(
+                f"no connection within {timeout_s} s"
+            ) from late
         except socket.gaierror as unknown:
-            raise urllib3.exceptions.NewConnectionError(self, f"cannot resolve the host: {unknown}") from unknown
+            raise urllib3.exceptions.NewConnectionError(
+                self, f"cannot resolve the host: {unknown}"
+            ) from unknown
         except OSError as error:
             raise urllib3.exceptions.NewConnectionError(self, f"cannot connect: {error}") from error
 
@@ -175,7 +194,9 @@ class _TlsConnection(_Connection, urllib3.connection.HTTPSConnection):
     pass
 
 
-class _Pool(urllib3.connectionpool.HTTPConnectionPool):  # what it does not know, `abort`, it gives to its connections
+class _Pool(
+    urllib3.connectionpool.HTTPConnectionPool
+):  # what it does not know, `abort`, it gives to its connections
     ConnectionCls = _Connection
 
 
@@ -184,7 +205,8 @@ class _TlsPool(urllib3.connectionpool.HTTPSConnectionPool):
 
 
 def _wait_connected(connecting: socket.socket, begun: int, timeout_s: float | None) -> None:
-    """Wait for the end of a connect that gave `begun` (an errno); the socket then blocks, for `timeout_s` each time.
+    """Wait for the end of a connect that gave `begun` (an errno); the socket then blocks, for
+    `timeout_s` each time.
 
     Raises TimeoutError, or what else of OSError the connection met.
     """
@@ -202,7 +224,8 @@ def _wait_connected(connecting: socket.socket, begun: int, timeout_s: float | No
 def shut_down(connection: socket.socket) -> None:
     """Close it both ways: this wakes whoever waits for it, and tells the server at once."""
     try:
-        # A server that is blocked in a send, since our window was full, hears no FIN: the close is to be a reset.
+        # A server that is blocked in a send, since our window was full, hears no FIN: the close is
+        # to be a reset.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:

@@ -15,8 +15,9 @@ _turns = itertools.count(random.randrange(len(_PORTS)))
 def free_port(host: str = "127.0.0.1") -> int:
     """A port from 20000 to 31999 that a server could listen on now, and another one with each call.
 
-    Nothing holds it: somebody may take it before the server does, and then `start` fails with `port_in_use`. That is
-    rare, since every process begins to look somewhere else. Any thread. Raises OSError where no port is free.
+    Nothing holds it: somebody may take it before the server does, and then `start` fails with
+    `port_in_use`. That is rare, since every process begins to look somewhere else. Any thread.
+    Raises OSError where no port is free.
     """
     for _ in _PORTS:
         turn = next(_turns) + 97 * os.getpid()  # a forked process has its parent's count
@@ -27,7 +28,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def can_listen(address: tuple[str, int]) -> bool:
-    """Whether a server could listen there now; True where that cannot be told (it will say so itself)."""
+    """Whether a server could listen there now; True where that cannot be told (it will say so
+    itself)."""
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):  # the latter from a name that IDNA does not allow
@@ -35,7 +37,9 @@ def can_listen(address: tuple[str, int]) -> bool:
     for family, kind, protocol, _, sockaddr in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the past's TIME_WAITs do not count
+                probe.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+                )  # the past's TIME_WAITs do not count
                 probe.bind(sockaddr)
                 probe.listen(1)
         except OSError as error:

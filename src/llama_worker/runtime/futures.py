@@ -1,5 +1,5 @@
-"""The futures that a host gets: Pykka's, but awaitable without blocking the event loop, with callbacks, and
-never left unanswered.
+"""The futures that a host gets: Pykka's, but awaitable without blocking the event loop, with
+callbacks, and never left unanswered.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 _logger = logging.getLogger("llama_worker.futures")
 
 
-# A future that nobody holds is forgotten, so that a host may poll with one after the other; one with a callback
-# or a task that waits is held here.
+# A future that nobody holds is forgotten, so that a host may poll with one after the other; one
+# with a callback or a task that waits is held here.
 _awaited: set[WorkerFuture[Any]] = set()
 
 
 class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
-    """A value that an actor will answer. Any thread may wait; the first answer counts, later ones are ignored."""
+    """A value that an actor will answer. Any thread may wait; the first answer counts, later ones
+    are ignored."""
 
-    # A signal handler of the host's may run at any line of a thread that waits, and wait for another answer there. So
-    # who answers needs no lock that a waiter may hold: single operations on a list are atomic. Pykka's own condition is
-    # taken by waiters only once there is a result.
+    # A signal handler of the host's may run at any line of a thread that waits, and wait for
+    # another answer there. So who answers needs no lock that a waiter may hold: single operations
+    # on a list are atomic. Pykka's own condition is taken by waiters only once there is a result.
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +72,8 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
             raise queue.Full
 
     def get(self, *, timeout: float | None = None) -> T:
-        """As Pykka's, and typed: block until resolved; raises pykka.Timeout after `timeout` seconds."""
+        """As Pykka's, and typed: block until resolved; raises pykka.Timeout after `timeout`
+        seconds."""
         if self._get_hook is None and not self.wait(timeout):
             raise pykka.Timeout(f"{timeout} seconds")
         return cast("T", super().get(timeout=timeout))
@@ -93,14 +95,20 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         return self.done()
 
     def add_done_callback(self, callback: Callable[[WorkerFuture[T]], object]) -> None:
-        """Call `callback(self)` once resolved, on the callback thread that all workers of this process share.
+        """Call `callback(self)` once resolved, on the callback thread that all workers of this
+        process share.
 
-        An exception in it is logged. It may use the worker; it should not wait long, since it keeps the
-        other callbacks waiting.
+        An exception in it is logged. It may use the worker; it should not wait long, since it keeps
+        the other callbacks waiting.
         """
-        if self._get_hook is not None:  # made by map(), filter(), ...: nothing will resolve it but a waiter
+        if (
+            self._get_hook is not None
+        ):  # made by map(), filter(), ...: nothing will resolve it but a waiter
             threading.Thread(
-                target=self._wait_and_call, args=(callback,), name="llama_worker-derived", daemon=True
+                target=self._wait_and_call,
+                args=(callback,),
+                name="llama_worker-derived",
+                daemon=True,
             ).start()
             return
         self._on_resolved(lambda: _callbacks.run(lambda: callback(self)))
@@ -139,7 +147,9 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         # Who forgets it at run time is told so, and not that a future has no such item.
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; {_REMEDY}", name=name, obj=self)
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}; {_REMEDY}", name=name, obj=self
+            )
 
         def __getitem__(self, key: object) -> NoReturn:
             raise TypeError(f"{type(self).__name__} has no item {key!r}; {_REMEDY}")
@@ -180,10 +190,15 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
 def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
     """Sleep until it is released, or for so long.
 
-    Only the main thread handles signals, and one that comes in the instant before it sleeps, or to another thread, it
-    finds out about when it wakes: so it wakes now and then, or a Ctrl-C would be lost for as long as the wait takes.
+    Only the main thread handles signals, and one that comes in the instant before it sleeps, or to
+    another thread, it finds out about when it wakes: so it wakes now and then, or a Ctrl-C would be
+    lost for as long as the wait takes.
     """
-    slice_s = _UNNOTICED_S if threading.current_thread() is threading.main_thread() else threading.TIMEOUT_MAX
+    slice_s = (
+        _UNNOTICED_S
+        if threading.current_thread() is threading.main_thread()
+        else threading.TIMEOUT_MAX
+    )
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while not woken.acquire(timeout=max(0.0, min(until - time.monotonic(), slice_s))):
         if time.monotonic() >= until:
@@ -191,7 +206,8 @@ def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
 
 
 class ResultFuture(WorkerFuture[T]):
-    """A future whose value is handed over: the first successful `get` (or `await`) calls `on_taken`."""
+    """A future whose value is handed over: the first successful `get` (or `await`) calls
+    `on_taken`."""
 
     def __init__(self, on_taken: Callable[[T], object] | None = None) -> None:
         super().__init__()
@@ -210,8 +226,8 @@ class ResultFuture(WorkerFuture[T]):
 class WeakList(Generic[W]):
     """Things that are held only as long as somebody else holds them. Thread-safe.
 
-    No WeakSet: its callbacks run on the thread that lets go of a thing, and a KeyboardInterrupt of the host that
-    comes just then would be swallowed.
+    No WeakSet: its callbacks run on the thread that lets go of a thing, and a KeyboardInterrupt of
+    the host that comes just then would be swallowed.
     """
 
     def __init__(self) -> None:
@@ -237,18 +253,22 @@ class WeakList(Generic[W]):
 class OpenFutures:
     """The futures of one worker that are still to be answered. Thread-safe.
 
-    Pykka does not fail a future that a message carries when the receiver dies, nor does a message count that
-    came a moment too late; here both are found and failed.
+    Pykka does not fail a future that a message carries when the receiver dies, nor does a message
+    count that came a moment too late; here both are found and failed.
     """
 
     def __init__(self) -> None:
-        self._open: WeakList[WorkerFuture[Any]] = WeakList()  # one that nobody holds needs no answer
+        self._open: WeakList[WorkerFuture[Any]] = (
+            WeakList()
+        )  # one that nobody holds needs no answer
         self._closed_by: BaseException | None = None
 
     def add(self, future: WorkerFuture[Any]) -> None:
         """Keep an eye on the future; it is failed at once where `close` came before."""
         self._open.add(future)
-        if self._closed_by is not None:  # asked behind: `close` either finds the future or is seen here
+        if (
+            self._closed_by is not None
+        ):  # asked behind: `close` either finds the future or is seen here
             future.fail(copy.copy(self._closed_by))
 
     @property
@@ -261,11 +281,14 @@ class OpenFutures:
         if self._closed_by is None:
             self._closed_by = error
         for future in self._open.alive():
-            future.fail(copy.copy(error))  # its own: what is raised holds the frames of who called `get`
+            future.fail(
+                copy.copy(error)
+            )  # its own: what is raised holds the frames of who called `get`
 
 
 class _CallbackThread:
-    """Runs hosts' code, callbacks and log handlers: never an actor, which a slow one would block."""
+    """Runs hosts' code, callbacks and log handlers: never an actor, which a slow one would
+    block."""
 
     def __init__(self, name: str = "llama_worker-callbacks") -> None:
         self._name = name
@@ -281,7 +304,9 @@ class _CallbackThread:
                     thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     thread.start()
                     self._thread = thread
-            except RuntimeError as error:  # the host exits (Python 3.12 on); no reason for an actor to die
+            except (
+                RuntimeError
+            ) as error:  # the host exits (Python 3.12 on); no reason for an actor to die
                 _logger.warning("a callback of the host is not made: %s", error)
             finally:
                 self._starting.release()
@@ -303,12 +328,14 @@ _lines = _CallbackThread("llama_worker-log")
 
 
 def call_host(call: Callable[[], object]) -> None:
-    """Make the call on the callback thread that all workers of this process share; an exception in it is logged."""
+    """Make the call on the callback thread that all workers of this process share; an exception in
+    it is logged."""
     _callbacks.run(call)
 
 
 def write_log(logger: logging.Logger, level: int, text: str) -> None:
-    """Log the line on a thread of its own: a handler of the host's that blocks delays lines, and no actor."""
+    """Log the line on a thread of its own: a handler of the host's that blocks delays lines, and no
+    actor."""
     if logger.isEnabledFor(level):
         _lines.run(lambda: logger.log(level, "%s", text))
 

@@ -15,22 +15,30 @@ import psutil
 
 from llama_worker.messages import GpuFaulted, Mailbox
 from llama_worker.runtime.liveness_probes import tree_pids
-from llama_worker.server.gpu_faults import GpuFault, fault_of_xid, gpu_lost, uncorrectable_memory_error
+from llama_worker.server.gpu_faults import (
+    GpuFault,
+    fault_of_xid,
+    gpu_lost,
+    uncorrectable_memory_error,
+)
 
-WAIT_S: Final = 10.0  # nothing wakes a thread that waits in NVML: it ends at most this much later than the server
+# nothing wakes a thread that waits in NVML: it ends at most this much later than the server
+WAIT_S: Final = 10.0
 _logger = logging.getLogger("llama_worker")
 
 
 def watch_gpus(root_pid: int, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None:
     """Tell every kind of fault once, until the process is gone. Blocks.
 
-    Returns at once where NVML cannot be loaded, or sees no process of the tree on any GPU: a server on the CPU, or a
-    container with a pid namespace that the driver does not know.
+    Returns at once where NVML cannot be loaded, or sees no process of the tree on any GPU: a server
+    on the CPU, or a container with a pid namespace that the driver does not know.
     """
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # a missing package or driver, or one that is broken: there is nothing to watch
+    except (
+        Exception
+    ):  # a missing package or driver, or one that is broken: there is nothing to watch
         return
     try:
         _watch(nvml, psutil.Process(root_pid), epoch, reply_to)
@@ -41,11 +49,16 @@ def watch_gpus(root_pid: int, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None
 
 
 def gpus_in_use(root_pid: int) -> tuple[str, ...] | None:
-    """Where the driver sees the process tree; None: there is no NVML or no GPU. May hang with a lost GPU."""
+    """Where the driver sees the process tree; None: there is no NVML or no GPU. May hang with a
+    lost GPU."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
-        return tuple(_gpus_of(nvml, frozenset(tree_pids(root_pid)))) if nvml.nvmlDeviceGetCount() else None
+        return (
+            tuple(_gpus_of(nvml, frozenset(tree_pids(root_pid))))
+            if nvml.nvmlDeviceGetCount()
+            else None
+        )
     except Exception:  # as above
         return None
 
@@ -73,7 +86,9 @@ def _next_faults(nvml: Any, events: Any, gpus: dict[str, Any]) -> Iterator[GpuFa
     except nvml.NVMLError as error:
         if error.value != nvml.NVML_ERROR_TIMEOUT:
             yield from (gpu_lost(gpu) for gpu in _lost(nvml, gpus))
-            time.sleep(WAIT_S)  # such an error comes back at once, for as long as its cause is there
+            time.sleep(
+                WAIT_S
+            )  # such an error comes back at once, for as long as its cause is there
     else:
         fault = _fault_of(nvml, event)
         if fault is not None:
@@ -119,7 +134,8 @@ def _fault_of(nvml: Any, event: Any) -> GpuFault | None:
 
 
 def _lost(nvml: Any, gpus: dict[str, Any]) -> list[str]:
-    """Those that cannot be reached; another GPU of the machine may be the one that the error is about."""
+    """Those that cannot be reached; another GPU of the machine may be the one that the error is
+    about."""
     found = []
     for gpu, handle in gpus.items():
         try:

@@ -1,18 +1,21 @@
 """The process between the host and its server: starts the server, and ends its whole tree.
 
-Run as a script by the host's Python, `guard.py HOST_PID CONTROL_FD REPORT_FD COMMAND...`; it imports nothing of
-the package, so that it is small and quick to start. It is the server's parent and the reaper of its orphans,
-and so knows all of its tree, daemons too, and can end it without the risk that a pid was given to somebody else.
+Run as a script by the host's Python, `guard.py HOST_PID CONTROL_FD REPORT_FD COMMAND...`; it
+imports nothing of the package, so that it is small and quick to start. It is the server's parent
+and the reaper of its orphans, and so knows all of its tree, daemons too, and can end it without the
+risk that a pid was given to somebody else.
 
 It ends the tree when
 - the server's first process has ended, however;
-- the host says so: bytes on CONTROL_FD, `T` for SIGTERM to the server's group, `K` (or the end of file) to kill;
-- the host is gone, however it went (seen through a pidfd: a pipe's end of file would not come where the host had
+- the host says so: bytes on CONTROL_FD, `T` for SIGTERM to the server's group, `K` (or the end of
+  file) to kill;
+- the host is gone, however it went (seen through a pidfd: a pipe's end of file would not come where
+  the host had
   forked): SIGTERM, and SIGKILL after `ORPHAN_GRACE_S`.
 Should the guard itself be killed, the kernel kills the server (its parent-death signal).
 
-REPORT_FD gets lines: `started PID` or `failed ERRNO TEXT`; `died RETURNCODE` as soon as the server's first process
-has ended; `gone` when nothing of the tree is left. Then the guard ends.
+REPORT_FD gets lines: `started PID` or `failed ERRNO TEXT`; `died RETURNCODE` as soon as the
+server's first process has ended; `gone` when nothing of the tree is left. Then the guard ends.
 """
 
 import ctypes
@@ -25,7 +28,14 @@ import time
 ORPHAN_GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTSTP)
+_IGNORED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGPIPE,
+    signal.SIGTSTP,
+)
 
 
 def main(argv: list[str]) -> None:
@@ -35,7 +45,9 @@ def main(argv: list[str]) -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as by some hosts, no child's end could be waited for
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # ignored, as by some hosts, no child's end could be waited for
     host = os.pidfd_open(host_pid)
     if os.getppid() != host_pid:  # the host died before it could be watched
         return
@@ -49,7 +61,9 @@ def main(argv: list[str]) -> None:
     report(report_fd, b"gone\n")
 
 
-def start_server(command: list[str], report_fd: int, private: tuple[int, ...], prctl: object) -> "int | None":
+def start_server(
+    command: list[str], report_fd: int, private: tuple[int, ...], prctl: object
+) -> "int | None":
     """The new server's pid; None, and a report, where it cannot be executed."""
     guard_pid = os.getpid()
     failure_read, failure_write = os.pipe()
@@ -67,7 +81,10 @@ def start_server(command: list[str], report_fd: int, private: tuple[int, ...], p
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             os.execvp(command[0], command)
         except OSError as error:
-            os.write(failure_write, b"failed %d %s\n" % (error.errno or 0, os.strerror(error.errno or 0).encode()))
+            os.write(
+                failure_write,
+                b"failed %d %s\n" % (error.errno or 0, os.strerror(error.errno or 0).encode()),
+            )
         finally:
             os._exit(127)
     os.close(failure_write)
@@ -124,10 +141,11 @@ def terminate(server_pid: int) -> None:
 
 
 def end_tree(server_pid: int, report_fd: int) -> None:
-    """Kill and reap every process that is left; report the server's end when it is seen, first if it has ended.
+    """Kill and reap every process that is left; report the server's end when it is seen, first if
+    it has ended.
 
-    A killed process leaves its children to the guard, so the loop meets all of them, and every pid that it
-    signals is an unreaped child of its own.
+    A killed process leaves its children to the guard, so the loop meets all of them, and every pid
+    that it signals is an unreaped child of its own.
     """
     pid, status = os.waitpid(server_pid, os.WNOHANG)
     while True:

@@ -1,4 +1,5 @@
-"""The threads that run the host's own code: tools, BIOS providers, liveness probes. Each only tells what came of it."""
+"""The threads that run the host's own code: tools, BIOS providers, liveness probes. Each only tells
+what came of it."""
 
 from __future__ import annotations
 
@@ -43,13 +44,16 @@ def run_tool(order: RunTool, config: WorkerConfig) -> None:
         text, ok = encode_result(value), True
     except ToolResultError as unfit:
         text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
-    except BaseException as raised:  # SystemExit and KeyboardInterrupt in a tool are its failures, no more
+    except (
+        BaseException
+    ) as raised:  # SystemExit and KeyboardInterrupt in a tool are its failures, no more
         text = f"tool {call.name!r} raised {described_error(raised)}"
     order.reply_to.tell(CallEnded(turn_id=order.turn_id, ok=ok, text=text, at=time.monotonic()))
 
 
 def write_bios(order: RunBios, config: WorkerConfig, unix_now: float) -> BiosWritten:
-    """Ask the provider, on the calling thread; `unix_now` is the real time, which a suspended machine has caught up."""
+    """Ask the provider, on the calling thread; `unix_now` is the real time, which a suspended
+    machine has caught up."""
     context = BiosContext(
         now=datetime.fromtimestamp(unix_now, config.timezone),
         timezone_name=config.timezone_name,
@@ -60,13 +64,18 @@ def write_bios(order: RunBios, config: WorkerConfig, unix_now: float) -> BiosWri
         tool_call_mode="prompted" if order.prompted else "native",
     )
     try:
-        return BiosWritten(turn_id=order.turn_id, bios=run_bios(config.bios_provider, context), error=None)
+        return BiosWritten(
+            turn_id=order.turn_id, bios=run_bios(config.bios_provider, context), error=None
+        )
     except PromptError as error:
         return BiosWritten(turn_id=order.turn_id, bios="", error=str(error))
 
 
-def look(probe: LivenessProbe, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-    """One probe's look at the server's processes. One that raises, or returns something odd, brings no news."""
+def look(
+    probe: LivenessProbe, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]
+) -> None:
+    """One probe's look at the server's processes. One that raises, or returns something odd, brings
+    no news."""
     alive, detail, blind = False, "", False
     try:
         if seen.fresh:

@@ -1,7 +1,9 @@
-"""What the system shows of a server's processes: evidence of work, and a picture taken before a kill.
+"""What the system shows of a server's processes: evidence of work, and a picture taken before a
+kill.
 
-A probe keeps what it saw before: it belongs to one worker and is called by one thread at a time. Whatever
-cannot be read is no news; nothing here raises because a process ended or may not be looked at.
+A probe keeps what it saw before: it belongs to one worker and is called by one thread at a time.
+Whatever cannot be read is no news; nothing here raises because a process ended or may not be looked
+at.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ from msgspec import Struct
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
 from llama_worker.types import LivenessEvidence, LivenessProbe
 
-CHILDREN_REFRESH_S: Final = 5.0  # a walk over the tree costs about 20 us a thread, a look at one process 12 us
+CHILDREN_REFRESH_S: Final = (
+    5.0  # a walk over the tree costs about 20 us a thread, a look at one process 12 us
+)
 MAX_THREADS: Final = 64
 MAX_PROCESSES: Final = 16
 PROC: Final = "/proc"
-_LISTS_CHILDREN: Final = os.path.exists(f"{PROC}/thread-self/children")  # a kernel with CONFIG_PROC_CHILDREN
+_LISTS_CHILDREN: Final = os.path.exists(
+    f"{PROC}/thread-self/children"
+)  # a kernel with CONFIG_PROC_CHILDREN
 _ANON: Final = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
 
 def default_probes() -> tuple[LivenessProbe, ...]:
     """New probes for one worker: of its processes, and of NVIDIA GPUs where NVML can be loaded."""
     probes: list[LivenessProbe] = [ProcessProbe()]
-    with suppress(Exception):  # a missing package or driver, or one that is broken: there is nothing to probe
+    with suppress(
+        Exception
+    ):  # a missing package or driver, or one that is broken: there is nothing to probe
         probes.append(NvidiaProbe())
     return tuple(probes)
 
@@ -50,7 +58,8 @@ class ProcessProbe:
         self._activity = ProcessActivity(self._ticks_per_second)
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
-        """What the server did lately; None at the first look, and where the root is gone or cannot be read.
+        """What the server did lately; None at the first look, and where the root is gone or cannot
+        be read.
 
         Raises OSError where this machine lacks a descriptor for the look.
         """
@@ -71,15 +80,18 @@ class ProcessProbe:
                     read_bytes=_read_storage_bytes(f"{self._proc}/{pid}/io"),
                     major_faults=stat.major_faults,
                 )
-        self._activity, evidence = self._activity.observe(ProcessSample(at=now, processes=processes))
+        self._activity, evidence = self._activity.observe(
+            ProcessSample(at=now, processes=processes)
+        )
         return evidence
 
 
 class NvidiaProbe:
     """Evidence from the use of NVIDIA GPUs by the processes that serve, over all devices.
 
-    Needs the package nvidia-ml-py (`pynvml`). NVML stays initialised for the life of the host process. In a
-    container with a pid namespace of its own NVML may tell foreign pids: then there is never any news.
+    Needs the package nvidia-ml-py (`pynvml`). NVML stays initialised for the life of the host
+    process. In a container with a pid namespace of its own NVML may tell foreign pids: then there
+    is never any news.
     """
 
     def __init__(self, nvml: Any = None) -> None:
@@ -94,9 +106,11 @@ class NvidiaProbe:
         self._seen_until: dict[int, int] = {}  # device -> newest sample, in NVML's own microseconds
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
-        """What the server did on the GPUs since the last look; None where nothing was told about it.
+        """What the server did on the GPUs since the last look; None where nothing was told about
+        it.
 
-        The first look at a device only sets the mark: NVML's buffer holds samples from before watching began.
+        The first look at a device only sets the mark: NVML's buffer holds samples from before
+        watching began.
         """
         pids = frozenset(self._tree.serving_pids(root_pid, now))
         used = [(device, sample) for device, sample in self._new_samples() if sample.pid in pids]
@@ -120,19 +134,22 @@ class NvidiaProbe:
                 handle = self._nvml.nvmlDeviceGetHandleByIndex(device)
                 samples = list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since or 0))
             except self._nvml.NVMLError as error:
-                # Not found: no sample since then, the regular answer of an idle GPU. Anything else (MIG, a
-                # lost device) tells nothing, and what the buffer holds once it works again may be old.
+                # Not found: no sample since then, the regular answer of an idle GPU. Anything else
+                # (MIG, a lost device) tells nothing, and what the buffer holds once it works again
+                # may be old.
                 if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND:
                     self._seen_until.setdefault(device, 0)
                 continue
             self._seen_until[device] = max([since or 0, *(sample.timeStamp for sample in samples)])
             if since is not None:
-                # Only what is newer counts, whatever the driver was asked: old use would pass for work.
+                # Only what is newer counts, whatever the driver was asked: old use would pass for
+                # work.
                 yield from ((device, sample) for sample in samples if sample.timeStamp > since)
 
 
 def anon_bytes(root_pid: int) -> int | None:
-    """RssAnon and VmSwap of the tree: what a leak grows, and mapped model files do not. None: it cannot be seen."""
+    """RssAnon and VmSwap of the tree: what a leak grows, and mapped model files do not. None: it
+    cannot be seen."""
     found = [_ANON.findall(_read(f"{PROC}/{pid}/status") or "") for pid in tree_pids(root_pid)]
     sizes = [int(kib) * 1024 for lines in found for kib in lines]
     return sum(sizes) if sizes else None
@@ -141,8 +158,8 @@ def anon_bytes(root_pid: int) -> int | None:
 def process_evidence(root_pid: int) -> dict[str, Any]:
     """What is to be seen of the tree at this instant, fit for JSON, for a person. Never raises.
 
-    At most 16 processes with 64 threads each. Command lines are left out: they may hold secrets, and reading
-    them can hang with the process.
+    At most 16 processes with 64 threads each. Command lines are left out: they may hold secrets,
+    and reading them can hang with the process.
     """
     processes = []
     pids = tree_pids(root_pid)
@@ -159,7 +176,9 @@ def process_evidence(root_pid: int) -> dict[str, Any]:
                     "read_bytes": _read_storage_bytes(f"{PROC}/{pid}/io"),
                     "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
                     "wchan": _read(f"{PROC}/{pid}/wchan") or "",
-                    "stack": (_read(f"{PROC}/{pid}/stack") or "").split("\n")[0],  # root alone may read it
+                    "stack": (_read(f"{PROC}/{pid}/stack") or "").split("\n")[
+                        0
+                    ],  # root alone may read it
                     "threads_count": stat.threads_count,
                     "threads": thread_states(pid),
                 }
@@ -168,7 +187,8 @@ def process_evidence(root_pid: int) -> dict[str, Any]:
 
 
 def thread_states(pid: int) -> list[dict[str, Any]]:
-    """`{tid, name, state, cpu_ticks}` of the first 64 threads, with `wchan` where the kernel tells it.
+    """`{tid, name, state, cpu_ticks}` of the first 64 threads, with `wchan` where the kernel tells
+    it.
 
     Empty where the process is gone. Never raises.
     """
@@ -200,17 +220,22 @@ class _Tree:
     def serving_pids(self, root_pid: int, now: float) -> tuple[int, ...]:
         """The root first."""
         known = self._refreshed_at is not None and self._pids[0] == root_pid
-        if not known or self._refreshed_at is None or now - self._refreshed_at >= CHILDREN_REFRESH_S:
+        if (
+            not known
+            or self._refreshed_at is None
+            or now - self._refreshed_at >= CHILDREN_REFRESH_S
+        ):
             self._pids = serving_pids(tree_pids(root_pid))
             self._refreshed_at = now
         return self._pids
 
 
 def serving_pids(pids: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a tree, root first, whose work is the server's: the root's, and that of children that listen.
+    """Those of a tree, root first, whose work is the server's: the root's, and that of children
+    that listen.
 
-    A child that does not (a tool, a log shipper) works for itself. As long as nobody listens, as at a start by a
-    script, or where it cannot be learnt, all count.
+    A child that does not (a tool, a log shipper) works for itself. As long as nobody listens, as at
+    a start by a script, or where it cannot be learnt, all count.
     """
     root_pid, *children = pids
     if not children:
@@ -221,7 +246,9 @@ def serving_pids(pids: tuple[int, ...]) -> tuple[int, ...]:
 
 def _listens(pid: int) -> bool:
     try:
-        return any(c.status == psutil.CONN_LISTEN for c in psutil.Process(pid).net_connections(kind="tcp"))
+        return any(
+            c.status == psutil.CONN_LISTEN for c in psutil.Process(pid).net_connections(kind="tcp")
+        )
     except (psutil.Error, OSError, ValueError):
         return False
 
@@ -253,7 +280,8 @@ def _children_by_psutil(root_pid: int) -> list[int]:
 
 
 class _Stat(Struct, frozen=True, kw_only=True):
-    """A line of /proc/PID/stat: one read for what costs psutil three, and major faults, which it lacks."""
+    """A line of /proc/PID/stat: one read for what costs psutil three, and major faults, which it
+    lacks."""
 
     name: str
     state: str
@@ -273,7 +301,9 @@ class _Stat(Struct, frozen=True, kw_only=True):
 
 def _read_stat(path: str) -> _Stat | None:
     try:
-        head, tail = (_read(path) or "").rsplit(")", 1)  # the name may itself hold brackets and blanks
+        head, tail = (_read(path) or "").rsplit(
+            ")", 1
+        )  # the name may itself hold brackets and blanks
         fields = tail.split()  # from the third on, in the count of proc(5)
         return _Stat(
             name=head.split("(", 1)[1],

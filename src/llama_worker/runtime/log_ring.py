@@ -34,7 +34,9 @@ class LogRing:
             whole.append(partial[:_MAX_LINE_BYTES])
             partial = partial[_MAX_LINE_BYTES:]
         keep = self._lines.maxlen or 0
-        lines = [line.rstrip(b"\r").decode(errors="replace") for line in whole[-keep:]] if keep else []
+        lines = (
+            [line.rstrip(b"\r").decode(errors="replace") for line in whole[-keep:]] if keep else []
+        )
         with self._lock:
             self._partial = partial
             self._lines.extend(lines)

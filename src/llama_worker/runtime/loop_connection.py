@@ -1,6 +1,7 @@
 """A request on its way to the server, on a socket that never blocks and that costs no thread.
 
-The caller's thread connects and sends as far as that goes at once; all that has to wait is done by the loop's thread.
+The caller's thread connects and sends as far as that goes at once; all that has to wait is done by
+the loop's thread.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from llama_worker.runtime.connections import Address, addresses, numeric_address
 from llama_worker.runtime.loop_thread import loop_thread
 from llama_worker.runtime.timers import Timer, call_at
 
-_HOST_LACKS = frozenset({errno.EAGAIN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})  # ports, memory
+_HOST_LACKS = frozenset(
+    {errno.EAGAIN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
+)  # ports, memory
 
 
 class LoopConnection(ABC):
-    """Connects and sends; what comes back is for the subclass to read. Thread-safe, and no call takes time."""
+    """Connects and sends; what comes back is for the subclass to read. Thread-safe, and no call
+    takes time."""
 
     def __init__(self, endpoint: Endpoint, request: bytes) -> None:
-        """Nothing is done yet. Raises OSError or RuntimeError where the loop's thread cannot be started."""
+        """Nothing is done yet. Raises OSError or RuntimeError where the loop's thread cannot be
+        started."""
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._loop = loop_thread()
@@ -45,7 +50,8 @@ class LoopConnection(ABC):
 
     @abstractmethod
     def _on_no_connection(self, error: OSError | None) -> None:
-        """There is none: refused, the last reason why or None for no address; socket.gaierror; TimeoutError."""
+        """There is none: refused, the last reason why or None for no address; socket.gaierror;
+        TimeoutError."""
 
     @abstractmethod
     def on_error(self, error: Exception) -> None:
@@ -58,7 +64,8 @@ class LoopConnection(ABC):
         """A tick, while the socket rests."""
 
     def on_ready(self, mask: int) -> None:
-        """The socket can be read or written, or has an error, which reading or writing brings out."""
+        """The socket can be read or written, or has an error, which reading or writing brings
+        out."""
         with self._lock:
             if self._unsent is not None and mask & ~select.EPOLLIN:
                 self._send()
@@ -68,7 +75,8 @@ class LoopConnection(ABC):
     # ---------------------------------------------------------------- with the lock held
 
     def _begin(self, name: str) -> None:
-        """Connect. Raises OSError or RuntimeError where the host lacks threads, descriptors, ports or memory."""
+        """Connect. Raises OSError or RuntimeError where the host lacks threads, descriptors, ports
+        or memory."""
         found = numeric_addresses(*self._endpoint.address)
         if not found:  # a name, which takes its time
             threading.Thread(target=self._resolve, name=f"{name}-resolve", daemon=True).start()
@@ -138,7 +146,9 @@ class LoopConnection(ABC):
             self._cancel_timer()
             self._unsent = self._unsent[sent:] if sent < len(self._unsent) else None
         elif not self._connected and self._timer is None:
-            self._timer = call_at(time.monotonic() + self._endpoint.connect_timeout_s, self._connect_is_late)
+            self._timer = call_at(
+                time.monotonic() + self._endpoint.connect_timeout_s, self._connect_is_late
+            )
         self._loop.watch(self._socket, self, writable=self._unsent is not None)
 
     def _connect_is_late(self) -> None:

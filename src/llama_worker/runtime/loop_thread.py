@@ -1,10 +1,12 @@
-"""The one thread of a host process that reads all open streams, and runs the actors that a token passes.
+"""The one thread of a host process that reads all open streams, and runs the actors that a token
+passes.
 
-A token that arrives goes through them without waking any other thread: on a busy host each wake-up costs more than
-the work that it is for. A worker's other actors have threads of their own.
+A token that arrives goes through them without waking any other thread: on a busy host each wake-up
+costs more than the work that it is for. A worker's other actors have threads of their own.
 
-A socket that rests does not wake the thread for every token. It is looked at once per tick, together with all others
-that rest, and earlier where much lies ready or the connection ends: the kernel counts (SO_RCVLOWAT).
+A socket that rests does not wake the thread for every token. It is looked at once per tick,
+together with all others that rest, and earlier where much lies ready or the connection ends: the
+kernel counts (SO_RCVLOWAT).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Channel(Protocol):
 
 
 class LoopThread:
-    """An epoll set, actors, and the daemon thread that serves both; where no socket rests it never wakes by itself.
+    """An epoll set, actors, and the daemon thread that serves both; where no socket rests it never
+    wakes by itself.
 
     Any thread may call, except for `rest`; of one channel one thread at a time.
     """
@@ -58,7 +61,8 @@ class LoopThread:
         self._resting: dict[Channel, socket.socket] = {}
 
     def start(self) -> select.epoll:
-        """Start the thread, unless it runs. Raises OSError or RuntimeError where the host cannot."""
+        """Start the thread, unless it runs. Raises OSError or RuntimeError where the host
+        cannot."""
         with self._starting:
             if self._epoll is None:
                 with contextlib.ExitStack() as undo:
@@ -66,7 +70,9 @@ class LoopThread:
                     self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                     undo.callback(os.close, self._wake_fd)
                     epoll.register(self._wake_fd, select.EPOLLIN)
-                    threading.Thread(target=self._run, args=(epoll,), name="llama_worker-loop", daemon=True).start()
+                    threading.Thread(
+                        target=self._run, args=(epoll,), name="llama_worker-loop", daemon=True
+                    ).start()
                     undo.pop_all()
                 self._epoll = epoll
             return self._epoll
@@ -83,7 +89,8 @@ class LoopThread:
             self.start().register(connection, mask)
 
     def forget(self, connection: socket.socket, channel: Channel) -> None:
-        """Watch it no more, if it is watched. Before it is closed: a forked child may hold a copy open."""
+        """Watch it no more, if it is watched. Before it is closed: a forked child may hold a copy
+        open."""
         self._resting.pop(channel, None)
         if self._channels.pop(connection.fileno(), None) is not None:
             self.start().unregister(connection)
@@ -138,11 +145,14 @@ class LoopThread:
                 self._ready.popleft().run()
 
     def _serve(self, descriptor: int, mask: int) -> None:
-        """A function of its own: while the thread sleeps it must not hold on to the channel that it served last."""
+        """A function of its own: while the thread sleeps it must not hold on to the channel that it
+        served last."""
         if descriptor == self._wake_fd:
             os.eventfd_read(descriptor)
             self._is_woken = False  # before what is ready is looked at: what comes later wakes anew
-        elif (channel := self._channels.get(descriptor)) is not None:  # else it was closed meanwhile
+        elif (
+            channel := self._channels.get(descriptor)
+        ) is not None:  # else it was closed meanwhile
             self._on_ready(channel, mask)
 
     def _on_ready(self, channel: Channel, mask: int) -> None:
@@ -163,7 +173,9 @@ class LoopThread:
         try:
             channel.on_error(error)
         except Exception as another:
-            write_log(_logger, logging.ERROR, f"a stream could not be ended: {described_error(another)}")
+            write_log(
+                _logger, logging.ERROR, f"a stream could not be ended: {described_error(another)}"
+            )
 
 
 class _Empty(Exception):

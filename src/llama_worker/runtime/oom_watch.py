@@ -14,14 +14,17 @@ _LOOK_AGAIN_S = 1.0
 
 
 class OomWatch:
-    """One process's control group and the kernel's log, from the construction on. `now` is monotonic seconds."""
+    """One process's control group and the kernel's log, from the construction on. `now` is
+    monotonic seconds."""
 
     def __init__(self, pid: int, now: float) -> None:
         self._pid = pid
         self._counter = _counter_file(pid)
         self._before = _count(self._counter)
         self._looked_at = now
-        self._log = _end_of_log()  # what it holds already may be of another process with the same pid
+        self._log = (
+            _end_of_log()
+        )  # what it holds already may be of another process with the same pid
 
     def close(self) -> None:
         """Let the kernel's log go; idempotent."""
@@ -30,7 +33,8 @@ class OomWatch:
             self._log = None
 
     def look(self, now: float) -> None:
-        """Follow the process into another group: a wrapper script may have put it there. Seldom does anything."""
+        """Follow the process into another group: a wrapper script may have put it there. Seldom
+        does anything."""
         if now - self._looked_at < _LOOK_AGAIN_S:
             return
         self._looked_at = now
@@ -43,7 +47,8 @@ class OomWatch:
         return max(0, _count(self._counter) - self._before)
 
     def kernel_line(self) -> str | None:
-        """What the kernel's log says of this process's end; None where it says nothing, or may not be read."""
+        """What the kernel's log says of this process's end; None where it says nothing, or may not
+        be read."""
         if self._log is None:
             return None
         wanted = f"Killed process {self._pid} ("
@@ -71,7 +76,8 @@ def _end_of_log() -> int | None:
 
 
 def _counter_file(pid: int) -> Path | None:
-    """Where the process's group counts kills: `memory.events`, or `memory.oom_control` of version 1."""
+    """Where the process's group counts kills: `memory.events`, or `memory.oom_control` of version
+    1."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:

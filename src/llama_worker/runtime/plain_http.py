@@ -27,8 +27,9 @@ def exchange(
 ) -> tuple[int, bytearray]:
     """(status, body) of the reply. `deadline` in monotonic seconds.
 
-    Raises Aborted; OSError where there is no connection, where it breaks before the reply's end, or (TimeoutError)
-    where the time is up; ValueError for what is not an HTTP response, or longer than 4 MiB.
+    Raises Aborted; OSError where there is no connection, where it breaks before the reply's end, or
+    (TimeoutError) where the time is up; ValueError for what is not an HTTP response, or longer than
+    4 MiB.
     """
     reply = PlainReply()
     connection = connect(abort, *address, min(connect_timeout_s, _left_s(deadline)))

@@ -1,8 +1,10 @@
-"""What the actors ask of the world: everything that waits, as small Protocols. `RealRuntime` is the real one.
+"""What the actors ask of the world: everything that waits, as small Protocols. `RealRuntime` is the
+real one.
 
-The simulator has another (tests/simulation). The actors know neither: a WorkerActor is given its runtime. No method
-blocks; what takes time runs elsewhere and tells a mailbox when it is over. Where the host lacks threads, descriptors
-or memory, a method that begins something raises OSError or RuntimeError and has begun nothing.
+The simulator has another (tests/simulation). The actors know neither: a WorkerActor is given its
+runtime. No method blocks; what takes time runs elsewhere and tells a mailbox when it is over. Where
+the host lacks threads, descriptors or memory, a method that begins something raises OSError or
+RuntimeError and has begun nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Clock(Protocol):
         """Unix seconds; may jump in both directions."""
 
     def call_at(self, at: float, call: Callable[[], object]) -> Timer:
-        """Make the call once `now()` has reached `at`, on a thread of the runtime's. It must only tell."""
+        """Make the call once `now()` has reached `at`, on a thread of the runtime's. It must only
+        tell."""
 
 
 class ServerProcess(Protocol):
@@ -71,7 +74,8 @@ class ToolThread(Protocol):
 
 
 class Log(Protocol):
-    """The last lines of the server's output, newest last, with secrets masked. Read by one actor alone."""
+    """The last lines of the server's output, newest last, with secrets masked. Read by one actor
+    alone."""
 
     def lines(self) -> list[str]:
         """All that are kept, those of earlier launches among them."""
@@ -94,10 +98,12 @@ class ActorRunner(Protocol):
     """What lives an actor's life."""
 
     def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
-        """Run an actor: `loop` on a thread of its own, or message by message by whoever simulates one."""
+        """Run an actor: `loop` on a thread of its own, or message by message by whoever simulates
+        one."""
 
     def call_host(self, call: Callable[[], object]) -> None:
-        """Make a call into the host's code, in order with the others, on a thread that may wait for long."""
+        """Make a call into the host's code, in order with the others, on a thread that may wait for
+        long."""
 
     def write_log(self, level: int, line: str) -> None:
         """Give the line to the host's `logging`, whose handlers may block, and not here."""
@@ -120,29 +126,35 @@ class Runtime(Clock, ActorRunner, Protocol):
     def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> ServerProcess:
         """Launch the configured server.
 
-        `reply_to` gets Launched or LaunchFailed; after Launched, Died (unless the guard was killed) and then one
-        Exited, its last word.
+        `reply_to` gets Launched or LaunchFailed; after Launched, Died (unless the guard was killed)
+        and then one Exited, its last word.
         """
 
     def server_is_gone(self) -> bool:
-        """Whether the process launched last has ended; its news may be on their way. Any thread; quick."""
+        """Whether the process launched last has ended; its news may be on their way. Any thread;
+        quick."""
 
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
-        """What is to be seen of the process tree at this instant, fit for JSON. Takes about a millisecond."""
+        """What is to be seen of the process tree at this instant, fit for JSON. Takes about a
+        millisecond."""
 
     def anon_bytes(self, pid: int) -> int | None:
-        """The anonymous memory of the process tree, swapped out or not; None where it cannot be seen. Quick."""
+        """The anonymous memory of the process tree, swapped out or not; None where it cannot be
+        seen. Quick."""
 
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> Abortable:
         """Post the order's body.
 
-        Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed` gets, too. Of text
-        that comes fast some waits for more, 50 ms at most; `LiveStream` is for who cannot wait. Everything else, and
-        the first text, is told at once.
+        Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed`
+        gets, too. Of text that comes fast some waits for more, 50 ms at most; `LiveStream` is for
+        who cannot wait. Everything else, and the first text, is told at once.
         """
 
-    def probe_readiness(self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]) -> Abortable:
-        """Ask the server whether it is ready; `first` of a launch: whether it is ours, and what it can do.
+    def probe_readiness(
+        self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]
+    ) -> Abortable:
+        """Ask the server whether it is ready; `first` of a launch: whether it is ours, and what it
+        can do.
 
         `reply_to` gets one Probed.
         """
@@ -163,7 +175,8 @@ class Runtime(Clock, ActorRunner, Protocol):
         """Ask the server's `/slots`; `reply_to` gets one SlotsSeen."""
 
     def run_bios(self, order: RunBios) -> None:
-        """Ask the BIOS provider; the order's `reply_to` gets BiosWritten, before this returns or later."""
+        """Ask the BIOS provider; the order's `reply_to` gets BiosWritten, before this returns or
+        later."""
 
     def run_tool(self, order: RunTool) -> ToolThread:
         """Run the call; the order's `reply_to` gets CallEnded."""

@@ -1,4 +1,5 @@
-"""Questions to the server, beside its streams: one that no thread waits for, and one that is answered in JSON."""
+"""Questions to the server, beside its streams: one that no thread waits for, and one that is
+answered in JSON."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ _SLOTS_TIMEOUT_S = 2.0  # it answers within 0.21 s, also in the middle of a long
 
 
 class Question(LoopConnection):
-    """A GET within `timeout_s`. `on_end` is called once, on any thread, with the whole reply or one of NO_ANSWER.
+    """A GET within `timeout_s`. `on_end` is called once, on any thread, with the whole reply or one
+    of NO_ANSWER.
 
-    It must not block. Thread-safe, and no call takes time. Raises OSError or RuntimeError where the host lacks
-    threads, descriptors, ports or memory; then nothing is called.
+    It must not block. Thread-safe, and no call takes time. Raises OSError or RuntimeError where the
+    host lacks threads, descriptors, ports or memory; then nothing is called.
     """
 
     def __init__(
@@ -100,12 +102,18 @@ class Question(LoopConnection):
             on_end(error or self._reply)
 
 
-def look_at_slots(endpoint: Endpoint, epoch: int, name: str, reply_to: Mailbox[SlotsSeen]) -> Question:
+def look_at_slots(
+    endpoint: Endpoint, epoch: int, name: str, reply_to: Mailbox[SlotsSeen]
+) -> Question:
     """Ask for `/slots`; one SlotsSeen follows. Raises as Question."""
     asked_at = time.monotonic()
 
     def tell(reply: PlainReply | Exception) -> None:
-        slots = parse_slots(json_of(reply.body)) if isinstance(reply, PlainReply) and reply.status == 200 else None
+        slots = (
+            parse_slots(json_of(reply.body))
+            if isinstance(reply, PlainReply) and reply.status == 200
+            else None
+        )
         look = None if slots is None else SlotsLook(asked_at=asked_at, slots=slots)
         reply_to.tell(SlotsSeen(epoch=epoch, look=look))
 

@@ -1,6 +1,7 @@
 """One readiness probe: is the server ready, and is it ours?
 
-Most of them are the health probes of servers that are well, and all that an idle worker costs: they take no thread.
+Most of them are the health probes of servers that are well, and all that an idle worker costs: they
+take no thread.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
 class ReadinessProbe:
     """One probe. The constructor begins it; it tells one Probed; any thread may call `abort`.
 
-    The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings the traits; a
-    daemon thread finds that out.
+    The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings
+    the traits; a daemon thread finds that out.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class ReadinessProbe:
         self._question: Question | None = None
         name = f"llama_worker-{config.name}-probe"
         try:
-            self._question = Question(endpoint, "/v1/models", timeout_s=timeout_s, name=name, on_end=self._answered)
+            self._question = Question(
+                endpoint, "/v1/models", timeout_s=timeout_s, name=name, on_end=self._answered
+            )
         except Exception as error:
             self._answered(error)
 
@@ -88,13 +91,18 @@ class ReadinessProbe:
                 traits = self._ask_traits()
                 outcome, detail = self._try_canary(outcome, detail)
             else:
-                outcome, detail = ProbeOutcome.STRANGER, f"another process answers on port {self._config.port}"
+                outcome, detail = (
+                    ProbeOutcome.STRANGER,
+                    f"another process answers on port {self._config.port}",
+                )
         except Exception as error:
             outcome, detail = _outcome(error), described_error(error)
         self._tell(outcome, detail, traits)
 
     def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
-        self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits))
+        self._reply_to.tell(
+            Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits)
+        )
 
     def _ask_traits(self) -> ServerTraits:
         chat = {"messages": [{"role": "user", "content": "-"}]}
@@ -113,18 +121,25 @@ class ReadinessProbe:
         if canary is None:
             return outcome, detail
         try:
-            status, answer = self._ask("POST", "/v1/chat/completions", _CANARY_TIMEOUT_S, canary_body(canary))
+            status, answer = self._ask(
+                "POST", "/v1/chat/completions", _CANARY_TIMEOUT_S, canary_body(canary)
+            )
         except NO_ANSWER as error:
             return _outcome(error), f"the canary: {described_error(error)}"
         problem = canary_problem(canary.check, status, answer)
         return (outcome, detail) if problem is None else (ProbeOutcome.UNFIT, problem)
 
-    def _ask(self, method: str, path: str, timeout_s: float, body: object = None) -> tuple[int, Any]:
-        return ask(self._abort, self._config, self._endpoint, method, path, timeout_s=timeout_s, body=body)
+    def _ask(
+        self, method: str, path: str, timeout_s: float, body: object = None
+    ) -> tuple[int, Any]:
+        return ask(
+            self._abort, self._config, self._endpoint, method, path, timeout_s=timeout_s, body=body
+        )
 
 
 def models_outcome(reply: PlainReply | Exception, *, late_s: float) -> tuple[ProbeOutcome, str]:
-    """What the reply to `/v1/models` says, or that there is none; `late_s`: how long its deadline is over. Pure."""
+    """What the reply to `/v1/models` says, or that there is none; `late_s`: how long its deadline
+    is over. Pure."""
     if isinstance(reply, Exception):
         # Long past its deadline, this process did not run, and so perhaps nothing else did.
         outcome = ProbeOutcome.NO_NEWS if late_s > LATE_S else _outcome(reply)

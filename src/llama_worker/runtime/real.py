@@ -46,7 +46,8 @@ class ActorThreads:
     """Runs actors on daemon threads: a host that forgets `close()` can still exit."""
 
     def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
-        """On a thread of its own, or on the loop's; raises RuntimeError where the system has none left."""
+        """On a thread of its own, or on the loop's; raises RuntimeError where the system has none
+        left."""
         if actor.role in _ON_LOOP_THREAD:
             loop_thread().run_actor(actor)
         else:
@@ -67,7 +68,9 @@ class RealRuntime(ActorThreads):
         self._config = config
         self._name = f"llama_worker-{config.name}"
         self._endpoint = Endpoint.of(config)
-        self._probes = default_probes() if config.liveness_probes is None else tuple(config.liveness_probes)
+        self._probes = (
+            default_probes() if config.liveness_probes is None else tuple(config.liveness_probes)
+        )
         self.probes_count = len(self._probes)
         self.log = LogRing(config.log_lines, api_key=config.api_key)
         self._server: ServerProcess | None = None  # launched last
@@ -109,9 +112,16 @@ class RealRuntime(ActorThreads):
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> StreamReader:
         return StreamReader(order, self._endpoint, on_closed=on_closed, name=self._name)
 
-    def probe_readiness(self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]) -> ReadinessProbe:
+    def probe_readiness(
+        self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]
+    ) -> ReadinessProbe:
         return ReadinessProbe(
-            self._config, self._endpoint, epoch=epoch, root_pid=root_pid, first=first, reply_to=reply_to
+            self._config,
+            self._endpoint,
+            epoch=epoch,
+            root_pid=root_pid,
+            first=first,
+            reply_to=reply_to,
         )
 
     def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
@@ -125,14 +135,19 @@ class RealRuntime(ActorThreads):
         return look_at_slots(self._endpoint, epoch, f"{self._name}-slots", reply_to)
 
     def run_bios(self, order: RunBios) -> None:
-        if self._config.bios_provider is default_bios:  # our own, which is pure and quick, needs no thread
+        if (
+            self._config.bios_provider is default_bios
+        ):  # our own, which is pure and quick, needs no thread
             self._tell_bios(order)
         else:
             start_thread(f"{self._name}-bios", partial(self._tell_bios, order))
 
     def run_tool(self, order: RunTool) -> threading.Thread:
         request_id, turn = order.turn_id
-        return start_thread(f"{self._name}-tool-{request_id}.{turn}", partial(host_code.run_tool, order, self._config))
+        return start_thread(
+            f"{self._name}-tool-{request_id}.{turn}",
+            partial(host_code.run_tool, order, self._config),
+        )
 
     def _tell_bios(self, order: RunBios) -> None:
         order.reply_to.tell(host_code.write_bios(order, self._config, self.unix_now()))

@@ -40,14 +40,18 @@ _SCRUBBED = frozenset({"LLAMA_API_KEY", "LLAMA_SERVER_ROUTER_PORT", "AIP_MODE"})
 
 
 def host_environment() -> dict[str, str]:
-    """This process's; another thread may be changing it, and `os.environ.items()` would raise then."""
+    """This process's; another thread may be changing it, and `os.environ.items()` would raise
+    then."""
     return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
 
 
 def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, str]:
-    """The server's environment: the host's without what would reconfigure a llama-server, then the config's. Pure."""
+    """The server's environment: the host's without what would reconfigure a llama-server, then the
+    config's. Pure."""
     kept = {
-        name: value for name, value in host.items() if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
+        name: value
+        for name, value in host.items()
+        if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
     }
     return {**kept, "GGML_NO_BACKTRACE": "1", **configured}
 
@@ -58,7 +62,8 @@ class _Server(Struct, frozen=True):
 
 
 class ServerProcess:
-    """One launch. The constructor starts a daemon thread, which tells; every method may be called by any thread.
+    """One launch. The constructor starts a daemon thread, which tells; every method may be called
+    by any thread.
 
     `reply_to` gets Launched or LaunchFailed; after Launched, Died and then one Exited, its last
     word. No Died comes where the guard was killed.
@@ -88,7 +93,9 @@ class ServerProcess:
         self._orders = b""  # given before the guard was there to take them
         self._server: _Server | None = None  # once it was started
         self._reaped = False  # the guard said that nothing of the tree is left
-        self._returncode: int = -signal.SIGKILL  # what a killed guard could not report: the kernel killed it
+        self._returncode: int = (
+            -signal.SIGKILL
+        )  # what a killed guard could not report: the kernel killed it
         self._failure: str | None = None
         self._oom: OomWatch | None = None
         self._lack_of_memory: str | None = None
@@ -120,11 +127,14 @@ class ServerProcess:
             return self._server.pidfd is None or _has_ended(self._server.pidfd)
 
     def _force(self) -> None:
-        """The guard did not obey. A server that was killed may just take its time to give back its memory."""
+        """The guard did not obey. A server that was killed may just take its time to give back its
+        memory."""
         if self._server is not None:
             _kill(self._server)
             if self._guard is not None:
-                self._guard.send_signal(signal.SIGCONT)  # one that was stopped after the order must run to reap
+                self._guard.send_signal(
+                    signal.SIGCONT
+                )  # one that was stopped after the order must run to reap
         elif self._guard is not None:
             self._guard.kill()  # it has not come to start a server
 
@@ -132,9 +142,15 @@ class ServerProcess:
         try:
             with contextlib.ExitStack() as cleanup:
                 last_word = self._live(cleanup)
-        except Exception as error:  # out of descriptors, processes or memory; what there was is cleaned up
+        except (
+            Exception
+        ) as error:  # out of descriptors, processes or memory; what there was is cleaned up
             detail = f"no process could be started: {error}"
-            last_word = self._gone() if self._server else self._not_started(StartFailReason.SPAWN_FAILED, detail)
+            last_word = (
+                self._gone()
+                if self._server
+                else self._not_started(StartFailReason.SPAWN_FAILED, detail)
+            )
         if self._oom is not None:
             self._oom.close()
         with self._lock:  # a closed descriptor may be somebody else's by the next `send`
@@ -147,7 +163,10 @@ class ServerProcess:
     def _live(self, cleanup: contextlib.ExitStack) -> LaunchFailed | Exited:
         """Start the guard, watch until it has ended; the thread's last word."""
         if not can_listen(self._address):
-            taken = f"{self._address[0]}:{self._address[1]} is taken by another process: end it, or take another port"
+            taken = (
+                f"{self._address[0]}:{self._address[1]} is taken by another process: end it, or "
+                "take another port"
+            )
             return self._not_started(StartFailReason.PORT_IN_USE, taken)
         control_read, control_write = _pipe(cleanup)
         report_read, report_write = _pipe(cleanup)
@@ -175,7 +194,8 @@ class ServerProcess:
         return self._watch(guardian, report_read)
 
     def _let_go(self, guardian: subprocess.Popen[bytes]) -> None:
-        """Reap the guard. Should it still live, it ends the tree: a forked host may hold the control pipe open."""
+        """Reap the guard. Should it still live, it ends the tree: a forked host may hold the
+        control pipe open."""
         self.send(Signal.KILL)
         with self._lock:
             if self._control is not None:
@@ -187,7 +207,9 @@ class ServerProcess:
         assert guardian.stdout is not None
         guardian.stdout.close()
 
-    def _watch(self, guardian: subprocess.Popen[bytes], reports_from: io.FileIO) -> LaunchFailed | Exited:
+    def _watch(
+        self, guardian: subprocess.Popen[bytes], reports_from: io.FileIO
+    ) -> LaunchFailed | Exited:
         """Drain output and reports until the guard has ended."""
         assert guardian.stdout is not None
         output, report = guardian.stdout.fileno(), reports_from.fileno()
@@ -230,7 +252,11 @@ class ServerProcess:
                 self._returncode = int(rest)
                 self._lack_of_memory = self._judge_memory()
                 self._reply_to.tell(
-                    Died(epoch=self._epoch, returncode=self._returncode, lack_of_memory=self._lack_of_memory)
+                    Died(
+                        epoch=self._epoch,
+                        returncode=self._returncode,
+                        lack_of_memory=self._lack_of_memory,
+                    )
                 )
             case "gone":
                 self._reaped = True
@@ -242,11 +268,15 @@ class ServerProcess:
         if self._server is None:
             detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
             return self._not_started(StartFailReason.SPAWN_FAILED, detail)
-        if not self._reaped:  # somebody killed the guard, and the kernel the server with it: wait for its end
+        if (
+            not self._reaped
+        ):  # somebody killed the guard, and the kernel the server with it: wait for its end
             _kill(self._server)
             if self._server.pidfd is not None:
                 _has_ended(self._server.pidfd, None)
-            _sweep(self._mark)  # the guard knew the tree; without it, the mark in their environment tells
+            _sweep(
+                self._mark
+            )  # the guard knew the tree; without it, the mark in their environment tells
         return self._gone()
 
     def _gone(self) -> Exited:
@@ -298,7 +328,8 @@ def _pidfd(pid: int) -> int | None:
 
 
 def _kill(server: _Server) -> None:
-    """SIGKILL to a server's group and, through its pidfd, to itself; without effect once it is gone."""
+    """SIGKILL to a server's group and, through its pidfd, to itself; without effect once it is
+    gone."""
     if server.pidfd is None:
         return
     try:
@@ -309,8 +340,11 @@ def _kill(server: _Server) -> None:
 
 
 def _sweep(mark: str) -> None:
-    """SIGKILL to every process that was started with `mark` in its environment, until none is left."""
-    while marked := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has_mark(pid, mark)]:
+    """SIGKILL to every process that was started with `mark` in its environment, until none is
+    left."""
+    while marked := [
+        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has_mark(pid, mark)
+    ]:
         for pid in marked:
             try:
                 process = os.pidfd_open(pid)
@@ -335,7 +369,8 @@ def _has_mark(pid: int, mark: str) -> bool:
 def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:
     """(read end, write end), closed in the end unless that was done before.
 
-    In a host whose standard streams are closed a pipe may get their numbers, which the guard's own are to have.
+    In a host whose standard streams are closed a pipe may get their numbers, which the guard's own
+    are to have.
     """
     low = os.pipe()
     try:

@@ -26,7 +26,8 @@ class FoundServer(Struct, frozen=True):
 
 
 class ServerNotFound(ConfigError):
-    """There is no llama-server that can be executed. `what` is missing or wrong, `todo` says what helps."""
+    """There is no llama-server that can be executed. `what` is missing or wrong, `todo` says what
+    helps."""
 
     def __init__(self, what: str, todo: str) -> None:
         super().__init__(f"{what}; {todo}")
@@ -50,7 +51,8 @@ def find_server(named: str | None, *, option: str) -> FoundServer:
     if beside:
         return FoundServer(beside, IN_ENVIRONMENT)
     raise ServerNotFound(
-        "no llama-server was found: not in LLAMA_SERVER, on the PATH or beside this Python", how_to_get
+        "no llama-server was found: not in LLAMA_SERVER, on the PATH or beside this Python",
+        how_to_get,
     )
 
 
@@ -60,7 +62,11 @@ def _executable(named: str, how: str, how_to_get: str) -> FoundServer:
         return FoundServer(found, how)
     path = Path(named).expanduser()
     if path.is_dir():
-        inside = f"give the program in it: {path / PROGRAM}" if (path / PROGRAM).is_file() else how_to_get
+        inside = (
+            f"give the program in it: {path / PROGRAM}"
+            if (path / PROGRAM).is_file()
+            else how_to_get
+        )
         raise ServerNotFound(f"{how}: {named} is a folder, not a program", inside)
     if path.is_file():
         raise ServerNotFound(f"{how}: {named} is not executable", f"chmod +x {path}")

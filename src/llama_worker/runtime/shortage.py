@@ -1,4 +1,5 @@
-"""What this machine lacks for a moment: descriptors, threads, memory. It says nothing about the server."""
+"""What this machine lacks for a moment: descriptors, threads, memory. It says nothing about the
+server."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, 
 def is_shortage(error: BaseException | None) -> bool:
     """Whether the error, or one that it was raised from, is a lack of the host's."""
     while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORTAGES):
+        if isinstance(error, MemoryError) or (
+            isinstance(error, OSError) and error.errno in _SHORTAGES
+        ):
             return True
         if isinstance(error, RuntimeError) and "start new thread" in str(error):
             return True

@@ -18,7 +18,8 @@ class Startable(ABC):
 
     @abstractmethod
     def start(self) -> _Starting:
-        """Begin. Never blocks: the future resolves once it runs, or raises what kept it from that."""
+        """Begin. Never blocks: the future resolves once it runs, or raises what kept it from
+        that."""
 
     @abstractmethod
     def close(self) -> None:
@@ -34,6 +35,9 @@ class Startable(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()

@@ -1,7 +1,8 @@
-"""One open stream on a socket that never blocks: posts the request, reads the reply, tells what it parsed.
+"""One open stream on a socket that never blocks: posts the request, reads the reply, tells what it
+parsed.
 
-No thread belongs to it. The caller's thread connects and sends as far as that goes at once; all that has to wait is
-done by the loop's thread that all streams of the process share.
+No thread belongs to it. The caller's thread connects and sends as far as that goes at once; all
+that has to wait is done by the loop's thread that all streams of the process share.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ _TEXT = frozenset({TextDelta, ReasoningDelta})
 class StreamReader(LoopConnection):
     """One stream; see `ports.Stream`. Thread-safe, and no call takes time.
 
-    Told at once: the first token, everything that is not text, the end, what a `hurry` waits for, and text that comes
-    more than 50 ms after what was told before. Other text is told 50 ms after that, unless `flush` asks for it.
+    Told at once: the first token, everything that is not text, the end, what a `hurry` waits for,
+    and text that comes more than 50 ms after what was told before. Other text is told 50 ms after
+    that, unless `flush` asks for it.
 
     Raises OSError or RuntimeError where the host lacks threads, descriptors, ports or memory.
     """
 
-    def __init__(self, order: OpenStream, endpoint: Endpoint, *, on_closed: Mailbox[StreamClosed], name: str) -> None:
+    def __init__(
+        self, order: OpenStream, endpoint: Endpoint, *, on_closed: Mailbox[StreamClosed], name: str
+    ) -> None:
         super().__init__(endpoint, endpoint.chat_request(order.body))
         self._turn_id = order.turn_id
         self._reply_to = order.reply_to
@@ -79,7 +83,8 @@ class StreamReader(LoopConnection):
     # ---------------------------------------------------------------- called on the loop's thread
 
     def on_tick(self) -> None:
-        """50 ms are over: what has come is told. After anything but text, the socket rests no more."""
+        """50 ms are over: what has come is told. After anything but text, the socket rests no
+        more."""
         with self._lock:
             if not self._closed:
                 self._take_in()
@@ -90,7 +95,9 @@ class StreamReader(LoopConnection):
     def on_error(self, error: Exception) -> None:
         """The host lacks something, or this code is wrong: no news of the server."""
         with self._lock:
-            self._close(StreamFailure(reason=RequestFailReason.UNKNOWN_ERROR, detail=described_error(error)))
+            self._close(
+                StreamFailure(reason=RequestFailReason.UNKNOWN_ERROR, detail=described_error(error))
+            )
 
     # ---------------------------------------------------------------- from the server
 
@@ -126,7 +133,9 @@ class StreamReader(LoopConnection):
         response = self._response
         if response.opened and not self._opened:
             self._opened = True
-            self._reply_to.tell(StreamOpened(turn_id=self._turn_id, at=time.monotonic(), stream=self))
+            self._reply_to.tell(
+                StreamOpened(turn_id=self._turn_id, at=time.monotonic(), stream=self)
+            )
         if response.over:
             self._close(response.failure)
         elif response.refused and self._timer is None:
@@ -146,7 +155,8 @@ class StreamReader(LoopConnection):
         return all(type(event) in _TEXT for event in self._events)
 
     def _tell_or_rest(self) -> None:
-        """After reading without a tick: tell what matters; where text comes fast, wait for more of it."""
+        """After reading without a tick: tell what matters; where text comes fast, wait for more of
+        it."""
         if not self._has_news():
             return
         is_text = self._is_text()
@@ -160,12 +170,15 @@ class StreamReader(LoopConnection):
             self._loop.rest(self._socket, self)
 
     def _tell(self) -> bool:
-        """Tell what came since the last time; keepalives alone are told too, as bytes without events."""
+        """Tell what came since the last time; keepalives alone are told too, as bytes without
+        events."""
         if not self._has_news():
             return False
         events, self._events = self._events, []
         self._told_at = time.monotonic()
-        self._reply_to.tell(StreamEvents(turn_id=self._turn_id, events=tuple(events), at=self._told_at))
+        self._reply_to.tell(
+            StreamEvents(turn_id=self._turn_id, events=tuple(events), at=self._told_at)
+        )
         self._told_bytes = self._response.bytes_read
         if self._is_hurried and any(type(event) in _TEXT for event in events):
             self._is_hurried = False

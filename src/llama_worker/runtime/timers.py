@@ -46,7 +46,8 @@ class TimerThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, unless it runs. Early: from Python 3.12 on a host that exits can start none."""
+        """Start the thread, unless it runs. Early: from Python 3.12 on a host that exits can start
+        none."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="llama_worker-timers", daemon=True)
@@ -54,7 +55,8 @@ class TimerThread:
                 self._thread = thread
 
     def call_at(self, at: float, call: Callable[[], object]) -> Timer:
-        """Make the call on the timer thread once `time.monotonic()` has reached `at`. It must not block."""
+        """Make the call on the timer thread once `time.monotonic()` has reached `at`. It must not
+        block."""
         timer = Timer(call)
         self.start()
         with self._changed:
@@ -82,7 +84,8 @@ class TimerThread:
                 self._changed.wait(None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
 
     def _sweep(self) -> None:
-        """Now and then forget all that were cancelled: far deadlines that change often would pile up."""
+        """Now and then forget all that were cancelled: far deadlines that change often would pile
+        up."""
         if len(self._heap) >= self._sweep_at:
             self._heap = [entry for entry in self._heap if entry[2]._call is not None]
             heapq.heapify(self._heap)

@@ -26,9 +26,10 @@ def llama_server_cmd(
 ) -> tuple[str, ...]:
     """A command for `WorkerConfig.server_cmd` that agrees with its host, port and slots.
 
-    It passes `--parallel`: without it a server opens four slots that share one context (b11434). `cache_ram_mib`
-    bounds the memory in which the server keeps prompts (0: none, -1: no bound); None leaves it to the server, whose
-    default is 8192 MiB: too much where several servers share a machine.
+    It passes `--parallel`: without it a server opens four slots that share one context (b11434).
+    `cache_ram_mib` bounds the memory in which the server keeps prompts (0: none, -1: no bound);
+    None leaves it to the server, whose default is 8192 MiB: too much where several servers share a
+    machine.
     """
     optional(checked_int, "cache_ram_mib", cache_ram_mib, at_least=-1)
     checked_str("model", str(model), empty=False)
@@ -84,7 +85,9 @@ def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -
     for name, flags, value, agrees in checks:
         for flag, told in flag_values(command, flags):
             if not agrees(told):
-                raise ConfigError(f"server_cmd says {flag} {told}, but {name} is {value!r}: make them agree")
+                raise ConfigError(
+                    f"server_cmd says {flag} {told}, but {name} is {value!r}: make them agree"
+                )
 
 
 def ip_address_of(host: str) -> str | None:
@@ -96,7 +99,8 @@ def ip_address_of(host: str) -> str | None:
 
 
 def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Each of the flags that the command has, with its value, or the word behind it ("" where there is none)."""
+    """Each of the flags that the command has, with its value, or the word behind it ("" where there
+    is none)."""
     found = []
     for index, word in enumerate(command):
         flag, equals, told = word.partition("=")

@@ -1,4 +1,5 @@
-"""What the words of a llama-server command promise, cost or break; and which of them a build does not know. Pure."""
+"""What the words of a llama-server command promise, cost or break; and which of them a build does
+not know. Pure."""
 
 from __future__ import annotations
 
@@ -19,16 +20,24 @@ _MODEL_FLAGS = (
     *("-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo"),
     *("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file"),
 )
-_MODEL_VARIABLES = ("LLAMA_ARG_MODEL", "LLAMA_ARG_MODEL_URL", "LLAMA_ARG_DOCKER_REPO", "LLAMA_ARG_HF_REPO")
+_MODEL_VARIABLES = (
+    "LLAMA_ARG_MODEL",
+    "LLAMA_ARG_MODEL_URL",
+    "LLAMA_ARG_DOCKER_REPO",
+    "LLAMA_ARG_HF_REPO",
+)
 _TIMEOUT_FLAGS = ("-to", "--timeout")
 _CACHE_RAM_FLAGS = ("-cram", "--cache-ram")
 
 
-_HELP_LINE = re.compile(r"(-[\w.-]+(?:, +-[\w.-]+)*)((?: [^\s-]\S*)*)(?:\s{2,}|$)")  # flags, what follows them
+_HELP_LINE = re.compile(
+    r"(-[\w.-]+(?:, +-[\w.-]+)*)((?: [^\s-]\S*)*)(?:\s{2,}|$)"
+)  # flags, what follows them
 
 
 class _Breach(Struct, frozen=True):
-    """Flags and variables that break what the library promises. `why` completes "server_cmd has FLAG: "."""
+    """Flags and variables that break what the library promises. `why` completes "server_cmd has
+    FLAG: "."""
 
     flags: tuple[str, ...]
     why: str
@@ -39,20 +48,31 @@ class _Breach(Struct, frozen=True):
 _BREACHES = (
     _Breach(
         ("--tools", "-ag", "--agent", "--mcp-servers-config", "--mcp-servers-json"),
-        "the server may start programs outside its own process tree, which outlive it; tools of a worker are its"
+        "the server may start programs outside its own process tree, which outlive it; tools "
+        "of a worker are its"
         " normal_tools",
-        variables=("LLAMA_ARG_TOOLS", "LLAMA_ARG_AGENT", "LLAMA_ARG_MCP_SERVERS_CONFIG", "LLAMA_ARG_MCP_SERVERS_JSON"),
+        variables=(
+            "LLAMA_ARG_TOOLS",
+            "LLAMA_ARG_AGENT",
+            "LLAMA_ARG_MCP_SERVERS_CONFIG",
+            "LLAMA_ARG_MCP_SERVERS_JSON",
+        ),
     ),
     _Breach(
         ("--sleep-idle-seconds",),
-        "the server unloads its model when idle; the next request waits for the load, and may be taken for hung",
+        (
+            "the server unloads its model when idle; the next request waits for the load, and "
+            "may be taken for hung"
+        ),
         off="-1",
     ),
     _Breach(("--log-prompts-dir",), "the server writes every prompt to disk"),
 )
 
 
-def command_warnings(command: Sequence[str], env: Mapping[str, str], timeouts: TimeoutProfile) -> list[str]:
+def command_warnings(
+    command: Sequence[str], env: Mapping[str, str], timeouts: TimeoutProfile
+) -> list[str]:
     """What in a server's command breaks a promise of this library: lines for a person."""
     lines = []
     for breach in _BREACHES:
@@ -62,7 +82,8 @@ def command_warnings(command: Sequence[str], env: Mapping[str, str], timeouts: T
             lines.append(f"server_cmd has {', '.join(named)}: {breach.why}")
     if _program_at(command) is not None and not _names_model(command, env):
         lines.append(
-            "server_cmd names no model: llama-server then runs as a router, which starts a server of its own for each"
+            "server_cmd names no model: llama-server then runs as a router, which starts a "
+            "server of its own for each"
             " model; give --model, and each model a worker"
         )
     lines += _timeout_warnings(command, timeouts)
@@ -70,7 +91,8 @@ def command_warnings(command: Sequence[str], env: Mapping[str, str], timeouts: T
 
 
 def cache_ram_mib(command: Sequence[str]) -> float:
-    """How much memory the server may use to keep prompts: MiB, infinite without a limit, its default if not given."""
+    """How much memory the server may use to keep prompts: MiB, infinite without a limit, its
+    default if not given."""
     given = [value for _, value in flag_values(command, _CACHE_RAM_FLAGS)]
     try:
         limit = int(given[-1]) if given else DEFAULT_CACHE_RAM_MIB
@@ -80,13 +102,17 @@ def cache_ram_mib(command: Sequence[str]) -> float:
 
 
 def commanded_n_ctx(command: Sequence[str], env: Mapping[str, str], slots: int) -> int | None:
-    """The tokens of context that the command asks for, of each slot; None where it leaves that to the server."""
-    given = [value for _, value in flag_values(command, ("-c", "--ctx-size"))] or [env.get("LLAMA_ARG_CTX_SIZE", "")]
+    """The tokens of context that the command asks for, of each slot; None where it leaves that to
+    the server."""
+    given = [value for _, value in flag_values(command, ("-c", "--ctx-size"))] or [
+        env.get("LLAMA_ARG_CTX_SIZE", "")
+    ]
     return int(given[-1]) // slots if given[-1].isdecimal() and int(given[-1]) > 0 else None
 
 
 def memory_warning(commands: Mapping[str, Sequence[str]], memory_bytes: int) -> str | None:
-    """A line for a person where the prompt caches of these servers, by worker, may outgrow the machine's memory."""
+    """A line for a person where the prompt caches of these servers, by worker, may outgrow the
+    machine's memory."""
     limits = {name: cache_ram_mib(command) for name, command in commands.items()}
     total = sum(limits.values())
     memory_mib = memory_bytes >> 20
@@ -95,8 +121,10 @@ def memory_warning(commands: Mapping[str, Sequence[str]], memory_bytes: int) -> 
     shown = ", ".join(f"{name}: {limit:g} MiB" for name, limit in limits.items())
     what = "a server" if len(limits) == 1 else f"{len(limits)} servers"
     return (
-        f"{what} may keep up to {total:g} MiB of prompts in memory ({shown}), beside the models; this machine has"
-        f" {memory_mib} MiB: set cache_ram_mib (--cache-ram; a server's default is {DEFAULT_CACHE_RAM_MIB} MiB)"
+        f"{what} may keep up to {total:g} MiB of prompts in memory ({shown}), beside the "
+        "models; this machine has"
+        f" {memory_mib} MiB: set cache_ram_mib (--cache-ram; a server's default is "
+        f"{DEFAULT_CACHE_RAM_MIB} MiB)"
     )
 
 
@@ -116,19 +144,23 @@ def read_help(text: str) -> KnownFlags | None:
         found = _HELP_LINE.match(line)
         if found:
             flags, hint = found.groups()
-            words_count = 1 if "<" in hint else len(hint.split())  # "<tensor name pattern>=<buffer type>,..." is one
+            words_count = (
+                1 if "<" in hint else len(hint.split())
+            )  # "<tensor name pattern>=<buffer type>,..." is one
             counts |= dict.fromkeys(re.split(", +", flags), words_count)
     return KnownFlags(counts) if counts else None
 
 
 def program_of(command: Sequence[str]) -> str:
-    """The llama-server of the command, behind a wrapper (`nice`, `numactl`), too; else its first word."""
+    """The llama-server of the command, behind a wrapper (`nice`, `numactl`), too; else its first
+    word."""
     at = _program_at(command)
     return command[at or 0]
 
 
 def unknown_flags(command: Sequence[str], known: KnownFlags) -> list[str]:
-    """Words that the build does not know, each with what may have been meant; [] if the program has another name."""
+    """Words that the build does not know, each with what may have been meant; [] if the program has
+    another name."""
     at = _program_at(command)
     return list(_unknown(command[at + 1 :], known.values_count)) if at is not None else []
 
@@ -155,12 +187,18 @@ def _unknown(words: Sequence[str], counts: Mapping[str, int]) -> Iterator[str]:
 
 
 def _program_at(command: Sequence[str]) -> int | None:
-    """Where the llama-server's own name is: behind a wrapper (`numactl`, `nice`) it is not the first word."""
-    return next((i for i, word in enumerate(command) if os.path.basename(word).startswith(PROGRAM)), None)
+    """Where the llama-server's own name is: behind a wrapper (`numactl`, `nice`) it is not the
+    first word."""
+    return next(
+        (i for i, word in enumerate(command) if os.path.basename(word).startswith(PROGRAM)), None
+    )
 
 
 def _names_model(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    by_flag = any(word in _MODEL_FLAGS or word.startswith("--model=") or word.endswith("-default") for word in command)
+    by_flag = any(
+        word in _MODEL_FLAGS or word.startswith("--model=") or word.endswith("-default")
+        for word in command
+    )
     return by_flag or any(env.get(name) for name in _MODEL_VARIABLES)
 
 
@@ -170,9 +208,14 @@ def _timeout_warnings(command: Sequence[str], timeouts: TimeoutProfile) -> Itera
         for name in ("prefill_liveness_timeout_s", "idle_stream_timeout_s", "silent_work_timeout_s")
     }
     for flag, value in flag_values(command, _TIMEOUT_FLAGS):
-        longer = [name for name, limit_s in limits.items() if value.isdecimal() and (limit_s or 1e9) > int(value)]
+        longer = [
+            name
+            for name, limit_s in limits.items()
+            if value.isdecimal() and (limit_s or 1e9) > int(value)
+        ]
         if longer:
             yield (
-                f"server_cmd has {flag} {value}, shorter than {', '.join(longer)} of the profile: the server may close"
+                f"server_cmd has {flag} {value}, shorter than {', '.join(longer)} of the "
+                "profile: the server may close"
                 " a connection that the worker would still wait for"
             )

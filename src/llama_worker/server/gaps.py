@@ -1,4 +1,5 @@
-"""Times in which this machine, or this program, did not run: what was silent meanwhile is not to blame. Pure.
+"""Times in which this machine, or this program, did not run: what was silent meanwhile is not to
+blame. Pure.
 
 Instants are monotonic seconds.
 """
@@ -8,8 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-LATE_S = 1.0  # an alarm that rings so late rings after a gap: stopped, suspended, starved, the interpreter held
-FORGIVEN_IN_A_ROW = 3  # gaps without a verdict; on a machine that is always late a hang has to be found, too
+# an alarm that rings so late rings after a gap: stopped, suspended, starved, the interpreter held
+LATE_S = 1.0
+FORGIVEN_IN_A_ROW = (
+    3  # gaps without a verdict; on a machine that is always late a hang has to be found, too
+)
 _KEPT = 64
 
 

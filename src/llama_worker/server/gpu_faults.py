@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-# The catalog's remedy is to reset the GPU or to restart the machine: nothing computes on it any more.
+# The catalog's remedy is to reset the GPU or to restart the machine: nothing computes on it any
+# more.
 _FATAL_XIDS = {
     46: "the GPU stopped processing",
     48: "a double-bit ECC error",
@@ -22,7 +23,8 @@ _FATAL_XIDS = {
     143: "the GPU could not be initialised",
     158: "a fatal timeout",
 }
-# Errors of one process, whichever it is. llama-server aborts when it is its own (b11434); 109 also comes of mere load.
+# Errors of one process, whichever it is. llama-server aborts when it is its own (b11434); 109 also
+# comes of mere load.
 _PROCESS_XIDS = {
     8: "the GPU stopped processing",
     13: "an exception of the graphics engine",
@@ -38,7 +40,8 @@ _HARMLESS_XIDS = frozenset(
 
 
 class GpuFault(Struct, frozen=True, kw_only=True):
-    """An error of a GPU that the server uses. `fatal`: the GPU computes nothing more, for any process."""
+    """An error of a GPU that the server uses. `fatal`: the GPU computes nothing more, for any
+    process."""
 
     fatal: bool
     detail: str

@@ -29,8 +29,8 @@ class HealthCounter(Struct, frozen=True, kw_only=True):
     ) -> tuple[HealthCounter, str | None]:
         """The counter after one probe, and why the server is lost; None while it is not.
 
-        `data_at` is the latest data that any request received. Data since the probe before outdoes a failure
-        and ends the row: a server too busy to answer a probe is not ill.
+        `data_at` is the latest data that any request received. Data since the probe before outdoes
+        a failure and ends the row: a server too busy to answer a probe is not ill.
         """
         if ok or (data_at is not None and data_at > self.since):
             return HealthCounter(since=now), None
@@ -38,6 +38,9 @@ class HealthCounter(Struct, frozen=True, kw_only=True):
         limit = profile.health_failures_before_restart
         lost = None
         if count >= limit:
-            told = f"{count} health probes in a row failed (limit: health_failures_before_restart {limit})"
+            told = (
+                f"{count} health probes in a row failed (limit: health_failures_before_restart "
+                f"{limit})"
+            )
             lost = f"{told}: {detail}"
         return HealthCounter(since=now, failures_count=count), lost

@@ -1,4 +1,5 @@
-"""What a worker keeps for a person to read: events, warnings, restarts, evidence of the last kill. Pure.
+"""What a worker keeps for a person to read: events, warnings, restarts, evidence of the last kill.
+Pure.
 
 Instants (`now`) are monotonic seconds; what is told has Unix seconds.
 """
@@ -25,7 +26,9 @@ _KEPT_WARNINGS = 50
 class Journal:
     """Not thread-safe: it belongs to the WorkerActor."""
 
-    def __init__(self, worker: str, unix_offset: float, write_log: Callable[[int, str], object]) -> None:
+    def __init__(
+        self, worker: str, unix_offset: float, write_log: Callable[[int, str], object]
+    ) -> None:
         self.totals = Totals()
         self.observed: Observed | None = None  # what the watchdog told last
         self._unix_offset = unix_offset
@@ -33,7 +36,9 @@ class Journal:
         self._warnings: list[str] = []
         self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
         self._evidence: dict[str, Any] = {}
-        self._stuck_tool_threads: list[Callable[[], bool]] = []  # each tells whether its thread still runs
+        self._stuck_tool_threads: list[
+            Callable[[], bool]
+        ] = []  # each tells whether its thread still runs
 
     @property
     def warnings(self) -> list[str]:
@@ -67,9 +72,14 @@ class Journal:
         last_error: str | None,
         active: Iterable[Admitted],
     ) -> None:
-        """Keep what is known just before the launch `epoch` is killed; the last kill's evidence is dropped."""
+        """Keep what is known just before the launch `epoch` is killed; the last kill's evidence is
+        dropped."""
         seen = self.observed if self.observed is not None and self.observed.epoch == epoch else None
-        times = {p.request_id: ages(p, liveness_at=seen.liveness_at, now=now) for p in seen.requests} if seen else {}
+        times = (
+            {p.request_id: ages(p, liveness_at=seen.liveness_at, now=now) for p in seen.requests}
+            if seen
+            else {}
+        )
         self._evidence = {
             "at": now + self._unix_offset,
             "pid": pid,
@@ -88,8 +98,13 @@ class Journal:
         }
 
     def add_processes(self, processes: Mapping[str, Any], log_tail: Iterable[str]) -> None:
-        """The evidence's other part: what was seen of the server's processes, and what it wrote last."""
-        self._evidence = {**self._evidence, "processes": dict(processes), "log_tail": list(log_tail)}
+        """The evidence's other part: what was seen of the server's processes, and what it wrote
+        last."""
+        self._evidence = {
+            **self._evidence,
+            "processes": dict(processes),
+            "log_tail": list(log_tail),
+        }
 
     def tool_thread_stuck(self, is_alive: Callable[[], bool]) -> None:
         """Count a thread that nobody waits for, for as long as it runs."""
@@ -109,7 +124,8 @@ class Journal:
 
 
 class EventLog:
-    """Lifecycle events: one log line each, and the last of them kept. Never prompts, outputs or secrets."""
+    """Lifecycle events: one log line each, and the last of them kept. Never prompts, outputs or
+    secrets."""
 
     def __init__(self, worker: str, write: Callable[[int, str], object]) -> None:
         self._worker = worker

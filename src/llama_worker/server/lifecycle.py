@@ -1,6 +1,8 @@
-"""The worker's state machine: what follows when the server starts, dies, is stopped or must be restarted. Pure.
+"""The worker's state machine: what follows when the server starts, dies, is stopped or must be
+restarted. Pure.
 
-`step` takes a `Lifecycle`, a message and `now` (monotonic seconds) and returns the next one with its effects.
+`step` takes a `Lifecycle`, a message and `now` (monotonic seconds) and returns the next one with
+its effects.
 """
 
 from __future__ import annotations
@@ -49,10 +51,19 @@ from llama_worker.server.start_advice import described
 from llama_worker.server.suspicion import Trouble
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
-CLOSING_S = 1.0  # how long SIGTERM waits for our own connections to be closed; the server waits for open ones
+# how long SIGTERM waits for our own connections to be closed; the server waits for open ones
+CLOSING_S = 1.0
 
 LaunchNews = (
-    BecameReady | LaunchFailed | StartupFailed | HealthLost | GpuFaulted | Died | Unkillable | Exited | StreamsClosed
+    BecameReady
+    | LaunchFailed
+    | StartupFailed
+    | HealthLost
+    | GpuFaulted
+    | Died
+    | Unkillable
+    | Exited
+    | StreamsClosed
 )
 LifecycleMessage = Start | Stop | LaunchNews | Trouble | Worn | Tick
 
@@ -102,7 +113,9 @@ def step(  # noqa: C901  one line per case
         case _, Stop(grace_s=grace_s):
             return _stop(life, now, life.stop_grace_s if grace_s is None else grace_s)
         case Launching(), BecameReady():  # the server answers, and it is ours
-            ready = replace(life, state=Ready(epoch=life.epoch), budget=life.budget.became_ready(now))
+            ready = replace(
+                life, state=Ready(epoch=life.epoch), budget=life.budget.became_ready(now)
+            )
             return ready, (Resolve(Start),)
         case _, LaunchFailed(reason=reason, detail=detail):
             return _launch_failed(life, now, WorkerStartError(reason, detail))
@@ -122,7 +135,9 @@ def step(  # noqa: C901  one line per case
             return _trouble(life, now, reason, detail)
         case Ready(), Worn(detail=detail):
             return _recycle(life, now, detail)
-        case Ending(closing_until=float()) as ending, StreamsClosed():  # no connection of ours is open any more
+        case Ending(
+            closing_until=float()
+        ) as ending, StreamsClosed():  # no connection of ours is open any more
             return _terminate(life, ending)
         case Ending(closing_until=float(at)) as ending, Tick() if now >= at:
             return _terminate(life, ending)
@@ -161,7 +176,9 @@ def _stop(life: Lifecycle, now: float, grace_s: float) -> tuple[Lifecycle, Effec
         case BackingOff():
             return replace(life, state=Stopped()), (Resolve(Start, stopped), Resolve(Stop))
         case Launching(epoch=epoch) | Ready(epoch=epoch):
-            ending = Ending(epoch=epoch, goal=ToStopped(), grace_s=grace_s, closing_until=now + CLOSING_S)
+            ending = Ending(
+                epoch=epoch, goal=ToStopped(), grace_s=grace_s, closing_until=now + CLOSING_S
+            )
             left = replace(life, state=ending, budget=life.budget.left_ready(now))
             effects: Effects = (
                 Abandon(reason=RequestFailReason.WORKER_STOPPED, detail="the worker was stopped"),
@@ -184,7 +201,9 @@ def _stop(life: Lifecycle, now: float, grace_s: float) -> tuple[Lifecycle, Effec
             return replace(life, state=sooner), (Resolve(Start, stopped), *hurry)
 
 
-def _launch_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
+def _launch_failed(
+    life: Lifecycle, now: float, error: WorkerStartError
+) -> tuple[Lifecycle, Effects]:
     match life.state:
         case Launching(first=True):
             return _start_failed(life, error)
@@ -196,10 +215,15 @@ def _launch_failed(life: Lifecycle, now: float, error: WorkerStartError) -> tupl
             return life, ()
 
 
-def _startup_failed(life: Lifecycle, now: float, error: WorkerStartError, *, first: bool) -> tuple[Lifecycle, Effects]:
+def _startup_failed(
+    life: Lifecycle, now: float, error: WorkerStartError, *, first: bool
+) -> tuple[Lifecycle, Effects]:
     """The launch will not become ready: end its process; a first launch fails with this."""
     epoch = life.epoch
-    kill: Effects = (CloseAllStreams(epoch=epoch), Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True))
+    kill: Effects = (
+        CloseAllStreams(epoch=epoch),
+        Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True),
+    )
     if not first:
         return _restart(life, now, str(error.reason), error.detail, kill, lives=True, failure=error)
     goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
@@ -213,15 +237,25 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
     reason = StartFailReason.PORT_IN_USE if exited.port_taken else StartFailReason.EXITED
     match life.state:
         case Launching(first=True):
-            detail = "another process took the port" if exited.port_taken else "the server ended before it was ready"
-            return _start_failed(life, WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail))
+            detail = (
+                "another process took the port"
+                if exited.port_taken
+                else "the server ended before it was ready"
+            )
+            return _start_failed(
+                life, WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
+            )
         case Launching():
             error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
-            return _restart(life, now, "exited", f"{detail} before it was ready", lives=False, failure=error)
+            return _restart(
+                life, now, "exited", f"{detail} before it was ready", lives=False, failure=error
+            )
         case Ready():
             return _server_died(life, now, exited)
         case Ending(start_error=WorkerStartError() as error) as ending:
-            whole = WorkerStartError(error.reason, error.detail, returncode=error.returncode, log_tail=log_tail)
+            whole = WorkerStartError(
+                error.reason, error.detail, returncode=error.returncode, log_tail=log_tail
+            )
             return _gone(replace(life, state=replace(ending, start_error=whole)), now)
         case Ending():
             return _gone(life, now)
@@ -230,7 +264,8 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
 
 
 def _unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle, Effects]:
-    """SIGKILL has no effect. FAILED, and no second server beside it, until the process is gone one day."""
+    """SIGKILL has no effect. FAILED, and no second server beside it, until the process is gone one
+    day."""
     error = WorkerStartError(StartFailReason.UNKILLABLE, detail)
     # A start that waited for the end is answered now.
     goal = ToStopped() if isinstance(ending.goal, ToStopped) else ending.goal
@@ -240,7 +275,8 @@ def _unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle
 
 
 def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lifecycle, Effects]:
-    """The server cannot be trusted any more (or one of the worker's actors died): nuke and repave."""
+    """The server cannot be trusted any more (or one of the worker's actors died): nuke and
+    repave."""
     effects: Effects = (
         Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
         CloseAllStreams(epoch=life.epoch),
@@ -251,7 +287,9 @@ def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lif
 
 def _launch(life: Lifecycle, *, first: bool) -> tuple[Lifecycle, Effects]:
     epoch = life.epoch + 1
-    return replace(life, state=Launching(epoch=epoch, first=first), epoch=epoch), (Launch(epoch=epoch),)
+    return replace(life, state=Launching(epoch=epoch, first=first), epoch=epoch), (
+        Launch(epoch=epoch),
+    )
 
 
 def _terminate(life: Lifecycle, ending: Ending) -> tuple[Lifecycle, Effects]:
@@ -266,8 +304,11 @@ def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, 
     return replace(life, state=state, last_error=str(error)), (Resolve(Start, error),)
 
 
-def _server_died(life: Lifecycle, now: float, death: Died | Exited, *ending: Terminate) -> tuple[Lifecycle, Effects]:
-    """It was READY: what it was working on is lost. `ending`: what is left of its tree still goes."""
+def _server_died(
+    life: Lifecycle, now: float, death: Died | Exited, *ending: Terminate
+) -> tuple[Lifecycle, Effects]:
+    """It was READY: what it was working on is lost. `ending`: what is left of its tree still
+    goes."""
     detail = _described(death)
     effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail), *ending)
     if death.lack_of_memory is not None:
@@ -281,8 +322,14 @@ def _described(death: Died | Exited) -> str:
 
 
 def _recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effects]:
-    """A planned restart of an idle server: no failure, so without backoff, and nothing for the lockout to count."""
-    ending = Ending(epoch=life.epoch, goal=ToRestart(now), grace_s=life.stop_grace_s, closing_until=now + CLOSING_S)
+    """A planned restart of an idle server: no failure, so without backoff, and nothing for the
+    lockout to count."""
+    ending = Ending(
+        epoch=life.epoch,
+        goal=ToRestart(now),
+        grace_s=life.stop_grace_s,
+        closing_until=now + CLOSING_S,
+    )
     effects: Effects = (
         RecordRestart(reason="recycled", detail=detail, delay_s=0.0),
         CloseAllStreams(epoch=life.epoch),
@@ -300,7 +347,8 @@ def _restart(
     lives: bool,
     failure: WorkerStartError | None = None,
 ) -> tuple[Lifecycle, Effects]:
-    """Decide whether there is another launch; where a process still `lives`, only once that is gone.
+    """Decide whether there is another launch; where a process still `lives`, only once that is
+    gone.
 
     `failure`: what a launch that did not become ready came to, for a `start()` that shares it.
     """
@@ -311,20 +359,31 @@ def _restart(
         told = replace(told, last_error=f"{reason}: {detail}; {decision.detail}")
         note = RecordRestart(reason=reason, detail=f"{detail}; {decision.detail}", delay_s=None)
         if lives:
-            return replace(told, state=Ending(epoch=life.epoch, goal=ToFailed(), start_error=error)), (note, *effects)
+            return replace(
+                told, state=Ending(epoch=life.epoch, goal=ToFailed(), start_error=error)
+            ), (note, *effects)
         return replace(told, state=Failed()), (note, *effects, Resolve(Start, error))
     resume_at = now + decision.delay_s
     note = RecordRestart(reason=reason, detail=detail, delay_s=decision.delay_s)
-    state: State = Ending(epoch=life.epoch, goal=ToRestart(resume_at)) if lives else BackingOff(resume_at=resume_at)
+    state: State = (
+        Ending(epoch=life.epoch, goal=ToRestart(resume_at))
+        if lives
+        else BackingOff(resume_at=resume_at)
+    )
     return replace(told, state=state), (note, *effects)
 
 
 def _locked_out(failure: WorkerStartError | None, detail: str) -> WorkerStartError:
-    """What a `start()` that shared the restarts is told. The worker is FAILED, which `port_in_use` would deny."""
+    """What a `start()` that shared the restarts is told. The worker is FAILED, which `port_in_use`
+    would deny."""
     if failure is None:
         return WorkerStartError(StartFailReason.EXITED, detail)
-    reason = StartFailReason.EXITED if failure.reason is StartFailReason.PORT_IN_USE else failure.reason
-    return WorkerStartError(reason, detail, returncode=failure.returncode, log_tail=failure.log_tail)
+    reason = (
+        StartFailReason.EXITED if failure.reason is StartFailReason.PORT_IN_USE else failure.reason
+    )
+    return WorkerStartError(
+        reason, detail, returncode=failure.returncode, log_tail=failure.log_tail
+    )
 
 
 def _gone(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:

@@ -48,7 +48,8 @@ class ToRestart(Struct, frozen=True):
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """The tree is being ended. While `closing_until` is set, SIGTERM still waits for our connections."""
+    """The tree is being ended. While `closing_until` is set, SIGTERM still waits for our
+    connections."""
 
     epoch: int
     goal: ToStopped | ToFailed | ToRestart
@@ -70,7 +71,8 @@ State = Stopped | Failed | Launching | Ready | Ending | BackingOff
 
 
 class Resolve(Struct, frozen=True):
-    """Answer everyone who waits on `start()` or on `stop()`; no error: it is READY, or nothing of it is left."""
+    """Answer everyone who waits on `start()` or on `stop()`; no error: it is READY, or nothing of
+    it is left."""
 
     order: type[Start] | type[Stop]
     error: WorkerStartError | WorkerStopError | None = None

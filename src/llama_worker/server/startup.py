@@ -41,11 +41,24 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
     def overdue(self, profile: TimeoutProfile, now: float) -> str | None:
         """Why the launch is to be given up; None while it is not."""
         if now - self.worked_at >= profile.startup_timeout_s:
-            idle = f"not ready, and no sign of work for startup_timeout_s {profile.startup_timeout_s:g} s"
-            return f"{idle}; {now - self.began_at:.1f} s since the launch; give it longer, or see its last lines"
+            idle = (
+                "not ready, and no sign of work for startup_timeout_s "
+                f"{profile.startup_timeout_s:g} s"
+            )
+            return (
+                f"{idle}; {now - self.began_at:.1f} s since the launch; give it longer, or see "
+                "its last lines"
+            )
         last_resort_s = profile.silent_work_timeout_s  # a load that spins shows work for ever
-        if profile.load_timeout_s is None and last_resort_s is not None and now - self.began_at >= last_resort_s:
-            return f"not ready within silent_work_timeout_s {last_resort_s:g} s; load_timeout_s would allow more"
+        if (
+            profile.load_timeout_s is None
+            and last_resort_s is not None
+            and now - self.began_at >= last_resort_s
+        ):
+            return (
+                f"not ready within silent_work_timeout_s {last_resort_s:g} s; load_timeout_s "
+                "would allow more"
+            )
         if profile.load_timeout_s is not None and now - self.began_at >= profile.load_timeout_s:
             return f"not ready within load_timeout_s {profile.load_timeout_s:g} s"
         return None

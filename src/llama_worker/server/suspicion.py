@@ -12,7 +12,11 @@ from llama_worker.server.timeouts import Triage, Verdict
 from llama_worker.types import RequestFailReason, RequestState
 
 _TRANSPORT_FAILURES = frozenset(
-    {RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECTED, RequestFailReason.PROTOCOL_ERROR}
+    {
+        RequestFailReason.CONNECT_FAILED,
+        RequestFailReason.STREAM_DISCONNECTED,
+        RequestFailReason.PROTOCOL_ERROR,
+    }
 )
 _LOOPS = frozenset({RequestFailReason.REPEATED_LINE_LOOP, RequestFailReason.REPEATED_TEXT_LOOP})
 _APPLICATION_ERRORS = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
@@ -35,7 +39,12 @@ def is_degenerate(record: RequestRecord) -> bool:
     """Whether the request ended in a loop, or completed with nothing at all."""
     result = record.result
     if result["state"] is RequestState.COMPLETED:
-        said = result["text"].strip() or result["reasoning"].strip() or result["signals"] or result["tool_trace"]
+        said = (
+            result["text"].strip()
+            or result["reasoning"].strip()
+            or result["signals"]
+            or result["tool_trace"]
+        )
         return not said
     return result.get("fail_reason") in _LOOPS
 
@@ -48,20 +57,28 @@ class Suspicion(Struct, frozen=True):
     server_errors: ServerErrors = field(default_factory=ServerErrors)
     degenerate_jobs: frozenset[str] = frozenset()  # that ended so since one ended well
 
-    def ended(self, record: RequestRecord, policy: RestartPolicy) -> tuple[Suspicion, Doubt | Trouble | None]:
+    def ended(
+        self, record: RequestRecord, policy: RestartPolicy
+    ) -> tuple[Suspicion, Doubt | Trouble | None]:
         """A request reached its terminal state."""
         reason = record.result.get("fail_reason")
         limit = policy.degenerate_outputs_before_restart
         if limit is not None and is_degenerate(record):
             jobs = self.degenerate_jobs | {record.job_name}
             detail = f"{len(jobs)} jobs in a row ended in a loop or in nothing"
-            told = Trouble("degenerate_outputs", f"{detail} (limit: degenerate_outputs_before_restart {limit})")
+            told = Trouble(
+                "degenerate_outputs", f"{detail} (limit: degenerate_outputs_before_restart {limit})"
+            )
             return replace(self, degenerate_jobs=jobs), told if len(jobs) >= limit else None
         if record.result["state"] is RequestState.COMPLETED:
             return Suspicion(triage=self.triage.request_completed(record.request_id)), None
         if reason in _TRANSPORT_FAILURES:
             failures, cause = self.transport_failures.failed(policy)
-            found = Trouble("transport_failures", cause) if cause else Doubt(f"a request failed with {reason}")
+            found = (
+                Trouble("transport_failures", cause)
+                if cause
+                else Doubt(f"a request failed with {reason}")
+            )
             return replace(self, transport_failures=failures), found
         if reason in _APPLICATION_ERRORS:
             errors, cause = self.server_errors.failed(record.job_name, record.http_status, policy)
@@ -84,4 +101,6 @@ class Suspicion(Struct, frozen=True):
         triage, restart = self.triage.judge(
             request_id, busy_neighbour=busy_neighbour, newest_request_id=newest_request_id
         )
-        return replace(self, triage=triage), Trouble(str(verdict.reason), verdict.detail) if restart else None
+        return replace(self, triage=triage), Trouble(
+            str(verdict.reason), verdict.detail
+        ) if restart else None

@@ -10,11 +10,13 @@ from msgspec import Struct
 
 from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
 
-# From SIGTERM to the second. The handler of llama-server (b11434) takes a lock that the thread which it interrupts may
-# hold, and then waits for ever; a second signal ends it at once.
+# From SIGTERM to the second. The handler of llama-server (b11434) takes a lock that the thread
+# which it interrupts may hold, and then waits for ever; a second signal ends it at once.
 REPEAT_S = 2.0
 FORCE_S = 1.0  # from the kill order to going past the guard that should have obeyed it
-LATE_S = 1.0  # a Tick so late comes after a gap in which the host did not run: the process had no time to end, either
+# a Tick so late comes after a gap in which the host did not run: the process had no time to end,
+# either
+LATE_S = 1.0
 
 
 class Signal(Enum):
@@ -44,7 +46,8 @@ class Terminating(Struct, frozen=True):
 
 
 class Killing(Struct, frozen=True):
-    """Killed, through the guard; while its end is not seen, past the guard too, at `force_at` and again after it."""
+    """Killed, through the guard; while its end is not seen, past the guard too, at `force_at` and
+    again after it."""
 
     epoch: int
     force_at: float
@@ -63,29 +66,39 @@ ProcessState = Absent | Present | Terminating | Killing | Stuck
 def step(
     state: ProcessState, message: ProcessMessage, now: float, *, kill_timeout_s: float
 ) -> tuple[ProcessState, Signal | None]:
-    """What follows. Orders for another launch change nothing; a later order only shortens the grace."""
+    """What follows. Orders for another launch change nothing; a later order only shortens the
+    grace."""
     match state, message:
         case _, Launch(epoch=epoch):
             return Present(epoch), None
         case _, LaunchFailed() | Exited():
             return Absent(), None
-        case ((Present(epoch=current) | Terminating(epoch=current)), Terminate(epoch=epoch, grace_s=grace_s)) if (
-            current == epoch and grace_s <= 0
-        ):
+        case (
+            (Present(epoch=current) | Terminating(epoch=current)),
+            Terminate(epoch=epoch, grace_s=grace_s),
+        ) if current == epoch and grace_s <= 0:
             return Killing(epoch, now + FORCE_S, now + kill_timeout_s), Signal.KILL
         case Present(epoch=current), Terminate(epoch=epoch, grace_s=grace_s) if current == epoch:
             return Terminating(epoch, now + grace_s, now + REPEAT_S), Signal.TERMINATE
-        case Terminating(epoch=current, kill_at=kill_at, repeat_at=repeat_at), Terminate() if current == message.epoch:
+        case Terminating(epoch=current, kill_at=kill_at, repeat_at=repeat_at), Terminate() if (
+            current == message.epoch
+        ):
             return Terminating(current, min(kill_at, now + message.grace_s), repeat_at), None
         case Terminating(epoch=epoch, kill_at=kill_at), Tick() if now >= kill_at:
             return Killing(epoch, now + FORCE_S, now + kill_timeout_s), Signal.KILL
-        case Terminating(epoch=epoch, kill_at=kill_at, repeat_at=float(repeat_at)), Tick() if now >= repeat_at:
+        case Terminating(epoch=epoch, kill_at=kill_at, repeat_at=float(repeat_at)), Tick() if (
+            now >= repeat_at
+        ):
             return Terminating(epoch, kill_at, None), Signal.TERMINATE
-        case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if now >= give_up_at:
+        case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if (
+            now >= give_up_at
+        ):
             if now - min(force_at, give_up_at) > LATE_S:
                 return Killing(epoch, now + FORCE_S, now + FORCE_S), Signal.FORCE
             return Stuck(epoch), None
-        case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if now >= force_at:
+        case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if (
+            now >= force_at
+        ):
             return Killing(epoch, now + FORCE_S, give_up_at), Signal.FORCE
         case _:
             return state, None
@@ -103,7 +116,8 @@ def deadline(state: ProcessState) -> float | None:
 
 
 def describe_stuck(pid: int | None, processes: Mapping[str, Any]) -> str:
-    """For a person: which process SIGKILL does not end, and what it waits for, as far as /proc says."""
+    """For a person: which process SIGKILL does not end, and what it waits for, as far as /proc
+    says."""
     parts = [f"SIGKILL does not end process {pid}"]
     for process in processes.get("processes", ())[:1]:
         parts += [

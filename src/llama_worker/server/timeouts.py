@@ -15,7 +15,9 @@ from llama_worker.request.progress import Progress, newest
 from llama_worker.server.gaps import NO_GAPS, Gaps
 from llama_worker.types import RequestFailReason, RequestPhase
 
-BUSY_WINDOW_MIN_S = 1.0  # a neighbour that received data within this much proves that the server works
+BUSY_WINDOW_MIN_S = (
+    1.0  # a neighbour that received data within this much proves that the server works
+)
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
@@ -48,15 +50,19 @@ def verdict(
 ) -> Verdict | None:
     """Whether the request has to be given up, and why; None while it may go on.
 
-    `liveness_at` is the newest evidence of work by the server's processes; evidence from before the turn
-    began does not count. `neighbour_data_at` is the latest data of any *other* request of this server. Time in
-    `gaps` does not count.
+    `liveness_at` is the newest evidence of work by the server's processes; evidence from before the
+    turn began does not count. `neighbour_data_at` is the latest data of any *other* request of this
+    server. Time in `gaps` does not count.
 
-    Of several limits that are over, the one that was over first gives the reason: a late tick tells the same
-    as one in time, and a verdict, once due, stays the same until something new is heard.
+    Of several limits that are over, the one that was over first gives the reason: a late tick tells
+    the same as one in time, and a verdict, once due, stays the same until something new is heard.
     """
     limits = _limits(progress, liveness_at, neighbour_data_at)
-    known = [replace(limit, timeout_s=s) for limit in limits if (s := getattr(profile, limit.setting)) is not None]
+    known = [
+        replace(limit, timeout_s=s)
+        for limit in limits
+        if (s := getattr(profile, limit.setting)) is not None
+    ]
     over = [limit for limit in known if limit.due_at(gaps) <= now]
     if not over:
         return None
@@ -70,12 +76,16 @@ def verdict(
     )
 
 
-def _limits(progress: Progress, liveness_at: float | None, neighbour_data_at: float | None) -> Iterator[_Limit]:
+def _limits(
+    progress: Progress, liveness_at: float | None, neighbour_data_at: float | None
+) -> Iterator[_Limit]:
     """What the request's phase limits; on equal times the one named first wins."""
     if progress.phase is RequestPhase.DONE or progress.concluding:
         return
     # From the turn's start at the earliest: what was heard before it says nothing about this turn.
-    working_at = newest(progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at)
+    working_at = newest(
+        progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at
+    )
     moving_at = newest(progress.turn_started_at, progress.data_at, neighbour_data_at)
     new_at = newest(progress.turn_started_at, progress.data_at)
     waiting = progress.phase is RequestPhase.WAITING
@@ -85,21 +95,36 @@ def _limits(progress: Progress, liveness_at: float | None, neighbour_data_at: fl
     stall = RequestFailReason.STALL_TIMEOUT
 
     if waiting:  # connecting has a limit of its own, the connection's
-        # Builds of October 2025 to May 2026 hold the headers back for the whole prefill, and every build does
-        # while all slots are taken: only the lack of any sign of work tells, for this request or for those before it.
+        # Builds of October 2025 to May 2026 hold the headers back for the whole prefill, and every
+        # build does while all slots are taken: only the lack of any sign of work tells, for this
+        # request or for those before it.
         reason, since = RequestFailReason.HEADERS_TIMEOUT, max(working_at, moving_at)
         yield _Limit("headers_timeout_s", reason, "no response headers and no sign of work", since)
     if prefill and not reporting:
-        yield _Limit("prefill_liveness_timeout_s", stall, "no data and no sign of work in prefill", working_at)
+        yield _Limit(
+            "prefill_liveness_timeout_s",
+            stall,
+            "no data and no sign of work in prefill",
+            working_at,
+        )
     if reporting or generating:
         yield _Limit("idle_stream_timeout_s", stall, "no data and no sign of work", working_at)
     if (prefill or generating) and progress.only_repeats:
         yield _Limit("idle_stream_timeout_s", stall, "nothing new, only the same again,", new_at)
     if waiting or prefill:
-        yield _Limit("ttft_timeout_s", RequestFailReason.TTFT_TIMEOUT, "no token", progress.turn_started_at)
+        yield _Limit(
+            "ttft_timeout_s", RequestFailReason.TTFT_TIMEOUT, "no token", progress.turn_started_at
+        )
     if waiting or prefill or generating:  # a server that spins gives evidence of work for ever
-        yield _Limit("silent_work_timeout_s", stall, "no data, for this request or another,", moving_at)
-    yield _Limit("absolute_timeout_s", RequestFailReason.ABSOLUTE_TIMEOUT, "not finished", progress.dispatched_at)
+        yield _Limit(
+            "silent_work_timeout_s", stall, "no data, for this request or another,", moving_at
+        )
+    yield _Limit(
+        "absolute_timeout_s",
+        RequestFailReason.ABSOLUTE_TIMEOUT,
+        "not finished",
+        progress.dispatched_at,
+    )
 
 
 def describe(progress: Progress, *, liveness_at: float | None, now: float) -> str:
@@ -111,8 +136,11 @@ def describe(progress: Progress, *, liveness_at: float | None, now: float) -> st
     return f"request {progress.request_id} in phase {progress.phase.value}, {', '.join(told)}"
 
 
-def ages(progress: Progress, *, liveness_at: float | None, now: float) -> dict[str, str | float | None]:
-    """The same for `get_debug_info`, fit for JSON: seconds since each instant, None where there was none."""
+def ages(
+    progress: Progress, *, liveness_at: float | None, now: float
+) -> dict[str, str | float | None]:
+    """The same for `get_debug_info`, fit for JSON: seconds since each instant, None where there was
+    none."""
     told = {
         f"{name.replace(' ', '_')}_ago_s": None if at is None else round(now - at, 3)
         for name, at in _instants(progress, liveness_at).items()
@@ -133,7 +161,8 @@ def _instants(progress: Progress, liveness_at: float | None) -> dict[str, float 
 
 
 class DataLedger(Struct, frozen=True):
-    """When requests of one server last received data; keeps the two that did last, which is enough."""
+    """When requests of one server last received data; keeps the two that did last, which is
+    enough."""
 
     latest: tuple[tuple[int, float], ...] = ()  # (request id, instant), newest first, ids distinct
 
@@ -146,7 +175,9 @@ class DataLedger(Struct, frozen=True):
             return self
         known = dict(self.latest)
         known[request_id] = max(at, known.get(request_id, at))
-        return DataLedger(tuple(sorted(known.items(), key=lambda entry: entry[1], reverse=True)[:2]))
+        return DataLedger(
+            tuple(sorted(known.items(), key=lambda entry: entry[1], reverse=True)[:2])
+        )
 
     @property
     def newest_at(self) -> float | None:
@@ -159,7 +190,8 @@ class DataLedger(Struct, frozen=True):
 
 
 class Inquiry(Struct, frozen=True):
-    """Before verdicts every request is asked how far it is; what one has heard lately may spare another's server."""
+    """Before verdicts every request is asked how far it is; what one has heard lately may spare
+    another's server."""
 
     owing: frozenset[int] = frozenset()  # ids that have not answered
     heard: tuple[Progress, ...] = ()
@@ -177,10 +209,13 @@ class Inquiry(Struct, frozen=True):
 
 
 def busy_neighbour(neighbour_data_at: float | None, *, profile: TimeoutProfile, now: float) -> bool:
-    """Whether another request received data so lately that the server as a whole must be working."""
+    """Whether another request received data so lately that the server as a whole must be
+    working."""
     if neighbour_data_at is None:
         return False
-    return now - neighbour_data_at <= max(BUSY_WINDOW_MIN_S, 2.0 * profile.liveness_probe_interval_s)
+    return now - neighbour_data_at <= max(
+        BUSY_WINDOW_MIN_S, 2.0 * profile.liveness_probe_interval_s
+    )
 
 
 class _Spared(Struct, frozen=True, kw_only=True):
@@ -189,14 +224,20 @@ class _Spared(Struct, frozen=True, kw_only=True):
 
 
 class Triage(Struct, frozen=True):
-    """Whether a verdict that accuses the server costs it, or only its request. A launch begins with `Triage()`."""
+    """Whether a verdict that accuses the server costs it, or only its request. A launch begins with
+    `Triage()`."""
 
-    spared: _Spared | None = None  # the verdict that ended its culprit alone, until a new request completed
+    spared: _Spared | None = (
+        None  # the verdict that ended its culprit alone, until a new request completed
+    )
 
-    def judge(self, culprit_id: int, *, busy_neighbour: bool, newest_request_id: int) -> tuple[Triage, bool]:
+    def judge(
+        self, culprit_id: int, *, busy_neighbour: bool, newest_request_id: int
+    ) -> tuple[Triage, bool]:
         """What is known afterwards, and whether to restart; if not, the culprit ends alone.
 
-        `newest_request_id` is the id admitted last. A verdict told twice about one request counts once.
+        `newest_request_id` is the id admitted last. A verdict told twice about one request counts
+        once.
         """
         if self.spared is not None:
             again = culprit_id == self.spared.culprit_id
@@ -206,7 +247,8 @@ class Triage(Struct, frozen=True):
         return Triage(_Spared(culprit_id=culprit_id, newest_request_id=newest_request_id)), False
 
     def request_completed(self, request_id: int) -> Triage:
-        """A request reached `completed`; only one admitted since shows that the server takes new work."""
+        """A request reached `completed`; only one admitted since shows that the server takes new
+        work."""
         if self.spared is not None and request_id > self.spared.newest_request_id:
             return Triage()
         return self

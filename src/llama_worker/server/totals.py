@@ -53,7 +53,9 @@ class Totals:
             "cached_tokens": self._cached_tokens,
             "generated_tokens": self._generated_tokens,
             "ttft": self._ttft.snapshot(),
-            "duration": {outcome: histogram.snapshot() for outcome, histogram in self._duration.items()},
+            "duration": {
+                outcome: histogram.snapshot() for outcome, histogram in self._duration.items()
+            },
         }
 
 

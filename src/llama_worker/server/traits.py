@@ -11,7 +11,11 @@ from msgspec import Struct
 from llama_worker.config import WorkerConfig
 from llama_worker.server.command_flags import commanded_n_ctx
 
-_MODALITIES = {"image_url": "vision", "input_audio": "audio", "input_video": "video"}  # what a kind of part needs
+_MODALITIES = {
+    "image_url": "vision",
+    "input_audio": "audio",
+    "input_video": "video",
+}  # what a kind of part needs
 _THINK_OPENINGS = ("<think>", "[THINK]", "<seed:think>")
 
 
@@ -27,7 +31,8 @@ class ServerTraits(Struct, frozen=True, kw_only=True):
 
 
 def server_traits(props: Mapping[str, Any], applied_template: Mapping[str, Any]) -> ServerTraits:
-    """From the bodies of `/props` and of `/apply-template` for a one-line chat; {} where there was none."""
+    """From the bodies of `/props` and of `/apply-template` for a one-line chat; {} where there was
+    none."""
     slots = props.get("total_slots")
     caps = props.get("chat_template_caps")
     tools = None
@@ -49,13 +54,19 @@ def server_traits(props: Mapping[str, Any], applied_template: Mapping[str, Any])
 
 
 def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
-    """Why the model cannot take content parts of these kinds; None where it can, or the server did not say."""
+    """Why the model cannot take content parts of these kinds; None where it can, or the server did
+    not say."""
     for kind in sorted(part_kinds):
         modality = _MODALITIES.get(kind)
-        if modality is not None and traits.modalities is not None and not traits.modalities.get(modality, False):
+        if (
+            modality is not None
+            and traits.modalities is not None
+            and not traits.modalities.get(modality, False)
+        ):
             model = f"{traits.model!r}" if traits.model else "the model"
             return (
-                f"{kind} parts need a model with {modality}, which {model} has not as the server runs it: take another"
+                f"{kind} parts need a model with {modality}, which {model} has not as the "
+                "server runs it: take another"
                 " model, or give the server its projector (--mmproj FILE)"
             )
     return None
@@ -67,17 +78,23 @@ def shortcomings(traits: ServerTraits, config: WorkerConfig) -> list[str]:
     if traits.slots is not None and traits.slots < config.slots:
         lines.append(
             f"the server has {traits.slots} slots, fewer than the worker's {config.slots}: requests"
-            f" beyond them wait in the server without a sign of life; start it with --parallel {config.slots}"
+            " beyond them wait in the server without a sign of life; start it with "
+            f"--parallel {config.slots}"
         )
     asked = commanded_n_ctx(config.server_cmd, config.env, config.slots)
     if traits.n_ctx is not None and asked is not None and traits.n_ctx < asked:
         lines.append(
-            f"a slot has {traits.n_ctx} tokens of context, fewer than the {asked} that the command asks for: the server"
+            f"a slot has {traits.n_ctx} tokens of context, fewer than the {asked} that the "
+            "command asks for: the server"
             " shrank it to fit its memory (--fit), or the model was trained for no more"
         )
     if traits.tools is False and (config.normal_tools or config.exit_tools):
         native = config.tool_call_mode == "native"
-        how = "lost in native mode; tool_call_mode 'auto' would explain them" if native else "explained"
+        how = (
+            "lost in native mode; tool_call_mode 'auto' would explain them"
+            if native
+            else "explained"
+        )
         mode = "in the system prompt instead (prompted mode)"
         lines.append(f"the model's chat template does not support tools: they are {how} {mode}")
     return lines

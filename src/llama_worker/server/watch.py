@@ -1,15 +1,18 @@
-"""Everything that is decided about a launch while it is watched: its startup, its health, its silent requests.
+"""Everything that is decided about a launch while it is watched: its startup, its health, its
+silent requests.
 
-Sans-IO: `step` takes a message and the time, and returns what is to be told and done, in order; `deadline` is the
-instant of the next `Tick`. A *probe* asks the server whether it is ready; a *look* asks a liveness probe what the
-server's processes did lately, or `/slots` what its slots do. Instants (`*_at`, `now`) are monotonic seconds.
+Sans-IO: `step` takes a message and the time, and returns what is to be told and done, in order;
+`deadline` is the instant of the next `Tick`. A *probe* asks the server whether it is ready; a
+*look* asks a liveness probe what the server's processes did lately, or `/slots` what its slots do.
+Instants (`*_at`, `now`) are monotonic seconds.
 
     Launch ──▶ starting ──BecameReady──▶ ready ──HealthLost, Stalled, StandDown──▶ idle
                   └──────StartupFailed, StandDown──────────────────────────────────▶ idle
 
-While ready it wakes for the health probe, for verdicts only while a request is in flight, and for the slots only
-while one is suspected. A message that comes long after the deadline comes after a gap, in which this machine or this
-program did not run: then nothing is concluded before the world has been looked at anew.
+While ready it wakes for the health probe, for verdicts only while a request is in flight, and for
+the slots only while one is suspected. A message that comes long after the deadline comes after a
+gap, in which this machine or this program did not run: then nothing is concluded before the world
+has been looked at anew.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ from llama_worker.server.startup import StartupWatch
 from llama_worker.server.timeouts import DataLedger, Inquiry, Verdict, busy_neighbour, verdict
 from llama_worker.types import RequestPhase, StartFailReason
 
-_TOGETHER_FROM_S = 10.0  # health probes so rare are due on whole seconds: those of many workers wake the host once
+_TOGETHER_FROM_S = (
+    10.0  # health probes so rare are due on whole seconds: those of many workers wake the host once
+)
 _RETRY_S = 1.0  # a probe that could not be made is made again
 
 
@@ -78,17 +83,23 @@ class LookAtSlots(Struct, frozen=True, kw_only=True):
     epoch: int
 
 
-# `ReportProgress` goes to every request; `StandDown`: nobody waits for the server's answers any more.
+# `ReportProgress` goes to every request; `StandDown`: nobody waits for the server's answers any
+# more.
 Order = ProbeReadiness | StandDown | Look | LookAtSlots | ReportProgress
 _Ordered = Launch | Launched | StandDown | Watch | Unwatch | ProbeNow
 _Seen = EvidenceSeen | Probed | SlotsSeen | ProgressReported | GpuFaulted
-News = BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed  # to the WorkerActor
+News = (
+    BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed
+)  # to the WorkerActor
 
 
 class ServerWatch:
-    """One launch at a time. Not thread-safe: one actor at a time. `me` is where requests report to."""
+    """One launch at a time. Not thread-safe: one actor at a time. `me` is where requests report
+    to."""
 
-    def __init__(self, profile: TimeoutProfile, *, probes_count: int, me: Mailbox[WatchdogMessage]) -> None:
+    def __init__(
+        self, profile: TimeoutProfile, *, probes_count: int, me: Mailbox[WatchdogMessage]
+    ) -> None:
         self._profile = profile
         self._me = me
         self._rounds = LookRounds(probes_count)
@@ -100,7 +111,9 @@ class ServerWatch:
     def _reset(self) -> None:
         """Of no launch."""
         self._epoch, self._pid = 0, 0
-        self._stage: StartupWatch | HealthCounter | None = None  # before READY, while READY; None: idle
+        self._stage: StartupWatch | HealthCounter | None = (
+            None  # before READY, while READY; None: idle
+        )
         self._look_at: float | None = None
         self._probe_at: float | None = None
         self._doubt: str | None = None  # why a probe is wanted out of turn
@@ -112,7 +125,9 @@ class ServerWatch:
         self._liveness_at: float | None = None
         self._activity: dict[int, str] = {}  # what each liveness probe said last
         self._slots = SlotsWatch()
-        self._moved_at: dict[int, float] = {}  # when what may be a request's slot was seen to have moved
+        self._moved_at: dict[
+            int, float
+        ] = {}  # when what may be a request's slot was seen to have moved
         self._gaps = NO_GAPS
         self._gaps_in_a_row = 0
         self._probe_is_stale = False  # the one under way was begun before a gap
@@ -136,7 +151,8 @@ class ServerWatch:
         return min((at for at in instants if at is not None), default=None)
 
     def step(self, message: WatchdogMessage, now: float) -> list[Order | News]:
-        """Take note of the message; what is to be done now, in order. News of another launch is dropped."""
+        """Take note of the message; what is to be done now, in order. News of another launch is
+        dropped."""
         self._effects = []
         self._notice_gap(now)
         match message:
@@ -185,7 +201,9 @@ class ServerWatch:
                 if epoch == self._epoch:
                     self._is_looking_at_slots = False
                     if self._slots.seen(look, now):
-                        self._inquiry = Inquiry()  # what was told before the last look says too little
+                        self._inquiry = (
+                            Inquiry()
+                        )  # what was told before the last look says too little
                         self._inquire(now)
             case ProgressReported(progress=progress, for_verdict=for_verdict):
                 if progress is not None and progress.request_id in self._requests:
@@ -233,7 +251,8 @@ class ServerWatch:
             self._stage = self._stage.after_gap(lost_s)
 
     def _look_anew(self, now: float) -> None:
-        """What is known is out of date, and what is under way may fail for no fault of the server's."""
+        """What is known is out of date, and what is under way may fail for no fault of the
+        server's."""
         self._probe_is_stale = self._is_probing
         self._inquiry = Inquiry()
         self._slots.rest()
@@ -278,10 +297,14 @@ class ServerWatch:
 
     def _probed(self, probed: Probed, now: float) -> None:
         is_stale, self._probe_is_stale = self._probe_is_stale, False
-        no_news = probed.outcome is ProbeOutcome.NO_NEWS or (is_stale and probed.outcome is ProbeOutcome.FAILED)
+        no_news = probed.outcome is ProbeOutcome.NO_NEWS or (
+            is_stale and probed.outcome is ProbeOutcome.FAILED
+        )
         if no_news and isinstance(self._stage, HealthCounter):
             self._doubt = self._doubt or self._cause
-            self._probe_at = now + _RETRY_S if self._probe_at is None else min(self._probe_at, now + _RETRY_S)
+            self._probe_at = (
+                now + _RETRY_S if self._probe_at is None else min(self._probe_at, now + _RETRY_S)
+            )
         if no_news:
             return
         match self._stage:
@@ -340,7 +363,8 @@ class ServerWatch:
             self._slots.rest()
 
     def _look_due(self, now: float) -> None:
-        """First the evidence, then the question, then the verdict: none is given on old evidence."""
+        """First the evidence, then the question, then the verdict: none is given on old
+        evidence."""
         self._look_at = now + self._profile.liveness_probe_interval_s
         a_probe_hangs = not self._rounds.complete
         self._begin_round(now, fresh=False)
@@ -380,7 +404,9 @@ class ServerWatch:
     def _ask_for_progress(self, *, for_verdict: bool) -> None:
         if self._requests:
             self._effects.append(
-                ReportProgress(liveness_at=self._liveness_at, for_verdict=for_verdict, reply_to=self._me)
+                ReportProgress(
+                    liveness_at=self._liveness_at, for_verdict=for_verdict, reply_to=self._me
+                )
             )
 
     def _progress_reported(self, progress: Progress, now: float, *, for_verdict: bool) -> None:
@@ -409,7 +435,9 @@ class ServerWatch:
 
     def _is_suspect(self, progress: Progress, now: float) -> bool:
         heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at
-        streams = progress.phase not in (RequestPhase.TOOL, RequestPhase.DONE) and not progress.concluding
+        streams = (
+            progress.phase not in (RequestPhase.TOOL, RequestPhase.DONE) and not progress.concluding
+        )
         return streams and self._is_long_ago(heard_at, now)
 
     def _is_long_ago(self, at: float | None, now: float) -> bool:
@@ -434,7 +462,10 @@ class ServerWatch:
                 self._slots.looks,
                 progress,
                 others=[other for other in all_heard if other.request_id != progress.request_id],
-                all_are_silent=all(self._is_long_ago(at, now) for at in (self._ledger.newest_at, self._slots.moved_at)),
+                all_are_silent=all(
+                    self._is_long_ago(at, now)
+                    for at in (self._ledger.newest_at, self._slots.moved_at)
+                ),
                 still_since=self._slots.still_since,
                 now=now,
                 gaps=self._gaps,
@@ -446,7 +477,8 @@ class ServerWatch:
                     self._moved_at[progress.request_id] = self._slots.looks[-1].asked_at
 
     def _worked_at(self, request_id: int) -> float | None:
-        """The newest sign of work: by the server's processes, or by what may be the request's slot."""
+        """The newest sign of work: by the server's processes, or by what may be the request's
+        slot."""
         signs = (self._liveness_at, self._moved_at.get(request_id))
         return max((at for at in signs if at is not None), default=None)
 
@@ -456,11 +488,17 @@ class ServerWatch:
         neighbour_data_at = self._ledger.of_others(progress.request_id)
         busy = alone or busy_neighbour(neighbour_data_at, profile=self._profile, now=now)
         self._effects.append(
-            Stalled(epoch=self._epoch, request_id=progress.request_id, verdict=found, busy_neighbour=busy)
+            Stalled(
+                epoch=self._epoch,
+                request_id=progress.request_id,
+                verdict=found,
+                busy_neighbour=busy,
+            )
         )
 
     def _tell_observed(self, now: float) -> None:
-        """With every look and before every verdict: the worker may also have reasons of its own for a kill."""
+        """With every look and before every verdict: the worker may also have reasons of its own for
+        a kill."""
         self._effects.append(
             Observed(
                 epoch=self._epoch,

@@ -1,7 +1,7 @@
 """Which events bring a turn forward. Sans-IO; one `Advance` per turn, one thread at a time.
 
-A server that hangs may go on sending: the same report of prompt progress on every pass of its loop, role chunks,
-empty deltas, `{}`. Only what is new shows that it works on the request.
+A server that hangs may go on sending: the same report of prompt progress on every pass of its loop,
+role chunks, empty deltas, `{}`. Only what is new shows that it works on the request.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Advance:
     def by(self, event: StreamEvent) -> bool:
         """Whether this event is something new.
 
-        Text, reasoning and arguments always are: repeated ones are the loop detector's business. Prompt progress is
-        where more is done than ever before; the head of a call, a finish, usage and timings are the first time.
+        Text, reasoning and arguments always are: repeated ones are the loop detector's business.
+        Prompt progress is where more is done than ever before; the head of a call, a finish, usage
+        and timings are the first time.
         """
         match event:
             case TextDelta() | ReasoningDelta():
@@ -57,7 +58,9 @@ class Advance:
 
     def _is_new_call(self, event: ToolCallDelta) -> bool:
         head = (event.index, event.call_id, event.name)
-        if (event.call_id is None and event.name is None) or len(self._call_heads) >= _MAX_CALL_HEADS:
+        if (event.call_id is None and event.name is None) or len(
+            self._call_heads
+        ) >= _MAX_CALL_HEADS:
             return False
         is_new = head not in self._call_heads
         self._call_heads.add(head)

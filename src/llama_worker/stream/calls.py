@@ -1,7 +1,7 @@
 """The tool calls of a model's turn: put together, parsed, told apart. Pure.
 
-A turn's calls arrive as fragments (`ToolCallAssembler`) or inside the text (see `tagged_calls`), become
-`RawCall`s, and `partition` decides what each of them is.
+A turn's calls arrive as fragments (`ToolCallAssembler`) or inside the text (see `tagged_calls`),
+become `RawCall`s, and `partition` decides what each of them is.
 """
 
 from __future__ import annotations
@@ -17,19 +17,27 @@ from msgspec import Struct
 from llama_worker.stream.events import ToolCallDelta, encodable
 from llama_worker.types import ExitSignal
 
-MAX_JSON_DEPTH = 128  # of a call's arguments: far below where Python's parser, or a copy of them, gives up
+MAX_JSON_DEPTH = (
+    128  # of a call's arguments: far below where Python's parser, or a copy of them, gives up
+)
 
 _EXCERPT_CHARS = 200
-_EARLY_CHARS = 1 << 14  # of arguments that are parsed again and again while they grow; longer ones: once, at the end
+_EARLY_CHARS = (
+    1 << 14
+)  # of arguments that are parsed again and again while they grow; longer ones: once, at the end
 
 
 class RawCall(Struct, frozen=True):
     """One call as the model made it, not judged yet."""
 
-    call_id: str | None  # the server's; a worker sends ids of its own, the Responses proxy passes it on
+    call_id: (
+        str | None
+    )  # the server's; a worker sends ids of its own, the Responses proxy passes it on
     name: str
     arguments: str  # JSON text, if the model did well
-    tagged: str | None = None  # the whole `<tool_call>...</tool_call>`, where it was found in the text
+    tagged: str | None = (
+        None  # the whole `<tool_call>...</tool_call>`, where it was found in the text
+    )
 
 
 class MalformedCall(Struct, frozen=True):
@@ -53,12 +61,15 @@ class Partition(Struct, frozen=True):
 
     normal: tuple[ParsedCall, ...]
     exits: tuple[ExitSignal, ...]
-    problem: str | None  # the first one, for a person: why the request fails, with `tool_parse_error`
+    problem: (
+        str | None
+    )  # the first one, for a person: why the request fails, with `tool_parse_error`
     unrun: tuple[RawCall | MalformedCall, ...]  # all but the exits, as they came
 
 
 def tool_call_id(number: int) -> str:
-    """The worker's id of a request's `number`-th call: 9 alphanumerics, the one form every template takes."""
+    """The worker's id of a request's `number`-th call: 9 alphanumerics, the one form every template
+    takes."""
     if not 0 <= number < 10**8:
         raise ValueError(f"number must be from 0 to {10**8 - 1}, not {number}")
     return f"c{number:08d}"
@@ -85,7 +96,8 @@ class ToolCallAssembler:
         self._by_index: dict[int, _Fragments] = {}
 
     def feed(self, delta: ToolCallDelta) -> None:
-        """Adds a fragment: id and name are assigned (they may come again, whole), arguments appended."""
+        """Adds a fragment: id and name are assigned (they may come again, whole), arguments
+        appended."""
         call = self._by_index.setdefault(delta.index, _Fragments(None, "", []))
         call.call_id = delta.call_id or call.call_id
         call.name = delta.name or call.name
@@ -94,7 +106,8 @@ class ToolCallAssembler:
             call.grew = True
 
     def take_complete(self, names: Collection[str]) -> list[RawCall]:
-        """Calls of these tools whose arguments are a whole JSON object by now: nothing can follow that."""
+        """Calls of these tools whose arguments are a whole JSON object by now: nothing can follow
+        that."""
         complete = []
         for call in self._by_index.values():
             if not call.grew or call.taken or call.name not in names:
@@ -132,8 +145,9 @@ def partition(
 ) -> Partition:
     """Tells a turn's calls apart; normal ones get the ids from `first_number` on.
 
-    A normal call needs a known name and a JSON object (nothing at all counts as `{}`: so do servers write a
-    call without arguments); else there is a `problem`. An exit call is recorded however it looks.
+    A normal call needs a known name and a JSON object (nothing at all counts as `{}`: so do servers
+    write a call without arguments); else there is a `problem`. An exit call is recorded however it
+    looks.
     """
     normal: list[ParsedCall] = []
     exits: list[ExitSignal] = []
@@ -156,15 +170,21 @@ def partition(
             if error:
                 exits.append(_malformed_exit(call.name, call.arguments, emitted_at))
             else:
-                exits.append({"tool_name": call.name, "arguments": arguments, "emitted_at": emitted_at})
+                exits.append(
+                    {"tool_name": call.name, "arguments": arguments, "emitted_at": emitted_at}
+                )
             continue
         unrun.append(call)
         if call.name not in normal_names:
             known = ", ".join(sorted([*normal_names, *exit_names])) or "none"
-            problems.append(f"the model called an unknown tool, {_excerpt(call.name)}; known: {known}")
+            problems.append(
+                f"the model called an unknown tool, {_excerpt(call.name)}; known: {known}"
+            )
         elif error:
             excerpt = _excerpt(call.arguments)
-            problems.append(f"the arguments for {call.name!r} are not a JSON object ({error}): {excerpt}")
+            problems.append(
+                f"the arguments for {call.name!r} are not a JSON object ({error}): {excerpt}"
+            )
         else:
             own_id = tool_call_id(first_number + len(normal))
             text = call.arguments if call.arguments.strip() else "{}"
@@ -173,15 +193,19 @@ def partition(
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """The JSON object in `text`, `{}` for nothing or whitespace; raises ValueError, whatever the text.
+    """The JSON object in `text`, `{}` for nothing or whitespace; raises ValueError, whatever the
+    text.
 
-    Stricter than `json.loads`: what llama-server would refuse when it is sent back (numbers beyond a double,
-    NaN, lone surrogates) is refused here, and what is nested deeper than `MAX_JSON_DEPTH`.
+    Stricter than `json.loads`: what llama-server would refuse when it is sent back (numbers beyond
+    a double, NaN, lone surrogates) is refused here, and what is nested deeper than
+    `MAX_JSON_DEPTH`.
     """
     if not text.strip():
         return {}
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, parse_int=_finite_int)
+        value = json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite_float, parse_int=_finite_int
+        )
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -201,7 +225,11 @@ def _is_deeper(value: Any, depth: int) -> bool:
         level = [container for container in level if isinstance(container, (dict, list))]
         if not level:
             return False
-        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
     return True
 
 

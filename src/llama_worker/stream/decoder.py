@@ -1,7 +1,9 @@
-"""Chat-completion chunks to stream events. Pure; one StreamDecoder per response body, one thread at a time.
+"""Chat-completion chunks to stream events. Pure; one StreamDecoder per response body, one thread at
+a time.
 
-Decoding is strict about one thing, that a record is a JSON object, and takes everything inside it as optional:
-llama-server's chunks differ between builds, and a field that is absent, null or of an odd type just gives no event.
+Decoding is strict about one thing, that a record is a JSON object, and takes everything inside it
+as optional: llama-server's chunks differ between builds, and a field that is absent, null or of an
+odd type just gives no event.
 """
 
 import json
@@ -34,7 +36,9 @@ class StreamDecoder:
     """From a response body's bytes, split anywhere, to its events."""
 
     def __init__(self) -> None:
-        self.data_records = 0  # records with data so far: each is progress, even where it gave no event
+        self.data_records = (
+            0  # records with data so far: each is progress, even where it gave no event
+        )
         self.error: str | None = None  # why the stream cannot be read; nothing is decoded any more
         self._sse = SseDecoder()
         self._events: list[StreamEvent] = []  # of the bytes fed just now
@@ -45,8 +49,8 @@ class StreamDecoder:
     def feed(self, data: bytes) -> list[StreamEvent]:
         """The events that these bytes complete, in order; text that comes in a row is one event.
 
-        Bytes that are not SSE, or a record that is not a JSON object, end the stream: `error` says so, and what
-        came before is returned.
+        Bytes that are not SSE, or a record that is not a JSON object, end the stream: `error` says
+        so, and what came before is returned.
         """
         if self.error is not None:
             return []
@@ -67,7 +71,9 @@ class StreamDecoder:
                     self._add_to_run(TextDelta, delta.content)
         except ProtocolError as error:
             self.error = str(error)
-        except RecursionError:  # parsed at the very limit, and a part of it is written as JSON again
+        except (
+            RecursionError
+        ):  # parsed at the very limit, and a part of it is written as JSON again
             self.error = "a record of the stream is nested too deeply"
         self._end_run()
         self.error = self.error or self._sse.error
@@ -137,10 +143,12 @@ def _plain_delta(record: SseRecord) -> _Delta | None:
 
 
 def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple[StreamEvent, ...]:
-    """One record: progress, reasoning, text, tool calls, finish, usage, timings, error, in this order.
+    """One record: progress, reasoning, text, tool calls, finish, usage, timings, error, in this
+    order.
 
-    `delta_kinds`: the kinds of event that the stream gave so far. A final whole message repeats those, so of
-    it only other kinds count. Raises ProtocolError where a `data:` record is no JSON object.
+    `delta_kinds`: the kinds of event that the stream gave so far. A final whole message repeats
+    those, so of it only other kinds count. Raises ProtocolError where a `data:` record is no JSON
+    object.
     """
     if record.is_error:
         return (_error_of_field(record.data),)
@@ -223,7 +231,9 @@ def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
     index = _count(call.get("index"))
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)  # old builds give a final call's as an object
+        arguments = json.dumps(
+            arguments, ensure_ascii=False
+        )  # old builds give a final call's as an object
     return ToolCallDelta(
         index=position if index is None else index,
         call_id=_text(call.get("id")) or _text(function.get("id")),  # in `function`: old builds
@@ -263,7 +273,9 @@ def _error_of_field(data: str) -> ServerError:
 
 def _error(error: Any) -> ServerError:
     if not isinstance(error, dict):
-        return ServerError(error if isinstance(error, str) else json.dumps(error), code=None, type=None)
+        return ServerError(
+            error if isinstance(error, str) else json.dumps(error), code=None, type=None
+        )
     code = error.get("code")
     if isinstance(code, str) and code.isdecimal() and len(code) < 10:
         code = int(code)
@@ -276,7 +288,8 @@ def _error(error: Any) -> ServerError:
 
 
 def _text(value: Any) -> str | None:
-    """A string that is not empty; the strings of a list of content parts, joined; None for all else."""
+    """A string that is not empty; the strings of a list of content parts, joined; None for all
+    else."""
     if isinstance(value, list):
         parts = [part.get("text") for part in value if isinstance(part, dict)]
         value = "".join(part for part in parts if isinstance(part, str))
@@ -284,13 +297,19 @@ def _text(value: Any) -> str | None:
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_MANY else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_MANY
+        else None
+    )
 
 
 def _rate(value: Any) -> float | None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
-    return float(value) if abs(value) < 1e12 else None  # JSON as read here may hold NaN and Infinity
+    return (
+        float(value) if abs(value) < 1e12 else None
+    )  # JSON as read here may hold NaN and Infinity
 
 
 def _shown(data: str) -> str:

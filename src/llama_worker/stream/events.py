@@ -10,8 +10,11 @@ from llama_worker.types import ContextUse
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class TextDelta(msgspec.Struct, frozen=True):  # there are many of these: it costs a fifth of a dataclass
-    """Text of the answer; `count` deltas of the server that came together and follow one another."""
+class TextDelta(
+    msgspec.Struct, frozen=True
+):  # there are many of these: it costs a fifth of a dataclass
+    """Text of the answer; `count` deltas of the server that came together and follow one
+    another."""
 
     text: str
     count: int = 1
@@ -41,7 +44,8 @@ class RoleOnly(Struct, frozen=True):
 
 
 class PromptProgress(Struct, frozen=True):
-    """Tokens of the prompt that are done (those from the cache included), all, and from the cache."""
+    """Tokens of the prompt that are done (those from the cache included), all, and from the
+    cache."""
 
     processed: int
     total: int
@@ -55,7 +59,8 @@ class Usage(Struct, frozen=True):
 
 
 class Timings(Struct, frozen=True):
-    """The server's own measurements of this turn; a number that it did not give, or not finite, is None."""
+    """The server's own measurements of this turn; a number that it did not give, or not finite, is
+    None."""
 
     cache_n: int | None
     prompt_n: int | None
@@ -97,7 +102,8 @@ StreamEvent = (
 
 
 def encodable(text: str) -> str:
-    """The text with each lone surrogate replaced: JSON may hold such, and nobody could encode or store it. Pure."""
+    """The text with each lone surrogate replaced: JSON may hold such, and nobody could encode or
+    store it. Pure."""
     if text.isascii() or _SURROGATE.search(text) is None:
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

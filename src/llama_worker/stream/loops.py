@@ -1,4 +1,5 @@
-"""Output that repeats itself without end, by lines or without line ends. Sans-IO; one watch per text, one thread."""
+"""Output that repeats itself without end, by lines or without line ends. Sans-IO; one watch per
+text, one thread."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ _SAMPLE_CHARS = 80
 class LoopFound(Struct, frozen=True):
     """A block of `period` lines came `count` times in a row.
 
-    `line`: the one that decided, whitespace collapsed, in full. `end`: where it ends in all the text that was
-    fed, its line end included.
+    `line`: the one that decided, whitespace collapsed, in full. `end`: where it ends in all the
+    text that was fed, its line end included.
     """
 
     line: str
@@ -27,7 +28,8 @@ class LoopFound(Struct, frozen=True):
 
 
 class TextLoopFound(Struct, frozen=True):
-    """The last `chars` characters are repeats of one of `period_chars`, which is `sample` or begins so.
+    """The last `chars` characters are repeats of one of `period_chars`, which is `sample` or begins
+    so.
 
     `end`: where it was found, in all the text that was fed.
     """
@@ -56,13 +58,15 @@ class LoopWatch:
 class TextLoopWatch:
     """Finds a loop that needs no line ends, and any period up to `max_period_chars`.
 
-    Looked for at fixed positions of the text, whatever its pieces were. Most text costs one search for its last few
-    characters then.
+    Looked for at fixed positions of the text, whatever its pieces were. Most text costs one search
+    for its last few characters then.
     """
 
     def __init__(self, config: LoopDetector) -> None:
         self._config = config
-        self._window_chars = max(config.min_repeated_chars, config.min_text_repeats * config.max_period_chars)
+        self._window_chars = max(
+            config.min_repeated_chars, config.min_text_repeats * config.max_period_chars
+        )
         self._step_chars = max(1, min(_STEP_CHARS, config.min_repeated_chars // 8))
         self._next = config.min_repeated_chars  # where to look
         self._chars = 0  # fed so far
@@ -91,17 +95,25 @@ class TextLoopWatch:
         window = "".join(self._pieces)[-self._window_chars :]
         self._pieces = [window]
         for period_chars in _periods(window, self._config.max_period_chars):
-            chars = max(self._config.min_repeated_chars, self._config.min_text_repeats * period_chars)
-            if chars <= len(window) and window[-chars:-period_chars] == window[period_chars - chars :]:
-                return TextLoopFound(window[-period_chars:][:_SAMPLE_CHARS], period_chars, chars, self._chars)
+            chars = max(
+                self._config.min_repeated_chars, self._config.min_text_repeats * period_chars
+            )
+            if (
+                chars <= len(window)
+                and window[-chars:-period_chars] == window[period_chars - chars :]
+            ):
+                return TextLoopFound(
+                    window[-period_chars:][:_SAMPLE_CHARS], period_chars, chars, self._chars
+                )
         return None
 
 
 def _periods(window: str, longest: int) -> Iterator[int]:
-    """What the period of the window's end may be: how far back its last characters were there before.
+    """What the period of the window's end may be: how far back its last characters were there
+    before.
 
-    Nearest first. Where they come too often to try each, the one that a longer piece allows: a piece at least as long
-    as the period comes again after one period, and not earlier.
+    Nearest first. Where they come too often to try each, the one that a longer piece allows: a
+    piece at least as long as the period comes again after one period, and not earlier.
     """
     size = len(window)
     end = window[-_END_CHARS:]
@@ -119,7 +131,8 @@ def _periods(window: str, longest: int) -> Iterator[int]:
 
 
 class LineLoopWatch:
-    """Finds a line, or a block of lines, that comes again and again; decided by completed lines alone."""
+    """Finds a line, or a block of lines, that comes again and again; decided by completed lines
+    alone."""
 
     def __init__(self, config: LoopDetector) -> None:
         self._config = config

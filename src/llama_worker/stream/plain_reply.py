@@ -1,4 +1,5 @@
-"""The HTTP reply to a small question, from bytes to its status and body. Sans-IO; one thread at a time."""
+"""The HTTP reply to a small question, from bytes to its status and body. Sans-IO; one thread at a
+time."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ _MAX_BYTES = 4 * 1024 * 1024  # /props holds the chat template
 
 
 class PlainReply:
-    """Feed it what arrives, then `end` once the connection is over. `over` turns True when the reply is whole."""
+    """Feed it what arrives, then `end` once the connection is over. `over` turns True when the
+    reply is whole."""
 
     def __init__(self) -> None:
         self.status = 0  # once the headers are here
@@ -19,7 +21,8 @@ class PlainReply:
         self._parser = httptools.HttpResponseParser(self)
 
     def feed(self, data: bytes) -> None:
-        """What has arrived. Raises ValueError for what is not an HTTP response, or longer than 4 MiB."""
+        """What has arrived. Raises ValueError for what is not an HTTP response, or longer than 4
+        MiB."""
         self._bytes += len(data)
         if self._bytes > _MAX_BYTES:
             raise ValueError(f"a reply of more than {_MAX_BYTES} bytes")

@@ -1,7 +1,7 @@
 """Reasoning and text of one turn, told apart whichever way the server sends them. Pure.
 
-A server sends reasoning as `reasoning_content`, or tagged at the head of `content`, or (its legacy form) as
-both. Which of them a stream does is seen from the stream itself.
+A server sends reasoning as `reasoning_content`, or tagged at the head of `content`, or (its legacy
+form) as both. Which of them a stream does is seen from the stream itself.
 """
 
 import io
@@ -10,7 +10,11 @@ from enum import Enum, auto
 
 from msgspec import Struct
 
-_CLOSING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>"}  # by opening tag
+_CLOSING = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+}  # by opening tag
 
 
 class Piece(Struct, frozen=True):
@@ -35,27 +39,32 @@ class _At(Enum):
 class ReasoningSplitter:
     """One turn's deltas, split anywhere, to reasoning and text. One thread at a time.
 
-    `opened_by_template`: the prompt ended in an opening tag and the server does not parse what follows, so
-    content that comes without `reasoning_content` is reasoning up to the closing tag.
+    `opened_by_template`: the prompt ended in an opening tag and the server does not parse what
+    follows, so content that comes without `reasoning_content` is reasoning up to the closing tag.
 
-    The reasoning comes without the whitespace around it, and text that follows a thought without the whitespace
-    before it, in every form alike. Tags stand on lines of their own, and a server that takes them out leaves some
-    of that (b11434: the newline before the closing tag, and what follows that tag but for two newlines).
+    The reasoning comes without the whitespace around it, and text that follows a thought without
+    the whitespace before it, in every form alike. Tags stand on lines of their own, and a server
+    that takes them out leaves some of that (b11434: the newline before the closing tag, and what
+    follows that tag but for two newlines).
 
-    Held back is no more than the start of a tag, whitespace that may turn out to be such an end or beginning (it
-    is dropped then; the end of the turn is one too, however it came), and content that so far repeats the
-    `reasoning_content` inside a leading tag.
+    Held back is no more than the start of a tag, whitespace that may turn out to be such an end or
+    beginning (it is dropped then; the end of the turn is one too, however it came), and content
+    that so far repeats the `reasoning_content` inside a leading tag.
     """
 
     def __init__(self, *, opened_by_template: bool = False) -> None:
-        self.only_assumed = False  # content was taken for reasoning on `opened_by_template` alone, no tag was seen
+        self.only_assumed = (
+            False  # content was taken for reasoning on `opened_by_template` alone, no tag was seen
+        )
         self._opened_by_template = opened_by_template
         self._at = _At.HEAD
         self._undelivered: list[str] = []  # content since the last delivery, as it came
         self._tag_start = ""  # the content's end, where that may be the start of a tag
         self._closing_tags: Collection[str] = ()
         self._reasoning = _Trimmer()  # whatever way it came
-        self._original: _Original | None = None  # `reasoning_content` that came first: a tag may repeat it
+        self._original: _Original | None = (
+            None  # `reasoning_content` that came first: a tag may repeat it
+        )
 
     def feed_reasoning(self, reasoning: str) -> Piece:
         """A `reasoning_content` delta."""
@@ -92,7 +101,8 @@ class ReasoningSplitter:
         return Piece(self._reasoning.feed(self._tag_start), "")
 
     def _may_be_repeated(self) -> bool:
-        """Whether content may yet repeat `reasoning_content`: neither text nor a thought was found in it so far."""
+        """Whether content may yet repeat `reasoning_content`: neither text nor a thought was found
+        in it so far."""
         return self._at is _At.HEAD or (self._at is _At.THOUGHT and not self._reasoning.begun)
 
     def _head(self, text: str) -> Piece:
@@ -120,7 +130,9 @@ class ReasoningSplitter:
             tag_at = _start_of_tag(text, self._closing_tags)
             self._tag_start = text[tag_at:]
         if self._original is not None:
-            if not self._original.goes_on_with(text[:tag_at]) or (tag and not self._original.is_at_end()):
+            if not self._original.goes_on_with(text[:tag_at]) or (
+                tag and not self._original.is_at_end()
+            ):
                 return self._all_is_text()
             reasoning = ""
         else:
@@ -178,7 +190,8 @@ class _Trimmer:
 
 
 class _Original:
-    """The `reasoning_content` so far, and how much of it the content has repeated; outer whitespace aside."""
+    """The `reasoning_content` so far, and how much of it the content has repeated; outer whitespace
+    aside."""
 
     def __init__(self) -> None:
         self._text = io.StringIO()

@@ -1,7 +1,8 @@
-"""The HTTP response to a chat request, from bytes to events. Sans-IO; one per exchange, one thread at a time.
+"""The HTTP response to a chat request, from bytes to events. Sans-IO; one per exchange, one thread
+at a time.
 
-HTTP is read by `httptools`, the parser of Node.js behind a thin Python layer: a chunk costs it a fiftieth of what it
-costs a parser in Python.
+HTTP is read by `httptools`, the parser of Node.js behind a thin Python layer: a chunk costs it a
+fiftieth of what it costs a parser in Python.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ _SHOWN_CHARS = 40  # of what is not HTTP
 
 
 class ChatResponse:
-    """Feed it what arrives, then `end` once the connection is over. It never raises: what went wrong is `failure`.
+    """Feed it what arrives, then `end` once the connection is over. It never raises: what went
+    wrong is `failure`.
 
-    `over` turns True when nothing more can come of it: the body is complete, cannot be read, or the connection has
-    ended. `failure` is None then for a stream that ended in the regular way.
+    `over` turns True when nothing more can come of it: the body is complete, cannot be read, or the
+    connection has ended. `failure` is None then for a stream that ended in the regular way.
     """
 
     def __init__(self) -> None:
@@ -73,7 +75,9 @@ class ChatResponse:
         if self.refused:
             self.failure = describe_http_error(self.status or 0, b"".join(self._body))
         elif self.status is None:
-            self.failure = disconnected("before the response headers", cause or "the server sent no response")
+            self.failure = disconnected(
+                "before the response headers", cause or "the server sent no response"
+            )
         elif cause is not None or not self._ends_with_connection:
             self.failure = disconnected("in mid-stream", cause or "the server closed it")
         else:
@@ -106,7 +110,9 @@ class ChatResponse:
     # ----------------------------------------------------------------
 
     def _count_head(self, data: bytes) -> None:
-        self._begin = (self._begin + data)[:_SHOWN_CHARS] if len(self._begin) < _SHOWN_CHARS else self._begin
+        self._begin = (
+            (self._begin + data)[:_SHOWN_CHARS] if len(self._begin) < _SHOWN_CHARS else self._begin
+        )
         self._head_bytes += len(data)
 
     def _decode(self) -> list[StreamEvent]:
@@ -117,11 +123,19 @@ class ChatResponse:
             self.bytes_read += len(body)
             events = self.decoder.feed(body)
             if self.decoder.error is not None:
-                self._fail(StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=self.decoder.error))
+                self._fail(
+                    StreamFailure(
+                        reason=RequestFailReason.PROTOCOL_ERROR, detail=self.decoder.error
+                    )
+                )
         elif self.refused and sum(map(len, self._body)) >= _MAX_ERROR_BODY_BYTES:
             self.end()
         elif self.status is None and self._head_bytes > _MAX_HEAD_BYTES:
-            self._fail(disconnected("before the response headers", f"they are longer than {_MAX_HEAD_BYTES} bytes"))
+            self._fail(
+                disconnected(
+                    "before the response headers", f"they are longer than {_MAX_HEAD_BYTES} bytes"
+                )
+            )
         if self._complete:
             self._ends_with_connection = True  # nothing is missing
             self.end()
@@ -135,7 +149,9 @@ class ChatResponse:
         if self.status is not None:
             return disconnected("in mid-stream", f"it is not HTTP any more: {error}")
         shown = self._begin.decode("latin-1")
-        return disconnected("before the response headers", f"the reply is not HTTP: it begins with {shown!r}")
+        return disconnected(
+            "before the response headers", f"the reply is not HTTP: it begins with {shown!r}"
+        )
 
     def _judge_end(self) -> None:
         if not self.decoder.data_records and "text/event-stream" not in self._content_type:

@@ -1,9 +1,10 @@
-"""Bytes of a response body to server-sent events. Sans-IO: one decoder per body, one thread at a time.
+"""Bytes of a response body to server-sent events. Sans-IO: one decoder per body, one thread at a
+time.
 
-This module decides where records end, normalises line ends, and takes the usual record, one `data:` line, as
-it is: at hundreds of records a second the rest would be half of what a stream costs. All other records are
-read by `sseclient-py` (1.8 and 1.9 behave alike), line by line: it drops `error:` fields, and needs quadratic
-time for many lines.
+This module decides where records end, normalises line ends, and takes the usual record, one `data:`
+line, as it is: at hundreds of records a second the rest would be half of what a stream costs. All
+other records are read by `sseclient-py` (1.8 and 1.9 behave alike), line by line: it drops `error:`
+fields, and needs quadratic time for many lines.
 """
 
 from collections.abc import Iterator
@@ -17,30 +18,39 @@ MAX_RECORD_BYTES = 16 * 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
 
 
-class SseRecord(msgspec.Struct, frozen=True):  # a third of what a dataclass costs, and one is made for each event
-    """What one record held in its `data:` fields, or (`is_error`) in its `error:` fields; never empty."""
+class SseRecord(
+    msgspec.Struct, frozen=True
+):  # a third of what a dataclass costs, and one is made for each event
+    """What one record held in its `data:` fields, or (`is_error`) in its `error:` fields; never
+    empty."""
 
     data: str
     is_error: bool
 
 
 class SseDecoder:
-    """Takes bytes as they come, split anywhere; a record is out as soon as the byte that ends it is in."""
+    """Takes bytes as they come, split anywhere; a record is out as soon as the byte that ends it is
+    in."""
 
     def __init__(self) -> None:
         self.error: str | None = None  # why the bytes are not SSE; nothing is decoded any more
-        self._block = [b""]  # what sseclient reads next; any iterable does, and is read anew by each events()
+        self._block = [
+            b""
+        ]  # what sseclient reads next; any iterable does, and is read anew by each events()
         self._sseclient = sseclient.SSEClient(cast(Iterator[bytes], self._block))
         self._bom: bytes | None = b""  # start of the body that may be part of a BOM; None: settled
         self._after_cr = False  # the last byte was a CR: an LF that follows belongs to it
-        self._partial = bytearray()  # the record that has not ended yet, with LF, without leading comments
+        self._partial = (
+            bytearray()
+        )  # the record that has not ended yet, with LF, without leading comments
 
     def feed(self, data: bytes) -> list[SseRecord]:
-        """The records that these bytes complete, in order; none for comments, blanks and unknown fields.
+        """The records that these bytes complete, in order; none for comments, blanks and unknown
+        fields.
 
-        A record with both kinds of field comes out as two, the kind that came first ahead. A record above
-        MAX_RECORD_BYTES, or bytes that are not UTF-8, end the stream: `error` says so, and what came before is
-        returned.
+        A record with both kinds of field comes out as two, the kind that came first ahead. A record
+        above MAX_RECORD_BYTES, or bytes that are not UTF-8, end the stream: `error` says so, and
+        what came before is returned.
         """
         if self.error is not None:
             return []
@@ -58,7 +68,8 @@ class SseDecoder:
         return records
 
     def has_partial(self) -> bool:
-        """A record has begun and not ended: when the body ends, it is a truncated one, not dispatched."""
+        """A record has begun and not ended: when the body ends, it is a truncated one, not
+        dispatched."""
         return bool(self._bom or self._partial) and not self._partial.startswith(b":")
 
     def _without_bom(self, data: bytes) -> bytes:
@@ -70,7 +81,8 @@ class SseDecoder:
         return data.removeprefix(_BOM)
 
     def _with_lf(self, data: bytes) -> bytes:
-        """Every line end as one LF. A CR counts at once, so that the record it ends need not wait."""
+        """Every line end as one LF. A CR counts at once, so that the record it ends need not
+        wait."""
         if not data:
             return data
         if self._after_cr:
@@ -103,11 +115,15 @@ class SseDecoder:
         return 1 if at_line_start and data.startswith(b"\n") else 0
 
     def _read(self, block: bytes, records: list[SseRecord]) -> None:
-        one_data_line_each = block.startswith(b"data:") and block.count(b"\n") == 2 * block.count(b"\n\ndata:") + 2
+        one_data_line_each = (
+            block.startswith(b"data:") and block.count(b"\n") == 2 * block.count(b"\n\ndata:") + 2
+        )
         if one_data_line_each and len(block) <= MAX_RECORD_BYTES:  # nearly always
             try:
                 lines = block.decode().split("\n\n")
-                records += [SseRecord(data, False) for line in lines if (data := line[5:].removeprefix(" "))]
+                records += [
+                    SseRecord(data, False) for line in lines if (data := line[5:].removeprefix(" "))
+                ]
                 return
             except UnicodeDecodeError:
                 pass  # one by one: those before the bad one are good
@@ -135,7 +151,8 @@ class _RecordTooLargeError(Exception):
 
 
 def _drop_leading_comments(partial: bytearray) -> None:
-    """Remove whole comment lines, and of an unfinished one all but its colon: comments may be endless."""
+    """Remove whole comment lines, and of an unfinished one all but its colon: comments may be
+    endless."""
     while partial.startswith(b":"):
         end = partial.find(b"\n")
         if end < 0:

@@ -1,4 +1,5 @@
-"""Tool calls that a model writes into its text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pure."""
+"""Tool calls that a model writes into its text: `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`. Pure."""
 
 from __future__ import annotations
 
@@ -25,13 +26,15 @@ def tagged_call(name: str, arguments_json: str) -> str:
 class TaggedCallFilter:
     """Takes tagged calls out of one turn's text, whatever its split. Not thread-safe.
 
-    Visible text is the text less the well-formed calls, nothing else changed. What may be (the start of) a
-    call is held back until that is decided, at most `MAX_TAGGED_CALL_CHARS`. Time is linear in the text.
+    Visible text is the text less the well-formed calls, nothing else changed. What may be (the
+    start of) a call is held back until that is decided, at most `MAX_TAGGED_CALL_CHARS`. Time is
+    linear in the text.
 
     strict (prompted mode): a malformed call is in `calls` as well as in the text.
-    Not strict (native mode): it is just text; and tagged calls count only in a turn without structured ones. So all
-    that follows the first is held back, to the end (`finish`) or a structured call (`put_back`). What nobody sees is
-    watched for loops here: it is let go once whoever sees it will find one, with the calls in it or without.
+    Not strict (native mode): it is just text; and tagged calls count only in a turn without
+    structured ones. So all that follows the first is held back, to the end (`finish`) or a
+    structured call (`put_back`). What nobody sees is watched for loops here: it is let go once
+    whoever sees it will find one, with the calls in it or without.
     """
 
     def __init__(self, *, strict: bool, loop_detector: LoopDetector | None = None) -> None:
@@ -58,7 +61,8 @@ class TaggedCallFilter:
         return taken
 
     def put_back(self) -> str:
-        """The turn has a structured call, so tagged ones are text; returns all that was held back. The last call."""
+        """The turn has a structured call, so tagged ones are text; returns all that was held back.
+        The last call."""
         self.calls.clear()
         literal = self._undecided.with_calls.read() if self._undecided is not None else ""
         return literal + "".join(self._held)
@@ -163,7 +167,8 @@ class _Undecided:
 
 
 class _UnseenText:
-    """A text that grows unseen, behind one that was seen. `loops`: a watch over both would have found a loop."""
+    """A text that grows unseen, behind one that was seen. `loops`: a watch over both would have
+    found a loop."""
 
     def __init__(self, detector: LoopDetector | None) -> None:
         self.loops = False
@@ -202,7 +207,11 @@ def _well_formed(whole: str) -> RawCall | None:
     except ValueError:
         return None
     name, arguments = value.get("name"), value.get("arguments")
-    if value.keys() != {"name", "arguments"} or not isinstance(name, str) or not isinstance(arguments, dict):
+    if (
+        value.keys() != {"name", "arguments"}
+        or not isinstance(name, str)
+        or not isinstance(arguments, dict)
+    ):
         return None
     return RawCall(None, name, json.dumps(arguments, ensure_ascii=False), whole)
 
@@ -223,15 +232,17 @@ class _Part(Enum):
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_OUTSIDE = re.compile(r"[ \t\n\r0-9:,.+\-Eaeflnrstu]*")  # every character JSON knows there, brackets aside
+_OUTSIDE = re.compile(
+    r"[ \t\n\r0-9:,.+\-Eaeflnrstu]*"
+)  # every character JSON knows there, brackets aside
 _STRING = re.compile(r'[^"\\\x00-\x1f]*')
 
 
 class _CallScanner:
     """Finds where a tagged call ends, from after its opening tag, in pieces.
 
-    It does not check the JSON, but what no JSON can hold ends it at once: a `<` outside a string above all,
-    so that of many opening tags in a row at most two are ever scanned far.
+    It does not check the JSON, but what no JSON can hold ends it at once: a `<` outside a string
+    above all, so that of many opening tags in a row at most two are ever scanned far.
     """
 
     def __init__(self) -> None:
@@ -242,7 +253,8 @@ class _CallScanner:
         self._room = MAX_TAGGED_CALL_CHARS - len(CALL_OPEN)
 
     def scan(self, text: str, start: int) -> int:
-        """Reads on at `start`; returns where it stopped: at the end of `text` unless there is a verdict."""
+        """Reads on at `start`; returns where it stopped: at the end of `text` unless there is a
+        verdict."""
         at, end = start, min(len(text), start + self._room)
         while at < end and self.verdict is _Verdict.OPEN:
             at = self._step(text, at, end)

@@ -1,7 +1,8 @@
 """When the stream of a chat completion is over, and whether it ended well. Pure; not thread-safe.
 
-A finish reason is not the end: usage, `[DONE]` or an error record may follow it, but are not waited for without bound.
-A stream that ends without a finish reason was cut off, whatever its framing says.
+A finish reason is not the end: usage, `[DONE]` or an error record may follow it, but are not waited
+for without bound. A stream that ends without a finish reason was cut off, whatever its framing
+says.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ LastWord = Finish | ServerError | Done
 
 
 class Finished(Struct, frozen=True):
-    """The model came to its end; `reason` as the server names it, None where it said `[DONE]` without one."""
+    """The model came to its end; `reason` as the server names it, None where it said `[DONE]`
+    without one."""
 
     reason: str | None
 
@@ -28,11 +30,14 @@ Verdict = Finished | ServerError | StreamFailure
 
 
 class TurnEnd:
-    """Feed it what may end the turn; each entry returns the verdict once there is one, else None."""
+    """Feed it what may end the turn; each entry returns the verdict once there is one, else
+    None."""
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
-        self.settled_at: float | None = None  # monotonic; when `tick` ends a turn that has finished; it may be put off
+        self.settled_at: float | None = (
+            None  # monotonic; when `tick` ends a turn that has finished; it may be put off
+        )
 
     def feed(self, event: LastWord, now: float) -> Verdict | None:
         """An event that may be the last."""
@@ -51,8 +56,14 @@ class TurnEnd:
         """The connection is over; `failure`: how it broke, None for a regular end."""
         if self.finish_reason is not None:
             return Finished(self.finish_reason)
-        return failure or StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=NO_FINISH_REASON)
+        return failure or StreamFailure(
+            reason=RequestFailReason.STREAM_DISCONNECTED, detail=NO_FINISH_REASON
+        )
 
     def tick(self, now: float) -> Verdict | None:
         """The deadline `settled_at` may have come."""
-        return Finished(self.finish_reason) if self.settled_at is not None and now >= self.settled_at else None
+        return (
+            Finished(self.finish_reason)
+            if self.settled_at is not None and now >= self.settled_at
+            else None
+        )

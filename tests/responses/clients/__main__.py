@@ -1,4 +1,5 @@
-"""Runs the scenarios and prints the table of docs/responses.md; with `--publish` it is written there.
+"""Runs the scenarios and prints the table of docs/responses.md; with `--publish` it is written
+there.
 
 python -m tests.responses.clients [--only TEXT] [--record] [--publish]
 """
@@ -23,15 +24,28 @@ Scenario = Callable[[Stage], object]
 
 
 def scenarios(module: ModuleType) -> list[Scenario]:
-    """All that plays on a stage alone: its client's methods, or its own function in the place of one."""
+    """All that plays on a stage alone: its client's methods, or its own function in the place of
+    one."""
     of_all = [one for one in vars(module).values() if isinstance(one, CodingClient)]
     methods = {name: getattr(client, name) for client in of_all for name in vars(CodingClient)}
-    own = {name: one for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__}
-    found = [one for name, one in {**methods, **own}.items() if callable(one) and not name.startswith("_")]
+    own = {
+        name: one
+        for name, one in vars(module).items()
+        if getattr(one, "__module__", "") == module.__name__
+    }
+    found = [
+        one
+        for name, one in {**methods, **own}.items()
+        if callable(one) and not name.startswith("_")
+    ]
     return [one for one in found if list(signature(one).parameters) == ["on"]]
 
 
-CLIENTS = {"Codex": scenarios(codex), "OpenCode": scenarios(opencode), "Chromium": scenarios(browser)}
+CLIENTS = {
+    "Codex": scenarios(codex),
+    "OpenCode": scenarios(opencode),
+    "Chromium": scenarios(browser),
+}
 
 
 def passes(client: str, scenario: Scenario, *, keep: bool) -> bool:
@@ -54,7 +68,10 @@ def table(verdicts: dict[tuple[str, str], bool]) -> str:
     """By client and scenario: whether it passes."""
     lines = [f"| scenario | {' | '.join(CLIENTS)} |", "| --- |" + " --- |" * len(CLIENTS)]
     for name in dict.fromkeys(scenario for _, scenario in verdicts):
-        cells = [{True: "passes", False: "fails", None: ""}[verdicts.get((client, name))] for client in CLIENTS]
+        cells = [
+            {True: "passes", False: "fails", None: ""}[verdicts.get((client, name))]
+            for client in CLIENTS
+        ]
         lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
     passed = [[good for (of, _), good in verdicts.items() if of == client] for client in CLIENTS]
     lines.append(f"| passed | {' | '.join(f'{sum(goods)} of {len(goods)}' for goods in passed)} |")
@@ -64,9 +81,13 @@ def table(verdicts: dict[tuple[str, str], bool]) -> str:
 def main() -> None:
     """Exit code 1 where one fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.responses.clients")
-    parser.add_argument("--only", metavar="TEXT", default="", help="the scenarios whose names contain it")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="the scenarios whose names contain it"
+    )
     parser.add_argument("--record", action="store_true", help="keep what the clients sent")
-    parser.add_argument("--publish", action="store_true", help="write the table into docs/responses.md")
+    parser.add_argument(
+        "--publish", action="store_true", help="write the table into docs/responses.md"
+    )
     given = parser.parse_args()
     if given.only and given.publish:
         parser.error("--publish is for a run of all of them")

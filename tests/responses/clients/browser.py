@@ -1,4 +1,5 @@
-"""A page in a real browser (headless Chromium) that tries to read what the proxy says, and to make the model work."""
+"""A page in a real browser (headless Chromium) that tries to read what the proxy says, and to make
+the model work."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ const loaded = (tag, path) => new Promise((done, failed) => {
 
 
 def a_foreign_page_gets_nothing_and_moves_nothing(on: Stage) -> None:
-    """Of another origin on this machine: what is reached is refused, and nothing reaches the server."""
+    """Of another origin on this machine: what is reached is refused, and nothing reaches the
+    server."""
     on.plays(said("secret"), api_key="secret")
     found = _browse(on, HOST)
     assert set(found.values()) <= {"refused", "opaque", "sent", "no answer"}, found
@@ -62,11 +64,14 @@ def a_foreign_page_gets_nothing_and_moves_nothing(on: Stage) -> None:
 
 
 def a_page_under_a_rebound_name_gets_nothing(on: Stage) -> None:
-    """Its own name leads to this machine, so that to the browser the proxy is the page's own server."""
+    """Its own name leads to this machine, so that to the browser the proxy is the page's own
+    server."""
     on.plays(said("secret"), api_key="secret")
     assert "secret" not in json.dumps(_browse(on, EVIL, REBOUND))
     assert on.journal.facts("request") == []
-    assert "not an address of this machine" in _dump(on, f"http://{EVIL}:{on.proxy.port}/v1/models", REBOUND)
+    assert "not an address of this machine" in _dump(
+        on, f"http://{EVIL}:{on.proxy.port}/v1/models", REBOUND
+    )
 
 
 def an_allowed_page_is_served(on: Stage) -> None:
@@ -81,7 +86,9 @@ def an_allowed_page_is_served(on: Stage) -> None:
 def _browse(on: Stage, proxy_host: str, *options: str, page_port: int = 0) -> dict[str, Any]:
     """What a page found out that tries everything with the proxy under that name."""
     with Upstream(answer(PAGE.encode(), headers=b"Content-Type: text/html\r\n"), page_port) as page:
-        shown = _dump(on, f"http://{HOST}:{page.port}/?http://{proxy_host}:{on.proxy.port}", *options)
+        shown = _dump(
+            on, f"http://{HOST}:{page.port}/?http://{proxy_host}:{on.proxy.port}", *options
+        )
     told = re.search(r"<pre id=\"out\">FOUND(.*?)END</pre>", shown, re.DOTALL)
     assert told is not None, shown
     found: dict[str, Any] = json.loads(html.unescape(told[1]))
@@ -92,6 +99,14 @@ def _browse(on: Stage, proxy_host: str, *options: str, page_port: int = 0) -> di
 def _dump(on: Stage, address: str, *options: str) -> str:
     """The page as it is after its scripts have run."""
     program = shutil.which("chromium") or "chromium"
-    fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--timeout=30000"]
+    fixed = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--timeout=30000",
+    ]
     wait = ["--virtual-time-budget=40000", "--dump-dom"]
-    return on.run(program, *fixed, f"--user-data-dir={on.home}/chromium", *options, *wait, address).stdout
+    return on.run(
+        program, *fixed, f"--user-data-dir={on.home}/chromium", *options, *wait, address
+    ).stdout

@@ -28,7 +28,10 @@ stream_max_retries = 3
 command = "python3"
 args = ["{mcp}"]
 """
-FREEFORM, AMONG_THE_INPUT = "gpt-5.5", "gpt-6-sol"  # models that Codex knows: their tools come in other forms
+FREEFORM, AMONG_THE_INPUT = (
+    "gpt-5.5",
+    "gpt-6-sol",
+)  # models that Codex knows: their tools come in other forms
 LOOKUP = "mcp__dict__lookup"
 PATCH = "*** Begin Patch\n*** Add File: new.txt\n+patched\n*** End Patch\n"
 _N: Json = {"n": {"type": "integer"}}
@@ -45,7 +48,12 @@ def codex(
 ) -> Done:
     folder = on.home / ".codex"
     folder.mkdir(exist_ok=True)
-    values = {"model": model, "base_url": on.proxy.base_url, "idle_ms": int(patience_s * 1000), "mcp": MCP_SERVER}
+    values = {
+        "model": model,
+        "base_url": on.proxy.base_url,
+        "idle_ms": int(patience_s * 1000),
+        "mcp": MCP_SERVER,
+    }
     (folder / "config.toml").write_text(CONFIG.format(**values))
     options = ["--json", "--skip-git-repo-check", "-s", sandbox]
     return on.run(str(PACKAGES / "codex"), "exec", *options, *arguments, meanwhile=meanwhile)
@@ -140,8 +148,12 @@ def runs_a_sub_agent(on: Stage) -> None:
     )
     assert answer(codex(on, "Ask somebody."))
     messages = [message for chat in on.chats() for message in chat["messages"]]
-    assert any("Find the ANSWER." in str(chat["messages"][-1]["content"]) for chat in on.chats()), "no sub-agent"
-    assert any("agent" in str(message["content"]) for message in messages if message["role"] == "tool")
+    assert any("Find the ANSWER." in str(chat["messages"][-1]["content"]) for chat in on.chats()), (
+        "no sub-agent"
+    )
+    assert any(
+        "agent" in str(message["content"]) for message in messages if message["role"] == "tool"
+    )
 
 
 def answers_in_a_given_form(on: Stage) -> None:

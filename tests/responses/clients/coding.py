@@ -42,9 +42,9 @@ def cut_by_the_limit(call: Call) -> list[fs.Step]:
 class CodingClient:
     """A client, and how it says what all of them say. Its public methods are scenarios.
 
-    `answer`: the last thing that its user read; `thoughts`: what they read of the reasoning, with the arguments
-    `show_thoughts`. `shell`: the call of a command. `sees`: whether they see a fault that has this hint.
-    `patience_s`: what the client is told to wait between two pieces of a reply.
+    `answer`: the last thing that its user read; `thoughts`: what they read of the reasoning, with
+    the arguments `show_thoughts`. `shell`: the call of a command. `sees`: whether they see a fault
+    that has this hint. `patience_s`: what the client is told to wait between two pieces of a reply.
     """
 
     run: Callable[..., Done]
@@ -72,14 +72,18 @@ class CodingClient:
         on.each_turn_begins_with_the_one_before()
 
     def runs_commands_in_parallel(self, on: Stage) -> None:
-        on.plays(calls(self.shell("echo one > 1.txt"), self.shell("echo two > 2.txt")), said("Both."))
+        on.plays(
+            calls(self.shell("echo one > 1.txt"), self.shell("echo two > 2.txt")), said("Both.")
+        )
         assert self.answer(self.run(on, "Make two files.")) == "Both."
         assert {"1.txt", "2.txt"} <= {file.name for file in on.project.iterdir()}
         assert len(on.results()) == 2
 
     def works_in_several_turns(self, on: Stage) -> None:
         steps = [self.shell(f"echo {number} >> log.txt") for number in range(9)]
-        turns = [calls(step, before=[fs.Text(f"Step {number}.")]) for number, step in enumerate(steps)]
+        turns = [
+            calls(step, before=[fs.Text(f"Step {number}.")]) for number, step in enumerate(steps)
+        ]
         on.plays(*turns, said("Nine."))
         assert self.answer(self.run(on, "Count.")) == "Nine."
         assert (on.project / "log.txt").read_text() == "".join(f"{number}\n" for number in range(9))
@@ -94,7 +98,9 @@ class CodingClient:
     def shows_reasoning_and_gives_it_back(self, on: Stage) -> None:
         on.plays(calls(self.shell("true"), before=[fs.Reasoning("I must look.")]), said("Seen."))
         done = self.run(on, "Look.", *self.show_thoughts)
-        assert (self.answer(done), "I must look." in self.thoughts(done)) == ("Seen.", True), done.stdout
+        assert (self.answer(done), "I must look." in self.thoughts(done)) == ("Seen.", True), (
+            done.stdout
+        )
         turn = next(message for message in on.messages() if message["role"] == "assistant")
         assert turn["reasoning_content"] == "I must look."
         on.each_turn_begins_with_the_one_before()
@@ -104,11 +110,19 @@ class CodingClient:
         assert self.answer(self.run(on, "One?")) == "First."
         assert self.answer(self.run(on, *self.resume, "Two?")) == "Second."
         on.each_turn_begins_with_the_one_before()
-        assert [message["content"] for message in on.messages() if message["role"] == "assistant"] == ["First."]
+        assert [
+            message["content"] for message in on.messages() if message["role"] == "assistant"
+        ] == ["First."]
 
     def compacts_a_long_conversation(self, on: Stage) -> None:
         call = tool_calls(self.shell("true"))
-        long = [*BEGUN, *call, fs.Finish("tool_calls"), fs.Usage(prompt_tokens=31_000), fs.DoneMarker()]
+        long = [
+            *BEGUN,
+            *call,
+            fs.Finish("tool_calls"),
+            fs.Usage(prompt_tokens=31_000),
+            fs.DoneMarker(),
+        ]
         on.plays(long, said("SUMMARY of it."), said("Went on."))
         assert self.answer(self.run(on, "Work.")) == "Went on."
         assert any("SUMMARY of it." in str(message["content"]) for message in on.messages())
@@ -160,7 +174,8 @@ class CodingClient:
         on.journal.wait("client_closed", timeout=WAIT_S)
 
     def _survives(self, on: Stage, fault: fs.Step, *, hint: str) -> None:
-        """Its user sees that the answer is not whole, and half an answer is not part of its history."""
+        """Its user sees that the answer is not whole, and half an answer is not part of its
+        history."""
         on.plays([*HALF, fault], said("Whole."))
         done = self.run(on, "Answer.")
         assert self.sees(done, hint), done.stdout

@@ -15,9 +15,17 @@ for line in sys.stdin:
     match request["method"]:
         case "initialize":
             info = {"name": "dict", "version": "1"}
-            result = {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": info}
+            result = {
+                "protocolVersion": params["protocolVersion"],
+                "capabilities": {"tools": {}},
+                "serverInfo": info,
+            }
         case "tools/list":
             result = {"tools": [TOOL]}
         case "tools/call":
-            result = {"content": [{"type": "text", "text": f"the meaning of {params['arguments']['word']}"}]}
+            result = {
+                "content": [
+                    {"type": "text", "text": f"the meaning of {params['arguments']['word']}"}
+                ]
+            }
     print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)

@@ -10,7 +10,11 @@ from tests.responses.clients.stage import MCP_SERVER, PACKAGES, Done, Meanwhile,
 from tests.responses.conftest import Json
 
 DOCUMENTED: Json = {"reasoning": True, "limit": {"context": 32768, "output": 4096}}
-WITH_IMAGES: Json = {**DOCUMENTED, "attachment": True, "modalities": {"input": ["text", "image"], "output": ["text"]}}
+WITH_IMAGES: Json = {
+    **DOCUMENTED,
+    "attachment": True,
+    "modalities": {"input": ["text", "image"], "output": ["text"]},
+}
 ENVIRONMENT = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
 
 
@@ -28,12 +32,16 @@ def opencode(
     if "--file" in arguments:
         model = WITH_IMAGES
     config = {
-        "provider": {"llama": {"npm": "@ai-sdk/openai", "options": options, "models": {"local": model}}},
+        "provider": {
+            "llama": {"npm": "@ai-sdk/openai", "options": options, "models": {"local": model}}
+        },
         "model": "llama/local",
         "small_model": "llama/local",
         "share": "disabled",
         "autoupdate": False,
-        "mcp": {"dict": {"type": "local", "command": ["python3", str(MCP_SERVER)], "enabled": True}},
+        "mcp": {
+            "dict": {"type": "local", "command": ["python3", str(MCP_SERVER)], "enabled": True}
+        },
     }
     (on.project / "opencode.json").write_text(json.dumps(config))
     named = [] if title else ["--title", "A title"]  # else it asks for one, at the same time
@@ -100,7 +108,9 @@ def edits_a_file(on: Stage) -> None:
 
 
 def writes_a_file(on: Stage) -> None:
-    on.plays(calls(("write", {"filePath": "new.txt", "content": 'wörld "quoted"\n\t'})), said("Written."))
+    on.plays(
+        calls(("write", {"filePath": "new.txt", "content": 'wörld "quoted"\n\t'})), said("Written.")
+    )
     assert answer(opencode(on, "Write a file.")) == "Written."
     assert (on.project / "new.txt").read_text() == 'wörld "quoted"\n\t'
 
@@ -123,11 +133,17 @@ def is_told_of_a_tool_that_does_not_exist(on: Stage) -> None:
 
 
 def makes_room_when_the_context_is_full(on: Stage) -> None:
-    full = [HttpError(400, "the request exceeds the available context size", "exceed_context_size_error")]
+    full = [
+        HttpError(
+            400, "the request exceeds the available context size", "exceed_context_size_error"
+        )
+    ]
     on.plays(said("First."), full, said("SUMMARY of it."), said("Went on."))
     opencode(on, "One?")
     done = opencode(on, "--continue", "Two?")
-    assert "context" in json.dumps(done.events("error")).lower() or "Went on." in answer(done), done.stdout
+    assert "context" in json.dumps(done.events("error")).lower() or "Went on." in answer(done), (
+        done.stdout
+    )
 
 
 def does_not_run_a_call_that_the_limit_cut(on: Stage) -> None:

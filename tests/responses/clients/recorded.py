@@ -1,4 +1,5 @@
-"""What the clients sent, kept: small enough to read, true to what matters. One file for each scenario."""
+"""What the clients sent, kept: small enough to read, true to what matters. One file for each
+scenario."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from tests.responses.conftest import Json
 FOLDER = Path(__file__).parents[1] / "recorded"
 _KEPT = "input_items_kept"
 _MAX_CHARS = 200  # of a text: instructions and descriptions are long, and change with every version
-_NOTHING_NEW = ("survives_", "waits_", "lets_go_", "does_not_", "says_", "makes_room_", "is_told_")  # in their requests
+_NOTHING_NEW = (
+    "survives_",
+    "waits_",
+    "lets_go_",
+    "does_not_",
+    "says_",
+    "makes_room_",
+    "is_told_",
+)  # in their requests
 _FOLDERS = re.compile(r"/tmp/[A-Za-z0-9_]+/(home|project)")
 
 
@@ -44,18 +53,24 @@ def recorded() -> dict[str, list[Json]]:
 
 
 def _difference(before: Json, after: Json) -> Json:
-    """As it differs from the one before: fields that changed, and the items after those that are the same."""
+    """As it differs from the one before: fields that changed, and the items after those that are
+    the same."""
     if before.keys() - after.keys():
         return after
     changed = {key: value for key, value in after.items() if before.get(key) != value}
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(before["input"], after["input"], strict=False))
+    same = takewhile(
+        lambda pair: pair[0] == pair[1], zip(before["input"], after["input"], strict=False)
+    )
     kept = len(list(same))
     return {_KEPT: kept, **changed, "input": after["input"][kept:]}
 
 
 def _shortened(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: item if key == "encrypted_content" else _shortened(item) for key, item in value.items()}
+        return {
+            key: item if key == "encrypted_content" else _shortened(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [_shortened(item) for item in value]
     if isinstance(value, str) and not value.startswith("data:"):

@@ -1,4 +1,5 @@
-"""What a scenario plays on: a scripted server, a proxy in front of it, a home and a project of the client's own."""
+"""What a scenario plays on: a scripted server, a proxy in front of it, a home and a project of the
+client's own."""
 
 from __future__ import annotations
 
@@ -53,17 +54,27 @@ class Stage(contextlib.ExitStack):
     def __init__(self) -> None:
         super().__init__()
         folder = Path(self.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        self.home, self.project, self.journal = folder / "home", folder / "project", Journal(folder / "journal")
+        self.home, self.project, self.journal = (
+            folder / "home",
+            folder / "project",
+            Journal(folder / "journal"),
+        )
         self.home.mkdir()
         self.project.mkdir()
         self.bodies: list[Json] = []
 
     def plays(self, *replies: Sequence[Step] | Reply, **config: Any) -> None:
         """Begin, with `replies` in the order of the requests; the last one repeats."""
-        script = Script(replies=[reply if isinstance(reply, Reply) else Reply(reply) for reply in replies])
+        script = Script(
+            replies=[reply if isinstance(reply, Reply) else Reply(reply) for reply in replies]
+        )
         url = self.enter_context(scripted_server(script, self.journal, port=free_port(), slots=8))
-        self.enter_context(mock.patch("llama_worker.responses.app.parse_body", self._parse_and_keep))
-        self.proxy = self.enter_context(ResponsesProxy(ResponsesProxyConfig(upstream=url, port=0, **config)))
+        self.enter_context(
+            mock.patch("llama_worker.responses.app.parse_body", self._parse_and_keep)
+        )
+        self.proxy = self.enter_context(
+            ResponsesProxy(ResponsesProxyConfig(upstream=url, port=0, **config))
+        )
 
     def _parse_and_keep(self, data: bytes) -> Json:
         body = parse_body(data)
@@ -84,7 +95,8 @@ class Stage(contextlib.ExitStack):
         return [str(message["content"]) for message in self.messages() if message["role"] == "tool"]
 
     def each_turn_begins_with_the_one_before(self) -> None:
-        """What the server was sent for each turn is what it was sent for the one before, and more."""
+        """What the server was sent for each turn is what it was sent for the one before, and
+        more."""
         for before, after in pairwise(self.chats()):
             assert after["messages"][: len(before["messages"])] == before["messages"]
             assert after.get("tools") == before.get("tools")
@@ -95,12 +107,26 @@ class Stage(contextlib.ExitStack):
 
     def has_shown_an_image(self) -> bool:
         """Whether the model was shown one."""
-        parts = [part for message in self.messages() for part in message["content"] or () if isinstance(part, dict)]
-        return any(part["type"] == "image_url" and part["image_url"]["url"].startswith("data:image/") for part in parts)
+        parts = [
+            part
+            for message in self.messages()
+            for part in message["content"] or ()
+            if isinstance(part, dict)
+        ]
+        return any(
+            part["type"] == "image_url" and part["image_url"]["url"].startswith("data:image/")
+            for part in parts
+        )
 
     def run(self, *command: str, meanwhile: Meanwhile | None = None, **env: str) -> Done:
         """Run a client to its end; `meanwhile` may do something to it."""
-        full = {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", "TERM": "dumb", **env}
+        full = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            **env,
+        }
         process = subprocess.Popen(
             command, cwd=self.project, env=full, text=True, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

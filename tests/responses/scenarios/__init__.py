@@ -1,8 +1,9 @@
-"""What clients of the Responses API are used to, a list for each: real clients, a real model, what the client shows.
+"""What clients of the Responses API are used to, a list for each: real clients, a real model, what
+the client shows.
 
-The tests run every list against the proxy; `python -m benchmarks.responses` runs them against llama-server's own
-Responses API as well. The server has `parrot.jinja`, which makes the model say what the last message says, and stands
-behind a `Relay`, which breaks the streams that are to break.
+The tests run every list against the proxy; `python -m benchmarks.responses` runs them against
+llama-server's own Responses API as well. The server has `parrot.jinja`, which makes the model say
+what the last message says, and stands behind a `Relay`, which breaks the streams that are to break.
 """
 
 from pathlib import Path

@@ -8,15 +8,31 @@ from typing import Any
 
 from tests.responses.relay import DIES, FAILS
 from tests.responses.scenarios.node import Json, Scenario, run_scenarios
-from tests.responses.scenarios.sayings import ADD_PARAMETERS, GREETING, STORY, TALE, TOO_LONG, calls, thinks
+from tests.responses.scenarios.sayings import (
+    ADD_PARAMETERS,
+    GREETING,
+    STORY,
+    TALE,
+    TOO_LONG,
+    calls,
+    thinks,
+)
 
-LINES = ("ai-sdk-openai-2.0", "ai-sdk-openai-3.0", "ai-sdk-openai-3.1", "ai-sdk-openai-4.0")  # of node/package.json
+LINES = (
+    "ai-sdk-openai-2.0",
+    "ai-sdk-openai-3.0",
+    "ai-sdk-openai-3.1",
+    "ai-sdk-openai-4.0",
+)  # of node/package.json
 ADD: Json = {"type": "function", "name": "add", "description": "add", "inputSchema": ADD_PARAMETERS}
 SUB: Json = {**ADD, "name": "sub"}
 STATELESS: Json = {"openai": {"store": False, "include": ["reasoning.encrypted_content"]}}
 PERSON_SCHEMA: Json = {
     "type": "object",
-    "properties": {"name": {"type": "string", "enum": ["John"]}, "age": {"type": "integer", "enum": [5, 7]}},
+    "properties": {
+        "name": {"type": "string", "enum": ["John"]},
+        "age": {"type": "integer", "enum": [5, 7]},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -57,8 +73,16 @@ def turn(
     """A request: what the user says, in parts; `results` answer the calls of the turn before."""
     prompt: list[Json] = [{"role": "system", "content": system}] if system else []
     if said:
-        prompt.append({"role": "user", "content": [{"type": "text", "text": part} for part in said]})
-    given = {"prompt": prompt, "results": results, "stream": stream, "model": model, "settings": settings}
+        prompt.append(
+            {"role": "user", "content": [{"type": "text", "text": part} for part in said]}
+        )
+    given = {
+        "prompt": prompt,
+        "results": results,
+        "stream": stream,
+        "model": model,
+        "settings": settings,
+    }
     return {**given, "byId": by_id, "abortAfter": abort_after}
 
 
@@ -98,7 +122,9 @@ def reasoning_is_shown(result: Json) -> None:
     assert (result["reasoning"].strip(), result["text"]) == ("Greet back.", GREETING)
 
 
-@scenario(turn(thinks("Greet.", GREETING), system="Be terse."), turn("Go on, and", "on and on and on."))
+@scenario(
+    turn(thinks("Greet.", GREETING), system="Be terse."), turn("Go on, and", "on and on and on.")
+)
 def a_conversation_goes_on(*turns: Json) -> None:
     assert [result["text"] for result in turns] == [GREETING, "Go on, and\non and on and on."]
 
@@ -106,7 +132,9 @@ def a_conversation_goes_on(*turns: Json) -> None:
 @scenario(turn(GREETING), turn(GREETING, by_id=True))
 def a_conversation_goes_on_by_id(first: Json, second: Json) -> None:
     assert second["text"] == GREETING
-    assert second["usage"]["input"] > first["usage"]["input"]  # the same was said: the rest is what came before
+    assert (
+        second["usage"]["input"] > first["usage"]["input"]
+    )  # the same was said: the rest is what came before
 
 
 # ---------------------------------------------------------------- tools
@@ -135,7 +163,11 @@ def two_calls_in_one_turn_are_answered(first: Json, second: Json) -> None:
 def a_tool_loop(**settings: Json) -> list[Json]:
     second = thinks("And one.", calls({"a": 5, "b": 1}))
     given: Json = {"tools": [ADD], **settings}
-    return [turn(LOOP, **given), turn(results=[second], **given), turn(results=["It is 6."], **given)]
+    return [
+        turn(LOOP, **given),
+        turn(results=[second], **given),
+        turn(results=["It is 6."], **given),
+    ]
 
 
 @scenario(*a_tool_loop())
@@ -170,7 +202,11 @@ def a_call_that_the_limit_cut_is_not_finished(result: Json) -> None:
     assert (result["thrown"], result["errors"], result["finish"]) == (None, [], "length")
 
 
-@scenario(turn("John is five.", responseFormat={"type": "json", "schema": PERSON_SCHEMA, "name": "person"}))
+@scenario(
+    turn(
+        "John is five.", responseFormat={"type": "json", "schema": PERSON_SCHEMA, "name": "person"}
+    )
+)
 def a_schema_is_kept(result: Json) -> None:
     said = json.loads(result["text"])
     assert (said["name"], said["age"] in (5, 7)) == ("John", True)

@@ -1,4 +1,5 @@
-"""Runs the scripts of `tests/responses/node` with the npm packages that `make test-responses` installs."""
+"""Runs the scripts of `tests/responses/node` with the npm packages that `make test-responses`
+installs."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def run_node(script: str, base_url: str, jobs: Sequence[Any]) -> list[Any]:
     return results
 
 
-def run_scenarios(script: str, base_url: str, scenarios: Sequence[Scenario], **settings: str) -> dict[str, Any]:
+def run_scenarios(
+    script: str, base_url: str, scenarios: Sequence[Scenario], **settings: str
+) -> dict[str, Any]:
     """What each gave, by its name."""
     done = run_node(script, base_url, [{**settings, **scenario.job} for scenario in scenarios])
     return {scenario.name: result for scenario, result in zip(scenarios, done, strict=True)}

@@ -23,7 +23,9 @@ def scenario(said: str, *, model: str = "m", **settings: Any) -> Callable[[Check
             assert (result["thrown"] is None) == (model != FAILS), result
             check(result)
 
-        SCENARIOS.append(Scenario(check.__name__, {"model": model, "input": said, **settings}, check_result))
+        SCENARIOS.append(
+            Scenario(check.__name__, {"model": model, "input": said, **settings}, check_result)
+        )
         return check
 
     return add

@@ -1,4 +1,5 @@
-"""`openai` for Python and `openai-agents`: 20 scenarios. Each raises where its user would complain."""
+"""`openai` for Python and `openai-agents`: 20 scenarios. Each raises where its user would
+complain."""
 
 from __future__ import annotations
 
@@ -13,13 +14,26 @@ from pydantic import BaseModel
 
 from tests.responses.oracle import check_events, read_sse
 from tests.responses.relay import FAILS
-from tests.responses.scenarios.sayings import ADD_PARAMETERS, GREETING, STORY, TOO_LONG, calls, thinks
+from tests.responses.scenarios.sayings import (
+    ADD_PARAMETERS,
+    GREETING,
+    STORY,
+    TOO_LONG,
+    calls,
+    thinks,
+)
 
 E = TypeVar("E", bound=Exception)
 Scenario = Callable[[openai.OpenAI], None]
 SCENARIOS: list[Scenario] = []
 WAIT_S = 300.0  # for a server that is slow; the proxy adds next to nothing
-ADD: Any = {"type": "function", "name": "add", "description": "add", "strict": False, "parameters": ADD_PARAMETERS}
+ADD: Any = {
+    "type": "function",
+    "name": "add",
+    "description": "add",
+    "strict": False,
+    "parameters": ADD_PARAMETERS,
+}
 SUB: Any = {**ADD, "name": "sub"}
 CALL = calls({"a": 2, "b": 3})
 SUM = {"a": 2, "b": 3}
@@ -112,7 +126,9 @@ def untyped_messages_and_null_fields(client: openai.OpenAI) -> None:
         {"role": "assistant", "content": "Yes?"},
         {"role": "user", "content": GREETING},
     ]
-    unset = dict.fromkeys(("tools", "tool_choice", "text", "reasoning", "metadata", "previous_response_id"))
+    unset = dict.fromkeys(
+        ("tools", "tool_choice", "text", "reasoning", "metadata", "previous_response_id")
+    )
     assert ask(client, history, extra_body=unset).output_text == GREETING
 
 
@@ -135,13 +151,17 @@ def a_prompt_that_is_too_long_is_refused(client: openai.OpenAI) -> None:
 
 @scenario
 def parse_gives_what_the_schema_says(client: openai.OpenAI) -> None:
-    response = client.responses.parse(model="m", input="John is five.", text_format=Person, max_output_tokens=100)
+    response = client.responses.parse(
+        model="m", input="John is five.", text_format=Person, max_output_tokens=100
+    )
     assert isinstance(response.output_parsed, Person)
 
 
 @scenario
 def a_json_object_is_one(client: openai.OpenAI) -> None:
-    response = ask(client, "Not JSON.", text={"format": {"type": "json_object"}}, max_output_tokens=100)
+    response = ask(
+        client, "Not JSON.", text={"format": {"type": "json_object"}}, max_output_tokens=100
+    )
     assert response.output_text.lstrip().startswith("{")
 
 
@@ -155,7 +175,9 @@ def a_call_and_its_output(client: openai.OpenAI) -> None:
     assert call.type == "function_call"
     assert (call.name, json.loads(call.arguments)) == ("add", SUM)
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "It is 5."}
-    assert ask(client, [output], previous_response_id=first.id, tools=[ADD]).output_text == "It is 5."
+    assert (
+        ask(client, [output], previous_response_id=first.id, tools=[ADD]).output_text == "It is 5."
+    )
 
 
 @scenario
@@ -164,7 +186,9 @@ def two_calls_in_one_turn_and_outputs_in_parts(client: openai.OpenAI) -> None:
     history: Any = [{"role": "user", "content": "Add."}, *first.output]
     for call in first.output:
         assert call.type == "function_call"
-        output = [{"type": "input_text", "text": f"It is {sum(json.loads(call.arguments).values())}."}]
+        output = [
+            {"type": "input_text", "text": f"It is {sum(json.loads(call.arguments).values())}."}
+        ]
         history.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
     assert len(first.output) == 2
     assert ask(client, history, tools=[ADD]).output_text == "It is 9."
@@ -200,7 +224,9 @@ def a_response_is_retrieved(client: openai.OpenAI) -> None:
 
 @scenario
 def an_unknown_response_is_refused(client: openai.OpenAI) -> None:
-    refused = raised(openai.BadRequestError, lambda: ask(client, "Hi", previous_response_id="resp_unknown"))
+    refused = raised(
+        openai.BadRequestError, lambda: ask(client, "Hi", previous_response_id="resp_unknown")
+    )
     assert refused.code == "previous_response_not_found"
 
 
@@ -220,7 +246,9 @@ def an_error_in_mid_stream_is_raised(client: openai.OpenAI) -> None:
 # ---------------------------------------------------------------- openai-agents
 
 
-def run_agent(client: openai.OpenAI, said: str, *, stream: bool = False, output_type: type | None = None) -> Any:
+def run_agent(
+    client: openai.OpenAI, said: str, *, stream: bool = False, output_type: type | None = None
+) -> Any:
     """What the run of an agent ends with that has a tool, or gives that type."""
     import agents  # takes two seconds, in every process that collects the tests
 
@@ -230,14 +258,23 @@ def run_agent(client: openai.OpenAI, said: str, *, stream: bool = False, output_
         return f"It is {a + b}."
 
     async def run() -> Any:
-        options: Any = {"base_url": client.base_url, "api_key": "k", "timeout": WAIT_S, "max_retries": 0}
+        options: Any = {
+            "base_url": client.base_url,
+            "api_key": "k",
+            "timeout": WAIT_S,
+            "max_retries": 0,
+        }
         async with openai.AsyncOpenAI(**options) as own_client:
             model = agents.OpenAIResponsesModel(model="m", openai_client=own_client)
             tools: list[agents.Tool] = [] if output_type else [add]
-            agent = agents.Agent(name="a", instructions="Do it.", model=model, tools=tools, output_type=output_type)
+            agent = agents.Agent(
+                name="a", instructions="Do it.", model=model, tools=tools, output_type=output_type
+            )
             config = agents.RunConfig(tracing_disabled=True)
             if not stream:
-                return (await agents.Runner.run(agent, said, run_config=config, max_turns=3)).final_output
+                return (
+                    await agents.Runner.run(agent, said, run_config=config, max_turns=3)
+                ).final_output
             result = agents.Runner.run_streamed(agent, said, run_config=config, max_turns=3)
             async for _ in result.stream_events():
                 pass
