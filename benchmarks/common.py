@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig
-from tests.fake_script import Reply, Script, fake_server_cmd
+from llama_worker.testing.scripts import Reply, Script, scripted_server_cmd
 from tests.ports import held_ports
 
 HOST = "127.0.0.1"
@@ -40,7 +40,7 @@ def config(
         name,
         HOST,
         port,
-        fake_server_cmd(served, host=HOST, port=port, slots=slots, journal=journal),
+        scripted_server_cmd(served, host=HOST, port=port, slots=slots, journal=journal),
         slots=slots,
         max_tokens=None,
         timeouts=TimeoutProfile.normal(),
@@ -51,7 +51,7 @@ def config(
 def server(served: Script, *, slots: int = 1) -> Iterator[str]:
     """The scripted server without a worker; its base URL."""
     port = take_port()
-    process = subprocess.Popen(fake_server_cmd(served, host=HOST, port=port, slots=slots))
+    process = subprocess.Popen(scripted_server_cmd(served, host=HOST, port=port, slots=slots))
     try:
         url = f"http://{HOST}:{port}"
         deadline = time.monotonic() + 10

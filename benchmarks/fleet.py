@@ -17,7 +17,7 @@ from functools import partial
 from benchmarks.common import config, interleave, quantile, report, script, table
 from benchmarks.stream import bare_loop, cpu_us, openai_client
 from llama_worker import LlamaWorker
-from tests.fake_script import Tokens, plain_reply
+from llama_worker.testing.scripts import Tokens, plain_reply
 
 WORKERS, SLOTS, RATE_HZ, SECONDS, ROUNDS = 8, 8, 30, 16, 3
 STREAMS, EVENTS = WORKERS * SLOTS, RATE_HZ * SECONDS

@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.common import config, report, script, table
 from llama_worker import LlamaWorker, TimeoutProfile
-from tests.fake_script import Text, plain_reply
+from llama_worker.testing.scripts import Text, plain_reply
 
 SLOTS, SIDE_BY_SIDE = 4, 8
 WORKERS = 256

@@ -18,7 +18,7 @@ import requests
 
 from benchmarks.common import HOST, complete, config, interleave, quantile, report, script, table
 from llama_worker import LlamaWorker
-from tests.fake_script import Journal, Note, Sleep, Text, Tokens, plain_reply
+from llama_worker.testing.scripts import Journal, Note, Sleep, Text, Tokens, plain_reply
 
 ROUNDS, STREAMS, QUESTIONS = 200, 64, 500
 BLOCK = 20  # rounds; the best block's medians count, since noise only ever adds

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from benchmarks.common import config, report, script, server, table
 from llama_worker import LlamaWorker, RestartPolicy
-from tests.fake_script import Reset, Role, Script, Text, Tokens, plain_reply
+from llama_worker.testing.scripts import Reset, Role, Script, Text, Tokens, plain_reply
 
 ROUNDS = 10
 

@@ -20,7 +20,7 @@ import openai
 
 from benchmarks.common import HOST, complete, config, interleave, report, script, table
 from llama_worker import LlamaWorker
-from tests.fake_script import Tokens, plain_reply
+from llama_worker.testing.scripts import Tokens, plain_reply
 
 BULK, PACED, RATE_HZ = 20_000, 1_000, 500
 BODY = {"messages": [{"role": "user", "content": "x"}], "stream": True, "model": "m"}

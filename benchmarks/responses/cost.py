@@ -27,7 +27,7 @@ from benchmarks.common import HOST, interleave, quantile, report, script, server
 from benchmarks.responses.servers import OURS, proxy
 from benchmarks.stream import bare_loop, cpu_us
 from llama_worker.responses.config import ResponsesProxyConfig
-from tests.fake_script import Sleep, Step, Text, Tokens, plain_reply
+from llama_worker.testing.scripts import Sleep, Step, Text, Tokens, plain_reply
 
 ROUNDS, CALLS, EVENTS, CLIENTS, EACH, IDLE_S = 6, 100, 20_000, 64, 200, 10.0
 SHORT_ROUNDS = (

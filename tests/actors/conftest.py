@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, TimeoutProfile, WorkerConfig
+from llama_worker.testing.scripts import Journal, Script, Step, scripted_server_cmd, steps_json
 from llama_worker.types import RequestResult, RequestStatus, WorkerState, WorkerStatus
-from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
 
 HOST = "127.0.0.1"
 WAIT_S = 20.0  # for what takes milliseconds on a quiet machine
@@ -87,7 +87,7 @@ class Rig:
     ) -> int:
         """Admit a request whose reply is `steps` (none: what the server's script says); its id."""
         if steps:
-            params["fake_script"] = steps_json(*steps)
+            params["scripted_reply"] = steps_json(*steps)
         told = self.worker.submit(job_name, "Be terse.", prompt, params=params).get(timeout=WAIT_S)
         assert told["ok"] is True, told
         return told["request_id"]
@@ -206,7 +206,7 @@ def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWo
         name = f"w{next(numbers)}"
         journal = Journal(tmp_path / f"{name}.journal")
         port, slots = config.pop("port", None) or free_port(), config.get("slots", 1)
-        command = config.pop("server_cmd", None) or fake_server_cmd(
+        command = config.pop("server_cmd", None) or scripted_server_cmd(
             script, host=HOST, port=port, slots=slots, journal=journal.path
         )
         config = {"name": name, "timeouts": fast_timeouts(), "restart": fast_restart(), **config}

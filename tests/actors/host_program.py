@@ -13,11 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig
-
-SERVER = Path(__file__).parents[1] / "fake_llama_server.py"
+from llama_worker.testing.scripts import SERVER
 
 
 def main(way: str, port: str, journal: str, script: str) -> None:

@@ -20,9 +20,17 @@ from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.actors.worker import WorkerActor
+from llama_worker.testing.scripts import (
+    Headers,
+    Text,
+    ToolCall,
+    Turns,
+    WaitClose,
+    plain_reply,
+    steps_json,
+)
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.conftest import Leftovers, Speechless
-from tests.fake_script import Headers, Text, ToolCall, Turns, WaitClose, plain_reply, steps_json
 
 Arm = Callable[..., threading.Event]
 
@@ -106,7 +114,7 @@ def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing_but_the_hosts
         eventually(lambda: futures[0].done(), "an answer to start()")
         for steps in ([Headers(), Text("a"), WaitClose()], plain_reply(Text("b"))):
             futures.append(
-                rig.worker.submit("job", "", "x", params={"fake_script": steps_json(*steps)})
+                rig.worker.submit("job", "", "x", params={"scripted_reply": steps_json(*steps)})
             )
         futures += [rig.worker.result(1), rig.worker.result(2), rig.worker.get_worker_status()]
         if kind is messages.RequestEnded:

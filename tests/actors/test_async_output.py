@@ -13,8 +13,16 @@ import pytest
 
 from llama_worker import ConfigError, OutputChunk, WorkerClosed
 from llama_worker.async_output import stream
+from llama_worker.testing.scripts import (
+    Gate,
+    Headers,
+    Reasoning,
+    Text,
+    Tokens,
+    WaitClose,
+    plain_reply,
+)
 from tests.actors.conftest import MakeWorker, Rig, run_async
-from tests.fake_script import Gate, Headers, Reasoning, Text, Tokens, WaitClose, plain_reply
 
 
 async def collect(rig: Rig, request_id: int, **how: Any) -> list[OutputChunk]:

@@ -9,8 +9,8 @@ import pytest
 
 from llama_worker import BiosContext
 from llama_worker.runtime.real import RealRuntime
+from llama_worker.testing.scripts import Text, plain_reply
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
-from tests.fake_script import Text, plain_reply
 
 
 def test_while_it_blocks_questions_are_answered_and_a_cancel_takes_effect(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.actors.conftest import WAIT_S, MakeWorker
-from tests.fake_script import (
+from llama_worker.testing.scripts import (
     Burn,
     Finish,
     Headers,
@@ -14,6 +13,7 @@ from tests.fake_script import (
     Text,
     WaitClose,
 )
+from tests.actors.conftest import WAIT_S, MakeWorker
 
 PHASES: dict[str, list[Step]] = {
     "before the headers, at work": [Burn(None)],

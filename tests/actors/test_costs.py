@@ -21,8 +21,8 @@ from llama_worker.messages import Probed, StreamEvents, Tick
 from llama_worker.runtime import loop_thread, timers
 from llama_worker.runtime.loop_thread import TICK_S, LoopThread
 from llama_worker.runtime.timers import Timer, TimerThread
+from llama_worker.testing.scripts import Reply, Script, Sleep, Tokens, plain_reply, steps_json
 from tests.actors.conftest import HOST, MakeWorker, Rig, eventually, fast_timeouts
-from tests.fake_script import Reply, Script, Sleep, Tokens, plain_reply, steps_json
 
 EVENTS = 4000  # below the bound on tokens
 
@@ -111,7 +111,7 @@ def _bare_loop(port: int) -> None:
     connection = http.client.HTTPConnection(HOST, port)
     body = {
         "messages": [{"role": "user", "content": "x"}],
-        "fake_script": steps_json(*plain_reply(Tokens(EVENTS))),
+        "scripted_reply": steps_json(*plain_reply(Tokens(EVENTS))),
     }
     connection.request("POST", "/v1/chat/completions", json.dumps(body))
     response, rest, count = connection.getresponse(), b"", 0

@@ -10,8 +10,8 @@ from typing import Any
 import pykka
 import pytest
 
+from llama_worker.testing.scripts import Gate, Headers, Text, WaitClose
 from tests.actors.conftest import WAIT_S, Rig, eventually
-from tests.fake_script import Gate, Headers, Text, WaitClose
 
 
 def strays_for(ref: pykka.ActorRef[Any], known: frozenset[Any]) -> list[Any]:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from llama_worker import ConfigError, LlamaWorker, RequestRefused
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
-from tests.fake_script import (
+from llama_worker.testing.scripts import (
     Gate,
     Reasoning,
     Script,
     Text,
-    fake_server_cmd,
     plain_reply,
+    scripted_server_cmd,
     steps_json,
 )
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 
 HELLO = "Hello"  # what a scripted server says unless it is told otherwise
 
@@ -27,7 +27,9 @@ HELLO = "Hello"  # what a scripted server says unless it is told otherwise
 @pytest.fixture
 def server(tmp_path: Path) -> str:
     """A scripted llama-server that is run by its path."""
-    words = fake_server_cmd(Script(), host="HOST", port=0, slots=0, journal=tmp_path / "journal")
+    words = scripted_server_cmd(
+        Script(), host="HOST", port=0, slots=0, journal=tmp_path / "journal"
+    )
     kept = [*words[:4], *words[words.index("--script") :]]
     path = tmp_path / "llama-server"
     path.write_text(f'#!/bin/sh\nexec {shlex.join(kept)} "$@"\n')
@@ -107,7 +109,7 @@ def test_ask_passes_everything_on_and_leaves_nothing_behind(rig: Rig) -> None:
 
 def test_an_answer_that_nobody_waits_for_is_forgotten_too(rig: Rig, gate: Path) -> None:
     rig.worker.ask(
-        "Hello?", params={"fake_script": steps_json(*plain_reply(Gate(gate), Text("done")))}
+        "Hello?", params={"scripted_reply": steps_json(*plain_reply(Gate(gate), Text("done")))}
     )
     eventually(lambda: rig.status()["active_request_ids"] == [1], "the request")
     gc.collect()

@@ -17,8 +17,8 @@ import pytest
 from llama_worker.messages import GpuFaulted
 from llama_worker.runtime import gpu_watch
 from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.testing.scripts import Finish, Text, WaitClose
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
-from tests.fake_script import Finish, Text, WaitClose
 from tests.scripted_nvml import Gpu, NVMLError, ScriptedNvml
 
 STRANGER = 2**22 + 7

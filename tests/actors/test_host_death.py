@@ -15,17 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llama_worker.types import WorkerState
-from tests.actors.conftest import (
-    WAIT_S,
-    MakeWorker,
-    eventually,
-    fast_timeouts,
-    living,
-    running,
-    tree,
-)
-from tests.fake_script import (
+from llama_worker.testing.scripts import (
     Child,
     Flood,
     Headers,
@@ -38,8 +28,18 @@ from tests.fake_script import (
     Text,
     Tokens,
     WaitClose,
-    fake_server_cmd,
+    scripted_server_cmd,
     to_json,
+)
+from llama_worker.types import WorkerState
+from tests.actors.conftest import (
+    WAIT_S,
+    MakeWorker,
+    eventually,
+    fast_timeouts,
+    living,
+    running,
+    tree,
 )
 
 LEFT_WITHIN_S = 5.0  # of the host's end
@@ -212,7 +212,7 @@ def test_a_host_whose_standard_streams_are_closed_runs_a_server(
     free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     port, said = free_port(), tmp_path / "said"
-    command = fake_server_cmd(Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
+    command = scripted_server_cmd(Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
     subprocess.run(
         [sys.executable, "-c", _WITHOUT_STREAMS, str(port), str(said), *command], timeout=60
     )

@@ -18,8 +18,16 @@ from llama_worker import ConfigError, LlamaWorker
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.metrics import WorkerCollector
 from llama_worker.server.totals import BOUNDS_S
+from llama_worker.testing.scripts import (
+    Headers,
+    KillSelf,
+    Text,
+    Tokens,
+    ToolCall,
+    WaitClose,
+    plain_reply,
+)
 from tests.actors.conftest import WAIT_S, MakeWorker
-from tests.fake_script import Headers, KillSelf, Text, Tokens, ToolCall, WaitClose, plain_reply
 
 DOCS = Path(__file__).parents[2] / "docs"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -21,10 +21,7 @@ import pytest
 from llama_worker import RestartPolicy, WorkerStartError
 from llama_worker.runtime import server_process
 from llama_worker.runtime.futures import WorkerFuture
-from llama_worker.types import StartFailReason, WorkerState, WorkerStatus
-from tests.actors.conftest import HOST, WAIT_S, MakeWorker, fast_timeouts, living
-from tests.conftest import Leftovers
-from tests.fake_script import (
+from llama_worker.testing.scripts import (
     Child,
     Exit,
     Flood,
@@ -34,9 +31,12 @@ from tests.fake_script import (
     Startup,
     Tokens,
     WaitClose,
-    fake_server_cmd,
     plain_reply,
+    scripted_server_cmd,
 )
+from llama_worker.types import StartFailReason, WorkerState, WorkerStatus
+from tests.actors.conftest import HOST, WAIT_S, MakeWorker, fast_timeouts, living
+from tests.conftest import Leftovers
 
 GRACE_S = 1.0
 TREE = (Child("group"), Child("session"), Child("daemon"))
@@ -167,7 +167,7 @@ def test_a_stranger_who_answers_is_not_readiness(make_worker: MakeWorker) -> Non
     rig = make_worker(Script(startup=Startup(never_bind=True), children=TREE), start=False)
     starting = rig.worker.start()
     rig.journal.wait("launched", timeout=WAIT_S)
-    command = fake_server_cmd(Script(lifetime_s=120), host=HOST, port=rig.config.port, slots=1)
+    command = scripted_server_cmd(Script(lifetime_s=120), host=HOST, port=rig.config.port, slots=1)
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as stranger:
         assert _failure(starting).reason is StartFailReason.PORT_IN_USE
         assert rig.status()["state"] is WorkerState.STOPPED

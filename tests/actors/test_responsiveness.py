@@ -11,9 +11,9 @@ import signal
 from typing import Any
 
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.testing.scripts import Headers, Repeat, Reply, Script, Sleep, Text
 from llama_worker.types import WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, fast_timeouts
-from tests.fake_script import Headers, Repeat, Reply, Script, Sleep, Text
 
 TOKENS = [Headers(), Repeat(None, [Text("token "), Sleep(0.002)])]
 

@@ -16,10 +16,10 @@ import pytest
 from llama_worker import LlamaWorker, RestartPolicy, WorkerStartError
 from llama_worker.runtime import loop_thread
 from llama_worker.runtime.loop_thread import LoopThread
+from llama_worker.testing.scripts import Text, ToolCall, Turns, plain_reply
 from llama_worker.types import StartFailReason, WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, no_threads
 from tests.conftest import Leftovers
-from tests.fake_script import Text, ToolCall, Turns, plain_reply
 
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SUSPICIOUS = RestartPolicy(transport_failures_before_restart=1, restart_backoff_s=0.05)

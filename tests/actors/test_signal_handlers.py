@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from llama_worker import LlamaWorker, WorkerClosed
+from llama_worker.testing.scripts import Script
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, fast_timeouts, running
-from tests.fake_script import Script
 
 pytestmark = pytest.mark.timeout(120)
 Handle = Callable[[Callable[[], object]], None]

@@ -17,10 +17,7 @@ from llama_worker import RestartPolicy
 from llama_worker.actors import tool_loop
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.messages import ToolThreadStuck
-from llama_worker.types import ExitSignal, ToolDef
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
-from tests.conftest import Speechless
-from tests.fake_script import (
+from llama_worker.testing.scripts import (
     DoneMarker,
     Finish,
     Gate,
@@ -35,6 +32,9 @@ from tests.fake_script import (
     Turns,
     plain_reply,
 )
+from llama_worker.types import ExitSignal, ToolDef
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
+from tests.conftest import Speechless
 
 
 def tool(name: str) -> ToolDef:

@@ -13,8 +13,7 @@ import pytest
 
 from llama_worker import RestartPolicy
 from llama_worker.runtime.stream_reader import StreamReader
-from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
-from tests.fake_script import (
+from llama_worker.testing.scripts import (
     DoneMarker,
     ErrorData,
     Fin,
@@ -32,6 +31,7 @@ from tests.fake_script import (
     Text,
     WaitClose,
 )
+from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 
 ENDS: list[tuple[list[Step], str, str | None]] = [
     ([Headers(), Text("all"), Finish(), Reset()], "all", None),

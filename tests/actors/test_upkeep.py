@@ -12,8 +12,8 @@ import pytest
 
 from llama_worker import Recycle
 from llama_worker.runtime import oom_watch
+from llama_worker.testing.scripts import Script, scripted_server_cmd
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart
-from tests.fake_script import Script, fake_server_cmd
 
 
 def restarts(rig: Rig) -> list[Any]:
@@ -79,7 +79,7 @@ def test_the_kernels_own_kill_is_named(
     make_worker: MakeWorker, small_group: Path, free_port: Any
 ) -> None:
     port = free_port()
-    python, *flags_and_rest = fake_server_cmd(Script(), host="127.0.0.1", port=port, slots=1)
+    python, *flags_and_rest = scripted_server_cmd(Script(), host="127.0.0.1", port=port, slots=1)
     rest = [word for word in flags_and_rest if word not in ("-S", "-E")]
     command = (python, "-S", "-E", "-c", GREEDY, str(small_group / "cgroup.procs"), *rest)
     rig = make_worker(server_cmd=command, port=port)

@@ -15,9 +15,19 @@ import pykka
 import pytest
 
 from llama_worker import LlamaWorker, WorkerClosed, WorkerStartError
+from llama_worker.testing.scripts import (
+    Answer,
+    Exit,
+    Fin,
+    Gate,
+    Headers,
+    Script,
+    Text,
+    WaitClose,
+    plain_reply,
+)
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.conftest import Leftovers
-from tests.fake_script import Answer, Exit, Fin, Gate, Headers, Script, Text, WaitClose, plain_reply
 
 
 def _all_at_once(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -100,7 +110,7 @@ def test_a_lost_handle_takes_its_server_along(
     rig.worker.close()
     worker = LlamaWorker(rig.config)
     worker.start().get(timeout=WAIT_S)
-    worker.submit("job", "", "x", params={"fake_script": []}).get(timeout=WAIT_S)
+    worker.submit("job", "", "x", params={"scripted_reply": []}).get(timeout=WAIT_S)
     del worker
     gc.collect()
     rig.wait_gone()

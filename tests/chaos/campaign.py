@@ -35,8 +35,8 @@ from llama_worker.messages import Submit
 from llama_worker.request.state import Request
 from llama_worker.request.table import RequestRecord
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.testing import scripts as fs
 from llama_worker.types import RequestState, StartFailReason, ToolDef, WorkerState
-from tests import fake_script as fs
 from tests.actors.conftest import HOST, fast_restart, running, tree
 from tests.chaos.replies import EXIT_TOOL, REQUEST_S, TOOLS, Reply, Tracked, random_reply
 from tests.conftest import Leftovers
@@ -197,7 +197,7 @@ class Caller:
         with contextlib.suppress(psutil.Error):
             server = psutil.Process(pid)
             guard = server.parent()
-            if "fake_llama_server" not in " ".join(server.cmdline()):
+            if "scripted_llama_server" not in " ".join(server.cmdline()):
                 return  # the pid has gone to somebody else
             if whom == "server":
                 server.send_signal(number)
@@ -245,7 +245,7 @@ class Caller:
 
     def _submit(self, reply: Reply, *, starts: bool) -> None:
         now = time.monotonic()
-        params = {"fake_script": fs.steps_json(*reply.steps)}
+        params = {"scripted_reply": fs.steps_json(*reply.steps)}
         answer = take(self.worker.submit("chaos", "", "prompt", params=params), "submit")
         if answer["ok"]:
             self.tracked.append(Tracked(reply, answer["request_id"], now))
@@ -377,7 +377,7 @@ class Episode:
             "chaos",
             HOST,
             port,
-            fs.fake_server_cmd(
+            fs.scripted_server_cmd(
                 script, host=HOST, port=port, slots=slots, journal=self._journal.path
             ),
             slots=slots,
@@ -502,7 +502,7 @@ class Episode:
         """With a server running and a request in flight the worker's own actor dies, or the handle
         is forgotten."""
         self._callers[0].start()
-        params = {"fake_script": fs.steps_json(fs.WaitClose())}
+        params = {"scripted_reply": fs.steps_json(fs.WaitClose())}
         take(self._worker.submit("last", "", "", params=params), "submit")
         if self._end == "crash":
             waiting = self._worker.start()

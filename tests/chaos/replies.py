@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.testing import scripts as fs
+from llama_worker.testing.scripts import Step
 from llama_worker.types import RequestFailReason as Reason
 from llama_worker.types import RequestState
-from tests import fake_script as fs
-from tests.fake_script import Step
 from tests.simulation.dice import Dice
 
 EXIT_TOOL = "report"

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig
+from llama_worker.testing.scripts import Script, scripted_server_cmd
 from tests.actors.conftest import HOST
 from tests.chaos.campaign import STEPS_PER_EPISODE, run_campaign
-from tests.fake_script import Script, fake_server_cmd
 
 
 def test_whatever_happens_every_request_ends_once_and_nothing_is_left(
@@ -28,7 +28,7 @@ def test_a_guard_that_is_stopped_while_it_obeys_does_not_hold_up_the_stop(
     free_port: Callable[[], int], delay_s: float
 ) -> None:
     port = free_port()
-    command = fake_server_cmd(Script(), host=HOST, port=port, slots=1)
+    command = scripted_server_cmd(Script(), host=HOST, port=port, slots=1)
     config = WorkerConfig(
         "stopped-guard", HOST, port, command, timeouts=TimeoutProfile(stop_grace_s=0.0)
     )

@@ -21,9 +21,16 @@ import psutil
 import pytest
 
 from llama_worker.cli.app import run_app
+from llama_worker.testing.scripts import (
+    Journal,
+    Reply,
+    Script,
+    Step,
+    plain_reply,
+    scripted_server_cmd,
+)
 from tests.actors.conftest import make_worker
 from tests.conftest import shell_program
-from tests.fake_script import Journal, Reply, Script, Step, fake_server_cmd, plain_reply
 from tests.server.pace import HANG_GUARD_S
 
 __all__ = ["make_worker"]  # a fixture
@@ -91,7 +98,7 @@ def program(tmp_path: Path) -> MakeProgram:
 
     def make(script: Script | None = None, *, extra: str = "") -> Program:
         journal, path = Journal(tmp_path / "journal"), tmp_path / "llama-server"
-        words = fake_server_cmd(
+        words = scripted_server_cmd(
             script or Script(), host="HOST", port=0, slots=0, journal=journal.path
         )
         kept = [*words[:4], *words[words.index("--script") :]]

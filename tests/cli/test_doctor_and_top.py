@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from llama_worker.cli.top_rows import HEADINGS
 from llama_worker.metrics import WorkerCollector
+from llama_worker.testing.scripts import Exit, HttpError, Script, Text, WaitClose, plain_reply
 from tests.actors.conftest import HOST, MakeWorker, eventually, running
 from tests.cli.conftest import COLUMNS, MakeProgram, OpenTerminal, Run
 from tests.conftest import shell_program
-from tests.fake_script import Exit, HttpError, Script, Text, WaitClose, plain_reply
 from tests.server.pace import lean_server
 
 

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import requests
 
+from llama_worker.testing.scripts import Journal, Script, Startup, scripted_server_cmd
 from tests.actors.conftest import HOST, MakeWorker
 from tests.cli.conftest import COMMAND, WAIT_S, Run, environment
 from tests.conftest import Running, running
-from tests.fake_script import Journal, Script, Startup, fake_server_cmd
 
 
 def proxy(*args: str, **env: str) -> Running:
@@ -56,7 +56,7 @@ def test_in_front_of_a_server_that_is_there_with_the_environment_in_place_of_opt
 
 def command_of(script: Script, journal: Journal) -> str:
     """For --server-cmd."""
-    words = fake_server_cmd(script, host=HOST, port=11111, slots=22222, journal=journal.path)
+    words = scripted_server_cmd(script, host=HOST, port=11111, slots=22222, journal=journal.path)
     return shlex.join(words).replace("11111", "{port}").replace("22222", "{slots}")
 
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import MakeProgram, Run, saying
-from tests.conftest import shell_program
-from tests.fake_script import (
+from llama_worker.testing.scripts import (
     Exit,
     HttpError,
     KillSelf,
@@ -23,6 +21,8 @@ from tests.fake_script import (
     Text,
     ToolCall,
 )
+from tests.cli.conftest import MakeProgram, Run, saying
+from tests.conftest import shell_program
 from tests.server.pace import lean_server
 
 HARMFUL = "a\x1b[31mred\x1b]0;title\x07 [bold]b[/bold]\r\n\x9b2Jc\x7f :smile:"

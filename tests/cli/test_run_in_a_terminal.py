@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.conftest import COLUMNS, CONTROL_SEQUENCE, MakeProgram, OpenTerminal, saying
-from tests.fake_script import (
+from llama_worker.testing.scripts import (
     Gate,
     PromptProgress,
     Reasoning,
@@ -21,6 +20,7 @@ from tests.fake_script import (
     WaitClose,
     plain_reply,
 )
+from tests.cli.conftest import COLUMNS, CONTROL_SEQUENCE, MakeProgram, OpenTerminal, saying
 
 
 def thinking(gate: Path) -> Script:

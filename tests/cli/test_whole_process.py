@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from llama_worker.testing.scripts import Note, Script, Startup, Text, Tokens, WaitClose
 from tests.cli.conftest import COMMAND, WAIT_S, MakeProgram, Program, environment, saying
 from tests.conftest import Running, running
-from tests.fake_script import Note, Script, Startup, Text, Tokens, WaitClose
 
 PRESSED = """
 import os, signal, sys

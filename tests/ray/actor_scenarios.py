@@ -10,8 +10,16 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from llama_worker import StartFailReason, WorkerClosed, WorkerConfig, WorkerStartError, WorkerState
+from llama_worker.testing.scripts import (
+    Exit,
+    Gate,
+    Reasoning,
+    Script,
+    Text,
+    plain_reply,
+    steps_json,
+)
 from tests.actors.conftest import HOST, eventually, running
-from tests.fake_script import Exit, Gate, Reasoning, Script, Text, plain_reply, steps_json
 from tests.ray.stage import TALKING, WAIT_S, Stage, actor, get, tree_of
 
 
@@ -28,7 +36,7 @@ def an_actor_has_the_methods_of_the_handle_and_none_waits_for_another(stage: Sta
     assert server.environ()["CUDA_VISIBLE_DEVICES"] in ("0", "1"), "the GPU that Ray chose"
 
     talking = get(
-        worker.submit.remote("talk", "", "Hello?", params={"fake_script": steps_json(*TALKING)})
+        worker.submit.remote("talk", "", "Hello?", params={"scripted_reply": steps_json(*TALKING)})
     )
     request_id = talking["request_id"]
     waiting = worker.result.remote(request_id)
@@ -60,7 +68,7 @@ def a_request_can_be_followed_to_its_result(stage: Stage) -> None:
     worker, gate = actor(stage.config_for()), stage.folder / "gate"
     get(worker.start.remote())
     script = steps_json(*plain_reply(Reasoning("hm"), Text("one "), Gate(gate), Text("two")))
-    request_id = get(worker.submit.remote("job", "", "Hello?", params={"fake_script": script}))[
+    request_id = get(worker.submit.remote("job", "", "Hello?", params={"scripted_reply": script}))[
         "request_id"
     ]
     pieces = []

@@ -14,8 +14,16 @@ import pytest
 
 from llama_worker import RestartPolicy, WorkerClosed, WorkerConfig, WorkerStartError
 from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, ReplicaLost
+from llama_worker.testing.scripts import (
+    Exit,
+    Reasoning,
+    Script,
+    Text,
+    Tokens,
+    plain_reply,
+    steps_json,
+)
 from tests.actors.conftest import HOST, eventually, running
-from tests.fake_script import Exit, Reasoning, Script, Text, Tokens, plain_reply, steps_json
 from tests.ray.stage import (
     TALKING,
     WAIT_S,
@@ -81,7 +89,7 @@ def a_fleet_starts_one_replica_on_each_node(stage: Stage) -> None:
 def requests_go_to_free_slots_and_are_refused_when_there_is_none(stage: Stage) -> None:
     fleet, count = stage.fleet, 8
     barrier = threading.Barrier(count)
-    script = {"fake_script": steps_json(*TALKING)}
+    script = {"scripted_reply": steps_json(*TALKING)}
 
     def race(number: int) -> Any:
         barrier.wait()

@@ -12,7 +12,7 @@ import ray
 
 from llama_worker import RequestResult, WorkerConfig
 from llama_worker.ray import Fleet, RayWorker, ReplicaState
-from tests import fake_script as fs
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import HOST, Tree, eventually, fast_timeouts, running, tree
 from tests.ray.cluster import TwoNodes
 
@@ -39,7 +39,9 @@ class Stage:
 
         def config(port: int) -> WorkerConfig:
             journal = folder / f"{port}.journal"
-            command = fs.fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal)
+            command = fs.scripted_server_cmd(
+                script, host=HOST, port=port, slots=slots, journal=journal
+            )
             return WorkerConfig(
                 "scripted", HOST, port, command, **{"timeouts": fast_timeouts(), **settings}
             )
@@ -64,7 +66,7 @@ def get(ref: Any) -> Any:
 
 def submitted(fleet: Fleet, *steps: fs.Step, job_name: str = "job") -> int:
     answer = fleet.submit(
-        job_name, "", "Hello?", params={"fake_script": fs.steps_json(*steps)}
+        job_name, "", "Hello?", params={"scripted_reply": fs.steps_json(*steps)}
     ).get(timeout=WAIT_S)
     assert answer["ok"], answer
     return answer["request_id"]

@@ -19,7 +19,7 @@ import pytest
 from llama_worker import LlamaWorker
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.proxy import ResponsesProxy
-from tests.fake_script import Journal, Script, Step, fake_server_cmd, steps_json
+from llama_worker.testing.scripts import Journal, Script, Step, scripted_server_cmd, steps_json
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.relay import Listener, Relay
 from tests.responses.scenarios import PARROT_ARGS
@@ -125,7 +125,7 @@ class Client:
 
 
 def _body(steps: Sequence[Step], body: Json) -> bytes:
-    script = {"fake_script": steps_json(*steps)} if steps else {}
+    script = {"scripted_reply": steps_json(*steps)} if steps else {}
     return json.dumps({"model": "m", "input": "Hi", **body, **script}).encode()
 
 
@@ -134,7 +134,7 @@ MakeClient = Callable[..., Client]
 
 @contextlib.contextmanager
 def scripted_server(script: Script, journal: Journal, *, port: int, slots: int) -> Iterator[str]:
-    command = fake_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal.path)
+    command = scripted_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal.path)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             journal.wait("ready", timeout=WAIT_S)

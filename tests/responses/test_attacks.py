@@ -23,8 +23,8 @@ from llama_worker.responses.client_connection import Request
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.listener import SocketListener
 from llama_worker.responses.request_threads import RequestThreads
+from llama_worker.testing.scripts import Headers, Repeat, Role, Text
 from tests.actors.conftest import eventually
-from tests.fake_script import Headers, Repeat, Role, Text
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes
 
 MIB = 1024 * 1024

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from llama_worker.responses import app
-from tests import fake_script as fs
+from llama_worker.testing import scripts as fs
 from tests.responses.conftest import Client, MakeClient
 
 Steps = list[fs.Step]

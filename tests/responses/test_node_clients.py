@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
-from tests.fake_script import Reasoning, Reply, Script, Text, ToolCall, plain_reply
+from llama_worker.testing.scripts import Reasoning, Reply, Script, Text, ToolCall, plain_reply
 from tests.responses.conftest import MakeClient
 from tests.responses.scenarios import ai_sdk, openai_node
 from tests.responses.scenarios.node import Json, Scenario, is_installed, run_node

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_script import Gate, Text, plain_reply
+from llama_worker.testing.scripts import Gate, Text, plain_reply
 from tests.responses.conftest import (
     HOST,
     Client,

@@ -9,7 +9,15 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.fake_script import Gate, Headers, Reasoning, Role, Text, WaitClose, plain_reply
+from llama_worker.testing.scripts import (
+    Gate,
+    Headers,
+    Reasoning,
+    Role,
+    Text,
+    WaitClose,
+    plain_reply,
+)
 from tests.responses.conftest import Client, MakeClient
 from tests.responses.oracle import check_events, read_sse
 from tests.responses.scenarios.openai_python import make_client as openai_client

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llama_worker.responses.request_threads import RequestThreads
-from tests import fake_script as fs
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import eventually
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient
 from tests.responses.oracle import check_events, read_sse

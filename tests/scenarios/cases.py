@@ -10,7 +10,7 @@ from typing import Any
 
 from llama_worker import RequestFailReason, ToolDef
 from llama_worker.server.slots import LOOK_INTERVAL_S, LOOKS_COUNT
-from tests.fake_script import (
+from llama_worker.testing.scripts import (
     Answer,
     Burn,
     DiskReads,

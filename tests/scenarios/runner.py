@@ -23,8 +23,8 @@ from llama_worker import (
     WorkerStartError,
     WorkerState,
 )
+from llama_worker.testing.scripts import Journal, scripted_server_cmd
 from tests.actors.conftest import HOST, Rig, eventually
-from tests.fake_script import Journal, fake_server_cmd
 from tests.scenarios.scenario import INTERVAL_S, RESTART, TIMEOUTS, Ask, Move, Scenario, Truth
 
 PATIENCE_S = 30.0  # for anything that must happen
@@ -77,7 +77,7 @@ def run(scenario: Scenario, port: int) -> Report:
     slots = max(1, sum(isinstance(move, Ask) for move in scenario.moves))
     with tempfile.TemporaryDirectory(prefix="scenario-") as folder:
         journal = Journal(Path(folder) / "journal")
-        cmd = fake_server_cmd(
+        cmd = scripted_server_cmd(
             scenario.script, host=HOST, port=port, slots=slots, journal=journal.path
         )
         config = WorkerConfig(

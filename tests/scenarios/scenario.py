@@ -10,7 +10,7 @@ from signal import Signals
 from typing import Any, TypeAlias
 
 from llama_worker import RequestFailReason, RestartPolicy, TimeoutProfile, ToolDef
-from tests.fake_script import Note, Script, Step
+from llama_worker.testing.scripts import Note, Script, Step
 
 INTERVAL_S = 0.25
 # Scaled down from the defaults; what a scenario is not about is long or off.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.fake_script import HttpError, Reply
+from llama_worker.testing.scripts import HttpError, Reply
 from tests.responses.clients.coding import Call, CodingClient, calls, cut_by_the_limit, said
 from tests.responses.clients.stage import MCP_SERVER, PACKAGES, Done, Meanwhile, Stage
 from tests.responses.conftest import Json

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests import fake_script as fs
+from llama_worker.testing import scripts as fs
 from tests.responses.clients.stage import WAIT_S, Done, Stage
 from tests.responses.conftest import Json
 

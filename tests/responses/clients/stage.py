@@ -22,7 +22,7 @@ from unittest import mock
 from llama_worker import free_port
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.responses.request import parse_body
-from tests.fake_script import Journal, Reply, Script, Step
+from llama_worker.testing.scripts import Journal, Reply, Script, Step
 from tests.responses.conftest import Json, scripted_server
 
 PACKAGES = Path(__file__).parent / "npm/node_modules/.bin"

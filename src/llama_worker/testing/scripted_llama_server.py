@@ -1,10 +1,10 @@
 """A scripted stand-in for llama-server: real process, real sockets, every misbehaviour on demand.
 
-    python -S -E fake_llama_server.py --host H --port P --parallel N --script JSON [--journal FILE]
+    python -S -E scripted_llama_server.py --host H --port P --parallel N --script JSON [--journal FILE]
 
-`tests/fake_script.py` builds scripts and reads journals. Other llama-server flags are accepted and
+`llama_worker.testing.scripts` builds scripts and reads journals. Other llama-server flags are accepted and
 ignored. One thread per connection, standard library only. The script: an object with the fields of
-`fake_script.Script`; a step of a reply: `{"do": NAME, ...}`, with the name and the arguments of one
+`scripts.Script`; a step of a reply: `{"do": NAME, ...}`, with the name and the arguments of one
 of the functions marked `@step`.
 """
 
@@ -877,8 +877,8 @@ class Server:
     def _steps_for(self, body: Json) -> Sequence[Json]:
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             return [HttpError(400, "key 'messages' not found")]
-        if "fake_script" in body:
-            return list(body["fake_script"])
+        if "scripted_reply" in body:
+            return list(body["scripted_reply"])
         last = next(
             (
                 message_text(said)

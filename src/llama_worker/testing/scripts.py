@@ -1,10 +1,10 @@
-"""Scripts for `fake_llama_server.py`, and a reader for its journal.
+"""Scripts for `scripted_llama_server.py`, and a reader for its journal.
 
     script = Script(replies=[Reply([Headers(), Text("ab"), Sleep(0.5), Finish(), DoneMarker()])])
-    cmd = fake_server_cmd(script, host="127.0.0.1", port=port, slots=1, journal=path)
+    cmd = scripted_server_cmd(script, host="127.0.0.1", port=port, slots=1, journal=path)
 
 The steps are the server's own functions that are marked `@step`. `steps_json` puts them into one
-request: `params={"fake_script": steps_json(Text("a"), Finish())}`; they win over the server's own
+request: `params={"scripted_reply": steps_json(Text("a"), Finish())}`; they win over the server's own
 script. A reply whose steps are used up ends regularly. Waits of every kind notice the client's
 close at once, journal it and end the reply.
 """
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.fake_llama_server import *  # noqa: F403
-from tests.fake_llama_server import Json, Step
+from llama_worker.testing.scripted_llama_server import *  # noqa: F403
+from llama_worker.testing.scripted_llama_server import Json, Step
 
-SERVER = Path(__file__).with_name("fake_llama_server.py")
+SERVER = Path(__file__).with_name("scripted_llama_server.py")
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,11 @@ def to_json(value: Any) -> Json:
 
 
 def steps_json(*steps: Step) -> list[Json]:
-    """Steps for a request's own `"fake_script"` key."""
+    """Steps for a request's own `"scripted_reply"` key."""
     return list(to_json(steps))
 
 
-def fake_server_cmd(
+def scripted_server_cmd(
     script: Script, *, host: str, port: int, slots: int, journal: Path | str | None = None
 ) -> tuple[str, ...]:
     """The command for `WorkerConfig.server_cmd`."""

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import requests
 
-from tests.fake_script import (
+from llama_worker.testing.scripts import (
     Burn,
     Child,
     DiskReads,
@@ -26,7 +26,7 @@ from tests.fake_script import (
     Script,
     Step,
     WaitClose,
-    fake_server_cmd,
+    scripted_server_cmd,
     steps_json,
 )
 
@@ -51,7 +51,7 @@ class Fake:
 
     def chat(self, *steps: Step) -> requests.Response:
         return self.ask(
-            "/v1/chat/completions", {"messages": MESSAGES, "fake_script": steps_json(*steps)}
+            "/v1/chat/completions", {"messages": MESSAGES, "scripted_reply": steps_json(*steps)}
         )
 
 
@@ -62,7 +62,7 @@ def fake(
     monkeypatch.setenv("NO_PROXY", HOST)
     port, journal = free_port(), Journal(tmp_path / "journal")
     script = Script(children=[Child("group"), Child("session"), Child("daemon")])
-    cmd = fake_server_cmd(script, host=HOST, port=port, slots=2, journal=journal.path)
+    cmd = scripted_server_cmd(script, host=HOST, port=port, slots=2, journal=journal.path)
     process = subprocess.Popen(
         [*cmd, "-m", "model.gguf", "--api-key", "sesame"], start_new_session=True
     )
