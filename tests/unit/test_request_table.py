@@ -54,11 +54,37 @@ def test_each_holds_the_lowest_free_slot_to_its_end_which_counts_once_and_its_re
 def test_records_expire_by_their_end() -> None:
     table = RequestTable(3)
     assert table.oldest_end() is None
-    for request_id, ended_at in ((1, 5.0), (2, 3.0), (3, 4.0)):
+    for request_id, ended_at in ((1, 3.0), (2, 4.0), (3, 5.0)):
         table.admit("j", 0.0)
         table.end(record(request_id, ended_at))
     assert table.oldest_end() == 3.0
     assert table.expire(3.0) == ()
-    assert sorted(table.expire(4.5)) == [2, 3]
+    assert table.expire(4.5) == (1, 2)
     assert table.record(2) is None
     assert table.oldest_end() == 5.0
+
+
+class CountedRecord:
+    """A record that counts who asks when it ended."""
+
+    looks = 0
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+
+    @property
+    def ended_at(self) -> float:
+        CountedRecord.looks += 1
+        return float(self.request_id)
+
+
+def test_the_oldest_end_costs_one_look() -> None:
+    table = RequestTable(1)
+    for request_id in range(1, 101):
+        table.admit("j", 0.0)
+        kept: Any = CountedRecord(request_id)
+        table.end(kept)
+    assert table.oldest_end() == 1.0
+    assert CountedRecord.looks == 1
+    assert table.expire(3.0) == (1, 2)
+    assert CountedRecord.looks == 4

@@ -4,6 +4,7 @@ monotonic."""
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 from msgspec import Struct
 
@@ -45,7 +46,8 @@ class RequestTable:
     def __init__(self, slots: int) -> None:
         self._free = list(range(slots))
         self._active: dict[int, Admitted] = {}
-        self._records: dict[int, RequestRecord] = {}
+        # By their ends. An OrderedDict: a dict that loses its oldest items walks over their places.
+        self._records: OrderedDict[int, RequestRecord] = OrderedDict()
         self.newest_id = 0
 
     @property
@@ -90,11 +92,11 @@ class RequestTable:
 
     def expire(self, ended_before: float) -> tuple[int, ...]:
         """Forget the records of requests that ended before that; their ids."""
-        old = tuple(r.request_id for r in self._records.values() if r.ended_at < ended_before)
-        for request_id in old:
-            self.release(request_id)
-        return old
+        expired = []
+        while (oldest := self.oldest_end()) is not None and oldest < ended_before:
+            expired.append(self._records.popitem(last=False)[0])
+        return tuple(expired)
 
     def oldest_end(self) -> float | None:
-        """When the first of the kept records ended."""
-        return min((record.ended_at for record in self._records.values()), default=None)
+        """When the first of the kept records ended, in the order of their `end` calls."""
+        return next((record.ended_at for record in self._records.values()), None)
