@@ -203,6 +203,44 @@ def test_an_exception_in_a_callback_is_logged_and_the_next_one_runs(
     assert entry.exc_info[1] is error
 
 
+class _BrokenLogging:
+    """A filter of the host's that raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self.asked = threading.Semaphore(0)
+
+    def filter(self, _: logging.LogRecord) -> bool:
+        self.asked.release()
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(3), KeyboardInterrupt()])
+def test_callbacks_and_log_lines_survive_the_hosts_broken_logging(
+    future: WorkerFuture[int],
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(futures, "_callbacks", futures._CallbackThread("llama_worker-callbacks"))
+    monkeypatch.setattr(futures, "_lines", futures._CallbackThread("llama_worker-log"))
+    logger, broken = logging.getLogger("llama_worker.futures"), _BrokenLogging(error)
+    called = threading.Event()
+    logger.addFilter(broken)
+    try:
+        for _ in range(2):  # its own failure is logged, to the same filter
+            futures.write_log(logger, logging.ERROR, "a line")
+            assert broken.asked.acquire(timeout=WAIT_S)
+            assert broken.asked.acquire(timeout=WAIT_S)
+        future.add_done_callback(lambda _: 1 / 0)  # logged, too
+        future.add_done_callback(lambda _: called.set())
+        future.answer(1)
+        assert called.wait(WAIT_S)
+    finally:
+        logger.removeFilter(broken)
+    assert type(error).__name__ in capsys.readouterr().err
+
+
 def test_an_answer_does_not_fail_where_no_thread_can_be_started_for_a_callback(
     future: WorkerFuture[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,20 @@ def test_a_failing_call_is_logged_and_the_next_is_made(caplog: pytest.LogCapture
     assert "a timer's call failed" in caplog.text
 
 
+def test_timers_survive_the_hosts_broken_logging() -> None:
+    def failing(*_: object) -> bool:
+        raise SystemExit(3)
+
+    logger, called = logging.getLogger("llama_worker.timers"), threading.Event()
+    logger.addFilter(failing)
+    try:
+        call_at(time.monotonic(), lambda: 1 / 0)
+        call_at(time.monotonic() + 0.01, called.set)
+        assert called.wait(WAIT_S)
+    finally:
+        logger.removeFilter(failing)
+
+
 def test_a_deadline_beyond_what_the_platform_can_wait_for_does_not_stop_the_others() -> None:
     never = call_at(time.monotonic() + 1e300, lambda: None)
     ticked = threading.Event()

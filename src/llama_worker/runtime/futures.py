@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
@@ -304,10 +305,8 @@ class _CallbackThread:
                     thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     thread.start()
                     self._thread = thread
-            except (
-                RuntimeError
-            ) as error:  # the host exits (Python 3.12 on); no reason for an actor to die
-                _logger.warning("a callback of the host is not made: %s", error)
+            except RuntimeError:  # the host exits (Python 3.12 on); no reason for an actor to die
+                log_exception(_logger, "a callback of the host is not made")
             finally:
                 self._starting.release()
 
@@ -320,7 +319,17 @@ def _run_logged(call: Callable[[], object]) -> None:
     try:
         call()
     except BaseException:
-        _logger.exception("a callback of the host failed")
+        log_exception(_logger, "a callback of the host failed")
+
+
+def log_exception(logger: logging.Logger, text: str) -> None:
+    """Log the exception that is being handled. Never raises: where a handler or filter of the
+    host's does, both tracebacks go to standard error."""
+    try:
+        logger.exception(text)
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
 
 
 _callbacks = _CallbackThread()

@@ -14,6 +14,7 @@ from typing import Any, Final
 import psutil
 
 from llama_worker.messages import GpuFaulted, Mailbox
+from llama_worker.runtime.futures import log_exception
 from llama_worker.runtime.liveness_probes import tree_pids
 from llama_worker.server.gpu_faults import (
     GpuFault,
@@ -45,7 +46,7 @@ def watch_gpus(root_pid: int, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None
     except psutil.NoSuchProcess:
         return
     except Exception:
-        _logger.exception("errors of GPUs are not seen any more")
+        log_exception(_logger, "errors of GPUs are not seen any more")
 
 
 def gpus_in_use(root_pid: int) -> tuple[str, ...] | None:

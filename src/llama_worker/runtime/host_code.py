@@ -17,6 +17,7 @@ from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.messages import BiosWritten, CallEnded, EvidenceSeen, Mailbox, RunBios, RunTool
 from llama_worker.request.tool_results import ToolResultError, encode_result
+from llama_worker.runtime.futures import log_exception
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.types import BiosContext, LivenessProbe
 
@@ -83,8 +84,8 @@ def look(
         evidence = probe.probe(root_pid, time.monotonic())
         if evidence is not None:
             alive, detail = bool(evidence.alive), str(evidence.detail)
-    except Exception as error:
+    except BaseException as error:  # SystemExit in a probe is its failure, no more
         blind = is_shortage(error)
         if not blind:
-            _logger.exception("a liveness probe failed")
+            log_exception(_logger, "a liveness probe failed")
     reply_to.tell(replace(seen, alive=alive, detail=detail, blind=blind, at=time.monotonic()))

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from llama_worker.runtime.futures import log_exception
+
 _SWEEP_MIN = 64
 _logger = logging.getLogger("llama_worker.timers")
 
@@ -72,7 +74,7 @@ class TimerThread:
             try:
                 timer._fire()
             except Exception:
-                _logger.exception("a timer's call failed")
+                log_exception(_logger, "a timer's call failed")
 
     def _wait_for_due(self) -> Timer:
         with self._changed:
