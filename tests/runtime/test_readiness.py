@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import subprocess
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from llama_worker import Canary, ConfigError, WorkerConfig
@@ -14,7 +18,7 @@ from llama_worker.messages import Probed, ProbeOutcome
 from llama_worker.runtime import readiness
 from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.runtime.chat_exchange import Endpoint
-from llama_worker.runtime.readiness import ReadinessProbe, models_outcome
+from llama_worker.runtime.readiness import ReadinessProbe, models_outcome, owns_port
 from llama_worker.server.gaps import LATE_S
 from llama_worker.stream.plain_reply import PlainReply
 
@@ -72,6 +76,42 @@ def test_what_this_machine_lacks_is_no_news(monkeypatch: pytest.MonkeyPatch) -> 
     host: Any = SimpleNamespace(tell=told.append)
     ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
     assert [(probed.epoch, probed.outcome) for probed in told] == [(3, ProbeOutcome.NO_NEWS)]
+
+
+# ---------------------------------------------------------------- port
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """A port on which this process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def test_a_port_is_ours_where_our_tree_listens(listener: int) -> None:
+    assert owns_port(os.getpid(), listener)
+    sleeper = subprocess.Popen(["sleep", "1000"])
+    try:
+        assert not owns_port(sleeper.pid, listener)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+@pytest.mark.parametrize(("uid", "is_ours"), [(os.geteuid(), True), (os.geteuid() + 1, False)])
+def test_a_hidden_process_owns_what_its_user_listens_on(
+    listener: int, uid: int, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is with a server that has file capabilities: its descriptors cannot be read."""
+
+    def denied(process: psutil.Process, kind: str) -> Any:
+        raise psutil.AccessDenied(process.pid)
+
+    uids = SimpleNamespace(real=os.getuid(), effective=uid, saved=uid)
+    monkeypatch.setattr(psutil.Process, "net_connections", denied)
+    monkeypatch.setattr(psutil.Process, "uids", lambda process: uids)
+    assert owns_port(os.getpid(), listener) is is_ours
+    assert not owns_port(os.getpid(), 1)
 
 
 # ---------------------------------------------------------------- canary

@@ -6,7 +6,9 @@ take no thread.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -26,6 +28,7 @@ from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.traits import ServerTraits, server_traits
 from llama_worker.stream.plain_reply import PlainReply
 
+_LISTEN = "0A"  # a socket's state in /proc/net/tcp
 _READY = "GET /v1/models: 200"
 _TRAITS_TIMEOUT_S = 2.0
 _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
@@ -159,12 +162,33 @@ def _outcome(error: Exception) -> ProbeOutcome:
 
 
 def owns_port(root_pid: int, port: int) -> bool:
-    """Whether a process of the tree listens on the port."""
+    """Whether a process of the tree listens on the port.
+
+    A process that may not be looked into (its program has file capabilities, or is another user's)
+    is believed to, where a socket of its user does: nobody listened there before the launch.
+    """
+    hidden_uids: set[int] = set()
     for pid in tree_pids(root_pid):
         try:
-            connections = psutil.Process(pid).net_connections(kind="tcp")
+            process = psutil.Process(pid)
+            try:
+                connections = process.net_connections(kind="tcp")
+            except psutil.AccessDenied:
+                uids = process.uids()
+                hidden_uids |= {uids.effective, uids.saved}
+                continue
         except psutil.Error:
             continue
         if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
             return True
-    return False
+    return bool(hidden_uids) and not hidden_uids.isdisjoint(_listening_uids(port))
+
+
+def _listening_uids(port: int) -> Iterator[int]:
+    """The users of the sockets that listen on the port."""
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{table}") as lines:
+            for line in lines:
+                fields = line.split()
+                if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                    yield int(fields[7])
