@@ -1,10 +1,12 @@
 """A model of llama-server: one launch, from load to reaped, with the counters that /proc and
 `/slots` would show.
 
-The main loop works in batches, as the real one does: a batch takes every slot that is in use one
-step further, the reading of a prompt by `batch_tokens`, the writing of an answer by the reply's
-`step_tokens`. A long batch holds up every slot; a closed connection is noticed between two batches.
-An HTTP thread beside the loop accepts, answers probes and sends keepalives, whatever the loop does.
+The main loop works in batches, filled as the real server fills them (tests/recordings): every
+slot that writes an answer takes one step of the reply's `step_tokens`; what is left of
+`batch_tokens` goes to the slots that read a prompt, in the order of their numbers, so that a lower
+one starves a higher one. After each batch every slot that reads sends its report, also one that got
+nothing. A long batch holds up every slot; a closed connection is noticed between two batches. An
+HTTP thread beside the loop accepts, answers probes and sends keepalives, whatever the loop does.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Headers(Enum):
     """When the response headers go out: it differs between builds."""
 
     AT_ONCE = "at once"
-    IN_SLOT = "when a slot takes the request"
+    IN_SLOT = "when the request's slot first comes to its turn in a batch"
     WITH_PROGRESS = "with the first progress report"
     WITH_FIRST_TOKEN = "with the first token"
 
@@ -97,7 +99,9 @@ class Exchange:
     request_id: int
     wants_progress: bool
     slot: int | None = None
+    is_begun: bool = False  # its slot had a turn in a batch
     processed: int = 0
+    in_batch: int = 0  # tokens of the prompt in the batch under way
     decoded: int = 0
     has_headers: bool = False
     spoke: bool = False  # sent more than headers
@@ -109,6 +113,11 @@ class Exchange:
     said: list[str] = field(default_factory=list)  # text sent so far
     advanced_at: float = 0.0
     ping: Event | None = None
+
+    @property
+    def has_read(self) -> bool:
+        """The whole prompt."""
+        return self.processed >= self.reply.prompt_tokens
 
 
 @dataclass(slots=True)
@@ -146,6 +155,7 @@ class LlamaServer:
         self._after_stop: Callable[[], object] | None = None  # what was due while it was stopped
         self._terms = 0
         self._used: dict[int, Exchange] = {}  # by slot: who had it last
+        self._used_at = [-1.0] * build.slots  # until when
 
     # ------------------------------------------------------------ life and signals
 
@@ -260,6 +270,7 @@ class LlamaServer:
     def finish_now(self) -> None:
         """The requests under way are answered with the batch that ends at this instant."""
         for exchange in self.exchanges:
+            exchange.is_begun, exchange.in_batch = True, 0
             exchange.processed = exchange.reply.prompt_tokens
             exchange.reply.reasoning_tokens = min(exchange.reply.reasoning_tokens, exchange.decoded)
             exchange.reply.text_tokens = exchange.decoded + 1 - exchange.reply.reasoning_tokens
@@ -331,9 +342,7 @@ class LlamaServer:
                 shown.update(
                     is_processing=active,
                     id_task=last.request_id,
-                    n_prompt_tokens=min(total, last.processed + self.build.batch_tokens)
-                    if active
-                    else total,
+                    n_prompt_tokens=last.processed + last.in_batch if active else total,
                     n_prompt_tokens_processed=last.processed if active else 0,
                     n_prompt_tokens_cache=0,
                     next_token=[
@@ -360,27 +369,61 @@ class LlamaServer:
             return
         for exchange in [each for each in self.exchanges if each.closed_by_client]:
             self._drop(exchange)
-        for slot, holder in enumerate(self.slots):
-            while holder is None and self.queue:
-                holder = self._take(slot, self.queue.pop(0))
-                if self.frozen:
-                    return
-        busy = [exchange for exchange in self.busy if not exchange.dead]
-        if not busy:
+        while self.queue and (slot := self._free_slot()) is not None:
+            exchange = self.queue.pop(0)
+            exchange.slot, self.slots[slot] = slot, exchange
+        seconds = self._fill_batch()
+        if self.frozen:
+            return
+        if seconds is None and self.queue and self._free_slot() is not None:
+            self.work()  # a misbehaviour has just made room
+        elif seconds is None:
             self._rates(cpu=IDLE)
             self._leave_when_free()
-            return
-        seconds = 0.0
+        else:
+            # Nonsense may go on for as long as the host stands still.
+            nonsense = any(exchange.twists for exchange in self.busy)
+            self._start_batch(max(seconds, 0.05 if nonsense else 0.001))
+
+    def _free_slot(self) -> int | None:
+        """The one that was idle longest; of those never used, the highest."""
+        free = [slot for slot, holder in enumerate(self.slots) if holder is None]
+        return min(free, key=lambda slot: (self._used_at[slot], -slot), default=None)
+
+    def _fill_batch(self) -> float | None:
+        """Decide what each slot has in the next batch: the seconds that it takes, None without
+        anything to do."""
+        build = self.build
+        busy = [exchange for exchange in self.busy if not exchange.dead]
+        writing = [exchange for exchange in busy if exchange.has_read]
+        seconds = float(sum(max(1, self._next_tokens(each)) for each in writing))
+        seconds /= build.decode_tokens_per_s
+        room = build.batch_tokens - len(writing)
         for exchange in busy:
-            if exchange.processed < exchange.reply.prompt_tokens:
-                left = exchange.reply.prompt_tokens - exchange.processed
-                seconds += min(left, self.build.batch_tokens) / self.build.prefill_tokens_per_s
-            else:
-                seconds += max(1, self._next_tokens(exchange)) / self.build.decode_tokens_per_s
-        nonsense = any(
-            exchange.twists for exchange in busy
-        )  # it may go on for as long as the host stands still
-        self._start_batch(max(seconds, 0.05 if nonsense else 0.001))
+            if exchange.has_read or room <= 0:
+                continue
+            if not exchange.is_begun:
+                self._begin(exchange)
+                if self.frozen:
+                    return None
+                if exchange.slot is None:
+                    continue
+            exchange.in_batch = min(exchange.reply.prompt_tokens - exchange.processed, room)
+            room -= exchange.in_batch
+            seconds += exchange.in_batch / build.prefill_tokens_per_s
+        return seconds if any(each.has_read or each.in_batch for each in busy) else None
+
+    def _begin(self, exchange: Exchange) -> None:
+        """The first turn of its slot; a misbehaviour may take it out of it."""
+        exchange.is_begun = True
+        if self.build.headers is Headers.IN_SLOT:
+            self._send_headers(exchange)
+        if exchange.wants_progress:
+            if self.build.headers is Headers.WITH_PROGRESS:
+                self._send_headers(exchange)
+            self.send_progress(exchange)
+        if exchange.reply.twist is not None and exchange.reply.twist_at <= 0:
+            self._machine.twist(self, exchange)
 
     def _start_batch(self, seconds: float) -> None:
         self._rates(cpu=BUSY if self.build.cpu_shows else IDLE)
@@ -392,34 +435,23 @@ class LlamaServer:
         for exchange in [each for each in self.busy if not each.dead]:
             if exchange.closed_by_client:
                 self._drop(exchange)
-            elif exchange.processed < exchange.reply.prompt_tokens:
-                self._read_prompt(exchange)
-            else:
-                self._write_answer(exchange)
+            elif exchange.has_read:
+                self._write_answer(exchange, self._next_tokens(exchange))
+            elif exchange.is_begun and self._read_prompt(exchange):
+                self._write_answer(exchange, min(1, self._next_tokens(exchange)))
             if self.frozen or self.gone:
                 return
         self.work()
 
-    def _take(self, slot: int, exchange: Exchange) -> Exchange | None:
-        """Give the slot to the request; None where a misbehaviour loses it."""
-        exchange.slot, self.slots[slot] = slot, exchange
-        if self.build.headers is Headers.IN_SLOT:
-            self._send_headers(exchange)
-        if exchange.wants_progress:
-            if self.build.headers is Headers.WITH_PROGRESS:
-                self._send_headers(exchange)
-            self.send_progress(exchange)
-        if exchange.reply.twist is not None and exchange.reply.twist_at <= 0:
-            self._machine.twist(self, exchange)
-        return self.slots[slot]
-
-    def _read_prompt(self, exchange: Exchange) -> None:
-        exchange.processed = min(
-            exchange.reply.prompt_tokens, exchange.processed + self.build.batch_tokens
-        )
-        exchange.advanced_at = self._scheduler.now
+    def _read_prompt(self, exchange: Exchange) -> bool:
+        """Whether the prompt is read now: then the batch gave the first token, too."""
+        if exchange.in_batch:
+            exchange.processed += exchange.in_batch
+            exchange.in_batch = 0
+            exchange.advanced_at = self._scheduler.now
         if exchange.wants_progress:
             self.send_progress(exchange)
+        return exchange.has_read
 
     def _next_tokens(self, exchange: Exchange) -> int:
         reply = exchange.reply
@@ -430,13 +462,12 @@ class LlamaServer:
         )
         return max(0, min(reply.step_tokens, border - exchange.decoded))
 
-    def _write_answer(self, exchange: Exchange) -> None:
+    def _write_answer(self, exchange: Exchange, count: int) -> None:
         reply = exchange.reply
         self._send_headers(exchange)
         if reply.twist is not None and exchange.decoded >= reply.twist_at:
             self._machine.twist(self, exchange)
             return
-        count = self._next_tokens(exchange)
         if exchange.decoded == 0:
             self.send(exchange, _delta({"role": "assistant", "content": None}))
         if count:
@@ -496,6 +527,8 @@ class LlamaServer:
         """The slot is idle; the connection stays open."""
         if exchange.slot is not None:
             self._used[exchange.slot] = exchange
+            self._used_at[exchange.slot] = self._scheduler.now
+            exchange.in_batch = 0
             self.slots[exchange.slot] = None
             exchange.slot = None
 
