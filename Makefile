@@ -11,10 +11,13 @@ PYTHONS := python3.11 python3.12 python3.13
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NO_INDEX := echo "error: pip could not install what is needed: check the network and pip's settings (pip config list)" >&2
 
+# BUILD=N: with the llama-server of that build number, which is built where it is missing.
+ON_BUILD = $(if $(BUILD),server=$$($(BIN)/python -m tools.build_server $(BUILD)) && LLAMA_SERVER=$$server)
+
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes are started: each would compile the library anew
 
 .DEFAULT_GOAL := help
-.PHONY: help adversary test test-all-pythons test-responses test-clients bench-responses demo server unit scenarios simulate chaos docs lint format clean
+.PHONY: help adversary test test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate chaos docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -34,6 +37,9 @@ demo: server ## a small real model on a real server, live
 
 server: $(VENV)/.package ## a llama-server and a small model: found or built, and checked
 	@$(BIN)/python -m tools.install_server
+
+test-server: $(VENV)/.test $(if $(BUILD),,server) ## the tests that need a real server; BUILD=N: on that build of it
+	$(ON_BUILD) $(BIN)/python -m pytest tests/server $(PYTEST_ARGS)
 
 unit: $(VENV)/.test ## the tests that need no server
 	$(BIN)/python -m pytest tests/unit tests/actors $(PYTEST_ARGS)

