@@ -17,7 +17,7 @@ ON_BUILD = $(if $(BUILD),server=$$($(BIN)/python -m tools.build_server $(BUILD))
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes are started: each would compile the library anew
 
 .DEFAULT_GOAL := help
-.PHONY: help adversary test test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate chaos docs lint format clean
+.PHONY: help adversary reality test test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate chaos docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -78,6 +78,9 @@ chaos: $(VENV)/.test ## random faults and callers: N steps of the plan that SEED
 
 adversary: $(VENV)/.test ## N generated honest servers and as many wedged ones, in virtual time, by JOBS processes: who is given up, and when
 	$(BIN)/python -m tests.adversary --count $(N) --seed $(SEED) --jobs $(JOBS)
+
+reality: $(VENV)/.test server ## random shapes on the real server with tight limits, for MINUTES, BURNERS cores kept busy; BUILD=N: on that build of it
+	@$(ON_BUILD) $(BIN)/python -m tests.reality $(if $(filter-out file,$(origin SEED)),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) --burners $(BURNERS)
 
 docs: $(VENV)/.test ## the documentation as a site, in build/site
 	$(BIN)/mkdocs build --strict

@@ -1,5 +1,5 @@
-"""The small model with all layers but one cut out: the same words and templates, read and said many
-times faster.
+"""The small model with most of its layers cut out: the same words and templates, read and said
+many times faster.
 
 For tests in which a grammar chooses what the model says, or in which that does not matter.
 """
@@ -16,16 +16,16 @@ _LAYER = re.compile(rb"blk\.(\d+)\.")
 _ALIGNMENT = 32
 
 
-def write_thin_model(whole: Path, thin: Path) -> None:
-    """The file format is that of GGUF, version 3: a head of entries, then what tensors there are,
-    then their data."""
+def write_thin_model(whole: Path, thin: Path, *, layers: int = 1) -> None:
+    """Keeps the first `layers`. The file format is that of GGUF, version 3: a head of entries, then
+    what tensors there are, then their data."""
     data = whole.read_bytes()
     reader = HeadReader(data)
     reader.entries()
     magic, version, tensors_count, entries_count = struct.unpack_from("<4sIQQ", data)
     head = bytearray(data[24 : reader.at])
     key = b"llama.block_count"
-    struct.pack_into("<I", head, head.index(key) + len(key) + 4, 1)
+    struct.pack_into("<I", head, head.index(key) + len(key) + 4, layers)
     tensors, at = [], reader.at
     for _ in range(tensors_count):
         (name_length,) = struct.unpack_from("<Q", data, at)
@@ -38,7 +38,7 @@ def write_thin_model(whole: Path, thin: Path) -> None:
     infos, body = list[bytes](), bytearray()
     for (info, offset), end in zip(tensors, ends, strict=True):
         layer = _LAYER.match(info, 8)
-        if layer is None or int(layer[1]) == 0:
+        if layer is None or int(layer[1]) < layers:
             infos.append(info + struct.pack("<Q", len(body)))
             body += data[data_at + offset : data_at + end]
             body += bytes(_aligned(len(body)) - len(body))
