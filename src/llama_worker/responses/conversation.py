@@ -102,6 +102,23 @@ def chat_messages(
     return ChatMessages(writer.messages(), tuple(dict.fromkeys(writer.warnings)), writer.has_late)
 
 
+class _Turn:
+    """The assistant's turn, as long as its items come."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.said: list[str] = []  # the first one is not empty
+        self.calls: list[Message] = []
+
+    def message(self) -> Message:
+        message: Message = {"role": "assistant", "content": "\n".join(self.said)}
+        if self.reasoning:
+            message["reasoning_content"] = "\n\n".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
 class _Writer:
     def __init__(self, instructions: str, tools: ToolSet, late_role: LateRole) -> None:
         self.warnings: list[str] = []
@@ -114,7 +131,7 @@ class _Writer:
         ] = []  # late system messages: none may come between a call and its result
         self._system = [instructions] if instructions else []
         self._messages: list[Message] = []
-        self._turn: Message | None = None  # the assistant's, as long as its items come
+        self._turn: _Turn | None = None
         self._ids: dict[str, str] = {}  # the client's call ids to ours
         self._calls = 0
 
@@ -150,10 +167,9 @@ class _Writer:
                 self.warnings.append(f"input items of type {kind or 'unknown'!r} are ignored")
 
     def messages(self) -> list[Message]:
-        if self._turn is not None and not self._turn["content"] and "tool_calls" not in self._turn:
-            self._turn = (
-                None  # at the end, reasoning alone would be a beginning for the model to go on with
-            )
+        if self._turn is not None and not self._turn.said and not self._turn.calls:
+            # At the end, reasoning alone would be a beginning for the model to go on with.
+            self._turn = None
         self._end_turn()
         self._release_held()
         system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
@@ -192,20 +208,19 @@ class _Writer:
         self._held.clear()
 
     def _said(self, text: str) -> None:
-        if self._turn is not None and self._turn["content"] and "tool_calls" not in self._turn:
+        if self._turn is not None and self._turn.said and not self._turn.calls:
             self._end_turn()
         turn = self._begun_turn()
-        turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
+        if text or turn.said:
+            turn.said.append(text)
 
     def _reasoning(self, item: Item) -> None:
         text = _reasoning_text(item)
         if not text:
             return
-        if self._turn is not None and (self._turn["content"] or "tool_calls" in self._turn):
+        if self._turn is not None and (self._turn.said or self._turn.calls):
             self._end_turn()
-        turn = self._begun_turn()
-        before = turn.get("reasoning_content")
-        turn["reasoning_content"] = f"{before}\n\n{text}" if before else text
+        self._begun_turn().reasoning.append(text)
 
     def _call(self, item: Item, arguments: str) -> None:
         name, namespace, call_id = item.get("name"), item.get("namespace"), item.get("call_id")
@@ -217,8 +232,7 @@ class _Writer:
             self._ids[call_id] = own_id
             self._unanswered.add(call_id)
         function = {"name": self._tools.model_name(namespace, name), "arguments": arguments}
-        calls = self._begun_turn().setdefault("tool_calls", [])
-        calls.append({"id": own_id, "type": "function", "function": function})
+        self._begun_turn().calls.append({"id": own_id, "type": "function", "function": function})
 
     def _output(self, item: Item) -> None:
         call_id, output = item.get("call_id"), item.get("output")
@@ -250,14 +264,14 @@ class _Writer:
             f"These tools can be called now: {', '.join(names)}" if names else "No tool was found."
         )
 
-    def _begun_turn(self) -> Message:
+    def _begun_turn(self) -> _Turn:
         if self._turn is None:
-            self._turn = {"role": "assistant", "content": ""}
+            self._turn = _Turn()
         return self._turn
 
     def _end_turn(self) -> None:
         if self._turn is not None:
-            self._messages.append(self._turn)
+            self._messages.append(self._turn.message())
         self._turn = None
 
 

@@ -228,24 +228,17 @@ class ResponseEvents:
             if not (delta.call.name and delta.call.call_id):
                 return  # nothing can follow a whole object of arguments
             self._closed_calls.remove(delta.index)  # a server that numbers every call alike
-        if not self._waiting and self._for_open_item(delta):  # nearly always
+        if self._for_open_item(delta):  # nearly always; what waits is for other items
             self._append(delta)
+            self._work_off()
             return
         self._waiting.append(delta)
-        if len(self._waiting) == 1 or self._for_open_item(delta):
+        if len(self._waiting) == 1:
             self._work_off()
 
     def _work_off(self) -> None:
         """Pass on what waits, as far as it may be."""
         while self._waiting:
-            mine = [delta for delta in self._waiting if self._for_open_item(delta)]
-            if isinstance(self._open, Call) and mine:
-                self._waiting = deque(
-                    delta for delta in self._waiting if not self._for_open_item(delta)
-                )
-                for delta in mine:
-                    self._append(delta)
-                continue
             delta = self._waiting[0]
             if not self._for_open_item(delta):
                 if isinstance(self._open, Call) and not self._open.is_whole():
@@ -253,7 +246,19 @@ class ResponseEvents:
                 self._close("completed")
                 if not self._begin_item_for(delta):
                     return
+                if isinstance(self._open, Call):
+                    self._append_all_that_wait()
+                    continue
             self._append(self._waiting.popleft())
+
+    def _append_all_that_wait(self) -> None:
+        """For the call that was opened: other items may wait in between."""
+        waiting, self._waiting = self._waiting, deque()
+        for delta in waiting:
+            if self._for_open_item(delta):
+                self._append(delta)
+            else:
+                self._waiting.append(delta)
 
     def _for_open_item(self, delta: Delta) -> bool:
         item = self._open

@@ -145,6 +145,7 @@ class Call(Struct):
     tool: Tool | None = None
     kind: Literal["call"] = "call"
     _assembler: ToolCallAssembler = field(default_factory=ToolCallAssembler)
+    _may_be_whole: bool = False  # asked after every piece: mostly the last one's end tells
 
     def begun(self) -> dict[str, Any]:
         return self._item("in_progress", "")
@@ -155,6 +156,8 @@ class Call(Struct):
     def append(self, delta: Delta) -> Emitted:
         assert delta.call is not None
         self._assembler.feed(delta.call)
+        if piece := (delta.call.arguments or "").rstrip():
+            self._may_be_whole = piece.endswith("}")
         if (
             self._kind != "function" or not delta.call.arguments
         ):  # free text is known once its JSON string is whole
@@ -163,6 +166,8 @@ class Call(Struct):
 
     def is_whole(self) -> bool:
         """Whether nothing can follow."""
+        if not self._may_be_whole:
+            return False
         try:
             return (
                 bool(self._arguments().strip()) and parse_arguments(self._arguments()) is not None

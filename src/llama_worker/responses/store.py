@@ -77,11 +77,14 @@ class Found(Struct, frozen=True, kw_only=True):
 
     def recalled(self) -> Recalled:
         """The items themselves. It reads the JSON: for the thread that asked."""
-        items = {}
+        wanted: dict[str, list[str]] = {}  # by their holder, whose JSON is read once
         for item_id, holder in self.holders.items():
-            items[item_id] = next(
-                item for item in reversed(holder.items()) if item.get("id") == item_id
-            )
+            wanted.setdefault(holder.id, []).append(item_id)
+        items: dict[str, Item] = {}
+        for item_ids in wanted.values():
+            known = self.holders[item_ids[0]].items()
+            latest = {item["id"]: item for item in known if isinstance(item.get("id"), str)}
+            items |= {item_id: latest[item_id] for item_id in item_ids}
         history = (
             None
             if self.chain is None

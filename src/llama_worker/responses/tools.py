@@ -51,12 +51,17 @@ class Tool(Struct, frozen=True, kw_only=True):
 class ToolSet(Struct, frozen=True):
     """The tools of one request. `echo`: as its response repeats them."""
 
-    tools: tuple[Tool, ...] = ()
+    by_name: Mapping[tuple[str | None, str], Tool] = {}
+    by_model_name: Mapping[str, Tool] = {}
     echo: tuple[Json, ...] = ()
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return tuple(self.by_name.values())
 
     def called(self, model_name: object) -> Tool | None:
         """The tool that the model means; None for one that was not offered."""
-        return next((tool for tool in self.tools if tool.model_name == model_name), None)
+        return self.by_model_name.get(model_name) if isinstance(model_name, str) else None
 
     def model_name(self, namespace: object, name: str) -> str:
         """What the model knows a tool of the client by, also one that is no longer offered."""
@@ -72,14 +77,10 @@ class ToolSet(Struct, frozen=True):
         return self._known(namespace, name) or self.called(name)
 
     def _known(self, namespace: object, name: object) -> Tool | None:
-        return next(
-            (
-                tool
-                for tool in self.tools
-                if (tool.namespace, tool.name) == (namespace or None, name)
-            ),
-            None,
-        )
+        within = namespace or None
+        if not isinstance(name, str) or not isinstance(within, (str, type(None))):
+            return None
+        return self.by_name.get((within, name))
 
 
 NO_TOOLS = ToolSet()
@@ -89,6 +90,7 @@ def tool_set(*lists: object) -> tuple[ToolSet, list[str]]:
     """The tools of all lists, and warnings about those that are ignored. A tool that comes again
     replaces the first."""
     found: dict[tuple[str | None, str], Tool] = {}
+    model_names: set[str] = set()
     echo: list[Json] = []
     warnings: list[str] = []
     for given in lists:
@@ -100,14 +102,14 @@ def tool_set(*lists: object) -> tuple[ToolSet, list[str]]:
             kept = list(_flat(entry, warnings))
             for namespace, tool in kept:
                 before = found.get((namespace, tool["name"]))
-                name = (
-                    before.model_name
-                    if before
-                    else _unused(_joined(namespace, tool["name"]), found)
-                )
+                name = before.model_name if before else _joined(namespace, tool["name"])
+                while not before and name in model_names:
+                    name += "_"
+                model_names.add(name)
                 found[namespace, tool["name"]] = _tool(tool, namespace, name)
             echo += _echo(entry, [tool for _, tool in kept])
-    return ToolSet(tuple(found.values()), tuple(echo)), list(dict.fromkeys(warnings))
+    by_model_name = {tool.model_name: tool for tool in found.values()}
+    return ToolSet(found, by_model_name, tuple(echo)), list(dict.fromkeys(warnings))
 
 
 def custom_input(arguments: str) -> str:
@@ -241,13 +243,6 @@ def _echo(entry: Json, kept: Sequence[Json]) -> list[Json]:
 
 def _joined(namespace: str | None, name: str) -> str:
     return f"{namespace}{_JOINT}{name}" if namespace else name
-
-
-def _unused(name: str, found: Mapping[Any, Tool]) -> str:
-    used = {tool.model_name for tool in found.values()}
-    while name in used:
-        name += "_"
-    return name
 
 
 # --- choosing -------------------------------------------------------------------------------------------
