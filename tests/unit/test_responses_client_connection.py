@@ -96,6 +96,9 @@ MALFORMED_LINES = (
             for size in (b"+5", b"-5", b"0x5", b"1_0")
         ),
         (CHUNKED + b"5\r\nhello!\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"5\nhello\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"5\r\nhello\r\n0\r\nTrailer\r\n\r\n", 400),
+        (CHUNKED + b"1\r\nx\r\n" * 3 + b"1;" + b"x" * 9000 + b"\r\n", 400),
         *((line + b"\r\n\r\n", 400) for line in MALFORMED_LINES),
         (b"Content-Length: 101\r\n\r\n", 413),
         (b"Content-Length: 9999999999999999999\r\n\r\n", 413),
@@ -182,17 +185,40 @@ def test_a_body_may_look_like_a_head() -> None:
     assert request.body == body
 
 
-def test_what_is_lost_behind_a_chunked_request_is_said_to_be() -> None:
+def test_what_follows_a_chunked_request_waits_for_its_reply() -> None:
+    client = connection()
     get = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for behind in (b"", b"\r\n", get, get[:5], b"\0"):
-        head = b"Connection: close\r\n" if behind.strip() else b""
-        client = connection()
-        request = client.receive(HEAD + CHUNKED + b"2\r\nok\r\n0\r\n\r\n" + behind)
-        assert request is not None
-        assert request.body == b"ok"
-        assert client.reply.begin(204, []) == b"HTTP/1.1 204 No Content\r\n" + head + b"\r\n"
-        client.reply.end()
-        assert client.can_go_on is not bool(head)
+    request = client.receive(HEAD + CHUNKED + b"2\r\nok\r\n0\r\n\r\n" + get)
+    assert request is not None
+    assert request.body == b"ok"
+    client.reply.begin(204, [])
+    client.reply.end()
+    assert client.can_go_on
+    following = client.next_request()
+    assert following is not None
+    assert following.method == "GET"
+
+
+@pytest.mark.parametrize(
+    "chunks", [b"65\r\n", b"32\r\n" + b"x" * 50 + b"\r\n33\r\n", b"ffffffffffffffff\r\n"]
+)
+def test_a_chunk_that_is_too_large_is_refused_when_it_is_announced(chunks: bytes) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        connection().receive(HEAD + CHUNKED + chunks)
+    assert refused.value.status == 413
+
+
+def test_a_head_that_is_too_large_costs_no_more_than_its_limit() -> None:
+    client, data = connection(), HEAD + b"X-A: " + b"a" * 16_000_000
+
+    def refused() -> tuple[int, int]:
+        with pytest.raises(RequestRefused) as raised:
+            client.receive(data)
+        return raised.value.status, tracemalloc.get_traced_memory()[1]
+
+    (status, peak), _ = measured(refused)
+    assert status == 431
+    assert peak < 10 * MAX_HEAD_BYTES
 
 
 def measured(action: Callable[[], T]) -> tuple[T, int]:
@@ -211,9 +237,12 @@ def measured(action: Callable[[], T]) -> tuple[T, int]:
         pytest.param(b"Content-Length: 1000000\r\n\r\n", [b"ab"] * 5000, 10_000, id="tiny pieces"),
         pytest.param(
             CHUNKED,
-            [b"80000\r\n" + b"x" * 0x80000 + b"\r\n0\r\nX-A: ", *[b"a" * 65536] * 50],
+            [
+                b"80000\r\n" + b"x" * 0x80000 + b"\r\n0\r\n",
+                *[b"X-A: " + b"a" * 4000 + b"\r\n"] * 800,
+            ],
             0x80000,
-            id="trailer",
+            id="trailers",
         ),
         pytest.param(b"X-A: ", [b"a" * 10] * 2000, 20_000, id="head"),
     ],

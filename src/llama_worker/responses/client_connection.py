@@ -3,8 +3,8 @@ thread at a time.
 
 Requests are read by `httptools`: `h11`, in Python, takes ten times as long, and delays every first
 token by that. We are stricter: a request is HTTP/1.0 or 1.1, has one Host, and no transfer encoding
-but "chunked". Heads and chunked bodies have a parser each: where a request asks for an upgrade, one
-parser would take its body for the next request.
+but "chunked". The parser reads heads only: where a request asks for an upgrade, it would take the
+body for the next request, and it does not tell how large a chunk is to be.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from enum import Enum, auto
 import httptools
 from msgspec import Struct
 
+from llama_worker.responses.chunked_body import ChunkedBody, check_body_size
 from llama_worker.responses.refusal import RequestRefused
 from llama_worker.responses.reply import Reply
 
@@ -23,11 +24,7 @@ MAX_HEAD_BYTES = 65536
 _MAX_HEADERS = 256  # by different names: each costs some 200 bytes more than it has
 _MAX_LENGTH_DIGITS = 20
 _REQUEST_LINE = re.compile(rb"(?:\r?\n)?([!-~]+) ([!-~]+) HTTP/(\d\.\d)\r\n")
-_CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # the parser refuses lines that do not end in "\r\n"
-_MAX_FRAMING = (
-    8  # bytes of framing for a byte of a chunked body: five where each has a chunk of its own
-)
 
 
 class Phase(Enum):
@@ -76,9 +73,8 @@ class ClientConnection:
         self._head_bytes = bytearray()
         self._head: Request | None = None
         self._body = bytearray()  # no list: of tiny pieces, it would take 30 times as much
-        self._body_wire_bytes = 0
         self._length = 0  # of a body that is not chunked
-        self._chunks: _Chunks | None = None
+        self._chunks: ChunkedBody | None = None
         self._awaits_continue = False
 
     @property
@@ -123,20 +119,19 @@ class ClientConnection:
     def _read_head(self, data: bytes) -> bytes | None:
         """What came behind its end; None: that has not come."""
         read = len(self._head_bytes)
-        self._head_bytes += data
+        self._head_bytes += data[: MAX_HEAD_BYTES + 1 - read]
         found = _END_OF_HEAD.search(self._head_bytes, max(read - 2, 0))
         end = found.end() if found else len(self._head_bytes)
-        self._feed(bytes(self._head_bytes[read:end]))
         if end > MAX_HEAD_BYTES:
             raise RequestRefused(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+        self._feed(bytes(self._head_bytes[read:end]))
         if len(self._headers.values) > _MAX_HEADERS:
             raise RequestRefused(431, f"the request has more than {_MAX_HEADERS} headers")
         if found is None:
             self.phase = Phase.HEAD if self._head_bytes else Phase.SILENT
             return None
-        behind = bytes(self._head_bytes[end:])
         del self._head_bytes[end:]
-        return behind
+        return data[end - read :]
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -144,8 +139,7 @@ class ClientConnection:
         except httptools.HttpParserUpgrade:
             pass  # at the end of a head; nobody has to follow it
         except httptools.HttpParserError as error:
-            if self._chunks is None or not self._chunks.is_complete:
-                raise RequestRefused(400, f"malformed HTTP request: {error}") from None
+            raise RequestRefused(400, f"malformed HTTP request: {error}") from None
 
     def _begin(self) -> None:
         self.phase = Phase.BODY
@@ -174,42 +168,29 @@ class ClientConnection:
             )
         self._check_head(head)
         self._length = int(length or 0)
-        self._check_size(self._length)
+        check_body_size(self._length, self._max_body_bytes)
         self._awaits_continue = head.header("expect").lower() == "100-continue" and version == "1.1"
         self.reply.is_kept = version == "1.1" and "close" not in header_words(
             head.header("connection")
         )
         if encoding:
-            self._chunks = _Chunks(self._body)
-            self._parser = httptools.HttpRequestParser(self._chunks)
-            self._parser.feed_data(_CHUNKED_HEAD)
+            self._chunks = ChunkedBody(self._body, self._max_body_bytes)
 
     def _read_body(self, data: bytes) -> bool:
         """Whether it is whole."""
         self._awaits_continue = self._awaits_continue and not data
-        if self._chunks is None:
-            missing = self._length - len(self._body)
-            self._body += data[:missing]
-            self._behind = data[missing:]
-            return len(data) >= missing
-        self._feed(data)
-        self._check_size(len(self._body))
-        self._body_wire_bytes += len(data)
-        if self._body_wire_bytes > MAX_HEAD_BYTES + _MAX_FRAMING * len(self._body):
-            raise RequestRefused(400, "the request's body has more framing than content")
-        return self._chunks.is_complete
-
-    def _check_size(self, size: int) -> None:
-        if size > self._max_body_bytes:
-            raise RequestRefused(
-                413, f"the request's body is larger than {self._max_body_bytes} bytes"
-            )
+        if self._chunks is not None:
+            behind = self._chunks.feed(data)
+            self._behind = behind or b""
+            return behind is not None
+        missing = self._length - len(self._body)
+        self._body += data[:missing]
+        self._behind = data[missing:]
+        return len(data) >= missing
 
     def _complete(self) -> Request:
         assert self._head is not None
         self.phase = Phase.BUSY
-        if self._chunks is not None and self._chunks.is_followed:
-            self.reply.is_kept = False
         head, body = self._head, bytes(self._body)
         self._body.clear()  # which the parser, too, would hold while the request runs
         return Request(method=head.method, target=head.target, headers=head.headers, body=body)
@@ -231,29 +212,6 @@ class _Headers:
             sent,
             f"{self.values[lower][1]}, {said}" if lower in self.values else said,
         )
-
-
-class _Chunks:
-    """What `httptools` reads of a chunked body. It has no method for trailers, which would be
-    joined piece by piece."""
-
-    def __init__(self, body: bytearray) -> None:
-        self.is_complete = False
-        self.is_followed = (
-            False  # by what the parser, which alone knows the body's end, has read: it is lost
-        )
-        self._body = body
-
-    def on_message_begin(self) -> None:
-        self.is_followed = self.is_complete
-
-    def on_body(self, body: bytes) -> None:
-        """A piece of it."""
-        if not self.is_complete:
-            self._body += body
-
-    def on_message_complete(self) -> None:
-        self.is_complete = True
 
 
 def header_words(value: str) -> set[str]:
