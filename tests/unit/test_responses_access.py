@@ -83,3 +83,17 @@ def test_a_foreign_host_or_page_is_refused(headers: dict[str, str], why: str) ->
 def test_what_is_no_origin_cannot_be_allowed(origin: str) -> None:
     with pytest.raises(ConfigError, match="origin"):
         ResponsesProxyConfig(upstream="http://127.0.0.1:1", allow_origins=(origin,))
+
+
+@pytest.mark.parametrize(
+    "key", ["hush\r\nX-A: b", "hu\nsh", "hush\u00e9", "hu\0sh", "hush\n", " hush", ""]
+)
+def test_a_key_that_does_not_fit_a_header_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="api_key must") as refused:
+        ResponsesProxyConfig(upstream="http://127.0.0.1:1", api_key=key)
+    assert "hu" not in str(refused.value)
+
+
+def test_a_key_is_taken_as_it_is() -> None:
+    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", api_key="sk-~! 1")
+    assert config.api_key == "sk-~! 1"

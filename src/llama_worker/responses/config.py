@@ -17,10 +17,10 @@ class ResponsesProxyConfig:
     """`upstream`: the URL of a llama-server, http or https, with or without a base path.
 
     `port` 0: any free one. `api_key` is shown to the upstream; without one the client's own passes
-    through. `ca_file`: whom to trust for an https upstream; None: the public authorities.
-    `max_concurrent`: requests for a response that run at once; more are refused with 503. None: no
-    bound. `allow_origins`: web pages that may use the proxy, e.g. `http://localhost:3000`, and
-    names that it may be called by.
+    through. It is printable ASCII, taken as it is: white space around it is an error. `ca_file`:
+    whom to trust for an https upstream; None: the public authorities. `max_concurrent`: requests
+    for a response that run at once; more are refused with 503. None: no bound. `allow_origins`: web
+    pages that may use the proxy, e.g. `http://localhost:3000`, and names that it may be called by.
     """
 
     upstream: str
@@ -54,7 +54,8 @@ class ResponsesProxyConfig:
             raise ConfigError("upstream must hold no user or password: give the key as api_key")
         checked_str("host", self.host, empty=False, nul=False)
         checked_int("port", self.port, at_least=0, at_most=65535)
-        optional(checked_str, "api_key", self.api_key, empty=False, nul=False, secret=True)
+        if self.api_key is not None:
+            _check_api_key(self.api_key)
         optional(checked_int, "max_concurrent", self.max_concurrent, at_least=1)
         optional(checked_str, "ca_file", self.ca_file, empty=False, nul=False)
         checked_seconds("connect_timeout_s", self.connect_timeout_s, above=0)
@@ -74,3 +75,16 @@ class ResponsesProxyConfig:
     def base_url(self) -> str:
         """The upstream without a slash at the end."""
         return self.upstream.rstrip("/")
+
+
+def _check_api_key(key: object) -> None:
+    """It travels in an HTTP header: a line break in it would begin another one."""
+    checked_str("api_key", key, empty=False, secret=True)
+    assert isinstance(key, str)
+    if key != key.strip():
+        raise ConfigError(
+            "api_key must not begin or end with white space: a key file ends with a line break, "
+            "so read it with Path(...).read_text().strip()"
+        )
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError("api_key must be printable ASCII: it travels in an HTTP header")
