@@ -6,6 +6,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,24 @@ def test_with_a_server_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
         assert answer(output.readline().split()[0]) == "Hello"
         assert end(process)[0] == 0
     assert not psutil.pid_exists(journal.wait("launched")["pid"])
+
+
+def test_who_handled_signals_before_does_so_afterwards(free_port: Callable[[], int]) -> None:
+    """In a process of its own, which has its signals to itself."""
+    program = f"""
+import signal
+from llama_worker.cli.proxy import ProxyOptions, serve
+options = dict.fromkeys(ProxyOptions.__struct_fields__)
+options |= {{"upstream": "http://{HOST}:1", "host": "{HOST}", "port": {free_port()}, "allow_origins": ()}}
+before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+print(serve(ProxyOptions(**options)))
+assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+"""
+    with running(sys.executable, "-c", program, env=environment()) as (process, output):
+        assert output.readline().startswith("http://")
+        process.send_signal(signal.SIGTERM)
+        assert output.readline() == "0\n"
+        assert process.wait(WAIT_S) == 0
 
 
 def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ bounded."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import resource
@@ -215,6 +216,61 @@ def test_a_client_with_the_descriptor_of_one_that_made_room_has_not_left() -> No
         listener.stop()
         listener.serve()
     assert not has_left
+
+
+def test_a_connection_that_cannot_be_watched_is_closed_and_the_next_one_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where `max_user_watches` is reached."""
+
+    def serve(request: Request, client: ProxyClient) -> None:
+        client.reply(request, 200, {})
+
+    class FullEpoll:
+        def __getattr__(self, name: str) -> object:
+            return getattr(epoll, name)
+
+        def register(self, *_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    listener = SocketListener(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0), serve)
+    epoll = listener._epoll
+    with contextlib.ExitStack() as stack:
+        closed, served = (stack.enter_context(socket.socket()) for _ in range(2))
+        with monkeypatch.context() as full:
+            full.setattr(listener, "_epoll", FullEpoll())
+            closed.connect((HOST, listener.port))
+            listener._turn()
+        assert closed.recv(1) == b""
+        served.connect((HOST, listener.port))
+        served.sendall(request_bytes("/health", port=listener.port))
+        for _ in range(2):
+            listener._turn()
+        assert b"200 OK" in served.recv(65536)
+        listener.stop()
+        listener.serve()
+
+
+def test_a_forked_child_keeps_neither_the_port_nor_a_connection(fake: Client) -> None:
+    begin, end = os.pipe()
+    with fake.dial(b"GET / HTTP/1.1\r\n") as waiting:
+        waiting.settimeout(WAIT_S)
+        fake.send("GET", "/health")  # the connection before it has been taken by then
+        child = os.fork()
+        if child == 0:
+            os.close(end)
+            os.read(begin, 1)
+            os._exit(0)
+        try:
+            port = fake.proxy.port
+            fake.proxy.close()
+            assert waiting.recv(1) == b""
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((HOST, port), timeout=WAIT_S)
+        finally:
+            os.close(end)
+            os.close(begin)
+            assert os.waitpid(child, 0)[1] == 0
 
 
 def test_where_all_descriptors_are_taken_it_waits_without_spinning(fake: Client) -> None:

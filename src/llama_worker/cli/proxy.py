@@ -52,7 +52,8 @@ def serve(options: ProxyOptions) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. For the main thread."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        _serve(options, _ended_by_signal())
+        with _ended_by_signal() as ended:
+            _serve(options, ended)
     except Stopped:
         pass
     except ConfigError as error:  # every value is an option's
@@ -166,12 +167,19 @@ def _check_ca_file(path: str | None) -> None:
         ) from error
 
 
-def _ended_by_signal() -> WorkerFuture[None]:
+@contextlib.contextmanager
+def _ended_by_signal() -> Iterator[WorkerFuture[None]]:
+    """Answered by SIGINT or SIGTERM; who handled them before does so again afterwards."""
     ended: WorkerFuture[None] = WorkerFuture()  # a wait for it misses no signal
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         ended.answer(None)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-    return ended
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield ended
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

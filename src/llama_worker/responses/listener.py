@@ -18,6 +18,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -84,6 +85,7 @@ class SocketListener:
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN)
+        _listeners.add(self)
 
     @property
     def port(self) -> int:
@@ -166,7 +168,8 @@ class SocketListener:
         connection.setblocking(False)
         try:
             local_address = str(connection.getsockname()[0])
-        except OSError:
+            self._epoll.register(connection, select.EPOLLIN)
+        except OSError:  # it has left, or nothing more can be watched: max_user_watches, memory
             connection.close()
             return
         client: Client
@@ -176,7 +179,6 @@ class SocketListener:
         )
         client = Client(connection, http, local_address, self._config.client_timeout_s)
         self._clients[connection.fileno()] = client
-        self._epoll.register(connection, select.EPOLLIN)
         self._waiting_clients.enter(client, Phase.SILENT, time.monotonic())
         self._on_ready(client)  # its request is mostly here by now
 
@@ -331,3 +333,28 @@ class SocketListener:
         with self._wake_lock:
             self._is_closed = True
             os.close(self._wake)
+        _listeners.discard(self)
+
+    def _close_in_child(self) -> None:
+        """In a child of the host's: its copies would keep the port and the connections open.
+
+        Nothing is taken out of epoll, which both processes share.
+        """
+        for connection in (self._socket, *(client.socket for client in self._clients.values())):
+            connection.close()
+        self._epoll.close()
+        if not self._is_closed:
+            os.close(self._wake)
+        self._is_closed = True  # the lock may be held, for ever, by a thread of the parent's
+
+
+_listeners: weakref.WeakSet[SocketListener] = weakref.WeakSet()
+
+
+def _close_after_fork() -> None:
+    for listener in tuple(_listeners):
+        listener._close_in_child()
+    _listeners.clear()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)
