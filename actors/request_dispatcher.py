@@ -15,6 +15,7 @@ from llama_worker.messages import (
     GetStatus,
     Question,
     ReadOutput,
+    ReleaseResult,
     Reply,
     Unwatch,
     Watch,
@@ -84,6 +85,12 @@ class RequestDispatcher:
             order.reply.answer(_NOT_READY)
         else:
             order.reply.answer(_NOT_FOUND)
+
+    def release(self, order: ReleaseResult) -> None:
+        """Forget a request that has ended; one that runs goes on."""
+        released = self._table.release(order.request_id)
+        if order.reply is not None:
+            order.reply.answer(released)
 
     def await_result(self, order: AwaitResult) -> None:
         """The result, now or once there is one."""

@@ -14,6 +14,7 @@ from llama_worker.messages import (
     Abandon,
     BecameReady,
     CloseAllStreams,
+    Drain,
     EvidenceKept,
     Exited,
     GpuFaulted,
@@ -21,6 +22,7 @@ from llama_worker.messages import (
     Launched,
     ProbeNow,
     Reply,
+    Restart,
     ServerMessage,
     Stalled,
     StandDown,
@@ -32,7 +34,7 @@ from llama_worker.messages import (
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.server import lifecycle
 from llama_worker.server.journal import Journal
-from llama_worker.server.lifecycle import Lifecycle
+from llama_worker.server.lifecycle import Drained, Lifecycle
 from llama_worker.server.lifecycle_states import (
     Effect,
     Effects,
@@ -73,7 +75,7 @@ class ServerLife:
         self._requests_count = 0  # ended since READY
         self._life = Lifecycle(policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s)
         self._suspicion = Suspicion()
-        self._waiting: list[Start | Stop] = []
+        self._waiting: list[Start | Restart | Stop | Drain] = []
         self._due_stops: list[Reply[None]] = []  # the server is gone, a record is still to come
 
     @property
@@ -83,14 +85,17 @@ class ServerLife:
 
     # ------------------------------------------------------------ what is heard of the server
 
-    def handle(self, message: ServerMessage | Trouble | Worn | Tick, now: float) -> None:
+    def handle(self, message: ServerMessage | Trouble | Worn | Drained | Tick, now: float) -> None:
         """Take note, step the lifecycle, carry out what follows. News of another launch changes
         nothing."""
         if getattr(message, "epoch", self._life.epoch) != self._life.epoch:
             return
         match message:
-            case Start() | Stop():
+            case Start() | Restart() | Stop():
                 self._waiting.append(message)
+            case Drain():
+                self._waiting.append(message)
+                self._journal.note("draining", now, requests=len(self._table.active))
             case Launched(epoch=epoch, pid=pid):
                 self.pid = pid
                 self._journal.note("launched", now, pid=pid, epoch=epoch)
@@ -115,6 +120,8 @@ class ServerLife:
             case _:
                 pass
         self._apply(lifecycle.step(self._life, message, now), now)
+        if isinstance(message, Drain):
+            self._end_drain_if_idle(now)
 
     def lost_sight(self, now: float, *, epoch: int) -> None:
         """Who would have told that the launch ended is gone, and so is its server."""
@@ -140,7 +147,12 @@ class ServerLife:
                 self.handle(found, now)
             case Doubt(cause=cause):
                 self._children.watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=cause))
+        self._end_drain_if_idle(now)
         self.recycle_if_due(now)
+
+    def _end_drain_if_idle(self, now: float) -> None:
+        if self._life.is_draining and not self._table.active:
+            self.handle(Drained(), now)
 
     def recycle_if_due(self, now: float) -> None:
         """A planned restart, of a server that is idle and worn."""
@@ -244,11 +256,11 @@ class ServerLife:
     ) -> None:
         waiting, self._waiting = self._waiting, []
         for each in waiting:
-            if not isinstance(each, order):
+            if isinstance(each, Start | Restart) is not (order is Start):
                 self._waiting.append(each)
             elif error is not None:
                 each.reply.fail(error)
-            elif isinstance(each, Start):
+            elif isinstance(each, Start | Restart):
                 each.reply.answer(self._status())
             else:
                 self._due_stops.append(each.reply)

@@ -17,7 +17,7 @@ from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.actors.server_life import ServerLife
 from llama_worker.config import WorkerConfig
-from llama_worker.errors import ConfigError, WorkerClosed
+from llama_worker.errors import ConfigError, RequestRefused, WorkerClosed
 from llama_worker.messages import (
     ActorDied,
     AwaitResult,
@@ -29,6 +29,7 @@ from llama_worker.messages import (
     Observed,
     ReadOutput,
     ReleaseResult,
+    Reply,
     RequestEnded,
     SignalEmitted,
     Stalled,
@@ -36,19 +37,20 @@ from llama_worker.messages import (
     Tick,
     ToolsRefused,
     ToolThreadStuck,
+    WaitSlot,
     WorkerMessage,
 )
 from llama_worker.request.body import OWNED_PARAMS
 from llama_worker.request.report import lost_record
 from llama_worker.request.table import RequestRecord, RequestTable
-from llama_worker.runtime.futures import OpenFutures
+from llama_worker.runtime.futures import OpenFutures, WeakList
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.command import masked_server_cmd
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
 from llama_worker.server.suspicion import Trouble
 from llama_worker.server.traits import unsupported
-from llama_worker.types import WorkerState, WorkerStatus
+from llama_worker.types import SubmitErrorCode, WorkerState, WorkerStatus
 
 _REPLACE_AGAIN_S = 1.0
 
@@ -80,6 +82,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         for line in config.warnings:
             self._journal.warn(line, runtime.now())
         self._tools_refused = False
+        self._slot_waiters: WeakList[Reply[None]] = WeakList()
         self._debug_questions: list[
             GetDebugInfo
         ] = []  # the ProcessActor has not answered them all yet
@@ -114,8 +117,10 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._dispatcher.await_result(message)
             case CancelRequest():
                 self._dispatcher.cancel(message)
-            case ReleaseResult(request_id=request_id):
-                self._table.release(request_id)
+            case ReleaseResult():
+                self._dispatcher.release(message)
+            case WaitSlot(reply=reply):
+                self._slot_waiters.add(reply)
             case GetWorkerStatus(reply=reply):
                 reply.answer(self._status())
             case GetDebugInfo():
@@ -149,6 +154,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._server.recycle_if_due(now)
             case _:
                 self._server.handle(message, now)
+        if self._slot_waiters:
+            self._answer_slot_waiters()
         self._alarm.set(min(self._due_times(), default=None))
 
     def release(self, failure: str | None) -> None:
@@ -163,12 +170,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
     # ------------------------------------------------------------ requests
 
     def _submit(self, order: Submit, now: float) -> None:
-        state = self._server.lifecycle.public_state
-        if state is WorkerState.FAILED:
-            order.reply.answer({"ok": False, "error": "WORKER_FAILED"})
-            return
-        if state is not WorkerState.READY:
-            order.reply.answer({"ok": False, "error": "WORKER_NOT_READY"})
+        error = self._refusal()
+        if error is not None:
+            order.reply.answer({"ok": False, "error": error})
             return
         if refusal := unsupported(order.submission.part_kinds, self._server.traits):
             order.reply.fail(ConfigError(refusal))
@@ -192,6 +196,30 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         )
         self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
         order.reply.answer({"ok": True, "request_id": admitted.request_id})
+
+    def _refusal(self) -> SubmitErrorCode | None:
+        """Why no request is dispatched now, full slots apart."""
+        state = self._server.lifecycle.public_state
+        if state is WorkerState.FAILED:
+            return "WORKER_FAILED"
+        if self._server.lifecycle.is_draining:
+            return "WORKER_DRAINING"
+        return None if state is WorkerState.READY else "WORKER_NOT_READY"
+
+    def _answer_slot_waiters(self) -> None:
+        """All of them, once a slot is free, or once none will be without the host's doing."""
+        refusal = self._refusal()
+        starting = self._server.lifecycle.public_state is WorkerState.RUNNING
+        if refusal == "WORKER_NOT_READY" and starting:
+            return
+        if refusal is None and not self._table.has_free_slot:
+            return
+        waiters, self._slot_waiters = self._slot_waiters, WeakList()
+        for reply in waiters.alive():
+            if refusal is None:
+                reply.answer(None)
+            else:
+                reply.fail(RequestRefused(refusal))
 
     def _request_ended(self, record: RequestRecord, now: float) -> None:
         if not self._table.end(record):
@@ -289,6 +317,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             "slots_used": len(active),
             "active_request_ids": [admitted.request_id for admitted in active],
             "active_jobs": {admitted.request_id: admitted.job_name for admitted in active},
+            "finished_request_ids": self._table.finished_ids,
+            "draining": server.lifecycle.is_draining,
             "restart_count": server.lifecycle.budget.restart_count,
             "config_hash": self._config_hash,
             "warnings": self._journal.warnings,

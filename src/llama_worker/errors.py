@@ -13,6 +13,7 @@ MASK = "***"
 _REFUSALS: dict[SubmitErrorCode, str] = {
     "NO_SLOT_AVAILABLE": "every slot holds a request; wait for one to end, or configure more slots",
     "WORKER_NOT_READY": "the server is stopped or starting; wait for start(), or try again later",
+    "WORKER_DRAINING": "drain() was called; another worker can take the request",
     "WORKER_FAILED": (
         "the server could not be kept running; get_worker_status() says why, start() tries again"
     ),
@@ -88,7 +89,8 @@ class WorkerStopError(LlamaWorkerError):
 
 
 class RequestRefused(LlamaWorkerError):
-    """`ask` was refused a slot. `error` is that of `SubmitErr`, such as NO_SLOT_AVAILABLE."""
+    """No slot for `ask`, or none to come for `wait_slot`. `error`: that of `SubmitErr`, such as
+    NO_SLOT_AVAILABLE."""
 
     def __init__(self, error: SubmitErrorCode) -> None:
         self.error = error

@@ -95,6 +95,19 @@ class Stop(Struct, frozen=True, kw_only=True):
     grace_s: float | None = None  # None: as configured; the exit hook allows less
 
 
+class Drain(Struct, frozen=True, kw_only=True):
+    """Refuse new requests, and stop once the last one has ended; answered as `Stop`."""
+
+    reply: Reply[None]
+
+
+class Restart(Struct, frozen=True, kw_only=True):
+    """Replace the server at once, on the host's order; answered as `Start`."""
+
+    reason: str
+    reply: Reply[WorkerStatus]
+
+
 class Submit(Struct, frozen=True, kw_only=True):
     """Admit the submission to a free slot, or refuse it, at once."""
 
@@ -132,9 +145,20 @@ class AwaitResult(Struct, frozen=True, kw_only=True):
 
 
 class ReleaseResult(Struct, frozen=True, kw_only=True):
-    """The host has taken the result: forget the request."""
+    """The host has taken the result, or wants none: forget the request, if it has ended.
+
+    Answered whether there was one.
+    """
 
     request_id: int
+    reply: Reply[bool] | None = None
+
+
+class WaitSlot(Struct, frozen=True, kw_only=True):
+    """Answered once the server is READY and a slot is free; fails with RequestRefused where none
+    will be."""
+
+    reply: Reply[None]
 
 
 class CancelRequest(Struct, frozen=True, kw_only=True):
@@ -306,7 +330,10 @@ class ActorDied(Struct, frozen=True, kw_only=True):
 HostMessage = (
     Start
     | Stop
+    | Drain
+    | Restart
     | Submit
+    | WaitSlot
     | GetStatus
     | ReadOutput
     | GetResult
@@ -319,6 +346,8 @@ HostMessage = (
 ServerMessage = (  # what decides about the server's life
     Start
     | Stop
+    | Drain
+    | Restart
     | Launched
     | LaunchFailed
     | Died

@@ -161,7 +161,9 @@ class ChatMessage(TypedDict, total=False):
 
 # ---------------------------------------------------------------- answers to a host
 
-SubmitErrorCode: TypeAlias = Literal["NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_FAILED"]
+SubmitErrorCode: TypeAlias = Literal[
+    "NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_DRAINING", "WORKER_FAILED"
+]
 
 
 class SubmitOk(TypedDict):
@@ -321,6 +323,9 @@ class WorkerStatus(TypedDict):
     slots_used: int
     active_request_ids: list[int]
     active_jobs: dict[int, str]
+    finished_request_ids: list[int]
+    """Ended, and neither taken nor released yet, oldest first."""
+    draining: bool
     restart_count: int
     config_hash: str
     warnings: list[str]
@@ -336,7 +341,7 @@ class WorkerStatus(TypedDict):
 
 
 class RestartRecord(TypedDict):
-    """One automatic restart."""
+    """One restart: automatic, planned or by hand."""
 
     at: float
     reason: str
@@ -359,7 +364,7 @@ class WorkerTotals(TypedDict):
     requests: dict[str, dict[str, int]]
     """Ended requests by terminal state, then by fail reason, or by finish reason where nothing failed."""
     restarts: dict[str, int]
-    """Automatic restarts by cause."""
+    """By reason."""
     signals: dict[str, int]
     """Calls of exit tools, by tool, as they come."""
     prompt_tokens: int

@@ -21,6 +21,7 @@ from llama_worker.errors import RequestRefused, WorkerClosed, WorkerStopError
 from llama_worker.messages import (
     AwaitResult,
     CancelRequest,
+    Drain,
     GetDebugInfo,
     GetResult,
     GetStatus,
@@ -29,9 +30,11 @@ from llama_worker.messages import (
     ReadOutput,
     ReleaseResult,
     Reply,
+    Restart,
     Start,
     Stop,
     Submit,
+    WaitSlot,
 )
 from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.free_port import free_port
@@ -53,7 +56,7 @@ from llama_worker.types import (
     WorkerDebugInfo,
     WorkerStatus,
 )
-from llama_worker.validation import checked_bool, checked_int
+from llama_worker.validation import checked_bool, checked_int, checked_str
 
 _logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
@@ -74,9 +77,10 @@ class LlamaWorker(Startable):
     """One llama-server under supervision, with a number of slots for chat requests.
 
     Every method may be called from any thread. All but `close` and `iter_output` return at once,
-    with a future that any thread may wait on, or await in asyncio. The futures of `start`, `stop`,
-    `result`, `ask` and of a waiting `read_output` resolve when what they wait for has happened, all
-    others within milliseconds. After `close` every method raises WorkerClosed.
+    with a future that any thread may wait on, or await in asyncio. The futures of `start`,
+    `restart`, `stop`, `drain`, `result`, `ask`, `wait_slot`, `count_tokens` and of a waiting
+    `read_output` resolve when what they wait for has happened, all others within milliseconds.
+    After `close` every method raises WorkerClosed.
     """
 
     def __init__(self, config: WorkerConfig, *, _runtime: Runtime | None = None) -> None:
@@ -143,6 +147,37 @@ class LlamaWorker(Startable):
         follow."""
         return self._ask(lambda reply: Stop(reply=reply))
 
+    def drain(self) -> WorkerFuture[None]:
+        """Stop without losing what runs.
+
+        From now on `submit` is refused with WORKER_DRAINING; requests in flight go on to their ends,
+        under the usual limits. After the last one, or where none runs, this is `stop`, and resolves
+        as that does. `stop` cuts it short; after `start` the worker begins anew once it has
+        stopped.
+        """
+        return self._ask(lambda reply: Drain(reply=reply))
+
+    def restart(self, reason: str = "") -> WorkerFuture[WorkerStatus]:
+        """Replace the server now, without backoff and outside of the restart budget.
+
+        Requests in flight fail with `worker_restarted` and keep their output. Resolves when READY.
+
+        Args:
+            reason: stands in the fail detail of those requests, in the log and in the events.
+
+        Raises (in the future):
+            WorkerStartError: the worker is stopped, FAILED or draining (`stopped`), or the new
+                server could not be kept running.
+        """
+        self._backend.check_open()
+        future: WorkerFuture[WorkerStatus] = WorkerFuture()
+        try:
+            checked_str("reason", reason)
+        except (TypeError, ValueError) as error:
+            future.fail(error)
+            return future
+        return self._backend.ask(Restart(reason=reason, reply=future), future)
+
     def close(self) -> None:
         """`stop()` and the end of the worker's actors. Blocks; idempotent."""
         self._backend.close()
@@ -205,6 +240,22 @@ class LlamaWorker(Startable):
         return self._ask(
             lambda reply: GetResult(request_id=request_id, reply=reply), request_id=request_id
         )
+
+    def release(self, request_id: int) -> WorkerFuture[bool]:
+        """Forget a request that has ended and whose result nobody wants; False where there is
+        none."""
+        return self._ask(
+            lambda reply: ReleaseResult(request_id=request_id, reply=reply), request_id=request_id
+        )
+
+    def wait_slot(self) -> WorkerFuture[None]:
+        """Resolves when the worker is READY and a slot is free, at once where it is so.
+
+        A hint, no reservation: another thread's `submit` may be first. Raises RequestRefused where
+        no slot will be free without a call of the host's: the worker is stopped, draining or
+        FAILED.
+        """
+        return self._ask(lambda reply: WaitSlot(reply=reply))
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
         """Resolves when the request is terminal; it is forgotten once a `get` has returned the

@@ -63,8 +63,12 @@ def _every_call(worker: LlamaWorker) -> list[Callable[[], Any]]:
         worker.result,
         worker.read_output,
         worker.cancel,
+        worker.release,
     )
-    about_all = (worker.start, worker.stop, worker.get_worker_status, worker.get_debug_info)
+    about_all = (
+        *(worker.start, worker.restart, worker.stop, worker.drain),
+        *(worker.wait_slot, worker.get_worker_status, worker.get_debug_info),
+    )
     return [
         partial(worker.submit, "job", "", "x"),
         *(partial(call, 1) for call in of_a_request),

@@ -42,6 +42,7 @@ class Host:
         self.stop_bound_s = (
             1.0 + profile.stop_grace_s + 2.0 + profile.kill_timeout_s + QUICK_S + 5.0
         )
+        self._invariants.stop_bound_s = self.stop_bound_s
         one_start_s = LONGEST_LOAD_S + profile.startup_timeout_s + self.stop_bound_s + 60.0
         self.start_bound_s = (
             one_start_s * (policy.max_restarts_per_window + 2) + policy.backoff_max_s * 8
@@ -83,6 +84,39 @@ class Host:
         return self._checked(
             future, lambda answer: invariants.check_gone(launched, "stop() resolved")
         )
+
+    def drain(self) -> WorkerFuture[Any]:
+        """`drain()`, which resolves soon after the last request has ended."""
+        invariants = self._invariants
+        invariants.drain_called_at = self._scheduler.now
+        launched = tuple(self._world.machine.launched)
+        return self._checked(
+            self._world.worker.drain(),
+            lambda answer: invariants.check_gone(launched, "drain() resolved"),
+        )
+
+    def restart(self) -> WorkerFuture[Any]:
+        self._invariants.restarts_ordered += 1
+        future = self._world.worker.restart("a new model")
+        self._invariants.expect_answer(future, self.start_bound_s, "restart()")
+        return future
+
+    def wait_slot(self) -> WorkerFuture[Any]:
+        """`wait_slot()`; its answer must be true at the instant it is given."""
+        future = self._world.worker.wait_slot()
+
+        def resolved() -> None:
+            error = None
+            try:
+                future.get(timeout=0)
+            except RequestRefused as refused:
+                error = refused.error
+            except WorkerClosed:
+                return
+            self._invariants.slot_waited(error)
+
+        future._on_resolved(resolved)
+        return future
 
     def _checked(
         self, future: WorkerFuture[Any], check: Callable[[Any], object]
@@ -163,6 +197,59 @@ class Host:
         with suppress(WorkerStopError):
             yield future
         yield dice.log_between(0.001, 600.0)
+
+    def swapper(self, dice: Dice, *, every_s: float) -> Plan:
+        """Drains the worker, restarts it, or takes the next slot that is free."""
+        while True:
+            yield dice.waiting_time(every_s)
+            if self.is_leaving:
+                return
+            yield from dice.choice((self._swap, self._restart, self._take_next_slot))(dice)
+
+    def _swap(self, dice: Dice) -> Plan:
+        future = self.drain()
+        if dice.chance(0.2):
+            self.drain()
+        if dice.chance(0.3):
+            yield dice.log_between(0.001, 60.0)
+            dice.choice((self.start, self.stop, self.restart))()  # while it drains
+        with suppress(WorkerStopError):
+            yield future
+        yield dice.log_between(0.001, 60.0)
+
+    def _restart(self, dice: Dice) -> Plan:
+        future = self.restart()
+        if dice.chance(0.2):
+            yield dice.log_between(0.001, 60.0)
+            dice.choice((self.restart, self.drain, self.stop))()
+        with suppress(WorkerStartError):
+            yield future
+
+    def _take_next_slot(self, dice: Dice) -> Plan:
+        """A request whose result nobody wants."""
+        try:
+            yield self.wait_slot()
+        except RequestRefused:
+            return
+        answer = yield self.submit("unwanted")
+        if not answer["ok"]:
+            return  # somebody was first
+        request_id = answer["request_id"]
+        truth = self._invariants.requests[request_id]
+        while True:
+            yield dice.log_between(0.1, 60.0)
+            had_ended = truth.ended_at is not None
+            may_be_gone = self._may_be_gone(request_id)
+            released = yield self.quick(self._world.worker.release(request_id), "release()")
+            if released:
+                break
+            if self._may_be_gone(request_id):
+                return
+            if had_ended and not may_be_gone:
+                raise Violation(1, f"release({request_id}) is False, and the request had ended")
+        if truth.ended_at is None:
+            raise Violation(1, f"release({request_id}) is True, and the request runs")
+        yield from self._is_gone(request_id, "it was released")
 
     def client(self, *, every_s: float) -> Plan:
         """Submits one request after the other and follows each in one of several ways."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from llama_worker.messages import RequestEnded, StreamEvents
+from llama_worker.messages import Drain, RequestEnded, StreamEvents, WaitSlot
 from llama_worker.request.table import RequestRecord
 from llama_worker.server.gaps import LATE_S
 from llama_worker.server.lifecycle import Lifecycle
@@ -39,7 +39,7 @@ from tests.simulation.server import Exchange
 ARROWS = {
     WorkerState.STOPPED: {WorkerState.RUNNING},
     WorkerState.RUNNING: {WorkerState.READY, WorkerState.FAILED, WorkerState.STOPPED},
-    WorkerState.READY: {WorkerState.RUNNING, WorkerState.FAILED},
+    WorkerState.READY: {WorkerState.RUNNING, WorkerState.FAILED, WorkerState.STOPPED},
     WorkerState.FAILED: {WorkerState.RUNNING, WorkerState.STOPPED},
 }
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
@@ -88,6 +88,11 @@ class Invariants:
             int, list[tuple[Fault, float]]
         ] = {}  # by request: what is to end it, and since when
         self.stop_called_at = -math.inf  # by stop() or close()
+        self.drain_called_at = -math.inf
+        self.restarts_ordered = 0  # by restart(), those not seen yet
+        self.stop_bound_s = math.inf
+        self._drains: list[Any] = []  # futures of `drain()` whose bound has not begun
+        self._slot_waiters: list[Any] = []  # futures of `wait_slot()`
         self.blind_s = 0.0  # how long the host could not look, in all
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
         self._scheduler, self._worker = bench.scheduler, bench.actor
@@ -152,6 +157,38 @@ class Invariants:
             self._check_arrow(life.public_state)
         if life.budget.restart_count != self.restart_count:
             self._check_budget(life)
+        self._check_waiters(message)
+
+    def _check_waiters(self, message: Any) -> None:
+        """A drain ends soon after the last request; who waits for a slot waits no longer than
+        that."""
+        if type(message) is Drain:
+            self._drains.append(message.reply)
+        elif type(message) is WaitSlot:
+            self._slot_waiters.append(message.reply)
+        if self._drains and not self._active:
+            for future in self._drains:
+                self.expect_answer(future, self.stop_bound_s, "drain(), with nothing in flight")
+            self._drains.clear()
+        self._slot_waiters = [future for future in self._slot_waiters if not future.done()]
+        takes_requests = self.state is WorkerState.READY and not self.lifecycle.is_draining
+        if self._slot_waiters and takes_requests and len(self._active) < self._slots:
+            raise Violation(5, "a slot is free, and wait_slot() has not resolved")
+
+    def slot_waited(self, error: str | None) -> None:
+        """A `wait_slot()` resolves: a slot is free, or none will be for this reason."""
+        life, full = self.lifecycle, len(self.active) >= self._slots
+        expected = {
+            WorkerState.FAILED: "WORKER_FAILED",
+            WorkerState.STOPPED: "WORKER_NOT_READY",
+            WorkerState.READY: None,
+        }.get(life.public_state, "to wait")
+        if life.is_draining and life.public_state is not WorkerState.FAILED:
+            expected = "WORKER_DRAINING"
+        if error != expected or (error is None and full):
+            raise Violation(
+                1, f"wait_slot() resolved with {error} while {life.public_state}, full: {full}"
+            )
 
     def _check_table(self, active: tuple[int, ...]) -> None:
         if len(active) > self._slots or len(set(active)) != len(active):
@@ -183,6 +220,9 @@ class Invariants:
         if restart["reason"] == "recycled":
             self._check_recycled(life.epoch, restart["detail"])
             return  # no matter for the lockout
+        if restart["reason"] == "requested":
+            self._check_requested(life.epoch)
+            return  # nor is this
         if restart["reason"] == "degenerate_outputs":
             self._check_degenerate(life.epoch, restart["detail"])
         self._restarted_at = [
@@ -192,6 +232,12 @@ class Invariants:
             raise Violation(
                 7, f"{len(self._restarted_at)} restarts in {self._policy.restart_window_s:g} s"
             )
+
+    def _check_requested(self, epoch: int) -> None:
+        if self.restarts_ordered == 0:
+            raise Violation(3, f"launch {epoch} is restarted by hand, and nobody asked")
+        self.restarts_ordered -= 1
+        self._replaced.add(epoch)
 
     def _check_recycled(self, epoch: int, detail: str) -> None:
         policy, ended = (
@@ -261,7 +307,9 @@ class Invariants:
         if reason is RequestFailReason.CANCELED:
             excused = truth.canceled
         elif reason is RequestFailReason.WORKER_STOPPED:
-            excused = self.stop_called_at >= truth.admitted_at - QUICK_S
+            since = truth.admitted_at - QUICK_S
+            lost = self.drain_called_at >= since and self._has_excuse(truth.epoch, request_id)
+            excused = lost or self.stop_called_at >= since
         else:
             planned = reason is RequestFailReason.WORKER_RESTARTED and truth.epoch in self._replaced
             # The library's gap: where a halt ends so soon after a limit of the host's code, its
@@ -323,7 +371,9 @@ class Invariants:
         """A `submit()` is being answered: admitted, or refused for a reason that is true now."""
         state, full = self.lifecycle.public_state, len(self.active) >= self._slots
         expected: str | None
-        if state is not WorkerState.READY:
+        if self.lifecycle.is_draining and state is not WorkerState.FAILED:
+            expected = "WORKER_DRAINING"
+        elif state is not WorkerState.READY:
             expected = "WORKER_FAILED" if state is WorkerState.FAILED else "WORKER_NOT_READY"
         else:
             expected = None if error is None else "NO_SLOT_AVAILABLE" if full else "to be admitted"
@@ -371,7 +421,9 @@ class Invariants:
         if epoch in self._killed | self._replaced:
             return
         self._killed.add(epoch)
-        if self.stop_called_at < launched_at - QUICK_S and not self._has_excuse(epoch, None):
+        since = launched_at - QUICK_S
+        drained = self.drain_called_at >= since and not self.active
+        if self.stop_called_at < since and not drained and not self._has_excuse(epoch, None):
             raise Violation(
                 3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}"
             )

@@ -219,6 +219,13 @@ BUGS: tuple[Bug, ...] = (
         ignores(Watch),
         "request lost",
     ),
+    Bug(
+        "the last request does not end a drain",
+        "actors.server_life:ServerLife._end_drain_if_idle",
+        returns(None),
+        NOTHING,
+    ),
+    Bug("a free slot is not told of", _WORKER + "._answer_slot_waiters", returns(None), NOTHING),
     Bug("requests in flight are not failed", _DISPATCHER + ".abandon", returns(None), "crash"),
 )
 

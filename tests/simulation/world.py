@@ -82,6 +82,7 @@ class World(Bench):
         plans = Dice(setting.seed ^ _PLANS)  # apart, so that other draws stay as they are
         policy = _policy(plans, setting.hours)
         self.ends_by_death = plans.chance(0.2)
+        self._for_swapper = plans.fork()
         if choices is None:
             wild = dice.chance(0.5)
             choices = Choices(
@@ -183,6 +184,9 @@ class World(Bench):
         for _ in range(clients):
             host.run(host.client(every_s=clients * HOUR_S / setting.requests_per_hour))
         host.run(host.meddler(every_s=300.0 if hectic else 4 * HOUR_S))
+        host.run(
+            host.swapper(self._for_swapper, every_s=1200.0 if hectic else 20 * HOUR_S),
+        )
         self.nature.begin()
         self.scheduler.run_for(setting.hours * HOUR_S)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.messages import (
@@ -14,10 +15,13 @@ from llama_worker.messages import (
     BecameReady,
     CloseAllStreams,
     Died,
+    Drain,
     Exited,
     GpuFaulted,
+    HealthLost,
     Launch,
     LaunchFailed,
+    Restart,
     Start,
     StartupFailed,
     Stop,
@@ -28,9 +32,10 @@ from llama_worker.messages import (
 )
 from llama_worker.profiles import RestartPolicy
 from llama_worker.server.gpu_faults import GpuFault
-from llama_worker.server.lifecycle import Lifecycle, step
+from llama_worker.server.lifecycle import Drained, Lifecycle, step
 from llama_worker.server.lifecycle_states import (
     BackingOff,
+    Draining,
     Effects,
     Ending,
     Failed,
@@ -39,7 +44,9 @@ from llama_worker.server.lifecycle_states import (
     Resolve,
     State,
     Stopped,
+    ToFailed,
     ToRestart,
+    ToStopped,
 )
 from llama_worker.server.recycling import Worn
 from llama_worker.server.restart_budget import RestartBudget
@@ -61,6 +68,18 @@ def start(life: Lifecycle, now: float) -> Step:
 
 def stop(life: Lifecycle, now: float, *, grace_s: float = 10.0) -> Step:
     return step(life, Stop(reply=HOST, grace_s=grace_s), now)
+
+
+def drain(life: Lifecycle, now: float) -> Step:
+    return step(life, Drain(reply=HOST), now)
+
+
+def drained(life: Lifecycle, now: float) -> Step:
+    return step(life, Drained(), now)
+
+
+def restart(life: Lifecycle, now: float, reason: str = "new weights") -> Step:
+    return step(life, Restart(reason=reason, reply=HOST), now)
 
 
 def trouble(life: Lifecycle, now: float) -> Step:
@@ -314,6 +333,139 @@ def test_a_worn_server_that_is_ready_ends_in_peace_its_successor_comes_at_once_a
     assert (life.budget.restart_count, life.budget.row_count, life.budget.recent) == (19, 0, ())
 
 
+# ---------------------------------------------------------------- drain
+
+
+def draining() -> Lifecycle:
+    life, effects = drain(ready(), 2.0)
+    assert effects == ()
+    assert (life.public_state, life.is_draining) == (WorkerState.READY, True)
+    return life
+
+
+def test_a_drained_worker_stops_in_peace_and_then_starts_if_asked_to() -> None:
+    for life, state, launches in (
+        (draining(), Stopped(), ()),
+        (start(draining(), 2.5)[0], Launching(epoch=2, first=True), (Launch(epoch=2),)),
+    ):
+        ending, effects = drained(life, 3.0)
+        assert effects == (CloseAllStreams(epoch=1),)
+        assert ending.is_draining
+        closed, effects = streams_closed(ending, 3.1)
+        assert effects == (Terminate(epoch=1, grace_s=10.0),)
+        ended, effects = exited(closed, 3.2, returncode=0)
+        assert (ended.state, effects) == (state, (Resolve(Stop), *launches))
+        assert not ended.is_draining
+
+
+def test_a_second_drain_changes_nothing() -> None:
+    assert drain(draining(), 3.0) == (draining(), ())
+    assert drained(ready(), 3.0) == (ready(), ())
+
+
+def test_stop_cuts_a_drain_short() -> None:
+    life, effects = stop(draining(), 3.0)
+    assert [type(e) for e in effects] == [Abandon, Resolve, CloseAllStreams]
+    assert not life.is_draining
+    assert exited(life, 3.5, returncode=0)[0].state == Stopped()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (died, RequestFailReason.SERVER_DIED),
+        (trouble, RequestFailReason.WORKER_STOPPED),
+        (news(HealthLost, detail="no answer"), RequestFailReason.WORKER_STOPPED),
+    ],
+)
+def test_a_server_lost_while_draining_is_not_launched_again(
+    end: Callable[[Lifecycle, float], Step], reason: RequestFailReason
+) -> None:
+    life, effects = end(draining(), 3.0)
+    assert [type(e) for e in effects] == [Abandon, CloseAllStreams, Terminate]
+    assert isinstance(effects[0], Abandon)
+    assert effects[0].reason is reason
+    ended, effects = exited(life, 3.5)
+    assert (ended.state, effects, ended.budget.restart_count) == (Stopped(), (Resolve(Stop),), 0)
+
+
+def test_an_end_without_a_death_before_it_ends_the_drain() -> None:
+    life, effects = exited(draining(), 3.0)
+    assert isinstance(effects[0], Abandon)
+    assert (life.state, effects[-1]) == (Stopped(), Resolve(Stop))
+
+
+def test_drain_of_a_worker_that_is_not_ready_is_a_stop() -> None:
+    for life in (Lifecycle(policy=POLICY), replace_state(Failed()), exited(ready(), 10.0)[0]):
+        ended, effects = drain(life, 11.0)
+        assert (ended.state, effects[-1]) == (Stopped(), Resolve(Stop))
+    life, effects = drain(launching(), 1.0)
+    assert error_of(effects).detail == "drain() was called"
+    assert (life.is_draining, exited(life, 2.0)[0].state) == (True, Stopped())
+
+
+# ---------------------------------------------------------------- restart by hand
+
+
+def replace_state(state: State) -> Lifecycle:
+    return structs.replace(ready(), state=state)
+
+
+@pytest.mark.parametrize("lives", [launching, ready, relaunched])
+def test_a_restart_by_hand_takes_no_backoff_and_no_budget(lives: Callable[[], Lifecycle]) -> None:
+    before = lives()
+    life, effects = restart(before, 20.0)
+    assert effects == (
+        RecordRestart(reason="requested", detail="new weights", delay_s=0.0),
+        Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail="requested: new weights"),
+        CloseAllStreams(epoch=before.epoch),
+        Terminate(epoch=before.epoch, grace_s=0.0, keep_evidence=True),
+    )
+    assert life.budget.restart_count == before.budget.restart_count + 1
+    assert life.budget.recent == before.budget.recent
+    launched, effects = exited(life, 20.1, returncode=-9)
+    assert effects == (Launch(epoch=before.epoch + 1),)
+    assert became_ready(launched, 21.0)[1] == (Resolve(Start),)
+
+
+def test_a_restart_by_hand_ends_a_backoff() -> None:
+    backing_off = exited(ready(), 10.0)[0]
+    assert restart(backing_off, 11.0)[1] == (Launch(epoch=2),)
+    ending, effects = restart(died(ready(), 10.0)[0], 11.0)
+    assert effects == ()
+    assert exited(ending, 11.5)[1] == (Launch(epoch=2),)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        Stopped(),
+        Failed(),
+        Draining(epoch=1),
+        Ending(epoch=1, goal=ToStopped()),
+        Ending(epoch=1, goal=ToStopped(draining=True)),
+    ],
+    ids=repr,
+)
+def test_there_is_no_restart_of_what_is_stopped(state: State) -> None:
+    life, effects = restart(replace_state(state), 2.0)
+    assert life == replace_state(state)
+    assert error_of(effects).reason is StartFailReason.STOPPED
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        Draining(epoch=1, then_start=True),
+        Ending(epoch=1, goal=ToStopped(then_start=True)),
+        Ending(epoch=1, goal=ToFailed(), start_error=WorkerStartError("exited", "crashed")),
+    ],
+    ids=repr,
+)
+def test_a_restart_shares_the_outcome_of_a_start_that_waits(state: State) -> None:
+    assert restart(replace_state(state), 2.0) == (replace_state(state), ())
+
+
 # ---------------------------------------------------------------- what SIGKILL does not end
 
 ENDINGS: dict[
@@ -344,6 +496,7 @@ def test_what_cannot_be_killed_is_failed_and_gets_no_second_server(
     assert (stops.order, str(stops.error)) == (Stop, told)
     assert unkillable(life, 9.1)[0] == life
     assert tick(life, 1e6) == died(life, 90.0) == (life, ())
+    assert error_of(restart(life, 10.0)[1]).reason is StartFailReason.UNKILLABLE
     again, (refusal,) = start(life, 10.0)
     assert again == life
     assert error_of((starts,)).reason is error_of((refusal,)).reason is StartFailReason.UNKILLABLE

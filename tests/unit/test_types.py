@@ -61,8 +61,8 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
         ),
         (
             types.WorkerStatus,
-            "name state slots_total slots_used active_request_ids active_jobs restart_count "
-            "config_hash warnings pid?"
+            "name state slots_total slots_used active_request_ids active_jobs finished_request_ids draining "
+            "restart_count config_hash warnings pid?"
             " last_error? last_ready_at? next_restart_at? n_ctx? modalities? model?",
         ),
         (types.RestartRecord, "at reason detail"),

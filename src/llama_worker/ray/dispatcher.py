@@ -30,7 +30,13 @@ from llama_worker.validation import checked_int
 
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
-_REFUSALS: tuple[SubmitErrorCode, ...] = ("NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_FAILED")
+# The fleet's own refusal is the first of these that a replica gave.
+_REFUSALS: tuple[SubmitErrorCode, ...] = (
+    "NO_SLOT_AVAILABLE",
+    "WORKER_NOT_READY",
+    "WORKER_DRAINING",
+    "WORKER_FAILED",
+)
 ResultWaiter = ResultFuture[RequestResult | NotFound]
 
 

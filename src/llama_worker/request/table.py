@@ -64,6 +64,15 @@ class RequestTable:
         self._active[admitted.request_id] = admitted
         return admitted
 
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free)
+
+    @property
+    def finished_ids(self) -> list[int]:
+        """The requests whose records are kept, in the order of their ends."""
+        return list(self._records)
+
     def find(self, request_id: int) -> Admitted | None:
         """The request, if it is not terminal."""
         return self._active.get(request_id)
@@ -87,8 +96,9 @@ class RequestTable:
         """The record, if the request is terminal and nobody has taken its result."""
         return self._records.get(request_id)
 
-    def release(self, request_id: int) -> None:
-        self._records.pop(request_id, None)
+    def release(self, request_id: int) -> bool:
+        """Forget the record; False where there is none."""
+        return self._records.pop(request_id, None) is not None
 
     def expire(self, ended_before: float) -> tuple[int, ...]:
         """Forget the records of requests that ended before that; their ids."""

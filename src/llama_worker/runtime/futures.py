@@ -247,6 +247,10 @@ class WeakList(Generic[W]):
             finally:
                 self._sweeping.release()
 
+    def __bool__(self) -> bool:
+        """False: nothing was added."""
+        return bool(self._refs)
+
     def alive(self) -> list[W]:
         return [thing for ref in self._refs if (thing := ref()) is not None]
 

@@ -16,11 +16,13 @@ from llama_worker.messages import (
     BecameReady,
     CloseAllStreams,
     Died,
+    Drain,
     Exited,
     GpuFaulted,
     HealthLost,
     Launch,
     LaunchFailed,
+    Restart,
     Start,
     StartupFailed,
     Stop,
@@ -32,6 +34,7 @@ from llama_worker.messages import (
 from llama_worker.profiles import RestartPolicy
 from llama_worker.server.lifecycle_states import (
     BackingOff,
+    Draining,
     Effects,
     Ending,
     Failed,
@@ -65,7 +68,13 @@ LaunchNews = (
     | Exited
     | StreamsClosed
 )
-LifecycleMessage = Start | Stop | LaunchNews | Trouble | Worn | Tick
+
+
+class Drained(Struct, frozen=True):
+    """No request is in flight."""
+
+
+LifecycleMessage = Start | Stop | Drain | Drained | Restart | LaunchNews | Trouble | Worn | Tick
 
 
 class Lifecycle(Struct, frozen=True, kw_only=True):
@@ -86,10 +95,19 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
                 return WorkerState.STOPPED
             case Failed() | Ending(stuck=str()):
                 return WorkerState.FAILED
-            case Ready():
+            case Ready() | Draining():
                 return WorkerState.READY
             case Launching() | BackingOff() | Ending():
                 return WorkerState.RUNNING
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether `drain()` was called, and the server is not gone yet."""
+        match self.state:
+            case Draining() | Ending(goal=ToStopped(draining=True)):
+                return True
+            case _:
+                return False
 
     @property
     def deadline(self) -> float | None:
@@ -112,6 +130,16 @@ def step(  # noqa: C901  one line per case
             return _start(life)
         case _, Stop(grace_s=grace_s):
             return _stop(life, now, life.stop_grace_s if grace_s is None else grace_s)
+        case Ready(), Drain():
+            return replace(life, state=Draining(epoch=life.epoch)), ()
+        case Draining(), Drain():
+            return life, ()
+        case _, Drain():  # no request is in flight
+            return _stop(life, now, life.stop_grace_s, draining=True)
+        case Draining() as draining, Drained():
+            return _drained(life, draining, now)
+        case _, Restart(reason=reason):
+            return _restart_by_hand(life, now, reason)
         case Launching(), BecameReady():  # the server answers, and it is ours
             ready = replace(
                 life, state=Ready(epoch=life.epoch), budget=life.budget.became_ready(now)
@@ -121,17 +149,20 @@ def step(  # noqa: C901  one line per case
             return _launch_failed(life, now, WorkerStartError(reason, detail))
         case Launching(first=first), StartupFailed(reason=reason, detail=detail):
             return _startup_failed(life, now, WorkerStartError(reason, detail), first=first)
+        case Draining() as draining, Died():
+            reason = RequestFailReason.SERVER_DIED
+            return _lost_while_draining(life, draining, now, reason, _described(message))
         case Ready(), Died():  # its guard kills the rest of its tree; Exited follows
             return _server_died(life, now, message, Terminate(epoch=life.epoch, grace_s=0.0))
         case _, Exited():
             return _exited(life, now, message)
         case Ending() as ending, Unkillable(detail=detail):
             return _unkillable(life, ending, detail)
-        case ((Ready() | Launching()), HealthLost(detail=detail)):
+        case ((Ready() | Draining() | Launching()), HealthLost(detail=detail)):
             return _trouble(life, now, "health_lost", detail)
-        case ((Ready() | Launching()), GpuFaulted(fault=fault)) if fault.fatal:
+        case ((Ready() | Draining() | Launching()), GpuFaulted(fault=fault)) if fault.fatal:
             return _trouble(life, now, "gpu_failed", fault.detail)
-        case ((Ready() | Launching()), Trouble(reason=reason, detail=detail)):
+        case ((Ready() | Draining() | Launching()), Trouble(reason=reason, detail=detail)):
             return _trouble(life, now, reason, detail)
         case Ready(), Worn(detail=detail):
             return _recycle(life, now, detail)
@@ -161,24 +192,30 @@ def _start(life: Lifecycle) -> tuple[Lifecycle, Effects]:
             return _launch(replace(life, budget=life.budget.cleared(), last_error=None), first=True)
         case Ending(stuck=str(stuck)):
             return life, (Resolve(Start, WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
-        case Ending(goal=ToStopped(), start_error=None) as ending:
-            return replace(life, state=replace(ending, goal=ToStopped(then_start=True))), ()
+        case Draining() as draining:
+            return replace(life, state=replace(draining, then_start=True)), ()
+        case Ending(goal=ToStopped() as goal, start_error=None) as ending:
+            then_start = replace(goal, then_start=True)
+            return replace(life, state=replace(ending, goal=then_start)), ()
         case _:
             return life, ()  # it shares the outcome of what is under way
 
 
-def _stop(life: Lifecycle, now: float, grace_s: float) -> tuple[Lifecycle, Effects]:
-    """`stop()`. Whoever waits is answered by a Resolve, now or later."""
-    stopped = WorkerStartError(StartFailReason.STOPPED, "stop() was called")
+def _stop(
+    life: Lifecycle, now: float, grace_s: float, *, draining: bool = False
+) -> tuple[Lifecycle, Effects]:
+    """`stop()`, or (`draining`) a `drain()` that has nothing to wait for. Whoever waits is answered
+    by a Resolve, now or later."""
+    called = "drain()" if draining else "stop()"
+    stopped = WorkerStartError(StartFailReason.STOPPED, f"{called} was called")
+    goal = ToStopped(draining=draining)
     match life.state:
         case Stopped() | Failed():
             return replace(life, state=Stopped()), (Resolve(Stop),)
         case BackingOff():
             return replace(life, state=Stopped()), (Resolve(Start, stopped), Resolve(Stop))
-        case Launching(epoch=epoch) | Ready(epoch=epoch):
-            ending = Ending(
-                epoch=epoch, goal=ToStopped(), grace_s=grace_s, closing_until=now + CLOSING_S
-            )
+        case Launching(epoch=epoch) | Ready(epoch=epoch) | Draining(epoch=epoch):
+            ending = Ending(epoch=epoch, goal=goal, grace_s=grace_s, closing_until=now + CLOSING_S)
             left = replace(life, state=ending, budget=life.budget.left_ready(now))
             effects: Effects = (
                 Abandon(reason=RequestFailReason.WORKER_STOPPED, detail="the worker was stopped"),
@@ -187,11 +224,11 @@ def _stop(life: Lifecycle, now: float, grace_s: float) -> tuple[Lifecycle, Effec
             )
             return left, effects
         case Ending(stuck=str(stuck)) as ending:
-            return replace(life, state=replace(ending, goal=ToStopped())), (
+            return replace(life, state=replace(ending, goal=goal)), (
                 Resolve(Stop, WorkerStopError("unkillable", stuck)),
             )
         case Ending() as ending:
-            kept = replace(ending, goal=ToStopped(), start_error=None)
+            kept = replace(ending, goal=goal, start_error=None)
             if ending.closing_until is None and ending.grace_s <= grace_s:
                 return replace(life, state=kept), (Resolve(Start, stopped),)
             sooner = replace(kept, grace_s=min(ending.grace_s, grace_s))
@@ -199,6 +236,68 @@ def _stop(life: Lifecycle, now: float, grace_s: float) -> tuple[Lifecycle, Effec
             if ending.closing_until is None:
                 hurry = (Terminate(epoch=ending.epoch, grace_s=sooner.grace_s),)
             return replace(life, state=sooner), (Resolve(Start, stopped), *hurry)
+
+
+def _drained(life: Lifecycle, draining: Draining, now: float) -> tuple[Lifecycle, Effects]:
+    """The last request has ended: stop the server, which is idle."""
+    goal = ToStopped(then_start=draining.then_start, draining=True)
+    ending = Ending(
+        epoch=life.epoch, goal=goal, grace_s=life.stop_grace_s, closing_until=now + CLOSING_S
+    )
+    left = replace(life, state=ending, budget=life.budget.left_ready(now))
+    return left, (CloseAllStreams(epoch=life.epoch),)
+
+
+def _lost_while_draining(
+    life: Lifecycle, draining: Draining, now: float, reason: RequestFailReason, detail: str
+) -> tuple[Lifecycle, Effects]:
+    """What still ran fails; nobody wants another launch."""
+    goal = ToStopped(then_start=draining.then_start, draining=True)
+    left = replace(
+        life,
+        state=Ending(epoch=life.epoch, goal=goal),
+        budget=life.budget.left_ready(now),
+        last_error=detail,
+    )
+    return left, (Abandon(reason=reason, detail=detail), *_kill(life.epoch))
+
+
+def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycle, Effects]:
+    """`restart()`: without backoff, and nothing for the lockout to count. Whoever waits is answered
+    by a Resolve, now or later."""
+    match life.state:
+        case Ready() | Launching():
+            detail = reason or "restart() was called"
+            abandon = Abandon(
+                reason=RequestFailReason.WORKER_RESTARTED, detail=f"requested: {detail}"
+            )
+            ending = Ending(epoch=life.epoch, goal=ToRestart(now))
+            planned = replace(life, state=ending, budget=life.budget.planned(now))
+            note = RecordRestart(reason="requested", detail=detail, delay_s=0.0)
+            return planned, (note, abandon, *_kill(life.epoch))
+        case BackingOff():
+            return _launch(life, first=False)
+        case Ending(stuck=str(stuck)):
+            return life, (Resolve(Start, WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
+        case Ending(goal=ToRestart()) as ending:
+            return replace(life, state=replace(ending, goal=ToRestart(now))), ()
+        case (
+            Draining(then_start=True)
+            | Ending(goal=ToStopped(then_start=True))
+            | Ending(start_error=WorkerStartError())
+        ):
+            return life, ()  # it shares the outcome of the start that waits
+        case _:
+            detail = "no server runs that restart() could replace; start() launches one"
+            return life, (Resolve(Start, WorkerStartError(StartFailReason.STOPPED, detail)),)
+
+
+def _kill(epoch: int) -> Effects:
+    """At once; what is seen of the server is kept."""
+    return (
+        CloseAllStreams(epoch=epoch),
+        Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True),
+    )
 
 
 def _launch_failed(
@@ -220,10 +319,7 @@ def _startup_failed(
 ) -> tuple[Lifecycle, Effects]:
     """The launch will not become ready: end its process; a first launch fails with this."""
     epoch = life.epoch
-    kill: Effects = (
-        CloseAllStreams(epoch=epoch),
-        Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True),
-    )
+    kill = _kill(epoch)
     if not first:
         return _restart(life, now, str(error.reason), error.detail, kill, lives=True, failure=error)
     goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
@@ -252,6 +348,11 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
             )
         case Ready():
             return _server_died(life, now, exited)
+        case Draining() as draining:
+            died = RequestFailReason.SERVER_DIED
+            lost, effects = _lost_while_draining(life, draining, now, died, detail)
+            gone, then = _gone(lost, now)
+            return gone, (*effects, *then)
         case Ending(start_error=WorkerStartError() as error) as ending:
             whole = WorkerStartError(
                 error.reason, error.detail, returncode=error.returncode, log_tail=log_tail
@@ -277,10 +378,12 @@ def _unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle
 def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lifecycle, Effects]:
     """The server cannot be trusted any more (or one of the worker's actors died): nuke and
     repave."""
+    if isinstance(life.state, Draining):
+        told = f"{reason}: {detail}; the worker was draining"
+        return _lost_while_draining(life, life.state, now, RequestFailReason.WORKER_STOPPED, told)
     effects: Effects = (
         Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
-        CloseAllStreams(epoch=life.epoch),
-        Terminate(epoch=life.epoch, grace_s=0.0, keep_evidence=True),
+        *_kill(life.epoch),
     )
     return _restart(life, now, reason, detail, effects, lives=True)
 
@@ -334,7 +437,7 @@ def _recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effec
         RecordRestart(reason="recycled", detail=detail, delay_s=0.0),
         CloseAllStreams(epoch=life.epoch),
     )
-    return replace(life, state=ending, budget=life.budget.recycled(now)), effects
+    return replace(life, state=ending, budget=life.budget.planned(now)), effects
 
 
 def _restart(

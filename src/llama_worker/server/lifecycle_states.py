@@ -31,10 +31,19 @@ class Ready(Struct, frozen=True, kw_only=True):
     epoch: int
 
 
+class Draining(Struct, frozen=True, kw_only=True):
+    """The requests in flight go on; no other is dispatched. After the last one the server is
+    stopped."""
+
+    epoch: int
+    then_start: bool = False
+
+
 class ToStopped(Struct, frozen=True):
-    """Ending because of `stop()`, or of a start that leaves nothing behind."""
+    """Ending because of `stop()` or `drain()`, or of a start that leaves nothing behind."""
 
     then_start: bool = False
+    draining: bool = False  # what `submit` is told
 
 
 class ToFailed(Struct, frozen=True):
@@ -65,21 +74,21 @@ class BackingOff(Struct, frozen=True, kw_only=True):
     resume_at: float
 
 
-State = Stopped | Failed | Launching | Ready | Ending | BackingOff
+State = Stopped | Failed | Launching | Ready | Draining | Ending | BackingOff
 
 # ---------------------------------------------------------------- effects
 
 
 class Resolve(Struct, frozen=True):
-    """Answer everyone who waits on `start()` or on `stop()`; no error: it is READY, or nothing of
-    it is left."""
+    """Answer everyone who waits for READY (Start: `start()` and `restart()`), or for the end (Stop:
+    `stop()` and `drain()`); no error: it is so."""
 
     order: type[Start] | type[Stop]
     error: WorkerStartError | WorkerStopError | None = None
 
 
 class RecordRestart(Struct, frozen=True, kw_only=True):
-    """An automatic restart was decided upon, or refused: into the journal."""
+    """A restart was decided upon, or refused: into the journal."""
 
     reason: str
     detail: str

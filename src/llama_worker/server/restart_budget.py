@@ -25,7 +25,7 @@ class Lockout(Struct, frozen=True, kw_only=True):
 
 
 class RestartBudget(Struct, frozen=True, kw_only=True):
-    """The automatic restarts made so far, and what of it counts."""
+    """The restarts made so far, and what of it counts."""
 
     restart_count: int = 0  # since construction; never cleared
     recent: tuple[float, ...] = ()  # restarts within the window, oldest first
@@ -63,8 +63,8 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
         )
         return made, RestartAfter(delay_s=backoff_s(row_count + 1, policy))
 
-    def recycled(self, now: float) -> RestartBudget:
-        """A planned restart: counted, and nothing else. Implies `left_ready`."""
+    def planned(self, now: float) -> RestartBudget:
+        """A restart that no failure caused: counted, and nothing else. Implies `left_ready`."""
         return replace(self.left_ready(now), restart_count=self.restart_count + 1)
 
     def became_ready(self, now: float) -> RestartBudget:
