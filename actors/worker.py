@@ -244,8 +244,11 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         )
         handler = self._config.on_signal
         if handler is not None:
+            name = (
+                f"on_signal of worker {self._config.name!r}, request {request_id} ({job_name!r}),"
+            )
             self._runtime.call_host(
-                lambda: handler(signal, request_id=request_id, job_name=job_name)
+                lambda: handler(signal, request_id=request_id, job_name=job_name), name
             )
 
     def _expire(self, now: float) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import UTC, tzinfo
 from typing import Any, get_args
@@ -27,6 +27,7 @@ from llama_worker.server.command import (
     masked_server_cmd,
 )
 from llama_worker.server.command_flags import command_warnings
+from llama_worker.tool_schemas import checked_tools
 from llama_worker.types import (
     BiosProvider,
     LivenessProbe,
@@ -37,6 +38,7 @@ from llama_worker.types import (
     ToolRunner,
 )
 from llama_worker.validation import (
+    check_takes,
     checked_int,
     checked_json_object,
     checked_seconds,
@@ -69,7 +71,7 @@ class WorkerConfig:
     tool_call_mode: ToolCallMode = "auto"
     exit_tools: Sequence[ToolDef] = ()
     on_signal: SignalHandler | None = None
-    bios_provider: BiosProvider = default_bios
+    bios_provider: BiosProvider | None = default_bios
     system_prompt_mode: SystemPromptMode = "merged"
     timezone_name: str = "UTC"
     max_tokens: int | None = 4096
@@ -95,21 +97,21 @@ class WorkerConfig:
         self._set("env", _checked_env(self.env))
         _checked_type("timeouts", self.timeouts, TimeoutProfile)
         _checked_type("restart", self.restart, RestartPolicy)
-        self._set("normal_tools", _checked_tools("normal_tools", self.normal_tools))
-        self._set("exit_tools", _checked_tools("exit_tools", self.exit_tools))
+        self._set("normal_tools", checked_tools("normal_tools", self.normal_tools))
+        self._set("exit_tools", checked_tools("exit_tools", self.exit_tools))
         checked_int("max_tool_iterations", self.max_tool_iterations, at_least=0)
         checked_seconds("tool_timeout_s", self.tool_timeout_s, above=0)
         _checked_choice("tool_call_mode", self.tool_call_mode, get_args(ToolCallMode))
         _checked_choice("system_prompt_mode", self.system_prompt_mode, get_args(SystemPromptMode))
-        if not callable(self.bios_provider):
-            raise TypeError(f"bios_provider must be callable, not {shown(self.bios_provider)}")
+        if self.bios_provider is not None:
+            check_takes("bios_provider", self.bios_provider, "ctx")
         if inspect.iscoroutinefunction(self.bios_provider):
             raise TypeError(
                 "bios_provider must not be async: write it with 'def'; it is quick and waits "
                 "for nothing"
             )
-        if self.on_signal is not None and not callable(self.on_signal):
-            raise TypeError(f"on_signal must be callable, not {shown(self.on_signal)}")
+        if self.on_signal is not None:
+            check_takes("on_signal", self.on_signal, "signal", request_id="int", job_name="str")
         if inspect.iscoroutinefunction(self.on_signal):
             raise TypeError(
                 "on_signal must not be async: write it with 'def', and in it "
@@ -139,6 +141,11 @@ class WorkerConfig:
     def connect_host(self) -> str:
         """Where this machine reaches the server: the loopback for one that listens everywhere."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host.strip("[]"))
+
+    @property
+    def has_builtin_bios(self) -> bool:
+        """The BIOS is `default_bios`, or none: pure and quick, unlike what a host may plug in."""
+        return self.bios_provider in (default_bios, None)
 
     @property
     def warnings(self) -> list[str]:
@@ -191,6 +198,8 @@ class WorkerConfig:
                 f"tool_runner must have a run_tool method; {type(self.tool_runner).__name__} "
                 "has none"
             )
+        if self.tool_runner is not None:
+            _check_run_tool(self.tool_runner.run_tool)
         if inspect.iscoroutinefunction(getattr(self.tool_runner, "run_tool", None)):
             raise TypeError(
                 f"tool_runner: {type(self.tool_runner).__name__}.run_tool must not be async, "
@@ -207,6 +216,11 @@ class WorkerConfig:
             raise ConfigError(
                 f"normal_tools and exit_tools must have no name in common; both have {names}"
             )
+
+
+def _check_run_tool(run_tool: Callable[..., object]) -> None:
+    given = {"name": "str", "arguments": "dict", "request_id": "int", "job_name": "str"}
+    check_takes("tool_runner.run_tool", run_tool, **given)
 
 
 def _checked_env(value: object) -> dict[str, str]:
@@ -266,35 +280,6 @@ def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:
                 f"{type(probe).__name__} has not both"
             )
     return tuple(value)
-
-
-def _checked_tools(name: str, value: object) -> tuple[ToolDef, ...]:
-    """OpenAI function definitions with distinct names; copies."""
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise TypeError(f"{name} must be a sequence of tool definitions, not {shown(value)}")
-    names: set[str] = set()
-    tools: list[ToolDef] = []
-    for index, given in enumerate(value):
-        where = f"{name}[{index}]"
-        tool = checked_json_object(where, given)
-        if tool.get("type") != "function":
-            raise ConfigError(f"{where} needs 'type': 'function', not {shown(tool.get('type'))}")
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            raise TypeError(
-                f"{where} needs 'function', a mapping with a name, not {shown(function)}"
-            )
-        checked_str(f"{where} function name", function.get("name"), empty=False)
-        parameters = function.get("parameters")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise TypeError(
-                f"{where} parameters must be a JSON schema object, not {shown(parameters)}"
-            )
-        if function["name"] in names:
-            raise ConfigError(f"{name} has two tools named {function['name']!r}")
-        names.add(function["name"])
-        tools.append(tool)  # type: ignore[arg-type]
-    return tuple(tools)
 
 
 def _canonical(value: object) -> object:

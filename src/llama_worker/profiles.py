@@ -10,13 +10,13 @@ from typing import Self
 
 from llama_worker.errors import ConfigError
 from llama_worker.validation import (
+    check_takes,
     checked_bool,
     checked_int,
     checked_number,
     checked_seconds,
     checked_str,
     optional,
-    shown,
 )
 
 _NEVER_S = 10 * 365 * 86400.0
@@ -123,8 +123,7 @@ class Canary:
 
     def __post_init__(self) -> None:
         checked_str("canary prompt", self.prompt, empty=False)
-        if not callable(self.check):
-            raise TypeError(f"canary check must be callable, not {shown(self.check)}")
+        check_takes("canary check", self.check, "text")
         if inspect.iscoroutinefunction(self.check):
             raise TypeError(
                 "canary check must not be async: write it with 'def'; it gets a str and "

@@ -3,6 +3,7 @@ field and value."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -128,6 +129,27 @@ def _copied(where: str, value: object, depth: int) -> object:
                 f"{where} is {type(value).__name__}, which JSON cannot hold ({holds}): "
                 f"{shown(value)}"
             )
+
+
+def check_takes(field: str, function: object, /, *given: str, **named: str) -> None:
+    """A callable that can be called with so many arguments and these names.
+
+    The values say what the arguments are, for the error's text. A built-in function that does not
+    tell its signature passes.
+    """
+    if not callable(function):
+        raise TypeError(f"{field} must be callable, not {shown(function)}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        call = ", ".join((*given, *(f"{key}=..." for key in named)))
+        raise TypeError(
+            f"{field} is called as ({call}), and its signature is {signature}: {error}"
+        ) from None
 
 
 def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:

@@ -201,7 +201,7 @@ ISSUE = {"code": "missing_input", "severity": "error", "summary": "No file."}
 
 
 def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conversation(
-    make_rig: Callable[..., Rig], gate: Path
+    make_rig: Callable[..., Rig], gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: SimpleQueue[tuple[Any, int, str]] = SimpleQueue()
 
@@ -242,3 +242,9 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
     assert heard.empty()
     assert (result["state"], result["text"], len(result["tool_trace"])) == ("completed", "done", 1)
     assert ISSUE["code"] not in json.dumps(bodies(rig)[1]["messages"])
+    record = caplog.records[0]
+    assert record.exc_info is not None
+    assert (
+        record.getMessage()
+        == f"on_signal of worker {rig.config.name!r}, request {request_id} ('job'), failed"
+    )

@@ -9,7 +9,6 @@ from typing import Any
 
 from msgspec import structs
 
-from llama_worker.bios import default_bios
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     BiosWritten,
@@ -81,7 +80,7 @@ class SimRuntime:
         self.machine.need_thread()
         self.scheduler.start_actor(actor)
 
-    def call_host(self, call: Callable[[], object]) -> None:
+    def call_host(self, call: Callable[[], object], name: str) -> None:
         self.scheduler.after(0.0, call, "callback")
 
     def write_log(self, *record: Any) -> None:
@@ -192,7 +191,7 @@ class SimRuntime:
         )
 
     def run_bios(self, order: RunBios) -> None:
-        if self._config.bios_provider is default_bios:
+        if self._config.has_builtin_bios:
             order.reply_to.tell(BiosWritten(turn_id=order.turn_id, bios="", error=None))
             return
         self.machine.need_thread()

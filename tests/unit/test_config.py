@@ -48,7 +48,8 @@ async def async_call(*_: Any, **__: Any) -> str:
 
 
 PROBE = SimpleNamespace(probe=print, reset=print)
-RUNNER = SimpleNamespace(run_tool=print)
+RUNNER = SimpleNamespace(run_tool=lambda **call: call)
+OLD_RUNNER = SimpleNamespace(run_tool=lambda name, args: None)
 ASYNC_RUNNER = SimpleNamespace(run_tool=async_call)
 
 
@@ -166,9 +167,12 @@ BAD_CONFIGS = [
     bad("system_prompt_mode", "both", ConfigError, "'merged', 'separate'", "'both'"),
     bad("bios_provider", "text", TypeError, "callable", "'text'"),
     bad("bios_provider", async_call, TypeError, "must not be async", "def"),
+    bad("bios_provider", lambda: "", TypeError, "(ctx)", "signature is ()", "too many"),
     bad("on_signal", "ring", TypeError, "callable", "'ring'"),
     bad("on_signal", async_call, TypeError, "must not be async", "run_coroutine_threadsafe"),
+    bad("on_signal", lambda signal: None, TypeError, "request_id=..., job_name=...", "(signal)"),
     bad("tool_runner", object(), TypeError, "run_tool", "object"),
+    bad("tool_runner", OLD_RUNNER, TypeError, "run_tool is called as", "(name, args)", "arguments"),
     bad("tool_runner", ASYNC_RUNNER, TypeError, ".run_tool", "must not be async", "asyncio.run("),
     bad("timezone_name", "", ConfigError, "empty"),
     *(
@@ -484,7 +488,7 @@ def test_a_config_of_plain_parts_can_be_pickled_and_copied() -> None:
                 "tool_runner": RUNNER,
                 "bios_provider": str,
                 "liveness_probes": [PROBE],
-                "on_signal": print,
+                "on_signal": lambda signal, **about: None,
             },
         ),
     ],

@@ -92,7 +92,7 @@ def config(**changed: Any) -> WorkerConfig:
 
 
 def with_tools(**changed: Any) -> WorkerConfig:
-    runner = SimpleNamespace(run_tool=print)  # nothing here runs a tool
+    runner = SimpleNamespace(run_tool=lambda **call: None)  # nothing here runs a tool
     return config(
         **({"normal_tools": [ADD], "exit_tools": [SIGNAL], "tool_runner": runner} | changed)
     )

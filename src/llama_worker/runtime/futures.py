@@ -319,11 +319,11 @@ class _CallbackThread:
             _run_logged(self._calls.get())
 
 
-def _run_logged(call: Callable[[], object]) -> None:
+def _run_logged(call: Callable[[], object], name: str = "a callback of the host") -> None:
     try:
         call()
     except BaseException:
-        log_exception(_logger, "a callback of the host failed")
+        log_exception(_logger, f"{name} failed")
 
 
 def log_exception(logger: logging.Logger, text: str) -> None:
@@ -340,10 +340,10 @@ _callbacks = _CallbackThread()
 _lines = _CallbackThread("llama_worker-log")
 
 
-def call_host(call: Callable[[], object]) -> None:
+def call_host(call: Callable[[], object], name: str) -> None:
     """Make the call on the callback thread that all workers of this process share; an exception in
-    it is logged."""
-    _callbacks.run(call)
+    it is logged with the name."""
+    _callbacks.run(lambda: _run_logged(call, name))
 
 
 def write_log(logger: logging.Logger, level: int, text: str) -> None:

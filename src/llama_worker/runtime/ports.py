@@ -101,9 +101,9 @@ class ActorRunner(Protocol):
         """Run an actor: `loop` on a thread of its own, or message by message by whoever simulates
         one."""
 
-    def call_host(self, call: Callable[[], object]) -> None:
+    def call_host(self, call: Callable[[], object], name: str) -> None:
         """Make a call into the host's code, in order with the others, on a thread that may wait for
-        long."""
+        long. `name` is for the log, should it raise."""
 
     def write_log(self, level: int, line: str) -> None:
         """Give the line to the host's `logging`, whose handlers may block, and not here."""

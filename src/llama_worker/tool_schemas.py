@@ -1,0 +1,135 @@
+"""Checks of tool definitions: what a model would be told has to be what was meant. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from llama_worker.errors import ConfigError
+from llama_worker.types import ToolDef
+from llama_worker.validation import checked_json_object, checked_str, shown
+
+_TOOL_KEYS = ("type", "function")
+_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+_TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+_KEYWORDS = (
+    *("type", "properties", "required", "items", "enum", "const", "description", "title"),
+    *("default", "format", "pattern", "additionalProperties", "patternProperties"),
+    *("propertyNames", "prefixItems", "anyOf", "oneOf", "allOf", "not", "minimum", "maximum"),
+    *("minItems", "maxItems", "uniqueItems", "minLength", "maxLength", "examples", "multipleOf"),
+    *("exclusiveMinimum", "exclusiveMaximum", "minProperties", "maxProperties", "contains"),
+    *("minContains", "maxContains", "dependentRequired", "dependentSchemas", "definitions"),
+    *("if", "then", "else", "$ref", "$defs", "$schema", "$id", "$comment", "deprecated"),
+    *("dependencies", "additionalItems", "unevaluatedProperties", "unevaluatedItems"),
+    *("contentEncoding", "contentMediaType", "readOnly", "writeOnly"),
+    *("example", "nullable", "discriminator", "externalDocs"),  # OpenAPI
+)
+_NEAR = 0.8
+# What else a schema may get its properties from: then a name that is not among them may be right.
+_COMPOSING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"}
+
+
+def checked_tools(field: str, value: object) -> tuple[ToolDef, ...]:
+    """OpenAI function definitions with distinct names and sound schemas; copies.
+
+    Raises TypeError or ConfigError; the text names the tool, what is wrong and what would be right.
+    """
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
+        raise TypeError(f"{field} must be a sequence of tool definitions, not {shown(value)}")
+    tools: list[ToolDef] = []
+    for index, given in enumerate(value):
+        tool = _checked_tool(f"{field}[{index}]", given)
+        name = tool["function"]["name"]
+        if any(name == other["function"]["name"] for other in tools):
+            raise ConfigError(f"{field} has two tools named {name!r}")
+        tools.append(tool)
+    return tuple(tools)
+
+
+def _checked_tool(where: str, given: object) -> ToolDef:
+    tool = checked_json_object(where, given)
+    _check_keys(where, tool, _TOOL_KEYS)
+    if tool.get("type") != "function":
+        raise ConfigError(f"{where} needs 'type': 'function', not {shown(tool.get('type'))}")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise TypeError(f"{where} needs 'function', a mapping with a name, not {shown(function)}")
+    name = function.get("name")
+    checked_str(f"{where} function name", name, empty=False)
+    if not _TOOL_NAME.fullmatch(str(name)):
+        raise ConfigError(
+            f"{where} function name {shown(name)} must be up to 128 letters, digits and _ - . : /, "
+            f"without spaces: the model has to write it"
+        )
+    where = f"{where} ({name})"
+    _check_keys(where, function, _FUNCTION_KEYS)
+    if (parameters := function.get("parameters")) is not None:
+        if not isinstance(parameters, dict):
+            raise TypeError(
+                f"{where} parameters must be a JSON schema object, not {shown(parameters)}"
+            )
+        _check_schema(f"{where} parameters", parameters)
+    return cast("ToolDef", tool)
+
+
+def _check_keys(where: str, given: Collection[str], known: Collection[str]) -> None:
+    """Other keys are a server's business; one that is nearly a known one is a slip."""
+    for key in given:
+        if key in known or not key.replace("_", "").isalpha() or key.startswith("x"):
+            continue
+        if near := difflib.get_close_matches(key, known, n=1, cutoff=_NEAR):
+            raise ConfigError(f"{where} has {key!r}; did you mean {near[0]!r}?")
+
+
+def _check_schema(where: str, schema: dict[str, Any]) -> None:
+    from jsonschema import Draft202012Validator  # takes longer to import than all of this package
+    from jsonschema.exceptions import SchemaError, best_match
+    from jsonschema.validators import validator_for
+
+    validator = validator_for(schema, default=Draft202012Validator)
+    errors = validator(validator.META_SCHEMA).iter_errors(schema)
+    error: SchemaError | None = best_match(errors)
+    if error is not None:
+        raise ConfigError(f"{where}{error.json_path[1:]}: {_what_is_wrong(error)}")
+    if schema.get("type", "object") != "object":
+        raise ConfigError(
+            f"{where} needs 'type': 'object', since arguments are one; not {shown(schema['type'])}"
+        )
+    for path, part in _object_schemas("", schema):
+        _check_keys(f"{where}{path}", part, _KEYWORDS)
+        _check_required(f"{where}{path}", part)
+
+
+def _what_is_wrong(error: Any) -> str:
+    path, value = list(error.absolute_path), error.instance
+    if path and path[-1] == "type" and isinstance(value, str):
+        near = difflib.get_close_matches(value, _TYPES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_TYPES)}"
+        return f"no such type as {value!r}; {hint}"
+    return f"not a JSON schema: {error.message[:200]}"
+
+
+def _object_schemas(path: str, schema: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schema and those within that describe a property or an item."""
+    if not isinstance(schema, dict):
+        return  # true and false are schemas, too
+    yield path, schema
+    for name, part in schema.get("properties", {}).items():
+        yield from _object_schemas(f"{path}.properties.{name}", part)
+    yield from _object_schemas(f"{path}.items", schema.get("items"))
+
+
+def _check_required(where: str, schema: Mapping[str, Any]) -> None:
+    if _COMPOSING & {key for key, value in schema.items() if value is not False}:
+        return
+    names = list(schema.get("properties", {}))
+    for name in schema.get("required", ()):
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}"
+            )
+            raise ConfigError(f"{where}: required names {name!r}, which is no property; {hint}")

@@ -1,0 +1,84 @@
+"""A mistake in a tool's definition is found when the worker's config is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llama_worker import ConfigError
+from llama_worker.exit_tools import ALL_EXIT_TOOLS
+from llama_worker.tool_schemas import checked_tools
+
+NUMBER = {"type": "number"}
+
+
+def tool(name: str = "add", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def taking(**schema: Any) -> dict[str, Any]:
+    """A tool with these parameters."""
+    return tool(parameters=schema)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            taking(type="object", properties={"a": {"type": "strnig"}}),
+            "(add) parameters.properties.a.type: no such type as 'strnig'; did you mean 'string'?",
+        ),
+        (taking(type="object", properties={"a": {"type": "file"}}), "known: string, number"),
+        (taking(type="object", properties=["a"]), "properties: not a JSON schema: ['a'] is not of"),
+        (taking(type="object", properties={"a": {"required": True}}), "not a JSON schema"),
+        (taking(type="array", items=NUMBER), "needs 'type': 'object', since arguments are one"),
+        (taking(type="object", propertys={}), "has 'propertys'; did you mean 'properties'?"),
+        (
+            taking(properties={"a": {"type": "array", "items": {"descripton": "x"}}}),
+            "parameters.properties.a.items has 'descripton'; did you mean 'description'?",
+        ),
+        (tool(paramters={"type": "object"}), "has 'paramters'; did you mean 'parameters'?"),
+        ({**tool(), "functoin": {}}, "has 'functoin'; did you mean 'function'?"),
+        (
+            taking(type="object", properties={"city": NUMBER}, required=["ctiy"]),
+            "required names 'ctiy', which is no property; did you mean 'city'?",
+        ),
+        (taking(type="object", required=["a"]), "which is no property; there are none"),
+        (
+            taking(properties={"at": {"type": "object", "properties": {}, "required": ["x"]}}),
+            "parameters.properties.at: required names 'x'",
+        ),
+        (tool("get weather"), "'get weather' must be up to 128 letters, digits and _ - . : /"),
+        (tool("a" * 129), "up to 128"),
+    ],
+)
+def test_a_slip_is_named_with_its_place_and_what_was_meant(
+    given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked_tools("normal_tools", [given])
+    assert str(caught.value).startswith("normal_tools[0]")
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        tool(),
+        tool("mcp/files.read-2:now", strict=True),
+        {**tool(), "x-mine": 1, "cache_control": {"type": "ephemeral"}},
+        taking(),
+        taking(type="object", properties={"a": NUMBER}, required=["a"], **{"x-order": 1}),
+        taking(properties={"a": {"type": ["string", "null"], "example": "x", "nullable": True}}),
+        taking(type="object", required=["a"], additionalProperties=NUMBER),
+        taking(properties={}, required=["a"], allOf=[{"properties": {"a": NUMBER}}]),
+        taking(**{"$ref": "#/$defs/all", "$defs": {"all": {"type": "object"}}}),
+        taking(**{"$schema": "http://json-schema.org/draft-07/schema#"}, additionalItems=False),
+        taking(properties={"required": NUMBER, "propertys": NUMBER, "anything": True}),
+        *ALL_EXIT_TOOLS,
+    ],
+)
+def test_a_sound_definition_is_taken_as_it_is(given: Any) -> None:
+    assert checked_tools("exit_tools", [given]) == (given,)
