@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, assert_never
 
 from llama_worker.actors.base import Alarm, Child, members
-from llama_worker.bios import default_bios
 from llama_worker.messages import (
     Abandon,
     AnswerNow,
@@ -164,10 +163,8 @@ class RequestActor(Child[RequestMessage]):
             if isinstance(effect, OpenStream | CloseStream):
                 assert self._transport is not None
                 self._transport.tell(effect)
-            elif isinstance(effect, RunBios) and self._config.bios_provider is default_bios:
-                self._runtime.run_bios(
-                    effect
-                )  # our own, which is pure and quick: no detour by a thread
+            elif isinstance(effect, RunBios) and self._config.has_builtin_bios:
+                self._runtime.run_bios(effect)  # pure and quick: no detour by a thread
             elif isinstance(effect, ToolMessage):
                 assert self._tools is not None
                 self._tools.tell(effect)

@@ -39,7 +39,7 @@ def worker_of(slots: int, context_tokens: int) -> LlamaWorker:
         slots=slots,
         executable=find_server(),
         extra_args=["--ctx-size", str(context_tokens), "--no-ui"],
-        bios_provider=lambda context: "",
+        bios_provider=None,
         restart=RestartPolicy(
             restart_backoff_s=0.01, backoff_factor=1.0, max_restarts_per_window=1000
         ),

@@ -14,24 +14,23 @@ STATUS_CLOSE = "</worker_status>"
 
 # The ready-made exit tools (llama_worker.exit_tools).
 _EXIT_TOOL_USES = {
-    "signal_issue": "your confidence is low, the input is missing or contradictory, or a tool fails. "
-    "Say "
-    "what and how"
-    " grave it is.",
-    "request_escalation": "you need information from outside, or an ability that you lack. Say what is "
-    "needed, "
-    "and"
-    " give what you have.",
-    "request_decision": "a decision has to be taken by others. Put the question with its options, and go on "
-    "with "
-    "your"
-    " default.",
+    "signal_issue": (
+        "your confidence is low, the input is missing or contradictory, or a tool fails. "
+        "Say what and how grave it is."
+    ),
+    "request_escalation": (
+        "you need information from outside, or an ability that you lack. "
+        "Say what is needed, and give what you have."
+    ),
+    "request_decision": (
+        "a decision has to be taken by others. "
+        "Put the question with its options, and go on with your default."
+    ),
     "declare_outcome": "how the work ended: success, partial or failure. Once, at the end.",
 }
 _WITHOUT_CALLS = (
-    "If you have no way of your own to call a tool, write the call as plain text: an XML "
-    "element named tool_call that"
-    ' holds nothing but a JSON object with the keys "name" and "arguments".'
+    "If you have no way of your own to call a tool, write the call as plain text: an XML element "
+    'named tool_call that holds nothing but a JSON object with the keys "name" and "arguments".'
 )
 
 
@@ -41,24 +40,22 @@ class PromptError(Exception):
 
 def default_bios(ctx: BiosContext) -> BiosText:
     """The default BIOS: `now` and `tool_iters_remaining` are in `volatile`, all the rest is in
-    `stable`."""
+    `stable`.
+
+    Lines about tools are there only where there are tools. Without any it is three lines and the
+    time.
+    """
     sections = [
         f"{ctx.bios_version}\n"
-        f"You are the worker {ctx.worker_name!r}: one of several co-operating models (a "
-        "hivemind). An"
-        " orchestrator gives you a part of the work and combines your output with that of "
-        "the others.\n"
-        f"Text between {STATUS_OPEN} and {STATUS_CLOSE} at the end of a message comes from "
-        "the worker that"
-        " runs you, not from the user: the time, and how often you may still use tools."
+        f"You are worker {ctx.worker_name!r} in a hivemind of co-operating models.\n"
+        f"What {STATUS_OPEN} says is from your worker, not the user."
     ]
     if ctx.normal_tools:
         sections.append(
             f"Tools that answer: {_names(ctx.normal_tools)}\n"
             "- Call one where it helps. Its result comes back to you, then you go on.\n"
             "- Calls of one turn run in the order given. A turn with any number of them "
-            "costs one iteration:"
-            " put independent calls into one turn.\n"
+            "costs one iteration: put independent calls into one turn.\n"
             "- With no iterations left, call none of them: answer with what you have.\n"
             "- A result that says nothing was found is an answer, too."
         )
@@ -68,31 +65,22 @@ def default_bios(ctx: BiosContext) -> BiosText:
         others = [
             f"- {name}: as its description says." for name in names if name not in _EXIT_TOOL_USES
         ]
-        sections.append(
-            "\n".join(
-                (
-                    f"Exit tools: {', '.join(names)}",
-                    "- They are one-way signals to the orchestrator: no answer comes back, "
-                    "they cost no iteration and"
-                    " they stop nothing.",
-                    (
-                        "- Call them near the end of your work, unless the matter is urgent, and "
-                        "still finish your answer."
-                    ),
-                    *uses,
-                    *others,
-                )
-            )
+        rules = (
+            f"Exit tools: {', '.join(names)}",
+            "- They are one-way signals to the orchestrator: no answer comes back, they cost no "
+            "iteration and they stop nothing.",
+            "- Call them near the end of your work, unless the matter is urgent, and still finish "
+            "your answer.",
         )
+        sections.append("\n".join((*rules, *uses, *others)))
     if ctx.normal_tools or ctx.exit_tools:
         prompted = ctx.tool_call_mode == "prompted"
         sections.append(
             prompted_tools_text(ctx.normal_tools, ctx.exit_tools) if prompted else _WITHOUT_CALLS
         )
-    volatile = (
-        f"Time: {ctx.now.isoformat(sep=' ', timespec='seconds')} ({ctx.timezone_name})\n"
-        f"Tool iterations left: {ctx.tool_iters_remaining}"
-    )
+    volatile = f"Time: {ctx.now.isoformat(sep=' ', timespec='seconds')} ({ctx.timezone_name})"
+    if ctx.normal_tools:
+        volatile += f"\nTool iterations left: {ctx.tool_iters_remaining}"
     return BiosText(stable="\n\n".join(sections), volatile=volatile)
 
 
@@ -105,11 +93,9 @@ def prompted_tools_text(normal_tools: Iterable[ToolDef], exit_tools: Iterable[To
     lines = [
         "How to call a tool: write, as plain text and nothing but JSON between the tags,",
         tagged_call("name of the tool", '{"name of the argument": "its value"}'),
-        "Both keys are needed; arguments is an object that fits the tool's parameters. Put "
-        "several calls one"
-        " after the other. After calls of tools that answer, end your turn: the results come "
-        "in the next"
-        " message, between <tool_response> and </tool_response>.",
+        "Both keys are needed; arguments is an object that fits the tool's parameters. Put several "
+        "calls one after the other. After calls of tools that answer, end your turn: the results "
+        "come in the next message, between <tool_response> and </tool_response>.",
     ]
     for title, tools in (("Tools that answer", normal_tools), ("Exit tools", exit_tools)):
         functions = [
@@ -124,8 +110,17 @@ def _names(tools: Iterable[ToolDef]) -> str:
     return ", ".join(tool["function"]["name"] for tool in tools)
 
 
-def run_bios(provider: BiosProvider, ctx: BiosContext) -> BiosText | str:
+def no_bios(ctx: BiosContext) -> str:
+    """What `bios_provider=None` stands for: nothing, or the tools where no template brings them."""
+    tools = ctx.normal_tools or ctx.exit_tools
+    if tools and ctx.tool_call_mode == "prompted":
+        return prompted_tools_text(ctx.normal_tools, ctx.exit_tools)
+    return ""
+
+
+def run_bios(provider: BiosProvider | None, ctx: BiosContext) -> BiosText | str:
     """What the provider returns, checked; raises PromptError for anything but proper text."""
+    provider = provider or no_bios
     try:
         bios = provider(ctx)
     except (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import MISSING, Field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ import pytest
 import llama_worker
 from benchmarks import publish
 from llama_worker import (
+    BiosContext,
     RequestFailReason,
     StartFailReason,
     TimeoutProfile,
@@ -20,6 +22,7 @@ from llama_worker import (
     exit_tools,
     messages,
 )
+from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
 from llama_worker.types import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
 from tests.responses.clients.__main__ import CLIENTS
@@ -56,6 +59,22 @@ def test_the_configuration_page_has_every_field_with_its_default(kind: type[Any]
     section = (DOCS / "configuration.md").read_text().partition(f"## `{kind.__name__}`")[2]
     rows = [(name.strip("`"), default) for name, default, _ in table(section, "field")]
     assert rows == [(field.name, told(field)) for field in fields(kind)]
+
+
+def test_the_page_shows_the_bios_of_a_worker_without_tools() -> None:
+    section = (DOCS / "configuration.md").read_text().partition("## What a model is told")[2]
+    context = BiosContext(
+        now=datetime(2026, 10, 1, 12, 30, 5, tzinfo=UTC),
+        timezone_name="UTC",
+        worker_name="small",
+        tool_iters_remaining=8,
+        normal_tools=(),
+        exit_tools=(),
+        tool_call_mode="native",
+    )
+    bios = default_bios(context)
+    shown = f"{bios.stable}\n\n{STATUS_OPEN}\n{bios.volatile}\n{STATUS_CLOSE}\n"
+    assert blocks(section)[0].code == shown
 
 
 def test_the_profiles_have_the_values_that_the_page_says() -> None:

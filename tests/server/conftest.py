@@ -127,7 +127,7 @@ def serve(
             extra_args=("--ctx-size", str(slots * slot_tokens), *args),
         )
         # No BIOS: the prompts of most tests are short, since reading them is what takes the time.
-        settings = {"name": "real", "bios_provider": lambda _: "", "restart": EAGER, **settings}
+        settings = {"name": "real", "bios_provider": None, "restart": EAGER, **settings}
         return WorkerConfig(host=HOST, port=port, slots=slots, server_cmd=command, **settings)
 
     return config

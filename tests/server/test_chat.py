@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import requests
@@ -31,7 +33,7 @@ from tests.server.conftest import (
     submitted,
     wait_status,
 )
-from tests.server.pace import patience
+from tests.server.pace import SERVER_ARGS, patience
 
 pytestmark = pytest.mark.server
 
@@ -49,6 +51,27 @@ def test_a_request_streams_to_its_end_with_usage_and_timings(chat: LlamaWorker) 
     timings = result["timings"]
     assert 0 < timings["ttft_s"] < timings["total_s"]
     assert timings["tokens_per_second"] > 0
+
+
+def test_the_default_bios_costs_less_than_a_hundred_tokens(
+    thin_model: str, llama_server: str, free_port: Callable[[], int]
+) -> None:
+    def prompt_tokens(**bios: Any) -> int:
+        worker = LlamaWorker.from_model(
+            thin_model,
+            name="model",
+            port=free_port(),
+            executable=llama_server,
+            extra_args=("--ctx-size", "2048", *SERVER_ARGS),
+            **bios,
+        )
+        with worker:
+            asked = worker.ask("Name 4 animals.", params={"max_tokens": 1})
+            return asked.get(timeout=patience())["usage"]["prompt_tokens"]
+
+    without = prompt_tokens(bios_provider=None)
+    assert without == 35
+    assert without < prompt_tokens() < without + 100
 
 
 def test_what_the_server_says_of_itself_is_told_and_kept_to(chat: LlamaWorker) -> None:

@@ -127,9 +127,25 @@ def test_how_to_call_a_tool_is_said_as_the_mode_needs_it_and_only_where_there_ar
     assert ("an XML element named tool_call" in stable) is (mode != "prompted")
     without_tools = default_bios(
         replace(CONTEXT, normal_tools=(), exit_tools=(), tool_call_mode=mode)
-    ).stable
-    for said in ("<tool_call>", "Tools that answer", "Exit tools", "XML"):
-        assert said not in without_tools
+    )
+    assert without_tools.stable.splitlines() == [
+        "bios-v1",
+        "You are worker 'w-1' in a hivemind of co-operating models.",
+        "What <worker_status> says is from your worker, not the user.",
+    ]
+    assert without_tools.volatile == "Time: 2026-10-01 12:30:05+02:00 (Europe/Berlin)"
+
+
+def test_iterations_are_told_where_a_tool_costs_any() -> None:
+    assert "iterations" not in default_bios(replace(CONTEXT, normal_tools=())).volatile
+    assert "iterations left: 8" in default_bios(replace(CONTEXT, exit_tools=())).volatile
+
+
+def test_without_a_provider_nothing_is_sent_but_tools_that_no_template_brings() -> None:
+    prompted = replace(CONTEXT, tool_call_mode="prompted")
+    assert run_bios(None, CONTEXT) == ""
+    assert run_bios(None, prompted) == prompted_tools_text((ADD,), (ESCALATE,))
+    assert run_bios(None, replace(prompted, normal_tools=(), exit_tools=())) == ""
 
 
 def test_the_bios_says_what_each_ready_made_exit_tool_is_for_and_refers_to_the_description_of_others() -> (

@@ -125,7 +125,8 @@ def run_command(
     exit_tools: Annotated[
         bool,
         typer.Option(
-            "--exit-tools", help="Offer the model the starter exit tools; its signals are shown."
+            "--exit-tools",
+            help="Offer the model the starter exit tools, and explain them; its signals are shown.",
         ),
     ] = False,
     server: ServerOption = None,
@@ -148,8 +149,10 @@ def run_command(
 ) -> int:
     """Ask a model; starts and ends a server for it.
 
-    The answer's text goes to stdout, everything else to stderr. Ctrl-C cancels the answer and keeps
-    what came; pressed twice it ends everything at once.
+    Sends PROMPT and --system as they are, and nothing else; --exit-tools adds the tools, and the
+    library's own system prompt (the BIOS), which explains them. The answer's text goes to stdout,
+    everything else to stderr. Ctrl-C cancels the answer and keeps what came; pressed twice it ends
+    everything at once.
     """
     if chat and as_json:
         raise UsageProblem("--chat and --json exclude each other: --json tells of one answer")

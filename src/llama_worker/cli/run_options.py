@@ -8,7 +8,6 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from llama_worker import (
-    BiosContext,
     RestartPolicy,
     TimeoutProfile,
     WorkerConfig,
@@ -66,13 +65,8 @@ def worker_config(options: ServerOptions) -> WorkerConfig:
         timeouts=replace(_PRESETS[options.timeouts](), stop_grace_s=STOP_GRACE_S),
         restart=RestartPolicy.never(),
         exit_tools=ALL_EXIT_TOOLS if options.exit_tools else (),
-        bios_provider=default_bios if options.exit_tools else no_bios,
+        bios_provider=default_bios if options.exit_tools else None,
     )
-
-
-def no_bios(context: BiosContext) -> str:
-    """Nothing: without tools there is nothing that the model would have to know."""
-    return ""
 
 
 def request_params(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from llama_worker.bios import default_bios
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
     EvidenceSeen,
@@ -53,8 +52,8 @@ class ActorThreads:
         else:
             start_thread(f"llama_worker-{actor.role}", loop)
 
-    def call_host(self, call: Callable[[], object]) -> None:
-        call_host(call)
+    def call_host(self, call: Callable[[], object], name: str) -> None:
+        call_host(call, name)
 
     def write_log(self, level: int, line: str) -> None:
         """Log it under `llama_worker`, on the thread that all share."""
@@ -135,9 +134,7 @@ class RealRuntime(ActorThreads):
         return look_at_slots(self._endpoint, epoch, f"{self._name}-slots", reply_to)
 
     def run_bios(self, order: RunBios) -> None:
-        if (
-            self._config.bios_provider is default_bios
-        ):  # our own, which is pure and quick, needs no thread
+        if self._config.has_builtin_bios:  # it needs no thread
             self._tell_bios(order)
         else:
             start_thread(f"{self._name}-bios", partial(self._tell_bios, order))
