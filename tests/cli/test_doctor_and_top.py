@@ -34,6 +34,8 @@ def test_the_doctor_finds_nothing_wrong(run: Run, program: MakeProgram, model: s
     assert "4096 tokens of context" in findings["start"]["text"]
     assert findings["tools"]["text"].startswith("native")
     assert findings["/proc"]["level"] == "ok"
+    assert findings["build"]["text"].startswith("llama-server b7 has CVE-2026-107183: ")
+    assert findings["build"]["todo"] == "take a later build than b11392"
     assert server.is_gone()
 
 
@@ -93,6 +95,7 @@ def test_the_doctor_examines_a_fleet(
     for text in (
         "problem b: this llama-server does not know --tools",
         "note b: server_cmd has --tools: the server may start programs",
+        "note b: llama-server b7 has CVE-2026-107183: ",
         "problem model: there is no file none.gguf",
         "note prompt caches: 2 servers may keep up to inf MiB of prompts in memory",
     ):

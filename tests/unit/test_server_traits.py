@@ -40,6 +40,9 @@ def caps(**told: Any) -> dict[str, Any]:
         ({"model_alias": "tiny", "model_path": "/m/t.gguf"}, ServerTraits(model="tiny")),
         ({"model_alias": "", "model_path": "/m/t.gguf"}, ServerTraits(model="t.gguf")),
         ({"model_path": 7}, ServerTraits()),
+        ({"build_info": "b11434-unknown"}, ServerTraits(build=11434)),
+        ({"build_info": 11434}, ServerTraits()),
+        ({"role": "router"}, ServerTraits(is_router=True)),
     ],
 )
 def test_what_props_say(props: dict[str, Any], expected: ServerTraits) -> None:
@@ -128,6 +131,9 @@ NO_TOOLS, SHRUNK = ServerTraits(tools=False), ServerTraits(n_ctx=512)
         (SHRUNK, {"server_cmd": ("s", "--ctx-size", "0")}, None),  # the model's own
         (SHRUNK, {}, None),
         (ServerTraits(n_ctx=None), {"server_cmd": ("s", "-c", "4096")}, None),
+        (ServerTraits(build=11392), {}, r"^llama-server b11392 has CVE-2026-107183: "),
+        (ServerTraits(build=11434), {}, None),
+        (ServerTraits(is_router=True), {}, r"^the server is a router: "),
     ],
 )
 def test_a_server_that_is_less_than_was_asked_for_is_told(

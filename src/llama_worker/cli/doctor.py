@@ -56,6 +56,7 @@ def _examine(
     machine = doctor_facts.look_at_machine()
     findings += doctor_findings.of_gpus(machine, server)
     model, trial = None, None
+    command: Sequence[str] = ()
     if model_named is None:
         findings.append(
             Finding(
@@ -74,6 +75,7 @@ def _examine(
                 server_args=server_args,
             )
             config = worker_config(options)
+            command = config.server_cmd
             if server_args:
                 with interrupts.raising():
                     findings += doctor_commands.of_command(
@@ -81,6 +83,8 @@ def _examine(
                     )
             findings += doctor_commands.of_caches({"it": config}, machine.memory_bytes)
             trial = _trial(config, interrupts, findings)
+    if server is not None:
+        findings += doctor_commands.of_build("build", server.build, command)
     if server is not None and trial is not None:
         findings += doctor_findings.of_server_on_gpus(trial, server)
     findings += doctor_findings.of_machine(machine, trial)
@@ -103,9 +107,12 @@ def _examine_fleet(path: str, interrupts: Interrupts, *, as_json: bool) -> int:
             return _answer([problem], {}, as_json=as_json)
         programs = {program_of(config.server_cmd) for config in fleet.values()}
         known = {program: doctor_facts.known_flags(program) for program in sorted(programs)}
+        build = {program: doctor_facts.build_of(program) for program in known}
         machine = doctor_facts.look_at_machine()
     for name, config in fleet.items():
-        findings += doctor_commands.of_command(name, config, known[program_of(config.server_cmd)])
+        program = program_of(config.server_cmd)
+        findings += doctor_commands.of_command(name, config, known[program])
+        findings += doctor_commands.of_build(name, build[program], config.server_cmd)
         for _, model in flag_values(config.server_cmd, ("-m", "--model")):
             if (found := _model(model, findings)) is not None:
                 findings += doctor_findings.of_model(found, machine, None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from llama_worker import WorkerConfig
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.text import harmless
+from llama_worker.server.builds import known_flaws
 from llama_worker.server.command_flags import KnownFlags, memory_warning, program_of, unknown_flags
 
 
@@ -32,6 +33,13 @@ def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> 
         is_well = False
     if is_well:
         yield Finding("ok", subject, "the llama-server knows every flag of its command")
+
+
+def of_build(subject: str, build: int | None, command: Sequence[str]) -> Iterator[Finding]:
+    """What is known to be wrong with the build that the command runs."""
+    for line in known_flaws(build, command):
+        what, _, todo = line.rpartition("; ")
+        yield Finding("note", subject, what, todo)
 
 
 def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from llama_worker.runtime.gpu_watch import gpus_in_use
 from llama_worker.runtime.liveness_probes import NvidiaProbe
 from llama_worker.runtime.machine import CGROUP, memory_bytes, read_number
 from llama_worker.runtime.server_program import FoundServer
+from llama_worker.server.builds import build_number
 from llama_worker.server.command_flags import KnownFlags, read_help
 from llama_worker.server.traits import server_traits
 
@@ -40,6 +41,7 @@ class ServerFacts:
     path: str
     how: str
     version: str | None
+    build: int | None
     devices: tuple[str, ...] | None
     said: str = ""
     returncode: int | None = (
@@ -90,6 +92,7 @@ def look_at_server(found: FoundServer) -> ServerFacts:
             path=found.path,
             how=found.how,
             version=None,
+            build=None,
             devices=None,
             said=said.strip(),
             returncode=code,
@@ -104,8 +107,15 @@ def look_at_server(found: FoundServer) -> ServerFacts:
         path=found.path,
         how=found.how,
         version=versions[0].removeprefix("version:").strip(),
+        build=build_number(said),
         devices=tuple(line for line in devices if line != "(none)") if code == 0 else None,
     )
+
+
+def build_of(program: str) -> int | None:
+    """The number of the program's build; None where it does not tell, or cannot be run."""
+    code, said = _run(program, "--version")
+    return build_number(said) if code == 0 else None
 
 
 def known_flags(program: str) -> KnownFlags | None:

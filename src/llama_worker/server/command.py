@@ -10,7 +10,7 @@ from llama_worker.validation import checked_int, checked_str, optional, shown
 
 _HOST_FLAGS = ("--host",)
 _PORT_FLAGS = ("--port",)
-_SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
+SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
 _SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
 
 
@@ -80,7 +80,7 @@ def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -
     checks: tuple[tuple[str, tuple[str, ...], object, Callable[[str], bool]], ...] = (
         ("host", _HOST_FLAGS, host, lambda told: _same_host(told, host)),
         ("port", _PORT_FLAGS, port, lambda told: told.strip() == str(port)),
-        ("slots", _SLOT_FLAGS, slots, lambda told: told.strip() == str(slots)),
+        ("slots", SLOT_FLAGS, slots, lambda told: told.strip() == str(slots)),
     )
     for name, flags, value, agrees in checks:
         for flag, told in flag_values(command, flags):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from llama_worker.profiles import TimeoutProfile
-from llama_worker.server.command import flag_values
+from llama_worker.server.command import SLOT_FLAGS, flag_values
 
 PROGRAM = "llama-server"
 DEFAULT_CACHE_RAM_MIB = 8192  # of every server since October 2025
@@ -43,6 +43,8 @@ class _Breach(Struct, frozen=True):
     why: str
     variables: tuple[str, ...] = ()
     off: str | None = None  # the value that turns it off
+    negations: tuple[str, ...] = ()  # flags that turn it off where they come later
+    among_slots: bool = False  # harmless with a single slot
 
 
 _BREACHES = (
@@ -67,7 +69,41 @@ _BREACHES = (
         off="-1",
     ),
     _Breach(("--log-prompts-dir",), "the server writes every prompt to disk"),
+    _Breach(
+        ("-kvu", "--kv-unified", "--kv-unified-per-slot"),
+        (
+            "all slots share one context; requests that fill it together are all aborted, and one "
+            "may be as long as all of it"
+        ),
+        variables=("LLAMA_ARG_KV_UNIFIED", "LLAMA_ARG_KV_UNIFIED_PER_SLOT"),
+        negations=("-no-kvu", "--no-kv-unified"),
+        among_slots=True,
+    ),
+    _Breach(
+        ("--context-shift",),
+        (
+            "a request that fills its context does not end; the server forgets the beginning of "
+            "it and goes on"
+        ),
+        variables=("LLAMA_ARG_CONTEXT_SHIFT",),
+        negations=("--no-context-shift",),
+    ),
+    _Breach(
+        ("--reuse-port",),
+        "another process may listen on the same port, and receive the worker's requests",
+        variables=("LLAMA_ARG_REUSE_PORT",),
+    ),
+    _Breach(
+        ("--lora", "--lora-scaled", "--lora-init-without-apply"),
+        (
+            "a request with other scales than its neighbours' (`lora` among its params) is not "
+            "computed beside them; it stands still until they have ended, and may be taken for "
+            "hung; give each set of scales a worker"
+        ),
+        among_slots=True,
+    ),
 )
+_OFF_VALUES = ("0", "false", "off", "disabled")  # of a variable
 
 
 def command_warnings(
@@ -76,9 +112,8 @@ def command_warnings(
     """What in a server's command breaks a promise of this library: lines for a person."""
     lines = []
     for breach in _BREACHES:
-        named = [flag for flag, value in flag_values(command, breach.flags) if value != breach.off]
-        named += [name for name in breach.variables if env.get(name)]
-        if named:
+        named = _given(breach, command, env)
+        if named and not (breach.among_slots and _has_one_slot(command)):
             lines.append(f"server_cmd has {', '.join(named)}: {breach.why}")
     if _program_at(command) is not None and not _names_model(command, env):
         lines.append(
@@ -192,6 +227,23 @@ def _program_at(command: Sequence[str]) -> int | None:
     return next(
         (i for i, word in enumerate(command) if os.path.basename(word).startswith(PROGRAM)), None
     )
+
+
+def _given(breach: _Breach, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """The flags and variables of the breach that are in force."""
+    given = flag_values(command, (*breach.flags, *breach.negations))
+    if given and given[-1][0] in breach.negations:
+        return []  # a flag outdoes a variable
+    named = [flag for flag, value in given if flag not in breach.negations and value != breach.off]
+    values = {name: env.get(name, "") for name in breach.variables}
+    return named + [
+        name for name, value in values.items() if value and value.lower() not in _OFF_VALUES
+    ]
+
+
+def _has_one_slot(command: Sequence[str]) -> bool:
+    given = flag_values(command, SLOT_FLAGS)
+    return bool(given) and given[-1][1].strip() == "1"
 
 
 def _names_model(command: Sequence[str], env: Mapping[str, str]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from llama_worker.config import WorkerConfig
+from llama_worker.server.builds import build_number, known_flaws
 from llama_worker.server.command_flags import commanded_n_ctx
 
 _MODALITIES = {
@@ -28,6 +29,8 @@ class ServerTraits(Struct, frozen=True, kw_only=True):
     n_ctx: int | None = None  # of a slot
     modalities: Mapping[str, bool] | None = None  # what the model takes beside text
     model: str | None = None  # its alias, or its file's name
+    build: int | None = None
+    is_router: bool = False  # it starts servers of its own
 
 
 def server_traits(props: Mapping[str, Any], applied_template: Mapping[str, Any]) -> ServerTraits:
@@ -50,6 +53,8 @@ def server_traits(props: Mapping[str, Any], applied_template: Mapping[str, Any])
         if isinstance(modalities, Mapping)
         else None,
         model=_text(props.get("model_alias")) or (PurePath(path).name if path else None),
+        build=build_number(_text(props.get("build_info")) or ""),
+        is_router=props.get("role") == "router",
     )
 
 
@@ -73,8 +78,14 @@ def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
 
 
 def shortcomings(traits: ServerTraits, config: WorkerConfig) -> list[str]:
-    """What the worker was configured for and the server lacks: lines for a person."""
-    lines = []
+    """What the worker was configured for and the server lacks, and what is wrong with its build:
+    lines for a person."""
+    lines = known_flaws(traits.build, config.server_cmd)
+    if traits.is_router:
+        lines.append(
+            "the server is a router: what its own servers do is not seen, and a slow one may be "
+            "taken for hung; give --model, and each model a worker"
+        )
     if traits.slots is not None and traits.slots < config.slots:
         lines.append(
             f"the server has {traits.slots} slots, fewer than the worker's {config.slots}: requests"
