@@ -46,7 +46,7 @@ from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.runtime.futures import OpenFutures, WeakList
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.command import masked_server_cmd
-from llama_worker.server.journal import Journal
+from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
 from llama_worker.server.suspicion import Trouble
 from llama_worker.server.traits import unsupported
@@ -78,7 +78,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             runtime.unix_now() - runtime.now()
         )  # fixed: Unix instants never run backwards
         self._table = RequestTable(config.slots)
-        self._journal = Journal(config.name, self._unix_offset, runtime.write_log)
+        feed = EventFeed(config.on_event, runtime.call_host) if config.on_event else None
+        self._journal = Journal(config.name, self._unix_offset, runtime.write_log, feed)
         for line in config.warnings:
             self._journal.warn(line, runtime.now())
         self._tools_refused = False

@@ -30,6 +30,7 @@ from llama_worker.server.command_flags import command_warnings
 from llama_worker.tool_schemas import checked_tools
 from llama_worker.types import (
     BiosProvider,
+    EventHandler,
     LivenessProbe,
     SignalHandler,
     SystemPromptMode,
@@ -48,6 +49,7 @@ from llama_worker.validation import (
 )
 
 _HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too
+_CALLABLES = ("tool_runner", "bios_provider", "on_signal", "on_event", "liveness_probes")
 _SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
@@ -71,6 +73,7 @@ class WorkerConfig:
     tool_call_mode: ToolCallMode = "auto"
     exit_tools: Sequence[ToolDef] = ()
     on_signal: SignalHandler | None = None
+    on_event: EventHandler | None = None
     bios_provider: BiosProvider | None = default_bios
     system_prompt_mode: SystemPromptMode = "merged"
     timezone_name: str = "UTC"
@@ -110,14 +113,18 @@ class WorkerConfig:
                 "bios_provider must not be async: write it with 'def'; it is quick and waits "
                 "for nothing"
             )
-        if self.on_signal is not None:
-            check_takes("on_signal", self.on_signal, "signal", request_id="int", job_name="str")
-        if inspect.iscoroutinefunction(self.on_signal):
-            raise TypeError(
-                "on_signal must not be async: write it with 'def', and in it "
-                "loop.call_soon_threadsafe(...) or"
-                " asyncio.run_coroutine_threadsafe(..., loop)"
-            )
+        for name, callback, about in (
+            ("on_signal", self.on_signal, {"request_id": "int", "job_name": "str"}),
+            ("on_event", self.on_event, {}),
+        ):
+            if callback is not None:
+                check_takes(name, callback, name.removeprefix("on_"), **about)
+            if inspect.iscoroutinefunction(callback):
+                raise TypeError(
+                    f"{name} must not be async: write it with 'def', and in it "
+                    "loop.call_soon_threadsafe(...) or"
+                    " asyncio.run_coroutine_threadsafe(..., loop)"
+                )
         _checked_zone(self.timezone_name)
         optional(checked_int, "max_tokens", self.max_tokens, at_least=1)
         given = checked_json_object("default_params", self.default_params)
@@ -166,7 +173,7 @@ class WorkerConfig:
         Secrets are `api_key`, what `masked_server_cmd` masks, and the values of variables with a
         name as `HF_TOKEN`.
         """
-        left_out = {"api_key", "tool_runner", "bios_provider", "on_signal", "liveness_probes"}
+        left_out = {"api_key", *_CALLABLES}
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         data["env"] = {
             name: MASK if _SECRET_VARIABLE.search(name) else text for name, text in self.env.items()

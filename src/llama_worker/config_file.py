@@ -31,6 +31,7 @@ _IN_CODE_ONLY = {
     "tool_runner",
     "bios_provider",
     "on_signal",
+    "on_event",
     "liveness_probes",
     "canary",
 }

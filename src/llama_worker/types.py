@@ -384,6 +384,9 @@ class WorkerDebugInfo(TypedDict):
     """The last lines that the server wrote, newest last."""
     recent_restarts: list[RestartRecord]
     recent_events: list[dict[str, Any]]
+    """The last 200, newest last; each has `at`, `event` and `worker`, and the event's facts."""
+    events_dropped_count: int
+    """Those that `on_event` was not told of, since it took too long with others."""
     server_cmd: list[str]
     """With secrets masked."""
     evidence: dict[str, Any]
@@ -427,6 +430,13 @@ class BiosProvider(Protocol):
     most."""
 
     def __call__(self, ctx: BiosContext, /) -> BiosText | str: ...
+
+
+class EventHandler(Protocol):
+    """Hears of the worker's life, one event after the other, each a dict as in
+    `recent_events`; it may use the worker, and should not wait long."""
+
+    def __call__(self, event: dict[str, Any], /) -> object: ...
 
 
 class SignalHandler(Protocol):

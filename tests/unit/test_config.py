@@ -169,6 +169,8 @@ BAD_CONFIGS = [
     bad("bios_provider", async_call, TypeError, "must not be async", "def"),
     bad("bios_provider", lambda: "", TypeError, "(ctx)", "signature is ()", "too many"),
     bad("on_signal", "ring", TypeError, "callable", "'ring'"),
+    bad("on_event", "ring", TypeError, "callable", "'ring'"),
+    bad("on_event", async_call, TypeError, "must not be async", "run_coroutine_threadsafe"),
     bad("on_signal", async_call, TypeError, "must not be async", "run_coroutine_threadsafe"),
     bad("on_signal", lambda signal: None, TypeError, "request_id=..., job_name=...", "(signal)"),
     bad("tool_runner", object(), TypeError, "run_tool", "object"),
@@ -489,6 +491,7 @@ def test_a_config_of_plain_parts_can_be_pickled_and_copied() -> None:
                 "bios_provider": str,
                 "liveness_probes": [PROBE],
                 "on_signal": lambda signal, **about: None,
+                "on_event": print,
             },
         ),
     ],
@@ -523,7 +526,10 @@ DATA_CHANGES: dict[str, Any] = {
     "log_lines": 501,
     "result_ttl_s": 60,
 }
-NOT_DATA = {"api_key", "tool_runner", "bios_provider", "on_signal", "liveness_probes"}
+NOT_DATA = {
+    *("api_key", "tool_runner", "bios_provider"),
+    *("on_signal", "on_event", "liveness_probes"),
+}
 
 
 def test_every_field_of_data_changes_the_hash() -> None:

@@ -200,6 +200,7 @@ def test_every_key_that_a_file_can_hold_reaches_the_config(tmp_path: Path) -> No
         "tool_runner",
         "bios_provider",
         "on_signal",
+        "on_event",
         "liveness_probes",
         "canary",
     }

@@ -14,7 +14,7 @@ from llama_worker.messages import Observed
 from llama_worker.request.progress import Progress
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.runtime.futures import write_log
-from llama_worker.server.journal import Journal
+from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.totals import BOUNDS_S
 from llama_worker.types import RequestFailReason, RequestFinishReason, RequestPhase, RequestState
 
@@ -97,6 +97,38 @@ def test_a_lockout_is_recorded_and_is_no_restart(journal: Journal) -> None:
     ]
     assert [event["event"] for event in told(journal)["recent_events"]] == ["restart", "locked_out"]
     assert told(journal)["totals"]["restarts"] == {"exited": 1}
+
+
+# ---------------------------------------------------------------- the host's on_event
+
+
+def test_events_are_handed_over_in_order() -> None:
+    heard: list[dict[str, Any]] = []
+    feed = EventFeed(heard.append, lambda call, name: call())
+    journal = Journal("w", UNIX, lambda *line: None, feed)
+    journal.note("launched", 100.0, pid=5)
+    journal.warn("fewer slots", 101.0)
+    assert heard == told(journal)["recent_events"]
+    heard[0].clear()
+    assert told(journal)["recent_events"][0]["pid"] == 5
+
+
+def test_a_slow_handler_loses_events_and_is_told_how_many() -> None:
+    heard: list[dict[str, Any]] = []
+    calls: list[Any] = []
+    feed = EventFeed(heard.append, lambda call, name: calls.append(call))
+    journal = Journal("w", UNIX, lambda *line: None, feed)
+    for number in range(1007):
+        journal.note("e", 100.0, number=number)
+    for call in calls[:2]:
+        call()
+    journal.note("e", 101.0, number=1007)
+    for call in calls[2:]:
+        call()
+    *_, last, lost, next_one = heard
+    assert (last["number"], next_one["number"]) == (999, 1007)
+    assert lost == {"at": 1101.0, "event": "events_dropped", "worker": "w", "count": 7}
+    assert told(journal)["events_dropped_count"] == 7
 
 
 # ---------------------------------------------------------------- evidence

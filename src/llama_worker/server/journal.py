@@ -16,23 +16,30 @@ from llama_worker.messages import Observed
 from llama_worker.request.table import Admitted
 from llama_worker.server.timeouts import ages
 from llama_worker.server.totals import Totals
-from llama_worker.types import RestartRecord, WorkerDebugInfo
+from llama_worker.types import EventHandler, RestartRecord, WorkerDebugInfo
 
 _KEPT_EVENTS = 200
 _KEPT_RESTARTS = 50
 _KEPT_WARNINGS = 50
+_WAITING_EVENTS = 1000
+Event = dict[str, Any]
 
 
 class Journal:
     """Not thread-safe: it belongs to the WorkerActor."""
 
     def __init__(
-        self, worker: str, unix_offset: float, write_log: Callable[[int, str], object]
+        self,
+        worker: str,
+        unix_offset: float,
+        write_log: Callable[[int, str], object],
+        feed: EventFeed | None = None,
     ) -> None:
         self.totals = Totals()
         self.observed: Observed | None = None  # what the watchdog told last
         self._unix_offset = unix_offset
         self._events = EventLog(worker, write_log)
+        self._feed = feed
         self._warnings: list[str] = []
         self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
         self._evidence: dict[str, Any] = {}
@@ -46,8 +53,10 @@ class Journal:
         return list(self._warnings)
 
     def note(self, event: str, now: float, *, level: int = logging.INFO, **facts: Any) -> None:
-        """Record the event, and log it."""
-        self._events.add(event, at=now + self._unix_offset, level=level, **facts)
+        """Record the event, log it, and tell the host."""
+        noted = self._events.add(event, at=now + self._unix_offset, level=level, **facts)
+        if self._feed is not None:
+            self._feed.publish(dict(noted))
 
     def warn(self, line: str, now: float) -> None:
         """Record what the host should see to; without effect where it was said before."""
@@ -116,6 +125,7 @@ class Journal:
             "recent_logs": [],
             "recent_restarts": [record.copy() for record in self._restarts],
             "recent_events": self._events.recent(),
+            "events_dropped_count": self._feed.dropped_count if self._feed is not None else 0,
             "server_cmd": list(server_cmd),
             "evidence": copy.deepcopy(self._evidence),
             "stuck_tool_threads_count": len(_still_true(self._stuck_tool_threads)),
@@ -130,18 +140,56 @@ class EventLog:
     def __init__(self, worker: str, write: Callable[[int, str], object]) -> None:
         self._worker = worker
         self._write = write  # a line, with its level
-        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
+        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
 
-    def add(self, event: str, *, at: float, level: int = logging.INFO, **facts: Any) -> None:
+    def add(self, event: str, *, at: float, level: int = logging.INFO, **facts: Any) -> Event:
         """Record the event; `at` is Unix seconds. Facts that are None are left out."""
         told = {name: value for name, value in facts.items() if value is not None}
-        self._events.append({"at": at, "event": event, "worker": self._worker, **told})
+        kept = {"at": at, "event": event, "worker": self._worker, **told}
+        self._events.append(kept)
         shown = " ".join(f"{name}={value!r}" for name, value in told.items())
         self._write(level, f"{event} worker={self._worker!r} {shown}")
+        return kept
 
-    def recent(self) -> list[dict[str, Any]]:
+    def recent(self) -> list[Event]:
         """The last events, newest last; copies."""
         return [dict(event) for event in self._events]
+
+
+class EventFeed:
+    """Hands events to the host's `on_event`, in order, on the thread of its callbacks.
+
+    At most 1,000 wait for a slow handler. Further ones are dropped; before the next that is not,
+    the handler gets `events_dropped` with their `count`.
+    """
+
+    def __init__(
+        self, handler: EventHandler, call_host: Callable[[Callable[[], object], str], object]
+    ) -> None:
+        self.dropped_count = 0  # in all
+        self._handler = handler
+        self._call_host = call_host
+        self._waiting: deque[Event] = deque()  # the callback thread takes from its other end
+        self._untold_count = 0
+
+    def publish(self, event: Event) -> None:
+        """One more event. The WorkerActor's thread."""
+        if len(self._waiting) >= _WAITING_EVENTS:
+            self.dropped_count += 1
+            self._untold_count += 1
+            return
+        if self._untold_count:
+            told = {"at": event["at"], "event": "events_dropped", "worker": event["worker"]}
+            self._put({**told, "count": self._untold_count})
+            self._untold_count = 0
+        self._put(event)
+
+    def _put(self, event: Event) -> None:
+        self._waiting.append(event)
+        self._call_host(self._deliver, f"on_event of worker {event['worker']!r}")
+
+    def _deliver(self) -> None:
+        self._handler(self._waiting.popleft())
 
 
 def _still_true(checks: Iterable[Callable[[], bool]]) -> list[Callable[[], bool]]:

@@ -1,0 +1,45 @@
+"""What a host's `on_event` hears."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from typing import Any
+
+from llama_worker.testing.scripts import Text, plain_reply
+from tests.actors.conftest import WAIT_S, MakeWorker
+
+
+def test_a_host_hears_of_states_restarts_and_requests_in_order(make_worker: MakeWorker) -> None:
+    heard: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
+    rig = make_worker(on_event=lambda event: heard.put((threading.current_thread().name, event)))
+    rig.run(*plain_reply(Text("x")))
+    rig.worker.restart("new weights").get(timeout=WAIT_S)
+    rig.stop()
+    told: list[dict[str, Any]] = []
+    while not told or (told[-1]["event"], told[-1].get("state")) != ("state", "stopped"):
+        thread, event = heard.get(timeout=WAIT_S)
+        assert thread == "llama_worker-callbacks"
+        told.append(event)
+    assert told == rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"]
+    shown = ("state", "restart", "admitted", "ended")
+    assert [
+        (each["event"], each.get("state") or each.get("reason") or each["job_name"])
+        for each in told
+        if each["event"] in shown
+    ] == [
+        *(("state", "running"), ("state", "ready")),
+        *(("admitted", "job"), ("ended", "completed")),
+        *(("state", "running"), ("restart", "requested"), ("state", "ready")),
+        *(("state", "running"), ("state", "stopped")),
+    ]
+
+
+def test_a_handler_that_waits_holds_up_no_call(make_worker: MakeWorker) -> None:
+    go_on = threading.Event()
+    rig = make_worker(on_event=lambda event: go_on.wait(WAIT_S))
+    try:
+        assert rig.run(*plain_reply(Text("x")))["text"] == "x"
+        rig.stop()
+    finally:
+        go_on.set()
