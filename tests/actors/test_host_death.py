@@ -41,6 +41,7 @@ from tests.actors.conftest import (
     running,
     tree,
 )
+from tests.conftest import trace
 
 LEFT_WITHIN_S = 5.0  # of the host's end
 HOST_PROGRAM = Path(__file__).with_name("host_program.py")
@@ -105,6 +106,7 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
         ("killed", -signal.SIGTERM, OBEDIENT),
         ("killed", -signal.SIGKILL, STUBBORN),
         ("killed", -signal.SIGKILL, HALTED),
+        ("killed without children", -signal.SIGKILL, OBEDIENT),
         ("exit while starting", 0, LOADING),
         ("exit while starting", -signal.SIGKILL, LOADING),
     ],
@@ -127,6 +129,8 @@ def test_a_host_that_ends_without_close_leaves_nothing(
         lambda: not running(seen), f"end of {seen}", LEFT_WITHIN_S - (time.monotonic() - began_at)
     )
     assert not running(tree(host.journal))
+    if script in (OBEDIENT, STUBBORN):  # HALTED equals the latter
+        assert [fact["signal"] for fact in host.journal.facts("signal")] == ["SIGTERM"]
 
 
 def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: RunHost) -> None:
@@ -173,6 +177,26 @@ def test_a_server_and_its_children_do_not_outlive_their_guard_and_nobody_elses_a
     assert not running(first), "there are two servers' trees side by side"
     assert living(others) == set(others)
     assert other.status()["restart_count"] == 0
+
+
+def test_a_stopped_guard_that_owes_news_goes_on(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    launched = rig.journal.wait("launched")
+    os.kill(launched["ppid"], signal.SIGSTOP)
+    os.kill(launched["pid"], signal.SIGSEGV)
+    rig.wait_restarted()
+    (restart,) = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]
+    assert restart["detail"] == "the server ended with signal 11"
+
+
+def test_a_guard_that_cannot_go_on_is_killed(make_worker: MakeWorker) -> None:
+    rig = make_worker(Script(children=TREE))
+    rig.journal.wait("child", count=3)
+    first, launched = rig.tree(), rig.journal.wait("launched")
+    trace(launched["ppid"], stop=True)
+    os.kill(launched["pid"], signal.SIGKILL)
+    rig.wait_restarted()
+    assert not running(first)
 
 
 def test_the_guard_ignores_what_everybody_is_sent_and_standing_still_does_not_hold_up_a_stop(

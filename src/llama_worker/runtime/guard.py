@@ -7,12 +7,12 @@ risk that a pid was given to somebody else.
 
 It ends the tree when
 - the server's first process has ended, however;
-- the host says so: bytes on CONTROL_FD, `T` for SIGTERM to the server's group, `K` (or the end of
-  file) to kill;
-- the host is gone, however it went (seen through a pidfd: a pipe's end of file would not come where
-  the host had
-  forked): SIGTERM, and SIGKILL after `ORPHAN_GRACE_S`.
-Should the guard itself be killed, the kernel kills the server (its parent-death signal).
+- the host says so: bytes on CONTROL_FD, `T` for SIGTERM to the server's group, `K` to kill;
+- the host is gone, however it went: SIGTERM, and SIGKILL after `ORPHAN_GRACE_S`. CONTROL_FD's end of
+  file says so first, and a pidfd where a child that the host had forked keeps CONTROL_FD open.
+Should the guard itself be killed, the kernel kills the server by its parent-death signal. The kernel
+forgets that signal where the server's program is set-user-ID or has file capabilities; the host
+kills such a server then.
 
 REPORT_FD gets lines: `started PID` or `failed ERRNO TEXT`; `died RETURNCODE` as soon as the
 server's first process has ended; `gone` when nothing of the tree is left. Then the guard ends.
@@ -105,30 +105,53 @@ def let_go_of_output() -> None:
     os.close(null)
 
 
+WAIT, TERMINATE, KILL = "wait", "terminate", "kill"  # what follows for the server
+
+
+class Plan:
+    """When the server is asked to end, and when its tree is killed. Sans-IO.
+
+    `kill_at`: monotonic seconds, once the host is gone. Nothing is asked after KILL.
+    """
+
+    def __init__(self) -> None:
+        self.kill_at: float | None = None
+        self._asked = False  # to end; a second SIGTERM makes llama-server drop what it does
+
+    def step(self, now: float, *, ended: bool, host_gone: bool, orders: bytes) -> str:
+        """What follows from what was seen: the server's end, the host's, and its orders."""
+        if ended or b"K" in orders or (self.kill_at is not None and now >= self.kill_at):
+            return KILL
+        if host_gone and self.kill_at is None:
+            self.kill_at = now + ORPHAN_GRACE_S
+            if self._asked:
+                return WAIT
+        elif b"T" not in orders:
+            return WAIT
+        self._asked = True
+        return TERMINATE
+
+
 def watch(server_pid: int, host: int, control_fd: int) -> None:
     """Return when the tree is to be killed."""
-    server = os.pidfd_open(server_pid)
+    server, plan = os.pidfd_open(server_pid), Plan()
     poll = select.poll()
     for fd in (server, host, control_fd):
         poll.register(fd, select.POLLIN)
-    kill_at = None
     while True:
-        timeout_ms = None if kill_at is None else max(0.0, kill_at - time.monotonic()) * 1000
-        ready = dict(poll.poll(timeout_ms))
-        if server in ready or (kill_at is not None and time.monotonic() >= kill_at):
+        wait_s = None if plan.kill_at is None else max(0.0, plan.kill_at - time.monotonic())
+        ready = dict(poll.poll(None if wait_s is None else wait_s * 1000))
+        orders = os.read(control_fd, 64) if control_fd in ready else b""
+        over = [fd for fd in ready if fd == host or (fd == control_fd and not orders)]
+        for fd in over:
+            poll.unregister(fd)
+        follows = plan.step(
+            time.monotonic(), ended=server in ready, host_gone=bool(over), orders=orders
+        )
+        if follows == KILL:
             return
-        if host in ready:
-            poll.unregister(host)
+        if follows == TERMINATE:
             terminate(server_pid)
-            kill_at = time.monotonic() + ORPHAN_GRACE_S
-        if control_fd in ready:
-            orders = os.read(control_fd, 64)
-            if b"T" in orders:
-                terminate(server_pid)
-            if b"K" in orders or (not orders and kill_at is None):
-                return
-            if not orders:
-                poll.unregister(control_fd)
 
 
 def terminate(server_pid: int) -> None:
@@ -152,7 +175,10 @@ def end_tree(server_pid: int, report_fd: int) -> None:
         if pid == server_pid:
             report(report_fd, b"died %d\n" % os.waitstatus_to_exitcode(status))
         for child in children():
-            os.kill(child, signal.SIGKILL)
+            try:
+                os.kill(child, signal.SIGKILL)
+            except PermissionError:  # another user's, by a set-user-ID program: wait for its end
+                continue
         try:
             pid, status = os.waitpid(-1, 0)
         except ChildProcessError:

@@ -32,6 +32,7 @@ from llama_worker.types import StartFailReason
 
 _GUARD = Path(guard.__file__)
 _READ_BYTES = 65536
+_LOOK_S, _LOOKS = 1.0, 5  # at a guard that owes news; after the last it is killed
 _MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
 
 # What would reconfigure a llama-server, or let it start a debugger on an abort and wait for it.
@@ -59,6 +60,36 @@ def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -
 class _Server(Struct, frozen=True):
     pid: int
     pidfd: int | None  # None where it was gone before it could be looked at
+
+
+class Owing:
+    """What to do about a guard that does not tell of its server's end: it was stopped, or its
+    control group was frozen. Sans-IO; instants are monotonic seconds.
+
+    Counts looks, so that a gap in which this host did not run either is one look's.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._look_at: float | None = None
+
+    def wait_ms(self, now: float) -> float | None:
+        """Until the next look; None: there is nothing to look at."""
+        return None if self._look_at is None else max(0.0, self._look_at - now) * 1000
+
+    def step(self, now: float, *, owes: bool) -> signal.Signals | None:
+        """What to send the guard now; `owes`: its server has ended, and it has not said so, or not
+        that the tree is gone."""
+        if not owes:
+            self._look_at = None
+            return None
+        if self._look_at is not None and now < self._look_at:
+            return None
+        first, self._look_at = self._look_at is None, now + _LOOK_S
+        if first:
+            return None
+        self._looks += 1
+        return signal.SIGCONT if self._looks < _LOOKS else signal.SIGKILL
 
 
 class ServerProcess:
@@ -221,8 +252,9 @@ class ServerProcess:
             for fd in (ended, output, report):
                 poll.register(fd, select.POLLIN)
             reports = b""
+            owing, server_registered = Owing(), False
             while True:
-                ready = {fd for fd, _ in poll.poll()}
+                ready = {fd for fd, _ in poll.poll(owing.wait_ms(time.monotonic()))}
                 over = ended in ready
                 if output in ready and not self._drain(output):
                     poll.unregister(output)
@@ -235,6 +267,15 @@ class ServerProcess:
                         self._reported(line.decode(errors="replace"))
                 if over:
                     return self._last_word()
+                server = self._server.pidfd if self._server is not None else None
+                if server in ready:
+                    poll.unregister(server)
+                elif server is not None and not server_registered:
+                    poll.register(server, select.POLLIN)
+                    server_registered = True
+                number = owing.step(time.monotonic(), owes=self.is_gone() and not self._reaped)
+                if number is not None:
+                    guardian.send_signal(number)
         finally:
             os.close(ended)
 

@@ -1,0 +1,159 @@
+"""The guard, run by hand, with this process for its host; and its decisions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llama_worker.runtime import guard
+from llama_worker.runtime.guard import KILL, ORPHAN_GRACE_S, TERMINATE, WAIT, Plan
+from tests.actors.conftest import WAIT_S
+
+# A server that says on standard output when it may be asked to end, and that it was.
+SERVER = """
+import os, signal, sys
+def end(*_):
+    os.write(1, b"asked ")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+os.write(1, b"ready ")
+signal.alarm(60)
+while True:
+    signal.pause()
+"""
+# The guard's main, where the server is another user's: it may not be killed.
+POWERLESS = f"""
+import os, sys
+from llama_worker.runtime import guard
+def kill(pid, number):
+    os.write(int(sys.argv[3]), b"refused\\n")
+    raise PermissionError(1, "Operation not permitted")
+guard.os.kill = kill
+guard.main([{str(guard.__file__)!r}, *sys.argv[1:]])
+"""
+
+
+class Guard:
+    """A guard and its server. `say` gives it orders."""
+
+    def __init__(self, cleanup: contextlib.ExitStack, *program: str) -> None:
+        control, self._control = os.pipe()
+        self.reports_from, report = os.pipe()
+        self.process = cleanup.enter_context(
+            subprocess.Popen(
+                [
+                    *(sys.executable, *program, str(os.getpid()), str(control), str(report)),
+                    *(sys.executable, "-S", "-c", SERVER),
+                ],
+                stdout=subprocess.PIPE,
+                pass_fds=(control, report),
+            )
+        )
+        cleanup.callback(self.process.kill)
+        os.close(control)
+        os.close(report)
+        cleanup.callback(os.close, self.reports_from)
+        cleanup.callback(self.close_control)
+        assert self.process.stdout is not None
+        self._output = self.process.stdout
+        assert self._output.read(len("ready ")) == b"ready "
+        self.server_pid = int(os.read(self.reports_from, 100).split()[1])
+
+    def say(self, order: bytes) -> None:
+        """On the control pipe."""
+        os.write(self._control, order)
+
+    def close_control(self) -> None:
+        """As the kernel does where the host is gone."""
+        if self._control >= 0:
+            os.close(self._control)
+            self._control = -1
+
+    def ended(self) -> tuple[bytes, bytes]:
+        """What the server said, and what the guard reported, once both have ended."""
+        self.process.wait(WAIT_S)
+        reports = b""
+        while more := os.read(self.reports_from, 100):
+            reports += more
+        return self._output.read(), reports
+
+
+@pytest.fixture
+def cleanup() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def test_a_closed_control_pipe_lets_the_server_end_itself(cleanup: contextlib.ExitStack) -> None:
+    """The pipe's end comes before the pidfd says that the host has ended."""
+    run = Guard(cleanup, "-I", "-S", str(Path(guard.__file__)))
+    run.close_control()
+    assert run.ended() == (b"asked ", b"died 0\ngone\n")
+
+
+@pytest.mark.parametrize(
+    ("order", "said"), [(b"T", (b"asked ", b"died 0\ngone\n")), (b"K", (b"", b"died -9\ngone\n"))]
+)
+def test_the_guard_obeys(
+    cleanup: contextlib.ExitStack, order: bytes, said: tuple[bytes, bytes]
+) -> None:
+    run = Guard(cleanup, "-I", "-S", str(Path(guard.__file__)))
+    run.say(order)
+    assert run.ended() == said
+
+
+def test_a_guard_that_may_not_kill_waits(cleanup: contextlib.ExitStack) -> None:
+    run = Guard(cleanup, "-c", POWERLESS)
+    run.say(b"K")
+    assert os.read(run.reports_from, 100) == b"refused\n"
+    os.kill(run.server_pid, signal.SIGTERM)
+    assert run.ended() == (b"asked ", b"died 0\ngone\n")
+
+
+# ---------------------------------------------------------------- decisions
+
+Seen = tuple[float, bool, bool, bytes]  # now, the server's end, the host's, orders
+
+
+@pytest.mark.parametrize(
+    ("seen", "follows"),
+    [
+        ([(0.0, False, False, b"")], [WAIT]),
+        ([(0.0, True, False, b"")], [KILL]),
+        ([(0.0, True, True, b"T")], [KILL]),
+        ([(0.0, False, False, b"K")], [KILL]),
+        ([(0.0, False, False, b"TK")], [KILL]),
+        ([(0.0, False, False, b"T"), (2.0, False, False, b"T")], [TERMINATE, TERMINATE]),
+        (
+            [
+                (5.0, False, True, b""),  # the control pipe's end
+                (5.1, False, True, b""),  # the pidfd
+                (5.0 + ORPHAN_GRACE_S - 0.01, False, False, b""),
+                (5.0 + ORPHAN_GRACE_S, False, False, b""),
+            ],
+            [TERMINATE, WAIT, WAIT, KILL],
+        ),
+        (
+            [
+                (5.0, False, False, b"T"),
+                (6.0, False, True, b""),  # a second SIGTERM would cut short what the first began
+                (6.0 + ORPHAN_GRACE_S, False, False, b""),
+            ],
+            [TERMINATE, WAIT, KILL],
+        ),
+        ([(5.0, False, True, b""), (5.1, True, False, b"")], [TERMINATE, KILL]),
+    ],
+)
+def test_what_a_guard_does_about_what_it_sees(seen: list[Seen], follows: list[str]) -> None:
+    plan = Plan()
+    assert [
+        plan.step(now, ended=ended, host_gone=host_gone, orders=orders)
+        for now, ended, host_gone, orders in seen
+    ] == follows
