@@ -3,6 +3,11 @@ meanwhile."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
 from llama_worker.messages import ProbeOutcome, Stalled, StartupFailed, Tick
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.server.gaps import NO_GAPS
@@ -35,11 +40,59 @@ def test_lost_time_is_what_lies_behind_the_instant() -> None:
     ]
 
 
-def test_only_the_latest_gaps_are_kept() -> None:
+@pytest.mark.parametrize(
+    ("gaps", "lost_s"),
+    [
+        pytest.param([(20.0, 5.0), (24.0, 8.0)], 9.0, id="the second began before the first ended"),
+        pytest.param([(20.0, 2.0), (24.0, 8.0)], 8.0, id="the first lies in the second"),
+        pytest.param([(20.0, 5.0), (20.0, 5.0)], 5.0, id="the same twice"),
+    ],
+)
+def test_what_two_gaps_share_was_lost_once(gaps: list[tuple[float, float]], lost_s: float) -> None:
+    told = NO_GAPS
+    for end, length_s in gaps:
+        told = told.with_gap(end, length_s)
+    assert told.lost_s(0.0) == lost_s
+
+
+def test_no_gap_is_forgotten_however_many_follow() -> None:
     gaps = NO_GAPS
-    for end in range(1000):
-        gaps = gaps.with_gap(float(end), 0.5)
-    assert gaps.entries == tuple((float(end), 0.5) for end in range(936, 1000))
+    for end in range(10, 50_000, 10):  # half of all time is lost
+        gaps = gaps.with_gap(float(end), 5.0)
+    assert len(gaps.spans) <= 256
+    for since in (0.0, 20_000.0, 40_000.0, 49_000.0):
+        assert gaps.lost_s(since, 49_990.0) == pytest.approx((49_990.0 - since) / 2, rel=0.01)
+
+
+UNPROBED = replace(TimeoutProfile(), health_probe_interval_s=None)
+
+
+def served_until_a_verdict(profile: TimeoutProfile, late_s: float, **world: Any) -> float:
+    """Seconds of service that a request got on a machine whose every alarm is so late."""
+    watch = VirtualWatch.ready(profile, **world)
+    watch.begin(lambda now: generating(0.0))
+    lost_s = 0.0
+    while not any(isinstance(news, Stalled) for _, news in watch.news):
+        assert watch.watch.deadline is not None
+        watch.now = max(watch.now, watch.watch.deadline) + late_s
+        lost_s += late_s
+        watch.tell(Tick())
+    return watch.now - lost_s
+
+
+@pytest.mark.parametrize("late_s", [1.5, 6.0, 20.0])
+def test_time_that_is_lost_again_and_again_counts_for_no_limit(late_s: float) -> None:
+    profile = replace(UNPROBED, silent_work_timeout_s=1200.0, suspect_after_s=None)
+    served_s = served_until_a_verdict(profile, late_s, evidence=lambda now, fresh: True)
+    assert served_s == pytest.approx(1200.0, abs=15.0)
+
+
+def test_a_standstill_is_measured_without_the_time_that_was_lost() -> None:
+    def slots(now: float) -> tuple[Slot, ...]:
+        return (Slot(slot_id=0, is_processing=True, task=1, decoded_tokens=9),)
+
+    served_s = served_until_a_verdict(UNPROBED, 12.0, evidence=lambda *at: True, slots=slots)
+    assert served_s >= 60.0
 
 
 def test_a_hang_is_found_also_where_every_alarm_is_late() -> None:

@@ -8,29 +8,59 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # an alarm that rings so late rings after a gap: stopped, suspended, starved, the interpreter held
 LATE_S = 1.0
 FORGIVEN_IN_A_ROW = (
     3  # gaps without a verdict; on a machine that is always late a hang has to be found, too
 )
-_KEPT = 64
+_KEPT = 256  # an even number; where there are more, the older half is kept more coarsely
+
+
+class Span(NamedTuple):
+    """Of which so much was lost: one gap, or several with what lies between them."""
+
+    begin: float
+    end: float
+    lost_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """The latest gaps."""
+    """All gaps: nothing that was lost is forgotten, where it lay is known less exactly with age."""
 
-    entries: tuple[tuple[float, float], ...] = ()  # (end, length), oldest first
+    spans: tuple[Span, ...] = ()  # oldest first, none overlaps another
 
     def with_gap(self, end: float, length_s: float) -> Gaps:
-        """With one that ends now."""
-        return Gaps((*self.entries, (end, length_s))[-_KEPT:])
+        """With one that ends now. What it shares with an earlier one was lost once."""
+        begin, served_s, kept = end - length_s, 0.0, list(self.spans)
+        while kept and kept[-1].end > begin:
+            before = kept.pop()
+            served_s += before.end - before.begin - before.lost_s
+            begin, end = min(begin, before.begin), max(end, before.end)
+        kept.append(Span(begin, end, end - begin - served_s))
+        if len(kept) > _KEPT:
+            older = kept[: _KEPT // 2]
+            kept[: _KEPT // 2] = [
+                _joined(*pair) for pair in zip(older[::2], older[1::2], strict=True)
+            ]
+        return Gaps(tuple(kept))
 
     def lost_s(self, since: float, until: float = math.inf) -> float:
         """How much of the time between the two instants was lost."""
-        spans = (min(end, until) - max(end - length_s, since) for end, length_s in self.entries)
-        return sum(span_s for span_s in spans if span_s > 0)
+        lost_s = 0.0
+        for span in reversed(self.spans):
+            if span.end <= since:
+                break
+            both_s = min(span.end, until) - max(span.begin, since)
+            if both_s > 0:
+                lost_s += span.lost_s * both_s / (span.end - span.begin)
+        return lost_s
+
+
+def _joined(one: Span, other: Span) -> Span:
+    return Span(one.begin, other.end, one.lost_s + other.lost_s)
 
 
 NO_GAPS = Gaps()
