@@ -7,15 +7,16 @@ import pytest
 from llama_worker.stream.advance import Advance
 from llama_worker.stream.events import (
     Done,
+    EmptyRecord,
     Finish,
     PromptProgress,
     ReasoningDelta,
-    RoleOnly,
     ServerError,
     StreamEvent,
     TextDelta,
     Timings,
     ToolCallDelta,
+    UnknownContent,
     Usage,
 )
 
@@ -47,7 +48,13 @@ ALWAYS, ONCE, NEVER = [True, True, True], [True, False, False], [False, False, F
         pytest.param([Finish("stop")] * 3, ONCE, id="a finish"),
         pytest.param([ServerError("no", None, None)] * 3, ONCE, id="an error"),
         pytest.param([Done()] * 3, ONCE, id="the end mark"),
-        pytest.param([RoleOnly()] * 3, NEVER, id="a role"),
+        pytest.param([UnknownContent(7)] * 3, ONCE, id="what has no name here"),
+        pytest.param(
+            [PromptProgress(processed, 100, 0) for processed in (100, 101, 2**62)],
+            ONCE,
+            id="more of the prompt than there is",
+        ),
+        pytest.param([EmptyRecord()] * 3, NEVER, id="a role"),
         pytest.param([TextDelta("")] * 3, NEVER, id="no text"),
         pytest.param([ReasoningDelta("")] * 3, NEVER, id="no reasoning"),
         pytest.param([ToolCallDelta(0, None, None, None)] * 3, NEVER, id="an empty call"),
@@ -60,6 +67,12 @@ def test_the_same_again_and_again(events: list[StreamEvent], advance: list[bool]
 def test_prompt_progress_advances_only_beyond_all_that_was_reported() -> None:
     in_circles = [PromptProgress(processed, 100, 0) for processed in (0, 40, 80, 0, 40, 80, 81, 80)]
     assert advances(*in_circles) == [True, True, True, False, False, False, True, False]
+
+
+def test_unknown_content_advances_while_it_changes() -> None:
+    words = [UnknownContent(number) for number in range(5000)]
+    assert all(advances(*words))
+    assert advances(*words[:100], *words[:100]) == [True] * 100 + [False] * 100
 
 
 def test_calls_that_begin_for_ever_advance_no_more() -> None:

@@ -15,10 +15,10 @@ from llama_worker.responses.events import ResponseEvents, sse
 from llama_worker.responses.request import normalise
 from llama_worker.stream.events import (
     Done,
+    EmptyRecord,
     Finish,
     PromptProgress,
     ReasoningDelta,
-    RoleOnly,
     ServerError,
     StreamEvent,
     TextDelta,
@@ -150,7 +150,7 @@ streams = st.lists(
         st.builds(Usage, st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(0, 9)),
         st.sampled_from(
             [
-                RoleOnly(),
+                EmptyRecord(),
                 PromptProgress(1, 2, 0),
                 Finish("stop"),
                 Finish("length"),
@@ -322,7 +322,7 @@ def test_what_was_whole_before_the_cut_is_done_and_the_rest_is_kept_for_referenc
     "said",
     [
         None,
-        RoleOnly(),
+        EmptyRecord(),
         TextDelta("a"),
         ReasoningDelta("a"),
         call(0, '{"a', "f"),

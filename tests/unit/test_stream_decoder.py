@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 from llama_worker.stream.decoder import ProtocolError, StreamDecoder, decode_record
 from llama_worker.stream.events import (
     Done,
+    EmptyRecord,
     Finish,
     PromptProgress,
     ReasoningDelta,
-    RoleOnly,
     ServerError,
     StreamEvent,
     TextDelta,
     Timings,
     ToolCallDelta,
+    UnknownContent,
     Usage,
 )
 from llama_worker.stream.sse import SseRecord
@@ -64,7 +65,7 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
     [
         (chunk({"content": " word"}), [TextDelta(" word")]),
         *(
-            (nothing, [])
+            (nothing, [EmptyRecord()])
             for nothing in (chunk({"content": ""}), chunk({"content": 3}), chunk({}, ""), {"id": 1})
         ),
         (
@@ -72,17 +73,26 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
             [TextDelta("ab")],
         ),
         (chunk({"reasoning_content": "hm"}), [ReasoningDelta("hm")]),
-        (chunk({"role": "assistant", "content": None}), [RoleOnly()]),
+        (chunk({"role": "assistant", "content": None}), [EmptyRecord()]),
         (chunk({"role": "assistant", "content": "x"}), [TextDelta("x")]),
         (chunk(None, "stop"), [Finish("stop")]),
         (chunk({"content": "x"}, "length"), [TextDelta("x"), Finish("length")]),
         ({"choices": [{"finish_reason": "stop"}]}, [Finish("stop")]),
         ({"choices": [{"text": "x", "finish_reason": "stop"}]}, [TextDelta("x"), Finish("stop")]),
-        ({"choices": ["x", None, 5, [], [1]]}, []),
+        ({"choices": ["x", None, 5, [], [1]]}, [EmptyRecord()]),
         (
             {"choices": [{"index": 1, "delta": {"content": "x"}}, {"delta": {"content": "y"}}]},
             [TextDelta("y")],
         ),
+        # what has no name here
+        *(
+            (nothing, [EmptyRecord()])
+            for nothing in (
+                {"id": "7", "created": 9, "model": "m", "choices": []},
+                chunk({"reasoning": "", "refusal": None}),
+            )
+        ),
+        (chunk({"content": "x", "reasoning": "word 7"}), [TextDelta("x")]),
         # tool calls
         (chunk({"tool_calls": [TOOL]}), [ToolCallDelta(0, "c1", "add", "{")]),
         (call(index=2, function={"arguments": "1}"}), [ToolCallDelta(2, None, None, "1}")]),
@@ -124,7 +134,7 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
             [PromptProgress(processed=5, total=9, cached=2)],
         ),
         ({"prompt_progress": {"total": 9, "processed": 5}}, [PromptProgress(5, 9, 0)]),
-        ({"prompt_progress": {"total": None, "processed": 5}}, []),
+        ({"prompt_progress": {"total": None, "processed": 5}}, [EmptyRecord()]),
         (
             {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}},
             [Usage(4, 2, None)],
@@ -209,6 +219,18 @@ def test_what_is_no_json_object_is_an_error_record_or_a_protocol_error_that_quot
     assert len(str(raised.value)) < 140
 
 
+def test_content_without_a_name_here_is_told_apart_whatever_else_its_record_holds() -> None:
+    def fingerprint(value: Any) -> int:
+        told = [event for event in decode(value) if isinstance(event, UnknownContent)]
+        return told[0].fingerprint
+
+    seven = fingerprint(chunk({"reasoning": "word 7"}))
+    clocks = {"id": "b", "created": 9, "timings": TIMINGS, "usage": {"completion_tokens": 8}}
+    assert fingerprint(chunk({"reasoning": "word 7"}, **clocks)) == seven
+    assert fingerprint(chunk({"reasoning": "word 8"})) != seven
+    assert fingerprint(chunk({}, thought="word 7")) != fingerprint(chunk({}, thought="word 8"))
+
+
 NAMES = (
     *(
         "choices",
@@ -281,7 +303,8 @@ def test_records_with_data_are_counted_comments_are_not() -> None:
     decoder = StreamDecoder()
     assert (decoder.feed(b": ping\n\n\n"), decoder.data_records) == ([], 0)
     assert decoder.feed(b'data: {"choices": []}\n\n: ping\n\nerror: e\n\ndata: [DO') == [
-        ServerError("e", None, None)
+        EmptyRecord(),
+        ServerError("e", None, None),
     ]
     assert (decoder.data_records, decoder.partial) == (2, True)
     assert decoder.feed(b"NE] \n\n") == [Done()]

@@ -20,15 +20,16 @@ from llama_worker.responses.tools import NO_TOOLS, ToolSet
 from llama_worker.stream.calls import ToolCallAssembler
 from llama_worker.stream.events import (
     Done,
+    EmptyRecord,
     Finish,
     PromptProgress,
     ReasoningDelta,
-    RoleOnly,
     ServerError,
     StreamEvent,
     TextDelta,
     Timings,
     ToolCallDelta,
+    UnknownContent,
     Usage,
 )
 from llama_worker.stream.failure import StreamFailure
@@ -153,7 +154,7 @@ class ResponseEvents:
                 self._usage = event
             case Timings():
                 self._timings = event
-            case RoleOnly() | PromptProgress():
+            case EmptyRecord() | UnknownContent() | PromptProgress():
                 pass
             case _:
                 assert_never(event)

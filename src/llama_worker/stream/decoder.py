@@ -14,20 +14,27 @@ import msgspec
 
 from llama_worker.stream.events import (
     Done,
+    EmptyRecord,
     Finish,
     PromptProgress,
     ReasoningDelta,
-    RoleOnly,
     ServerError,
     StreamEvent,
     TextDelta,
     Timings,
     ToolCallDelta,
+    UnknownContent,
     Usage,
 )
 from llama_worker.stream.failure import context_use
 from llama_worker.stream.sse import SseDecoder, SseRecord
 
+# What is read here, and what is the same in every record, or a clock.
+_READ_IN_CHUNK = ("choices", "prompt_progress", "usage", "timings", "error", "message")
+_IN_CHUNK = frozenset((*_READ_IN_CHUNK, "id", "object", "created", "model", "system_fingerprint"))
+_IN_CHOICE = frozenset(["index", "delta", "message", "text", "finish_reason"])
+_IN_DELTA = frozenset(["role", "content", "reasoning_content", "tool_calls"])
+_CONTENT = (TextDelta, ReasoningDelta, ToolCallDelta, Finish, ServerError)
 _TOO_MANY = 1 << 63  # of anything: not a count, and too much for who adds counts up
 _SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an error
 
@@ -59,7 +66,7 @@ class StreamDecoder:
             for record in records:
                 self.data_records += 1
                 delta = _plain_delta(record)
-                if delta is None:
+                if delta is None or not (delta.reasoning_content or delta.content):
                     self._end_run()
                     decoded = decode_record(record, self._delta_kinds)
                     self._delta_kinds.update(map(type, decoded))
@@ -160,7 +167,10 @@ def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple
         raise ProtocolError(f"a record of the stream is not JSON: {_shown(record.data)}") from None
     if not isinstance(chunk, dict):
         raise ProtocolError(f"a record of the stream is not a JSON object: {_shown(record.data)}")
-    return tuple(_events(chunk, delta_kinds)) or _role_only(chunk)
+    events = tuple(_events(chunk, delta_kinds))
+    if not any(isinstance(event, _CONTENT) for event in events):
+        events += tuple(_unknown_content(chunk))
+    return events or (EmptyRecord(),)
 
 
 def _events(chunk: dict[str, Any], delta_kinds: Container[type]) -> Iterator[StreamEvent]:
@@ -185,9 +195,17 @@ def _events(chunk: dict[str, Any], delta_kinds: Container[type]) -> Iterator[Str
         yield _error(chunk)  # an error object that is not wrapped
 
 
-def _role_only(chunk: dict[str, Any]) -> tuple[RoleOnly, ...]:
-    delta = (_first_choice(chunk) or {}).get("delta")
-    return (RoleOnly(),) if isinstance(delta, dict) and delta.get("role") else ()
+def _unknown_content(chunk: dict[str, Any]) -> Iterator[UnknownContent]:
+    """What is neither read here nor the same, or a clock, in every record."""
+    choice = _first_choice(chunk) or {}
+    delta = choice.get("delta")
+    unknown = [
+        {key: value for key, value in part.items() if key not in known and value}
+        for part, known in ((chunk, _IN_CHUNK), (choice, _IN_CHOICE), (delta, _IN_DELTA))
+        if isinstance(part, dict)
+    ]
+    if any(unknown):
+        yield UnknownContent(hash(json.dumps(unknown, sort_keys=True)))
 
 
 def _first_choice(chunk: dict[str, Any]) -> dict[str, Any] | None:

@@ -39,8 +39,14 @@ class ToolCallDelta(Struct, frozen=True):
     arguments: str | None
 
 
-class RoleOnly(Struct, frozen=True):
-    """The answer's first chunk, with nothing in it yet."""
+class EmptyRecord(Struct, frozen=True):
+    """A record with nothing in it: only a role, an empty delta, an empty object."""
+
+
+class UnknownContent(Struct, frozen=True):
+    """Something in a record that has no name here; the same content has the same fingerprint."""
+
+    fingerprint: int
 
 
 class PromptProgress(Struct, frozen=True):
@@ -91,7 +97,8 @@ StreamEvent = (
     TextDelta
     | ReasoningDelta
     | ToolCallDelta
-    | RoleOnly
+    | EmptyRecord
+    | UnknownContent
     | PromptProgress
     | Usage
     | Timings
