@@ -26,13 +26,13 @@ from llama_worker.messages import (
 )
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
-from llama_worker.server.slots import Slot, SlotsLook
+from llama_worker.server.slots import Slot, SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import Look, LookAtSlots, News, ProbeReadiness, ServerWatch
 from llama_worker.types import RequestPhase
 
 RequestAt = Callable[[float], Progress]
-SlotsAt = Callable[[float], tuple[Slot, ...] | None]
+SlotsAt = Callable[[float], tuple[Slot, ...] | SlotsSilence | None]
 
 
 class Nobody:
@@ -124,7 +124,11 @@ class VirtualWatch:
                     case LookAtSlots(epoch=epoch):
                         self.slots_asked_at.append(self.now)
                         slots = self._slots(self.now)
-                        look = None if slots is None else SlotsLook(asked_at=self.now, slots=slots)
+                        look = (
+                            SlotsLook(asked_at=self.now, slots=slots)
+                            if isinstance(slots, tuple)
+                            else slots
+                        )
                         messages.append(SlotsSeen(epoch=epoch, look=look))
                     case StandDown():
                         pass

@@ -19,7 +19,7 @@ from llama_worker.request.submission import Submission
 from llama_worker.request.table import RequestRecord
 from llama_worker.request.turn import TurnId
 from llama_worker.server.gpu_faults import GpuFault
-from llama_worker.server.slots import SlotsLook
+from llama_worker.server.slots import SlotsLook, SlotsSilence
 from llama_worker.server.timeouts import Verdict
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.calls import ParsedCall
@@ -606,11 +606,11 @@ class EvidenceSeen(Struct, frozen=True, kw_only=True):
 
 
 class SlotsSeen(Struct, frozen=True, kw_only=True):
-    """From the thread of one look at `/slots`, its last word; None: no answer, or none that tells
-    anything."""
+    """From the thread of one look at `/slots`, its last word; None: an answer that tells nothing, or
+    it was not asked."""
 
     epoch: int
-    look: SlotsLook | None
+    look: SlotsLook | SlotsSilence | None
 
 
 class ProgressReported(Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from llama_worker.actors import server_life
 from llama_worker.actors import worker as worker_actor
 from llama_worker.request.progress import Progress
 from llama_worker.server import lifecycle, liveness, suspicion
-from llama_worker.server.timeouts import Verdict, verdict
+from llama_worker.server.timeouts import DEAD_BESIDE_MULTIPLE, Verdict, verdict
 from tests.docs.pages import DOCS, names_in, table
 
 # Every state in which a request can be.
@@ -26,6 +26,14 @@ STATES = {
     "reporting prefill": replace(PREFILL, prompt_progress_at=0.0),
     "generating": replace(
         PREFILL, phase=RequestPhase.GENERATING, first_token_at=0.0, last_data_at=0.0
+    ),
+    "repeating prefill": replace(PREFILL, prompt_progress_at=0.0, repeated_at=(1.0, 2.0, 3.0)),
+    "generating repeats": replace(
+        PREFILL,
+        phase=RequestPhase.GENERATING,
+        first_token_at=0.0,
+        last_data_at=0.0,
+        repeated_at=(1.0, 2.0, 3.0),
     ),
     "in a tool": replace(WAITING, phase=RequestPhase.TOOL),
 }
@@ -41,6 +49,7 @@ def judge(
     *,
     liveness_at: float | None = None,
     neighbour_data_at: float | None = None,
+    now: float = 10.0,
 ) -> Verdict | None:
     """The verdict after 10 s, with that limit at 5 s and every other off, or far away."""
     off = dict.fromkeys(LIMITS)
@@ -50,19 +59,24 @@ def judge(
         liveness_at=liveness_at,
         neighbour_data_at=neighbour_data_at,
         profile=profile,
-        now=10.0,
+        now=now,
     )
 
 
 PAGE = (DOCS / "hung-or-slow.md").read_text()
 # Connecting has a limit of its own, the connection's: no verdict.
-CONNECTING, *ROWS = table(PAGE, "the request is")
+CONNECTING, *ROWS, DEAD_BESIDE = table(PAGE, "the request is")
 # What the first column of the table means.
 WHEN = {
     "waiting for response headers": {"waiting"},
     "in prefill, nothing heard but headers or a role chunk": {"silent prefill"},
-    "in prefill with progress reported, or generating": {"reporting prefill", "generating"},
-    "before its first token": {"waiting", "silent prefill", "reporting prefill"},
+    "in prefill with progress reported": {"reporting prefill"},
+    "generating": {"generating"},
+    "in prefill, and gets the same again and again": {"repeating prefill"},
+    "generating, and gets the same again and again": {"generating repeats"},
+    "before its first token": {
+        *("waiting", "silent prefill", "reporting prefill", "repeating prefill")
+    },
     "anywhere but in a tool": set(STATES) - {"in a tool"},
     "anywhere": set(STATES),
 }
@@ -98,6 +112,17 @@ def test_the_first_row_of_the_table_says_the_limit_of_connecting() -> None:
     assert f"`connect_timeout_s` ({TimeoutProfile().connect_timeout_s:g})" in after
 
 
+def test_the_last_row_is_the_limit_of_a_dead_stream_beside_live_ones() -> None:
+    when, reason, after = DEAD_BESIDE
+    assert when == "generating, `/slots` is not to be had, and others get data"
+    assert f"{DEAD_BESIDE_MULTIPLE} x `idle_stream_timeout_s`" in after
+    times = {"liveness_at": 19.9, "neighbour_data_at": 19.9, "now": 20.0}
+    found = judge(STATES["generating"], "idle_stream_timeout_s", **times)
+    assert found is not None
+    assert (names_in(reason), found.alone) == ([str(found.reason)], True)
+    assert judge(STATES["generating"], "idle_stream_timeout_s", **{**times, "now": 19.9}) is None
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_costs_a_restart(
     row: list[str],
@@ -125,7 +150,7 @@ def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
     said = (
-        r'(?:_restart\(life, now,|_trouble\(life, now,|Trouble\(|RecordRestart\(reason=)\s*"(\w+)"'
+        r'(?:_(?:restart|trouble)\(\s*life,\s*now,|Trouble\(|RecordRestart\(\s*reason=)\s*"(\w+)"'
     )
     sources = [
         Path(str(module.__file__)).read_text()

@@ -40,10 +40,10 @@ from llama_worker.request.turn import Turn, TurnId
 from llama_worker.runtime.host_code import write_bios
 from llama_worker.stream.events import (
     Done,
+    EmptyRecord,
     Finish,
     PromptProgress,
     ReasoningDelta,
-    RoleOnly,
     ServerError,
     StreamEvent,
     TextDelta,
@@ -219,7 +219,7 @@ def test_a_stream_to_its_completion() -> None:
     assert request.phase == "waiting"
     assert request.opened(FIRST, 101.0) == []
     assert request.phase == "prefill"
-    assert hear(request, RoleOnly(), PromptProgress(5, 10, 2), at=102.0) == []
+    assert hear(request, EmptyRecord(), PromptProgress(5, 10, 2), at=102.0) == []
     assert request.phase == "prefill"
     assert hear(request, ReasoningDelta("hm"), at=103.0) == []
     assert request.phase == "generating"

@@ -3,14 +3,14 @@ nothing new."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 
-from llama_worker.messages import Stalled
+from llama_worker.messages import HealthLost, ProbeOutcome, Stalled
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.server.gaps import NO_GAPS, Gaps
@@ -20,13 +20,15 @@ from llama_worker.server.slots import (
     LOOK_INTERVAL_S,
     LOOKS_COUNT,
     PAUSE_S,
+    SILENT_S,
     Slot,
     SlotMoves,
     SlotsLook,
-    SlotsVerdict,
+    SlotsSilence,
     judge_by_slots,
     parse_slots,
 )
+from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, RequestPhase
 from tests.virtual_watch import RequestAt, SlotsAt, VirtualWatch, generating
 
@@ -206,9 +208,9 @@ def test_a_wedge_is_found_in_one_round(
     alone: bool,
 ) -> None:
     found = judge(looks(*tracks), suspect, *others)
-    assert isinstance(found, SlotsVerdict)
-    assert (found.verdict.reason, found.alone, found.verdict.restart) == (reason, alone, True)
-    assert "request 1 in phase" in found.verdict.detail
+    assert isinstance(found, Verdict)
+    assert (found.reason, found.alone, found.restart) == (reason, alone, True)
+    assert "request 1 in phase" in found.detail
 
 
 SERVED_PROMPT = replace(SERVED, phase=PREFILL)
@@ -295,10 +297,12 @@ def test_a_prefill_that_reported_no_batch_may_stand_still_for_ever_unless_its_st
     None
 ):
     assert judge(looks(IN_A_BATCH), REPORTED, still_s=1e6) is None
-    assert judge(looks(IN_A_BATCH), replace(REPORTED, repeats=2)) is None
-    found = judge(looks(IN_A_BATCH), replace(REPORTED, repeats=3))
-    assert isinstance(found, SlotsVerdict)
-    assert found.verdict.reason is STALL
+    for repeated_at in ((), (100.5, 101.5), (99.0, 101.5, 103.0)):  # the last: behind a batch
+        suspect = replace(REPORTED, repeated_at=repeated_at)
+        assert judge(looks(IN_A_BATCH), suspect, still_s=6.0) is None
+    found = judge(looks(IN_A_BATCH), replace(REPORTED, repeated_at=(100.5, 101.5, 103.0)))
+    assert isinstance(found, Verdict)
+    assert found.reason is STALL
 
 
 BATCHES_AT = -1e5
@@ -393,3 +397,89 @@ def test_a_livelock_in_prefill_is_told_from_a_long_batch_by_what_was_reported() 
         lambda now: (slot(prompt=0),), lambda now: silent(PREFILL, prompt_progress_at=0.0)
     )
     assert one_long_batch.run(1000.0, Stalled) is None
+
+
+# ---------------------------------------------------------------- when it is silent
+
+
+def falls_silent(at: float, before: Callable[[float], tuple[Slot, ...]]) -> SlotsAt:
+    return lambda now: before(now) if now < at else SlotsSilence()
+
+
+def in_a_batch(now: float) -> tuple[Slot, ...]:
+    return (slot(prompt=0),)
+
+
+def writes_until(at: float) -> RequestAt:
+    return lambda now: generating(min(now, at))
+
+
+def reads(now: float) -> Progress:
+    return silent(PREFILL, prompt_progress_at=0.0)
+
+
+def stalled_at(
+    slots: SlotsAt,
+    request: RequestAt,
+    readiness: Callable[[float], ProbeOutcome] = lambda now: ProbeOutcome.READY,
+) -> float | None:
+    profile = TimeoutProfile.normal()
+    watch = VirtualWatch.ready(
+        profile, evidence=lambda now, fresh: not fresh, slots=slots, readiness=readiness
+    )
+    watch.begin(request)
+    found = watch.run(1000.0, Stalled)
+    return None if found is None else found[0]
+
+
+def test_slots_that_fall_silent_while_the_rest_answers_cost_the_server_after_a_minute() -> None:
+    at = stalled_at(falls_silent(180.0, writes_on), writes_until(100.0))
+    assert at is not None
+    assert SILENT_S <= at - 180.0 <= SILENT_S + 3 * PAUSE_S
+
+
+@pytest.mark.parametrize(
+    ("slots", "request_at", "readiness"),
+    [
+        pytest.param(
+            lambda now: SlotsSilence(), writes_until(100.0), ProbeOutcome.READY, id="always silent"
+        ),
+        pytest.param(
+            falls_silent(180.0, writes_on), writes_until(100.0), ProbeOutcome.LOADING, id="no HTTP"
+        ),
+        pytest.param(
+            falls_silent(180.0, lambda now: (slot(prompt=int(now)),)),
+            reads,
+            ProbeOutcome.READY,
+            id="a long batch, of a build that answers between batches",
+        ),
+        pytest.param(
+            lambda now: SlotsSilence() if int(now) // 50 % 2 else writes_on(now),
+            writes_until(100.0),
+            ProbeOutcome.READY,
+            id="it answers now and then",
+        ),
+    ],
+)
+def test_silent_slots_are_no_news(
+    slots: SlotsAt, request_at: RequestAt, readiness: ProbeOutcome
+) -> None:
+    at = stalled_at(slots, request_at, lambda now: readiness if now > 180.0 else ProbeOutcome.READY)
+    assert at is None
+
+
+def test_slots_that_answered_in_a_batch_and_fall_silent_in_a_prefill_are_news() -> None:
+    at = stalled_at(falls_silent(180.0, in_a_batch), reads)
+    assert at is not None
+    assert SILENT_S <= at - 180.0 <= SILENT_S + 3 * PAUSE_S
+
+
+def test_a_probe_beside_silent_slots_is_no_health_probe() -> None:
+    failing = VirtualWatch.ready(
+        replace(PROFILE, health_probe_interval_s=None),
+        evidence=lambda now, fresh: not fresh,
+        slots=falls_silent(180.0, writes_on),
+        readiness=lambda now: ProbeOutcome.READY if now < 150.0 else ProbeOutcome.FAILED,
+    )
+    failing.begin(writes_until(100.0))
+    assert failing.run(1000.0, HealthLost) is None

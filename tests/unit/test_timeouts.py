@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, last_progress_at
-from llama_worker.server.timeouts import DataLedger, Inquiry, Triage, busy_neighbour, verdict
+from llama_worker.server.timeouts import (
+    NO_SLOT_SIGNS,
+    DataLedger,
+    Inquiry,
+    SlotSigns,
+    Triage,
+    busy_neighbour,
+    verdict,
+)
 from llama_worker.types import RequestFailReason, RequestPhase
 
 WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING
@@ -37,12 +45,17 @@ def progress(phase: RequestPhase, **times: Any) -> Progress:
 
 
 def heard(
-    work: float | None = None, neighbour: float | None = None, **limits: Any
+    work: float | None = None,
+    neighbour: float | None = None,
+    slots: SlotSigns = NO_SLOT_SIGNS,
+    **limits: Any,
 ) -> dict[str, Any]:
-    """When a sign of work and a neighbour's data came last, judged by these limits."""
+    """When a sign of work and a neighbour's data came last, what the slots showed, judged by these
+    limits."""
     return {
         "liveness_at": work,
         "neighbour_data_at": neighbour,
+        "slots": slots,
         "profile": replace(PROFILE, **limits),
     }
 
@@ -58,14 +71,18 @@ QUEUED = progress(WAITING)
 READS = progress(PREFILL, headers_at=1010.0)
 HAS_A_ROLE = progress(PREFILL, headers_at=1010.0, last_data_at=1016.0)
 REPORTS = progress(PREFILL, headers_at=1010.0, prompt_progress_at=1020.0)
-REPEATS = progress(PREFILL, prompt_progress_at=1100.0, last_data_at=1100.0, repeats=99)
+SAME_AGAIN = {"last_data_at": 1100.0, "repeated_at": (1101.0, 1103.0, 1105.0)}
+REPEATS = progress(PREFILL, prompt_progress_at=1100.0, **SAME_AGAIN)
+REPEATED_BEFORE = replace(REPEATS, repeated_at=(1101.0, 1103.0, 1189.0))
+WRITES_THE_SAME = progress(GENERATING, first_token_at=1050.0, **SAME_AGAIN)
 WRITES = progress(GENERATING, first_token_at=1050.0, last_data_at=1100.0)
+STARVES = replace(REPEATS, repeated_at=(5000.0, 5010.0, 5020.0))  # one after each batch
 SECOND_TURN = progress(
     PREFILL, turn_started_at=1500.0, headers_at=1501.0, prompt_progress_at=1559.0
 )
 OLD_TOKEN = replace(SECOND_TURN, first_token_at=1100.0)
 BUSY = progress(TOOL, turn_started_at=1499.0, headers_at=1499.0, last_data_at=1499.0)
-HAS_500_S = {"absolute_timeout_s": 500.0}  # from the dispatch on, at 1000.0
+HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch on, at 1000.0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +137,56 @@ HAS_500_S = {"absolute_timeout_s": 500.0}  # from the dispatch on, at 1000.0
         ),
         pytest.param(WRITES, heard(work=2299.0), 2300.0, STALL, id="a server that spins"),
         pytest.param(
-            WRITES, heard(3199.0, 2000.0), 3200.0, STALL, id="a server whose work is a neighbour's"
+            WRITES,
+            heard(3199.0, 2000.0, SlotSigns(tells=True)),
+            3200.0,
+            STALL,
+            id="a server whose work is a neighbour's",
+        ),
+        pytest.param(
+            WRITES,
+            heard(3199.0, 2000.0),
+            1580.0,
+            STALL,
+            id="a dead stream beside a live one, without the slots",
+        ),
+        pytest.param(
+            WRITES, heard(2299.0, 1219.0), 2419.0, STALL, id="a neighbour that went on for a while"
+        ),
+        pytest.param(
+            REPEATS,
+            heard(1219.0, 1100.5),
+            1220.5,
+            STALL,
+            id="the same again and again, and the neighbours stand still, too",
+        ),
+        pytest.param(
+            REPEATS,
+            heard(1219.0, slots=SlotSigns(any_moved_at=1100.5)),
+            1220.5,
+            STALL,
+            id="the same again and again, and no slot moves any more",
+        ),
+        pytest.param(
+            REPORTS,
+            heard(neighbour=1130.0),
+            1250.0,
+            STALL,
+            id="read in turn with a neighbour, by a server that shows no work",
+        ),
+        pytest.param(
+            WRITES_THE_SAME,
+            heard(1219.0, 1219.0),
+            1220.0,
+            STALL,
+            id="one that generates writes the same, beside a neighbour",
+        ),
+        pytest.param(
+            WRITES_THE_SAME,
+            heard(1219.0, slots=SlotSigns(moved_at=1100.5, any_moved_at=1219.0)),
+            1220.5,
+            STALL,
+            id="one that generates writes the same, and its slot has moved for a while",
         ),
         pytest.param(
             SECOND_TURN,
@@ -189,8 +255,37 @@ def test_where_no_limit_holds_no_verdict_falls(at: Progress, told: dict[str, Any
     assert verdict(at, now=1e9, **told) is None
 
 
+@pytest.mark.parametrize(
+    ("at", "told"),
+    [
+        pytest.param(STARVES, heard(neighbour=5019.0), id="a neighbour's prompt is read before it"),
+        pytest.param(
+            STARVES, heard(slots=SlotSigns(any_moved_at=5019.0)), id="a stranger's prompt is"
+        ),
+        pytest.param(
+            REPEATED_BEFORE,
+            heard(1219.0, 1188.0),
+            id="the same again and again, until a neighbour went on",
+        ),
+        pytest.param(
+            replace(REPEATS, repeated_at=(1101.0, 1103.0)),
+            heard(work=1219.0),
+            id="the same twice, and then a batch",
+        ),
+        pytest.param(
+            WRITES_THE_SAME,
+            heard(slots=SlotSigns(moved_at=1218.0, any_moved_at=1218.0)),
+            id="what it writes is held back, and its slot moves",
+        ),
+    ],
+)
+def test_what_waits_for_its_turn_is_spared(at: Progress, told: dict[str, Any]) -> None:
+    heard_at = max(told["neighbour_data_at"] or 0.0, told["slots"].any_moved_at or 0.0, 1100.0)
+    assert reason_at(heard_at + 119.0, at, told | {"liveness_at": heard_at}) is None
+
+
 def test_the_limit_that_was_over_first_gives_the_reason_however_late_the_tick() -> None:
-    limits = {"absolute_timeout_s": 100.0, "ttft_timeout_s": 50.0}
+    limits: dict[str, Any] = {"absolute_timeout_s": 100.0, "ttft_timeout_s": 50.0}
     assert reason_at(5000.0, progress(WAITING), heard(**limits)) is HEADERS
     assert reason_at(5000.0, progress(WAITING), heard(work=1040.0, **limits)) is TTFT
     assert reason_at(5000.0, progress(TOOL), heard(**limits)) is ABSOLUTE

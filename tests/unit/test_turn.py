@@ -9,9 +9,9 @@ from llama_worker.request.turn import Said, Turn
 from llama_worker.stream import events
 from llama_worker.stream.calls import RawCall
 from llama_worker.stream.events import (
+    EmptyRecord,
     PromptProgress,
     ReasoningDelta,
-    RoleOnly,
     TextDelta,
     Timings,
     ToolCallDelta,
@@ -126,16 +126,25 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
         it.take(PromptProgress(processed=processed, total=100, cached=0), at)
     assert (it.last_data_at, it.prompt_progress_at) == (9.0, 9.0)
     assert [batch.length_s() for batch in it.longest_batches] == [4.0, 4.0]
-    assert it.repeats == 1
+    assert it.repeated_at == (10.0,)
 
 
-def test_repeats_are_counted_from_the_latest_that_was_new_and_are_no_tokens() -> None:
+def test_repeats_are_kept_since_the_latest_that_was_new_and_are_no_tokens() -> None:
     it = turn()
     take(
-        it, *[RoleOnly()] * 5, ToolCallDelta(0, None, None, None), ToolCallDelta(0, None, None, "")
+        it,
+        *[EmptyRecord()] * 5,
+        ToolCallDelta(0, None, None, None),
+        ToolCallDelta(0, None, None, ""),
     )
-    assert (it.repeats, it.last_data_at, it.tokens, it.first_token_at) == (7, None, 0, None)
+    assert (len(it.repeated_at), it.last_data_at, it.tokens, it.first_token_at) == (
+        1,
+        None,
+        0,
+        None,
+    )
     take(it, TextDelta("a"), at=2.0)
-    assert (it.repeats, it.last_data_at) == (0, 2.0)
-    take(it, *[ToolCallDelta(0, None, None, "")] * 4, at=3.0)
-    assert (it.repeats, it.last_data_at) == (4, 2.0)
+    assert (it.repeated_at, it.last_data_at) == ((), 2.0)
+    for at in (3.0, 3.4, 3.5, 5.0, 5.1, 7.0, 8.0):  # what comes together is one
+        take(it, ToolCallDelta(0, None, None, ""), at=at)
+    assert (it.repeated_at, it.last_data_at) == ((5.0, 7.0, 8.0), 2.0)

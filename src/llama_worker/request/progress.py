@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 from llama_worker.types import RequestPhase
 
-_MANY_REPEATS = 3  # the first chunk may say nothing, and a report of progress may come twice
+# The first chunk may say nothing, and a report of progress may come twice. Repeats that come
+# together (read in one go behind a pause of this program's) are one.
+REPEATS_KEPT = 3
+REPEATS_APART_S = 0.5
 
 
 class Batch(NamedTuple):
@@ -39,16 +42,15 @@ class Progress:
         Batch, ...
     ] = ()  # of the prompt, longest first; a few, as one may have met a gap
     tokens: int = 0  # generated, as far as they were told
-    repeats: int = 0  # records that brought nothing new, since the latest that did
+    repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
     concluding: bool = (
         False  # finished or broken off: what may still follow has a short deadline of its own
     )
 
-    @property
-    def only_repeats(self) -> bool:
-        """The server sends on and says nothing new: no batch is under way, its loop goes in
-        circles."""
-        return self.repeats >= _MANY_REPEATS
+    def only_repeats_since(self, at: float) -> bool:
+        """The server has sent the same again and again since then: its loop goes in circles, or
+        this request waits for its turn."""
+        return len(self.repeated_at) == REPEATS_KEPT and self.repeated_at[0] > at
 
     @property
     def data_at(self) -> float | None:

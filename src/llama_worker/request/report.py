@@ -84,7 +84,7 @@ def build_progress(
         last_stream_byte_at=turn.last_stream_byte_at,
         longest_batches=turn.longest_batches,
         tokens=turn.tokens,
-        repeats=turn.repeats,
+        repeated_at=turn.repeated_at,
         concluding=concluding,
     )
 

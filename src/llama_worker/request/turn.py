@@ -7,17 +7,18 @@ from collections.abc import Collection
 from typing import assert_never
 
 from llama_worker.profiles import LoopDetector
-from llama_worker.request.progress import Batch
+from llama_worker.request.progress import REPEATS_APART_S, REPEATS_KEPT, Batch
 from llama_worker.stream.advance import Advance
 from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
 from llama_worker.stream.events import (
+    EmptyRecord,
     PromptProgress,
     ReasoningDelta,
-    RoleOnly,
     StreamEvent,
     TextDelta,
     Timings,
     ToolCallDelta,
+    UnknownContent,
     Usage,
     encodable,
 )
@@ -31,7 +32,7 @@ _BATCHES_KEPT = 3
 TurnId = tuple[int, int]
 """Request id, and the number of the request's turn (one HTTP request each), from 1."""
 
-_Other = ToolCallDelta | PromptProgress | Usage | Timings | RoleOnly
+_Other = ToolCallDelta | PromptProgress | Usage | Timings | EmptyRecord | UnknownContent
 Said = TextDelta | ReasoningDelta | _Other
 """What comes while a turn goes on; its last words are the request's."""
 
@@ -58,7 +59,7 @@ class Turn:
         self.prompt_progress: PromptProgress | None = None
         self.prompt_progress_at: float | None = None  # the latest report of more than before
         self.longest_batches: tuple[Batch, ...] = ()  # between two such reports; longest first
-        self.repeats = 0  # events that brought nothing new, since the latest that did
+        self.repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
         self.usage: Usage | None = None
         self.timings: Timings | None = None
         self.end = TurnEnd()
@@ -161,9 +162,11 @@ class Turn:
     def note(self, event: StreamEvent, at: float) -> bool:
         """Whether the event brings the turn forward: then it is its latest data."""
         advanced = self._advance.by(event)
-        self.repeats = 0 if advanced else self.repeats + 1
         if advanced:
             self.last_data_at = at
+            self.repeated_at = ()
+        elif not self.repeated_at or at - self.repeated_at[-1] >= REPEATS_APART_S:
+            self.repeated_at = (*self.repeated_at, at)[-REPEATS_KEPT:]
         return advanced
 
     def _take_other(self, event: _Other, at: float) -> str:
@@ -185,8 +188,8 @@ class Turn:
                 self.usage = event
             case Timings():
                 self.timings = event
-            case RoleOnly():
-                pass  # the model has not said anything yet
+            case EmptyRecord() | UnknownContent():
+                pass  # the model has not said anything that can be shown
             case _:
                 assert_never(event)
         return ""
@@ -213,7 +216,7 @@ class Turn:
         """So many deltas with something in them came."""
         self._deltas += tokens
         self.last_token_at = self.last_data_at = at
-        self.repeats = 0
+        self.repeated_at = ()
         if self.first_token_at is None:
             self.first_token_at = at
 

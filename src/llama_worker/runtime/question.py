@@ -15,7 +15,7 @@ from llama_worker.runtime.connections import Abort, Aborted, shut_down
 from llama_worker.runtime.loop_connection import LoopConnection
 from llama_worker.runtime.plain_http import exchange, request_bytes
 from llama_worker.runtime.timers import call_at
-from llama_worker.server.slots import SlotsLook, parse_slots
+from llama_worker.server.slots import SlotsLook, SlotsSilence, parse_slots
 from llama_worker.stream.plain_reply import PlainReply
 
 NO_ANSWER = (Aborted, OSError, ValueError)  # what `ask` raises, and what a Question ends with
@@ -109,12 +109,12 @@ def look_at_slots(
     asked_at = time.monotonic()
 
     def tell(reply: PlainReply | Exception) -> None:
-        slots = (
-            parse_slots(json_of(reply.body))
-            if isinstance(reply, PlainReply) and reply.status == 200
-            else None
-        )
-        look = None if slots is None else SlotsLook(asked_at=asked_at, slots=slots)
+        look: SlotsLook | SlotsSilence | None = None
+        if isinstance(reply, TimeoutError):
+            look = SlotsSilence()
+        elif isinstance(reply, PlainReply) and reply.status == 200:
+            slots = parse_slots(json_of(reply.body))
+            look = None if slots is None else SlotsLook(asked_at=asked_at, slots=slots)
         reply_to.tell(SlotsSeen(epoch=epoch, look=look))
 
     return Question(endpoint, "/slots", timeout_s=_SLOTS_TIMEOUT_S, name=name, on_end=tell)

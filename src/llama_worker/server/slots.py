@@ -19,6 +19,8 @@ from llama_worker.server.timeouts import Verdict, describe
 from llama_worker.types import RequestFailReason, RequestPhase
 
 LOOKS_COUNT = 4  # of one round
+SILENT_S = 60.0  # so long without an answer, and it is news
+SILENT_LOOKS = 3
 LOOK_INTERVAL_S = (
     2.0  # more often would disturb the server, which restarts its own 1 s waits at every answer
 )
@@ -55,12 +57,9 @@ class SlotsLook:
     slots: tuple[Slot, ...]  # by id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotsVerdict:
-    """A request to be given up; `alone`: its server serves others."""
-
-    verdict: Verdict
-    alone: bool
+@dataclass(frozen=True, slots=True)
+class SlotsSilence:
+    """No answer within the time for it, and no refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def judge_by_slots(
     still_since: float,
     now: float,
     gaps: Gaps = NO_GAPS,
-) -> SlotsVerdict | SlotMoves | None:
+) -> Verdict | SlotMoves | None:
     """What a round of looks tells about one suspected request; None: nothing.
 
     `others` are the other requests in flight, as they are now; `all_are_silent`: for as long as it
@@ -146,7 +145,8 @@ class _Round:
         self._suspect = suspect
         self._others = others
         self._all_are_silent = all_are_silent
-        self._still_s = now - still_since
+        self._still_since = still_since
+        self._still_s = now - still_since - gaps.lost_s(still_since)
         self._now = now
         self._gaps = gaps
         self._began_at = looks[0].asked_at
@@ -155,7 +155,7 @@ class _Round:
         self._tracks = list(zip(*(look.slots for look in looks), strict=False))
         self._same_slots = len({tuple(slot.slot_id for slot in look.slots) for look in looks}) == 1
 
-    def judge(self) -> SlotsVerdict | SlotMoves | None:
+    def judge(self) -> Verdict | SlotMoves | None:
         suspect = self._suspect
         heard_at = suspect.data_at if suspect.data_at is not None else suspect.turn_started_at
         if not self._same_slots or heard_at >= self._began_at:
@@ -190,7 +190,7 @@ class _Round:
         )
         return one_is_free and explained and (has_headers or bool(self._served))
 
-    def _judge_standstill(self) -> SlotsVerdict | None:
+    def _judge_standstill(self) -> Verdict | None:
         """Nothing moved in any slot. Where something did lately, a step of a slow server is just
         long, or it pauses."""
         if not self._all_are_silent:
@@ -201,7 +201,7 @@ class _Round:
         if all(slot.decoded_tokens for slot in busy):
             detail = f"no slot of the server moved in {self._still_s:.1f} s, and none is in prefill"
             return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
-        if self._suspect.only_repeats:
+        if self._suspect.only_repeats_since(self._still_since):
             detail = (
                 f"no slot of the server moved in {self._still_s:.1f} s, and it sends the same "
                 "again and again"
@@ -279,14 +279,12 @@ class _Round:
         heard = other.data_at is not None and other.data_at >= self._began_at
         return streams and heard and other.turn_started_at < self._began_at
 
-    def _verdict(self, reason: RequestFailReason, what: str, *, alone: bool) -> SlotsVerdict:
+    def _verdict(self, reason: RequestFailReason, what: str, *, alone: bool) -> Verdict:
         shown = ", ".join(_shown(slot) for slot in self._looks[-1].slots)
         detail = (
             f"{what}; slots: {shown}; {describe(self._suspect, liveness_at=None, now=self._now)}"
         )
-        return SlotsVerdict(
-            verdict=Verdict(reason=reason, detail=detail, restart=True), alone=alone
-        )
+        return Verdict(reason=reason, detail=detail, restart=True, alone=alone)
 
 
 def moved_between(one: SlotsLook, other: SlotsLook) -> bool:
@@ -311,8 +309,8 @@ def _shown(slot: Slot) -> str:
 
 
 class SlotsWatch:
-    """When to look, and what was seen: rounds of looks while somebody is suspected. Not
-    thread-safe."""
+    """When to look at the slots of one launch, and what was seen: rounds of looks while somebody is
+    suspected. Not thread-safe."""
 
     def __init__(self) -> None:
         self.deadline: float | None = (
@@ -323,6 +321,12 @@ class SlotsWatch:
         self.moved_at: float | None = (
             None  # the last look behind which something moved, of any round
         )
+        self.tells = False  # it answered when it was asked last
+        self.answers_in_batches = False  # one that stands still was seen to answer
+        self.silent_since: float | None = None  # the first of the latest looks without an answer
+        self.silent_looks = 0
+        self._has_answered = False
+        self._asked_at = 0.0
         self._last: SlotsLook | None = None
         self._paused_until = 0.0
         self._active = False
@@ -337,30 +341,47 @@ class SlotsWatch:
     def rest(self) -> None:
         """Nobody is suspected any more, or what was seen is from before a gap."""
         self.deadline, self._last, self._active = None, None, False
+        self.silent_since, self.silent_looks = None, 0
         self.looks = []
 
-    def asked(self) -> None:
+    def asked(self, now: float) -> None:
         """The look that was due is under way."""
-        self.deadline = None
+        self.deadline, self._asked_at = None, now
 
-    def seen(self, look: SlotsLook | None, now: float) -> bool:
+    def seen(self, look: SlotsLook | SlotsSilence | None, now: float) -> bool:
         """An answer, None where it brings no news; whether the round is complete."""
         if not self._active:
             return False
-        if look is None:
+        self.tells = isinstance(look, SlotsLook)
+        if isinstance(look, SlotsSilence) and self._has_answered:
+            self._seen_silent(now)
+            return False
+        if not isinstance(look, SlotsLook):
             self.rest()
             self._paused_until = now + NO_ANSWER_PAUSE_S
             return False
+        self._has_answered = True
+        self.silent_since, self.silent_looks = None, 0
         if self._last is None:
             self.still_since = look.asked_at
         elif moved_between(self._last, look):
             self.still_since, self.moved_at = look.asked_at, self._last.asked_at
+        elif any(slot.is_processing for slot in look.slots):
+            self.answers_in_batches = True
         self._last = look
         self.looks.append(look)
         if len(self.looks) == LOOKS_COUNT:
             return True
         self.deadline = now + LOOK_INTERVAL_S
         return False
+
+    def _seen_silent(self, now: float) -> None:
+        """No answer from a launch that has answered before: it is asked on."""
+        if self.silent_since is None:
+            self.silent_since = self._asked_at
+        self.silent_looks += 1
+        self.looks, self._last = [], None
+        self.deadline = now + PAUSE_S
 
     @property
     def complete(self) -> bool:

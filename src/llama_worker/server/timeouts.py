@@ -18,14 +18,30 @@ from llama_worker.types import RequestFailReason, RequestPhase
 BUSY_WINDOW_MIN_S = (
     1.0  # a neighbour that received data within this much proves that the server works
 )
+DEAD_BESIDE_MULTIPLE = 4  # of `idle_stream_timeout_s`, where `/slots` cannot tell whose work it is
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """A request to be given up. `restart`: the server is suspect, and `Triage` decides about it."""
+    """A request to be given up. `restart`: the server is suspect, and `Triage` decides about it.
+
+    `alone`: the server serves others, also where they received no data just now.
+    """
 
     reason: RequestFailReason
     detail: str  # for a person: what was waited for, how long, and when anything was last heard
     restart: bool
+    alone: bool = False
+
+
+class SlotSigns(Struct, frozen=True, kw_only=True):
+    """What `/slots` has shown of one request, as long as it is suspected."""
+
+    moved_at: float | None = None  # when what may be its own slot moved
+    any_moved_at: float | None = None  # when any slot of the server did
+    tells: bool = False  # it answered when it was asked last
+
+
+NO_SLOT_SIGNS = SlotSigns()
 
 
 class _Limit(Struct, frozen=True):
@@ -33,6 +49,8 @@ class _Limit(Struct, frozen=True):
     reason: RequestFailReason
     what: str
     since: float
+    multiple: int = 1  # of the setting
+    alone: bool = False
     timeout_s: float = 0.0
 
     def due_at(self, gaps: Gaps) -> float:
@@ -44,6 +62,7 @@ def verdict(
     *,
     liveness_at: float | None,
     neighbour_data_at: float | None,
+    slots: SlotSigns = NO_SLOT_SIGNS,
     profile: TimeoutProfile,
     now: float,
     gaps: Gaps = NO_GAPS,
@@ -52,14 +71,14 @@ def verdict(
 
     `liveness_at` is the newest evidence of work by the server's processes; evidence from before the
     turn began does not count. `neighbour_data_at` is the latest data of any *other* request of this
-    server. Time in `gaps` does not count.
+    server, `slots` what `/slots` has shown. Time in `gaps` does not count.
 
     Of several limits that are over, the one that was over first gives the reason: a late tick tells
     the same as one in time, and a verdict, once due, stays the same until something new is heard.
     """
-    limits = _limits(progress, liveness_at, neighbour_data_at)
+    limits = _limits(progress, liveness_at, neighbour_data_at, slots, profile)
     known = [
-        replace(limit, timeout_s=s)
+        replace(limit, timeout_s=limit.multiple * s)
         for limit in limits
         if (s := getattr(profile, limit.setting)) is not None
     ]
@@ -68,16 +87,23 @@ def verdict(
         return None
     first = min(over, key=lambda limit: limit.due_at(gaps))
     waited_s = now - first.since - gaps.lost_s(first.since)
-    told = f"{first.what} for {waited_s:.1f} s (limit: {first.setting} {first.timeout_s:g})"
+    times = f"{first.multiple} x " if first.multiple > 1 else ""
+    limit_s = first.timeout_s / first.multiple
+    told = f"{first.what} for {waited_s:.1f} s (limit: {times}{first.setting} {limit_s:g})"
     return Verdict(
         reason=first.reason,
         detail=f"{told}; {describe(progress, liveness_at=liveness_at, now=now)}",
         restart=first.reason is not RequestFailReason.ABSOLUTE_TIMEOUT,
+        alone=first.alone,
     )
 
 
 def _limits(
-    progress: Progress, liveness_at: float | None, neighbour_data_at: float | None
+    progress: Progress,
+    liveness_at: float | None,
+    neighbour_data_at: float | None,
+    slots: SlotSigns,
+    profile: TimeoutProfile,
 ) -> Iterator[_Limit]:
     """What the request's phase limits; on equal times the one named first wins."""
     if progress.phase is RequestPhase.DONE or progress.concluding:
@@ -86,8 +112,11 @@ def _limits(
     working_at = newest(
         progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at
     )
-    moving_at = newest(progress.turn_started_at, progress.data_at, neighbour_data_at)
     new_at = newest(progress.turn_started_at, progress.data_at)
+    moving_at = newest(new_at, neighbour_data_at)
+    # Batches are filled in slot order: whose turn has not come gets nothing as long as another
+    # prompt is read, or the same report again after each of its batches (b10453 to b11434).
+    turn_at = newest(moving_at, slots.any_moved_at)
     waiting = progress.phase is RequestPhase.WAITING
     prefill = progress.phase is RequestPhase.PREFILL
     generating = progress.phase is RequestPhase.GENERATING
@@ -105,20 +134,31 @@ def _limits(
             "prefill_liveness_timeout_s",
             stall,
             "no data and no sign of work in prefill",
-            working_at,
+            max(working_at, turn_at),
         )
     if reporting or generating:
-        yield _Limit("idle_stream_timeout_s", stall, "no data and no sign of work", working_at)
-    if (prefill or generating) and progress.only_repeats:
-        yield _Limit("idle_stream_timeout_s", stall, "nothing new, only the same again,", new_at)
+        since = max(working_at, turn_at) if prefill else working_at
+        yield _Limit("idle_stream_timeout_s", stall, "no data and no sign of work", since)
+    if prefill or generating:
+        since = turn_at if prefill else newest(new_at, slots.moved_at)
+        if progress.only_repeats_since(since):
+            what = "nothing new, only the same again,"
+            yield _Limit("idle_stream_timeout_s", stall, what, since)
+    idle_s = profile.idle_stream_timeout_s
+    if generating and not slots.tells and idle_s is not None and moving_at - new_at >= idle_s:
+        # One that generates gets its token with every batch, however long the prompt beside it.
+        what = "no data, while others get theirs,"
+        yield _Limit(
+            "idle_stream_timeout_s", stall, what, new_at, multiple=DEAD_BESIDE_MULTIPLE, alone=True
+        )
     if waiting or prefill:
         yield _Limit(
             "ttft_timeout_s", RequestFailReason.TTFT_TIMEOUT, "no token", progress.turn_started_at
         )
     if waiting or prefill or generating:  # a server that spins gives evidence of work for ever
-        yield _Limit(
-            "silent_work_timeout_s", stall, "no data, for this request or another,", moving_at
-        )
+        waits = prefill and progress.only_repeats_since(progress.turn_started_at)
+        since = turn_at if waits else moving_at
+        yield _Limit("silent_work_timeout_s", stall, "no data, for this request or another,", since)
     yield _Limit(
         "absolute_timeout_s",
         RequestFailReason.ABSOLUTE_TIMEOUT,

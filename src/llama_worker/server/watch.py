@@ -47,14 +47,28 @@ from llama_worker.messages import (
     WatchdogMessage,
 )
 from llama_worker.profiles import TimeoutProfile
-from llama_worker.request.progress import Progress
+from llama_worker.request.progress import Progress, newest
 from llama_worker.server.gaps import FORGIVEN_IN_A_ROW, LATE_S, NO_GAPS
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.look_rounds import LookRounds
-from llama_worker.server.slots import SlotMoves, SlotsVerdict, SlotsWatch, judge_by_slots
+from llama_worker.server.slots import (
+    SILENT_LOOKS,
+    SILENT_S,
+    SlotMoves,
+    SlotsWatch,
+    judge_by_slots,
+)
 from llama_worker.server.startup import StartupWatch
-from llama_worker.server.timeouts import DataLedger, Inquiry, Verdict, busy_neighbour, verdict
-from llama_worker.types import RequestPhase, StartFailReason
+from llama_worker.server.timeouts import (
+    DataLedger,
+    Inquiry,
+    SlotSigns,
+    Verdict,
+    busy_neighbour,
+    describe,
+    verdict,
+)
+from llama_worker.types import RequestFailReason, RequestPhase, StartFailReason
 
 _TOGETHER_FROM_S = (
     10.0  # health probes so rare are due on whole seconds: those of many workers wake the host once
@@ -105,6 +119,7 @@ class ServerWatch:
         self._rounds = LookRounds(probes_count)
         self._effects: list[Order | News] = []
         self._is_probing = False
+        self._probe_counts = True  # a failure of the one under way counts against the server
         self._is_looking_at_slots = False
         self._reset()
 
@@ -118,6 +133,8 @@ class ServerWatch:
         self._probe_at: float | None = None
         self._doubt: str | None = None  # why a probe is wanted out of turn
         self._cause: str | None = None  # why the one under way was wanted
+        self._probe_began_at = 0.0
+        self._answered_at: float | None = None  # when the probe began that was answered last
         self._requests: dict[int, Mailbox[RequestMessage]] = {}
         self._progress: dict[int, Progress] = {}  # what each request said last
         self._ledger = DataLedger()
@@ -187,7 +204,7 @@ class ServerWatch:
             case ProbeNow(epoch=epoch, cause=cause):
                 if epoch == self._epoch and isinstance(self._stage, HealthCounter):
                     self._doubt = self._doubt or cause
-                    self._probe()
+                    self._probe(now)
 
     def _seen(self, seen: _Seen, now: float) -> None:
         match seen:
@@ -200,7 +217,10 @@ class ServerWatch:
             case SlotsSeen(epoch=epoch, look=look):
                 if epoch == self._epoch:
                     self._is_looking_at_slots = False
-                    if self._slots.seen(look, now):
+                    is_complete = self._slots.seen(look, now)
+                    if self._slots.silent_since is not None:
+                        self._probe_beside(now)
+                    if is_complete:
                         self._inquiry = (
                             Inquiry()
                         )  # what was told before the last look says too little
@@ -226,7 +246,7 @@ class ServerWatch:
         if self._look_at is not None and now >= self._look_at:
             self._look_due(now)
         if self._slots.deadline is not None and now >= self._slots.deadline:
-            self._slots.asked()
+            self._slots.asked(now)
             if not self._is_looking_at_slots:
                 self._is_looking_at_slots = True
                 self._effects.append(LookAtSlots(epoch=self._epoch))
@@ -276,7 +296,7 @@ class ServerWatch:
             self._begin_round(now, fresh=False)
         else:
             self._set_health_probe(now)
-        self._probe()
+        self._probe(now)
 
     def _set_health_probe(self, now: float) -> None:
         interval_s = self._profile.health_probe_interval_s
@@ -286,10 +306,17 @@ class ServerWatch:
             due_at = now + interval_s
             self._probe_at = math.ceil(due_at) if interval_s >= _TOGETHER_FROM_S else due_at
 
-    def _probe(self) -> None:
+    def _probe_beside(self, now: float) -> None:
+        """Does it answer anything while `/slots` is silent? A failure is no news."""
+        if isinstance(self._stage, HealthCounter) and not self._is_probing:
+            self._probe(now)
+            self._probe_counts = False
+
+    def _probe(self, now: float) -> None:
+        self._probe_counts = True
         if self._is_probing:
             return  # where there is a doubt, another one follows it
-        self._is_probing = True
+        self._is_probing, self._probe_began_at = True, now
         self._cause, self._doubt = self._doubt, None
         self._ask_for_progress(for_verdict=False)  # data that came by now outdoes a failure
         first = isinstance(self._stage, StartupWatch)
@@ -300,6 +327,10 @@ class ServerWatch:
         no_news = probed.outcome is ProbeOutcome.NO_NEWS or (
             is_stale and probed.outcome is ProbeOutcome.FAILED
         )
+        if probed.outcome is ProbeOutcome.READY:
+            self._answered_at = self._probe_began_at
+        elif not self._probe_counts:
+            return
         if no_news and isinstance(self._stage, HealthCounter):
             self._doubt = self._doubt or self._cause
             self._probe_at = (
@@ -335,7 +366,7 @@ class ServerWatch:
             self._tell_observed(now)
             self._effects.append(HealthLost(epoch=self._epoch, detail=lost))
         elif self._doubt is not None:
-            self._probe()  # the one that is done had begun before the doubt
+            self._probe(now)  # the one that is done had begun before the doubt
 
     def _fail_startup(self, reason: StartFailReason, detail: str, now: float) -> None:
         self._tell_observed(now)
@@ -451,12 +482,18 @@ class ServerWatch:
             progress,
             liveness_at=self._worked_at(progress.request_id),
             neighbour_data_at=neighbour_data_at,
+            slots=SlotSigns(
+                moved_at=self._moved_at.get(progress.request_id),
+                any_moved_at=self._slots.moved_at,
+                tells=self._slots.tells,
+            ),
             profile=self._profile,
             now=now,
             gaps=self._gaps,
         )
+        found = found or self._judge_silent_slots(progress, all_heard, now)
         if found is not None:
-            self._give_up(progress, found, now, alone=False)
+            self._give_up(progress, found, now)
         elif self._slots.complete and self._is_suspect(progress, now):
             by_slots = judge_by_slots(
                 self._slots.looks,
@@ -471,8 +508,8 @@ class ServerWatch:
                 gaps=self._gaps,
             )
             match by_slots:
-                case SlotsVerdict(verdict=given, alone=alone):
-                    self._give_up(progress, given, now, alone=alone)
+                case Verdict():
+                    self._give_up(progress, by_slots, now)
                 case SlotMoves():
                     self._moved_at[progress.request_id] = self._slots.looks[-1].asked_at
 
@@ -482,11 +519,36 @@ class ServerWatch:
         signs = (self._liveness_at, self._moved_at.get(request_id))
         return max((at for at in signs if at is not None), default=None)
 
-    def _give_up(self, progress: Progress, found: Verdict, now: float, *, alone: bool) -> None:
-        """`alone`: the server serves others, also where they received no data lately."""
+    def _judge_silent_slots(
+        self, progress: Progress, all_heard: tuple[Progress, ...], now: float
+    ) -> Verdict | None:
+        """The task queue is stuck where `/slots`, which had answered, no longer does, and the rest
+        of HTTP goes on.
+
+        Builds of 2025 and of spring 2026 answer it between two batches only: there it counts while
+        nobody's prompt is read.
+        """
+        slots, since = self._slots, self._slots.silent_since
+        if since is None or not self._is_suspect(progress, now):
+            return None
+        reads = any(
+            each.phase in (RequestPhase.WAITING, RequestPhase.PREFILL) for each in all_heard
+        )
+        if slots.silent_looks < SILENT_LOOKS or (reads and not slots.answers_in_batches):
+            return None
+        since = newest(since, self._ledger.newest_at)
+        silent_s = now - since - self._gaps.lost_s(since)
+        answered_at = self._answered_at
+        if silent_s < SILENT_S or answered_at is None or answered_at <= max(since, now - SILENT_S):
+            return None
+        shown = describe(progress, liveness_at=self._liveness_at, now=now)
+        detail = f"/slots has not answered for {silent_s:.1f} s, /v1/models has; {shown}"
+        return Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail=detail, restart=True)
+
+    def _give_up(self, progress: Progress, found: Verdict, now: float) -> None:
         self._tell_observed(now)
         neighbour_data_at = self._ledger.of_others(progress.request_id)
-        busy = alone or busy_neighbour(neighbour_data_at, profile=self._profile, now=now)
+        busy = found.alone or busy_neighbour(neighbour_data_at, profile=self._profile, now=now)
         self._effects.append(
             Stalled(
                 epoch=self._epoch,

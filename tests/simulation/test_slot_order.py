@@ -1,0 +1,64 @@
+"""Prompts side by side on slow hardware: whoever waits for its turn in the batches is no hang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from llama_worker.profiles import TimeoutProfile
+from llama_worker.types import RequestState
+from tests.simulation.bench import Bench
+from tests.simulation.dice import Dice
+from tests.simulation.scheduler import Choices
+from tests.simulation.server import Build, Headers, Reply
+from tests.simulation.trace import Trace
+
+B11434 = Build(
+    slots=2, prefill_tokens_per_s=20.0, decode_tokens_per_s=2.0, batch_tokens=512, load_s=1.0
+)
+A_LONG_PROMPT = partial(
+    Reply, prompt_tokens=7000, reasoning_tokens=0, text_tokens=40, step_tokens=1
+)
+
+
+def bench_of(build: Build) -> Bench:
+    dice = Dice(1)
+    return Bench(
+        Choices(dice.fork().random, preempts=0.0, sleeps=0.0, late=0.0),
+        Trace(),
+        now=1000.0,
+        build=build,
+        for_machine=dice.fork(),
+        for_runtime=dice.fork(),
+        slots=2,
+        timeouts=TimeoutProfile(),
+    )
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(B11434, id="b11434"),
+        pytest.param(replace(B11434, batch_tokens=2048), id="in batches of 100 s"),
+        pytest.param(replace(B11434, batch_tokens=64), id="in batches of 3 s"),
+        pytest.param(replace(B11434, shows_slots=False), id="without the slots"),
+        pytest.param(replace(B11434, cpu_shows=False), id="without a sign of work"),
+        pytest.param(replace(B11434, headers=Headers.AT_ONCE), id="with headers at once"),
+        pytest.param(replace(B11434, reports_progress=False), id="without reports"),
+    ],
+)
+def test_two_long_prompts_side_by_side_both_complete(build: Build) -> None:
+    bench = bench_of(build)
+    bench.machine.reply_to = lambda request_id, turn: A_LONG_PROMPT(key=f"r{request_id}")
+    with bench.in_use():
+        worker, scheduler = bench.worker, bench.scheduler
+        started = worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        answers = [worker.ask("the first"), worker.ask("the second")]
+        end = scheduler.now + 2 * 3600.0
+        assert scheduler.run_until(lambda: all(each.done() for each in answers), end)
+        results = [each.get(timeout=0) for each in answers]
+        assert [each["state"] for each in results] == [RequestState.COMPLETED] * 2
+        assert max(each["timings"]["ttft_s"] or 0.0 for each in results) > 690.0
