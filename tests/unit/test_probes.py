@@ -356,7 +356,7 @@ def test_process_evidence_shows_the_tree_with_its_threads_and_fits_json(start: S
     assert json.loads(json.dumps(evidence)) == evidence
     assert evidence["processes_count"] == 2
     root, child = evidence["processes"]
-    assert (root["pid"], root["threads_count"]) == (parent, 1)
+    assert (root["pid"], root["threads_count"], root["uid"]) == (parent, 1, os.geteuid())
     assert root["rss_bytes"] > 1 << 20
     (thread,) = root["threads"]
     assert (thread["tid"], thread["state"]) == (parent, "T")

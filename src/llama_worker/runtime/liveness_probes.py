@@ -30,6 +30,7 @@ PROC: Final = "/proc"
 _LISTS_CHILDREN: Final = os.path.exists(
     f"{PROC}/thread-self/children"
 )  # a kernel with CONFIG_PROC_CHILDREN
+_UID: Final = re.compile(r"^Uid:\t\d+\t(\d+)\t", re.MULTILINE)
 _ANON: Final = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
 
@@ -171,6 +172,7 @@ def process_evidence(root_pid: int) -> dict[str, Any]:
                     "pid": pid,
                     "name": stat.name,
                     "state": stat.state,
+                    "uid": _uid(pid),
                     "cpu_ticks": stat.cpu_ticks,
                     "major_faults": stat.major_faults,
                     "read_bytes": _read_storage_bytes(f"{PROC}/{pid}/io"),
@@ -184,6 +186,12 @@ def process_evidence(root_pid: int) -> dict[str, Any]:
                 }
             )
     return {"root_pid": root_pid, "processes_count": len(pids), "processes": processes}
+
+
+def _uid(pid: int) -> int | None:
+    """The effective one."""
+    found = _UID.search(_read(f"{PROC}/{pid}/status") or "")
+    return int(found[1]) if found else None
 
 
 def thread_states(pid: int) -> list[dict[str, Any]]:

@@ -116,13 +116,13 @@ def deadline(state: ProcessState) -> float | None:
 
 
 def describe_stuck(pid: int | None, processes: Mapping[str, Any]) -> str:
-    """For a person: which process SIGKILL does not end, and what it waits for, as far as /proc
-    says."""
+    """For a person: which process SIGKILL does not end, whose it is (another user's may not be
+    killed), and what it waits for, as far as /proc says."""
     parts = [f"SIGKILL does not end process {pid}"]
     for process in processes.get("processes", ())[:1]:
         parts += [
             f"{name} {process[name]}"
-            for name in ("state", "wchan", "stack")
+            for name in ("state", "uid", "wchan", "stack")
             if process.get(name) not in (None, "", "0")
         ]
     return "; ".join(parts)
