@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -51,7 +52,7 @@ from llama_worker.stream.events import (
     Usage,
 )
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.turn_end import NO_FINISH_REASON
+from llama_worker.stream.turn_end import NO_FINISH_REASON, TurnEnd
 from llama_worker.types import (
     BiosContext,
     BiosText,
@@ -946,6 +947,23 @@ def test_breaking_off_keeps_just_what_was_shown(
     assert request.break_off(RequestFailReason.UNKNOWN_ERROR, "a bug", 104.0) == []
 
 
+def test_a_signal_is_told_although_the_step_that_recorded_it_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = begun(with_tools())
+
+    def raising(*_: Any, **__: Any) -> Any:
+        raise IndexError("a bug")
+
+    monkeypatch.setattr(TurnEnd, "feed", raising)
+    with pytest.raises(IndexError):
+        hear(request, call("signal"), call("add", index=1), Done())
+    monkeypatch.undo()
+    signal, *others = request.break_off(RequestFailReason.UNKNOWN_ERROR, "a bug", 104.0)
+    assert isinstance(signal, SignalEmitted)
+    assert failed(others, "unknown_error", CLOSE).result["signals"] == [signal.signal]
+
+
 # ---------------------------------------------------------------- calls that are not run
 
 
@@ -1113,6 +1131,52 @@ def test_a_loop_ends_the_request(
     assert hear(begun(with_tools(loop_detector=None)), *said, TextDelta("a")) == []
 
 
+OPEN_CALL = '<tool_call>{"name": "add", "arguments": {"a": "'
+
+
+@pytest.mark.parametrize(
+    ("before", "again", "output"),
+    [
+        ([], TextDelta("\n"), ("", "")),
+        ([TextDelta("<think>")], TextDelta("\n"), ("", "")),
+        ([TextDelta("<think>hm")], TextDelta(" \n"), ("hm", "")),
+        ([TextDelta("<think>hm</think>")], TextDelta("\n\n"), ("hm", "")),
+        ([], ReasoningDelta("\n"), ("", "")),
+        ([ReasoningDelta("hm")], ReasoningDelta(" "), ("hm", "")),
+        ([ReasoningDelta("hm")], TextDelta("\n"), ("hm", "")),
+        ([TextDelta("So: ")], TextDelta("ha "), None),
+        ([TextDelta(OPEN_CALL)], TextDelta("ha "), None),
+        ([TextDelta(TAGGED.replace("signal", "add"))], TextDelta("ha "), None),
+    ],
+    ids=[
+        *("head", "in a thought", "thought's end", "behind a thought"),
+        *("reasoning_content", "its end", "between it and the text"),
+        *("shown", "open call", "behind a call"),
+    ],
+)
+@pytest.mark.parametrize("piece", [1, 50])
+@pytest.mark.parametrize("prompted", [False, True])
+def test_a_loop_that_nobody_sees_ends_the_request(
+    before: list[StreamEvent],
+    again: TextDelta | ReasoningDelta,
+    output: tuple[str, str] | None,
+    piece: int,
+    prompted: bool,
+) -> None:
+    request = begun(with_tools(max_tokens=None), prompted=prompted)
+    assert hear(request, *before) == []
+    said = 0
+    effects: Effects = []
+    while not effects:
+        assert said < 3 * 8192, "no end"
+        effects = hear(request, type(again)(again.text * piece, piece))
+        said += piece * len(again.text)
+    assert said >= 8192 - len(again.text)
+    result = failed(effects, "repeated_text_loop", CLOSE).result
+    if output is not None:
+        assert (result["reasoning"], result["text"].strip()) == output
+
+
 @pytest.mark.parametrize("ending", ["cancelled", "abandoned", "error record", "disconnected"])
 @pytest.mark.parametrize("prompted", [False, True])
 def test_what_was_held_back_is_no_loop_and_not_cut_when_the_request_ends_otherwise(
@@ -1134,6 +1198,9 @@ def test_what_was_held_back_is_no_loop_and_not_cut_when_the_request_ends_otherwi
     [
         ({"max_tokens": 100}, 189, False),
         ({"max_tokens": 100}, 190, True),
+        ({"max_tokens": 100.0}, 189, False),
+        ({"max_tokens": 100.0}, 190, True),
+        ({"max_tokens": math.inf}, 10_000, False),
         ({"max_tokens": 100, "n_predict": 1000}, 1000, False),
         ({"max_tokens": -1}, 10_000, False),
         ({}, 4096 * 5 // 4 + 65, True),
@@ -1149,6 +1216,13 @@ def test_a_server_that_keeps_to_no_limit_is_cut_off_far_beyond_it(
         result = ended(effects, CLOSE).result
         assert (result["state"], result["finish_reason"]) == ("completed", "max_tokens")
         assert result["text"] == "".join(delta.text for delta in said)
+
+
+def test_a_server_that_reports_the_same_count_for_ever_is_cut_off() -> None:
+    request = begun(params={"max_tokens": 100})
+    said = [(TextDelta(f"{number} "), Usage(10, 1, 0)) for number in range(190)]
+    effects = hear(request, *(event for pair in said for event in pair))
+    assert ended(effects, CLOSE).result["finish_reason"] == "max_tokens"
 
 
 # ---------------------------------------------------------------- the body

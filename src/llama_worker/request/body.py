@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,17 +64,17 @@ def runaway_tokens(body: Mapping[str, Any]) -> int | None:
     Counted on our side, where a token may come in more than one piece: hence a quarter more, and
     some.
     """
-    limits: list[int] = []
+    limits: list[float] = []
     for key in _TOKEN_LIMITS:
         limit = body.get(key)
         if limit is None:
             continue
-        if not isinstance(limit, int) or limit <= 0:
+        if not isinstance(limit, int | float) or not 0 < limit < math.inf:
             return None
         limits.append(limit)
     if not limits:
         return None
-    return max(limits) * 5 // 4 + _MORE_TOKENS
+    return int(max(limits) * 1.25) + _MORE_TOKENS
 
 
 def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:

@@ -188,7 +188,10 @@ class Request:
     def step(self, message: RequestMessage, now: float) -> Effects:
         """What follows from a message. One of a turn that is over, or of another request, changes
         nothing."""
-        effects = self._step(message, now)
+        return self._after_signals(self._step(message, now))
+
+    def _after_signals(self, effects: Effects) -> Effects:
+        """With the signals that were recorded and not told yet before them."""
         if not self._emitted:
             return effects
         emitted, self._emitted = self._emitted, []
@@ -231,7 +234,7 @@ class Request:
     def break_off(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
         """End where `step` itself raised: what was shown is kept, what was held back is lost with
         its turn."""
-        return self._finish(failed(reason, detail), now)
+        return self._after_signals(self._finish(failed(reason, detail), now))
 
     @property
     def waits_for_news(self) -> bool:
@@ -266,12 +269,17 @@ class Request:
             output.add(*self._turn.take(event, at))
             if self._exit_names and (exits := self._turn.take_exits(self._exit_names)):
                 self._record_exits(self._partition(exits, at).exits)
-            loop = output.loop or self._turn.arguments_loop
+            loop = output.loop or self._turn.hidden_loop
             if loop is not None:
                 return self._end(after_loop(loop), at)
-            if self._runaway_tokens is not None and self._turn.tokens > self._runaway_tokens:
+            if self._runaway_tokens is not None and self._generated > self._runaway_tokens:
                 return self._end(TOKEN_LIMIT, at)
         return []
+
+    @property
+    def _generated(self) -> int:
+        """Tokens of this turn, whichever count is higher: a server may report the same for ever."""
+        return max(self._turn.tokens, self._turn.deltas)
 
     def _stream_closed(self, failure: StreamFailure | None, at: float) -> Effects:
         if isinstance(self._waiting, _Draining):

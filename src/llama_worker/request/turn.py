@@ -74,10 +74,18 @@ class Turn:
             TaggedCallFilter(strict=prompted, loop_detector=loop_detector) if with_tools else None
         )
         self._assembler = ToolCallAssembler()
-        self.arguments_loop: TextLoopFound | None = None  # a call whose arguments repeat themselves
+        # A loop in what is not shown: in the arguments of calls, or in what is held back.
+        self.hidden_loop: TextLoopFound | None = None
+        self._loop_detector = loop_detector
         self._arguments = TextLoopWatch(loop_detector) if loop_detector is not None else None
+        self._held: TextLoopWatch | None = None  # over what came since the last that was shown
         self._said: tuple[list[str], list[str]] = ([], [])
         self._finished = False
+
+    @property
+    def deltas(self) -> int:
+        """With something generated in them, so far."""
+        return self._deltas
 
     @property
     def tokens(self) -> int:
@@ -122,7 +130,9 @@ class Turn:
                 piece = self._splitter.feed_reasoning(encodable(text))
             case _:
                 return "", self._take_other(event, at)
-        return self._show(piece.reasoning, piece.text)
+        shown = self._show(piece.reasoning, piece.text)
+        self._watch_held("" if any(shown) else event.text)
+        return shown
 
     def finish(self, *, cut_off: bool = True) -> tuple[str, str]:
         """The turn is over, cut off or not: what was held back. A second call returns nothing."""
@@ -177,8 +187,8 @@ class Turn:
                 if advanced:
                     self._count(1, at)
                 self._assembler.feed(event)
-                if self._arguments is not None and self.arguments_loop is None and event.arguments:
-                    self.arguments_loop = self._arguments.feed(event.arguments)
+                if self._arguments is not None and self.hidden_loop is None and event.arguments:
+                    self.hidden_loop = self._arguments.feed(event.arguments)
                 return self._put_back_tagged_calls()
             case PromptProgress():
                 self.prompt_progress = event
@@ -193,6 +203,15 @@ class Turn:
             case _:
                 assert_never(event)
         return ""
+
+    def _watch_held(self, text: str) -> None:
+        """Whitespace that may be the end of a thought, or a call that goes on and on: nobody sees
+        it. "": something was shown."""
+        if not text:
+            self._held = None
+        elif self._loop_detector is not None and self.hidden_loop is None:
+            self._held = self._held or TextLoopWatch(self._loop_detector)
+            self.hidden_loop = self._held.feed(text)
 
     def _batch_done(self, at: float) -> None:
         if self.prompt_progress_at is not None:
