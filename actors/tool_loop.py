@@ -45,7 +45,11 @@ class ToolLoopActor(Child[ToolMessage]):
                     self._threads[turn_id] = self._runtime.run_tool(message)
                 except RuntimeError as error:  # the system has no thread left
                     ended = CallEnded(
-                        turn_id=turn_id, ok=False, text=str(error), at=self._runtime.now()
+                        turn_id=turn_id,
+                        call_id=message.call.id,
+                        ok=False,
+                        text=str(error),
+                        at=self._runtime.now(),
                     )
                     message.reply_to.tell(ended)
             case DropTool(turn_id=turn_id):
@@ -59,11 +63,12 @@ class ToolLoopActor(Child[ToolMessage]):
                 assert_never(message)
 
     def release(self, failure: str | None) -> None:
-        """Tell of the calls that run."""
+        """Give up the calls that run."""
         for turn_id in list(self._threads):
             self._drop(turn_id)
 
     def _drop(self, turn_id: TurnId) -> None:
         thread = self._threads.pop(turn_id, None)
         if thread is not None and thread.is_alive():
+            thread.cancel()
             self._worker.tell(ToolThreadStuck(is_alive=thread.is_alive))

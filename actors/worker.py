@@ -232,7 +232,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             request_id=record.request_id,
             job_name=record.job_name,
             state=str(result["state"]),
-            fail_reason=result.get("fail_reason"),
+            fail_reason=result["fail_reason"],
         )
         self._dispatcher.ended(record)
         self._server.request_ended(record, now)

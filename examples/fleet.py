@@ -68,7 +68,7 @@ def main() -> None:
             stack.callback(worker.close)
         start(workers)
         for placed, result in answers(workers, jobs):
-            told = result.get("fail_reason", result["finish_reason"])
+            told = result["fail_reason"] or result["finish_reason"]
             print(
                 f"{placed.job.name} by {placed.worker_name}, {told}: {result['text']!r}", flush=True
             )
@@ -131,7 +131,7 @@ def answers(
         result = workers[placed.worker_name].get_result(placed.request_id).get()
         assert result["ok"], result
         job = placed.job
-        if result.get("fail_reason") in WORTH_ANOTHER_TRY and job.tries + 1 < TRIES:
+        if result["fail_reason"] in WORTH_ANOTHER_TRY and job.tries + 1 < TRIES:
             waiting.append(Job(job.name, job.prompt, job.tries + 1))
         else:
             yield placed, result

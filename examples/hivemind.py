@@ -17,7 +17,7 @@ import json
 import queue
 from typing import Any
 
-from llama_worker import ExitSignal, LlamaWorker, RequestResult
+from llama_worker import ExitSignal, LlamaWorker, RequestFailed, RequestResult
 from llama_worker.exit_tools import REQUEST_DECISION
 
 TASK = "Plan our team's picnic on Saturday. The weather forecast says rain."
@@ -77,7 +77,10 @@ def main() -> None:
         print(f"judge decides: {decision} (the planner's draft: {state})")
 
         planner.cancel(request_id).get()  # what it says without the decision is of no use any more
-        print("planner's draft:", draft.get(timeout=300)["state"])
+        try:
+            print("planner's draft:", draft.get(timeout=300)["state"])
+        except RequestFailed as cut_short:
+            print("planner's draft:", cut_short.result["state"])
         plan = ask(
             planner,
             f"{TASK} It was decided to {decision}. Invite the team, in one sentence.",
@@ -91,8 +94,10 @@ def decide(judge: LlamaWorker, asked: dict[str, Any]) -> str:
     """One of the options; the default where the judge fails."""
     choices = " | ".join(json.dumps(option) for option in asked["options"])
     question = f"{asked['question']} Choose one: {', '.join(asked['options'])}."
-    answer = ask(judge, question, grammar=f"root ::= {choices}")
-    return answer["text"] if answer["state"] == "completed" else str(asked["default"])
+    try:
+        return ask(judge, question, grammar=f"root ::= {choices}")["text"]
+    except RequestFailed:
+        return str(asked["default"])
 
 
 def ask(worker: LlamaWorker, prompt: str, grammar: str) -> RequestResult:

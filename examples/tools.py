@@ -14,7 +14,14 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from llama_worker import BiosContext, ChatMessage, LlamaWorker, ToolDef, default_bios
+from llama_worker import (
+    BiosContext,
+    ChatMessage,
+    LlamaWorker,
+    RequestFailed,
+    ToolDef,
+    default_bios,
+)
 from llama_worker.exit_tools import DECLARE_OUTCOME
 
 ADD: ToolDef = {
@@ -107,12 +114,16 @@ def main() -> None:
 
     print("starting the server ...", flush=True)
     with worker:
-        result = worker.ask(
+        asked = worker.ask(
             "What is 17 plus 25?",
             system_prompt="You add numbers. Call add first, then answer with its result.",
             params={"grammar": GRAMMAR, "temperature": 0, "max_tokens": 200},
             messages=[*shown(12, 30), *shown(7, 51)],
-        ).get(timeout=300)
+        )
+        try:
+            result = asked.get(timeout=300)
+        except RequestFailed as failed:
+            result = failed.result  # what came is in it all the same
     for call in result["tool_trace"]:
         print(
             f"called: {call['tool_name']}({call['arguments']}), {call['duration_s'] * 1000:.1f} ms"

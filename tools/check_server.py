@@ -48,7 +48,7 @@ def check(server: str, model: str) -> float:
             "take another build of llama-server",
         )
     if todo := advice.for_failure(result, log_tail):
-        told = f"{result.get('fail_reason')}: {result.get('fail_detail')}"
+        told = f"{result['fail_reason']}: {result.get('fail_detail')}"
         raise Problem(
             "no_answer", f"{server} starts, and does not answer: {told}", todo, log_tail[-12:]
         )

@@ -30,12 +30,14 @@ from llama_worker.server.command_flags import command_warnings
 from llama_worker.tool_schemas import checked_tools
 from llama_worker.types import (
     BiosProvider,
+    CancellableToolRunner,
     EventHandler,
     LivenessProbe,
     SignalHandler,
     SystemPromptMode,
     ToolCallMode,
     ToolDef,
+    ToolErrors,
     ToolRunner,
 )
 from llama_worker.validation import (
@@ -46,6 +48,7 @@ from llama_worker.validation import (
     checked_str,
     optional,
     shown,
+    takes,
 )
 
 _HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too
@@ -67,9 +70,10 @@ class WorkerConfig:
     timeouts: TimeoutProfile = field(default_factory=TimeoutProfile)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     normal_tools: Sequence[ToolDef] = ()
-    tool_runner: ToolRunner | None = None
+    tool_runner: ToolRunner | CancellableToolRunner | None = None
     max_tool_iterations: int = 8
     tool_timeout_s: float = 10.0
+    tool_errors: ToolErrors = "fail"
     tool_call_mode: ToolCallMode = "auto"
     exit_tools: Sequence[ToolDef] = ()
     on_signal: SignalHandler | None = None
@@ -104,6 +108,7 @@ class WorkerConfig:
         self._set("exit_tools", checked_tools("exit_tools", self.exit_tools))
         checked_int("max_tool_iterations", self.max_tool_iterations, at_least=0)
         checked_seconds("tool_timeout_s", self.tool_timeout_s, above=0)
+        _checked_choice("tool_errors", self.tool_errors, get_args(ToolErrors))
         _checked_choice("tool_call_mode", self.tool_call_mode, get_args(ToolCallMode))
         _checked_choice("system_prompt_mode", self.system_prompt_mode, get_args(SystemPromptMode))
         if self.bios_provider is not None:
@@ -207,14 +212,6 @@ class WorkerConfig:
             )
         if self.tool_runner is not None:
             _check_run_tool(self.tool_runner.run_tool)
-        if inspect.iscoroutinefunction(getattr(self.tool_runner, "run_tool", None)):
-            raise TypeError(
-                f"tool_runner: {type(self.tool_runner).__name__}.run_tool must not be async, "
-                "since tools run on"
-                " threads: write 'def run_tool' and in it 'return asyncio.run(...)', or"
-                " 'return asyncio.run_coroutine_threadsafe(..., loop).result()' for a loop "
-                "that runs already"
-            )
         both = {t["function"]["name"] for t in self.normal_tools} & {
             t["function"]["name"] for t in self.exit_tools
         }
@@ -227,7 +224,8 @@ class WorkerConfig:
 
 def _check_run_tool(run_tool: Callable[..., object]) -> None:
     given = {"name": "str", "arguments": "dict", "request_id": "int", "job_name": "str"}
-    check_takes("tool_runner.run_tool", run_tool, **given)
+    more = {"call": "RunningCall"} if takes(run_tool, "call") else {}
+    check_takes("tool_runner.run_tool", run_tool, **given, **more)
 
 
 def _checked_env(value: object) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from traceback import format_exception_only
 
 from llama_worker.server import start_advice
-from llama_worker.types import StartFailReason, SubmitErrorCode
+from llama_worker.types import RequestResult, StartFailReason, SubmitErrorCode
 
 _SHOWN_LOG_LINES = 20
 MASK = "***"
@@ -98,6 +98,22 @@ class RequestRefused(LlamaWorkerError):
 
     def __str__(self) -> str:
         return f"{self.error}: {_REFUSALS[self.error]}"
+
+
+class RequestFailed(LlamaWorkerError):
+    """`ask` ended in any way but `completed`. `result` is what `result` would have returned, with
+    all output that came."""
+
+    def __init__(self, result: RequestResult) -> None:
+        self.result = result
+        super().__init__(result)
+
+    def __str__(self) -> str:
+        result, kept = self.result, len(self.result["text"])
+        detail = result.get("fail_detail", "")
+        what = f"{result['fail_reason']}: {detail}" if detail else str(result["fail_reason"])
+        which = f"request {result['request_id']}, {result['job_name']!r}"
+        return f"{what} ({which}; .result has the {kept} characters of text that came)"
 
 
 class WorkerClosed(LlamaWorkerError):

@@ -479,6 +479,7 @@ class CallEnded(Struct, frozen=True, kw_only=True):
     """From a tool thread: the call has ended."""
 
     turn_id: TurnId
+    call_id: str
     ok: bool
     text: str  # what the runner returned, as JSON text, or what went wrong
     at: float

@@ -8,6 +8,7 @@ seconds.
 # No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`, and
 # the classes' `__required_keys__` are wrong.
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -219,6 +220,8 @@ class ToolTraceEntry(TypedDict):
     duration_s: float
     ok: bool
     error: NotRequired[str]
+    result: NotRequired[str]
+    """What the model was given: JSON, or with `tool_errors="tell"` the error's text."""
 
 
 class PromptProgress(TypedDict):
@@ -267,6 +270,8 @@ class RequestStatus(TypedDict):
     tool_iters_remaining: int
     tool_calls_count: int
     signals: list[ExitSignal]
+    fail_reason: RequestFailReason | None
+    """None while it runs, and on success."""
     dispatched_at: NotRequired[float]
     first_token_at: NotRequired[float]
     completed_at: NotRequired[float]
@@ -279,7 +284,8 @@ class RequestStatus(TypedDict):
     tokens_per_second: NotRequired[float]
     tail: NotRequired[str]
     """The last 200 characters of the output."""
-    fail_reason: NotRequired[RequestFailReason]
+    running_tool: NotRequired[str]
+    """The tool that runs now."""
     fail_detail: NotRequired[str]
 
 
@@ -306,9 +312,13 @@ class RequestResult(TypedDict):
     reasoning: str
     signals: list[ExitSignal]
     tool_trace: list[ToolTraceEntry]
+    fail_reason: RequestFailReason | None
+    """None on success."""
+    conversation: list[ChatMessage]
+    """From the user prompt on, as the server last saw it, and the last answer. With
+    `submit(..., messages=earlier + conversation)` the server's prompt cache holds all of it."""
     usage: NotRequired[Usage]
     timings: NotRequired[Timings]
-    fail_reason: NotRequired[RequestFailReason]
     fail_detail: NotRequired[str]
     context: NotRequired[ContextUse]
     """With `context_exceeded`, where the server told the numbers."""
@@ -399,6 +409,7 @@ class WorkerDebugInfo(TypedDict):
 # ---------------------------------------------------------------- what a host plugs in
 
 ToolCallMode: TypeAlias = Literal["auto", "native", "prompted"]
+ToolErrors: TypeAlias = Literal["fail", "tell"]
 SystemPromptMode: TypeAlias = Literal["merged", "separate"]
 
 
@@ -446,14 +457,44 @@ class SignalHandler(Protocol):
     def __call__(self, signal: ExitSignal, /, *, request_id: int, job_name: str) -> object: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCall:
+    """A tool call as long as somebody waits for it, for a runner that can give up."""
+
+    deadline: float
+    """`time.monotonic()` at which `tool_timeout_s` is over."""
+    cancelled: threading.Event
+    """Set once nobody waits any more: the time is up, or the request has ended."""
+
+
 @runtime_checkable
 class ToolRunner(Protocol):
-    """Runs normal tools. Called on a tool thread; several threads may call at once."""
+    """Runs normal tools. Called on a tool thread; several threads may call at once.
+
+    `run_tool` may be `async def`: it then runs in an event loop of its thread's own, and is
+    cancelled once nobody waits any more.
+    """
 
     def run_tool(
         self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str
     ) -> Any:
-        """Return any JSON value; an exception fails the request."""
+        """Return any JSON value; for an exception see `tool_errors`."""
+        ...
+
+
+class CancellableToolRunner(Protocol):
+    """A ToolRunner that is told how long somebody waits."""
+
+    def run_tool(
+        self,
+        *,
+        name: str,
+        arguments: dict[str, Any],
+        request_id: int,
+        job_name: str,
+        call: RunningCall,
+    ) -> Any:
+        """Return any JSON value; for an exception see `tool_errors`."""
         ...
 
 

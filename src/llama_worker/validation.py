@@ -152,6 +152,14 @@ def check_takes(field: str, function: object, /, *given: str, **named: str) -> N
         ) from None
 
 
+def takes(function: Callable[..., object], parameter: str) -> bool:
+    """Whether the callable has a parameter of that name."""
+    try:
+        return parameter in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a built-in function that does not tell
+        return False
+
+
 def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:
     """The check, unless the value is None."""
     if value is None:

@@ -17,7 +17,7 @@ import pykka
 from llama_worker.actors.base import LiveCount, Ref
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.config import WorkerConfig
-from llama_worker.errors import RequestRefused, WorkerClosed, WorkerStopError
+from llama_worker.errors import RequestFailed, RequestRefused, WorkerClosed, WorkerStopError
 from llama_worker.messages import (
     AwaitResult,
     CancelRequest,
@@ -51,6 +51,7 @@ from llama_worker.types import (
     NotReady,
     OutputChunk,
     RequestResult,
+    RequestState,
     RequestStatus,
     SubmitResult,
     WorkerDebugInfo,
@@ -219,9 +220,12 @@ class LlamaWorker(Startable):
         """`submit` and `result` in one: a future of the result, which the worker forgets once the
         future has it.
 
-        Arguments are those of `submit`. Where the request is refused the future raises
-        RequestRefused. A `get` that times out ends nothing: the request goes on, and its future can
-        be asked again.
+        Arguments are those of `submit`. A `get` that times out ends nothing: the request goes on,
+        and its future can be asked again.
+
+        Raises (in the future):
+            RequestRefused: the request was not admitted.
+            RequestFailed: it ended in any way but `completed`; `result` has all output that came.
         """
         backend, future = self._backend, WorkerFuture[RequestResult]()
         reply = _Forward[SubmitResult](
@@ -417,7 +421,10 @@ class _Backend:
                 self.tell(
                     ReleaseResult(request_id=result["request_id"])
                 )  # first: who has the value finds it released
-                future.answer(result)
+                if result["state"] is RequestState.COMPLETED:
+                    future.answer(result)
+                else:
+                    future.fail(RequestFailed(result))
             else:
                 future.fail(LookupError("the result was taken by another call"))
 

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llama_worker import ConfigError, LlamaWorker, RequestRefused
+from llama_worker import (
+    ChatMessage,
+    ConfigError,
+    LlamaWorker,
+    RequestFailed,
+    RequestRefused,
+    ToolDef,
+)
 from llama_worker.testing.scripts import (
+    ErrorData,
     Gate,
+    Headers,
     Reasoning,
     Script,
     Text,
+    ToolCall,
+    Turns,
+    WaitClose,
     plain_reply,
     scripted_server_cmd,
     steps_json,
 )
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 
+SEARCH: ToolDef = {"type": "function", "function": {"name": "search"}}
 HELLO = "Hello"  # what a scripted server says unless it is told otherwise
 
 
@@ -124,6 +139,83 @@ def test_a_refusal_is_raised_with_its_code(make_worker: MakeWorker) -> None:
         make_worker(start=False).worker.ask("Hello?").get(timeout=WAIT_S)
     assert caught.value.error == "WORKER_NOT_READY"
     assert str(RequestRefused("WORKER_FAILED")).startswith("WORKER_FAILED: ")
+
+
+def test_a_failure_is_raised_with_all_output_that_came(rig: Rig) -> None:
+    reply = steps_json(Headers(), Text("half an answ"), ErrorData(400, "no more"))
+    with pytest.raises(RequestFailed, match=r"server_error: .*no more.*12 characters") as caught:
+        rig.worker.ask("Hello?", params={"scripted_reply": reply}).get(timeout=WAIT_S)
+    result = caught.value.result
+    assert (result["text"], result["fail_reason"]) == ("half an answ", "server_error")
+    assert pickle.loads(pickle.dumps(caught.value)).result == result
+    assert rig.worker.get_result(result["request_id"]).get(timeout=WAIT_S)["ok"] is False
+
+
+def test_a_cancelled_answer_is_raised(rig: Rig) -> None:
+    reply = steps_json(Headers(), Text("half"), WaitClose())
+    asked = rig.worker.ask("Hello?", params={"scripted_reply": reply})
+    rig.wait_text(1, "half")
+    rig.worker.cancel(1).get(timeout=WAIT_S)
+    with pytest.raises(RequestFailed) as caught:
+        asked.get(timeout=WAIT_S)
+    assert (caught.value.result["fail_reason"], caught.value.result["text"]) == ("canceled", "half")
+
+
+def test_what_goes_well_has_no_fail_reason(rig: Rig, gate: Path) -> None:
+    request_id = rig.submit(*plain_reply(Gate(gate), Text("x")))
+    assert rig.request(request_id)["fail_reason"] is None
+    gate.touch()
+    assert rig.ended(request_id)["fail_reason"] is None
+
+
+# ---------------------------------------------------------------- a follow-up
+
+
+def test_a_follow_up_repeats_the_conversation_to_the_letter(make_worker: MakeWorker) -> None:
+    runner = SimpleNamespace(run_tool=lambda **call: {"found": call["arguments"]["q"]})
+    rig = make_worker(normal_tools=[SEARCH], tool_runner=runner)
+    turns = Turns(
+        [
+            plain_reply(
+                Text("Let me see. "), ToolCall("search", {"q": "Graz"}), reason="tool_calls"
+            ),
+            plain_reply(Reasoning("So it is."), Text("Graz it is.")),
+        ]
+    )
+    earlier: list[ChatMessage] = [
+        {"role": "user", "content": "Before."},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    first = rig.worker.ask(
+        "Where?",
+        system_prompt="Be terse.",
+        messages=earlier,
+        params={"scripted_reply": steps_json(turns)},
+    ).get(timeout=WAIT_S)
+    assert [message["role"] for message in first["conversation"]] == [
+        *("user", "assistant", "tool", "assistant"),
+    ]
+    assert first["conversation"][-1] == {
+        "role": "assistant",
+        "content": "Graz it is.",
+        "reasoning_content": "So it is.",
+    }
+    rig.worker.ask(
+        "And then?", system_prompt="Be terse.", messages=[*earlier, *first["conversation"]]
+    ).get(timeout=WAIT_S)
+    *_, last_turn, follow_up = [
+        fact["body"]["messages"] for fact in rig.journal.facts("request", method="POST")
+    ]
+    assert follow_up[:-1] == [*last_turn, first["conversation"][-1]]
+    assert follow_up[-1]["content"].startswith("And then?")
+
+
+def test_what_came_before_a_failure_is_in_the_conversation(rig: Rig) -> None:
+    result = rig.run(Headers(), Text("half an answ"), ErrorData(400, "no more"))
+    assert [(m["role"], m["content"][:12]) for m in result["conversation"]] == [  # type: ignore[index]
+        ("user", "Hello?\n\n<wor"),
+        ("assistant", "half an answ"),
+    ]
 
 
 # ---------------------------------------------------------------- output as it comes

@@ -3,8 +3,10 @@ how is sans-IO."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from llama_worker import RestartPolicy
+from llama_worker import RestartPolicy, RunningCall
 from llama_worker.actors import tool_loop
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.messages import ToolThreadStuck
@@ -192,6 +194,87 @@ def test_a_batch_that_ends_in_time_leaves_no_stuck_thread_not_even_for_a_moment(
     for last in (call("add", 1, a=1, b=2), call("add", 1)):  # well, and with a failure
         rig.run(Turns([calling(call("echo"), last), plain_reply(Text("done"))]))
     assert (told.called, stuck(rig)) == (False, 0)
+
+
+# --- runners that know how long somebody waits, and async ones --------------------------------------------
+
+
+class Patient:
+    """A tool that waits until nobody does any more."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[RunningCall] = SimpleQueue()
+        self.gave_up: SimpleQueue[bool] = SimpleQueue()
+
+    def run_tool(self, *, call: RunningCall, **about: Any) -> str:
+        self.calls.put(call)
+        self.gave_up.put(call.cancelled.wait(WAIT_S))
+        return "too late"
+
+
+@pytest.mark.parametrize("ending", ["cancel", "stop", "timeout"])
+def test_a_runner_is_told_once_nobody_waits(make_worker: MakeWorker, ending: str) -> None:
+    patient, limit_s = Patient(), 0.2 if ending == "timeout" else 60.0
+    rig = make_worker(normal_tools=[tool("wait")], tool_runner=patient, tool_timeout_s=limit_s)
+    request_id = rig.submit(*calling(call("wait")))
+    running = patient.calls.get(timeout=WAIT_S)
+    assert running.deadline <= time.monotonic() + limit_s
+    if ending != "timeout":
+        assert rig.request(request_id)["running_tool"] == "wait"
+        assert not running.cancelled.is_set()
+    if ending == "cancel":
+        rig.worker.cancel(request_id)
+    elif ending == "stop":
+        rig.worker.stop()
+    assert patient.gave_up.get(timeout=WAIT_S) is True
+    reason = {"cancel": "canceled", "stop": "worker_stopped", "timeout": "tool_execution_error"}
+    assert rig.ended(request_id)["fail_reason"] == reason[ending]
+    eventually(lambda: stuck(rig) == 0, "the end of the thread")
+
+
+class Async:
+    """Coroutines for tools."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    async def run_tool(self, *, name: str, arguments: dict[str, Any], **about: Any) -> Any:
+        await asyncio.sleep(0)
+        if name == "bad":
+            raise ValueError("wrong lever")
+        if name == "wait":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+        return arguments
+
+
+def test_an_async_runner_runs_in_a_loop_of_its_own(make_worker: MakeWorker) -> None:
+    rig = make_worker(normal_tools=[tool("echo"), tool("bad")], tool_runner=Async())
+    turns = Turns([calling(call("echo", a=1)), plain_reply(Text("done"))])
+    (entry,) = rig.run(turns)["tool_trace"]
+    assert (entry["ok"], entry["result"]) == (True, '{"a": 1}')
+    failed = rig.run(*calling(call("bad")))
+    assert failed["fail_detail"] == "tool 'bad' raised ValueError: wrong lever"
+
+
+def test_an_async_tool_is_cancelled_once_nobody_waits(make_worker: MakeWorker) -> None:
+    runner = Async()
+    rig = make_worker(normal_tools=[tool("wait")], tool_runner=runner, tool_timeout_s=0.2)
+    assert "tool_timeout_s 0.2" in rig.run(*calling(call("wait")))["fail_detail"]
+    assert runner.cancelled.wait(WAIT_S)
+    eventually(lambda: stuck(rig) == 0, "the end of the thread")
+
+
+def test_an_error_that_is_told_costs_no_request(make_worker: MakeWorker) -> None:
+    rig = make_worker(normal_tools=[tool("bad")], tool_runner=Async(), tool_errors="tell")
+    result = rig.run(Turns([calling(call("bad")), plain_reply(Text("I see."))]))
+    assert (result["text"], result["fail_reason"]) == ("I see.", None)
+    (entry,) = result["tool_trace"]
+    assert entry["ok"] is False
+    assert entry["result"] == entry["error"] == "tool 'bad' raised ValueError: wrong lever"
+    assert bodies(rig)[-1]["messages"][-1]["content"].startswith(entry["result"])
 
 
 # --- exit tools -------------------------------------------------------------------------------------------

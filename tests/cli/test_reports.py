@@ -58,6 +58,7 @@ def result(state: str = "completed", **more: Any) -> Any:
         "job_name": "run",
         "state": RequestState(state),
         "tool_trace": [],
+        "fail_reason": None,
     }
     return {
         **whole,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from llama_worker import LlamaWorker
-from tests.server.conftest import Serve, ended, forced, submitted
+from tests.server.conftest import Serve, ended, forced, prompt_of, submitted
+from tests.server.pace import patience
 
 pytestmark = pytest.mark.server
 
@@ -93,6 +94,31 @@ def test_the_formats_agree_to_the_letter(
 ) -> None:
     outcomes = {name: said(workers[tags], saying, name) for name in FORMATS}
     assert outcomes == dict.fromkeys(FORMATS, (reasoning, text))
+
+
+@pytest.mark.parametrize(
+    ("tags", "saying"),
+    [
+        ("unknown", "The answer is in the words: one, two, three."),
+        ("parsed", "<think>\nOne comes first.\n</think>\n\nThe answer: one, two, three."),
+        ("opened", "One comes first.\n</think>\n\nThe answer: one, two, three."),
+    ],
+)
+def test_a_follow_up_with_the_conversation_is_cached(
+    workers: dict[str, LlamaWorker], tags: str, saying: str
+) -> None:
+    worker, prompt = workers[tags], prompt_of(16, f"a follow-up {tags}")
+    first = worker.ask(prompt, system_prompt="Be terse.", params=forced(saying))
+    before = first.get(timeout=patience())
+    assert before["text"].endswith("one, two, three.")
+    follow_up = worker.ask(
+        "And then?",
+        system_prompt="Be terse.",
+        messages=before["conversation"],
+        params={"max_tokens": 1},
+    )
+    known = before["usage"]["prompt_tokens"] + before["usage"]["completion_tokens"]
+    assert follow_up.get(timeout=patience())["usage"]["cached_tokens"] >= 0.95 * known
 
 
 HALF_A_TAG = re.compile(r"\s*</?(t|th|thi|thin|think)?$")

@@ -12,7 +12,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llama_worker.errors import RequestRefused, WorkerClosed, WorkerStartError, WorkerStopError
+from llama_worker.errors import (
+    RequestFailed,
+    RequestRefused,
+    WorkerClosed,
+    WorkerStartError,
+    WorkerStopError,
+)
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState, WorkerState
 from tests.simulation.dice import Dice
@@ -318,6 +324,10 @@ class Host:
         except RequestRefused as refused:
             self.outcomes[refused.error] += 1
             return
+        except RequestFailed as failed:
+            result = failed.result
+            if result["state"] is RequestState.COMPLETED:
+                raise Violation(1, f"ask() raised, and completed: {result}") from failed
         self._took(result["request_id"], result)
         yield from self._is_gone(result["request_id"], "ask() resolved")
 

@@ -213,7 +213,13 @@ class SimRuntime:
         def returned() -> None:
             text = '"found"' if ok else "tool raised ValueError"
             order.reply_to.tell(
-                CallEnded(turn_id=order.turn_id, ok=ok, text=text, at=self.scheduler.now)
+                CallEnded(
+                    turn_id=order.turn_id,
+                    call_id=order.call.id,
+                    ok=ok,
+                    text=text,
+                    at=self.scheduler.now,
+                )
             )
             thread.has_returned = True
 
@@ -492,3 +498,6 @@ class SimToolThread:
 
     def is_alive(self) -> bool:
         return not self.has_returned
+
+    def cancel(self) -> None:
+        pass  # it does not listen

@@ -50,7 +50,6 @@ async def async_call(*_: Any, **__: Any) -> str:
 PROBE = SimpleNamespace(probe=print, reset=print)
 RUNNER = SimpleNamespace(run_tool=lambda **call: call)
 OLD_RUNNER = SimpleNamespace(run_tool=lambda name, args: None)
-ASYNC_RUNNER = SimpleNamespace(run_tool=async_call)
 
 
 def tool(name: str, **function: Any) -> ToolDef:
@@ -175,7 +174,8 @@ BAD_CONFIGS = [
     bad("on_signal", lambda signal: None, TypeError, "request_id=..., job_name=...", "(signal)"),
     bad("tool_runner", object(), TypeError, "run_tool", "object"),
     bad("tool_runner", OLD_RUNNER, TypeError, "run_tool is called as", "(name, args)", "arguments"),
-    bad("tool_runner", ASYNC_RUNNER, TypeError, ".run_tool", "must not be async", "asyncio.run("),
+    bad("tool_errors", "ignore", ConfigError, "'fail', 'tell'", "'ignore'"),
+    bad("tool_errors", None, TypeError, "str", "None"),
     bad("timezone_name", "", ConfigError, "empty"),
     *(
         bad("timezone_name", name, ConfigError, repr(name), "IANA", "Europe/Vienna")
@@ -474,6 +474,17 @@ def test_a_config_of_plain_parts_can_be_pickled_and_copied() -> None:
         assert other.config_hash == made.config_hash
 
 
+def test_a_runner_may_be_async_and_may_ask_for_its_call() -> None:
+    async def run_tool(**call: Any) -> int:
+        return 1
+
+    def cancellable(*, name: str, arguments: Any, request_id: int, job_name: str, call: Any) -> int:
+        return 1
+
+    for runner in (run_tool, cancellable):
+        config(normal_tools=[tool("add")], tool_runner=SimpleNamespace(run_tool=runner))
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -515,6 +526,7 @@ DATA_CHANGES: dict[str, Any] = {
     "normal_tools": [tool("a")],
     "max_tool_iterations": 9,
     "tool_timeout_s": 10.5,
+    "tool_errors": "tell",
     "tool_call_mode": "native",
     "exit_tools": [tool("a")],
     "system_prompt_mode": "separate",

@@ -175,6 +175,7 @@ def test_every_key_that_a_file_can_hold_reaches_the_config(tmp_path: Path) -> No
     given: dict[str, Any] = {
         "max_tool_iterations": 3,
         "tool_timeout_s": 2.5,
+        "tool_errors": "tell",
         "tool_call_mode": "prompted",
         "system_prompt_mode": "separate",
         "timezone_name": "UTC",

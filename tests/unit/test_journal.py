@@ -201,7 +201,12 @@ def record(
         request_id=1,
         job_name="j",
         status={} if tokens is None else {"tokens_received": tokens},  # type: ignore[typeddict-item]
-        result={"state": state, "finish_reason": RequestFinishReason.STOP, **result},  # type: ignore[typeddict-item]
+        result={
+            "state": state,
+            "finish_reason": RequestFinishReason.STOP,
+            "fail_reason": None,
+            **result,  # type: ignore[typeddict-item]
+        },
         ended_at=1.0,
     )
 

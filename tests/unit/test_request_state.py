@@ -34,7 +34,7 @@ from llama_worker.messages import (
     ToolsRefused,
 )
 from llama_worker.request.body import request_body
-from llama_worker.request.state import Effects, Request
+from llama_worker.request.state import Effects, Request, _InTools
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import RequestRecord
 from llama_worker.request.turn import Turn, TurnId
@@ -114,8 +114,12 @@ class Driven(Request):
     def closed(self, turn_id: TurnId, failure: StreamFailure | None, at: float) -> Effects:
         return self.step(StreamClosed(turn_id=turn_id, failure=failure, at=at), at)
 
-    def call_ended(self, turn_id: TurnId, *, ok: bool, text: str, at: float) -> Effects:
-        return self.step(CallEnded(turn_id=turn_id, ok=ok, text=text, at=at), at)
+    def call_ended(
+        self, turn_id: TurnId, *, ok: bool, text: str, at: float, call_id: str | None = None
+    ) -> Effects:
+        if call_id is None:  # the one under way
+            call_id = self._waiting.batch.call.id if isinstance(self._waiting, _InTools) else ""
+        return self.step(CallEnded(turn_id=turn_id, call_id=call_id, ok=ok, text=text, at=at), at)
 
     def cancel(self, at: float) -> Effects:
         return self.step(CancelRequest(request_id=self.request_id, reply=NOBODY), at)
@@ -239,6 +243,11 @@ def test_a_stream_to_its_completion() -> None:
         "reasoning": "hm",
         "signals": [],
         "tool_trace": [],
+        "fail_reason": None,
+        "conversation": [
+            opened.body["messages"][-1],
+            {"role": "assistant", "content": "Hello", "reasoning_content": "hm"},
+        ],
         "usage": {"prompt_tokens": 10, "completion_tokens": 4, "cached_tokens": 2},
         "timings": pytest.approx({"ttft_s": 3.0, "total_s": 5.2, "tokens_per_second": 2.0}),
     }
@@ -270,6 +279,7 @@ def test_what_a_status_says_on_the_way() -> None:
         "tool_iters_remaining": 8,
         "tool_calls_count": 0,
         "signals": [],
+        "fail_reason": None,
         "tokens_received": 1,
         "prompt_progress": {"processed": 5, "total": 10, "cached": 2},
         "tail": "x" * 200,
@@ -474,6 +484,7 @@ def test_the_calls_of_a_turn_run_one_by_one_and_the_next_turn_repeats_it_to_the_
     status = request.status()
     assert (status["state"], status["phase"]) == ("tool_running", "tool")
     assert (status["tool_iters_remaining"], status["tool_calls_count"]) == (7, 2)
+    assert status["running_tool"] == "add"
     assert status["signals"] == [
         {"tool_name": "signal", "arguments": {"s": 1}, "emitted_at": 1101.0}
     ]
@@ -554,6 +565,40 @@ def test_a_call_that_takes_too_long_fails_the_request_and_its_batch_is_forgotten
         (False, text),
     ]
     assert returned(request, "too late", at=122.0) == []
+
+
+def test_a_tools_error_is_told_to_the_model_if_so_configured() -> None:
+    request = begun(with_tools(tool_errors="tell", api_key="s3cret"))
+    hear(request, call("add"), call("add", "{}", 1), Finish("tool_calls"), Done(), at=102.0)
+    raised = "tool 'add' raised ValueError: no s3cret \ud800" + "." * 3000
+    second = only(RunTool, request.call_ended(FIRST, ok=False, text=raised, at=103.0))
+    assert second.call.id == "c00000002"
+    dropped, prompting = request.tick(113.0)
+    assert dropped == DropTool(turn_id=FIRST)
+    assert isinstance(prompting, OpenStream)
+    assert request.call_ended(FIRST, ok=True, text="late", at=113.1, call_id="c00000002") == []
+    *_, one, two = prompting.body["messages"]
+    assert one["content"] == f"tool 'add' raised ValueError: no *** \ufffd{'.' * 3000}"[:2000]
+    assert two["content"].startswith("tool 'add' did not return within tool_timeout_s 10 s\n\n")
+    hear(request, TextDelta("No luck."), Finish("stop"), stream=SECOND)
+    record = ended(hear(request, Done(), stream=SECOND, at=114.0), CloseStream(turn_id=SECOND))
+    assert record.result["fail_reason"] is None
+    assert [(e["ok"], e["result"]) for e in record.result["tool_trace"]] == [
+        (False, one["content"]),
+        (False, "tool 'add' did not return within tool_timeout_s 10 s"),
+    ]
+
+
+def test_a_call_that_was_given_up_does_not_answer_for_the_next() -> None:
+    request = begun(with_tools(tool_errors="tell"))
+    hear(request, call("add"), call("add", "{}", 1), Finish("tool_calls"), Done(), at=102.0)
+    dropped, second = request.tick(112.0)
+    assert dropped == DropTool(turn_id=FIRST)
+    assert isinstance(second, RunTool)
+    assert request.call_ended(FIRST, ok=True, text="late", at=112.1, call_id="c00000001") == []
+    returned(request, "two", at=113.0)
+    results = [e["result"] for e in request._totals.trace]
+    assert results == ["tool 'add' did not return within tool_timeout_s 10 s", "two"]
 
 
 @pytest.mark.parametrize(

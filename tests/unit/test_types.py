@@ -38,18 +38,18 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
             types.RequestStatus,
             "ok request_id job_name state phase created_at output_chars reasoning_chars "
             "tool_iters_remaining"
-            " tool_calls_count signals dispatched_at? first_token_at? completed_at? "
+            " tool_calls_count signals fail_reason dispatched_at? first_token_at? completed_at? "
             "last_progress_at?"
             " last_stream_byte_at? last_liveness_at? prompt_progress? tokens_received? "
             "tokens_per_second? tail?"
-            " fail_reason? fail_detail?",
+            " running_tool? fail_detail?",
         ),
         (types.PromptProgress, "processed total cached"),
         (types.OutputChunk, "ok text reasoning text_offset reasoning_offset done"),
         (
             types.RequestResult,
             "ok request_id job_name state finish_reason text reasoning signals tool_trace "
-            "usage? timings? fail_reason?"
+            "fail_reason conversation usage? timings?"
             " fail_detail? context?",
         ),
         (types.Usage, "prompt_tokens completion_tokens cached_tokens"),
@@ -57,7 +57,7 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
         (types.ExitSignal, "tool_name arguments emitted_at malformed?"),
         (
             types.ToolTraceEntry,
-            "tool_call_id tool_name arguments iteration started_at duration_s ok error?",
+            "tool_call_id tool_name arguments iteration started_at duration_s ok error? result?",
         ),
         (
             types.WorkerStatus,

@@ -76,7 +76,7 @@ def for_start(error: WorkerStartError) -> str:
 
 def for_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
     """One line for a request that failed; None for one that did not."""
-    reason = result.get("fail_reason")
+    reason = result["fail_reason"]
     if reason is None or reason is RequestFailReason.CANCELED:
         return None
     if reason is RequestFailReason.CONTEXT_EXCEEDED or _CONTEXT.search(

@@ -89,10 +89,8 @@ def ending(result: RequestResult, log_tail: Sequence[str]) -> list[str]:
             "cancelled; what had come is above" if result["text"] else "cancelled; nothing had come"
         )
     elif result["state"] is RequestState.FAILED:
-        lines.append(
-            harmless(f"failed: {result.get('fail_reason')}: {result.get('fail_detail', '')}")
-        )
-        if result.get("fail_reason") == "server_died":
+        lines.append(harmless(f"failed: {result['fail_reason']}: {result.get('fail_detail', '')}"))
+        if result["fail_reason"] == "server_died":
             lines += [f"  {harmless(line)}" for line in log_tail]
     if result["finish_reason"] is RequestFinishReason.MAX_TOKENS:
         lines.append("cut off: more --max-tokens, or, where the context is full, more --ctx-size")
@@ -123,7 +121,7 @@ def json_report(result: RequestResult, warnings: Sequence[str]) -> dict[str, Any
     """The object of --json. `reason`: the fail reason, or else the finish reason."""
     return {
         "outcome": str(result["state"]),
-        "reason": str(result.get("fail_reason", result["finish_reason"])),
+        "reason": str(result["fail_reason"] or result["finish_reason"]),
         "detail": result.get("fail_detail"),
         "text": result["text"],
         "reasoning": result["reasoning"],

@@ -69,6 +69,7 @@ class RequestCopy:
             "tool_trace": [],
             "fail_reason": RequestFailReason.SERVER_DIED,
             "fail_detail": detail,
+            "conversation": [],
         }
 
     def status(self) -> RequestStatus:

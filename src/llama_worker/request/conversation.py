@@ -27,6 +27,7 @@ class Conversation(Struct, frozen=True, kw_only=True):
 
     head: tuple[ChatMessage, ...]  # system messages: BIOS, then the caller's
     body: tuple[ChatMessage, ...]
+    prompt_at: int  # where in the body the user prompt is; before it is what the caller had
     system_prompt: str
     system_prompt_mode: SystemPromptMode
     prompted: bool  # tools by text: the server knows of none
@@ -51,6 +52,7 @@ class Conversation(Struct, frozen=True, kw_only=True):
         return cls(
             head=_system_messages(_stable(bios), submission.system_prompt, system_prompt_mode),
             body=_with_volatile(body, _volatile(bios)),
+            prompt_at=len(body) - 1,
             system_prompt=submission.system_prompt,
             system_prompt_mode=system_prompt_mode,
             prompted=prompted,
@@ -77,6 +79,12 @@ class Conversation(Struct, frozen=True, kw_only=True):
         if isinstance(bios, str):
             head = _system_messages(bios, self.system_prompt, self.system_prompt_mode)
         return replace(self, head=head, body=(*self.body, *_with_volatile(added, _volatile(bios))))
+
+    def since_prompt(self, *, text: str, reasoning: str) -> list[ChatMessage]:
+        """From the user prompt on, with what the model said to the last of it: what a follow-up has
+        between its `messages` and its own prompt."""
+        said = [_assistant(text, reasoning)] if text or reasoning else []
+        return [*self.body[self.prompt_at :], *said]
 
     def messages(self) -> list[ChatMessage]:
         """For the request's body; the messages are shared with this conversation, not copied."""

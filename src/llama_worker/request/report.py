@@ -17,6 +17,7 @@ from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.request.turn import Turn
 from llama_worker.stream.events import Usage
 from llama_worker.types import (
+    ChatMessage,
     ExitSignal,
     RequestFailReason,
     RequestPhase,
@@ -89,7 +90,9 @@ def build_progress(
     )
 
 
-def build_status(totals: Totals, turn: Turn, progress: Progress) -> RequestStatus:
+def build_status(
+    totals: Totals, turn: Turn, progress: Progress, running_tool: str | None = None
+) -> RequestStatus:
     """A snapshot of a request that has not ended; shares nothing with it."""
     status: RequestStatus = {
         "ok": True,
@@ -106,6 +109,7 @@ def build_status(totals: Totals, turn: Turn, progress: Progress) -> RequestStatu
         "tool_iters_remaining": totals.iterations_left,
         "tool_calls_count": totals.calls_count,
         "signals": copy.deepcopy(totals.signals),
+        "fail_reason": None,
         "tokens_received": totals.tokens + (0 if turn.is_over else turn.tokens),
     }
     instants = {
@@ -131,18 +135,26 @@ def build_status(totals: Totals, turn: Turn, progress: Progress) -> RequestStatu
     speed = turn.tokens_per_second()
     if speed is not None:
         status["tokens_per_second"] = speed
+    if running_tool is not None:
+        status["running_tool"] = running_tool
     if totals.output.text_chars:
         status["tail"] = totals.output.text[-_TAIL_CHARS:]
     return status
 
 
 def build_record(
-    totals: Totals, turn: Turn, progress: Progress, ending: Ending, now: float
+    totals: Totals,
+    turn: Turn,
+    progress: Progress,
+    ending: Ending,
+    conversation: list[ChatMessage],
+    now: float,
 ) -> RequestRecord:
     """All that stays of a request that ends now; `progress` is its last."""
     status = build_status(totals, turn, progress)
     status["state"], status["phase"] = ending.state, RequestPhase.DONE
     status["completed_at"] = totals.unix(now)
+    status["fail_reason"] = ending.fail_reason
     result: RequestResult = {
         "ok": True,
         "request_id": totals.request_id,
@@ -153,6 +165,8 @@ def build_record(
         "reasoning": totals.output.reasoning,
         "signals": status["signals"],
         "tool_trace": totals.trace,
+        "fail_reason": ending.fail_reason,
+        "conversation": conversation,
         "timings": {"total_s": now - totals.created_at},
     }
     if totals.first_token_at is not None:
@@ -165,8 +179,6 @@ def build_record(
             "completion_tokens": totals.usage.completion_tokens,
             "cached_tokens": totals.usage.cached_tokens or 0,
         }
-    if ending.fail_reason is not None:
-        status["fail_reason"] = result["fail_reason"] = ending.fail_reason
     if ending.fail_detail is not None:
         status["fail_detail"] = result["fail_detail"] = ending.fail_detail
     if ending.context is not None:
@@ -200,9 +212,8 @@ def lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float)
         loop_detector=None,
     )
     progress = build_progress(totals, turn, RequestPhase.DONE, concluding=True)
-    return build_record(
-        totals, turn, progress, failed(RequestFailReason.UNKNOWN_ERROR, detail), now
-    )
+    lost = failed(RequestFailReason.UNKNOWN_ERROR, detail)
+    return build_record(totals, turn, progress, lost, [], now)
 
 
 def _later(one: float | None, other: float | None) -> float | None:

@@ -55,11 +55,12 @@ from llama_worker.request.report import Totals, build_progress, build_record, bu
 from llama_worker.request.tool_batch import ToolBatch, unrun_entry
 from llama_worker.request.turn import Turn, TurnId
 from llama_worker.stream.calls import MalformedCall, ParsedCall, Partition, RawCall, partition
-from llama_worker.stream.events import ServerError
+from llama_worker.stream.events import ServerError, encodable
 from llama_worker.stream.failure import StreamFailure, refuses_tools
 from llama_worker.stream.turn_end import SETTLE_S, Finished, LastWord, Verdict
 from llama_worker.types import (
     BiosText,
+    ChatMessage,
     ExitSignal,
     OutputChunk,
     RequestFailReason,
@@ -77,6 +78,9 @@ LAST_WORDS_S = 2.0
 # a Tick so late comes after a gap (the host was stopped): what was due waits as long as it lasted,
 # once
 LATE_S = 1.0
+
+# of a tool's error: a model's context is small, and a traceback may be long
+_MOST_TOLD_CHARS = 2000
 
 Effect = (
     RunBios
@@ -310,18 +314,22 @@ class Request:
                 return self._end(after_failure(verdict, offers_tools=self._offers_tools), at)
 
     def _call_ended(self, ended: CallEnded) -> Effects:
-        """The next call of the batch returned a JSON text, or failed; after the last one the next
-        turn begins."""
+        """The call under way returned a JSON text, or failed. One that was given up may end late."""
         if not isinstance(self._waiting, _InTools):
             return []
         batch = self._waiting.batch
-        if not ended.ok:
-            return self._call_failed(batch, ended.text, ended.at)
-        batch = batch.returned(ended.text, ended.at)
+        if ended.call_id != batch.call.id:
+            return []
+        if ended.ok:
+            return self._after_call(batch.returned(ended.text, ended.at), ended.at)
+        return self._call_failed(batch, ended.text, ended.at)
+
+    def _after_call(self, batch: ToolBatch, at: float) -> Effects:
+        """The batch's next call; after the last one the next turn begins."""
         if not batch.done:
             return [self._run_call(batch)]
         self._leave_tools(batch)
-        return self._ask_for_bios(batch, ended.at)
+        return self._ask_for_bios(batch, at)
 
     def _abandon(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
         """The worker gives the request up. The rest of what a server that died had sent is read
@@ -406,7 +414,8 @@ class Request:
         return build_progress(self._totals, self._turn, self.phase, concluding=concluding)
 
     def status(self) -> RequestStatus:
-        return build_status(self._totals, self._turn, self.progress())
+        running = self._waiting.batch.call.name if isinstance(self._waiting, _InTools) else None
+        return build_status(self._totals, self._turn, self.progress(), running)
 
     @property
     def output_chars(self) -> tuple[int, int]:
@@ -577,6 +586,9 @@ class Request:
         self._waiting = _Streaming()
 
     def _call_failed(self, batch: ToolBatch, text: str, at: float) -> Effects:
+        if self._config.tool_errors == "tell":
+            told = encodable(masked(text, self._config.api_key))[:_MOST_TOLD_CHARS]
+            return self._after_call(batch.returned(told, at, error=text), at)
         self._leave_tools(batch.failed(text, at))
         return self._end(failed(RequestFailReason.TOOL_EXECUTION_ERROR, text), at)
 
@@ -612,9 +624,17 @@ class Request:
             self._totals.trace += self._unrun_trace(self._unrun, ending, now)
         if ending.fail_detail is not None:
             ending = replace(ending, fail_detail=masked(ending.fail_detail, self._config.api_key))
-        record = build_record(self._totals, self._turn, self.progress(), ending, now)
+        conversation = self._conversation_at_end()
+        record = build_record(self._totals, self._turn, self.progress(), ending, conversation, now)
         self._waiting = _Ended()
         return [*effects, RequestEnded(record=record)]
+
+    def _conversation_at_end(self) -> list[ChatMessage]:
+        if self._conversation is None:  # its BIOS was never written
+            return []
+        return self._conversation.since_prompt(
+            text=self._turn.said_text, reasoning=self._turn.said_reasoning
+        )
 
     def _unrun_trace(self, found: Partition, ending: Ending, now: float) -> list[ToolTraceEntry]:
         """The calls that the model made and that were not run: what they held is output, too."""

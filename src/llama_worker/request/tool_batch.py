@@ -36,9 +36,11 @@ class ToolBatch(Struct, frozen=True, kw_only=True):
     def done(self) -> bool:
         return len(self.results) == len(self.calls)
 
-    def returned(self, result: str, at: float) -> ToolBatch:
-        """The call under way returned a JSON text; the next one begins at once."""
-        entry = self._entry(at, None)
+    def returned(self, result: str, at: float, *, error: str | None = None) -> ToolBatch:
+        """The call under way returned a JSON text, or its error is told; the next one begins at
+        once."""
+        entry = self._entry(at, error)
+        entry["result"] = result
         return replace(
             self,
             results=(*self.results, result),

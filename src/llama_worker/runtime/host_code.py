@@ -3,12 +3,15 @@ what came of it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import datetime
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -19,7 +22,8 @@ from llama_worker.messages import BiosWritten, CallEnded, EvidenceSeen, Mailbox,
 from llama_worker.request.tool_results import ToolResultError, encode_result
 from llama_worker.runtime.futures import log_exception
 from llama_worker.runtime.shortage import is_shortage
-from llama_worker.types import BiosContext, LivenessProbe
+from llama_worker.types import BiosContext, LivenessProbe, RunningCall
+from llama_worker.validation import takes
 
 _logger = logging.getLogger("llama_worker")
 
@@ -31,25 +35,65 @@ def start_thread(name: str, target: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def run_tool(order: RunTool, config: WorkerConfig) -> None:
-    """Make the call and tell what came of it, on the calling thread."""
-    call, runner, ok = order.call, config.tool_runner, False
-    assert runner is not None
-    try:
-        value = runner.run_tool(
-            name=call.name,
-            arguments=copy.deepcopy(call.arguments),
-            request_id=order.turn_id[0],
-            job_name=order.job_name,
+class ToolThread:
+    """A tool call, on a thread of its own, which tells what came of it. Raises RuntimeError where
+    the system has none left."""
+
+    def __init__(self, order: RunTool, config: WorkerConfig, name: str) -> None:
+        assert config.tool_runner is not None
+        self._order = order
+        self._run_tool = config.tool_runner.run_tool
+        deadline = time.monotonic() + config.tool_timeout_s
+        self._call = RunningCall(deadline=deadline, cancelled=threading.Event())
+        self._cancel_task: Callable[[], object] | None = None  # of an async runner
+        self._thread = start_thread(name, self._run)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def cancel(self) -> None:
+        """Tell the runner that nobody waits any more."""
+        self._call.cancelled.set()
+        if self._cancel_task is not None:
+            self._cancel_task()
+
+    def _run(self) -> None:
+        call, ok = self._order.call, False
+        try:
+            text, ok = encode_result(self._returned()), True
+        except ToolResultError as unfit:
+            text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
+        except BaseException as raised:
+            # SystemExit and KeyboardInterrupt in a tool are its failures, no more.
+            text = f"tool {call.name!r} raised {described_error(raised)}"
+        ended = CallEnded(
+            turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=time.monotonic()
         )
-        text, ok = encode_result(value), True
-    except ToolResultError as unfit:
-        text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
-    except (
-        BaseException
-    ) as raised:  # SystemExit and KeyboardInterrupt in a tool are its failures, no more
-        text = f"tool {call.name!r} raised {described_error(raised)}"
-    order.reply_to.tell(CallEnded(turn_id=order.turn_id, ok=ok, text=text, at=time.monotonic()))
+        self._order.reply_to.tell(ended)
+
+    def _returned(self) -> Any:
+        more = {"call": self._call} if takes(self._run_tool, "call") else {}
+        value = self._run_tool(
+            name=self._order.call.name,
+            arguments=copy.deepcopy(self._order.call.arguments),
+            request_id=self._order.turn_id[0],
+            job_name=self._order.job_name,
+            **more,
+        )
+        return asyncio.run(self._awaited(value)) if asyncio.iscoroutine(value) else value
+
+    async def _awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def cancel_task() -> None:
+            with contextlib.suppress(RuntimeError):  # it has ended, and its loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+
+        self._cancel_task = cancel_task
+        if self._call.cancelled.is_set():  # before there was a task
+            task.cancel()
+        return await coroutine
 
 
 def write_bios(order: RunBios, config: WorkerConfig, unix_now: float) -> BiosWritten:

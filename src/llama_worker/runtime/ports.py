@@ -72,6 +72,9 @@ class ToolThread(Protocol):
     def is_alive(self) -> bool:
         """Whether it still runs."""
 
+    def cancel(self) -> None:
+        """Tell the call that nobody waits for it any more. Quick."""
+
 
 class Log(Protocol):
     """The last lines of the server's output, newest last, with secrets masked. Read by one actor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,7 +25,7 @@ from llama_worker.runtime import host_code
 from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.futures import call_host, write_log
 from llama_worker.runtime.gpu_watch import watch_gpus
-from llama_worker.runtime.host_code import start_thread
+from llama_worker.runtime.host_code import ToolThread, start_thread
 from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.loop_thread import loop_thread
@@ -139,12 +138,9 @@ class RealRuntime(ActorThreads):
         else:
             start_thread(f"{self._name}-bios", partial(self._tell_bios, order))
 
-    def run_tool(self, order: RunTool) -> threading.Thread:
+    def run_tool(self, order: RunTool) -> ToolThread:
         request_id, turn = order.turn_id
-        return start_thread(
-            f"{self._name}-tool-{request_id}.{turn}",
-            partial(host_code.run_tool, order, self._config),
-        )
+        return ToolThread(order, self._config, f"{self._name}-tool-{request_id}.{turn}")
 
     def _tell_bios(self, order: RunBios) -> None:
         order.reply_to.tell(host_code.write_bios(order, self._config, self.unix_now()))

@@ -46,7 +46,7 @@ def is_degenerate(record: RequestRecord) -> bool:
             or result["tool_trace"]
         )
         return not said
-    return result.get("fail_reason") in _LOOPS
+    return result["fail_reason"] in _LOOPS
 
 
 class Suspicion(Struct, frozen=True):
@@ -61,7 +61,7 @@ class Suspicion(Struct, frozen=True):
         self, record: RequestRecord, policy: RestartPolicy
     ) -> tuple[Suspicion, Doubt | Trouble | None]:
         """A request reached its terminal state."""
-        reason = record.result.get("fail_reason")
+        reason = record.result["fail_reason"]
         limit = policy.degenerate_outputs_before_restart
         if limit is not None and is_degenerate(record):
             jobs = self.degenerate_jobs | {record.job_name}

@@ -28,7 +28,7 @@ class Totals:
     def request_ended(self, record: RequestRecord) -> None:
         result, status = record.result, record.status
         outcome = str(result["state"])
-        self._requests[outcome][str(result.get("fail_reason", result["finish_reason"]))] += 1
+        self._requests[outcome][str(result["fail_reason"] or result["finish_reason"])] += 1
         if "timings" in result:
             self._duration[outcome].add(result["timings"]["total_s"])
             if "ttft_s" in result["timings"]:
