@@ -24,7 +24,7 @@ from llama_worker.messages import Begin, BiosWritten, OpenStream, StreamEvents, 
 from llama_worker.request.state import Request
 from llama_worker.request.submission import validate_submit
 from llama_worker.server.command import llama_server_cmd
-from llama_worker.stream.response import ChatResponse
+from llama_worker.stream.response import ChatBody
 
 FEW, MANY = 200, 1200
 READ_BYTES = 16 * 1024
@@ -81,7 +81,7 @@ class _Nobody:
 
 
 def worker(data: bytes) -> int:
-    """What the loop's thread does for one stream."""
+    """What a stream's thread and its actor do, the headers left out."""
     command = llama_server_cmd("model.gguf", host="127.0.0.1", port=20_000, slots=1)
     config = WorkerConfig(
         "bench", "127.0.0.1", 20_000, command, max_tokens=None, loop_detector=None
@@ -101,9 +101,9 @@ def worker(data: bytes) -> int:
     (order,) = request.step(BiosWritten(turn_id=(1, 1), bios="", error=None), 0.0)
     assert isinstance(order, OpenStream)
     request.step(StreamOpened(turn_id=order.turn_id, at=0.0, stream=_Nobody()), 0.0)
-    response = ChatResponse()
-    for piece in _pieces(data):
-        events = tuple(response.feed(piece))
+    body = ChatBody({"Transfer-Encoding": "chunked"})
+    for piece in _pieces(data.partition(b"\r\n\r\n")[2]):
+        events = tuple(body.feed(piece))
         request.step(StreamEvents(turn_id=order.turn_id, events=events, at=0.0), 0.0)
     return request.output_chars[0]
 

@@ -14,8 +14,6 @@ from unittest.mock import Mock
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, WorkerStartError
-from llama_worker.runtime import loop_thread
-from llama_worker.runtime.loop_thread import LoopThread
 from llama_worker.testing.scripts import Text, ToolCall, Turns, plain_reply
 from llama_worker.types import StartFailReason, WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, no_threads
@@ -56,19 +54,16 @@ def assert_as_before(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("-loop", "unknown_error"), ("-tool-", "tool_execution_error"), ("-bios", "prompt_error")],
+    [("-stream", "unknown_error"), ("-tool-", "tool_execution_error"), ("-bios", "prompt_error")],
 )
 def test_without_a_thread_a_request_fails_and_the_server_stays(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
+    make_worker: MakeWorker, kind: str, reason: str
 ) -> None:
     rig = make_worker(
         normal_tools=[TOOL], tool_runner=Mock(), bios_provider=lambda _: "bios", restart=SUSPICIOUS
     )
     turns = Turns([plain_reply(ToolCall("look"), reason="tool_calls"), plain_reply(Text("done"))])
-    with monkeypatch.context() as fresh, no_threads(kind) as refused:
-        fresh.setattr(
-            loop_thread, "_loop", LoopThread()
-        )  # as if this were the process's first stream
+    with no_threads(kind) as refused:
         result = rig.run(turns)
     assert refused.is_set()
     assert result["fail_reason"] == reason

@@ -104,16 +104,16 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_an_abort(
     """It does not hear a FIN while our receive window is full; it hears a reset."""
     slow, stands_still, go_on = threading.Event(), threading.Event(), threading.Event()
     readers: list[StreamReader] = []
-    on_ready = StreamReader.on_ready
+    take_in = StreamReader._take_in
 
-    def slow_on_ready(reader: StreamReader, mask: int) -> None:
+    def slow_take_in(reader: StreamReader) -> None:
         if slow.is_set():
             readers.append(reader)
             stands_still.set()
             go_on.wait(WAIT_S)
-        on_ready(reader, mask)
+        take_in(reader)
 
-    monkeypatch.setattr(StreamReader, "on_ready", slow_on_ready)
+    monkeypatch.setattr(StreamReader, "_take_in", slow_take_in)
     rig = make_worker(Script(journal_tokens=True), loop_detector=None)
     request = rig.submit(Headers(), Repeat(None, [Text("token " * 1000)]))
     rig.wait_text(request, "token ")
@@ -123,8 +123,8 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_an_abort(
         lambda: rig.journal.facts(n=1)[-1]["fact"] == "send_waits", "a send that does not end"
     )
     readers[0].abort()
-    rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
     go_on.set()
+    rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
 
 
 def test_params_pass_through_and_the_workers_own_are_replaced_with_a_warning(rig: Rig) -> None:

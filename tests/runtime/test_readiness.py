@@ -15,12 +15,11 @@ import pytest
 
 from llama_worker import Canary, ConfigError, WorkerConfig
 from llama_worker.messages import Probed, ProbeOutcome
-from llama_worker.runtime import readiness
 from llama_worker.runtime.canary import canary_body, canary_problem
-from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.readiness import ReadinessProbe, models_outcome, owns_port
+from llama_worker.runtime.session import Endpoint
 from llama_worker.server.gaps import LATE_S
-from llama_worker.stream.plain_reply import PlainReply
+from tests.actors.conftest import no_threads
 
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
@@ -51,30 +50,22 @@ def test_a_probe_without_an_answer(error: Exception, late_s: float, outcome: Pro
 @pytest.mark.parametrize(
     ("status", "body", "outcome"),
     [
-        (b"503 Loading", b"{}", ProbeOutcome.LOADING),
-        *(
-            (status, b"{}", ProbeOutcome.FAILED)
-            for status in (b"404 Not Found", b"401 Unauthorized")
-        ),
-        (b"200 OK", b"<html>", ProbeOutcome.FAILED),
-        (b"200 OK", b"{}", ProbeOutcome.READY),
+        (503, b"{}", ProbeOutcome.LOADING),
+        *((status, b"{}", ProbeOutcome.FAILED) for status in (404, 401)),
+        (200, b"<html>", ProbeOutcome.FAILED),
+        (200, b"", ProbeOutcome.FAILED),
+        (200, b"{}", ProbeOutcome.READY),
     ],
 )
-def test_a_probe_with_an_answer(status: bytes, body: bytes, outcome: ProbeOutcome) -> None:
-    reply = PlainReply()
-    reply.feed(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
-    assert reply.over
-    assert models_outcome(reply, late_s=100.0)[0] is outcome
+def test_a_probe_with_an_answer(status: int, body: bytes, outcome: ProbeOutcome) -> None:
+    assert models_outcome((status, body), late_s=100.0)[0] is outcome
 
 
-def test_what_this_machine_lacks_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    def question(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(readiness, "Question", question)
+def test_what_this_machine_lacks_is_no_news() -> None:
     told: list[Probed] = []
     host: Any = SimpleNamespace(tell=told.append)
-    ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
+    with no_threads("-probe"):
+        ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
     assert [(probed.epoch, probed.outcome) for probed in told] == [(3, ProbeOutcome.NO_NEWS)]
 
 

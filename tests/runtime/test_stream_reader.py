@@ -1,29 +1,30 @@
-"""A stream on a socket: what is told at once, what waits, and who may fetch it. The loop's calls
-are made by hand."""
+"""A stream on a socket: what is told at once, what waits, and who may fetch it."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
-import select
+import os
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from llama_worker.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
-from llama_worker.runtime import loop_connection, stream_reader
-from llama_worker.runtime.chat_exchange import Endpoint
-from llama_worker.runtime.loop_thread import LoopThread
+from llama_worker.runtime import session, stream_reader
+from llama_worker.runtime.session import Endpoint
 from llama_worker.runtime.stream_reader import StreamReader
 from llama_worker.stream.events import Finish, PromptProgress, TextDelta, ToolCallDelta
 from llama_worker.types import RequestFailReason
+from tests.actors.conftest import WAIT_S, eventually
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+FOR_EVER_S = 1e5
 
 
 def record(delta: dict[str, Any], **beside: Any) -> bytes:
@@ -36,219 +37,256 @@ def text(said: str) -> bytes:
     return record({"content": said})
 
 
-class HandMadeLoop(LoopThread):
-    """Nothing runs; who rests is seen."""
+@dataclass
+class Told:
+    """A mailbox that can be waited for."""
 
-    def start(self) -> select.epoll:
-        if self._epoll is None:
-            self._epoll = select.epoll()
-        return self._epoll
+    messages: list[Any] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    @property
-    def resting(self) -> bool:
-        return bool(self._resting)
+    def tell(self, message: Any) -> bool:
+        with self._changed:
+            self.messages.append(message)
+            self._changed.notify_all()
+        return True
 
-    def close(self) -> None:
-        self.start().close()
+    def wait_closed(self) -> StreamClosed:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._of(StreamClosed), WAIT_S), self.messages
+            (closed,) = self._of(StreamClosed)
+        assert isinstance(closed, StreamClosed)
+        return closed
+
+    def wait_events(self, *expected: Any) -> None:
+        """Until these events were told, in this order, since the last time; nothing else was."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.events()) >= len(expected), WAIT_S)
+            assert self.events() == list(expected)
+            self.messages.clear()
+
+    def events(self) -> list[Any]:
+        return [event for message in self._of(StreamEvents) for event in message.events]
+
+    def _of(self, kind: type) -> list[Any]:
+        return [message for message in self.messages if isinstance(message, kind)]
 
 
 @dataclass
 class Rig:
     """A stream, and the server's end of its connection."""
 
-    loop: HandMadeLoop
     reader: StreamReader
     server: socket.socket
-    told: list[Any]
+    told: Told
+    opener: Told  # who opened the stream, and hears of its end only
 
-    def arrives(self, data: bytes) -> None:
-        """The server sends, and the loop sees to what that makes ready: of a resting socket,
-        nothing."""
-        self.server.sendall(data)
-        self.serve()
-
-    def serve(self) -> None:
-        for _, mask in self.loop.start().poll(0.05):
-            self.reader.on_ready(mask)
-
-    def events(self) -> list[Any]:
-        """Of every message since the last time, in order."""
-        told = self.told.copy()
-        self.told.clear()
-        return [
-            event
-            for message in told
-            if isinstance(message, StreamEvents)
-            for event in message.events
-        ]
+    def batches(self) -> None:
+        """Until the thread sleeps while the kernel collects text."""
+        eventually(lambda: self.reader._is_batching, "batching")
 
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(stream_reader, "TICK_S", 1e9)  # nothing is late
+    monkeypatch.setattr(stream_reader, "TICK_S", FOR_EVER_S)  # nothing is late
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        loop = HandMadeLoop()
-        monkeypatch.setattr(loop_connection, "loop_thread", lambda: loop)
         endpoint = Endpoint(
             base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0
         )
-        told: list[Any] = []
-        host: Any = SimpleNamespace(tell=told.append)
-        order = OpenStream(turn_id=(1, 1), body={"stream": True}, reply_to=host)
-        reader = StreamReader(order, endpoint, on_closed=host, name="test")
+        told, opener = Told(), Told()
+        order = OpenStream(turn_id=(1, 1), body={"stream": True}, reply_to=told)
+        reader = StreamReader(order, endpoint, on_closed=opener, name="test")
         with listener.accept()[0] as server:
-            made = Rig(loop, reader, server, told)
-            made.serve()
-            yield made
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield Rig(reader, server, told, opener)
             reader.abort()
-        loop.close()
+            opener.wait_closed()
 
 
 @pytest.fixture
 def streaming(rig: Rig) -> Rig:
     """The first token has been told."""
-    rig.arrives(HEAD + text("first"))
-    assert isinstance(rig.told[0], StreamOpened)
-    assert rig.told[0].stream is rig.reader
-    assert rig.events() == [TextDelta("first")]
+    rig.server.sendall(HEAD + text("first"))
+    eventually(rig.told.events, "the first token")
+    assert isinstance(rig.told.messages[0], StreamOpened)
+    rig.told.wait_events(TextDelta("first"))
     return rig
 
 
-def test_text_that_comes_fast_waits_for_more_and_wakes_nobody_up_to_a_tick_without_news(
-    streaming: Rig,
-) -> None:
-    streaming.arrives(text("a"))
-    assert streaming.loop.resting
-    streaming.arrives(text("b"))
-    assert streaming.told == []
-    streaming.reader.on_tick()
-    assert streaming.events() == [TextDelta("a"), TextDelta("b")]
-    assert streaming.loop.resting
-    streaming.reader.on_tick()
-    assert not streaming.loop.resting
-    assert streaming.told == []
-
-
-@pytest.mark.parametrize("was_resting", [False, True])
-def test_flush_tells_what_lies_in_the_socket(streaming: Rig, was_resting: bool) -> None:
-    if was_resting:
-        streaming.arrives(text("a"))
-        assert streaming.reader.flush()
-        streaming.events()
+def test_text_that_comes_fast_waits_for_whoever_asks(streaming: Rig) -> None:
+    streaming.server.sendall(text("a"))
+    streaming.batches()
     streaming.server.sendall(text("b"))
+    assert streaming.told.messages == []
     assert streaming.reader.flush()
-    assert streaming.events() == [TextDelta("b")]
+    streaming.told.wait_events(TextDelta("a"), TextDelta("b"))
     assert not streaming.reader.flush()
 
 
+def test_text_is_told_after_a_tick_and_a_tick_without_news_ends_the_batching(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_reader, "TICK_S", 0.1)
+    rig.server.sendall(HEAD + text("first"))
+    for _ in range(50):
+        rig.server.sendall(text("a"))
+    eventually(lambda: "".join(event.text for event in rig.told.events()) == "first" + 50 * "a", "")
+    eventually(lambda: not rig.reader._is_batching, "the end of the batching")
+
+
 def test_who_waits_gets_the_next_text_at_once(streaming: Rig) -> None:
-    streaming.arrives(text("a"))
+    streaming.server.sendall(text("a"))
+    streaming.batches()
     streaming.reader.hurry()  # something waits already
-    assert streaming.events() == [TextDelta("a")]
+    streaming.told.wait_events(TextDelta("a"))
     streaming.reader.hurry()
-    streaming.arrives(text("b"))
-    assert streaming.events() == [TextDelta("b")]
-    streaming.arrives(text("c"))
-    assert streaming.told == []
+    streaming.server.sendall(text("b"))
+    streaming.told.wait_events(TextDelta("b"))
+    streaming.server.sendall(text("c"))
+    streaming.batches()
+    assert streaming.told.messages == []
 
 
-def test_what_is_not_text_is_told_at_once_and_ends_the_rest(streaming: Rig) -> None:
-    streaming.arrives(text("a"))
+def test_what_lies_in_the_socket_is_told_at_once_to_who_waits(streaming: Rig) -> None:
+    streaming.server.sendall(text("a"))
+    streaming.batches()
+    assert streaming.reader.flush()
+    streaming.told.wait_events(TextDelta("a"))
+    streaming.server.sendall(text("b"))  # which wakes nobody
+    streaming.reader.hurry()
+    streaming.told.wait_events(TextDelta("b"))
+
+
+def test_what_is_not_text_is_told_at_once_and_ends_the_batching(streaming: Rig) -> None:
+    streaming.server.sendall(text("a"))
+    streaming.batches()
     call = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "add", "arguments": "{"}}]}
-    streaming.server.sendall(record(call))
-    streaming.reader.on_tick()  # which finds it
-    streaming.arrives(record(call))  # and this one is not waited for
-    assert streaming.events() == [TextDelta("a"), *[ToolCallDelta(0, "c", "add", "{")] * 2]
-    assert not streaming.loop.resting
+    long_call = {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 40_000}}]}
+    streaming.server.sendall(record(long_call))  # enough to wake the thread
+    streaming.told.wait_events(TextDelta("a"), ToolCallDelta(0, None, None, "x" * 40_000))
+    streaming.server.sendall(record(call))  # and this one is not waited for
+    streaming.told.wait_events(ToolCallDelta(0, "c", "add", "{"))
+    assert not streaming.reader._is_batching
 
 
 def test_progress_does_not_use_up_the_hurry_of_the_first_token(rig: Rig) -> None:
-    rig.arrives(HEAD + record({}, prompt_progress={"total": 9, "processed": 1, "cache": 0}))
-    rig.arrives(text("first"))
-    assert rig.events() == [PromptProgress(1, 9, 0), TextDelta("first")]
+    rig.server.sendall(HEAD + record({}, prompt_progress={"total": 9, "processed": 1, "cache": 0}))
+    rig.told.wait_events(PromptProgress(1, 9, 0))
+    rig.server.sendall(text("first"))
+    rig.told.wait_events(TextDelta("first"))
+
+
+def test_what_came_with_the_headers_is_told(rig: Rig) -> None:
+    head, body = HEAD, text("a") + text("b")
+    rig.server.sendall(head + body[:-10])  # in one segment, and cut off in the second record
+    eventually(rig.told.events, "the first token")
+    rig.server.sendall(body[-10:])
+    rig.reader.flush()
+    eventually(lambda: rig.told.events() == [TextDelta("a"), TextDelta("b")], "the second")
 
 
 def test_the_end_is_told_at_once_with_all_that_came_before(streaming: Rig) -> None:
-    streaming.arrives(text("a"))
+    streaming.server.sendall(text("a"))
+    streaming.batches()
     streaming.server.sendall(
         text("b") + record({}, choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
     )
     streaming.server.sendall(b"0\r\n\r\n")
     streaming.server.shutdown(socket.SHUT_WR)
-    streaming.serve()
-    *events, closed, closed_too = streaming.told
-    assert [event for batch in events for event in batch.events] == [
-        TextDelta("a"),
-        TextDelta("b"),
-        Finish("stop"),
-    ]
-    assert isinstance(closed, StreamClosed)
-    assert closed.failure is None
-    assert closed_too is closed
+    assert streaming.told.wait_closed().failure is None
+    assert streaming.told.events() == [TextDelta("a"), TextDelta("b"), Finish("stop")]
+    assert streaming.opener.wait_closed() is streaming.told.messages[-1]
 
 
-def test_much_at_once_is_told_at_once_though_the_socket_rests(streaming: Rig) -> None:
-    streaming.arrives(text("a"))
-    assert streaming.loop.resting
-    streaming.arrives(text("x" * 40_000))
-    assert sum(len(event.text) for event in streaming.events()) == 40_001
+def test_a_flush_that_finds_the_end_ends_the_stream_of_a_server_that_stays_connected(
+    streaming: Rig,
+) -> None:
+    streaming.server.sendall(text("a"))
+    streaming.batches()
+    streaming.server.sendall(b"0\r\n\r\n")  # less than what wakes the thread
+    streaming.reader.flush()
+    assert streaming.told.wait_closed().failure is None
+    assert streaming.told.events() == [TextDelta("a")]
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        lambda rig: None,
-        lambda rig: rig.arrives(HEAD),
-        lambda rig: rig.arrives(HEAD + text("a") + text("b")),
-    ],
-    ids=["before the headers", "after them", "in the text"],
-)
-def test_an_abort_is_the_last_word_in_every_phase(rig: Rig, prepare: Callable[[Rig], None]) -> None:
-    prepare(rig)
-    rig.reader.abort()
-    rig.reader.abort()
-    closed = [message for message in rig.told if isinstance(message, StreamClosed)]
-    assert len(closed) == 2  # to who reads, and to who opened it
-    rig.server.settimeout(10.0)
+def test_much_at_once_is_told_at_once_though_text_is_collected(streaming: Rig) -> None:
+    streaming.server.sendall(text("a"))
+    streaming.batches()
+    streaming.server.sendall(text("x" * 40_000))
+    eventually(lambda: "x" * 40_000 in "".join(e.text for e in streaming.told.events()), "all")
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, HEAD + text("a") + text("b")])
+def test_an_abort_ends_the_stream_in_every_phase(rig: Rig, sent: bytes) -> None:
+    rig.server.settimeout(WAIT_S)
     rig.server.recv(1 << 16)  # the request
+    rig.server.sendall(sent)
+    if sent:
+        eventually(lambda: rig.told.messages, "the stream is open")
+    rig.reader.abort()
+    rig.reader.abort()
+    closed = rig.told.wait_closed()
+    assert closed is rig.opener.wait_closed()
+    assert closed.failure is not None
+    assert closed.failure.reason is RequestFailReason.STREAM_DISCONNECTED
+    assert "abort" in closed.failure.detail
     with contextlib.suppress(ConnectionResetError):
-        assert rig.server.recv(1) == b""
-    assert closed[0].failure is not None
-    assert closed[0].failure.reason is RequestFailReason.STREAM_DISCONNECTED
-    told = list(rig.told)
-    rig.reader.on_ready(select.EPOLLIN)
-    rig.reader.on_tick()
+        while rig.server.recv(1 << 16):
+            pass
+    told = list(rig.told.messages)
     rig.reader.hurry()
     assert not rig.reader.flush()
-    assert rig.told == told
+    assert rig.told.messages == told
+    assert "".join(event.text for event in rig.told.events()) == (
+        "ab" if sent.count(b"\n") > 9 else ""
+    )
 
 
-def reset(rig: Rig) -> None:
-    rig.server.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    rig.server.close()
-    rig.serve()
+def reset(server: socket.socket) -> None:
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    server.close()
 
 
 @pytest.mark.parametrize(
     ("happen", "reason"),
     [
         (
-            lambda rig: rig.reader.on_error(RuntimeError("a mistake")),
-            RequestFailReason.UNKNOWN_ERROR,
-        ),  # of our own
-        (
-            lambda rig: rig.reader._on_no_connection(ConnectionRefusedError()),
-            RequestFailReason.CONNECT_FAILED,
+            lambda server: server.sendall(b"9\r\ndata: x\n\n\r\n"),
+            RequestFailReason.PROTOCOL_ERROR,
         ),
-        (lambda rig: rig.arrives(b"9\r\ndata: x\n\n\r\n"), RequestFailReason.PROTOCOL_ERROR),
+        (lambda server: server.sendall(b"not a chunk\r\n"), RequestFailReason.STREAM_DISCONNECTED),
         (reset, RequestFailReason.STREAM_DISCONNECTED),
     ],
+    ids=["no JSON", "no HTTP", "a reset"],
 )
 def test_a_stream_that_fails_says_why(
-    streaming: Rig, happen: Callable[[Rig], None], reason: RequestFailReason
+    streaming: Rig, happen: Callable[[socket.socket], None], reason: RequestFailReason
 ) -> None:
-    happen(streaming)
-    closed = streaming.told[-1]
-    assert isinstance(closed, StreamClosed)
-    assert closed.failure is not None
-    assert closed.failure.reason is reason
+    happen(streaming.server)
+    failure = streaming.told.wait_closed().failure
+    assert failure is not None
+    assert failure.reason is reason
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConnectionRefusedError(), RequestFailReason.CONNECT_FAILED),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), RequestFailReason.UNKNOWN_ERROR),
+        (OSError(errno.EADDRNOTAVAIL, "no port is left"), RequestFailReason.UNKNOWN_ERROR),
+        (RuntimeError("a mistake"), RequestFailReason.UNKNOWN_ERROR),  # of our own
+    ],
+)
+def test_a_stream_that_gets_no_connection_says_why(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: RequestFailReason
+) -> None:
+    def connect(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(session, "_connect", connect)
+    told = Told()
+    order = OpenStream(turn_id=(1, 1), body={}, reply_to=told)
+    endpoint = Endpoint(base_url="http://127.0.0.1:1", connect_timeout_s=WAIT_S)
+    StreamReader(order, endpoint, on_closed=Told(), name="test")
+    failure = told.wait_closed().failure
+    assert failure is not None
+    assert failure.reason is reason

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import requests
 
 from llama_worker import LlamaWorker, WorkerConfig, free_port
 from llama_worker.cli.interrupts import Interrupts
@@ -26,6 +25,7 @@ from llama_worker.runtime.gpu_watch import gpus_in_use
 from llama_worker.runtime.liveness_probes import NvidiaProbe
 from llama_worker.runtime.machine import CGROUP, memory_bytes, read_number
 from llama_worker.runtime.server_program import FoundServer
+from llama_worker.runtime.session import Endpoint, ask, json_of
 from llama_worker.server.builds import build_number
 from llama_worker.server.command_flags import KnownFlags, read_help
 from llama_worker.server.traits import server_traits
@@ -154,7 +154,7 @@ def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Tri
         make_ready(worker, screen, interrupts)
         started_in_s = time.monotonic() - began_at
         pid = worker.get_worker_status().get().get("pid", os.getpid())
-        props = _props(f"http://{config.connect_host}:{config.port}/props")
+        props = _props(Endpoint.of(config))
         return trial_of(
             props,
             started_in_s=started_in_s,
@@ -188,13 +188,11 @@ def trial_of(
     )
 
 
-def _props(url: str) -> dict[str, Any]:
-    with requests.Session() as http:
-        http.trust_env = False
-        try:
-            told = http.get(url, timeout=_ASK_S).json()
-        except (requests.RequestException, ValueError):
-            return {}
+def _props(endpoint: Endpoint) -> dict[str, Any]:
+    try:
+        told = json_of(ask(endpoint, "GET", "/props", timeout_s=_ASK_S)[1])
+    except (OSError, ValueError):
+        return {}
     return told if isinstance(told, dict) else {}
 
 

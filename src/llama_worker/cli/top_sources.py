@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Protocol
-
-import requests
+from urllib.parse import urlsplit
 
 from llama_worker import LlamaWorkerError, WorkerConfig, load_config
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.top_rows import Answers, MetricsHistory, Row, Sample, ServersHistory
-from llama_worker.runtime.chat_exchange import Endpoint
+from llama_worker.runtime.session import Endpoint, ask, json_of
 
 _ANSWER_S = 2.0  # a server answers within 10 ms, also in the midst of a long batch (b11434)
 _METRICS_S = 10.0  # a host asks its workers first
@@ -37,16 +35,19 @@ class MetricsSource:
 
     def rows(self) -> list[Row]:
         todo = "give the URL at which the host serves its metrics, such as http://127.0.0.1:8090/metrics"
+        url = urlsplit(self._url)
+        target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
+        endpoint = Endpoint(base_url=f"{url.scheme}://{url.netloc}", connect_timeout_s=_METRICS_S)
         try:
-            with _session() as http:
-                reply = http.get(self._url, timeout=_METRICS_S)
-        except (requests.RequestException, ValueError) as error:
+            status, body = ask(endpoint, "GET", target, timeout_s=_METRICS_S)
+        except (OSError, ValueError) as error:
             raise Problem(
                 "no_metrics", f"{self._url} does not answer: {_why(error)}", todo
             ) from error
-        if reply.status_code != 200:
-            raise Problem("no_metrics", f"{self._url} answers {reply.status_code}", todo)
-        rows = self._history.rows(_samples(reply.text, self._url), time.monotonic())
+        if status != 200:
+            raise Problem("no_metrics", f"{self._url} answers {status}", todo)
+        text = body.decode(errors="replace")
+        rows = self._history.rows(_samples(text, self._url), time.monotonic())
         if not rows:
             todo = (
                 "the host has to register a WorkerCollector (docs/metrics.md), and to have a worker"
@@ -96,21 +97,15 @@ class FleetSource:
 
 def _ask(config: WorkerConfig) -> Answers:
     endpoint = Endpoint.of(config)
-    base_url, headers = endpoint.base_url, endpoint.headers()
     slots, metrics = None, None
-    with _session() as http:
-        try:
-            health: int | str = http.get(f"{base_url}/health", timeout=_ANSWER_S).status_code
-            if health == 200:
-                with suppress(ValueError):
-                    reply = http.get(f"{base_url}/slots", timeout=_ANSWER_S, headers=headers)
-                    slots = reply.json() if reply.status_code == 200 else None
-                if not isinstance(slots, list):
-                    slots = None
-                    reply = http.get(f"{base_url}/metrics", timeout=_ANSWER_S, headers=headers)
-                    metrics = reply.text if reply.status_code == 200 else None
-        except requests.RequestException as error:
-            health = _why(error)
+    try:
+        health: int | str = ask(endpoint, "GET", "/health", timeout_s=_ANSWER_S)[0]
+        if health == 200:
+            slots = json_of(_body(endpoint, "/slots"))
+            if not isinstance(slots, list):
+                slots, metrics = None, _body(endpoint, "/metrics").decode(errors="replace") or None
+    except (OSError, ValueError) as error:
+        health = _why(error)
     return Answers(
         worker=config.name,
         slots_configured=config.slots,
@@ -120,20 +115,19 @@ def _ask(config: WorkerConfig) -> Answers:
     )
 
 
-def _session() -> requests.Session:
-    """Proxies and .netrc are not for servers of one's own."""
-    http = requests.Session()
-    http.trust_env = False
-    return http
+def _body(endpoint: Endpoint, target: str) -> bytes:
+    """Empty where the server has none to give."""
+    status, body = ask(endpoint, "GET", target, timeout_s=_ANSWER_S)
+    return body if status == 200 else b""
 
 
 def _why(error: Exception) -> str:
     match error:
-        case requests.Timeout():
+        case TimeoutError():
             return "no answer in time"
-        case requests.ConnectionError() if "refused" in str(error):
+        case ConnectionRefusedError():
             return "connection refused"
-        case requests.ConnectionError():
+        case OSError():
             return "no connection"
         case _:
             return str(error)

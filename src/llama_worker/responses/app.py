@@ -7,16 +7,14 @@ the upstream.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import requests
-import urllib3.exceptions
 
 from llama_worker.messages import Mailbox
 from llama_worker.responses.client import Client
@@ -41,13 +39,13 @@ from llama_worker.responses.request import (
     response_id_of,
 )
 from llama_worker.responses.store import Found, StoredResponse, stored_response
-from llama_worker.runtime.chat_exchange import ChatExchange, Endpoint, cause, send
+from llama_worker.responses.upstream import ChatExchange
+from llama_worker.runtime import session
 from llama_worker.runtime.futures import WorkerFuture
-from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.response import disconnected
+from llama_worker.runtime.session import Endpoint, Reply
+from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.types import RequestFailReason
 
-_READ_BYTES = 65536
 _TEMPLATE_S = 5.0  # for a small question, which the server answers within milliseconds
 # Ours are JSON and a stream; the last one lets llama-server go on working for a client that has
 # left (b11434).
@@ -70,6 +68,7 @@ class ResponsesApp:
             base_url=config.base_url,
             connect_timeout_s=config.connect_timeout_s,
             api_key=config.api_key,
+            ca_file=config.ca_file,
         )
         self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
         self._numbers = itertools.count(1)
@@ -124,13 +123,6 @@ class ResponsesApp:
         exchange.enter(response_id_of(unique))
         if chat_request.has_late_instructions and self._late_role(exchange, request) == "system":
             chat_request = normalise(body, recalled, late_role="system")
-        chat = ChatExchange(
-            exchange.abort,
-            self._endpoint,
-            ca_file=self._config.ca_file,
-            silence_s=self._config.heartbeat_s if chat_request.stream else None,
-        )
-        chat.post(chat_request.body, forwarded(request, exclude=self._not_for_chat))
         events = ResponseEvents(
             response_id=response_id_of(unique),
             created_at=int(time.time()),
@@ -163,8 +155,18 @@ class ResponsesApp:
             heartbeat_s=self._config.heartbeat_s,
             over=over,
         )
-        exchange.announce()
-        if chat.open(before_reading=run.before_reading):
+
+        def before_reading() -> None:
+            exchange.announce()
+            run.before_reading()
+
+        chat = ChatExchange(
+            exchange.abort,
+            self._endpoint,
+            before_reading=before_reading,
+            silence_s=self._config.heartbeat_s if chat_request.stream else None,
+        )
+        if chat.open(chat_request.body, forwarded(request, exclude=self._not_for_chat)):
             run.to_the_end(chat)
         else:
             assert chat.failure is not None
@@ -183,20 +185,20 @@ class ResponsesApp:
     def _late_role(self, exchange: Exchange, request: Request) -> LateRole:
         """As the server's template has it now; "user", which every template takes, where it does
         not say."""
-        headers = {"Authorization": request.header("authorization"), **self._endpoint.headers()}
-        url, timeout = (
-            f"{self._endpoint.base_url}/apply-template",
-            (self._config.connect_timeout_s, _TEMPLATE_S),
-        )
+        headers = {"Authorization": request.header("authorization")}
         try:
-            with exchange.http().post(
-                url, json=TEMPLATE_PROBE, headers=headers, timeout=timeout
-            ) as reply:
-                told = reply.json()
-        except (OSError, ValueError, urllib3.exceptions.HTTPError):
+            _, body = session.ask(
+                self._endpoint,
+                "POST",
+                "/apply-template",
+                headers=headers,
+                body=TEMPLATE_PROBE,
+                timeout_s=_TEMPLATE_S,
+                abort=exchange.abort,
+            )
+        except (OSError, ValueError):
             return "user"
-        finally:
-            exchange.abort.detach()
+        told = session.json_of(body)
         return late_role_of(told.get("prompt") if isinstance(told, Mapping) else None)
 
     def _recall(self, wanted: References) -> Recalled:
@@ -234,31 +236,36 @@ class ResponsesApp:
     def _pass_through(self, exchange: Exchange, request: Request, client: Client) -> None:
         exchange.enter()
         exchange.announce()
-        prepared = requests.Request(request.method, self._endpoint.base_url).prepare()
-        prepared.url = self._endpoint.base_url + request.target
-        headers = {**forwarded(request), **self._endpoint.headers()}
-        prepared.headers = requests.structures.CaseInsensitiveDict(
-            {**headers, "Connection": "close"}
+        has_body = (
+            request.body or request.header("content-length") or request.header("transfer-encoding")
         )
-        if request.body or request.header("content-length") or request.header("transfer-encoding"):
-            prepared.headers["Content-Length"] = str(len(request.body))
-            prepared.body = request.body
-        answer = send(exchange.http(), exchange.abort, self._endpoint, prepared)
-        if isinstance(answer, StreamFailure):
-            raise _no_stream(answer)
-        raw = answer.raw
+        try:
+            reply = session.send(
+                exchange.abort,
+                self._endpoint,
+                request.method,
+                request.target,
+                headers=forwarded(request),
+                body=request.body if has_body else None,
+            )
+        except (OSError, ValueError) as error:
+            raise _no_stream(session.no_reply(error, exchange.abort, self._endpoint)) from error
+        with contextlib.closing(reply):
+            self._pass_back(reply, request, client)
+
+    def _pass_back(self, reply: Reply, request: Request, client: Client) -> None:
         try:
             client.begin(
                 request,
-                answer.status_code,
-                passed_back(raw.headers.iteritems()),
-                reason=answer.reason or "",
+                reply.status,
+                passed_back(reply.headers.iteritems()),
+                reason=reply.reason,
             )
         except MalformedReply:
             raise RequestRefused(
                 502, "the upstream server: its reply is malformed", code="upstream_failed"
             ) from None
-        for piece in _pieces(raw):
+        while piece := _next_piece(reply):
             client.write(piece)
         client.end()
 
@@ -274,14 +281,13 @@ def _no_stream(failure: StreamFailure) -> RequestRefused:
     return RequestRefused(502, f"the upstream server: {failure.detail}", code=code)
 
 
-def _pieces(raw: urllib3.response.BaseHTTPResponse) -> Iterator[bytes]:
-    """The body as it comes, not decoded. What raises ends the client's connection before the body's
-    end."""
+def _next_piece(reply: Reply) -> bytes:
+    """The next of the body, not decoded. What it raises ends the client's connection before the
+    body's end."""
     try:
-        while data := raw.read1(_READ_BYTES, decode_content=False):
-            yield data
-    except (urllib3.exceptions.HTTPError, OSError) as error:
-        raise ConnectionAbortedError(disconnected("in mid-stream", cause(error)).detail) from error
+        return reply.read()
+    except ValueError as error:
+        raise ConnectionAbortedError(disconnected("in mid-stream", str(error)).detail) from error
 
 
 def _input_list(stored: StoredResponse) -> dict[str, Any]:

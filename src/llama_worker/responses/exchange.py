@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pykka
-import requests
 
 from llama_worker.messages import Mailbox
 from llama_worker.responses.client import Client
@@ -15,9 +14,9 @@ from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.events import Event, ResponseEvents, sse
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage
 from llama_worker.responses.refusal import RequestRefused
-from llama_worker.runtime.chat_exchange import ChatExchange
-from llama_worker.runtime.connections import Abort, session
+from llama_worker.responses.upstream import ChatExchange
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.session import Abort
 
 T = TypeVar("T")
 
@@ -43,7 +42,6 @@ class Exchange:
         self._client = client
         self._proxy = proxy
         self._config = config
-        self._http: requests.Session | None = None
         self._has_entered = False
         self._unannounced: Enter | None = None
 
@@ -73,11 +71,6 @@ class Exchange:
             self._proxy.tell(self._unannounced)
             self._unannounced = None
 
-    def http(self) -> requests.Session:
-        self._http = session(self.abort)
-        self._http.verify = self._config.ca_file or True
-        return self._http
-
     def cut(self) -> None:
         self.abort.abort()
         self._client.cut()
@@ -88,9 +81,6 @@ class Exchange:
             return
         self._has_entered = False
         self.abort.abort()
-        self.abort.detach()
-        if self._http is not None:
-            self._http.close()
         self._proxy.tell(Leave(exchange_id=self._number))
 
 

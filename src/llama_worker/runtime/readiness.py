@@ -1,8 +1,5 @@
-"""One readiness probe: is the server ready, and is it ours?
-
-Most of them are the health probes of servers that are well, and all that an idle worker costs: they
-take no thread.
-"""
+"""Questions to the server, beside its streams, each on a thread: is it ready, and is it ours? What
+do its slots do?"""
 
 from __future__ import annotations
 
@@ -15,30 +12,30 @@ import psutil
 
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
-from llama_worker.messages import Mailbox, Probed, ProbeOutcome
+from llama_worker.messages import Mailbox, Probed, ProbeOutcome, SlotsSeen
 from llama_worker.runtime.canary import canary_body, canary_problem
-from llama_worker.runtime.chat_exchange import Endpoint
-from llama_worker.runtime.connections import Abort
 from llama_worker.runtime.host_code import start_thread
 from llama_worker.runtime.liveness_probes import tree_pids
-from llama_worker.runtime.question import NO_ANSWER, Question, ask, json_of
+from llama_worker.runtime.session import Abort, Endpoint, ask, json_of
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.server.gaps import LATE_S
 from llama_worker.server.health import probe_timeout_s
+from llama_worker.server.slots import SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
-from llama_worker.stream.plain_reply import PlainReply
 
 _LISTEN = "0A"  # a socket's state in /proc/net/tcp
 _READY = "GET /v1/models: 200"
 _TRAITS_TIMEOUT_S = 2.0
 _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
+_SLOTS_TIMEOUT_S = 2.0  # it answers within 0.21 s, also in the middle of a long batch (b11434)
 
 
 class ReadinessProbe:
-    """One probe. The constructor begins it; it tells one Probed; any thread may call `abort`.
+    """One probe. The constructor starts its thread, which tells one Probed; any thread may call
+    `abort`.
 
     The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings
-    the traits; a daemon thread finds that out.
+    the traits.
     """
 
     def __init__(
@@ -58,46 +55,32 @@ class ReadinessProbe:
         self._first = first
         self._reply_to = reply_to
         self._abort = Abort()
-        timeout_s = probe_timeout_s(config.timeouts)
-        self._deadline = time.monotonic() + timeout_s
-        self._question: Question | None = None
-        name = f"llama_worker-{config.name}-probe"
         try:
-            self._question = Question(
-                endpoint, "/v1/models", timeout_s=timeout_s, name=name, on_end=self._answered
-            )
-        except Exception as error:
-            self._answered(error)
+            start_thread(f"llama_worker-{config.name}-probe", self._probe)
+        except RuntimeError as error:
+            self._tell(_outcome(error), described_error(error), ServerTraits())
 
     def abort(self) -> None:
         """Close the connection now; the outcome is then FAILED."""
         self._abort.abort()
-        if self._question is not None:
-            self._question.abort()
 
-    def _answered(self, reply: PlainReply | Exception) -> None:
-        """`/v1/models` was answered, or not."""
-        outcome, detail = models_outcome(reply, late_s=time.monotonic() - self._deadline)
-        if outcome is ProbeOutcome.READY and self._first:
-            try:
-                start_thread(f"llama_worker-{self._config.name}-probe", self._look_closer)
-                return
-            except RuntimeError as error:
-                outcome, detail = _outcome(error), described_error(error)
-        self._tell(outcome, detail, ServerTraits())
-
-    def _look_closer(self) -> None:
-        """The first READY of a launch, on a thread."""
-        traits, outcome, detail = ServerTraits(), ProbeOutcome.READY, _READY
+    def _probe(self) -> None:
+        timeout_s = probe_timeout_s(self._config.timeouts)
+        deadline = time.monotonic() + timeout_s
+        traits = ServerTraits()
         try:
-            if owns_port(self._root_pid, self._config.port):
-                traits = self._ask_traits()
-                outcome, detail = self._try_canary(outcome, detail)
-            else:
-                outcome, detail = (
-                    ProbeOutcome.STRANGER,
-                    f"another process answers on port {self._config.port}",
-                )
+            reply: Exception | tuple[int, bytes] = self._ask("GET", "/v1/models", timeout_s)
+        except Exception as error:
+            reply = error
+        outcome, detail = models_outcome(reply, late_s=time.monotonic() - deadline)
+        try:
+            if outcome is ProbeOutcome.READY and self._first:
+                if owns_port(self._root_pid, self._config.port):
+                    traits = self._ask_traits()
+                    outcome, detail = self._try_canary(outcome, detail)
+                else:
+                    outcome = ProbeOutcome.STRANGER
+                    detail = f"another process answers on port {self._config.port}"
         except Exception as error:
             outcome, detail = _outcome(error), described_error(error)
         self._tell(outcome, detail, traits)
@@ -113,9 +96,10 @@ class ReadinessProbe:
         for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
             try:
                 status, answer = self._ask(method, path, _TRAITS_TIMEOUT_S, body)
-            except NO_ANSWER:
-                status, answer = 0, None
-            told.append(answer if status == 200 and isinstance(answer, dict) else {})
+            except (OSError, ValueError):
+                status, answer = 0, b""
+            value = json_of(answer) if status == 200 else None
+            told.append(value if isinstance(value, dict) else {})
         return server_traits(*told)
 
     def _try_canary(self, outcome: ProbeOutcome, detail: str) -> tuple[ProbeOutcome, str]:
@@ -127,31 +111,66 @@ class ReadinessProbe:
             status, answer = self._ask(
                 "POST", "/v1/chat/completions", _CANARY_TIMEOUT_S, canary_body(canary)
             )
-        except NO_ANSWER as error:
+        except (OSError, ValueError) as error:
             return _outcome(error), f"the canary: {described_error(error)}"
-        problem = canary_problem(canary.check, status, answer)
+        problem = canary_problem(canary.check, status, json_of(answer))
         return (outcome, detail) if problem is None else (ProbeOutcome.UNFIT, problem)
 
     def _ask(
         self, method: str, path: str, timeout_s: float, body: object = None
-    ) -> tuple[int, Any]:
-        return ask(
-            self._abort, self._config, self._endpoint, method, path, timeout_s=timeout_s, body=body
-        )
+    ) -> tuple[int, bytes]:
+        return ask(self._endpoint, method, path, timeout_s=timeout_s, body=body, abort=self._abort)
 
 
-def models_outcome(reply: PlainReply | Exception, *, late_s: float) -> tuple[ProbeOutcome, str]:
-    """What the reply to `/v1/models` says, or that there is none; `late_s`: how long its deadline
-    is over. Pure."""
+class SlotsQuestion:
+    """One look at `/slots`. The constructor starts its thread, which tells one SlotsSeen; any
+    thread may call `abort`. Raises RuntimeError where the host has no thread."""
+
+    def __init__(
+        self, endpoint: Endpoint, *, epoch: int, name: str, reply_to: Mailbox[SlotsSeen]
+    ) -> None:
+        self._endpoint = endpoint
+        self._epoch = epoch
+        self._reply_to = reply_to
+        self._abort = Abort()
+        start_thread(name, self._look)
+
+    def abort(self) -> None:
+        """Close the connection now; nothing was seen then."""
+        self._abort.abort()
+
+    def _look(self) -> None:
+        asked_at = time.monotonic()
+        look: SlotsLook | SlotsSilence | None = None
+        try:
+            status, body = ask(
+                self._endpoint, "GET", "/slots", timeout_s=_SLOTS_TIMEOUT_S, abort=self._abort
+            )
+            slots = parse_slots(json_of(body)) if status == 200 else None
+            if slots is not None:
+                look = SlotsLook(asked_at=asked_at, slots=slots)
+        except TimeoutError:
+            look = SlotsSilence()
+        except (OSError, ValueError):
+            pass
+        self._reply_to.tell(SlotsSeen(epoch=self._epoch, look=look))
+
+
+def models_outcome(
+    reply: tuple[int, bytes] | Exception, *, late_s: float
+) -> tuple[ProbeOutcome, str]:
+    """What the reply to `/v1/models` says, its status and body, or that there is none; `late_s`:
+    how long its deadline is over. Pure."""
     if isinstance(reply, Exception):
         # Long past its deadline, this process did not run, and so perhaps nothing else did.
         outcome = ProbeOutcome.NO_NEWS if late_s > LATE_S else _outcome(reply)
         return outcome, f"GET /v1/models: {type(reply).__name__}"
-    if reply.status == 503:
+    status, body = reply
+    if status == 503:
         return ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model"
-    if reply.status != 200:
-        return ProbeOutcome.FAILED, f"GET /v1/models: {reply.status}"
-    if json_of(reply.body) is None:
+    if status != 200:
+        return ProbeOutcome.FAILED, f"GET /v1/models: {status}"
+    if json_of(body) is None:
         return ProbeOutcome.FAILED, "GET /v1/models: 200, but no JSON"
     return ProbeOutcome.READY, _READY
 

@@ -22,7 +22,6 @@ from llama_worker.messages import (
     StreamClosed,
 )
 from llama_worker.runtime import host_code
-from llama_worker.runtime.chat_exchange import Endpoint
 from llama_worker.runtime.futures import call_host, write_log
 from llama_worker.runtime.gpu_watch import watch_gpus
 from llama_worker.runtime.host_code import ToolThread, start_thread
@@ -30,9 +29,9 @@ from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, pro
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.loop_thread import loop_thread
 from llama_worker.runtime.ports import Waitable
-from llama_worker.runtime.question import Question, look_at_slots
-from llama_worker.runtime.readiness import ReadinessProbe
+from llama_worker.runtime.readiness import ReadinessProbe, SlotsQuestion
 from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
+from llama_worker.runtime.session import Endpoint
 from llama_worker.runtime.stream_reader import StreamReader
 from llama_worker.runtime.timers import Timer, call_at, start_timers
 
@@ -129,8 +128,9 @@ class RealRuntime(ActorThreads):
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))
 
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> Question:
-        return look_at_slots(self._endpoint, epoch, f"{self._name}-slots", reply_to)
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SlotsQuestion:
+        name = f"{self._name}-slots"
+        return SlotsQuestion(self._endpoint, epoch=epoch, name=name, reply_to=reply_to)
 
     def run_bios(self, order: RunBios) -> None:
         if self._config.has_builtin_bios:  # it needs no thread

@@ -1,11 +1,13 @@
-"""What this machine lacks for a moment: descriptors, threads, memory. It says nothing about the
+"""What this machine lacks for a moment: descriptors, threads, ports, memory. It says nothing about the
 server."""
 
 from __future__ import annotations
 
 import errno
 
-_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS})
+_SHORTAGES = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EADDRNOTAVAIL, errno.ENOMEM, errno.ENOBUFS}
+)
 
 
 def is_shortage(error: BaseException | None) -> bool:

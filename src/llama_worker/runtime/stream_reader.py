@@ -1,173 +1,196 @@
-"""One open stream on a socket that never blocks: posts the request, reads the reply, tells what it
-parsed.
-
-No thread belongs to it. The caller's thread connects and sends as far as that goes at once; all
-that has to wait is done by the loop's thread that all streams of the process share.
-"""
+"""One open stream: a thread that posts the request with `requests`, waits for the headers, and then
+reads the socket itself, rarely, since each time a thread wakes costs more than a token."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import select
+import socket
+import ssl
+import threading
 import time
 
 from llama_worker.errors import described_error
-from llama_worker.messages import (
-    Mailbox,
-    OpenStream,
-    StreamClosed,
-    StreamEvents,
-    StreamOpened,
-)
-from llama_worker.runtime.chat_exchange import ERROR_BODY_S, Endpoint, no_connection
-from llama_worker.runtime.connections import shut_down
-from llama_worker.runtime.loop_connection import LoopConnection
-from llama_worker.runtime.loop_thread import MUCH_BYTES, TICK_S
-from llama_worker.runtime.timers import call_at
+from llama_worker.messages import Mailbox, OpenStream, StreamClosed, StreamEvents, StreamOpened
+from llama_worker.runtime.host_code import start_thread
+from llama_worker.runtime.session import Abort, Endpoint, Reply, no_reply, send
+from llama_worker.runtime.shortage import is_shortage
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
-from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.response import ChatResponse, disconnected
+from llama_worker.stream.failure import StreamFailure, disconnected
+from llama_worker.stream.response import ChatBody
 from llama_worker.types import RequestFailReason
 
+TICK_S = 0.25  # text that comes fast is told so often
+MUCH_BYTES = 32 * 1024  # are read and told at once
 _READ_BYTES = 16 * 1024  # to make room for 64 KiB each time takes longer than to read a token
-_READS = 64  # at a time; the other streams want their turn
+_READS = 64  # at a time; whoever flushes waits for them
 _TEXT = frozenset({TextDelta, ReasoningDelta})
+_NOTHING_THERE = (BlockingIOError, ssl.SSLWantReadError)
 
 
-class StreamReader(LoopConnection):
+class StreamReader:
     """One stream; see `ports.Stream`. Thread-safe, and no call takes time.
 
     Told at once: the first token, everything that is not text, the end, what a `hurry` waits for,
-    and text that comes more than 50 ms after what was told before. Other text is told 50 ms after
-    that, unless `flush` asks for it.
+    32 KiB, and text that comes more than a tick after what was told before. Where text comes faster
+    the thread sleeps for a tick while the kernel collects it (SO_RCVLOWAT); `flush` does not wait.
 
-    Raises OSError or RuntimeError where the host lacks threads, descriptors, ports or memory.
+    Raises RuntimeError where the host has no thread for it.
     """
 
     def __init__(
         self, order: OpenStream, endpoint: Endpoint, *, on_closed: Mailbox[StreamClosed], name: str
     ) -> None:
-        super().__init__(endpoint, endpoint.chat_request(order.body))
-        self._turn_id = order.turn_id
-        self._reply_to = order.reply_to
+        self._order = order
+        self._endpoint = endpoint
         self._on_closed = on_closed
-        self._response = ChatResponse()
-        self._opened = False
+        self._abort = Abort()
+        self._lock = threading.Lock()  # guards what follows
+        self._connection: socket.socket | None = None  # while there is a body to read
+        self._body = ChatBody({})
         self._events: list[StreamEvent] = []  # not told yet
         self._told_at = 0.0
         self._told_bytes = 0
         self._is_hurried = True  # the first token is waited for
-        with self._lock:
-            self._begin(name)
+        self._is_batching = False
+        start_thread(f"{name}-stream", self._run)
 
     def abort(self) -> None:
-        """Close the connection now, in whatever phase it is."""
-        with self._lock:
-            if not self._closed:
-                self._take_in()
-            self._close(disconnected("when it was aborted"))
+        """Close the connection now, in whatever phase it is. What had come is told, then the
+        end."""
+        self._abort.abort()
 
     def flush(self) -> bool:
         """Tell now what has come and was not told yet; False: nothing has."""
         with self._lock:
-            if self._closed:
+            if self._connection is None:
                 return False
             self._take_in()
+            if self._body.over:  # the thread may sleep on: there is nothing left that wakes it
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
             return self._tell()
 
     def hurry(self) -> None:
         """Somebody waits: what has come, or else what comes next, is told at once."""
         with self._lock:
-            if not self._closed and not self._tell():
+            if self._connection is not None and not self._tell():
                 self._is_hurried = True
-                self._loop.rouse(self)
+                self._stop_batching()
 
-    # ---------------------------------------------------------------- called on the loop's thread
+    # ---------------------------------------------------------------- the thread
 
-    def on_tick(self) -> None:
-        """50 ms are over: what has come is told. After anything but text, the socket rests no
-        more."""
-        with self._lock:
-            if not self._closed:
-                self._take_in()
-                is_text = self._is_text()
-                if not self._tell() or not is_text:
-                    self._loop.rouse(self)
-
-    def on_error(self, error: Exception) -> None:
-        """The host lacks something, or this code is wrong: no news of the server."""
-        with self._lock:
-            self._close(
-                StreamFailure(reason=RequestFailReason.UNKNOWN_ERROR, detail=described_error(error))
+    def _run(self) -> None:
+        try:
+            failure = self._live()
+        except Exception as error:  # the host lacks something, or this code is wrong
+            failure = StreamFailure(
+                reason=RequestFailReason.UNKNOWN_ERROR,
+                detail=f"no connection could be made: {described_error(error)}"
+                if is_shortage(error)
+                else described_error(error),
             )
+        closed = StreamClosed(turn_id=self._order.turn_id, failure=failure, at=time.monotonic())
+        self._order.reply_to.tell(closed)
+        self._on_closed.tell(closed)
 
-    # ---------------------------------------------------------------- from the server
+    def _live(self) -> StreamFailure | None:
+        body = json.dumps(self._order.body, separators=(",", ":")).encode()
+        headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
+        try:
+            reply = send(
+                self._abort,
+                self._endpoint,
+                "POST",
+                "/v1/chat/completions",
+                headers=headers,
+                body=body,
+            )
+        except (OSError, ValueError) as error:
+            if self._abort.error is not None:
+                return disconnected("when it was aborted")
+            if is_shortage(error):
+                raise
+            return no_reply(error, self._abort, self._endpoint)
+        del body
+        with contextlib.closing(reply):
+            return self._read(reply) if reply.status == 200 else reply.failure()
 
-    def _on_readable(self) -> None:
-        self._take_in()
-        if not self._closed:
-            self._tell_or_rest()
+    def _read(self, reply: Reply) -> StreamFailure | None:
+        poll = select.poll()
+        try:
+            with self._lock:
+                self._connection, ahead = reply.take_over()
+                poll.register(self._connection, select.POLLIN)
+                self._body = ChatBody(reply.headers)
+                self._order.reply_to.tell(
+                    StreamOpened(turn_id=self._order.turn_id, at=time.monotonic(), stream=self)
+                )
+                self._events += self._body.feed(ahead)
+            while True:
+                with self._lock:
+                    self._take_in()
+                    self._tell_or_batch()
+                    if self._body.over:
+                        return self._body.failure
+                    wait_s = self._told_at + TICK_S - time.monotonic()
+                poll.poll(max(wait_s * 1000, 0.0) if self._is_batching else None)
+        finally:
+            with self._lock:
+                self._connection = None
 
-    def _on_no_connection(self, error: OSError | None) -> None:
-        self._close(no_connection(error, self._endpoint.connect_timeout_s))
+    # ---------------------------------------------------------------- with the lock held
 
     def _take_in(self) -> None:
-        """Read and parse what lies ready."""
-        if self._socket is None or not self._connected:
-            return
+        """Read and decode what lies ready."""
+        assert self._connection is not None
         for _ in range(_READS):
+            if self._body.over:
+                return
             try:
-                data = self._socket.recv(_READ_BYTES)
-            except BlockingIOError:
-                break
+                data = self._connection.recv(_READ_BYTES)
+            except _NOTHING_THERE:
+                return
             except OSError as error:
-                self._response.end(str(error))
-                break
-            if not data:
-                self._response.end()
-                break
-            self._events += self._response.feed(data)
-            if self._response.over or len(data) < _READ_BYTES:
-                break
-        self._after_reading()
+                self._body.end(str(self._abort.error or error))
+                return
+            if data:
+                self._events += self._body.feed(data)
+            else:
+                aborted = self._abort.error
+                self._body.end(None if aborted is None else str(aborted))
 
-    def _after_reading(self) -> None:
-        response = self._response
-        if response.opened and not self._opened:
-            self._opened = True
-            self._reply_to.tell(
-                StreamOpened(turn_id=self._turn_id, at=time.monotonic(), stream=self)
-            )
-        if response.over:
-            self._close(response.failure)
-        elif response.refused and self._timer is None:
-            self._timer = call_at(time.monotonic() + ERROR_BODY_S, self._error_body_is_late)
+    def _tell_or_batch(self) -> None:
+        """Tell what matters; where text comes fast, wait for more of it."""
+        is_due = time.monotonic() >= self._told_at + TICK_S
+        is_text = all(type(event) in _TEXT for event in self._events)
+        if not is_text or (is_due and not self._has_news()):
+            self._stop_batching()
+        if (
+            not is_text
+            or is_due
+            or self._is_hurried
+            or self._body.over
+            or self._body.bytes_read - self._told_bytes >= MUCH_BYTES
+        ):
+            self._tell()
+        elif self._has_news() and not self._is_batching:
+            self._is_batching = True
+            self._set_low_water(MUCH_BYTES)
 
-    def _error_body_is_late(self) -> None:
-        with self._lock:
-            self._response.end()
-            self._close(self._response.failure)
+    def _stop_batching(self) -> None:
+        """From now on every byte wakes the thread, also one that lies ready."""
+        if self._is_batching:
+            self._is_batching = False
+            self._set_low_water(1)
 
-    # ---------------------------------------------------------------- to the actor
+    def _set_low_water(self, size_bytes: int) -> None:
+        assert self._connection is not None
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
     def _has_news(self) -> bool:
-        return self._response.bytes_read > self._told_bytes
-
-    def _is_text(self) -> bool:
-        return all(type(event) in _TEXT for event in self._events)
-
-    def _tell_or_rest(self) -> None:
-        """After reading without a tick: tell what matters; where text comes fast, wait for more of
-        it."""
-        if not self._has_news():
-            return
-        is_text = self._is_text()
-        is_late = time.monotonic() >= self._told_at + TICK_S
-        is_much = self._response.bytes_read - self._told_bytes >= MUCH_BYTES
-        if not is_text:
-            self._loop.rouse(self)
-        if not is_text or is_late or is_much or self._is_hurried:
-            self._tell()
-        elif self._socket is not None:
-            self._loop.rest(self._socket, self)
+        return self._body.bytes_read > self._told_bytes
 
     def _tell(self) -> bool:
         """Tell what came since the last time; keepalives alone are told too, as bytes without
@@ -176,26 +199,10 @@ class StreamReader(LoopConnection):
             return False
         events, self._events = self._events, []
         self._told_at = time.monotonic()
-        self._reply_to.tell(
-            StreamEvents(turn_id=self._turn_id, events=tuple(events), at=self._told_at)
+        self._order.reply_to.tell(
+            StreamEvents(turn_id=self._order.turn_id, events=tuple(events), at=self._told_at)
         )
-        self._told_bytes = self._response.bytes_read
+        self._told_bytes = self._body.bytes_read
         if self._is_hurried and any(type(event) in _TEXT for event in events):
             self._is_hurried = False
         return True
-
-    # ---------------------------------------------------------------- the end
-
-    def _close(self, failure: StreamFailure | None) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._cancel_timer()
-        self._unsent = None
-        if self._socket is not None and failure is not None:
-            shut_down(self._socket)
-        self._drop_socket()
-        self._tell()
-        closed = StreamClosed(turn_id=self._turn_id, failure=failure, at=time.monotonic())
-        self._reply_to.tell(closed)
-        self._on_closed.tell(closed)

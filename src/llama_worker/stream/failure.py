@@ -62,6 +62,12 @@ def describe_http_error(status: int, body: bytes) -> StreamFailure:
     )
 
 
+def disconnected(where: str, cause: str | None = None) -> StreamFailure:
+    """The connection ended."""
+    detail = f"the connection ended {where}" + (f": {cause}" if cause else "")
+    return StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
+
+
 def refuses_tools(failure: StreamFailure) -> bool:
     """Whether a server refused the request because it was offered tools (and not for one of
     them)."""

@@ -1,0 +1,105 @@
+"""A chat completion of the upstream server's, for the thread of a client's request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llama_worker.runtime.session import Abort, Endpoint, Reply, no_reply, send
+from llama_worker.stream.events import StreamEvent
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.response import ChatBody
+
+_READ_BYTES = 65536
+
+
+class ChatExchange:
+    """A stream of events for one thread, which waits for them; only the Abort is for others.
+
+    `before_reading` is called each time, and again after `silence_s` in which nothing came.
+    """
+
+    def __init__(
+        self,
+        abort: Abort,
+        endpoint: Endpoint,
+        *,
+        before_reading: Callable[[], object],
+        silence_s: float | None,
+    ) -> None:
+        self.failure: StreamFailure | None = None
+        self.silence_s = silence_s
+        self._abort = abort
+        self._endpoint = endpoint
+        self._before_reading = before_reading
+        self._reply: Reply | None = None
+        self._body: ChatBody | None = None
+        self._events: list[StreamEvent] = []  # that came along with the headers
+
+    def before_reading(self) -> None:
+        self._before_reading()
+
+    def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
+        """Post it and wait for the headers; False where `failure` says why there is no stream."""
+        told = {
+            "Accept": "text/event-stream",
+            "Content-Type": "application/json",
+            **headers,
+        }
+        data = json.dumps(body, separators=(",", ":")).encode()
+        path = "/v1/chat/completions"
+        try:
+            self._reply = reply = send(
+                self._abort, self._endpoint, "POST", path, headers=told, body=data, waiter=self
+            )
+        except (OSError, ValueError) as error:
+            self.failure = no_reply(error, self._abort, self._endpoint)
+            return False
+        if reply.status != 200:
+            self.failure = reply.failure()
+            self.close()
+            return False
+        self._body = ChatBody(reply.headers)
+        self._connection, ahead = reply.take_over()
+        self._connection.setblocking(True)
+        self._events = self._body.feed(ahead)
+        return True
+
+    @property
+    def can_read(self) -> bool:
+        """Whether `read` has something that came along with the headers."""
+        return bool(self._events)
+
+    def read(self) -> list[StreamEvent] | None:
+        """What comes next, [] for a keepalive; None at the end: `failure` says whether a good
+        one."""
+        assert self._body is not None
+        events, self._events = self._events, []
+        if not events and not self._body.over:
+            events = self._receive(self._body)
+        if self._body.over:
+            self.failure = self._body.failure
+            self.close()
+            return events or None
+        return events
+
+    def close(self) -> None:
+        if self._reply is not None:
+            self._reply.close()
+        self._reply = None
+
+    def _receive(self, body: ChatBody) -> list[StreamEvent]:
+        self._before_reading()
+        while not self._abort.wait_readable(self.silence_s):
+            self._before_reading()
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except OSError as error:
+            body.end(str(self._abort.error or error))
+            return []
+        if data:
+            return body.feed(data)
+        aborted = self._abort.error
+        body.end(None if aborted is None else str(aborted))
+        return []

@@ -1,0 +1,450 @@
+"""Requests that can be aborted: in every phase, plain and TLS, what bounds each phase, every framing
+a server may choose, and what a failure says to a person: no classes, no addresses of objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_worker.responses.upstream import ChatExchange
+from llama_worker.runtime import session
+from llama_worker.runtime.session import Abort, Aborted, Endpoint
+from llama_worker.stream.events import StreamEvent, TextDelta
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.types import RequestFailReason
+from tests.actors.conftest import HOST, WAIT_S, eventually
+from tests.runtime.conftest import MakeServer, Serve, Server, sends
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+RECORD = b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}]}\n\n'
+
+
+class Client:
+    """One exchange, on a thread."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prompt: str = "",
+        ca_file: Path | None = None,
+        connect_timeout_s: float = WAIT_S,
+    ) -> None:
+        self.abort = Abort()
+        self.opened = False
+        self.events: list[StreamEvent] = []
+        endpoint = Endpoint(
+            base_url=url,
+            connect_timeout_s=connect_timeout_s,
+            ca_file=None if ca_file is None else str(ca_file),
+        )
+        self._chat = ChatExchange(self.abort, endpoint, before_reading=lambda: None, silence_s=None)
+        self._thread = threading.Thread(target=self._run, args=(prompt,), name="client")
+        self._thread.start()
+
+    def ended(self) -> StreamFailure | None:
+        """Waits for the end of the exchange, and says how it failed."""
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the exchange goes on"
+        return self._chat.failure
+
+    def failed(self) -> tuple[RequestFailReason, str]:
+        """As `ended`, of one that has failed."""
+        failure = self.ended()
+        assert failure is not None
+        return failure.reason, failure.detail
+
+    def _run(self, prompt: str) -> None:
+        if self._chat.open({"prompt": prompt}, {}):
+            self.opened = True
+            while (events := self._chat.read()) is not None:
+                self.events += events
+
+
+MakeClient = Callable[..., Client]
+
+
+@pytest.fixture
+def make_client() -> Iterator[MakeClient]:
+    with contextlib.ExitStack() as cleanup:
+
+        def make(url: str, **options: Any) -> Client:
+            client = Client(url, **options)
+            cleanup.callback(client.abort.abort)
+            return client
+
+        yield make
+
+
+# ------------------------------------------------------------ aborts and bounds
+
+
+Connect = Callable[..., tuple[Server, Client]]
+
+
+@pytest.fixture(params=["plain", "tls"])
+def connect(
+    request: pytest.FixtureRequest,
+    make_server: MakeServer,
+    make_client: MakeClient,
+    certificate: Path,
+) -> Connect:
+    """A server and the client of it."""
+
+    def make(serve: Serve, **options: object) -> tuple[Server, Client]:
+        server = make_server(serve, certificate if request.param == "tls" else None)
+        return server, make_client(server.url, ca_file=certificate, **options)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        pytest.param(b"", RequestFailReason.STREAM_DISCONNECTED, id="before the headers"),
+        pytest.param(HEAD + RECORD, RequestFailReason.STREAM_DISCONNECTED, id="in mid-stream"),
+    ],
+)
+def test_an_abort_ends_the_exchange(
+    connect: Connect, reply: bytes, reason: RequestFailReason
+) -> None:
+    server, client = connect(sends(reply))
+    assert server.served.wait(WAIT_S)
+    eventually(lambda: client.events == [TextDelta("x")] * bool(reply), "the record")
+    client.abort.abort()
+    failed, detail = client.failed()
+    assert failed is reason
+    assert detail.endswith(": the request was aborted")  # whatever it looked like to the socket
+    assert server.closed.wait(WAIT_S)
+
+
+def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(
+    connect: Connect,
+) -> None:
+    timeout_s = 1.0
+
+    def serve(connection: socket.socket) -> None:
+        threading.Event().wait(2 * timeout_s)  # busy with something else
+        left = 32 << 20
+        while left > 0 and (got := len(connection.recv(1 << 20))):
+            left -= got
+        connection.sendall(HEAD + b"data: [DONE]\n\n")
+        connection.shutdown(socket.SHUT_WR)
+
+    _, client = connect(serve, prompt="x" * (32 << 20), connect_timeout_s=timeout_s)
+    assert client.ended() is None
+    assert client.opened
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 28\r\n\r\n", b"Content-Length: 99\r\n\r\n"])
+def test_an_error_status_says_why_in_its_body_whole_or_cut_off(
+    make_server: MakeServer, make_client: MakeClient, framing: bytes
+) -> None:
+    reply = b"HTTP/1.1 503 Busy\r\n" + framing + b'{"error":{"message":"full"}}'
+    failure = make_client(make_server(sends(reply, close=True)).url).ended()
+    assert failure is not None
+    assert (failure.http_status, failure.detail) == (503, "HTTP 503: full")
+
+
+def test_an_endless_error_body_is_not_read_for_ever(
+    make_server: MakeServer, make_client: MakeClient
+) -> None:
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(b"HTTP/1.1 500 X\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(b"x" * 1024)
+
+    failure = make_client(make_server(serve).url).ended()
+    assert failure is not None
+    assert failure.http_status == 500
+
+
+def test_an_error_body_that_does_not_come_is_awaited_for_a_moment(
+    make_server: MakeServer, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_ERROR_BODY_S", 0.05)
+    reply = b"HTTP/1.1 500 X\r\nContent-Length: 100\r\n\r\npart"
+    failure = make_client(make_server(sends(reply)).url).ended()
+    assert failure is not None
+    assert (failure.http_status, failure.detail) == (500, "HTTP 500: part")
+
+
+@contextlib.contextmanager
+def unanswered() -> Iterator[str]:
+    """A port where a connect is neither taken nor refused: its queue is full."""
+    with contextlib.ExitStack() as cleanup:
+        listener = cleanup.enter_context(socket.create_server((HOST, 0), backlog=0))
+        for _ in range(3):
+            filler = cleanup.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield f"http://{HOST}:{listener.getsockname()[1]}"
+
+
+def test_a_connect_that_is_not_answered_is_connect_failed_when_its_time_is_up(
+    make_client: MakeClient,
+) -> None:
+    with unanswered() as url:
+        failed = make_client(url, connect_timeout_s=0.2).failed()
+    assert failed == (RequestFailReason.CONNECT_FAILED, "no connection within 0.2 s")
+
+
+def test_an_abort_ends_a_connect_that_is_not_answered(make_client: MakeClient) -> None:
+    with unanswered() as url:
+        client = make_client(url, connect_timeout_s=1e9)  # what a config allows; too much for poll
+        eventually(lambda: client.abort._socket is not None, "a socket that connects")
+        client.abort.abort()
+        client.failed()
+
+
+def test_one_that_was_aborted_before_connects_to_nothing(make_client: MakeClient) -> None:
+    abort = Abort()
+    abort.abort()
+    endpoint = Endpoint(base_url=f"http://{HOST}:1", connect_timeout_s=WAIT_S)
+    with pytest.raises(Aborted):
+        session.send(abort, endpoint, "GET", "/")
+
+
+# ------------------------------------------------------------ failures
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_connection_that_is_refused(make_client: MakeClient, scheme: str) -> None:
+    with socket.socket() as bound:  # and not listening
+        bound.bind((HOST, 0))
+        failed = make_client(f"{scheme}://{HOST}:{bound.getsockname()[1]}").failed()
+    assert failed == (
+        RequestFailReason.CONNECT_FAILED,
+        "cannot connect: [Errno 111] Connection refused",
+    )
+
+
+def test_a_host_that_nobody_knows(make_client: MakeClient) -> None:
+    reason, detail = make_client("http://no-such-host.invalid:1").failed()
+    assert reason is RequestFailReason.CONNECT_FAILED
+    assert detail.startswith("cannot resolve the host: ")
+
+
+def test_without_trust_there_is_no_connection(
+    make_server: MakeServer, make_client: MakeClient, certificate: Path
+) -> None:
+    plain = make_server(sends(b"HTTP/1.1 400 Bad Request\r\n\r\n", close=True)).url.replace(
+        "http", "https"
+    )
+    for url, ca_file, says in (
+        (make_server(sends(), certificate).url, None, "CERTIFICATE_VERIFY_FAILED"),
+        (make_server(sends(), certificate).url, "/no/such/file", "/no/such/file"),
+        (plain, None, "wrong version number"),
+    ):
+        reason, detail = make_client(url, ca_file=ca_file).failed()
+        assert (reason, says in detail) == (RequestFailReason.CONNECT_FAILED, True), detail
+
+
+# ------------------------------------------------------------ questions
+
+JSON_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+EMPTY_OBJECT = JSON_HEAD + b"Content-Length: 2\r\n\r\n{}"
+
+
+def ask(
+    port: int, *, abort: Abort | None = None, within_s: float = WAIT_S, body: object = None
+) -> tuple[int, bytes]:
+    """One small question."""
+    endpoint = Endpoint(base_url=f"http://{HOST}:{port}", connect_timeout_s=WAIT_S)
+    return session.ask(endpoint, "GET", "/v1/models", timeout_s=within_s, body=body, abort=abort)
+
+
+# ------------------------------------------------------------ replies
+
+
+def test_the_request_is_whole(make_server: MakeServer) -> None:
+    asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def serve(connection: socket.socket) -> None:
+        data = b""
+        while not data.endswith(b"{}"):
+            data += connection.recv(1 << 16)
+        asked.put(data)
+        connection.sendall(EMPTY_OBJECT)
+
+    ask(make_server(serve).port, body={})
+    line, *headers = asked.get().split(b"\r\n")
+    assert line == b"GET /v1/models HTTP/1.1"
+    assert {b"Connection: close", b"Content-Length: 2", b"Accept-Encoding: identity"} <= {*headers}
+    assert headers[-1] == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "close", "told"),
+    [
+        ([JSON_HEAD + b"content-LENGTH: 7\r\n\r\n[1, 2]\n"], False, (200, b"[1, 2]\n")),
+        ([JSON_HEAD + b"\r\n[1, ", b"2]"], True, (200, b"[1, 2]")),
+        (
+            [bytes([byte]) for byte in b"HTTP/1.1 503 Loading\r\nContent-Length: 2\r\n\r\n{}"],
+            False,
+            (503, b"{}"),
+        ),
+    ],
+    ids=["of known length", "up to the connection's end", "in single bytes"],
+)
+def test_a_reply_is_read(
+    make_server: MakeServer, pieces: list[bytes], close: bool, told: tuple[int, bytes]
+) -> None:
+    assert ask(make_server(sends(*pieces, close=close, delay_s=0.001)).port) == told
+
+
+@pytest.mark.parametrize(
+    ("error", "reply"),
+    [
+        pytest.param(ConnectionError, b"", id="nothing"),
+        pytest.param(ValueError, b"\r\n\r\n", id="empty lines"),
+        pytest.param(ConnectionError, JSON_HEAD, id="half a head"),
+        pytest.param(
+            ConnectionError, JSON_HEAD + b"Content-Length: 10\r\n\r\n[1, 2]", id="half a body"
+        ),
+        pytest.param(ValueError, b"SSH-2.0-OpenSSH_9.6\r\n\r\n", id="another protocol"),
+        pytest.param(ValueError, b"SSH 200\r\n\r\n", id="not HTTP"),
+        pytest.param(ValueError, b"HTTP/1.1 two hundred\r\n\r\n", id="bad status"),
+        pytest.param(ValueError, JSON_HEAD + b"Content-Length: few\r\n\r\n", id="bad length"),
+        pytest.param(ValueError, JSON_HEAD + b"\r\n" + bytes(5 << 20), id="too long"),
+    ],
+)
+def test_a_reply_that_is_cut_short_or_malformed_is_an_error(
+    make_server: MakeServer, error: type[Exception], reply: bytes
+) -> None:
+    with pytest.raises(error, match=r"."):
+        ask(make_server(sends(reply, close=True)).port)
+
+
+def test_nothing_listens(free_port: Callable[[], int]) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        ask(free_port())
+
+
+# ------------------------------------------------------------ deadlines
+
+
+def drips(connection: socket.socket) -> None:
+    connection.sendall(JSON_HEAD)
+    for number in itertools.count():
+        connection.sendall(b"X-%d: y\r\n" % number)
+        threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize("serve", [sends(), drips], ids=["never answers", "drips"])
+def test_a_server_that_takes_too_long_is_left_when_the_time_is_up(
+    make_server: MakeServer, serve: Serve
+) -> None:
+    with pytest.raises(TimeoutError):
+        ask(make_server(serve).port, within_s=0.3)
+
+
+def test_a_server_that_reads_nothing_is_left_when_the_time_is_up(make_server: MakeServer) -> None:
+    left = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        left.wait(WAIT_S)
+
+    with pytest.raises(TimeoutError):
+        ask(make_server(serve).port, within_s=0.3, body="x" * (64 << 20))
+    left.set()
+
+
+def test_a_reply_that_is_there_when_the_time_is_up_counts(make_server: MakeServer) -> None:
+    """As after a stop of the host."""
+    server = make_server(sends(EMPTY_OBJECT))
+    endpoint = Endpoint(base_url=server.url, connect_timeout_s=WAIT_S)
+    reply = session.send(Abort(), endpoint, "GET", "/", deadline=time.monotonic() + WAIT_S)
+    assert server.served.wait(WAIT_S)
+    reply._connection.deadline = time.monotonic() - 1.0
+    with contextlib.closing(reply):
+        assert reply.read() == b"{}"
+
+
+# ------------------------------------------------------------ aborts
+
+
+def test_an_abort_ends_an_exchange_that_waits(make_server: MakeServer) -> None:
+    abort = Abort()
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        abort.abort()
+
+    with pytest.raises(Aborted):
+        ask(make_server(serve).port, abort=abort, within_s=100 * WAIT_S)
+
+
+def test_a_question_over_ipv6() -> None:
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with listener, ThreadPoolExecutor() as pool:
+        endpoint = Endpoint(
+            base_url=f"http://[::1]:{listener.getsockname()[1]}", connect_timeout_s=WAIT_S
+        )
+        answer = pool.submit(session.ask, endpoint, "GET", "/", timeout_s=WAIT_S)
+        with listener.accept()[0] as connection:
+            connection.recv(1 << 16)
+            connection.sendall(EMPTY_OBJECT)
+            assert answer.result(WAIT_S) == (200, b"{}")
+
+
+def test_a_port_that_nobody_listens_on_is_refused_also_where_the_kernel_connects_us_to_ourselves(
+    free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    connect_ex = session._Socket.connect_ex
+
+    def from_that_very_port(made: socket.socket, address: Any) -> int:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        return connect_ex(made, address)
+
+    monkeypatch.setattr(session._Socket, "connect_ex", from_that_very_port)
+    with pytest.raises(ConnectionRefusedError):
+        ask(port)
+    with socket.create_server((HOST, port)):
+        pass  # it is not occupied either
+
+
+def test_nothing_of_the_environment_is_used(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / ".netrc").write_text(f"machine {HOST} login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.setenv("http_proxy", f"http://{HOST}:1")
+    asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def serve(connection: socket.socket) -> None:
+        asked.put(connection.recv(1 << 16))
+        connection.sendall(JSON_HEAD + b"Set-Cookie: a=b\r\nContent-Length: 2\r\n\r\n{}")
+
+    for _ in range(2):
+        assert ask(make_server(serve).port) == (200, b"{}")
+        told = asked.get().lower()
+        assert b"authorization" not in told
+        assert b"cookie" not in told
+
+
+def test_a_forked_child_has_a_session_of_its_own() -> None:
+    parents = session._session
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if session._session is not parents else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
