@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import UTC, tzinfo
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, Self, get_args
 from zoneinfo import ZoneInfo
 
 from llama_worker.bios import default_bios
@@ -24,6 +26,7 @@ from llama_worker.server.command import (
     check_command,
     checked_words,
     ip_address_of,
+    llama_server_cmd,
     masked_server_cmd,
 )
 from llama_worker.server.command_flags import command_warnings
@@ -46,6 +49,7 @@ from llama_worker.validation import (
     checked_json_object,
     checked_seconds,
     checked_str,
+    names_near_fields,
     optional,
     shown,
     takes,
@@ -53,9 +57,11 @@ from llama_worker.validation import (
 
 _HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too
 _CALLABLES = ("tool_runner", "bios_provider", "on_signal", "on_event", "liveness_probes")
+_PRESETS = ("slow_prefill", "normal", "fast", "debug")
 _SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
+@names_near_fields
 @dataclass(frozen=True)
 class WorkerConfig:
     """One worker: one llama-server on one port."""
@@ -90,6 +96,50 @@ class WorkerConfig:
     log_lines: int = 500
     result_ttl_s: float | None = None
 
+    @classmethod
+    def for_model(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        port: int,
+        host: str = "127.0.0.1",
+        slots: int = 1,
+        name: str | None = None,
+        executable: str | os.PathLike[str] = "llama-server",
+        extra_args: Iterable[str] = (),
+        cache_ram_mib: int | None = None,
+        **fields: Any,
+    ) -> Self:
+        """A config whose command is made of the same host, port and slots: each is written once.
+
+        Args:
+            model: the path of a GGUF file.
+            port: the server's.
+            host: where it listens.
+            slots: requests at the same time.
+            name: for logs and prompts; None: the file's name.
+            executable: the program; `llama-server` is looked for where it is started.
+            extra_args: further words of the command.
+            cache_ram_mib: see `llama_server_cmd`.
+            fields: further fields of WorkerConfig.
+
+        Raises:
+            ConfigError: a value cannot work.
+            TypeError: a wrong type, or no such field.
+        """
+        path = os.fspath(model)
+        command = llama_server_cmd(
+            path,
+            host=host,
+            port=port,
+            slots=slots,
+            executable=os.fspath(executable),
+            extra_args=extra_args,
+            cache_ram_mib=cache_ram_mib,
+        )
+        name = Path(path).stem if name is None else name
+        return cls(name, host, port, command, slots=slots, **fields)
+
     def __post_init__(self) -> None:
         checked_str("name", self.name, empty=False)
         if not self.name.isprintable():
@@ -102,7 +152,7 @@ class WorkerConfig:
         checked_int("slots", self.slots, at_least=1, at_most=1024)
         self._set("server_cmd", checked_words("server_cmd", self.server_cmd))
         self._set("env", _checked_env(self.env))
-        _checked_type("timeouts", self.timeouts, TimeoutProfile)
+        _checked_timeouts(self.timeouts)
         _checked_type("restart", self.restart, RestartPolicy)
         self._set("normal_tools", checked_tools("normal_tools", self.normal_tools))
         self._set("exit_tools", checked_tools("exit_tools", self.exit_tools))
@@ -226,6 +276,14 @@ def _check_run_tool(run_tool: Callable[..., object]) -> None:
     given = {"name": "str", "arguments": "dict", "request_id": "int", "job_name": "str"}
     more = {"call": "RunningCall"} if takes(run_tool, "call") else {}
     check_takes("tool_runner.run_tool", run_tool, **given, **more)
+
+
+def _checked_timeouts(value: object) -> None:
+    if value in _PRESETS:
+        raise TypeError(
+            f"timeouts must be a TimeoutProfile: TimeoutProfile.{value}(), not {value!r}"
+        )
+    _checked_type("timeouts", value, TimeoutProfile)
 
 
 def _checked_env(value: object) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError
+from llama_worker.near_names import did_you_mean
 from llama_worker.profiles import LoopDetector, Recycle, RestartPolicy, TimeoutProfile
 from llama_worker.runtime.machine import memory_bytes
 from llama_worker.server.command import llama_server_cmd
@@ -258,12 +258,8 @@ def _check_keys(level: _Level, allowed: set[str]) -> None:
 
 
 def _unknown(key: str, allowed: set[str]) -> str:
-    near = difflib.get_close_matches(key, allowed, n=1)
-    return (
-        f"unknown key; did you mean {near[0]!r}?"
-        if near
-        else f"unknown key; known: {', '.join(sorted(allowed))}"
-    )
+    hint = did_you_mean(key, sorted(allowed)) or f"known: {', '.join(sorted(allowed))}"
+    return f"unknown key; {hint}"
 
 
 def _line_of(text: str, path: KeyPath) -> int | None:

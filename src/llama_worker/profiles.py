@@ -16,12 +16,14 @@ from llama_worker.validation import (
     checked_number,
     checked_seconds,
     checked_str,
+    names_near_fields,
     optional,
 )
 
 _NEVER_S = 10 * 365 * 86400.0
 
 
+@names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeoutProfile:
     """How long to wait for what, in seconds; None turns off what may be turned off. Defaults: slow
@@ -93,6 +95,7 @@ class TimeoutProfile:
         )
 
 
+@names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recycle:
     """When an idle server is replaced as planned, because it leaks or ages; at least one limit.
@@ -110,6 +113,7 @@ class Recycle:
             raise ConfigError("recycle needs one of max_anon_mib, max_requests and max_age_s")
 
 
+@names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
     """One greedy completion that a server has to get right before it is READY.
@@ -132,6 +136,7 @@ class Canary:
         checked_int("canary max_tokens", self.max_tokens, at_least=1)
 
 
+@names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
     """When a server is started again, how soon, and how often before the worker gives up."""
@@ -168,6 +173,7 @@ class RestartPolicy:
         return cls(max_restarts_per_window=0)
 
 
+@names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopDetector:
     """When output that repeats itself is a loop: counts of characters and of consecutive repeats.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from llama_worker.errors import ConfigError
+from llama_worker.near_names import did_you_mean
 from llama_worker.types import ToolDef
 from llama_worker.validation import checked_json_object, checked_str, shown
 
@@ -80,8 +80,8 @@ def _check_keys(where: str, given: Collection[str], known: Collection[str]) -> N
     for key in given:
         if key in known or not key.replace("_", "").isalpha() or key.startswith("x"):
             continue
-        if near := difflib.get_close_matches(key, known, n=1, cutoff=_NEAR):
-            raise ConfigError(f"{where} has {key!r}; did you mean {near[0]!r}?")
+        if meant := did_you_mean(key, known, cutoff=_NEAR):
+            raise ConfigError(f"{where} has {key!r}; {meant}")
 
 
 def _check_schema(where: str, schema: dict[str, Any]) -> None:
@@ -106,8 +106,7 @@ def _check_schema(where: str, schema: dict[str, Any]) -> None:
 def _what_is_wrong(error: Any) -> str:
     path, value = list(error.absolute_path), error.instance
     if path and path[-1] == "type" and isinstance(value, str):
-        near = difflib.get_close_matches(value, _TYPES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_TYPES)}"
+        hint = did_you_mean(value, _TYPES) or f"known: {', '.join(_TYPES)}"
         return f"no such type as {value!r}; {hint}"
     return f"not a JSON schema: {error.message[:200]}"
 
@@ -128,8 +127,5 @@ def _check_required(where: str, schema: Mapping[str, Any]) -> None:
     names = list(schema.get("properties", {}))
     for name in schema.get("required", ()):
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}"
-            )
+            hint = did_you_mean(name, names) or f"there are {', '.join(names) or 'none'}"
             raise ConfigError(f"{where}: required names {name!r}, which is no property; {hint}")

@@ -3,13 +3,17 @@ field and value."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from llama_worker.errors import ConfigError
+from llama_worker.near_names import did_you_mean
 
+T = TypeVar("T")
 MAX_SECONDS = 1e9  # some 30 years; what Linux and Python can wait for is not much more
 _MAX_INT_BITS = 1023
 _SHOWN_CHARS = 80
@@ -158,6 +162,23 @@ def takes(function: Callable[..., object], parameter: str) -> bool:
         return parameter in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a built-in function that does not tell
         return False
+
+
+def names_near_fields(kind: type[T]) -> type[T]:
+    """For a dataclass: an argument that is no field is a TypeError that says what was meant."""
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def __init__(self: T, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in kind.__dataclass_fields__:  # type: ignore[attr-defined]
+                known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+                hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
+                raise TypeError(f"{kind.__name__} has no field {name!r}; {hint}")
+        make(self, *args, **given)
+
+    kind.__init__ = __init__  # type: ignore[method-assign,assignment]
+    return kind
 
 
 def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:

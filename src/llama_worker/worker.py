@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import pykka
@@ -43,7 +42,6 @@ from llama_worker.runtime.ports import Runtime
 from llama_worker.runtime.real import RealRuntime
 from llama_worker.runtime.server_program import find_server
 from llama_worker.runtime.startable import Startable
-from llama_worker.server.command import llama_server_cmd
 from llama_worker.types import (
     ChatMessage,
     ContentPart,
@@ -124,16 +122,18 @@ class LlamaWorker(Startable):
             ConfigError: no llama-server was found, or a value cannot work.
             TypeError: a wrong type, or no such field.
         """
-        path = os.fspath(model)
-        program = find_server(
-            os.fspath(executable) if executable is not None else None, option="executable"
-        ).path
-        port = free_port(host) if port is None else port
-        command = llama_server_cmd(
-            path, host=host, port=port, slots=slots, executable=program, extra_args=extra_args
-        )
+        named = os.fspath(executable) if executable is not None else None
         return cls(
-            WorkerConfig(name or Path(path).stem, host, port, command, slots=slots, **config)
+            WorkerConfig.for_model(
+                model,
+                port=free_port(host) if port is None else port,
+                host=host,
+                slots=slots,
+                name=name,
+                executable=find_server(named, option="executable").path,
+                extra_args=extra_args,
+                **config,
+            )
         )
 
     def __repr__(self) -> str:

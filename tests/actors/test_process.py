@@ -7,12 +7,14 @@ import contextlib
 import errno
 import fcntl
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from llama_worker.testing.scripts import (
 )
 from llama_worker.types import StartFailReason, WorkerState, WorkerStatus
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, fast_timeouts, living
-from tests.conftest import Leftovers
+from tests.conftest import Leftovers, shell_program
 
 GRACE_S = 1.0
 TREE = (Child("group"), Child("session"), Child("daemon"))
@@ -49,6 +51,31 @@ def _failure(starting: WorkerFuture[WorkerStatus]) -> WorkerStartError:
 
 
 # ------------------------------------------------------------ start
+
+
+@pytest.mark.parametrize("by", ["LLAMA_SERVER", "PATH", "nothing"])
+def test_the_bare_word_is_looked_for_where_the_server_is_started(
+    make_worker: MakeWorker,
+    free_port: Callable[[], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    by: str,
+) -> None:
+    port = free_port()
+    words = scripted_server_cmd(Script(), host=HOST, port=port, slots=1)
+    program = shell_program(tmp_path / "llama-server", f"exec {shlex.join(words)}")
+    monkeypatch.delenv("LLAMA_SERVER", raising=False)
+    monkeypatch.setenv("PATH", os.defpath)
+    found = {"LLAMA_SERVER": program, "PATH": f"{tmp_path}:{os.defpath}"}
+    if by in found:
+        monkeypatch.setenv(by, found[by])
+        assert make_worker(server_cmd=("llama-server",), port=port).status()["state"] == "ready"
+    else:
+        monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "none"))
+        rig = make_worker(server_cmd=("llama-server",), port=port, start=False)
+        error = _failure(rig.worker.start())
+        assert error.reason is StartFailReason.SPAWN_FAILED
+        assert "LLAMA_SERVER: " in str(error)
 
 
 def test_the_server_has_a_session_and_a_group_of_its_own_and_no_descriptor_of_the_host(

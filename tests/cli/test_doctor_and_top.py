@@ -105,6 +105,31 @@ def test_the_doctor_examines_a_fleet(
     assert (done.returncode, "fleet.toml:1: workers.a: host is missing" in done.stdout) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("executable", "found"),
+    [("/nope", None), ("nope", None), ("llama-server", None), ("llama-server", "LLAMA_SERVER")],
+)
+def test_a_fleet_whose_server_cannot_be_started_is_a_problem(
+    run: Run, program: MakeProgram, model: str, tmp_path: Path, executable: str, found: str | None
+) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(
+        f'[workers.a]\nhost = "{HOST}"\nport = 21001\ncache_ram_mib = 1\n'
+        f'model = "{model}"\nexecutable = "{executable}"\n'
+    )
+    nowhere = {"PATH": str(tmp_path / "empty"), "LLAMA_SERVER": str(tmp_path / "none")}
+    done = run("doctor", str(fleet), **({found: program().path} if found else nowhere))
+    said = re.sub(r"\s+", " ", done.stdout)
+    if found:
+        assert (done.returncode, "a the llama-server knows every flag" in said) == (0, True), said
+    else:
+        assert (done.returncode, "problem a " in said, "what to do: get one" in said) == (
+            1,
+            True,
+            True,
+        ), said
+
+
 @pytest.mark.server
 def test_the_doctor_tries_the_real_server(run: Run, thin_model: str, tmp_path: Path) -> None:
     done = run("doctor", thin_model, "--server", str(lean_server(tmp_path)), "--json")
@@ -160,6 +185,15 @@ def test_top_is_live_until_q_and_cuts_names_rather_than_reasons(
     assert screen.wait() == 0
     assert "connection refused" in screen.shown
     assert max(map(len, screen.shown.splitlines())) <= COLUMNS
+
+
+def test_one_table_in_a_terminal_tells_nobody_how_to_end_it(
+    terminal: OpenTerminal, fleet: Path
+) -> None:
+    screen = terminal("top", str(fleet), "--once")
+    assert screen.wait() == 0
+    assert "planner" in screen.shown
+    assert "Ctrl-C" not in screen.shown
 
 
 @pytest.fixture

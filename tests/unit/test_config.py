@@ -29,6 +29,7 @@ from llama_worker.request.submission import validate_submit
 from llama_worker.server.command import llama_server_cmd, masked_server_cmd
 from llama_worker.types import ToolDef
 from llama_worker.validation import shown
+from llama_worker.worker import LlamaWorker
 
 CMD = (
     "llama-server",
@@ -153,6 +154,9 @@ BAD_CONFIGS = [
     bad("env", {"A=B": "a"}, ConfigError, "'A=B'", "'='"),
     bad("env", {"A": "a\0b"}, ConfigError, "env['A']", "NUL"),
     bad("timeouts", HUGE, TypeError, "TimeoutProfile", "a int"),
+    bad("timeouts", "fast", TypeError, "TimeoutProfile.fast()", "'fast'"),
+    bad("server_cmd", ("s", "--ctx-size 4096"), ConfigError, "[1]", "'--ctx-size', '4096'"),
+    bad("server_cmd", ("s", "-c\t4096"), ConfigError, "split it into two words", "'-c', '4096'"),
     bad("timeouts", type("Odd", (), {"__repr__": None})(), TypeError, "TimeoutProfile", "a Odd"),
     bad("restart", False, TypeError, "RestartPolicy", "bool"),
     bad("loop_detector", True, TypeError, "LoopDetector", "bool"),
@@ -386,6 +390,48 @@ def test_keys_are_masked_in_the_command(words: str, api_key: str | None, shown: 
     assert masked_server_cmd(words.split(), api_key) == tuple(shown.split())
 
 
+def test_host_port_and_slots_are_written_once() -> None:
+    made = WorkerConfig.for_model(
+        "/models/small.gguf", port=9, slots=2, extra_args=["-c", "8"], cache_ram_mib=0, log_lines=7
+    )
+    assert (made.name, made.host, made.port, made.slots, made.log_lines) == (
+        "small",
+        "127.0.0.1",
+        9,
+        2,
+        7,
+    )
+    assert made.server_cmd == llama_server_cmd(
+        "/models/small.gguf",
+        host="127.0.0.1",
+        port=9,
+        slots=2,
+        extra_args=["-c", "8"],
+        cache_ram_mib=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "says"),
+    [
+        (config, "slot", "WorkerConfig has no field 'slot'; did you mean 'slots'?"),
+        (partial(WorkerConfig.for_model, "m", port=1), "slot", "did you mean 'slots'?"),
+        (
+            partial(LlamaWorker.from_model, "m", executable="/bin/true"),
+            "slot",
+            "did you mean 'slots'?",
+        ),
+        (TimeoutProfile, "startup_s", "did you mean 'startup_timeout_s'?"),
+        (RestartPolicy, "xyz", "RestartPolicy has no field 'xyz'; there are restart_"),
+    ],
+)
+def test_an_argument_that_is_no_field_says_what_was_meant(
+    make: Callable[..., object], given: str, says: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(says)):
+        make(**{given: 2})
+
+
 # ---------------------------------------------------------------- secrets
 
 
@@ -408,6 +454,7 @@ def test_secrets_show_in_no_repr() -> None:
         {"api_key": "sesame\ud800"},
         {"env": {"HF_TOKEN": "sesame\0"}},
         {"server_cmd": "llama-server --api-key sesame"},
+        {"server_cmd": ("llama-server", "--api-key sesame")},
         {"server_cmd": ("llama-server", "--api-key", b"sesame")},
         {"server_cmd": ("llama-server", "--api-key", "sesame\0")},
         {"server_cmd": (*CMD, "--api-key", "sesame", "--parallel", "7")},

@@ -86,11 +86,18 @@ def test_there_are_no_other_reasons() -> None:
             "load_tensors",
             "(signal 9); it was killed, mostly by the kernel when memory ran out",
         ),
-        (1, "error: invalid argument: --frob", "`llama-server --help`"),
+        (1, "error: invalid argument: --frob", "does not take --frob as it was given: compare"),
+        (
+            1,
+            "error: invalid argument: --ctx-sise",
+            "--ctx-sise as it was given: did you mean '--ctx",
+        ),
+        (1, "error: invalid argument: --ctx-size", "--ctx-size as it was given: compare it with"),
+        (1, 'error while handling argument "-c": stoi', "does not take an option as it was"),
         (
             1,
             "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (No such file or directory)",
-            "check the path",
+            "there is no model file x.gguf: check the path",
         ),
         (
             1,

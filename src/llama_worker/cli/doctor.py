@@ -105,14 +105,15 @@ def _examine_fleet(path: str, interrupts: Interrupts, *, as_json: bool) -> int:
                 "problem", "fleet", harmless(str(error)), "docs/fleet.md describes the file"
             )
             return _answer([problem], {}, as_json=as_json)
-        programs = {program_of(config.server_cmd) for config in fleet.values()}
-        known = {program: doctor_facts.known_flags(program) for program in sorted(programs)}
-        build = {program: doctor_facts.build_of(program) for program in known}
+        programs = {name: _program(name, config, findings) for name, config in fleet.items()}
+        there = sorted({program for program in programs.values() if program})
+        known = {program: doctor_facts.known_flags(program) for program in there}
+        build = {program: doctor_facts.build_of(program) for program in there}
         machine = doctor_facts.look_at_machine()
     for name, config in fleet.items():
-        program = program_of(config.server_cmd)
-        findings += doctor_commands.of_command(name, config, known[program])
-        findings += doctor_commands.of_build(name, build[program], config.server_cmd)
+        if program := programs[name]:
+            findings += doctor_commands.of_command(name, config, known[program])
+            findings += doctor_commands.of_build(name, build[program], config.server_cmd)
         for _, model in flag_values(config.server_cmd, ("-m", "--model")):
             if (found := _model(model, findings)) is not None:
                 findings += doctor_findings.of_model(found, machine, None)
@@ -121,6 +122,16 @@ def _examine_fleet(path: str, interrupts: Interrupts, *, as_json: bool) -> int:
     return _answer(
         findings, {"workers": sorted(fleet), "machine": asdict(machine)}, as_json=as_json
     )
+
+
+def _program(name: str, config: WorkerConfig, findings: list[Finding]) -> str | None:
+    """The llama-server of a worker's command, as it would be started; None where it cannot be."""
+    try:
+        first = find_server(config.server_cmd[0], option="executable").path
+    except Problem as problem:
+        findings.append(doctor_findings.of_problem(name, problem))
+        return None
+    return program_of((first, *config.server_cmd[1:]))
 
 
 def _answer(findings: list[Finding], facts: dict[str, Any], *, as_json: bool) -> int:

@@ -108,9 +108,9 @@ def _name_one(folder: Path) -> str:
     return f"give the path of a GGUF file; there are {', '.join(there[:_SHOWN_MODELS])}{more}"
 
 
-def find_server(named: str | None) -> FoundServer:
-    """`named` (--server), else where the library looks. Raises Problem `no_server`."""
+def find_server(named: str | None, *, option: str = "--server") -> FoundServer:
+    """`named`, by the option, else where the library looks. Raises Problem `no_server`."""
     try:
-        return server_program.find_server(named, option="--server")
+        return server_program.find_server(named, option=option)
     except server_program.ServerNotFound as error:
         raise Problem("no_server", error.what, error.todo) from error

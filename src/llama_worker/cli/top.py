@@ -40,6 +40,7 @@ _ALWAYS = (
 )  # other columns only where somebody knows
 _TEXT_COLUMNS = ("worker", "state", "last reason")
 _QUIT = (b"q", b"Q")
+_ENDS = "q or Ctrl-C ends"
 
 
 def watch(source: Source, *, once: bool, interval_s: float) -> int:
@@ -50,7 +51,7 @@ def watch(source: Source, *, once: bool, interval_s: float) -> int:
         if not console.is_terminal or console.is_dumb_terminal:
             print(plain_table(rows))
         elif once:
-            console.print(_table(rows, console.width))
+            console.print(_table(rows, console.width, caption=""))
         else:
             _live(source, rows, console, interval_s)
     return exits.DONE if interrupts.ended_by is None else interrupts.exit_code
@@ -60,7 +61,8 @@ def _live(source: Source, rows: Sequence[Row], console: Console, interval_s: flo
     problem: Problem | None = None
     with _single_keys(), Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
         while True:
-            live.update(_table(rows, console.width, problem), refresh=True)
+            caption = _ENDS if problem is None else f"{harmless(problem.what)} (old numbers)"
+            live.update(_table(rows, console.width, caption), refresh=True)
             if _quits(interval_s):
                 return
             try:
@@ -96,11 +98,9 @@ def _single_keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _table(rows: Sequence[Row], width: int, problem: Problem | None = None) -> Table:
-    caption = (
-        f"{harmless(problem.what)} (old numbers)" if problem is not None else "q or Ctrl-C ends"
-    )
-    table = Table(box=None, padding=(0, 1, 0, 0), caption=Text(caption), caption_justify="left")
+def _table(rows: Sequence[Row], width: int, caption: str) -> Table:
+    below = Text(caption) if caption else None
+    table = Table(box=None, padding=(0, 1, 0, 0), caption=below, caption_justify="left")
     cells = [row.cells() for row in rows]
     told = [
         index

@@ -26,6 +26,7 @@ from llama_worker.runtime import guard
 from llama_worker.runtime.free_port import can_listen
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.oom_watch import OomWatch
+from llama_worker.runtime.server_program import ServerNotFound, located
 from llama_worker.server.start_advice import lack_of_memory, not_executed
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
@@ -115,6 +116,9 @@ class ServerProcess:
         self._command = command
         self._mark = f"{_MARK}={os.getpid()}.{epoch}.{time.monotonic_ns()}"
         self._environment = {**environment, _MARK: self._mark.partition("=")[2]}
+        # A server does not inherit LLAMA_SERVER; it is for who looks for one.
+        host = {name: os.environ[name] for name in ("LLAMA_SERVER",) if name in os.environ}
+        self._search = {**host, **environment}
         self._address = address
         self._log = log
         self._reply_to = reply_to
@@ -199,6 +203,10 @@ class ServerProcess:
                 "take another port"
             )
             return self._not_started(StartFailReason.PORT_IN_USE, taken)
+        try:
+            command = located(self._command, self._search)
+        except ServerNotFound as error:
+            return self._not_started(StartFailReason.SPAWN_FAILED, str(error))
         control_read, control_write = _pipe(cleanup)
         report_read, report_write = _pipe(cleanup)
         guardian = subprocess.Popen(
@@ -206,7 +214,7 @@ class ServerProcess:
                 sys.executable or "python3",
                 *("-I", "-S", str(_GUARD), str(os.getpid())),
                 *(str(control_read.fileno()), str(report_write.fileno())),
-                *self._command,
+                *command,
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -35,17 +36,21 @@ class ServerNotFound(ConfigError):
         self.todo = todo
 
 
-def find_server(named: str | None, *, option: str) -> FoundServer:
+def find_server(
+    named: str | None, *, option: str, environment: Mapping[str, str] = os.environ
+) -> FoundServer:
     """`named`, else LLAMA_SERVER, else one on the PATH, else one in this Python environment.
 
-    `option`: where `named` comes from, for the error's text. Raises ServerNotFound.
+    The word `llama-server` names none, it is looked for. `option`: where `named` comes from, for
+    the error's text. Raises ServerNotFound.
     """
     how_to_get = f"{_GET_ONE}, and put it on the PATH, set LLAMA_SERVER, or name it with {option}"
-    if named:
-        return _executable(named, option, how_to_get)
-    if by_variable := os.environ.get("LLAMA_SERVER"):
-        return _executable(by_variable, "LLAMA_SERVER", how_to_get)
-    if on_path := shutil.which(PROGRAM):
+    path = environment.get("PATH")
+    if named and named != PROGRAM:
+        return _executable(named, option, how_to_get, path)
+    if by_variable := environment.get("LLAMA_SERVER"):
+        return _executable(by_variable, "LLAMA_SERVER", how_to_get, path)
+    if on_path := shutil.which(PROGRAM, path=path):
         return FoundServer(on_path, "on the PATH")
     beside = shutil.which(PROGRAM, path=str(Path(sys.executable).parent)) or _packaged()
     if beside:
@@ -56,8 +61,17 @@ def find_server(named: str | None, *, option: str) -> FoundServer:
     )
 
 
-def _executable(named: str, how: str, how_to_get: str) -> FoundServer:
-    found = shutil.which(os.path.expanduser(named))
+def located(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The command as it can be executed: a first word `llama-server` is found by the rule of
+    `find_server`, and `~` is a home. Raises ServerNotFound."""
+    program, *words = command
+    if program == PROGRAM or program.startswith("~"):
+        program = find_server(program, option="executable", environment=environment).path
+    return (program, *words)
+
+
+def _executable(named: str, how: str, how_to_get: str, search: str | None) -> FoundServer:
+    found = shutil.which(os.path.expanduser(named), path=search)
     if found:
         return FoundServer(found, how)
     path = Path(named).expanduser()

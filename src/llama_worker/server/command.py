@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from llama_worker.errors import MASK, ConfigError, masked
@@ -11,6 +12,7 @@ from llama_worker.validation import checked_int, checked_str, optional, shown
 _HOST_FLAGS = ("--host",)
 _PORT_FLAGS = ("--port",)
 SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
+_TWO_WORDS = re.compile(r"(--?[a-zA-Z][\w-]*)\s+(\S.*)", re.DOTALL)  # and no shell to part them
 _SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
 
 
@@ -24,7 +26,11 @@ def llama_server_cmd(
     extra_args: Iterable[str] = (),
     cache_ram_mib: int | None = None,
 ) -> tuple[str, ...]:
-    """A command for `WorkerConfig.server_cmd` that agrees with its host, port and slots.
+    """A command for `WorkerConfig.server_cmd` that agrees with its host, port and slots;
+    `WorkerConfig.for_model` makes both at once.
+
+    The word `llama-server` is looked for where the server is started: LLAMA_SERVER, the PATH, this
+    Python environment.
 
     It passes `--parallel`: without it a server opens four slots that share one context (b11434).
     `cache_ram_mib` bounds the memory in which the server keeps prompts (0: none, -1: no bound);
@@ -72,6 +78,12 @@ def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tu
     for index, word in enumerate(value):
         secret = index > 0 and value[index - 1] in _SECRET_FLAGS
         checked_str(f"{name}[{index}]", word, nul=False, secret=secret)
+        if found := _TWO_WORDS.fullmatch(word):
+            value = MASK if found[1] in _SECRET_FLAGS else found[2]
+            raise ConfigError(
+                f"{name}[{index}] holds an option and its value, {found[1] + ' ' + value!r}: split "
+                f"it into two words, {found[1]!r}, {value!r}"
+            )
     return tuple(value)
 
 

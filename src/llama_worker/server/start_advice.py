@@ -8,6 +8,8 @@ import re
 import signal
 from collections.abc import Sequence
 
+from llama_worker.near_names import did_you_mean
+from llama_worker.server.option_names import COMMON_OPTIONS
 from llama_worker.types import StartFailReason
 
 LESS_MEMORY = (
@@ -48,18 +50,20 @@ _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
     (ILLEGAL, NOT_EXECUTED),
     (
         re.compile(
-            r"invalid argument|unknown argument|error while handling argument", re.IGNORECASE
+            r"(?:invalid|unknown) argument:? (?P<option>--\S+)"
+            r"|invalid argument|unknown argument|error while handling argument",
+            re.IGNORECASE,
         ),
         (
-            "the server does not take an option as it was given: compare it with what "
+            "the server does not take {option} as it was given: {meant}compare it with what "
             "`llama-server --help` lists"
         ),
     ),
     (OUT_OF_MEMORY, f"it does not fit into the memory: {LESS_MEMORY}"),
     (
-        re.compile("failed to open GGUF file.*No such file"),
+        re.compile(r"failed to open GGUF file '?(?P<path>.*?)'? \(No such file"),
         (
-            "there is no such model file: check the path; a relative one counts from the folder "
+            "there is no model file {path}: check the path; a relative one counts from the folder "
             "where the program started"
         ),
     ),
@@ -118,6 +122,7 @@ _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
         " and the port a free one above 1023",
     ),
 )
+_NEAR = 0.75
 _LAST_WORDS = 5  # lines of the log, of a server that died
 _LISTENS = re.compile(r"listening on (\S+)")
 _BY_SIGNAL: dict[int, str] = {
@@ -224,4 +229,20 @@ def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) 
 
 def _told_by(text: str, table: Sequence[tuple[re.Pattern[str], str]]) -> str | None:
     """What to do, by the first pattern that is found."""
-    return next((todo for pattern, todo in table if pattern.search(text)), None)
+    found = ((pattern.search(text), todo) for pattern, todo in table)
+    return next((_filled_in(todo, match) for match, todo in found if match), None)
+
+
+def _filled_in(todo: str, match: re.Match[str]) -> str:
+    """With the names that the log tells."""
+    told = match.groupdict()
+    option = told.get("option") or ""
+    is_known = option in COMMON_OPTIONS
+    near = None if is_known else did_you_mean(option, COMMON_OPTIONS, cutoff=_NEAR)
+    for name, text in {
+        "{path}": told.get("path") or "",
+        "{option}": option or "an option",
+        "{meant}": f"{near} Else " if near else "",
+    }.items():
+        todo = todo.replace(name, text)
+    return todo
