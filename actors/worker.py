@@ -17,11 +17,12 @@ from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.actors.server_life import ServerLife
 from llama_worker.config import WorkerConfig
-from llama_worker.errors import ConfigError, RequestRefused, WorkerClosed
+from llama_worker.errors import ConfigError, LlamaWorkerError, RequestRefused, WorkerClosed
 from llama_worker.messages import (
     ActorDied,
     AwaitResult,
     CancelRequest,
+    CountTokens,
     GetDebugInfo,
     GetResult,
     GetStatus,
@@ -110,6 +111,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         match message:
             case Submit():
                 self._submit(message, now)
+            case CountTokens():
+                self._count_tokens(message)
             case GetStatus() | ReadOutput():
                 self._dispatcher.question(message)
             case GetResult():
@@ -187,16 +190,37 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._journal.warn(
                     f"params: {owned!r} belongs to the worker; the given value was replaced", now
                 )
-        mode = self._config.tool_call_mode
-        no_tools = self._server.traits.tools is False or self._tools_refused
         self._dispatcher.begin(
             admitted,
             order.submission,
-            prompted=mode == "prompted" or (mode == "auto" and no_tools),
+            prompted=self._is_prompted,
             opens_thinking=self._server.traits.opens_thinking,
         )
         self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
         order.reply.answer({"ok": True, "request_id": admitted.request_id})
+
+    @property
+    def _is_prompted(self) -> bool:
+        """Whether the next request has its tools by text."""
+        mode = self._config.tool_call_mode
+        no_tools = self._server.traits.tools is False or self._tools_refused
+        return mode == "prompted" or (mode == "auto" and no_tools)
+
+    def _count_tokens(self, order: CountTokens) -> None:
+        traits = self._server.traits
+        refusal, missing = self._refusal(), unsupported(order.submission.part_kinds, traits)
+        if refusal is not None and refusal != "WORKER_DRAINING":
+            order.reply.fail(RequestRefused(refusal))
+        elif missing:
+            order.reply.fail(ConfigError(missing))
+        elif traits.n_ctx is None:
+            order.reply.fail(LlamaWorkerError("the server does not say how large its context is"))
+        else:
+            try:
+                prompted = self._is_prompted
+                self._runtime.count_tokens(order, prompted=prompted, n_ctx=traits.n_ctx)
+            except (OSError, RuntimeError) as error:  # this machine has no thread left
+                order.reply.fail(LlamaWorkerError(str(error)))
 
     def _refusal(self) -> SubmitErrorCode | None:
         """Why no request is dispatched now, full slots apart."""

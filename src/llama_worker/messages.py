@@ -36,6 +36,7 @@ from llama_worker.types import (
     RequestStatus,
     StartFailReason,
     SubmitResult,
+    TokenCount,
     WorkerDebugInfo,
     WorkerStatus,
 )
@@ -113,6 +114,16 @@ class Submit(Struct, frozen=True, kw_only=True):
 
     submission: Submission
     reply: Reply[SubmitResult]
+
+
+class CountTokens(Struct, frozen=True, kw_only=True):
+    """How many tokens the submission's prompt has, as the server would count it.
+
+    The runtime answers, or fails the reply.
+    """
+
+    submission: Submission
+    reply: Reply[TokenCount]
 
 
 class GetStatus(Struct, frozen=True, kw_only=True):
@@ -334,6 +345,7 @@ HostMessage = (
     | Restart
     | Submit
     | WaitSlot
+    | CountTokens
     | GetStatus
     | ReadOutput
     | GetResult

@@ -289,6 +289,17 @@ class RequestStatus(TypedDict):
     fail_detail: NotRequired[str]
 
 
+class TokenCount(TypedDict):
+    """Whether a prompt fits."""
+
+    ok: Literal[True]
+    n_prompt_tokens: int
+    n_ctx: int
+    """The context of a slot."""
+    n_left: int
+    """For the answer; below zero where the prompt does not fit."""
+
+
 class OutputChunk(TypedDict):
     """What was added since the offsets asked for; the offsets here are the new ones."""
 

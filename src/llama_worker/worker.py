@@ -20,6 +20,7 @@ from llama_worker.errors import RequestFailed, RequestRefused, WorkerClosed, Wor
 from llama_worker.messages import (
     AwaitResult,
     CancelRequest,
+    CountTokens,
     Drain,
     GetDebugInfo,
     GetResult,
@@ -52,6 +53,7 @@ from llama_worker.types import (
     RequestState,
     RequestStatus,
     SubmitResult,
+    TokenCount,
     WorkerDebugInfo,
     WorkerStatus,
 )
@@ -232,6 +234,32 @@ class LlamaWorker(Startable):
             future, lambda admission: backend.await_asked(future, admission)
         )
         return self._submit(reply, future, job_name, system_prompt, user_prompt, params, messages)
+
+    def count_tokens(
+        self,
+        system_prompt: str,
+        user_prompt: str | Sequence[ContentPart],
+        *,
+        messages: Iterable[ChatMessage] | None = None,
+    ) -> WorkerFuture[TokenCount]:
+        """How many tokens the prompt has as `submit` would send it, with BIOS and tools, and how
+        many are left of a slot's context. Takes no slot; images and audio are not counted.
+
+        Resolves within 10 s, however busy the server is.
+
+        Raises (in the future):
+            RequestRefused: the worker is not READY.
+            LlamaWorkerError: the server, or the BIOS provider, did not answer in time or well.
+            ConfigError, TypeError: as for `submit`.
+        """
+        self._backend.check_open()
+        future: WorkerFuture[TokenCount] = WorkerFuture()
+        try:
+            submission = validate_submit("count", system_prompt, user_prompt, None, messages)
+        except (TypeError, ValueError) as error:
+            future.fail(error)
+            return future
+        return self._backend.ask(CountTokens(submission=submission, reply=future), future)
 
     def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:
         """How far the request is."""

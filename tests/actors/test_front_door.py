@@ -15,11 +15,14 @@ from llama_worker import (
     ChatMessage,
     ConfigError,
     LlamaWorker,
+    LlamaWorkerError,
     RequestFailed,
     RequestRefused,
     ToolDef,
 )
+from llama_worker.runtime import token_count
 from llama_worker.testing.scripts import (
+    Answer,
     ErrorData,
     Gate,
     Headers,
@@ -216,6 +219,61 @@ def test_what_came_before_a_failure_is_in_the_conversation(rig: Rig) -> None:
         ("user", "Hello?\n\n<wor"),
         ("assistant", "half an answ"),
     ]
+
+
+# ---------------------------------------------------------------- does it fit
+
+
+def test_a_prompt_is_counted_as_it_would_be_sent_and_takes_no_slot(
+    make_worker: MakeWorker,
+) -> None:
+    runner = SimpleNamespace(run_tool=lambda **call: None)
+    rig = make_worker(normal_tools=[SEARCH], tool_runner=runner)
+    busy = rig.submit(Headers(), WaitClose())
+    history: list[ChatMessage] = [{"role": "user", "content": "Before."}]
+    count = rig.worker.count_tokens("Be terse.", "Where?", messages=history).get(timeout=WAIT_S)
+    template, tokenize = (
+        rig.journal.facts("request", path=path)[-1]["body"]
+        for path in ("/apply-template", "/tokenize")
+    )
+    sent = [(message["role"], message["content"]) for message in template["messages"]]
+    assert [role for role, _ in sent] == ["system", "user", "user"]
+    assert "Be terse." in sent[0][1]
+    assert sent[2][1].startswith("Where?")
+    assert template["tools"] == [SEARCH]
+    assert (tokenize["add_special"], tokenize["parse_special"]) == (True, True)
+    assert count == {
+        "ok": True,
+        "n_prompt_tokens": len(tokenize["content"].split()),
+        "n_ctx": 4096,
+        "n_left": 4096 - len(tokenize["content"].split()),
+    }
+    assert rig.status()["active_request_ids"] == [busy]
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (Script(tokenize=[Answer(status=500)]), "POST /tokenize: 500: fake error"),
+        (Script(tokenize=[Answer(text="[1, 2")]), "POST /tokenize: 200"),
+        (Script(tokenize=[Answer(reset=True)]), "could not be counted"),
+        (Script(apply_template=[Answer(times=1), Answer(hang=True)]), "no answer within 0.2 s"),
+    ],
+)
+def test_a_count_that_cannot_be_had_is_an_error(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, script: Script, says: str
+) -> None:
+    monkeypatch.setattr(token_count, "COUNT_S", 0.2 if "within" in says else WAIT_S)
+    with pytest.raises(LlamaWorkerError, match=says):
+        make_worker(script).worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
+
+
+def test_a_count_needs_a_server_and_good_input(make_worker: MakeWorker) -> None:
+    rig = make_worker(start=False)
+    with pytest.raises(RequestRefused, match="WORKER_NOT_READY"):
+        rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
+    with pytest.raises(TypeError, match="user_prompt"):
+        rig.worker.count_tokens("", 7).get(timeout=WAIT_S)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- output as it comes

@@ -104,13 +104,15 @@ def test_the_formats_agree_to_the_letter(
         ("opened", "One comes first.\n</think>\n\nThe answer: one, two, three."),
     ],
 )
-def test_a_follow_up_with_the_conversation_is_cached(
+def test_a_prompt_is_counted_and_a_follow_up_is_cached(
     workers: dict[str, LlamaWorker], tags: str, saying: str
 ) -> None:
     worker, prompt = workers[tags], prompt_of(16, f"a follow-up {tags}")
+    counted = worker.count_tokens("Be terse.", prompt).get(timeout=patience())
     first = worker.ask(prompt, system_prompt="Be terse.", params=forced(saying))
     before = first.get(timeout=patience())
     assert before["text"].endswith("one, two, three.")
+    assert counted["n_prompt_tokens"] == before["usage"]["prompt_tokens"]
     follow_up = worker.ask(
         "And then?",
         system_prompt="Be terse.",

@@ -173,10 +173,13 @@ def test_a_native_turn_of_two_calls_and_a_signal_is_answered_and_the_prompt_cach
     assert first_turn["state"] is second_call["state"] is RequestState.TOOL_RUNNING
     assert_cached(first_turn, status, at_least=1000)
     earlier = [*shown() * 3, *result["conversation"]]
+    counted = native.worker.count_tokens("", "Thank you.", messages=earlier).get(timeout=patience())
     _, follow_up = native.run("Thank you.", earlier, max_tokens=1)
     answer_tokens = 8
     known = status["prompt_progress"]["total"] + answer_tokens
     assert follow_up["prompt_progress"]["cached"] >= 0.95 * known
+    total = follow_up["prompt_progress"]["total"]
+    assert counted == {"ok": True, "n_prompt_tokens": total, "n_ctx": 2048, "n_left": 2048 - total}
 
 
 # In prompted mode the server knows of no tools, so a grammar may rule. It leaves two sayings; a

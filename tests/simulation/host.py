@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llama_worker.errors import (
+    LlamaWorkerError,
     RequestFailed,
     RequestRefused,
     WorkerClosed,
@@ -20,6 +21,7 @@ from llama_worker.errors import (
     WorkerStopError,
 )
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.token_count import COUNT_S
 from llama_worker.types import RequestState, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.invariants import QUICK_S
@@ -210,7 +212,9 @@ class Host:
             yield dice.waiting_time(every_s)
             if self.is_leaving:
                 return
-            yield from dice.choice((self._swap, self._restart, self._take_next_slot))(dice)
+            yield from dice.choice((self._swap, self._restart, self._take_next_slot, self._count))(
+                dice
+            )
 
     def _swap(self, dice: Dice) -> Plan:
         future = self.drain()
@@ -229,6 +233,12 @@ class Host:
             yield dice.log_between(0.001, 60.0)
             dice.choice((self.restart, self.drain, self.stop))()
         with suppress(WorkerStartError):
+            yield future
+
+    def _count(self, dice: Dice) -> Plan:
+        future = self._world.worker.count_tokens("", "hello")
+        self._invariants.expect_answer(future, COUNT_S + QUICK_S, "count_tokens()")
+        with suppress(LlamaWorkerError):
             yield future
 
     def _take_next_slot(self, dice: Dice) -> Plan:

@@ -10,9 +10,11 @@ from typing import Any
 from msgspec import structs
 
 from llama_worker.config import WorkerConfig
+from llama_worker.errors import LlamaWorkerError
 from llama_worker.messages import (
     BiosWritten,
     CallEnded,
+    CountTokens,
     Died,
     EvidenceSeen,
     Exited,
@@ -23,6 +25,7 @@ from llama_worker.messages import (
     OpenStream,
     Probed,
     ProbeOutcome,
+    Reply,
     RunBios,
     RunTool,
     SlotsSeen,
@@ -32,6 +35,7 @@ from llama_worker.messages import (
 )
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.ports import Waitable
+from llama_worker.runtime.token_count import COUNT_S
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessSample
 from llama_worker.server.slots import SlotsLook, parse_slots
@@ -39,7 +43,7 @@ from llama_worker.server.termination import Signal
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types import RequestFailReason, StartFailReason
+from llama_worker.types import RequestFailReason, StartFailReason, TokenCount
 from tests.simulation.dice import Dice
 from tests.simulation.machine import Machine
 from tests.simulation.scheduler import Event, Scheduler
@@ -115,7 +119,7 @@ class SimRuntime:
         self.machine.need_thread()
 
         def probed(outcome: ProbeOutcome) -> Probed:
-            traits = ServerTraits(slots=self.machine.build.slots, tools=True)
+            traits = ServerTraits(slots=self.machine.build.slots, tools=True, n_ctx=4096)
             return Probed(
                 epoch=epoch, outcome=outcome, detail=f"GET /v1/models: {outcome}", traits=traits
             )
@@ -182,6 +186,19 @@ class SimRuntime:
         return SimQuestion(
             self, "look at the slots", _SLOTS_TIMEOUT_S, reply_to, answer, otherwise=nothing
         )
+
+    def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
+        self.machine.need_thread()
+        no_answer = LlamaWorkerError("the tokens could not be counted")
+        count: TokenCount = {"ok": True, "n_prompt_tokens": 7, "n_ctx": n_ctx, "n_left": n_ctx - 7}
+
+        def answer(server: LlamaServer | None) -> TokenCount | LlamaWorkerError | None:
+            if server is None or not server.loaded:
+                return no_answer
+            return count if server.answers else None
+
+        asker = _Asker(order.reply)
+        SimQuestion(self, "count tokens", COUNT_S, asker, answer, otherwise=no_answer)
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         self.machine.need_thread()
@@ -489,6 +506,20 @@ class SimQuestion:
     def _tell(self, message: Any) -> None:
         self._event.cancel()
         self._reply_to.tell(message)
+
+
+class _Asker:
+    """A host's future, as where an answer is told."""
+
+    def __init__(self, reply: Reply[Any]) -> None:
+        self._reply = reply
+
+    def tell(self, message: Any) -> bool:
+        if isinstance(message, Exception):
+            self._reply.fail(message)
+        else:
+            self._reply.answer(message)
+        return True
 
 
 class SimToolThread:

@@ -45,6 +45,7 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
             " running_tool? fail_detail?",
         ),
         (types.PromptProgress, "processed total cached"),
+        (types.TokenCount, "ok n_prompt_tokens n_ctx n_left"),
         (types.OutputChunk, "ok text reasoning text_offset reasoning_offset done"),
         (
             types.RequestResult,

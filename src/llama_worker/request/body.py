@@ -57,6 +57,11 @@ def request_body(
     return body
 
 
+def offered_tools(config: WorkerConfig, *, prompted: bool) -> list[ToolDef]:
+    """What the server is told of; in prompted mode the model alone is, by the text of its prompt."""
+    return [] if prompted else [*config.normal_tools, *config.exit_tools]
+
+
 def runaway_tokens(body: Mapping[str, Any]) -> int | None:
     """How many tokens of a turn are far beyond what its body allows: its server keeps to no limit.
     None: unlimited.

@@ -37,7 +37,7 @@ from llama_worker.messages import (
     Tick,
     ToolsRefused,
 )
-from llama_worker.request.body import keeps_prompt_end, request_body, runaway_tokens
+from llama_worker.request.body import keeps_prompt_end, offered_tools, request_body, runaway_tokens
 from llama_worker.request.conversation import Conversation
 from llama_worker.request.ending import (
     CANCELED,
@@ -495,7 +495,7 @@ class Request:
         self._turns_count += 1
         self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
         self._turn = self._new_turn(now)
-        tools = [] if self._prompted else [*self._config.normal_tools, *self._config.exit_tools]
+        tools = offered_tools(self._config, prompted=self._prompted)
         body = request_body(self._config, self._submission.params, conversation.messages(), tools)
         self._runaway_tokens = runaway_tokens(body)
         return [OpenStream(turn_id=self._turn_id, body=body, reply_to=self._reply_to)]

@@ -22,7 +22,7 @@ from llama_worker.messages import BiosWritten, CallEnded, EvidenceSeen, Mailbox,
 from llama_worker.request.tool_results import ToolResultError, encode_result
 from llama_worker.runtime.futures import log_exception
 from llama_worker.runtime.shortage import is_shortage
-from llama_worker.types import BiosContext, LivenessProbe, RunningCall
+from llama_worker.types import BiosContext, BiosText, LivenessProbe, RunningCall
 from llama_worker.validation import takes
 
 _logger = logging.getLogger("llama_worker")
@@ -97,23 +97,32 @@ class ToolThread:
 
 
 def write_bios(order: RunBios, config: WorkerConfig, unix_now: float) -> BiosWritten:
-    """Ask the provider, on the calling thread; `unix_now` is the real time, which a suspended
-    machine has caught up."""
+    """Ask the provider, on the calling thread."""
+    left, prompted = order.iterations_left, order.prompted
+    try:
+        bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
+        return BiosWritten(turn_id=order.turn_id, bios=bios, error=None)
+    except PromptError as error:
+        return BiosWritten(turn_id=order.turn_id, bios="", error=str(error))
+
+
+def bios_text(
+    config: WorkerConfig, unix_now: float, *, iterations_left: int, prompted: bool
+) -> BiosText | str:
+    """What the provider writes, on the calling thread; raises PromptError.
+
+    `unix_now` is the real time, which a suspended machine has caught up.
+    """
     context = BiosContext(
         now=datetime.fromtimestamp(unix_now, config.timezone),
         timezone_name=config.timezone_name,
         worker_name=config.name,
-        tool_iters_remaining=order.iterations_left,
+        tool_iters_remaining=iterations_left,
         normal_tools=tuple(config.normal_tools),
         exit_tools=tuple(config.exit_tools),
-        tool_call_mode="prompted" if order.prompted else "native",
+        tool_call_mode="prompted" if prompted else "native",
     )
-    try:
-        return BiosWritten(
-            turn_id=order.turn_id, bios=run_bios(config.bios_provider, context), error=None
-        )
-    except PromptError as error:
-        return BiosWritten(turn_id=order.turn_id, bios="", error=str(error))
+    return run_bios(config.bios_provider, context)
 
 
 def look(

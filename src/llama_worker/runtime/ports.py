@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from llama_worker.messages import (
+    CountTokens,
     EvidenceSeen,
     GpuFaulted,
     Mailbox,
@@ -180,6 +181,9 @@ class Runtime(Clock, ActorRunner, Protocol):
     def run_bios(self, order: RunBios) -> None:
         """Ask the BIOS provider; the order's `reply_to` gets BiosWritten, before this returns or
         later."""
+
+    def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
+        """Count the tokens of the order's prompt; within 10 s its reply has the count or an error."""
 
     def run_tool(self, order: RunTool) -> ToolThread:
         """Run the call; the order's `reply_to` gets CallEnded."""

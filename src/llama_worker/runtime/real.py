@@ -10,6 +10,7 @@ from typing import Any
 
 from llama_worker.config import WorkerConfig
 from llama_worker.messages import (
+    CountTokens,
     EvidenceSeen,
     GpuFaulted,
     Mailbox,
@@ -34,6 +35,7 @@ from llama_worker.runtime.server_process import ServerProcess, host_environment,
 from llama_worker.runtime.session import Endpoint
 from llama_worker.runtime.stream_reader import StreamReader
 from llama_worker.runtime.timers import Timer, call_at, start_timers
+from llama_worker.runtime.token_count import TokenCounter
 
 _logger = logging.getLogger("llama_worker")
 _ON_LOOP_THREAD = frozenset({"request", "transport"})  # the roles that every token passes
@@ -137,6 +139,17 @@ class RealRuntime(ActorThreads):
             self._tell_bios(order)
         else:
             start_thread(f"{self._name}-bios", partial(self._tell_bios, order))
+
+    def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
+        TokenCounter(
+            order,
+            self._config,
+            self._endpoint,
+            f"{self._name}-count",
+            prompted=prompted,
+            n_ctx=n_ctx,
+            unix_now=self.unix_now(),
+        )
 
     def run_tool(self, order: RunTool) -> ToolThread:
         request_id, turn = order.turn_id

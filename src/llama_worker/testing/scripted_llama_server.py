@@ -36,7 +36,7 @@ USUAL_ANSWER = {
     "times": None,
 }
 FLOOD_LINE = b"srv  fake: a line of log output that nobody asked for"
-ROUTES = ("/v1/models", "/health", "/props", "/slots", "/apply-template")
+ROUTES = ("/v1/models", "/health", "/props", "/slots", "/apply-template", "/tokenize")
 
 
 def error_body(code: int, message: str = "fake error", error_type: str = "server_error") -> Json:
@@ -811,6 +811,9 @@ class Server:
             return [
                 {"id": i, "n_ctx": 4096, "is_processing": i < busy} for i in range(self.parallel)
             ]
+        if route == "tokenize":
+            content = body.get("content", "") if isinstance(body, dict) else ""
+            return {"tokens": list(range(len(str(content).split())))}
         if route == "apply_template":
             messages = body.get("messages", []) if isinstance(body, dict) else []
             turns = [

@@ -111,6 +111,7 @@ class Script:
     models: Sequence[Answer] = ()
     slots: Sequence[Answer] = ()
     apply_template: Sequence[Answer] = ()
+    tokenize: Sequence[Answer] = ()
     exits: Sequence[Exit] = ()
     children: Sequence[Child] = ()
     floods: Sequence[Flood] = ()
