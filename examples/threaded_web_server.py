@@ -33,6 +33,7 @@ from llama_worker import (
 HOST = "127.0.0.1"
 SLOTS = 2
 BUSY_RETRY_S = 5  # how long until a slot is free nobody knows
+HEARTBEAT_S = 1.0  # a prompt may be read for minutes: the line says that all is well
 
 
 def create_app(worker: LlamaWorker) -> Flask:
@@ -73,7 +74,7 @@ def create_app(worker: LlamaWorker) -> Flask:
     @app.delete("/chat/<int:request_id>")
     def give_up(request_id: int) -> Response:
         worker.cancel(request_id).get()
-        worker.get_result(request_id).get()  # releases what is kept of it
+        worker.release(request_id).get()
         return Response(status=204)
 
     return app
@@ -90,37 +91,31 @@ def refusal(worker: LlamaWorker, refused: SubmitErr) -> Response:
     """429 where all slots are used, 503 where the server is not there, and when to try again."""
     if refused["error"] == "NO_SLOT_AVAILABLE":
         return answer(429, refused, {"Retry-After": str(BUSY_RETRY_S)})
-    if refused["error"] == "WORKER_FAILED":
-        return answer(503, refused)  # locked out: it will not come back by itself
+    if refused["error"] in ("WORKER_FAILED", "WORKER_DRAINING"):
+        return answer(503, refused)  # it will not come back by itself
     restart_at = worker.get_worker_status().get().get("next_restart_at", 0.0)
     wait_s = max(BUSY_RETRY_S, int(restart_at - time.time()) + 1)
     return answer(503, refused, {"Retry-After": str(wait_s)})
 
 
 def stream(worker: LlamaWorker, request_id: int, gone: Callable[[], bool]) -> Iterator[str]:
-    """The output as JSON lines; the last one says how it ended. A client that leaves ends the
-    request."""
-    offset, done = 0, False
+    """The output as JSON lines, with an empty line after each silence; the last one says how it
+    ended. A client that leaves ends the request."""
+    done = False
     try:
-        while not done:
-            chunk = worker.read_output(request_id, text_offset=offset).get()
-            assert chunk["ok"], chunk
-            offset, done = chunk["text_offset"], chunk["done"]
-            if chunk["text"]:
-                yield json.dumps({"text": chunk["text"]}) + "\n"
-            if gone():  # nothing may be written for minutes, so that a write would not tell
+        for chunk in worker.iter_output(request_id, timeout_s=HEARTBEAT_S):
+            done = chunk["done"]
+            if gone():
                 return
-            time.sleep(0.05)
+            yield json.dumps({"text": chunk["text"]}) + "\n" if chunk["text"] else "\n"
         result = worker.get_result(request_id).get()
         assert result["ok"], result
-        told = {
-            key: result[key] for key in ("state", "finish_reason", "fail_reason") if key in result
-        }
+        told = {key: result[key] for key in ("state", "finish_reason", "fail_reason")}
         yield json.dumps(told) + "\n"
     finally:  # also where waitress closes the generator, since a write failed
         if not done:
             worker.cancel(request_id).get()
-            worker.get_result(request_id).get()
+        worker.release(request_id)
 
 
 def main() -> None:

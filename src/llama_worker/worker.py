@@ -57,7 +57,13 @@ from llama_worker.types import (
     WorkerDebugInfo,
     WorkerStatus,
 )
-from llama_worker.validation import checked_bool, checked_int, checked_str
+from llama_worker.validation import (
+    checked_bool,
+    checked_int,
+    checked_seconds,
+    checked_str,
+    optional,
+)
 
 _logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
@@ -320,20 +326,43 @@ class LlamaWorker(Startable):
         question = ReadOutput(request_id=request_id, **offsets, wait=wait, reply=future)
         return self._ask_with(future, question, request_id=request_id, **offsets, wait=wait)
 
-    def iter_output(self, request_id: int) -> Iterator[OutputChunk]:
+    def iter_output(
+        self, request_id: int, *, timeout_s: float | None = None
+    ) -> Iterator[OutputChunk]:
         """Yield the output as it comes, from its beginning; the last chunk, and no other, has
         `done` True.
 
         Blocks the caller between the chunks, and polls nothing. The result is not released; to
-        leave the loop early leaves the request running. Raises LookupError if the id is unknown, or
-        the result was taken in the meantime; WorkerClosed after `close`.
+        leave the loop early leaves the request running.
+
+        Args:
+            request_id: of a request that runs or has ended.
+            timeout_s: after so many seconds of silence there is an empty chunk, and again after as
+                many; None: never.
+
+        Raises:
+            LookupError: the id is unknown, or the result was taken in the meantime.
+            WorkerClosed: after `close`.
         """
+        optional(checked_seconds, "timeout_s", timeout_s, above=0)
+        return self._iter_output(request_id, timeout_s)
+
+    def _iter_output(self, request_id: int, timeout_s: float | None) -> Iterator[OutputChunk]:
         text_offset = reasoning_offset = 0
         done = False
         while not done:
             more = self.read_output(
                 request_id, text_offset=text_offset, reasoning_offset=reasoning_offset, wait=True
             )
+            while not more.wait(timeout_s):
+                yield {
+                    "ok": True,
+                    "text": "",
+                    "reasoning": "",
+                    "text_offset": text_offset,
+                    "reasoning_offset": reasoning_offset,
+                    "done": False,
+                }
             chunk = more.get()
             if not chunk["ok"]:
                 raise LookupError(no_such_request(request_id))

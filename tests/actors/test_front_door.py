@@ -279,6 +279,24 @@ def test_a_count_needs_a_server_and_good_input(make_worker: MakeWorker) -> None:
 # ---------------------------------------------------------------- output as it comes
 
 
+def test_iter_output_gives_an_empty_chunk_after_each_silence(rig: Rig, gate: Path) -> None:
+    request_id = rig.submit(*plain_reply(Text("one"), Gate(gate), Text("two")))
+    seen: list[str] = []
+    for chunk in rig.worker.iter_output(request_id, timeout_s=0.01):
+        seen.append(chunk["text"])
+        assert chunk["text_offset"] == len("".join(seen))
+        if seen[-3:] == ["one", "", ""]:
+            gate.touch()
+    assert "".join(seen) == "onetwo"
+    assert chunk["done"]
+
+
+def test_iter_output_checks_its_timeout_at_once(rig: Rig) -> None:
+    for timeout_s in (0, -1.0):
+        with pytest.raises(ConfigError, match="timeout_s must be above 0"):
+            rig.worker.iter_output(1, timeout_s=timeout_s)
+
+
 def test_iter_output_gives_what_comes_and_ends_with_done(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(*plain_reply(Reasoning("hm"), Text("one"), Gate(gate), Text("two")))
     seen = []

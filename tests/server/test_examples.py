@@ -174,7 +174,7 @@ class Web:
         body = {"prompt": "Count to a thousand.", "stream": True}
         with requests.post(f"{self.url}/chat", json=body, stream=True) as reply:
             assert reply.status_code == 200
-            yield from map(json.loads, reply.iter_lines(chunk_size=1))
+            yield from map(json.loads, filter(None, reply.iter_lines(chunk_size=1)))
 
     def server(self) -> psutil.Process:
         """Its llama-server."""
@@ -221,7 +221,7 @@ def test_the_web_server_answers_by_polling_and_by_streaming_and_refuses_when_bus
 
     *others, last = streamed
     assert is_ticking("".join(line["text"] for line in (first, *others)))
-    assert last == {"state": "completed", "finish_reason": "max_tokens"}
+    assert last == {"state": "completed", "finish_reason": "max_tokens", "fail_reason": None}
     until(lambda: web.get("/chat/1").json()["status"]["phase"] == "done")
     ended = web.get("/chat/1").json()
     assert ended["status"]["state"] == "completed"
