@@ -65,7 +65,7 @@ class VirtualWatch:
 
     At each instant `evidence` tells whether the server's processes are at work (it knows whether
     the look is a fresh one), `readiness` what a probe brings, `slots` what `/slots` says (None:
-    nothing), `blind` whether nobody can see.
+    nothing), `reads` whether its memory comes from disk, `blind` whether nobody can see.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class VirtualWatch:
         readiness: Callable[[float], ProbeOutcome] = lambda now: ProbeOutcome.READY,
         slots: SlotsAt = lambda now: None,
         blind: Callable[[float], bool] = lambda now: False,
+        reads: Callable[[float], bool] = lambda now: False,
         now: float = 0.0,
     ) -> None:
         self.now = now
@@ -87,6 +88,7 @@ class VirtualWatch:
             slots,
             blind,
         )
+        self._reads = reads
         self.slots_asked_at: list[float] = []
         self._requests: Mapping[int, RequestAt] = {}
         self.tell(Launch(epoch=1))
@@ -148,4 +150,5 @@ class VirtualWatch:
     def _seen(self, seen: EvidenceSeen) -> EvidenceSeen:
         if self._blind(self.now):
             return replace(seen, blind=True, at=self.now)
-        return replace(seen, alive=self._evidence(self.now, seen.fresh), at=self.now, detail="told")
+        alive, reads = self._evidence(self.now, seen.fresh), self._reads(self.now)
+        return replace(seen, alive=alive, reads=reads, at=self.now, detail="told")

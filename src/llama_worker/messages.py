@@ -615,6 +615,7 @@ class EvidenceSeen(Struct, frozen=True, kw_only=True):
     at: float
     detail: str
     fresh: bool  # the first look, which only sets the mark
+    reads: bool = False  # its memory is read from disk
     blind: bool = False  # this machine lacked what it takes to look
 
 

@@ -516,6 +516,8 @@ class LivenessEvidence:
     alive: bool
     detail: str
     """What was seen, with numbers, for a person."""
+    reads: bool = False
+    """Among that, a model that is paged in from disk: then a batch may take any time."""
 
 
 @runtime_checkable

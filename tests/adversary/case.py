@@ -10,14 +10,16 @@ request waits for its headers and neither CPU time nor data shows that anybody w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.server.pace import longest_standstill_s
 from llama_worker.types import RequestState
 from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice
@@ -27,6 +29,10 @@ from tests.simulation.trace import Trace
 
 PROFILE = TimeoutProfile.normal()
 HORIZON_S = 3 * 3600.0
+# A look may have begun just before the suspicion; a round of looks may have begun just before what
+# it shows.
+SLACK_S = 25.0
+DEEPEST = 4.0  # how much longer a token at the end of the longest prompts takes than the first
 FOREIGN = 1_000_000  # request ids of other clients of the same server
 
 
@@ -57,7 +63,7 @@ class Case(Bench):
         self, seed: int, wedge: Callable[[Case], bool] | None = None, *, trace: Trace | None = None
     ) -> None:
         dice = self.dice = Dice(seed)
-        build = _build(dice)
+        build, self.deepest, self.batch_s, self.longest_batch_s = _build(dice)
         # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that
         # anybody works.
         self.has_strangers = build.cpu_shows and dice.chance(0.5)
@@ -75,11 +81,9 @@ class Case(Bench):
         self.wedge = wedge
         self.wedged_at: float | None = None
         self.promised_s: float | None = None
+        self.by_pace = False  # a batch may be told from a hang by what was learnt of others
         self.machine.reply_to = self._reply
         self.machine.twist = self._hold_back
-        self.machine.on_signal = lambda process, signal: self._given_up(
-            str(self.actor._server.lifecycle.last_error)
-        )
         self.to_come = 0
         self.was_halted = False  # a batch that took the machine's sleep, too, passes for a long one
         self.paused_s = 0.0  # in all, by what is honest
@@ -93,10 +97,25 @@ class Case(Bench):
             started = self.worker.start()
             self.scheduler.run_until(started.done, self.scheduler.now + 600.0)
             started.get(timeout=0)
+            self._serve_before()
+            self.machine.on_signal = lambda process, signal: self._given_up(
+                str(self.actor._server.lifecycle.last_error)
+            )
             self._plan()
             end = self.scheduler.now + HORIZON_S
             self.scheduler.run_until(lambda: self._gave_up is not None or self._is_over(), end)
             return self._outcome()
+
+    def _serve_before(self) -> None:
+        """Most servers have served somebody when they wedge; some were started anew since."""
+        for _ in range(0 if self.dice.chance(0.1) else 1 + self.dice.below(3)):
+            answer = self.worker.ask("before", job_name="before")
+            self.scheduler.run_until(answer.done, self.scheduler.now + HORIZON_S)
+            assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+        if self.dice.chance(0.2):
+            again = self.worker.restart("as in service")
+            self.scheduler.run_until(again.done, self.scheduler.now + 600.0)
+            again.get(timeout=0)
 
     @property
     def all_have_come(self) -> bool:
@@ -110,7 +129,7 @@ class Case(Bench):
 
     def _outcome(self) -> Outcome:
         since = self.wedged_at if self.wedged_at is not None else 1000.0
-        promised_s = self.promised_s
+        promised_s = self._promised_s()
         server = self.machine.servers[0]
         somebody_moves = not server.frozen and any(not each.dead for each in server.busy)
         if promised_s is not None and (
@@ -126,6 +145,24 @@ class Case(Bench):
             slots_asked=self.runtime.slots_asked,
             messages=self.scheduler.messages_count,
         )
+
+    def _promised_s(self) -> float | None:
+        """With what the watch had learnt by the end."""
+        watchdog = next(
+            each.actor for each in self.scheduler.actors if each.actor.role == "watchdog"
+        )
+        watch = watchdog._watch
+        if self.promised_s is None or not self.by_pace:
+            return self.promised_s
+        reading = [each for each in self.server.busy if not each.decoded]
+        tokens = sum(each.in_batch or 1 for each in self.server.busy)
+        depth = max(each.processed + each.in_batch for each in reading)
+        expected_s = watch._pace.expected_s(tokens, depth)
+        if expected_s is None:
+            return self.promised_s
+        limit_s = longest_standstill_s(expected_s, is_cold=watch._is_cold)
+        last_resort_s = self.promised_s - SLACK_S
+        return min(last_resort_s, (PROFILE.suspect_after_s or 0.0) + limit_s) + SLACK_S
 
     def _given_up(self, detail: str) -> None:
         if self._gave_up is None:
@@ -180,7 +217,7 @@ class Case(Bench):
         if server is None or self.wedged_at is not None or server.frozen or server.stopped:
             return
         seconds = dice.log_between(0.1, 15.0)
-        match dice.below(4):
+        match dice.below(6):
             case 0:
                 if any(each.reply.twist for each in server.exchanges):
                     seconds = min(
@@ -201,13 +238,32 @@ class Case(Bench):
                 self.scheduler.halt_host(halted_s)
                 server.stop_signal()  # a machine that sleeps
                 self.later(halted_s, partial(self.machine.resume, server))
+            case 4:
+                self._lose_cores(server)
+            case 5:
+                self._lose_memory(server)
+
+    def _lose_cores(self, server: LlamaServer) -> None:
+        """Others compute on the machine for a while: prompts are read up to eight times more slowly,
+        as far as their batches stay within what the profile allows."""
+        factor = min(self.dice.log_between(1.0, 8.0), self.longest_batch_s / self.batch_s)
+        if factor > 1.0 and self.build.reports_progress and server.slowness == 1.0:
+            server.slow_down(factor)
+            seconds = self.dice.log_between(1.0, 1000.0)
+            self.later(seconds, lambda: None if server.gone else server.slow_down(1 / factor))
+
+    def _lose_memory(self, server: LlamaServer) -> None:
+        """The model was pushed out of the memory and is read from disk anew, in one batch."""
+        if any(each.in_batch for each in server.busy) and self.build.cpu_shows:
+            seconds = self.dice.log_between(1.0, 400.0)
+            self.paused_s += seconds
+            server.page_in(seconds)
 
     def _reply(self, request_id: int, turn: int) -> Reply:
         dice, build = self.dice, self.build
-        silent_s = 500.0 / build.slots if not build.reports_progress else 2000.0 / build.slots
+        longest = _longest_prompt(build, self.deepest)
         if request_id >= FOREIGN:  # what it gets, nobody sees
-            silent_s = 50.0
-        longest = build.prefill_tokens_per_s * silent_s
+            longest = min(longest, build.prefill_tokens_per_s / self.deepest * 50.0)
         if not dice.chance(0.03):  # thousands of batches take long to simulate and tell little more
             longest = min(longest, 100.0 * build.batch_tokens)
         longest = max(2, int(longest))
@@ -252,7 +308,9 @@ class Case(Bench):
         build = self.build
         if not build.cpu_shows and self.config.slots > build.slots:
             return 8.0  # a step of the others and a pause come on top, where somebody waits
-        return 600.0 if build.shows_slots or build.cpu_shows else 60.0
+        if not build.shows_slots:  # it cannot be told from a dead stream beside live ones
+            return 300.0 if build.cpu_shows else 60.0
+        return 600.0
 
     def _delays_tokenizing(self) -> None:
         serve, dice = self.machine.serve, self.dice.fork()
@@ -267,17 +325,18 @@ class Case(Bench):
         self.machine.serve = delayed  # type: ignore[method-assign]
 
 
-def _build(dice: Dice) -> Build:
-    """An honest server, within what `PROFILE` states."""
+def _build(dice: Dice) -> tuple[Build, float, float, float]:
+    """An honest server, how much slower it is at the end of its longest prompts, the seconds that a
+    full batch takes there, and those that `PROFILE` allows."""
     cpu_shows = dice.chance(0.8)
     slots = 1 + dice.below(4)
     batch_tokens = dice.choice((64, 256, 512, 2048))
-    batch_s = (
-        dice.log_between(0.05, 250.0 / slots) if cpu_shows else dice.log_between(0.05, 8.0 / slots)
-    )
-    return Build(
+    longest_s = (250.0 if cpu_shows else 8.0) / slots
+    batch_s = dice.log_between(0.05, longest_s)
+    deepest = dice.log_between(1.0, DEEPEST)
+    build = Build(
         slots=slots,
-        prefill_tokens_per_s=batch_tokens / batch_s,
+        prefill_tokens_per_s=deepest * batch_tokens / batch_s,
         decode_tokens_per_s=dice.log_between(0.5 * slots, 100.0),
         batch_tokens=batch_tokens,
         load_s=dice.log_between(0.5, 20.0),
@@ -286,3 +345,11 @@ def _build(dice: Dice) -> Build:
         reports_progress=dice.chance(0.7) or not cpu_shows,
         shows_slots=dice.chance(0.85),
     )
+    deep_tokens = _longest_prompt(build, deepest) / (deepest - 1) if deepest > 1.01 else math.inf
+    return replace(build, deep_tokens=deep_tokens), deepest, batch_s, longest_s
+
+
+def _longest_prompt(build: Build, deepest: float) -> float:
+    """In tokens: each within the limits of who hears nothing until it is read."""
+    silent_s = (2000.0 if build.reports_progress else 500.0) / build.slots
+    return build.prefill_tokens_per_s / deepest * silent_s

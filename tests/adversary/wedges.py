@@ -6,13 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from llama_worker.server.slots import BATCH_MIN_S, BATCH_MULTIPLE, LOOK_INTERVAL_S
-from tests.adversary.case import FOREIGN, PROFILE, Case
+from llama_worker.server.slots import LOOK_INTERVAL_S
+from tests.adversary.case import FOREIGN, PROFILE, SLACK_S, Case
 from tests.simulation.server import Exchange
 
-# A look may have begun just before the suspicion; a round of looks may have begun just before what
-# it shows.
-LATE_S = 25.0
 SUSPECT_S = PROFILE.suspect_after_s or 0.0
 IDLE_S = PROFILE.idle_stream_timeout_s or 0.0
 LAST_RESORT_S = PROFILE.silent_work_timeout_s or 0.0
@@ -49,38 +46,16 @@ def _strike(case: Case, hurt: Hurt, can: Callable[[Exchange], bool] = lambda eac
 def _promise_by_slots(case: Case, *, clear: bool = True) -> float:
     """Where what the slots show is `clear`, and stays so: nobody new comes."""
     found = case.build.shows_slots and clear and case.all_have_come
-    return (SUSPECT_S if found else LAST_RESORT_S) + LATE_S
-
-
-def _promise_in_prefill(case: Case, intervals: int) -> float:
-    """A livelock while prompts are read is told from a long batch only by batches that were
-    reported before."""
-    build = case.build
-    learnt = (
-        build.shows_slots
-        and build.reports_progress
-        and intervals > 0
-        and case.all_have_come
-        and not case.was_halted
-    )
-    batch_s = build.slots * build.batch_tokens / build.prefill_tokens_per_s
-    if case.paused_s:  # the simulated server begins the batch anew behind a pause
-        batch_s = 2 * batch_s + case.paused_s
-    by_batches_s = SUSPECT_S + max(BATCH_MIN_S, BATCH_MULTIPLE * batch_s)
-    return (min(by_batches_s, LAST_RESORT_S) if learnt else LAST_RESORT_S) + LATE_S
+    return (SUSPECT_S if found else LAST_RESORT_S) + SLACK_S
 
 
 def freeze(case: Case, targets: list[Exchange], *, spins: bool) -> None:
     """HTTP alive, nothing moves."""
     server = case.server
     server.freeze(spins=spins)
-    reading = [each for each in server.busy if not each.decoded]
-    if reading:  # what a stranger's prompt has reported, nobody here has heard
-        batches = min(
-            each.processed // case.build.batch_tokens * (each.request_id < FOREIGN)
-            for each in reading
-        )
-        case.promised_s = _promise_in_prefill(case, batches)
+    if any(not each.decoded for each in server.busy):  # as a long batch looks, too
+        case.promised_s = LAST_RESORT_S + SLACK_S
+        case.by_pace = case.build.shows_slots and case.all_have_come and not case.was_halted
     else:
         case.promised_s = _promise_by_slots(case)
 
@@ -94,14 +69,14 @@ def sidecar(case: Case, targets: list[Exchange]) -> None:
 def stopped(case: Case, targets: list[Exchange]) -> None:
     """SIGSTOP, a debugger: nothing answers."""
     case.server.stop_signal()
-    case.promised_s = LAST_RESORT_S + LATE_S
+    case.promised_s = LAST_RESORT_S + SLACK_S
 
 
 def dead_altogether(case: Case, targets: list[Exchange], *, spins: bool) -> None:
     """Nothing moves and nothing answers."""
     case.server.freeze(spins=spins)
     case.server.http_dead = True
-    case.promised_s = LAST_RESORT_S + LATE_S
+    case.promised_s = LAST_RESORT_S + SLACK_S
 
 
 def lost(case: Case, targets: list[Exchange]) -> None:
@@ -128,7 +103,7 @@ def frozen_progress(case: Case, targets: list[Exchange]) -> None:
     """The same report of progress on every pass of a loop that goes in circles."""
     case.server.freeze(spins=True)
     case.server.repeat(targets[0], 1.0, partial(case.server.send_progress, targets[0]))
-    case.promised_s = min(_promise_by_slots(case), IDLE_S + LATE_S)
+    case.promised_s = min(_promise_by_slots(case), IDLE_S + SLACK_S)
 
 
 def empty_frames(case: Case, targets: list[Exchange]) -> None:
@@ -137,7 +112,7 @@ def empty_frames(case: Case, targets: list[Exchange]) -> None:
     data = case.dice.choice((_ROLE, _EMPTY, _NOTHING))
     case.server.repeat(targets[0], 1.0, partial(case.server.send, targets[0], data))
     generating = all(each.decoded for each in case.server.busy)
-    case.promised_s = _promise_by_slots(case) if generating else LAST_RESORT_S + LATE_S
+    case.promised_s = _promise_by_slots(case) if generating else LAST_RESORT_S + SLACK_S
 
 
 def _reports_progress(each: Exchange) -> bool:

@@ -13,7 +13,7 @@ from llama_worker import RequestFailReason, RequestPhase, StartFailReason, Timeo
 from llama_worker.actors import server_life
 from llama_worker.actors import worker as worker_actor
 from llama_worker.request.progress import Progress
-from llama_worker.server import lifecycle, liveness, suspicion
+from llama_worker.server import lifecycle, liveness, pace, suspicion
 from llama_worker.server.timeouts import DEAD_BESIDE_MULTIPLE, Verdict, verdict
 from tests.docs.pages import DOCS, names_in, table
 
@@ -91,6 +91,12 @@ def test_what_counts_as_work_is_said_in_the_numbers_of_the_code() -> None:
     assert f"{read} or major page faults ({liveness.MIN_MAJOR_FAULTS_PER_S:g}/s)" in signs
 
 
+def test_the_margin_of_what_was_learnt_is_said_in_the_numbers_of_the_code() -> None:
+    assert pace.PACE_MULTIPLE == 10
+    assert "for ten times what such a batch takes by all that prompts of this" in PAGE
+    assert f"and for {pace.PACE_MIN_S:g} s at least" in PAGE
+
+
 def test_the_table_of_verdicts_gives_each_limit_in_the_phases_in_which_it_counts() -> None:
     in_table = {
         (state, names_in(limit)[0], names_in(reason)[0])
@@ -149,9 +155,7 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
 def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
-    said = (
-        r'(?:_(?:restart|trouble)\(\s*life,\s*now,|Trouble\(|RecordRestart\(\s*reason=)\s*"(\w+)"'
-    )
+    said = r'(?:_(?:restart|trouble)\(\s*life,\s*now,|Trouble\(|RecordRestart\(reason=)\s*"(\w+)"'
     sources = [
         Path(str(module.__file__)).read_text()
         for module in (lifecycle, server_life, worker_actor, suspicion)

@@ -38,7 +38,7 @@ from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.token_count import COUNT_S
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessSample
-from llama_worker.server.slots import SlotsLook, parse_slots
+from llama_worker.server.slots import SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.termination import Signal
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.decoder import StreamDecoder
@@ -161,10 +161,13 @@ class SimRuntime:
                 self._activity, evidence = self._activity.observe(
                     ProcessSample(at=self.now(), processes=processes)
                 )
-            alive, detail = (
-                (evidence.alive, evidence.detail) if evidence is not None else (False, "")
-            )
-            reply_to.tell(structs.replace(seen, alive=alive, at=self.scheduler.now, detail=detail))
+            now = self.scheduler.now
+            if evidence is None:
+                reply_to.tell(structs.replace(seen, at=now))
+            else:
+                alive, detail, reads = evidence.alive, evidence.detail, evidence.reads
+                told = structs.replace(seen, alive=alive, reads=reads, at=now, detail=detail)
+                reply_to.tell(told)
 
         if seen.probe == 0 or not self.machine.looks_hang:
             self.scheduler.after(_THREAD_START_S * self.machine.slowness, looked, "look")
@@ -177,14 +180,15 @@ class SimRuntime:
         def answer(server: LlamaServer | None) -> SlotsSeen | None:
             if server is None or not server.build.shows_slots or not server.loaded:
                 return nothing
-            if not server.answers:
+            if not server.answers or server.slots_silent:
                 return None
             slots = parse_slots(server.slots_view())
             assert slots is not None
             return SlotsSeen(epoch=epoch, look=SlotsLook(asked_at=asked_at, slots=slots))
 
+        silence = SlotsSeen(epoch=epoch, look=SlotsSilence())
         return SimQuestion(
-            self, "look at the slots", _SLOTS_TIMEOUT_S, reply_to, answer, otherwise=nothing
+            self, "look at the slots", _SLOTS_TIMEOUT_S, reply_to, answer, otherwise=silence
         )
 
     def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:

@@ -12,6 +12,7 @@ HTTP thread beside the loop accepts, answers probes and sends keepalives, whatev
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -63,6 +64,7 @@ class Build:
     headers: Headers = Headers.IN_SLOT
     reports_progress: bool = True
     shows_slots: bool = True  # `--no-slots` and old builds do not
+    deep_tokens: float = math.inf  # so deep in the context a token takes twice as long
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,6 +153,9 @@ class LlamaServer:
         self._accounted_at = scheduler.now
         self._batch: Event | None = None
         self._batch_left_s: float | None = None  # of one that SIGSTOP interrupted
+        self.slowness = 1.0  # of the reading of prompts: what others on the machine take away
+        self._pages_in = False  # the batch under way reads the model
+        self.slots_silent = False  # `/slots` waits for a task queue that is stuck
         self._load_works = True
         self._after_stop: Callable[[], object] | None = None  # what was due while it was stopped
         self._terms = 0
@@ -277,6 +282,22 @@ class LlamaServer:
         if self._batch is not None:
             self._batch.cancel()
             self._start_batch(0.0)
+
+    def slow_down(self, factor: float) -> None:
+        """Others take cores away, or (below 1) give them back: also for the batch under way."""
+        self.slowness *= factor
+        if self._batch is not None and any(each.in_batch for each in self.busy):
+            left_s = (self._batch.at - self._scheduler.now) * factor
+            self._batch.cancel()
+            self._start_batch(left_s)
+
+    def page_in(self, seconds: float) -> None:
+        """The model has left the memory: the batch under way waits for the disk."""
+        if self._batch is not None:
+            left_s = self._batch.at - self._scheduler.now + seconds
+            self._batch.cancel()
+            self._pages_in = True
+            self._start_batch(left_s)
 
     def thaw(self) -> None:
         self.frozen = False
@@ -410,7 +431,9 @@ class LlamaServer:
                     continue
             exchange.in_batch = min(exchange.reply.prompt_tokens - exchange.processed, room)
             room -= exchange.in_batch
-            seconds += exchange.in_batch / build.prefill_tokens_per_s
+            depth = exchange.processed + exchange.in_batch / 2
+            rate = build.prefill_tokens_per_s / (1 + depth / build.deep_tokens) / self.slowness
+            seconds += exchange.in_batch / rate
         return seconds if any(each.has_read or each.in_batch for each in busy) else None
 
     def _begin(self, exchange: Exchange) -> None:
@@ -426,11 +449,12 @@ class LlamaServer:
             self._machine.twist(self, exchange)
 
     def _start_batch(self, seconds: float) -> None:
-        self._rates(cpu=BUSY if self.build.cpu_shows else IDLE)
+        computes = self.build.cpu_shows and not self._pages_in
+        self._rates(cpu=BUSY if computes else IDLE, reads=self._pages_in)
         self._batch = self._scheduler.after(seconds, self._batch_done, "batch", of_host=False)
 
     def _batch_done(self) -> None:
-        self._batch = None
+        self._batch, self._pages_in = None, False
         self.advanced_at = self._scheduler.now
         for exchange in [each for each in self.busy if not each.dead]:
             if exchange.closed_by_client:

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from llama_worker.messages import HealthLost, ProbeOutcome, Stalled
+from llama_worker.messages import HealthLost, Launch, ProbeOutcome, Stalled, StandDown
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.server.gaps import NO_GAPS, Gaps
+from llama_worker.server.pace import PACE_MIN_S, PACE_MULTIPLE, Pace
 from llama_worker.server.slots import (
-    BATCH_MIN_S,
-    BATCH_MULTIPLE,
     LOOK_INTERVAL_S,
     LOOKS_COUNT,
     PAUSE_S,
@@ -154,9 +153,12 @@ def judge(
     *others: Progress,
     still_s: float = NOW - 100.0,
     gaps: Gaps = NO_GAPS,
+    pace: Pace | None = None,
+    is_cold: bool = False,
 ) -> Any:
     silent = all((other.data_at or 0.0) < 50.0 for other in others)
     times: Any = {"still_since": NOW - still_s, "now": NOW, "gaps": gaps}
+    times |= {"pace": pace or Pace(), "is_cold": is_cold}
     return judge_by_slots(seen, suspect, others=others, all_are_silent=silent, **times)
 
 
@@ -305,47 +307,98 @@ def test_a_prefill_that_reported_no_batch_may_stand_still_for_ever_unless_its_st
     assert found.reason is STALL
 
 
-BATCHES_AT = -1e5
+def learnt(*batches: tuple[int, int, float]) -> Pace:
+    """Of prompts that were read long ago: tokens, depth and seconds of each batch."""
+    pace = Pace()
+    for number, (tokens, depth, seconds) in enumerate(batches):
+        pace.learn(number, [Batch(-1e5, -1e5 + seconds, tokens, depth)], NO_GAPS)
+    return pace
 
 
-def batches(*lengths_s: float) -> tuple[Batch, ...]:
-    """One after the other."""
-    return tuple(Batch(*ends) for ends in pairwise(accumulate(lengths_s, initial=BATCHES_AT)))
+def in_batch(tokens: int, depth: int) -> Track:
+    """A slot that reads so many tokens, the last of which lies so deep."""
+    return [replace(slot(prompt=depth - tokens), context_tokens=depth)] * LOOKS_COUNT
+
+
+LIMIT_OF_60_S = PACE_MULTIPLE * 60.0
+A_MINUTE = learnt((512, 4096, 60.0))
 
 
 @pytest.mark.parametrize(
-    (
-        "lengths_s",
-        "gap",
-        "limit_s",
-    ),  # gap: its end, after the start of the longest batch, and its length
+    ("pace", "tracks", "limit_s"),
     [
-        ((1.0,), (0.0, 0.0), BATCH_MIN_S),
-        ((75.0,), (0.0, 0.0), BATCH_MULTIPLE * 75.0),
-        ((2050.0, 50.0), (2050.0, 2000.0), 200.0),
-        ((2001.0, 50.0), (2001.0, 2000.0), 200.0),  # what is left of the longest is not the longest
-        ((2050.0,), (2050.0, 2000.0), 200.0),
-        ((75.0,), (75.0, 10.0), 260.0),
-        ((75.0,), (500.0, 10.0), 300.0),
+        pytest.param(A_MINUTE, [in_batch(512, 512)], LIMIT_OF_60_S, id="as many tokens"),
+        pytest.param(A_MINUTE, [in_batch(100, 512)], LIMIT_OF_60_S, id="fewer"),
+        pytest.param(A_MINUTE, [in_batch(2048, 2048)], 4 * LIMIT_OF_60_S, id="more"),
+        pytest.param(A_MINUTE, [in_batch(512, 8192)], 2 * LIMIT_OF_60_S, id="deeper"),
+        pytest.param(
+            A_MINUTE,
+            [in_batch(512, 512), in_batch(512, 1024)],
+            2 * LIMIT_OF_60_S,
+            id="beside another in the same batch",
+        ),
+        pytest.param(
+            learnt((512, 4096, 1.0)), [in_batch(512, 512)], PACE_MIN_S, id="never before a minimum"
+        ),
+        pytest.param(
+            learnt((512, 512, 60.0), (512, 8192, 70.0)),
+            [in_batch(512, 8192)],
+            PACE_MULTIPLE * 70.0,
+            id="one that was as deep tells more",
+        ),
+        pytest.param(
+            learnt((512, 512, 60.0), (512, 4096, 70.0)),
+            [in_batch(512, 8192)],
+            2 * PACE_MULTIPLE * 70.0,
+            id="one that was nearly as deep tells more",
+        ),
+        pytest.param(
+            learnt((1, 513, 5.0), (512, 512, 60.0)),
+            [in_batch(512, 512)],
+            LIMIT_OF_60_S,
+            id="a small one tells little",
+        ),
+        pytest.param(
+            learnt((512, 512, 60.0), (512, 512, 1.0)),
+            [in_batch(512, 512)],
+            LIMIT_OF_60_S,
+            id="the slowest counts",
+        ),
     ],
 )
-def test_a_prefill_that_stands_still_is_measured_by_its_own_batches_without_the_time_that_was_lost(
-    lengths_s: tuple[float, ...], gap: tuple[float, float], limit_s: float
+def test_a_prefill_that_stands_still_is_measured_by_what_earlier_prompts_took(
+    pace: Pace, tracks: list[Track], limit_s: float
 ) -> None:
-    suspect = replace(REPORTED, longest_batches=batches(*lengths_s))
-    gaps = NO_GAPS.with_gap(BATCHES_AT + gap[0], gap[1])
-    assert judge(looks(IN_A_BATCH), suspect, still_s=limit_s - 0.1, gaps=gaps) is None
-    assert judge(looks(IN_A_BATCH), suspect, still_s=limit_s, gaps=gaps) is not None
+    def found(still_s: float, *, is_cold: bool = False) -> Any:
+        return judge(looks(*tracks), REPORTED, still_s=still_s, pace=pace, is_cold=is_cold)
+
+    assert found(limit_s - 0.1) is None
+    assert found(limit_s).reason is STALL
+    assert found(2 * limit_s - 0.1, is_cold=True) is None
+    assert found(2 * limit_s, is_cold=True).reason is STALL
 
 
-def test_batches_are_learnt_from_whoever_holds_a_slot() -> None:
-    reader = silent(PREFILL, request_id=2, longest_batches=batches(1.0))
-    queued_behind_it, perhaps_in_its_own_first_batch = (
-        looks(IN_A_BATCH),
-        looks(IN_A_BATCH, stands(prompt=0)),
-    )
-    assert judge(queued_behind_it, IN_PREFILL, reader, still_s=BATCH_MIN_S) is not None
-    assert judge(perhaps_in_its_own_first_batch, IN_PREFILL, reader, still_s=BATCH_MIN_S) is None
+@pytest.mark.parametrize(
+    ("suspect", "track"),
+    [
+        pytest.param(replace(REPORTED, has_media=True), in_batch(512, 512), id="an image in it"),
+        pytest.param(REPORTED, IN_A_BATCH, id="a build that does not tell the batch"),
+    ],
+)
+def test_a_batch_of_which_nothing_is_known_may_take_any_time(
+    suspect: Progress, track: Track
+) -> None:
+    assert judge(looks(track), suspect, still_s=1e6, pace=learnt((512, 512, 1.0))) is None
+
+
+def test_batches_near_a_gap_teach_nothing_and_each_teaches_once() -> None:
+    pace, gaps = Pace(), NO_GAPS.with_gap(100.0, 50.0)
+    for began_at in (90.0, 100.0, 109.0):  # over it, and reports that had waited for its end
+        pace.learn(1, [Batch(began_at, began_at + 0.1, 512, 512)], gaps)
+    assert pace.expected_s(512, 512) is None
+    for _ in range(100):
+        pace.learn(1, [Batch(120.0, 150.0, 512, 512), Batch(150.0, 151.0, 512, 1024)], gaps)
+    assert pace.expected_s(512, 512) == 30.0
 
 
 # ---------------------------------------------------------------- when it is asked
@@ -381,22 +434,57 @@ def test_slots_are_asked_while_somebody_is_suspected_and_neither_before_nor_afte
     assert 99.9 + ANSWER_S <= min(watch.slots_asked_at) <= max(watch.slots_asked_at) < 180.0
 
 
-def test_a_livelock_in_prefill_is_told_from_a_long_batch_by_what_was_reported() -> None:
-    def stuck(now: float) -> Progress:
-        return silent(
-            PREFILL, prompt_progress_at=min(now // 8 * 8, 80.0), longest_batches=batches(8.0)
-        )
-
-    def slots(now: float) -> tuple[Slot, ...]:
-        return (slot(prompt=int(min(now // 8, 10))),)
-
-    found = watched(slots, stuck).run(7200.0, Stalled)
-    assert found is not None
-    assert found[0] <= 80.0 + ANSWER_S + BATCH_MIN_S + 2 * PAUSE_S
-    one_long_batch = watched(
-        lambda now: (slot(prompt=0),), lambda now: silent(PREFILL, prompt_progress_at=0.0)
+def reads_at(now: float, *, began_at: float, stuck_at: float) -> tuple[Progress, Slot]:
+    """A request, and its slot: batches of 2 s and 512 tokens each, every 8 s, until it is stuck in one."""
+    done = max(0, int((min(now, stuck_at) - began_at) // 8))
+    batches = tuple(
+        Batch(began_at + 8 * n + 6, began_at + 8 * n + 8, 512, 512 * n + 512) for n in range(done)
     )
-    assert one_long_batch.run(1000.0, Stalled) is None
+    progress = silent(
+        PREFILL,
+        turn_started_at=began_at,
+        prompt_progress_at=began_at + 8 * done,
+        batches=batches[-3:],
+    )
+    return progress, replace(slot(prompt=512 * done), context_tokens=512 * done + 512)
+
+
+@pytest.mark.parametrize("stuck_at", [0.0, 80.0])
+def test_a_livelock_in_prefill_is_told_from_a_long_batch_by_what_was_learnt(
+    stuck_at: float,
+) -> None:
+    def stalled(earlier: list[Batch], reads: bool = False) -> float | None:
+        def request(now: float) -> Progress:
+            return reads_at(now, began_at=0.0, stuck_at=stuck_at)[0]
+
+        def slots(now: float) -> tuple[Slot, ...]:
+            return (reads_at(now, began_at=0.0, stuck_at=stuck_at)[1],)
+
+        watch = VirtualWatch.ready(
+            PROFILE, evidence=lambda now, fresh: not fresh, slots=slots, reads=lambda now: reads
+        )
+        watch.watch._pace.learn(7, earlier, NO_GAPS)
+        watch.begin(request)
+        found = watch.run(1100.0, Stalled)
+        return None if found is None else found[0]
+
+    at = stalled([Batch(-20.0, -12.0, 512, 512)])
+    assert at is not None
+    cold = 2.0 if stuck_at == 0.0 else 1.0
+    assert 0 <= at - stuck_at - ANSWER_S - cold * PACE_MIN_S <= 3 * PAUSE_S
+    assert stalled([Batch(-20.0, -12.0, 512, 512)], reads=True) is None
+    if stuck_at == 0.0:
+        assert stalled([]) is None
+
+
+def test_what_was_learnt_outlives_a_launch() -> None:
+    watch = watched(
+        lambda now: (slot(prompt=0),), lambda now: reads_at(now, began_at=0.0, stuck_at=80.0)[0]
+    )
+    assert watch.run(100.0, Stalled) is None
+    watch.tell(StandDown())
+    watch.tell(Launch(epoch=2))
+    assert watch.watch._pace.expected_s(512, 512) == 2.0
 
 
 # ---------------------------------------------------------------- when it is silent

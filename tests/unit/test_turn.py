@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llama_worker.profiles import LoopDetector
+from llama_worker.request.progress import Batch
 from llama_worker.request.turn import Said, Turn
 from llama_worker.stream import events
 from llama_worker.stream.calls import RawCall
@@ -125,8 +126,18 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
     for at, processed in ((1.0, 0), (5.0, 40), (6.0, 40), (7.0, 20), (9.0, 60), (10.0, 60)):
         it.take(PromptProgress(processed=processed, total=100, cached=0), at)
     assert (it.last_data_at, it.prompt_progress_at) == (9.0, 9.0)
-    assert [batch.length_s() for batch in it.longest_batches] == [4.0, 4.0]
+    assert [batch[:2] for batch in it.batches] == [(1.0, 5.0), (7.0, 9.0)]
     assert it.repeated_at == (10.0,)
+
+
+def test_a_batch_is_what_was_read_since_the_latest_report_without_what_was_cached() -> None:
+    it = turn()
+    for at, processed in ((1.0, 0), (3.0, 1400), (20.0, 1400), (22.5, 1912)):
+        it.take(PromptProgress(processed=processed, total=2000, cached=900), at)
+    assert it.batches == (
+        Batch(began_at=1.0, ended_at=3.0, tokens=500, depth=1400),
+        Batch(began_at=20.0, ended_at=22.5, tokens=512, depth=1912),
+    )
 
 
 def test_repeats_are_kept_since_the_latest_that_was_new_and_are_no_tokens() -> None:

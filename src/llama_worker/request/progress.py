@@ -14,14 +14,12 @@ REPEATS_APART_S = 0.5
 
 
 class Batch(NamedTuple):
-    """Part of a prompt: the time between two reports of prompt progress."""
+    """Part of a prompt that was read between two reports of prompt progress."""
 
     began_at: float
     ended_at: float
-
-    def length_s(self) -> float:
-        """As the clock says, gaps included."""
-        return self.ended_at - self.began_at
+    tokens: int
+    depth: int  # the end of its last token in the context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +36,8 @@ class Progress:
     prompt_progress_at: float | None = None  # the latest report of prompt progress
     last_data_at: float | None = None  # what brought the turn forward
     last_stream_byte_at: float | None = None  # any byte, keepalives too: decides nothing
-    longest_batches: tuple[
-        Batch, ...
-    ] = ()  # of the prompt, longest first; a few, as one may have met a gap
+    batches: tuple[Batch, ...] = ()  # of the prompt, the latest few
+    has_media: bool = False  # images or sounds are no tokens until they are encoded
     tokens: int = 0  # generated, as far as they were told
     repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
     concluding: bool = (

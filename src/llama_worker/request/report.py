@@ -39,6 +39,7 @@ class Totals(Struct, kw_only=True):
     unix_offset: float  # what makes Unix seconds of an instant
     output: Output
     iterations_left: int
+    has_media: bool = False
     calls_count: int = 0
     signals: list[ExitSignal] = field(default_factory=list)
     trace: list[ToolTraceEntry] = field(default_factory=list)
@@ -83,7 +84,8 @@ def build_progress(
         prompt_progress_at=turn.prompt_progress_at,
         last_data_at=turn.last_data_at,
         last_stream_byte_at=turn.last_stream_byte_at,
-        longest_batches=turn.longest_batches,
+        batches=turn.batches,
+        has_media=totals.has_media,
         tokens=turn.tokens,
         repeated_at=turn.repeated_at,
         concluding=concluding,

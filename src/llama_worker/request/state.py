@@ -182,6 +182,7 @@ class Request:
             unix_offset=unix_offset,
             output=Output(config.loop_detector),
             iterations_left=config.max_tool_iterations,
+            has_media=bool(order.submission.part_kinds - {"text"}),
         )
 
     # ------------------------------------------------------------ entries

@@ -27,7 +27,7 @@ from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.tagged_calls import TaggedCallFilter
 from llama_worker.stream.turn_end import TurnEnd
 
-_BATCHES_KEPT = 3
+_BATCHES_KEPT = 16
 
 TurnId = tuple[int, int]
 """Request id, and the number of the request's turn (one HTTP request each), from 1."""
@@ -58,7 +58,8 @@ class Turn:
         self.last_stream_byte_at: float | None = None
         self.prompt_progress: PromptProgress | None = None
         self.prompt_progress_at: float | None = None  # the latest report of more than before
-        self.longest_batches: tuple[Batch, ...] = ()  # between two such reports; longest first
+        self.batches: tuple[Batch, ...] = ()  # between two reports, the latest
+        self._reported_at: float | None = None  # the latest report, also one that was there before
         self.repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
         self.usage: Usage | None = None
         self.timings: Timings | None = None
@@ -191,9 +192,9 @@ class Turn:
                     self.hidden_loop = self._arguments.feed(event.arguments)
                 return self._put_back_tagged_calls()
             case PromptProgress():
-                self.prompt_progress = event
                 if advanced:
-                    self._batch_done(at)
+                    self._batch_done(event, at)
+                self.prompt_progress, self._reported_at = event, at
             case Usage():
                 self.usage = event
             case Timings():
@@ -213,12 +214,13 @@ class Turn:
             self._held = self._held or TextLoopWatch(self._loop_detector)
             self.hidden_loop = self._held.feed(text)
 
-    def _batch_done(self, at: float) -> None:
-        if self.prompt_progress_at is not None:
-            batches = (*self.longest_batches, Batch(self.prompt_progress_at, at))
-            self.longest_batches = tuple(
-                sorted(batches, key=Batch.length_s, reverse=True)[:_BATCHES_KEPT]
-            )
+    def _batch_done(self, told: PromptProgress, at: float) -> None:
+        """It began with the latest report: until then the batches were its neighbours'."""
+        before = self.prompt_progress
+        if before is not None and self._reported_at is not None:
+            tokens = told.processed - max(before.processed, told.cached)
+            batch = Batch(self._reported_at, at, tokens, told.processed)
+            self.batches = (*self.batches, batch)[-_BATCHES_KEPT:]
         self.prompt_progress_at = at
 
     def _put_back_tagged_calls(self) -> str:

@@ -130,15 +130,17 @@ def look(
 ) -> None:
     """One probe's look at the server's processes. One that raises, or returns something odd, brings
     no news."""
-    alive, detail, blind = False, "", False
+    alive, reads, detail, blind = False, False, "", False
     try:
         if seen.fresh:
             probe.reset()
         evidence = probe.probe(root_pid, time.monotonic())
         if evidence is not None:
             alive, detail = bool(evidence.alive), str(evidence.detail)
+            reads = bool(getattr(evidence, "reads", False))  # a probe of an earlier version
     except BaseException as error:  # SystemExit in a probe is its failure, no more
         blind = is_shortage(error)
         if not blind:
             log_exception(_logger, "a liveness probe failed")
-    reply_to.tell(replace(seen, alive=alive, detail=detail, blind=blind, at=time.monotonic()))
+    now = time.monotonic()
+    reply_to.tell(replace(seen, alive=alive, reads=reads, detail=detail, blind=blind, at=now))

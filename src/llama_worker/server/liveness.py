@@ -91,18 +91,15 @@ class ProcessActivity(Struct, frozen=True):
         cpu_ticks = (end.cpu_ticks - start.cpu_ticks) / self.ticks_per_second / TICK_S
         read_bytes = end.read_bytes - start.read_bytes
         major_faults = end.major_faults - start.major_faults
-        alive = (
-            (cpu_ticks >= MIN_CPU_TICKS and cpu_ticks >= MIN_CPU_TICKS_PER_S * span_s)
-            or (read_bytes >= MIN_READ_BYTES and read_bytes >= MIN_READ_BYTES_PER_S * span_s)
-            or (
-                major_faults >= MIN_MAJOR_FAULTS and major_faults >= MIN_MAJOR_FAULTS_PER_S * span_s
-            )
+        computes = cpu_ticks >= MIN_CPU_TICKS and cpu_ticks >= MIN_CPU_TICKS_PER_S * span_s
+        reads = (read_bytes >= MIN_READ_BYTES and read_bytes >= MIN_READ_BYTES_PER_S * span_s) or (
+            major_faults >= MIN_MAJOR_FAULTS and major_faults >= MIN_MAJOR_FAULTS_PER_S * span_s
         )
         detail = (
             f"CPU {cpu_ticks / span_s:.1f} ticks/s, read {read_bytes / span_s / 1024:.1f} KiB/s, "
             f"major faults {major_faults / span_s:.1f}/s over {span_s:.2f} s"
         )
-        return LivenessEvidence(alive=alive, detail=detail)
+        return LivenessEvidence(alive=computes or reads, detail=detail, reads=reads)
 
 
 def _advance(point: _Point, before: Mapping[ProcessKey, Counters], sample: ProcessSample) -> _Point:

@@ -9,12 +9,13 @@ are of b11434. Instants (`*_at`, `now`) are monotonic seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_worker.request.progress import Progress
 from llama_worker.server.gaps import NO_GAPS, Gaps
+from llama_worker.server.pace import Pace, longest_standstill_s
 from llama_worker.server.timeouts import Verdict, describe
 from llama_worker.types import RequestFailReason, RequestPhase
 
@@ -29,12 +30,6 @@ NO_ANSWER_PAUSE_S = (
     60.0  # after `--no-slots` (501), a key that is missing (401), an old build, or silence
 )
 
-# A prompt is read in batches, and while one is computed nothing moves. Each takes longer than the
-# one before, since it attends to all before it, by about as much each time: hardly ever twice as
-# long as the longest so far.
-BATCH_MULTIPLE = 4.0
-BATCH_MIN_S = 60.0
-
 _PREFILL, _GENERATING = RequestPhase.PREFILL, RequestPhase.GENERATING
 
 
@@ -47,6 +42,7 @@ class Slot:
     task: int | None = None
     prompt_tokens: int = 0  # of the prompt, that are done; moves with each finished batch
     decoded_tokens: int = 0  # 0 in prefill
+    context_tokens: int | None = field(default=None, compare=False)  # the batch under way included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +99,7 @@ def _slot(told: Any) -> Slot | None:
         task=_count(told.get("id_task")),
         prompt_tokens=_count(told.get("n_prompt_tokens_processed")) or 0,
         decoded_tokens=decoded or 0,
+        context_tokens=_count(told.get("n_prompt_tokens")),
     )
 
 
@@ -117,6 +114,8 @@ def judge_by_slots(
     others: Sequence[Progress],
     all_are_silent: bool,
     still_since: float,
+    pace: Pace,
+    is_cold: bool,
     now: float,
     gaps: Gaps = NO_GAPS,
 ) -> Verdict | SlotMoves | None:
@@ -125,9 +124,18 @@ def judge_by_slots(
     `others` are the other requests in flight, as they are now; `all_are_silent`: for as long as it
     takes to be suspected no request, of those that have ended neither, received data, and no slot
     was seen to move; `still_since`: the first look, of this round or an earlier one, since which
-    nothing moved; time in `gaps` is no part of a batch.
+    nothing moved, and nothing was read from disk; `pace`: what was learnt of batches; `is_cold`:
+    this launch has computed nothing so far; time in `gaps` is no part of a batch.
     """
-    return _Round(looks, suspect, others, all_are_silent, still_since, now, gaps).judge()
+    still = _Standstill(all_are_silent, still_since, pace, is_cold)
+    return _Round(looks, suspect, others, still, now, gaps).judge()
+
+
+class _Standstill(NamedTuple):
+    all_are_silent: bool
+    since: float
+    pace: Pace
+    is_cold: bool
 
 
 class _Round:
@@ -136,19 +144,16 @@ class _Round:
         looks: Sequence[SlotsLook],
         suspect: Progress,
         others: Sequence[Progress],
-        all_are_silent: bool,
-        still_since: float,
+        still: _Standstill,
         now: float,
         gaps: Gaps,
     ) -> None:
         self._looks = looks
         self._suspect = suspect
         self._others = others
-        self._all_are_silent = all_are_silent
-        self._still_since = still_since
-        self._still_s = now - still_since - gaps.lost_s(still_since)
+        self._still = still
+        self._still_s = now - still.since - gaps.lost_s(still.since)
         self._now = now
-        self._gaps = gaps
         self._began_at = looks[0].asked_at
         self._served = [other for other in others if self._has_been_served(other)]
         # The same slot at each look; a server that was started anew in between may have others.
@@ -193,7 +198,7 @@ class _Round:
     def _judge_standstill(self) -> Verdict | None:
         """Nothing moved in any slot. Where something did lately, a step of a slow server is just
         long, or it pauses."""
-        if not self._all_are_silent:
+        if not self._still.all_are_silent:
             return None
         busy = [track[-1] for track in self._tracks if track[-1].is_processing]
         if not busy:
@@ -201,36 +206,38 @@ class _Round:
         if all(slot.decoded_tokens for slot in busy):
             detail = f"no slot of the server moved in {self._still_s:.1f} s, and none is in prefill"
             return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
-        if self._suspect.only_repeats_since(self._still_since):
+        if self._suspect.only_repeats_since(self._still.since):
             detail = (
                 f"no slot of the server moved in {self._still_s:.1f} s, and it sends the same "
                 "again and again"
             )
             return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
-        longest_s = self._longest_batch_s(sum(not slot.decoded_tokens for slot in busy))
-        limit_s = None if longest_s is None else max(BATCH_MIN_S, BATCH_MULTIPLE * longest_s)
-        if limit_s is None or self._still_s < limit_s:
+        expected_s = self._expected_batch_s(busy)
+        if expected_s is None:
+            return None
+        limit_s = longest_standstill_s(expected_s, is_cold=self._still.is_cold)
+        if self._still_s < limit_s:
             return None
         detail = (
-            f"no slot of the server moved in {self._still_s:.1f} s, and the longest batch of "
-            "the prompts that it reads"
-            f" took {longest_s:.1f} s (limit: {limit_s:.1f} s)"
+            f"no slot of the server moved in {self._still_s:.1f} s, and by its prompts so far "
+            f"such a batch takes {expected_s:.1f} s (limit: {limit_s:.1f} s)"
         )
         return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
 
-    def _longest_batch_s(self, prompts_count: int) -> float | None:
-        """Of the prompts that are being read; None where one of them is a stranger's, or reported
-        no batch yet.
-
-        Who has reported one holds a slot; who has not may still be queued, headers or not.
-        """
-        readers = [each for each in (self._suspect, *self._others) if each.phase is _PREFILL]
-        learnt = [each.longest_batches for each in readers if each.longest_batches]
-        if len(learnt) < prompts_count:
+    def _expected_batch_s(self, busy: Sequence[Slot]) -> float | None:
+        """By what was learnt of earlier ones; None where that tells nothing of the one under way."""
+        if any(each.has_media for each in (self._suspect, *self._others)):
             return None
-        return max(
-            batch.length_s() - self._gaps.lost_s(*batch) for batches in learnt for batch in batches
-        )
+        tokens, depth = 0, 0
+        for slot in busy:
+            if slot.decoded_tokens:
+                tokens += 1
+            elif slot.context_tokens is None:
+                return None
+            else:
+                tokens += max(0, slot.context_tokens - slot.prompt_tokens)
+                depth = max(depth, slot.context_tokens)
+        return self._still.pace.expected_s(tokens, depth)
 
     def _is_left_behind(self) -> bool:
         """Others move at every interval, one that may be its slot never does, and none that moved

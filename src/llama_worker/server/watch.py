@@ -51,6 +51,7 @@ from llama_worker.request.progress import Progress, newest
 from llama_worker.server.gaps import FORGIVEN_IN_A_ROW, LATE_S, NO_GAPS
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.look_rounds import LookRounds
+from llama_worker.server.pace import Pace
 from llama_worker.server.slots import (
     SILENT_LOOKS,
     SILENT_S,
@@ -117,6 +118,7 @@ class ServerWatch:
         self._profile = profile
         self._me = me
         self._rounds = LookRounds(probes_count)
+        self._pace = Pace()  # of every launch so far: they are of one configuration
         self._effects: list[Order | News] = []
         self._is_probing = False
         self._probe_counts = True  # a failure of the one under way counts against the server
@@ -140,6 +142,8 @@ class ServerWatch:
         self._ledger = DataLedger()
         self._inquiry = Inquiry()
         self._liveness_at: float | None = None
+        self._reads_at: float | None = None  # when its memory was last seen to come from disk
+        self._is_cold = True  # nothing was computed in this launch so far
         self._activity: dict[int, str] = {}  # what each liveness probe said last
         self._slots = SlotsWatch()
         self._moved_at: dict[
@@ -383,6 +387,7 @@ class ServerWatch:
             self._look_at = now + self._profile.liveness_probe_interval_s
 
     def _unwatch(self, request_id: int, data_at: float | None, now: float) -> None:
+        self._pace.forget(request_id)
         self._progress.pop(request_id, None)
         self._moved_at.pop(request_id, None)
         if self._requests.pop(request_id, None) is not None:
@@ -422,6 +427,8 @@ class ServerWatch:
         if self._requests:
             if seen.alive:
                 self._liveness_at = seen.at
+            if seen.reads:
+                self._reads_at = seen.at
             self._tell_observed(seen.at)
             if self._rounds.complete and not seen.fresh and not self._is_blind:
                 self._inquire(now)
@@ -443,6 +450,8 @@ class ServerWatch:
     def _progress_reported(self, progress: Progress, now: float, *, for_verdict: bool) -> None:
         self._ledger = self._ledger.heard(progress.request_id, progress.data_at)
         self._progress[progress.request_id] = progress
+        self._pace.learn(progress.request_id, progress.batches, self._gaps)
+        self._is_cold = self._is_cold and not (progress.batches or progress.tokens)
         if for_verdict:
             self._inquiry = self._inquiry.answered(progress)
             self._judge_when_all_are_heard(now)
@@ -501,9 +510,11 @@ class ServerWatch:
                 others=[other for other in all_heard if other.request_id != progress.request_id],
                 all_are_silent=all(
                     self._is_long_ago(at, now)
-                    for at in (self._ledger.newest_at, self._slots.moved_at)
+                    for at in (self._ledger.newest_at, self._slots.moved_at, self._reads_at)
                 ),
-                still_since=self._slots.still_since,
+                still_since=newest(self._slots.still_since, self._reads_at),
+                pace=self._pace,
+                is_cold=self._is_cold,
                 now=now,
                 gaps=self._gaps,
             )

@@ -1,0 +1,86 @@
+"""How long a batch of a prompt takes on this server, learnt from what its prompts reported. Sans-IO.
+
+While a batch is computed nothing moves, for a second or for minutes: a livelock in it looks the
+same. What earlier batches took tells the two apart, with a margin for all that may make an honest
+batch slower: cores or clock taken away, neighbours, a deeper context, other tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from llama_worker.request.progress import Batch
+from llama_worker.server.gaps import Gaps
+
+# A standstill is a hang only beyond this many times what such a batch should take, and never before
+# the minimum. Both are doubled for a launch that has computed nothing yet.
+PACE_MULTIPLE = 10.0
+PACE_MIN_S = 150.0
+_COLD_MULTIPLE = 2.0
+
+_KEPT = 16  # batches of each size, up to a factor of two
+_SMALLEST_SHARE = 4  # one of fewer tokens tells little: part of its time is the pass itself
+_SETTLE_S = 10.0  # behind a gap reports come together, as if their batches had taken no time
+
+
+class _Learnt(NamedTuple):
+    tokens: int
+    depth: int  # tokens of the prompt behind it
+    seconds: float
+
+
+class Pace:
+    """Of one configuration: it outlives a launch. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._learnt: dict[int, deque[_Learnt]] = {}  # by the tokens' order of magnitude
+        self._known_until: dict[int, float] = {}  # by request, the end of the last batch
+
+    def learn(self, request_id: int, batches: Iterable[Batch], gaps: Gaps) -> None:
+        """From what a request tells, again and again: each batch counts once, one near a gap not."""
+        known_until = self._known_until.get(request_id, -math.inf)
+        for batch in batches:
+            if batch.ended_at <= known_until:
+                continue
+            self._known_until[request_id] = batch.ended_at
+            if batch.tokens > 0 and not gaps.lost_s(batch.began_at - _SETTLE_S, batch.ended_at):
+                learnt = _Learnt(batch.tokens, batch.depth, batch.ended_at - batch.began_at)
+                size = self._learnt.setdefault(batch.tokens.bit_length(), deque(maxlen=_KEPT))
+                size.append(learnt)
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended."""
+        self._known_until.pop(request_id, None)
+
+    def expected_s(self, tokens: int, depth: int) -> float | None:
+        """The longest that a batch of so many tokens, which ends so deep in its context, may take
+        by what was learnt; None where nothing was.
+
+        Time grows with the tokens, and each token's with what lies before it, at most in proportion.
+        """
+        known = [learnt for each in self._learnt.values() for learnt in each]
+        if not known:
+            return None
+        most = max(learnt.tokens for learnt in known)
+        telling = min(most, max(1, tokens // _SMALLEST_SHARE))
+        known = [learnt for learnt in known if learnt.tokens >= telling]
+        deep = min(
+            depth, max(learnt.depth for learnt in known) / 2
+        )  # what lay deep tells of deeper
+        known = [learnt for learnt in known if learnt.depth >= deep]
+        return max(
+            learnt.seconds
+            * max(1.0, tokens / learnt.tokens)
+            * max(1.0, depth / max(1, learnt.depth))
+            for learnt in known
+        )
+
+
+def longest_standstill_s(expected_s: float, *, is_cold: bool) -> float:
+    """How long nothing may move while such a batch is computed. `is_cold`: nothing was computed in
+    this launch so far."""
+    limit_s = max(PACE_MIN_S, PACE_MULTIPLE * expected_s)
+    return limit_s * _COLD_MULTIPLE if is_cold else limit_s
