@@ -1,5 +1,5 @@
-"""Real servers whose main thread is held, or that lose a request: what only /slots can tell; and a
-long batch."""
+"""Real servers whose main thread is held, or that lose a request: what only /slots can tell; a long
+batch, and a prompt that waits behind another."""
 
 from __future__ import annotations
 
@@ -154,4 +154,52 @@ def test_one_long_batch_is_spared(serve: Serve, looks: list[float]) -> None:
             if looks:
                 break
         assert looks, f"the batch of {words} words was too short to be suspected"
+        assert worker.get_worker_status().get(timeout=patience())["restart_count"] == 0
+
+
+WAITING_BATCH = 16
+
+
+def _longest_standstill(worker: LlamaWorker, request_ids: list[int]) -> float:
+    """Seconds for which one of these prompts was read no further, until both have ended."""
+    moved = dict.fromkeys(request_ids, (0, time.monotonic()))
+    longest_s = 0.0
+    while len(moved) > 0:
+        for request_id in list(moved):
+            status = worker.get_status(request_id).get(timeout=patience())
+            assert status["ok"], status
+            processed = status.get("prompt_progress", {"processed": 0})["processed"]
+            if processed > moved[request_id][0] or status["state"].is_terminal:
+                longest_s = max(longest_s, time.monotonic() - moved[request_id][1])
+                moved[request_id] = processed, time.monotonic()
+            if status["state"].is_terminal:
+                del moved[request_id]
+        time.sleep(0.05)
+    return longest_s
+
+
+def test_a_prompt_that_waits_behind_another_is_spared(serve: Serve) -> None:
+    """The server fills its batches in slot order: the higher slot gets its old report again after
+    each batch of the lower one."""
+    idle_s = 2.0 + 10 * WAITING_BATCH * pace().prompt_token_s  # none of the batches takes so long
+    profile = replace(suspicious(), idle_stream_timeout_s=idle_s, suspect_after_s=idle_s / 2)
+    args = (*SERVER_ARGS, "--batch-size", str(WAITING_BATCH))
+    config = serve(slots=2, slot_tokens=8192, whole=True, args=args, timeouts=profile)
+    with LlamaWorker(config) as worker:
+        for waits_s in (
+            2 * idle_s,
+            4 * idle_s,
+            8 * idle_s,
+        ):  # it may have been busier when measured
+            words = pace().prompt_tokens(waits_s) // TOKENS_PER_WORD
+            request_ids = [
+                submitted(worker, name, prompt_of(words, f"{name} of {words}"), max_tokens=2)
+                for name in ("one", "other")
+            ]
+            stood_s = _longest_standstill(worker, request_ids)
+            results = [ended(worker, request_id) for request_id in request_ids]
+            assert [result["state"] for result in results] == [RequestState.COMPLETED] * 2, results
+            if stood_s > 1.5 * idle_s:
+                break
+        assert stood_s > 1.5 * idle_s, "neither prompt waited for the other"
         assert worker.get_worker_status().get(timeout=patience())["restart_count"] == 0
