@@ -182,17 +182,18 @@ class Host:
             for request_id in during["active_request_ids"]
             if (status := self._worker.get_status(request_id).get(timeout=_ANSWER_S))["ok"]
         ]
-        os.kill(before["pid"], signal.SIGSTOP)
+        early = during["restart_count"] - before["restart_count"]
+        os.kill(during["pid"], signal.SIGSTOP)
         stopped_at = time.monotonic()
         bound_s = found_within_s(self._limits, in_flight=bool(phases))
         found_s = None
         while found_s is None and time.monotonic() < stopped_at + bound_s:
-            if self._status()["restart_count"] > before["restart_count"]:
+            if self._status()["restart_count"] > during["restart_count"]:
                 found_s = time.monotonic() - stopped_at
             time.sleep(0.05)
-        say("hang", phases=phases, found_s=found_s, bound_s=bound_s)
+        say("hang", phases=phases, found_s=found_s, bound_s=bound_s, early_restarts=early)
         if found_s is None:
-            os.kill(before["pid"], signal.SIGKILL)
+            os.kill(during["pid"], signal.SIGKILL)
         ends = [future.get(timeout=_ANSWER_S) for future in futures]
         say("hung requests", ends=[str(end.get("fail_reason")) for end in ends])
         self._wait_ready()

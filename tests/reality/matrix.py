@@ -27,7 +27,7 @@ class Matrix:
         mistakes = [
             *self._count_jobs(episode, facts),
             *self._count_hang(episode, facts),
-            *_restarts(facts),
+            *_false_restarts(facts),
             *([] if any(fact["fact"] == "closed" for fact in facts) else ["the host did not end"]),
         ]
         self.mistakes_count += len(mistakes)
@@ -75,7 +75,7 @@ class Matrix:
         return "\n".join([*lines, f"mistakes: {self.mistakes_count}"])
 
 
-def _restarts(facts: Sequence[Fact]) -> list[str]:
+def _false_restarts(facts: Sequence[Fact]) -> list[str]:
     """A healthy server is not restarted, with or without a request."""
-    count = next((fact["restarts"] for fact in facts if fact["fact"] == "jobs over"), 0)
+    count = sum(fact.get("restarts", 0) + fact.get("early_restarts", 0) for fact in facts)
     return [f"{count} restarts of a healthy server"] if count else []

@@ -92,7 +92,13 @@ def well_played() -> dict[str, dict[str, Any]]:
         },
         "job 3": {"fact": "ended", "job": 3, "how": "cancelled", "detail": None},
         "jobs over": {"fact": "jobs over", "restarts": 0},
-        "hang": {"fact": "hang", "phases": ["prefill"], "found_s": 5.0, "bound_s": 9.0},
+        "hang": {
+            "fact": "hang",
+            "phases": ["prefill"],
+            "early_restarts": 0,
+            "found_s": 5.0,
+            "bound_s": 9.0,
+        },
         "next": {"fact": "ended", "job": -1, "how": "completed", "detail": None},
         "closed": {"fact": "closed"},
     }
@@ -112,6 +118,7 @@ def test_an_episode_without_a_mistake_is_counted() -> None:
         ("job 1", {"how": "wrong text", "detail": "x"}, "job 1: wrong text: x"),
         ("job 1", None, "job 1: unfinished: the host did not say"),
         ("jobs over", {"restarts": 1}, "1 restarts of a healthy server"),
+        ("hang", {"early_restarts": 2}, "2 restarts of a healthy server"),
         ("hang", {"found_s": None}, "hang in ['prefill'] not found within 9.0 s"),
         ("hang", None, "the host did not come to the hang"),
         ("next", {"how": "given up", "detail": "x"}, "the request after the hang: given up: x"),
