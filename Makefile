@@ -17,7 +17,7 @@ ON_BUILD = $(if $(BUILD),server=$$($(BIN)/python -m tools.build_server $(BUILD))
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes are started: each would compile the library anew
 
 .DEFAULT_GOAL := help
-.PHONY: help adversary reality test test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate chaos docs lint format clean
+.PHONY: help adversary reality test test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate record chaos docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -46,6 +46,9 @@ unit: $(VENV)/.test ## the tests that need no server
 
 simulate: $(VENV)/.test ## the worker in virtual time: HOURS worker-hours (a year) with FAULTS faults from SEED (a new one)
 	$(BIN)/python -m tests.simulation $(if $(filter-out file,$(origin SEED)),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS)) $(if $(FAULTS),--faults $(FAULTS))
+
+record: $(VENV)/.test server ## record what the real server does with several requests, and print what is not as stored; SITUATION=words, BUILD=N
+	$(BIN)/python -m tests.recordings $(if $(SITUATION),--situation "$(SITUATION)") $(if $(BUILD),--build $(BUILD))
 
 scenarios: $(VENV)/.test ## hung or only slow? every scenario, with its verdict and time
 	$(BIN)/python -m tests.scenarios

@@ -37,7 +37,7 @@ _WORDS = b'data: {"choices":[{"index":0,"delta":{"%b":%b},"finish_reason":null}]
 _PROGRESS = (
     b"data: "
     b'{"choices":[{"index":0,"delta":{"role":"assistant","content":null},"finish_reason":null}],'
-    b'"prompt_progress":{"total":%d,"cache":0,"processed":%d,"time_ms":1}}\n\n'
+    b'"prompt_progress":{"total":%d,"cache":%d,"processed":%d,"time_ms":1}}\n\n'
 )
 
 
@@ -79,6 +79,7 @@ class Reply:
     calls_tool: bool = False  # behind the text
     finish: str = "stop"
     status: int = 200
+    cached_tokens: int = 0  # of the prompt: they are not read again
     twist: str | None = None  # a misbehaviour of faults.py
     twist_at: int = 0  # tokens of the answer before it
 
@@ -131,7 +132,8 @@ class Counters:
 
 
 class LlamaServer:
-    """See the module. `on_death` is called with the return code when the process has ended."""
+    """See the module. `on_death` is called with the return code when the process has ended;
+    `on_slot` when a slot "begins" a request or "ends" one."""
 
     def __init__(
         self, scheduler: Scheduler, build: Build, machine: Machine, *, epoch: int, pid: int
@@ -148,6 +150,7 @@ class LlamaServer:
         self.queue: list[Exchange] = []
         self.processes: dict[int, Counters] = {pid: Counters()}
         self.on_death: Callable[[int], object] = lambda returncode: None
+        self.on_slot: Callable[[int, str], object] = lambda slot, what: None
         self._scheduler = scheduler
         self._machine = machine  # decides what it says, and how it misbehaves
         self._accounted_at = scheduler.now
@@ -204,7 +207,8 @@ class LlamaServer:
             self._leave_when_free()
 
     def _leave_when_free(self) -> None:
-        """The first SIGTERM waits for open connections, and for the batch under way."""
+        """The first SIGTERM waits for the batch under way, the last one, and for open connections:
+        each ends with its client, or behind its next keepalive."""
         if (
             self._terms
             and not self.gone
@@ -325,6 +329,7 @@ class LlamaServer:
         exchange = Exchange(
             connection=connection,
             reply=reply,
+            processed=reply.cached_tokens,
             request_id=turn_id[0],
             wants_progress=bool(body.get("return_progress")) and self.build.reports_progress,
             advanced_at=self._scheduler.now,
@@ -337,11 +342,11 @@ class LlamaServer:
         return exchange
 
     def client_closed(self, exchange: Exchange) -> None:
-        """The client is gone; noticed between two batches."""
+        """The client is gone; noticed between two batches, and while it waits for a slot not before
+        it has had a batch."""
         exchange.closed_by_client = True
-        waits_for_no_batch = (
-            exchange in self.queue or exchange.slot is None or exchange.dead or self._batch is None
-        )
+        is_lost = exchange.slot is None and exchange not in self.queue
+        waits_for_no_batch = self._batch is None or exchange.dead or is_lost
         if waits_for_no_batch and not self.frozen and not self.stopped:
             self._drop(exchange)
             self.work()
@@ -388,11 +393,16 @@ class LlamaServer:
         """Begin the next batch, if there is anything to do and nothing in the way."""
         if self.gone or self.frozen or self.stopped or not self.loaded or self._batch is not None:
             return
-        for exchange in [each for each in self.exchanges if each.closed_by_client]:
+        if self._terms:
+            self._rates(cpu=IDLE)
+            self._leave_when_free()
+            return
+        for exchange in [each for each in self.busy if each.closed_by_client]:
             self._drop(exchange)
         while self.queue and (slot := self._free_slot()) is not None:
             exchange = self.queue.pop(0)
             exchange.slot, self.slots[slot] = slot, exchange
+            self.on_slot(slot, "begins")
         seconds = self._fill_batch()
         if self.frozen:
             return
@@ -533,7 +543,10 @@ class LlamaServer:
         )
 
     def send_progress(self, exchange: Exchange) -> None:
-        self.send(exchange, _PROGRESS % (exchange.reply.prompt_tokens, exchange.processed))
+        reply = exchange.reply
+        self.send(
+            exchange, _PROGRESS % (reply.prompt_tokens, reply.cached_tokens, exchange.processed)
+        )
 
     def repeat(self, exchange: Exchange, every_s: float, send: Callable[[], object]) -> None:
         """Send the same again and again."""
@@ -552,6 +565,7 @@ class LlamaServer:
         if exchange.slot is not None:
             self._used[exchange.slot] = exchange
             self._used_at[exchange.slot] = self._scheduler.now
+            self.on_slot(exchange.slot, "ends")
             exchange.in_batch = 0
             self.slots[exchange.slot] = None
             exchange.slot = None
@@ -569,6 +583,9 @@ class LlamaServer:
                 return
             if self.answers:
                 exchange.connection.receive(b":\n\n")
+                if self._terms:
+                    self.hang_up(exchange, regular=False)
+                    return
             self._ping_later(exchange)
 
         exchange.ping = self._scheduler.after(PING_S, ping, "ping", of_host=False)
