@@ -333,7 +333,10 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         """The ProcessActor owns the server's output, and answers."""
         shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
         self._children.process.tell(
-            GetDebugInfo(info=self._journal.debug_info(shown), reply=question.reply)
+            GetDebugInfo(
+                info=self._journal.debug_info(shown, self._table.active, self._runtime.now()),
+                reply=question.reply,
+            )
         )
 
     def _status(self) -> WorkerStatus:

@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from llama_worker.errors import ConfigError, WorkerClosed
-from llama_worker.types import Durations, WorkerState, WorkerStatus, WorkerTotals
+from llama_worker.types import Durations, WorkerDebugInfo, WorkerState, WorkerStatus
 from llama_worker.worker import LlamaWorker
 
 _ANSWER_S = 10.0  # workers answer within milliseconds; a scrape that gets no answer fails
@@ -63,17 +63,17 @@ class WorkerCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Every family, with the samples of all open workers. Blocks for milliseconds."""
         families = _Families()
-        for status, totals in self._answers():
-            families.add(status, totals)
+        for status, debug in self._answers():
+            families.add(status, debug)
         return families
 
-    def _answers(self) -> Iterator[tuple[WorkerStatus, WorkerTotals]]:
+    def _answers(self) -> Iterator[tuple[WorkerStatus, WorkerDebugInfo]]:
         with self._lock:
             workers = [worker for ref in self._workers.values() if (worker := ref()) is not None]
         for worker in workers:
             try:
                 status, debug = worker.get_worker_status(), worker.get_debug_info()
-                yield status.get(timeout=_ANSWER_S), debug.get(timeout=_ANSWER_S)["totals"]
+                yield status.get(timeout=_ANSWER_S), debug.get(timeout=_ANSWER_S)
             except WorkerClosed:
                 self._forget(worker)
 
@@ -139,16 +139,26 @@ class _Families:
             "From admission to the end.",
             labels=["worker", "outcome"],
         )
+        self._since_progress = GaugeMetricFamily(
+            "llama_worker_since_progress_seconds",
+            "The longest that a request in flight has been without progress; 0 where none is.",
+            labels=["worker"],
+        )
+        self._cache_ratio = GaugeMetricFamily(
+            "llama_worker_prompt_cache_ratio",
+            "Share of all prompt tokens so far that the server had in its cache.",
+            labels=["worker"],
+        )
         self._restarts = CounterMetricFamily(
-            "llama_worker_restarts", "Automatic restarts of the server.", labels=["worker", "cause"]
+            "llama_worker_restarts", "Restarts of the server.", labels=["worker", "reason"]
         )
 
     def __iter__(self) -> Iterator[Metric]:
         return (family for family in vars(self).values() if isinstance(family, Metric))
 
-    def add(self, status: WorkerStatus, totals: WorkerTotals) -> None:
+    def add(self, status: WorkerStatus, debug: WorkerDebugInfo) -> None:
         """One worker's samples."""
-        name = status["name"]
+        name, totals = status["name"], debug["totals"]
         for state in WorkerState:
             self._state.add_metric([name, state], float(status["state"] is state))
         self._slots.add_metric([name], status["slots_total"])
@@ -160,12 +170,15 @@ class _Families:
             self._signals.add_metric([name, tool], count)
         self._prompt_tokens.add_metric([name], totals["prompt_tokens"])
         self._cached_tokens.add_metric([name], totals["cached_tokens"])
+        prompt, cached = totals["prompt_tokens"], totals["cached_tokens"]
+        self._cache_ratio.add_metric([name], cached / prompt if prompt else 0.0)
+        self._since_progress.add_metric([name], debug["seconds_since_progress"] or 0.0)
         self._generated_tokens.add_metric([name], totals["generated_tokens"])
         self._ttft.add_metric([name], _buckets(totals["ttft"]), totals["ttft"]["sum_s"])
         for outcome, durations in totals["duration"].items():
             self._duration.add_metric([name, outcome], _buckets(durations), durations["sum_s"])
-        for cause, count in totals["restarts"].items():
-            self._restarts.add_metric([name, cause], count)
+        for reason, count in totals["restarts"].items():
+            self._restarts.add_metric([name, reason], count)
 
 
 def _buckets(durations: Durations) -> list[tuple[str, float]]:

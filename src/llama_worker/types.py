@@ -412,6 +412,9 @@ class WorkerDebugInfo(TypedDict):
     """With secrets masked."""
     evidence: dict[str, Any]
     """What was seen of the server just before the last kill; empty if there was none."""
+    seconds_since_progress: float | None
+    """The longest that a request in flight has been without progress, as the watchdog saw it last;
+    None where none is."""
     stuck_tool_threads_count: int
     """Tool threads that run on although nobody waits for them any more."""
     totals: WorkerTotals

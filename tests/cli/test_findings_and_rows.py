@@ -288,7 +288,7 @@ def samples(tokens: float = 0, stalled: int = 0, restarts: int = 0) -> Any:
         {**planner, "outcome": "failed", "reason": "stall_timeout"},
         float(stalled),
     )
-    yield "llama_worker_restarts_total", {**planner, "cause": "server_died"}, float(restarts)
+    yield "llama_worker_restarts_total", {**planner, "reason": "server_died"}, float(restarts)
 
 
 def test_tokens_per_second_are_those_of_the_last_minute() -> None:

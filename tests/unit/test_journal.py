@@ -32,7 +32,7 @@ def journal(log: list[tuple[int, str]]) -> Journal:
 
 
 def told(journal: Journal) -> Any:
-    return journal.debug_info(("llama-server",))
+    return journal.debug_info(("llama-server",), (), 0.0)
 
 
 # ---------------------------------------------------------------- events, warnings, restarts
@@ -180,6 +180,31 @@ def test_the_processes_and_last_lines_join_the_evidence_of_the_last_kill_only(
     evidence = told(journal)["evidence"]
     assert (evidence["processes"], evidence["log_tail"]) == ({"root_pid": 5}, ["last"])
     assert not killed(journal).keys() & {"processes", "log_tail"}
+
+
+# ---------------------------------------------------------------- time without progress
+
+
+def test_the_request_that_has_been_without_progress_for_longest_counts(journal: Journal) -> None:
+    assert journal.seconds_since_progress([], 110.0) is None
+    first, second = Admitted(7, 0, "j", 100.0), Admitted(8, 1, "j", 101.0)
+    assert journal.seconds_since_progress([first, second], 110.0) == 10.0  # nobody has looked yet
+    moving = Progress(
+        request_id=7,
+        phase=RequestPhase.GENERATING,
+        dispatched_at=100.0,
+        turn_started_at=100.0,
+        last_data_at=109.0,
+    )
+    waiting = Progress(
+        request_id=8, phase=RequestPhase.WAITING, dispatched_at=101.0, turn_started_at=101.0
+    )
+    for liveness_at, longest_s in ((None, 9.0), (105.0, 5.0)):
+        journal.observed = Observed(
+            epoch=1, at=110.0, activity="", liveness_at=liveness_at, requests=(moving, waiting)
+        )
+        assert journal.seconds_since_progress([first, second], 110.0) == longest_s
+    assert journal.seconds_since_progress([first], 110.0) == 1.0
 
 
 # ---------------------------------------------------------------- totals

@@ -71,7 +71,7 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
             types.WorkerDebugInfo,
             (
                 "recent_logs recent_restarts recent_events events_dropped_count server_cmd evidence "
-                "stuck_tool_threads_count totals"
+                "seconds_since_progress stuck_tool_threads_count totals"
             ),
         ),
     ],

@@ -158,20 +158,20 @@ def _counted(samples: Iterable[Sample]) -> dict[str, _Counted]:
             case "requests_total":
                 worker.requests[labels.get("outcome", ""), labels.get("reason", "")] = int(value)
             case "restarts_total":
-                worker.restarts[labels.get("cause", "")] = int(value)
+                worker.restarts[labels.get("reason", "")] = int(value)
     return found
 
 
 def _grown(now: _Counted, before: _Counted | None) -> str:
     """Why something failed or restarted since the look before; at the first look, what can only be
     it."""
-    reasons = Counter({f"restart: {cause}": count for cause, count in now.restarts.items()})
+    reasons = Counter({f"restart: {reason}": count for reason, count in now.restarts.items()})
     reasons += Counter(
         {reason: count for (outcome, reason), count in now.requests.items() if outcome == "failed"}
     )
     if before is None:
         return next(iter(reasons)) if len(reasons) == 1 else ""
-    reasons -= Counter({f"restart: {cause}": count for cause, count in before.restarts.items()})
+    reasons -= Counter({f"restart: {reason}": count for reason, count in before.restarts.items()})
     reasons -= Counter(
         {
             reason: count

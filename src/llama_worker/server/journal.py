@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llama_worker.messages import Observed
+from llama_worker.request.progress import last_progress_at
 from llama_worker.request.table import Admitted
 from llama_worker.server.timeouts import ages
 from llama_worker.server.totals import Totals
@@ -119,7 +120,20 @@ class Journal:
         """Count a thread that nobody waits for, for as long as it runs."""
         self._stuck_tool_threads = [*_still_true(self._stuck_tool_threads), is_alive]
 
-    def debug_info(self, server_cmd: Sequence[str]) -> WorkerDebugInfo:
+    def seconds_since_progress(self, active: Iterable[Admitted], now: float) -> float | None:
+        """Of the request in flight that has been without progress for longest; None: there is none."""
+        seen = {p.request_id: p for p in self.observed.requests} if self.observed else {}
+        liveness_at = self.observed.liveness_at if self.observed else None
+        ages_s = []
+        for admitted in active:
+            progress = seen.get(admitted.request_id)
+            at = last_progress_at(progress, liveness_at) if progress is not None else None
+            ages_s.append(now - max(admitted.created_at, at or admitted.created_at))
+        return max(ages_s, default=None)
+
+    def debug_info(
+        self, server_cmd: Sequence[str], active: Iterable[Admitted], now: float
+    ) -> WorkerDebugInfo:
         """All of it, for a host to keep; who owns the server's output adds its last lines."""
         return {
             "recent_logs": [],
@@ -128,6 +142,7 @@ class Journal:
             "events_dropped_count": self._feed.dropped_count if self._feed is not None else 0,
             "server_cmd": list(server_cmd),
             "evidence": copy.deepcopy(self._evidence),
+            "seconds_since_progress": self.seconds_since_progress(active, now),
             "stuck_tool_threads_count": len(_still_true(self._stuck_tool_threads)),
             "totals": self.totals.snapshot(),
         }
