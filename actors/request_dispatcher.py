@@ -3,6 +3,7 @@ to who can."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import assert_never
 
 from llama_worker.actors.children import Children
@@ -48,6 +49,12 @@ class RequestDispatcher:
         self._waiting_reads = [
             WaitingReads() for _ in range(slots)
         ]  # likewise; they may wait for long
+
+    def broken(self) -> Iterator[str]:
+        """Which invariants do not hold; for a person."""
+        active = {admitted.request_id for admitted in self._table.active}
+        if waited := (self._result_waiters.keys() | self._cancel_waiters.keys()) - active:
+            yield f"somebody waits for the end of requests {sorted(waited)}, which have ended"
 
     def question(self, question: Question) -> None:
         """Pass it on to the request that can answer it, or answer it from the record."""

@@ -3,7 +3,7 @@ out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import assert_never
 
 from llama_worker.actors.children import Children
@@ -36,11 +36,16 @@ from llama_worker.server import lifecycle
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Drained, Lifecycle
 from llama_worker.server.lifecycle_states import (
+    BackingOff,
+    Draining,
     Effect,
     Effects,
+    Failed,
     Launching,
+    Ready,
     RecordRestart,
     Resolve,
+    Stopped,
 )
 from llama_worker.server.recycling import Worn, worn
 from llama_worker.server.suspicion import Doubt, Suspicion, Trouble, is_degenerate
@@ -82,6 +87,26 @@ class ServerLife:
     def lifecycle(self) -> Lifecycle:
         """What there is to be told of it."""
         return self._life
+
+    def broken(self) -> Iterator[str]:
+        """Which invariants do not hold; for a person."""
+        yield from self._life.broken()
+        waiting = {type(order).__name__ for order in self._waiting}
+        match self._life.state:
+            case Stopped() | Failed():
+                if self.pid is not None or waiting:
+                    yield f"{self._life.state} with process {self.pid}, and {waiting} wait"
+            case BackingOff():
+                if self.pid is not None:
+                    yield f"{self._life.state} with process {self.pid}"
+            case Ready():
+                if waiting:
+                    yield f"{self._life.state}, and {waiting} wait"
+            case Draining(then_start=then_start):
+                if "Drain" not in waiting or ("Start" in waiting) is not then_start:
+                    yield f"{self._life.state}, and {waiting} wait"
+            case _:
+                pass
 
     # ------------------------------------------------------------ what is heard of the server
 

@@ -161,6 +161,14 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         if self._slot_waiters:
             self._answer_slot_waiters()
         self._alarm.set(min(self._due_times(), default=None))
+        if self._config.check_invariants:
+            self._check_invariants(message)
+
+    def _check_invariants(self, message: WorkerMessage) -> None:
+        """Raises AssertionError, which ends the worker."""
+        broken = [*self._table.broken(), *self._server.broken(), *self._dispatcher.broken()]
+        if broken:
+            raise AssertionError(f"after {type(message).__name__}: {'; '.join(broken)}")
 
     def release(self, failure: str | None) -> None:
         """End everything: the server is killed, the actors end, every future is answered."""

@@ -45,6 +45,7 @@ from llama_worker.types import (
 )
 from llama_worker.validation import (
     check_takes,
+    checked_bool,
     checked_int,
     checked_json_object,
     checked_seconds,
@@ -95,6 +96,7 @@ class WorkerConfig:
     api_key: str | None = field(default=None, repr=False)
     log_lines: int = 500
     result_ttl_s: float | None = None
+    check_invariants: bool = False
 
     @classmethod
     def for_model(
@@ -196,6 +198,7 @@ class WorkerConfig:
                 raise ConfigError("api_key must be printable ASCII: it travels in an HTTP header")
         checked_int("log_lines", self.log_lines, at_least=1, at_most=1_000_000)
         optional(checked_seconds, "result_ttl_s", self.result_ttl_s, above=0)
+        checked_bool("check_invariants", self.check_invariants)
         self._check_tools_together()
         check_command(self.server_cmd, host=self.host, port=self.port, slots=self.slots)
 

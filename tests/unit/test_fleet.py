@@ -4,6 +4,7 @@ is wrong."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 import warnings
 from pathlib import Path
@@ -182,8 +183,9 @@ def test_every_key_that_a_file_can_hold_reaches_the_config(tmp_path: Path) -> No
         "api_key": "k",
         "log_lines": 9,
         "result_ttl_s": 60,
+        "check_invariants": True,
     }
-    made = one(tmp_path, "\n".join(f"{key} = {value!r}" for key, value in given.items()))
+    made = one(tmp_path, "\n".join(f"{key} = {json.dumps(value)}" for key, value in given.items()))
     assert {key: getattr(made, key) for key in given} == given
     elsewhere = {
         "env",
@@ -230,7 +232,7 @@ def test_a_restart_policy_may_be_never_or_hold_a_recycle_table(tmp_path: Path) -
         (
             "xyzzy = 2",
             (
-                "fleet.toml:5: workers.a.xyzzy: unknown key; known: api_key, cache_ram_mib, "
+                "fleet.toml:5: workers.a.xyzzy: unknown key; known: api_key, cache_ram_mib, check_invariants, "
                 "default_params,"
             ),
         ),

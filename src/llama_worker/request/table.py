@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from msgspec import Struct
 
@@ -44,11 +45,22 @@ class RequestTable:
     """Admission, and the records that hosts have not taken yet."""
 
     def __init__(self, slots: int) -> None:
-        self._free = list(range(slots))
+        self._slots = range(slots)
+        self._free = list(self._slots)
         self._active: dict[int, Admitted] = {}
         # By their ends. An OrderedDict: a dict that loses its oldest items walks over their places.
         self._records: OrderedDict[int, RequestRecord] = OrderedDict()
         self.newest_id = 0
+
+    def broken(self) -> Iterator[str]:
+        """Which invariants do not hold; for a person."""
+        used = [admitted.slot for admitted in self._active.values()]
+        if sorted([*used, *self._free]) != list(self._slots):
+            yield f"slots {used} are in use and {self._free} free, of {len(self._slots)}"
+        if twice := self._active.keys() & self._records.keys():
+            yield f"requests {sorted(twice)} have a record and are in flight"
+        if any(request_id > self.newest_id for request_id in (*self._active, *self._records)):
+            yield f"a request is newer than the newest, {self.newest_id}"
 
     @property
     def active(self) -> tuple[Admitted, ...]:

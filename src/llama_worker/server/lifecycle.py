@@ -7,6 +7,8 @@ its effects.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -86,6 +88,17 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
     epoch: int = 0  # of the latest launch
     budget: RestartBudget = field(default_factory=RestartBudget)
     last_error: str | None = None
+
+    def broken(self) -> Iterator[str]:
+        """Which invariants do not hold; for a person."""
+        epoch = getattr(self.state, "epoch", self.epoch)
+        if epoch != self.epoch:
+            yield f"{self.state} is not of the latest launch, {self.epoch}"
+        serves = isinstance(self.state, Ready | Draining)
+        if serves is not (self.budget.ready_at is not None):
+            yield f"{self.state}, and READY since {self.budget.ready_at}"
+        if len(self.budget.recent) > self.budget.restart_count:
+            yield f"{len(self.budget.recent)} restarts in the window, of {self.budget.restart_count}"
 
     @property
     def public_state(self) -> WorkerState:
