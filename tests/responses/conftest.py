@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from llama_worker import LlamaWorker
+from llama_worker.responses import events, exchange
+from llama_worker.responses.client import Client as ProxyClient
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.proxy import ResponsesProxy
 from llama_worker.testing.scripts import Journal, Script, Step, scripted_server_cmd, steps_json
+from tests.responses.open_responses import check_event, check_reply
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.relay import Listener, Relay
 from tests.responses.scenarios import PARROT_ARGS
@@ -32,6 +36,41 @@ HOST = "127.0.0.1"
 WAIT_S = 300.0  # nothing here is right or wrong by the clock
 HELLO = Script()  # the scripted server says "Hello"
 Json = dict[str, Any]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def open_responses_faults() -> Iterator[list[str]]:
+    """What the proxies of this process sent against the schemas of Open Responses, whoever asked."""
+    faults: list[str] = []
+    sent, replied = events.sse, ProxyClient.reply
+
+    def check(held_to: Callable[..., None], *said: Any) -> None:
+        try:
+            held_to(*said)
+        except (AssertionError, jsonschema.ValidationError) as error:
+            faults.append(f"{error}: {said}"[:2000])
+
+    def sse(batch: list[Event]) -> bytes:
+        for event in batch:
+            check(check_event, event)
+        return sent(batch)
+
+    def reply(self: ProxyClient, request: Any, status: int, value: Any, *headers: Any) -> None:
+        check(check_reply, status, value)
+        replied(self, request, status, value, *headers)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(exchange, "sse", sse)
+        patched.setattr(ProxyClient, "reply", reply)
+        yield faults
+
+
+@pytest.fixture(autouse=True)
+def held_to_open_responses(open_responses_faults: list[str]) -> Iterator[None]:
+    yield
+    faults = open_responses_faults.copy()
+    open_responses_faults.clear()
+    assert not faults, faults
 
 
 class Reply:

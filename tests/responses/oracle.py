@@ -8,6 +8,8 @@ from typing import Any
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from tests.responses.open_responses import check_event, check_reply
+
 Event = dict[str, Any]
 
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
@@ -33,6 +35,7 @@ def check_events(events: list[Event]) -> Event:
     """AssertionError where a stream is not as it must be; the final response."""
     for event in events:
         assert _EVENTS.validate_python(event).type == event["type"]
+        check_event(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     kinds = [event["type"] for event in events]
@@ -67,6 +70,8 @@ def check_events(events: list[Event]) -> Event:
 def check_response(response: Event) -> None:
     """A response in itself."""
     _RESPONSE.validate_python(response)
+    check_reply(200, response)
+    assert (response["completed_at"] is not None) == (response["status"] == "completed")
     assert (response["error"] is not None) == (response["status"] == "failed")
     assert (response["incomplete_details"] is not None) == (response["status"] == "incomplete")
     ids = [item["id"] for item in response["output"]]
@@ -120,7 +125,9 @@ def _check_items(events: list[Event], *, ending: str) -> list[Event]:
                 assert item is not None
                 assert not open_texts, open_texts
                 late = {
-                    field: event["item"][field] for field in _LATE.get(item["type"], ("status",))
+                    field: event["item"][field]
+                    for field in _LATE.get(item["type"], ("status",))
+                    if field in event["item"]
                 }
                 assert event["item"] == {**item, **late}
                 assert event["item"]["status"] in ("completed", "incomplete")

@@ -183,6 +183,7 @@ def test_a_base_path_comes_first(through: Through) -> None:
     client.create()
     assert [request.split()[1] for request in upstream.requests] == [
         b"/llm/v1/models",
+        b"/llm/props",
         b"/llm/v1/chat/completions",
     ]
 
@@ -217,7 +218,7 @@ def test_the_configured_key_replaces_the_clients(through: Through) -> None:
     ]  # as node has it
     for target, headers in product(("/v1/models", "/v1/responses"), given):
         client.send("POST", target, b'{"input": "Hi"}', headers)
-    assert len(upstream.requests) == 6
+    assert len(upstream.requests) == 7  # before the first response, /props is asked for
     assert all(b"Authorization: Bearer secret" in request for request in upstream.requests)
     assert not any(b"other" in request for request in upstream.requests)
     assert "secret" not in repr(client.proxy.config)

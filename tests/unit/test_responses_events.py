@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_worker.responses.conversation import unseal_reasoning
+from llama_worker.responses.conversation import unseal
 from llama_worker.responses.events import ResponseEvents, sse
 from llama_worker.responses.request import normalise
 from llama_worker.stream.events import (
@@ -72,7 +72,7 @@ def new_events(body: dict[str, Any] | None = None, *, seal: bool = False) -> Res
     request = normalise(body or {"input": "a"})
     return ResponseEvents(
         response_id="resp_1",
-        created_at=1700000000,
+        clock=lambda: 1700000000.5,
         echo=request.echo,
         tools=request.tools,
         new_id=lambda prefix: f"{prefix}_{next(numbers)}",
@@ -275,9 +275,9 @@ def test_deltas_and_calls_are_passed_on_as_they_come() -> None:
 
 def test_reasoning_is_sealed_where_it_is_to_be() -> None:
     (item,) = response_of(ReasoningDelta("hm"), Finish("length"), seal=True)["output"]
-    assert unseal_reasoning(item["encrypted_content"]) == "hm"
+    assert unseal(item["encrypted_content"]) == "hm"
     (item,) = response_of(ReasoningDelta("hm"), Finish("length"))["output"]
-    assert item["encrypted_content"] is None
+    assert "encrypted_content" not in item
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from llama_worker.responses import conversation
 from llama_worker.responses.conversation import (
     LateRole,
     late_role_of,
-    seal_reasoning,
-    unseal_reasoning,
+    seal,
+    unseal,
 )
 from llama_worker.responses.refusal import RequestRefused, refused_by_server
 from llama_worker.responses.request import (
@@ -244,7 +244,7 @@ def test_any_value_is_a_function_output(value: Any, sent: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "restored"),
     [
-        ({"encrypted_content": seal_reasoning("sealed"), "content": [{"text": "c"}]}, "sealed"),
+        ({"encrypted_content": seal("sealed"), "content": [{"text": "c"}]}, "sealed"),
         (
             {
                 "encrypted_content": "of somebody else",
@@ -274,14 +274,14 @@ def test_reasoning_alone_is_kept_in_the_middle_and_dropped_at_the_end() -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "ä\n\ud83d\ude00", "\ud800"])
 def test_sealed_reasoning_comes_back(text: str) -> None:
-    assert unseal_reasoning(seal_reasoning(text)) == text
+    assert unseal(seal(text)) == text
 
 
 @pytest.mark.parametrize(
     "sealed", [None, "", 3, "gAAAA", "llama-worker-1:!", "llama-worker-1:/w=="]
 )
 def test_what_is_not_ours_is_not_unsealed(sealed: object) -> None:
-    assert unseal_reasoning(sealed) is None
+    assert unseal(sealed) is None
 
 
 def test_unknown_items_are_ignored_with_a_warning() -> None:

@@ -10,17 +10,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from llama_worker.messages import Mailbox
 from llama_worker.responses.client import Client
 from llama_worker.responses.client_connection import Request
+from llama_worker.responses.compaction import compacted, compaction_request
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.conversation import TEMPLATE_PROBE, LateRole, late_role_of
+from llama_worker.responses.echo import sampling_echo, sampling_of
 from llama_worker.responses.events import ResponseEvents
 from llama_worker.responses.exchange import Exchange, Run, ask
 from llama_worker.responses.http import forwarded, passed_back, warning_headers
@@ -46,14 +50,17 @@ from llama_worker.runtime.session import Endpoint, Reply
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.types import RequestFailReason
 
-_TEMPLATE_S = 5.0  # for a small question, which the server answers within milliseconds
+_QUESTION_S = 2.0  # for a small one, which the server answers within milliseconds
+_SAMPLING_S = 60.0  # how long it is taken to go on with the same flags
 # Ours are JSON and a stream; the last one lets llama-server go on working for a client that has
 # left (b11434).
 _NOT_FOR_CHAT = frozenset(
     {"accept", "accept-encoding", "content-encoding", "content-type", "x-conversation-id"}
 )
+_COMPACT = re.compile(r"(/v1)?/responses/compact/?")
 _CREATE = re.compile(r"(/v1)?/responses/?")
 _STORED = re.compile(r"(?:/v1)?/responses/(?P<id>resp_[^/]+?)(?P<input>/input_items)?/?")
+Send = Callable[[bytes], None]
 _logger = logging.getLogger("llama_worker.responses")
 
 
@@ -72,6 +79,8 @@ class ResponsesApp:
         )
         self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
         self._numbers = itertools.count(1)
+        self._sampling: Mapping[str, float] = {}  # of the server, and until when that counts
+        self._sampling_until = -math.inf
 
     def serve(self, request: Request, client: Client) -> None:
         """Answer it. Raises OSError where the client's connection is broken, or is to be."""
@@ -104,6 +113,8 @@ class ResponsesApp:
             client.end()
         elif method == "POST" and _CREATE.fullmatch(path):
             self._create(exchange, request, client)
+        elif method == "POST" and _COMPACT.fullmatch(path):
+            self._compact(exchange, request, client)
         elif method in ("GET", "DELETE") and stored is not None:
             client.reply(
                 request, 200, self._stored(method, stored["id"], input_items=bool(stored["input"]))
@@ -114,35 +125,55 @@ class ResponsesApp:
     # ------------------------------------------------------------ responses
 
     def _create(self, exchange: Exchange, request: Request, client: Client) -> None:
-        if request.header("content-encoding") not in ("", "identity"):
-            raise RequestRefused(415, "the request's body must not be compressed")
-        body = parse_body(request.body)
-        recalled = self._recall(references(body))
-        chat_request = normalise(body, recalled)
+        body = _json_body(request)
+        build = partial(normalise, body, self._recall(references(body)))
+
+        def sender(chat_request: ChatRequest) -> Send | None:
+            return _sse_sender(request, client, chat_request) if chat_request.stream else None
+
+        chat_request, events = self._generate(exchange, request, build, sender)
+        if chat_request.stream:
+            client.end()
+        else:
+            _check_generated(events)
+            client.reply(request, 200, events.response, warning_headers(chat_request.warnings))
+
+    def _compact(self, exchange: Exchange, request: Request, client: Client) -> None:
+        body = _json_body(request)
+        build = partial(compaction_request, body, self._recall(references(body)))
+        chat_request, events = self._generate(exchange, request, build, lambda _: None)
+        _check_generated(events)
+        warnings = list(chat_request.warnings)
+        if events.response["status"] == "incomplete":
+            warnings.append("the summary was cut by the token limit")
+        reply = compacted(events.response, f"cmp_{uuid.uuid4().hex}")
+        client.reply(request, 200, reply, warning_headers(warnings))
+
+    def _generate(
+        self,
+        exchange: Exchange,
+        request: Request,
+        build: Callable[..., ChatRequest],
+        sender: Callable[[ChatRequest], Send | None],
+    ) -> tuple[ChatRequest, ResponseEvents]:
+        """Make a response, to its end. Raises RequestRefused where none was begun.
+
+        `build`: of the late role. `sender`: of what takes the events as they come; None: nobody.
+        """
         unique, numbers = uuid.uuid4().hex, itertools.count(1)
+        chat_request = build()
         exchange.enter(response_id_of(unique))
         if chat_request.has_late_instructions and self._late_role(exchange, request) == "system":
-            chat_request = normalise(body, recalled, late_role="system")
+            chat_request = build(late_role="system")
+        sampling = self._server_sampling(exchange, request)
         events = ResponseEvents(
             response_id=response_id_of(unique),
-            created_at=int(time.time()),
-            echo=chat_request.echo,
+            clock=time.time,
+            echo={**chat_request.echo, **sampling_echo(chat_request.body, sampling)},
             new_id=lambda prefix: item_id_of(unique, prefix, next(numbers)),
             tools=chat_request.tools,
             seal=chat_request.seal_reasoning,
         )
-        warnings = warning_headers(chat_request.warnings)
-
-        def send_events(data: bytes) -> None:
-            if client.http.reply.has_begun:
-                client.write(data)
-            else:
-                headers = [
-                    ("Content-Type", "text/event-stream"),
-                    ("Cache-Control", "no-cache"),
-                    *warnings,
-                ]
-                client.begin(request, 200, headers, data=data)
 
         def over() -> None:
             self._remember(chat_request, events)
@@ -151,7 +182,7 @@ class ResponsesApp:
         run = Run(
             events,
             exchange.abort,
-            send=send_events if chat_request.stream else None,
+            send=sender(chat_request),
             heartbeat_s=self._config.heartbeat_s,
             over=over,
         )
@@ -173,33 +204,44 @@ class ResponsesApp:
             if not run.has_begun:
                 raise _no_stream(chat.failure)
             run.fail(_no_stream(chat.failure))
-        if chat_request.stream:
-            client.end()
-        elif events.failure is not None:
-            refused = RequestRefused(502, events.failure, code=error_code(events.failure))
-            # What was generated is lost: a retry costs it all again, and is the client's to decide.
-            client.reply(request, 502, refused.body(), [("X-Should-Retry", "false"), *warnings])
-        else:
-            client.reply(request, 200, events.response, warnings)
+        return chat_request, events
 
     def _late_role(self, exchange: Exchange, request: Request) -> LateRole:
         """As the server's template has it now; "user", which every template takes, where it does
         not say."""
+        told = self._ask_server(exchange, request, "POST", "/apply-template", TEMPLATE_PROBE)
+        return late_role_of(told.get("prompt") if isinstance(told, Mapping) else None)
+
+    def _server_sampling(self, exchange: Exchange, request: Request) -> Mapping[str, float]:
+        """What the server samples with where a request does not say."""
+        if time.monotonic() >= self._sampling_until:
+            self._sampling = sampling_of(self._ask_server(exchange, request, "GET", "/props"))
+            self._sampling_until = time.monotonic() + _SAMPLING_S
+        return self._sampling
+
+    def _ask_server(
+        self,
+        exchange: Exchange,
+        request: Request,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+    ) -> object:
+        """The answer's JSON; None where there is none."""
         headers = {"Authorization": request.header("authorization")}
         try:
-            _, body = session.ask(
+            _, answer = session.ask(
                 self._endpoint,
-                "POST",
-                "/apply-template",
+                method,
+                path,
                 headers=headers,
-                body=TEMPLATE_PROBE,
-                timeout_s=_TEMPLATE_S,
+                body=body,
+                timeout_s=_QUESTION_S,
                 abort=exchange.abort,
             )
         except (OSError, ValueError):
-            return "user"
-        told = session.json_of(body)
-        return late_role_of(told.get("prompt") if isinstance(told, Mapping) else None)
+            return None
+        return session.json_of(answer)
 
     def _recall(self, wanted: References) -> Recalled:
         if not wanted:
@@ -268,6 +310,37 @@ class ResponsesApp:
         while piece := _next_piece(reply):
             client.write(piece)
         client.end()
+
+
+def _json_body(request: Request) -> dict[str, Any]:
+    if request.header("content-encoding") not in ("", "identity"):
+        raise RequestRefused(415, "the request's body must not be compressed")
+    return parse_body(request.body)
+
+
+def _sse_sender(request: Request, client: Client, chat_request: ChatRequest) -> Send:
+    headers = [
+        ("Content-Type", "text/event-stream"),
+        ("Cache-Control", "no-cache"),
+        *warning_headers(chat_request.warnings),
+    ]
+
+    def send(data: bytes) -> None:
+        if client.http.reply.has_begun:
+            client.write(data)
+        else:
+            client.begin(request, 200, headers, data=data)
+
+    return send
+
+
+def _check_generated(events: ResponseEvents) -> None:
+    """Raises RequestRefused where a response in one piece failed."""
+    if events.failure is not None:
+        # What was generated is lost: a retry costs it all again, and is the client's to decide.
+        raise RequestRefused(
+            502, events.failure, code=error_code(events.failure), should_retry=False
+        )
 
 
 def _no_stream(failure: StreamFailure) -> RequestRefused:

@@ -26,16 +26,17 @@ Message = dict[str, Any]
 LateRole = Literal["system", "user"]
 
 _SEALED_PREFIX = "llama-worker-1:"
+_SUMMARY_HEAD = "Summary of the conversation so far, which it stands for:"
 
 
-def seal_reasoning(text: str) -> str:
-    """The `encrypted_content` of our reasoning items: not secret, only opaque, so that it comes
-    back as it went."""
+def seal(text: str) -> str:
+    """The `encrypted_content` of our items: not secret, only opaque, so that it comes back as it
+    went."""
     return _SEALED_PREFIX + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
 
 
-def unseal_reasoning(sealed: object) -> str | None:
-    """The reasoning in what `seal_reasoning` made; None for anything else."""
+def unseal(sealed: object) -> str | None:
+    """The text in what `seal` made; None for anything else."""
     if not isinstance(sealed, str) or not sealed.startswith(_SEALED_PREFIX):
         return None
     try:
@@ -161,6 +162,8 @@ class _Writer:
                 self._output(item)
             case "tool_search_output":
                 self._output({**item, "output": self._names(item.get("tools"))})
+            case "compaction" | "compaction_summary":
+                self._summary(item)
             case "additional_tools":
                 pass  # they count like `tools`
             case kind:
@@ -192,6 +195,15 @@ class _Writer:
                 raise RequestRefused(
                     400, f"unknown role {role!r} of an input message", param="input"
                 )
+
+    def _summary(self, item: Item) -> None:
+        text = unseal(item.get("encrypted_content"))
+        if text is None:
+            self.warnings.append("a compaction that was not made here is ignored")
+            return
+        self._end_turn()
+        self._release_held()
+        self._messages.append({"role": "user", "content": f"{_SUMMARY_HEAD}\n\n{text}"})
 
     def _instruct(self, text: str) -> None:
         if not self._messages and self._turn is None:
@@ -336,7 +348,7 @@ def _image(part: Item) -> Message:
 
 
 def _reasoning_text(item: Item) -> str:
-    sealed = unseal_reasoning(item.get("encrypted_content"))
+    sealed = unseal(item.get("encrypted_content"))
     return sealed or _texts(item.get("content")) or _texts(item.get("summary"))
 
 

@@ -7,19 +7,40 @@ from typing import Any
 
 from llama_worker.responses.tools import Choice, ToolSet
 
+# What b11434 samples with, unless a request or its own command says otherwise.
+LLAMA_SERVER_SAMPLING = {
+    "temperature": 0.8,
+    "top_p": 0.95,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
 
 
+def sampling_of(props: object) -> dict[str, float]:
+    """What the server samples with where a request does not say, from the body of its `/props`."""
+    for name in ("default_generation_settings", "params"):
+        props = props.get(name) if isinstance(props, Mapping) else None
+    params = props if isinstance(props, Mapping) else {}
+    return {name: _number(params.get(name), known) for name, known in LLAMA_SERVER_SAMPLING.items()}
+
+
+def sampling_echo(body: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, float]:
+    """What a chat completion samples with; `defaults`: where it does not say."""
+    return {name: _number(body.get(name), default) for name, default in defaults.items()}
+
+
 def echo_of(
-    body: Mapping[str, Any], tools: ToolSet, choice: Choice, text_format: Mapping[str, Any] | None
+    body: Mapping[str, Any],
+    tools: ToolSet,
+    choice: Choice,
+    text_format: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What is not of the API's form is left out."""
     reasoning = body.get("reasoning")
     reasoning = reasoning if isinstance(reasoning, Mapping) else {}
     effort, summary = reasoning.get("effort"), reasoning.get("summary")
     text: dict[str, Any] = {"format": dict(text_format) if text_format else {"type": "text"}}
-    if text["format"].get("description", "") is None:
-        del text["format"]["description"]
     verbosity = body["text"].get("verbosity") if isinstance(body.get("text"), Mapping) else None
     if verbosity in ("low", "medium", "high"):
         text["verbosity"] = verbosity
@@ -46,12 +67,11 @@ def echo_of(
         "safety_identifier": _typed(body.get("safety_identifier"), str),
         "service_tier": "default",
         "store": body.get("store") is not False,
-        "temperature": _typed(body.get("temperature"), int, float),
+        **sampling_echo(body, LLAMA_SERVER_SAMPLING),
         "text": text,
         "tool_choice": choice.echo,
         "tools": [dict(tool) for tool in tools.echo],
         "top_logprobs": 0,
-        "top_p": _typed(body.get("top_p"), int, float),
         "truncation": "disabled",
         "user": _typed(body.get("user"), str),
     }
@@ -59,3 +79,7 @@ def echo_of(
 
 def _typed(value: Any, *types: type) -> Any:
     return value if isinstance(value, types) and not isinstance(value, bool) else None
+
+
+def _number(value: object, default: float) -> float:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default

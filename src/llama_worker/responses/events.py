@@ -63,7 +63,8 @@ class ResponseEvents:
     """`begin` once, `feed` for every stream event, `closed` at the stream's end; each returns the
     events to send.
 
-    `new_id` makes an id of a prefix. Instants are monotonic seconds. After the terminal event
+    `new_id` makes an id of a prefix. `clock` tells seconds since 1970; other instants are monotonic
+    seconds. After the terminal event
     everything returns [], and `response` is final.
 
     An item that is still open when the stream fails, or a call when the token limit is met, is
@@ -74,7 +75,7 @@ class ResponseEvents:
         self,
         *,
         response_id: str,
-        created_at: int,
+        clock: Callable[[], float],
         echo: Mapping[str, Any],
         new_id: Callable[[str], str],
         tools: ToolSet = NO_TOOLS,
@@ -85,7 +86,7 @@ class ResponseEvents:
         self.response: dict[str, Any] = {
             "id": response_id,
             "object": "response",
-            "created_at": created_at,
+            "created_at": int(clock()),
             "completed_at": None,
             "status": "in_progress",
             "background": False,
@@ -95,6 +96,7 @@ class ResponseEvents:
             "output": [],
             "usage": None,
         }
+        self._clock = clock
         self._new_id = new_id
         self._tools = tools
         self._seal = seal
@@ -352,6 +354,8 @@ class ResponseEvents:
     def _emit_terminal(self, status: Literal["completed", "incomplete", "failed"]) -> list[Event]:
         self.over = True
         self.response["status"] = status
+        if status == "completed":
+            self.response["completed_at"] = int(self._clock())
         self.response["usage"] = self._usage_object()
         self._emit(f"response.{status}", response=dict(self.response))
         return self._take()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from llama_worker.responses.conversation import seal_reasoning
+from llama_worker.responses.conversation import seal
 from llama_worker.responses.tools import Tool, ToolKind, custom_input
 from llama_worker.stream.calls import ToolCallAssembler, parse_arguments
 from llama_worker.stream.events import ToolCallDelta
@@ -80,14 +80,13 @@ class Reasoning(Struct):
     _pieces: list[str] = field(default_factory=list)
 
     def begun(self) -> dict[str, Any]:
-        item = {
+        return {
             "id": self.id,
             "type": "reasoning",
             "status": "in_progress",
             "summary": [],
             "content": [],
         }
-        return {**item, "encrypted_content": None}
 
     def opening(self) -> Emitted:
         return [
@@ -119,12 +118,13 @@ class Reasoning(Struct):
 
     def done(self, status: ItemStatus) -> dict[str, Any]:
         text = "".join(self._pieces)
+        sealed = {"encrypted_content": seal(text)} if self.seal else {}
         return {
             **self.begun(),
             "status": status,
             "summary": [self._summary(text)],
             "content": [self._content(text)],
-            "encrypted_content": seal_reasoning(text) if self.seal else None,
+            **sealed,
         }
 
     def _summary(self, text: str) -> dict[str, Any]:

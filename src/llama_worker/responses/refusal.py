@@ -25,9 +25,11 @@ class RequestRefused(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: int | None = None,
+        should_retry: bool = True,
     ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.should_retry = should_retry
         self.status = status
         self.message = message
         self.code = code
@@ -43,7 +45,8 @@ class RequestRefused(Exception):
 
     def headers(self) -> list[tuple[str, str]]:
         """What the reply says beside the body."""
-        return [("Retry-After", str(self.retry_after_s))] if self.retry_after_s is not None else []
+        retry = [("Retry-After", str(self.retry_after_s))] if self.retry_after_s is not None else []
+        return retry if self.should_retry else [("X-Should-Retry", "false")]
 
 
 def refused_by_server(status: int, detail: str) -> RequestRefused:

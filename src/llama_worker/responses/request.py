@@ -91,7 +91,7 @@ def references(body: Mapping[str, Any]) -> References:
         raise RequestRefused(
             400, "previous_response_id must be a string", param="previous_response_id"
         )
-    found = [item.get("id") for item in _input_items(body) if item_type(item) == "item_reference"]
+    found = [item.get("id") for item in input_items(body) if item_type(item) == "item_reference"]
     ids = [item_id if isinstance(item_id, str) else "" for item_id in found]
     if len(set(ids)) < len(
         ids
@@ -101,7 +101,10 @@ def references(body: Mapping[str, Any]) -> References:
 
 
 def normalise(
-    body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED, *, late_role: LateRole = "user"
+    body: Mapping[str, Any],
+    recalled: Recalled = NOTHING_RECALLED,
+    *,
+    late_role: LateRole = "user",
 ) -> ChatRequest:
     """The chat completion that the request asks for. Raises RequestRefused; mutates nothing.
 
@@ -109,7 +112,7 @@ def normalise(
     them.
     """
     wanted = references(body)
-    own_items = tuple(_resolved(item, recalled) for item in _input_items(body))
+    own_items = tuple(_resolved(item, recalled) for item in input_items(body))
     history = recalled.history
     if wanted.previous_response_id is None:
         history = ()
@@ -117,6 +120,8 @@ def normalise(
         raise _not_found(f"Previous response with id {wanted.previous_response_id!r} not found.")
     if body.get("input") is None and not history:
         raise RequestRefused(400, "Missing required parameter: 'input'.", param="input")
+    if wanted.previous_response_id is not None:
+        _check_calls_of(own_items, (*history, *own_items))
     instructions, instruction_items = _instructions(body)
     items = (*instruction_items, *history, *own_items)
     tools, tool_warnings = tool_set(
@@ -231,7 +236,8 @@ def _children(value: object) -> Iterable[Any]:
 # --- input ----------------------------------------------------------------------------------------------
 
 
-def _input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
+def input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
+    """What is given as `input`, as items. Raises RequestRefused."""
     given = body.get("input")
     if given is None:
         return ()
@@ -249,6 +255,19 @@ def _input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
             raise RequestRefused(400, "every input item must be an object", param="input")
         items.append(item)
     return tuple(items)
+
+
+def _check_calls_of(outputs: Iterable[Item], items: Iterable[Item]) -> None:
+    """Raises RequestRefused for the output of a call that is not among the items."""
+    called = {_call_id(item) for item in items if item_type(item).endswith("_call")}
+    for item in outputs:
+        if item_type(item).endswith("_call_output") and _call_id(item) not in called:
+            message = f"No tool call found for the output with call_id {_call_id(item)!r}."
+            raise RequestRefused(400, message, param="input")
+
+
+def _call_id(item: Item) -> str:
+    return str(item.get("call_id"))
 
 
 def _brings_tools(item: Item) -> bool:
@@ -315,7 +334,7 @@ def _text_format(text: object) -> dict[str, Any] | None:
         "type": "json_schema",
         "name": name if isinstance(name, str) else "response",
         "schema": dict(schema),
-        "strict": strict if isinstance(strict, bool) else None,
+        "strict": strict is True,
         "description": description if isinstance(description, str) else None,
     }
 
