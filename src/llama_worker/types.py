@@ -168,14 +168,24 @@ SubmitErrorCode: TypeAlias = Literal[
 
 
 class SubmitOk(TypedDict):
-    """The request was admitted and holds a slot."""
+    """The request was admitted and holds a slot.
+
+    Attributes:
+        ok: True.
+        request_id: for every call about it; 1, 2, 3, ... for the life of the worker.
+    """
 
     ok: Literal[True]
     request_id: int
 
 
 class SubmitErr(TypedDict):
-    """The request was refused and took nothing."""
+    """The request was refused and took nothing.
+
+    Attributes:
+        ok: False.
+        error: why: no free slot, or no server to send it to.
+    """
 
     ok: Literal[False]
     error: SubmitErrorCode
@@ -185,47 +195,80 @@ SubmitResult: TypeAlias = SubmitOk | SubmitErr
 
 
 class NotFound(TypedDict):
-    """No such request, or not any more."""
+    """No such request, or not any more.
+
+    Attributes:
+        ok: False.
+        error: the id is unknown, or its result was taken.
+    """
 
     ok: Literal[False]
     error: Literal["NOT_FOUND"]
 
 
 class NotReady(TypedDict):
-    """The request has not ended yet."""
+    """The request has not ended yet.
+
+    Attributes:
+        ok: False.
+        error: it has not ended.
+    """
 
     ok: Literal[False]
     error: Literal["NOT_READY"]
 
 
 class ExitSignal(TypedDict):
-    """A call of an exit tool: one-way, recorded and never answered."""
+    """A call of an exit tool: one-way, recorded and never answered.
+
+    Attributes:
+        tool_name: which exit tool.
+        arguments: as the model wrote them; empty where they are malformed.
+        emitted_at: when the call was complete.
+        malformed: the raw text that did not parse.
+    """
 
     tool_name: str
     arguments: dict[str, Any]
     emitted_at: float
     malformed: NotRequired[str]
-    """The raw text that did not parse; `arguments` is then empty."""
 
 
 class ToolTraceEntry(TypedDict):
     """One call of a normal tool, as it went; one that was not run (cut off, unknown, over the
-    budget) says why."""
+    budget) says why.
+
+    Attributes:
+        tool_call_id: the worker's own, as the server is told it.
+        tool_name: as the model wrote it.
+        arguments: the text as it came, where the call was not run.
+        iteration: which turn with calls it belongs to.
+        started_at: when.
+        duration_s: how long it took.
+        ok: whether the model was given a result.
+        error: why there is none.
+        result: what the model was given: JSON, or with `tool_errors="tell"` the error's text.
+    """
 
     tool_call_id: str
     tool_name: str
-    arguments: dict[str, Any] | str  # the text as it came, where the call was not run
+    arguments: dict[str, Any] | str
     iteration: int
     started_at: float
     duration_s: float
     ok: bool
     error: NotRequired[str]
     result: NotRequired[str]
-    """What the model was given: JSON, or with `tool_errors="tell"` the error's text."""
 
 
 class PromptProgress(TypedDict):
-    """Prefill, in tokens of the prompt."""
+    """Prefill, in tokens of the prompt.
+
+    Attributes:
+        processed: read so far.
+        total: of the whole prompt.
+        cached: that need not be read.
+    """
 
     processed: int
     total: int
@@ -233,7 +276,13 @@ class PromptProgress(TypedDict):
 
 
 class Usage(TypedDict):
-    """Tokens as the server counted them."""
+    """Tokens as the server counted them.
+
+    Attributes:
+        prompt_tokens: of the prompts, cached ones included.
+        completion_tokens: that were generated.
+        cached_tokens: of the prompts, that the server had kept.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -241,15 +290,25 @@ class Usage(TypedDict):
 
 
 class ContextUse(TypedDict):
-    """A prompt that did not fit, in tokens."""
+    """A prompt that did not fit, in tokens.
+
+    Attributes:
+        n_prompt_tokens: of the prompt.
+        n_ctx: the context of a slot.
+    """
 
     n_prompt_tokens: int
     n_ctx: int
-    """The context of a slot."""
 
 
 class Timings(TypedDict, total=False):
-    """`ttft_s` is absent where no token came, `tokens_per_second` where it is not known."""
+    """`ttft_s` is absent where no token came, `tokens_per_second` where it is not known.
+
+    Attributes:
+        ttft_s: until the first token, where one came.
+        total_s: from admission to the end.
+        tokens_per_second: where the speed is known.
+    """
 
     ttft_s: float
     total_s: Required[float]
@@ -257,7 +316,34 @@ class Timings(TypedDict, total=False):
 
 
 class RequestStatus(TypedDict):
-    """How far a request is."""
+    """How far a request is.
+
+    Attributes:
+        ok: True.
+        request_id: as `submit` gave it.
+        job_name: the caller's.
+        state: running, or how it ended.
+        phase: what it does: waits, reads the prompt, generates, runs a tool.
+        created_at: when it was admitted.
+        output_chars: of text so far.
+        reasoning_chars: of reasoning so far.
+        tool_iters_remaining: turns with calls that are left.
+        tool_calls_count: calls of normal tools so far.
+        signals: calls of exit tools so far.
+        fail_reason: None while it runs, and on success.
+        dispatched_at: when it was sent to the server.
+        first_token_at: when.
+        completed_at: when it ended.
+        last_progress_at: the latest of data and signs of work.
+        last_stream_byte_at: the latest byte of any kind.
+        last_liveness_at: the latest sign of work of the server's processes.
+        prompt_progress: how much of the prompt is read.
+        tokens_received: as the server counts them, else the deltas received.
+        tokens_per_second: the speed so far.
+        tail: the last 200 characters of the output.
+        running_tool: the tool that runs now.
+        fail_detail: why, for a person.
+    """
 
     ok: Literal[True]
     request_id: int
@@ -271,7 +357,6 @@ class RequestStatus(TypedDict):
     tool_calls_count: int
     signals: list[ExitSignal]
     fail_reason: RequestFailReason | None
-    """None while it runs, and on success."""
     dispatched_at: NotRequired[float]
     first_token_at: NotRequired[float]
     completed_at: NotRequired[float]
@@ -280,28 +365,39 @@ class RequestStatus(TypedDict):
     last_liveness_at: NotRequired[float]
     prompt_progress: NotRequired[PromptProgress]
     tokens_received: NotRequired[int]
-    """As the server counts them, else the deltas received."""
     tokens_per_second: NotRequired[float]
     tail: NotRequired[str]
-    """The last 200 characters of the output."""
     running_tool: NotRequired[str]
-    """The tool that runs now."""
     fail_detail: NotRequired[str]
 
 
 class TokenCount(TypedDict):
-    """Whether a prompt fits."""
+    """Whether a prompt fits.
+
+    Attributes:
+        ok: True.
+        n_prompt_tokens: of the prompt as it would be sent, the BIOS and tools included.
+        n_ctx: the context of a slot.
+        n_left: for the answer; below zero where the prompt does not fit.
+    """
 
     ok: Literal[True]
     n_prompt_tokens: int
     n_ctx: int
-    """The context of a slot."""
     n_left: int
-    """For the answer; below zero where the prompt does not fit."""
 
 
 class OutputChunk(TypedDict):
-    """What was added since the offsets asked for; the offsets here are the new ones."""
+    """What was added since the offsets asked for; the offsets here are the new ones.
+
+    Attributes:
+        ok: True.
+        text: that was added.
+        reasoning: that was added.
+        text_offset: for the next read.
+        reasoning_offset: for the next read.
+        done: the request has ended; nothing will follow.
+    """
 
     ok: Literal[True]
     text: str
@@ -312,7 +408,27 @@ class OutputChunk(TypedDict):
 
 
 class RequestResult(TypedDict):
-    """A request that has ended; `text` holds whatever was received, however it ended."""
+    """A request that has ended; `text` holds whatever was received, however it ended.
+
+    Attributes:
+        ok: True.
+        request_id: as `submit` gave it.
+        job_name: the caller's.
+        state: how it ended.
+        finish_reason: why the output ends.
+        text: all that was received, however it ended.
+        reasoning: all that was received.
+        signals: calls of exit tools.
+        tool_trace: calls of normal tools.
+        fail_reason: None on success.
+        conversation: from the user prompt on, as the server last saw it, and the last answer. With
+            `submit(..., messages=earlier + conversation)` the server's prompt cache holds all of
+            it.
+        usage: tokens, as the server counted them.
+        timings: how long it took.
+        fail_detail: why, for a person.
+        context: with `context_exceeded`, where the server told the numbers.
+    """
 
     ok: Literal[True]
     request_id: int
@@ -324,19 +440,37 @@ class RequestResult(TypedDict):
     signals: list[ExitSignal]
     tool_trace: list[ToolTraceEntry]
     fail_reason: RequestFailReason | None
-    """None on success."""
     conversation: list[ChatMessage]
-    """From the user prompt on, as the server last saw it, and the last answer. With
-    `submit(..., messages=earlier + conversation)` the server's prompt cache holds all of it."""
     usage: NotRequired[Usage]
     timings: NotRequired[Timings]
     fail_detail: NotRequired[str]
     context: NotRequired[ContextUse]
-    """With `context_exceeded`, where the server told the numbers."""
 
 
 class WorkerStatus(TypedDict):
-    """How the worker is; `warnings` are lines for a person."""
+    """How the worker is; `warnings` are lines for a person.
+
+    Attributes:
+        name: of its config.
+        state: where its server is.
+        slots_total: of its config.
+        slots_used: requests that run.
+        active_request_ids: those.
+        active_jobs: their job names.
+        finished_request_ids: ended, and neither taken nor released yet, oldest first.
+        draining: no request is admitted any more.
+        restart_count: automatic restarts since it was constructed.
+        config_hash: SHA-256 of its config, without secrets and callables.
+        warnings: lines for a person.
+        pid: of the server.
+        last_error: why it failed or was restarted, the last time.
+        last_ready_at: when the server last became READY.
+        next_restart_at: when the backoff ends.
+        n_ctx: tokens of context of a slot, as the server says it.
+        modalities: what the model takes beside text, as the server says it: `{"vision": False,
+            "audio": False}`.
+        model: as the server names it.
+    """
 
     name: str
     state: WorkerState
@@ -345,7 +479,6 @@ class WorkerStatus(TypedDict):
     active_request_ids: list[int]
     active_jobs: dict[int, str]
     finished_request_ids: list[int]
-    """Ended, and neither taken nor released yet, oldest first."""
     draining: bool
     restart_count: int
     config_hash: str
@@ -355,14 +488,18 @@ class WorkerStatus(TypedDict):
     last_ready_at: NotRequired[float]
     next_restart_at: NotRequired[float]
     n_ctx: NotRequired[int]
-    """Tokens of context of a slot, as the server says it; so are the two below."""
     modalities: NotRequired[dict[str, bool]]
-    """What the model takes beside text, such as `{"vision": False, "audio": False}`."""
     model: NotRequired[str]
 
 
 class RestartRecord(TypedDict):
-    """One restart: automatic, planned or by hand."""
+    """One restart: automatic, planned or by hand.
+
+    Attributes:
+        at: when.
+        reason: the cause, as in `WorkerTotals`.
+        detail: for a person.
+    """
 
     at: float
     reason: str
@@ -371,52 +508,70 @@ class RestartRecord(TypedDict):
 
 class Durations(TypedDict):
     """A histogram. Count number i is of what is above bound i-1 and not above bound i; the last is
-    of the rest."""
+    of the rest.
+
+    Attributes:
+        bounds_s: upper bounds, ascending.
+        counts: one more than the bounds; each duration is counted once.
+        sum_s: of all durations.
+    """
 
     bounds_s: list[float]
     counts: list[int]
-    """One more than the bounds; each duration is counted once."""
     sum_s: float
 
 
 class WorkerTotals(TypedDict):
-    """What was counted since the worker was constructed. Counters are monotonic."""
+    """What was counted since the worker was constructed. Counters are monotonic.
+
+    Attributes:
+        requests: ended requests by terminal state, then by fail reason, or by finish reason where
+            nothing failed.
+        restarts: by reason.
+        signals: calls of exit tools, by tool, as they come.
+        prompt_tokens: of requests whose server told its usage; cached ones included.
+        cached_tokens: of those, that the server had kept.
+        generated_tokens: of ended requests, however they ended.
+        ttft: until the first token.
+        duration: from admission to the end, by terminal state.
+    """
 
     requests: dict[str, dict[str, int]]
-    """Ended requests by terminal state, then by fail reason, or by finish reason where nothing failed."""
     restarts: dict[str, int]
-    """By reason."""
     signals: dict[str, int]
-    """Calls of exit tools, by tool, as they come."""
     prompt_tokens: int
-    """Of requests whose server told its usage; cached ones included."""
     cached_tokens: int
     generated_tokens: int
-    """Of ended requests, however they ended."""
     ttft: Durations
     duration: dict[str, Durations]
-    """From admission to the end, by terminal state."""
 
 
 class WorkerDebugInfo(TypedDict):
-    """What a person needs to see what happened."""
+    """What a person needs to see what happened.
+
+    Attributes:
+        recent_logs: the last lines that the server wrote, newest last.
+        recent_restarts: newest last.
+        recent_events: the last 200, newest last; each has `at`, `event` and `worker`, and the
+            event's facts.
+        events_dropped_count: those that `on_event` was not told of, since it took too long with
+            others.
+        server_cmd: with secrets masked.
+        evidence: what was seen of the server just before the last kill; empty if there was none.
+        seconds_since_progress: the longest that a request in flight has been without progress, as
+            the watchdog saw it last; None where none is.
+        stuck_tool_threads_count: tool threads that run on although nobody waits for them any more.
+        totals: what was counted since the worker was constructed.
+    """
 
     recent_logs: list[str]
-    """The last lines that the server wrote, newest last."""
     recent_restarts: list[RestartRecord]
     recent_events: list[dict[str, Any]]
-    """The last 200, newest last; each has `at`, `event` and `worker`, and the event's facts."""
     events_dropped_count: int
-    """Those that `on_event` was not told of, since it took too long with others."""
     server_cmd: list[str]
-    """With secrets masked."""
     evidence: dict[str, Any]
-    """What was seen of the server just before the last kill; empty if there was none."""
     seconds_since_progress: float | None
-    """The longest that a request in flight has been without progress, as the watchdog saw it last;
-    None where none is."""
     stuck_tool_threads_count: int
-    """Tool threads that run on although nobody waits for them any more."""
     totals: WorkerTotals
 
 

@@ -122,9 +122,9 @@ class LlamaWorker(Startable):
             name: for logs and prompts; None: the file's name.
             host: where the server will listen.
             port: its port; None: one that is free now.
-            executable: the llama-server; None: LLAMA_SERVER, the PATH, then this Python
-            environment. extra_args: further words of the server's command. config: further fields
-            of WorkerConfig.
+            executable: the llama-server; None: LLAMA_SERVER, the PATH, then this Python environment.
+            extra_args: further words of the server's command.
+            config: further fields of WorkerConfig.
 
         Raises:
             ConfigError: no llama-server was found, or a value cannot work.
@@ -205,9 +205,9 @@ class LlamaWorker(Startable):
         Args:
             job_name: the caller's name for it, in statuses and logs.
             system_prompt: stands behind the BIOS text.
-            user_prompt: text, or content parts (text, images, audio) for a model that can take
-            them. params: further parameters of the chat request, passed on as they are. messages: a
-            prior conversation, between the system prompts and `user_prompt`.
+            user_prompt: text, or content parts (text, images, audio) for a model that takes them.
+            params: further parameters of the chat request, passed on as they are.
+            messages: a prior conversation, between the system prompts and `user_prompt`.
 
         Returns:
             A future of SubmitOk or SubmitErr. Bad input resolves as TypeError or ValueError and
