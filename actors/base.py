@@ -118,10 +118,11 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     """Handles `M`, releases what it owns exactly once, tells its parent of a crash.
 
     A subclass defines `handle`, the `accepts` of its messages and, where it owns something,
-    `release`. An exception in `handle` ends the actor: Pykka logs it, `release` runs, and the
-    parent gets `ActorDied`.
+    `release`. An exception in `handle` ends the actor: it is logged, `release` runs, and the parent
+    gets `ActorDied`.
     """
 
+    use_daemon_thread = True  # a host that forgets close() can still exit
     role = "actor"
     accepts: ClassVar[frozenset[type]] = frozenset()
 
@@ -143,20 +144,22 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
 
     @staticmethod
     def _create_actor_inbox() -> Any:
-        """Pykka's point of extension: a mailbox in C, a third of the cost per message of
-        `queue.Queue`."""
+        """Pykka's point of extension: a mailbox in C, into which a signal handler may put a message
+        while the thread that it interrupts does."""
         return queue.SimpleQueue()
 
     def _start_actor_loop(self) -> None:
-        """Pykka's point of extension: on a daemon thread, so that a host that forgets close() can
-        still exit."""
+        """Pykka's point of extension: as it does, unless the runner runs actors in another way."""
         try:
-            self._runner.run_actor(self._actor_loop, self)
-        except (
-            BaseException
-        ):  # Pykka has registered it already, and calls neither hook: a WorkerActor owns others
-            self._stop()
+            self._runner.run_actor(super()._start_actor_loop, self)
+        except BaseException:  # Pykka has registered it, and calls no hook
+            self._leave_pykka()
+            self._release_once(None)
             raise
+
+    def on_start(self) -> None:
+        """Pykka's hook, on the actor's own thread."""
+        threading.current_thread().name = f"llama_worker-{self.role}"
 
     def me(self) -> Ref[M]:
         """This actor's own address, for the messages and threads that answer to it."""
@@ -185,18 +188,12 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
                     f"{self.role} dropped a message that it does not know: {type(message).__name__}"
                 )
                 self._runner.write_log(logging.WARNING, line)
-        except Exception:
-            raise
         except BaseException as error:
-            # Pykka answers a SystemExit in one actor by stopping every actor of the host program.
-            raise RuntimeError(f"{type(error).__name__} in {type(self).__name__}") from error
-
-    def _handle_failure(self, exception_type: Any, exception_value: Any, traceback: Any) -> None:
-        """Pykka's, which would log on this thread, where a handler of the host's may block."""
-        text = "".join(format_exception(exception_type, exception_value, traceback))
-        self._runner.write_log(logging.ERROR, f"unhandled exception in {self}:\n{text}")
-        pykka.ActorRegistry.unregister(self.actor_ref)
-        self.actor_stopped.set()
+            # Not for Pykka: it would log on this thread, where a handler of the host's may block,
+            # and answer a SystemExit by stopping every actor of the host program.
+            text = "".join(format_exception(error))
+            self._runner.write_log(logging.ERROR, f"unhandled exception in {self}:\n{text}")
+            self.on_failure(type(error), error, error.__traceback__)
 
     def on_stop(self) -> None:
         """Pykka's hook for a regular end."""
@@ -205,7 +202,11 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     def on_failure(
         self, exception_type: Any, exception_value: BaseException | None, traceback: Any
     ) -> None:
-        """Pykka's hook for an exception in `handle`."""
+        """The end by an exception; Pykka's hook for those that `on_receive` does not see, such as
+        of a proxy's call."""
+        if self._released:
+            return
+        self._leave_pykka()
         detail = described_error(exception_value)
         try:
             self._release_once(detail)
@@ -219,6 +220,11 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
                         will_report=self.will_report(),
                     )
                 )
+
+    def _leave_pykka(self) -> None:
+        """Take no message any more, and let the thread end."""
+        pykka.ActorRegistry.unregister(self.actor_ref)
+        self.actor_stopped.set()
 
     def _release_once(self, failure: str | None) -> None:
         if self._released:

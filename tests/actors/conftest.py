@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -23,6 +24,7 @@ from llama_worker.types import RequestResult, RequestStatus, WorkerState, Worker
 HOST = "127.0.0.1"
 WAIT_S = 20.0  # for what takes milliseconds on a quiet machine
 T = TypeVar("T")
+_OURS = re.compile(r"llama_worker-|\w+Actor-\d")  # the latter as Pykka names them at first
 
 
 def fast_timeouts(**changes: Any) -> TimeoutProfile:
@@ -62,7 +64,7 @@ def no_threads(kind: str = "") -> Iterator[threading.Event]:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("llama_worker-") and kind in thread.name:
+        if _OURS.match(thread.name) and kind in thread.name:
             refused.set()
             raise RuntimeError("can't start new thread")
         start(thread)

@@ -18,8 +18,7 @@ import pytest
 
 from llama_worker.actors.base import SupervisedActor
 from llama_worker.messages import Probed, StreamEvents, Tick
-from llama_worker.runtime import loop_thread, timers
-from llama_worker.runtime.loop_thread import LoopThread
+from llama_worker.runtime import timers
 from llama_worker.runtime.stream_reader import TICK_S
 from llama_worker.runtime.timers import Timer, TimerThread
 from llama_worker.testing.scripts import Reply, Script, Sleep, Tokens, plain_reply, steps_json
@@ -69,7 +68,6 @@ def test_an_idle_worker_wakes_nobody_but_for_its_health_probe(
 ) -> None:
     others = _tasks()  # what earlier tests have left running is no cost of this worker
     monkeypatch.setattr(timers, "_timers", TimerThread())
-    monkeypatch.setattr(loop_thread, "_loop", LoopThread())
     rig = make_worker(slots=4, timeouts=fast_timeouts(health_probe_interval_s=None))
     rig.run(*plain_reply(Sleep(0)))
 

@@ -74,13 +74,8 @@ def test_without_a_thread_a_request_fails_and_the_server_stays(
 def test_a_worker_that_gets_no_threads_raises_and_leaves_nothing(make_worker: MakeWorker) -> None:
     config = make_worker(start=False).config
     before = Leftovers()
-    for actor in (
-        "worker",
-        "process",
-        "tool_loop",
-        "watchdog",
-    ):  # the others are run by the shared loop
-        with no_threads(f"llama_worker-{actor}"), pytest.raises(RuntimeError, match="new thread"):
+    for actor in ("Worker", "Process", "Transport", "ToolLoop", "Watchdog", "Request"):
+        with no_threads(f"{actor}Actor"), pytest.raises(RuntimeError, match="new thread"):
             LlamaWorker(config)
         assert before.wait_none() == []
 

@@ -21,6 +21,7 @@ import pytest
 from llama_worker.responses.upstream import ChatExchange
 from llama_worker.runtime import session
 from llama_worker.runtime.session import Abort, Aborted, Endpoint
+from llama_worker.runtime.shortage import is_shortage
 from llama_worker.stream.events import StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason
@@ -349,8 +350,9 @@ def drips(connection: socket.socket) -> None:
 def test_a_server_that_takes_too_long_is_left_when_the_time_is_up(
     make_server: MakeServer, serve: Serve
 ) -> None:
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError) as late:
         ask(make_server(serve).port, within_s=0.3)
+    assert not is_shortage(late.value)
 
 
 def test_a_server_that_reads_nothing_is_left_when_the_time_is_up(make_server: MakeServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -46,7 +47,7 @@ from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason, StartFailReason, TokenCount
 from tests.simulation.dice import Dice
 from tests.simulation.machine import Machine
-from tests.simulation.scheduler import Event, Scheduler
+from tests.simulation.scheduler import Event, Scheduler, Violation
 from tests.simulation.server import Exchange, LlamaServer
 
 UNIX_EPOCH = 1_700_000_000.0
@@ -80,7 +81,7 @@ class SimRuntime:
     def call_at(self, at: float, call: Callable[[], object]) -> Event:
         return self.scheduler.timer(at, call)
 
-    def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
+    def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
         self.machine.need_thread()
         self.scheduler.start_actor(actor)
 
@@ -88,7 +89,10 @@ class SimRuntime:
         self.scheduler.after(0.0, call, "callback")
 
     def write_log(self, *record: Any) -> None:
-        pass
+        """Of an exception that ends an actor, too: a violation ends the run instead."""
+        error = sys.exc_info()[1]
+        if isinstance(error, Violation):
+            raise error
 
     def start_server(self, epoch: int, reply_to: Mailbox[Any]) -> SimServerProcess:
         self.machine.need_thread()

@@ -176,7 +176,6 @@ class Scheduler:
         told_before, actor.actor_inbox = actor.actor_inbox, simulated
         actor.actor_ref.actor_inbox = simulated
         self.actors.append(simulated)
-        actor._actor_loop_setup()
         while not told_before.empty():
             simulated.put(told_before.get())
 
@@ -296,13 +295,7 @@ class Scheduler:
         except Violation:
             raise
         except Exception:
-            actor._handle_failure(*sys.exc_info())
-            try:
-                actor.on_failure(*sys.exc_info())
-            except Violation:
-                raise
-            except Exception:
-                actor._handle_failure(*sys.exc_info())
+            actor.on_failure(*sys.exc_info())
         finally:
             self._serving, self._sends_left = before, math.inf
         self._requeue(simulated)

@@ -101,9 +101,9 @@ class Waitable(Protocol):
 class ActorRunner(Protocol):
     """What lives an actor's life."""
 
-    def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
-        """Run an actor: `loop` on a thread of its own, or message by message by whoever simulates
-        one."""
+    def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
+        """Run an actor: on the thread that Pykka starts for it, or as whoever simulates one does.
+        Raises RuntimeError where the system has no thread left."""
 
     def call_host(self, call: Callable[[], object], name: str) -> None:
         """Make a call into the host's code, in order with the others, on a thread that may wait for

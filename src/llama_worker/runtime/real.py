@@ -28,7 +28,6 @@ from llama_worker.runtime.gpu_watch import watch_gpus
 from llama_worker.runtime.host_code import ToolThread, start_thread
 from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
-from llama_worker.runtime.loop_thread import loop_thread
 from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.readiness import ReadinessProbe, SlotsQuestion
 from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
@@ -38,19 +37,13 @@ from llama_worker.runtime.timers import Timer, call_at, start_timers
 from llama_worker.runtime.token_count import TokenCounter
 
 _logger = logging.getLogger("llama_worker")
-_ON_LOOP_THREAD = frozenset({"request", "transport"})  # the roles that every token passes
 
 
 class ActorThreads:
     """Runs actors on daemon threads: a host that forgets `close()` can still exit."""
 
-    def run_actor(self, loop: Callable[[], None], actor: Any) -> None:
-        """On a thread of its own, or on the loop's; raises RuntimeError where the system has none
-        left."""
-        if actor.role in _ON_LOOP_THREAD:
-            loop_thread().run_actor(actor)
-        else:
-            start_thread(f"llama_worker-{actor.role}", loop)
+    def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
+        start_thread()
 
     def call_host(self, call: Callable[[], object], name: str) -> None:
         call_host(call, name)

@@ -19,5 +19,6 @@ def is_shortage(error: BaseException | None) -> bool:
             return True
         if isinstance(error, RuntimeError) and "start new thread" in str(error):
             return True
-        error = error.__cause__ or error.__context__
+        hidden = error.__suppress_context__  # "from None", or from its cause
+        error = error.__cause__ if hidden else error.__context__
     return False
