@@ -148,6 +148,13 @@ def test_a_wheel_holds_every_module_the_actors_too(wheel: Path) -> None:
     assert wheel.name.startswith(f"llama_worker-{llama_worker.__version__}-py3-none-any")
 
 
+PLUGIN_TEST = """
+def test_the_fixtures_are_there(scripted_server, scripted_worker):
+    scripted_server.reply("4")
+    assert scripted_worker.ask("What is 2 + 2?").get(timeout=60)["text"] == "4"
+"""
+
+
 def test_a_wheel_installs_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
     python = str(tmp_path / "bin" / "python")
@@ -161,7 +168,7 @@ def test_a_wheel_installs_into_a_clean_environment(wheel: Path, tmp_path: Path) 
         "--quiet",
         "--disable-pip-version-check",
     )
-    subprocess.run([*pip, str(wheel)], check=True)
+    subprocess.run([*pip, str(wheel), "pytest"], check=True)
     program = (
         "import llama_worker.actors.worker as actors; from llama_worker import *; "
         "print(actors.__file__)"
@@ -176,6 +183,14 @@ def test_a_wheel_installs_into_a_clean_environment(wheel: Path, tmp_path: Path) 
     )
     assert command.returncode == 1
     assert "llama-worker[cli]" in command.stderr, "without the extra it says how to get it"
+    (tmp_path / "test_host.py").write_text(PLUGIN_TEST)
+    done = subprocess.run(
+        [python, "-I", "-m", "pytest", "-q", "test_host.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout
 
 
 def test_a_checkout_without_the_actors_builds_no_wheel(tmp_path: Path) -> None:

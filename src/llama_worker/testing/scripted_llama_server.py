@@ -567,7 +567,9 @@ class Server:
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self.journal = JournalWriter(options.get("--journal", os.devnull))
-        self.script = json.loads(options["--script"])
+        given = options["--script"]
+        self._script_path = given[1:] if given.startswith("@") else None
+        self.script = self._read_script() if self._script_path else json.loads(given)
         if launches := self.script["launches"]:
             self.script = launches[min(self.journal.count("launched"), len(launches) - 1)]
         self.host = options.get("--host", "127.0.0.1")
@@ -773,11 +775,21 @@ class Server:
             return None
         return {**USUAL_ANSWER, "status": status, "body": error_body(status, *said)}
 
+    def _read_script(self) -> Json:
+        """A file may change while the server runs; what it says of replies then counts."""
+        assert self._script_path is not None
+        with open(self._script_path, encoding="utf-8") as file:
+            return json.load(file)
+
     def _pick(self, key: str, specs: Sequence[Json]) -> Json:
         """The spec for this use of `key`: each serves `times` uses (None: for ever), the last all
-        others."""
+        others. Of a script in a file, uses by earlier launches count, too."""
         with self._lock:
-            use = self._picks[key] = self._picks.get(key, -1) + 1
+            if self._script_path:
+                use = self.journal.count(f"use of {key}")
+                self.journal.note(f"use of {key}")
+            else:
+                use = self._picks[key] = self._picks.get(key, -1) + 1
         for spec in specs:
             if spec["times"] is None or use < spec["times"]:
                 return spec
@@ -890,7 +902,7 @@ class Server:
             ),
             "",
         )
-        replies = self.script["replies"]
+        replies = (self._read_script() if self._script_path else self.script)["replies"]
         marker = next(
             (reply["marker"] for reply in replies if reply["marker"] and reply["marker"] in last),
             None,

@@ -137,10 +137,10 @@ def steps_json(*steps: Step) -> list[Json]:
 
 
 def scripted_server_cmd(
-    script: Script, *, host: str, port: int, slots: int, journal: Path | str | None = None
+    script: Script | Path, *, host: str, port: int, slots: int, journal: Path | str | None = None
 ) -> tuple[str, ...]:
     """The command for `WorkerConfig.server_cmd`."""
-    if script.launches and journal is None:
+    if isinstance(script, Script) and script.launches and journal is None:
         raise ValueError("launches are counted in the journal: there is none")
     cmd = [
         sys.executable,
@@ -154,7 +154,7 @@ def scripted_server_cmd(
         "--parallel",
         str(slots),
     ]
-    cmd += ["--script", json.dumps(to_json(script))]
+    cmd += ["--script", f"@{script}" if isinstance(script, Path) else json.dumps(to_json(script))]
     return (*cmd, "--journal", str(journal)) if journal is not None else tuple(cmd)
 
 

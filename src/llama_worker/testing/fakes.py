@@ -1,0 +1,43 @@
+"""What a double of a LlamaWorker returns: futures that are resolved, and whole results."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.types import RequestFinishReason, RequestResult, RequestState
+
+T = TypeVar("T")
+
+
+def resolved(value: T) -> WorkerFuture[T]:
+    """A future that has its value. One that gets it later is `WorkerFuture()`, and `answer(value)`
+    or `fail(error)` from any thread."""
+    future: WorkerFuture[T] = WorkerFuture()
+    future.answer(value)
+    return future
+
+
+def failed(error: BaseException) -> WorkerFuture[Any]:
+    """A future whose `get` raises the error."""
+    future: WorkerFuture[Any] = WorkerFuture()
+    future.fail(error)
+    return future
+
+
+def request_result(text: str = "", **changes: Any) -> RequestResult:
+    """A completed request with this text; `changes` are other keys of RequestResult."""
+    usual: RequestResult = {
+        "ok": True,
+        "request_id": 1,
+        "job_name": "job",
+        "state": RequestState.COMPLETED,
+        "finish_reason": RequestFinishReason.STOP,
+        "text": text,
+        "reasoning": "",
+        "signals": [],
+        "tool_trace": [],
+        "fail_reason": None,
+        "conversation": [],
+    }
+    return cast("RequestResult", {**usual, **changes})

@@ -1,0 +1,122 @@
+"""A llama-server that says what a test scripted, and the config of a worker that starts it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llama_worker import RestartPolicy, TimeoutProfile, WorkerConfig, free_port
+from llama_worker.testing import scripts
+from llama_worker.testing.scripts import Journal, Reply, Script, Step
+
+HOST = "127.0.0.1"
+_BEFORE_A_REPLY = ("Headers", "HttpError", "Redirect", "Raw", "Fin", "Reset", "Turns")
+
+
+class ScriptedServer:
+    """A stand-in for llama-server: a real process with real sockets, which a worker starts and
+    stops as it does the real one. Any thread may call.
+
+    Replies may be added while the server runs. They are used in order, also over restarts, and the
+    last one repeats. Without any the server says "Hello".
+
+    Attributes:
+        journal: what the server saw: requests, closed connections, signals, and more.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], script: Script | None = None) -> None:
+        """Write the script down; nothing is started.
+
+        Args:
+            folder: an empty one, or one that does not exist: for the script and the journal.
+            script: how the server starts and what else it does; replies are added by `reply`.
+        """
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._script = script or Script()
+        self._numbers = itertools.count(1)
+        self.journal = Journal(self._folder / "journal")
+        self._write()
+
+    def config(self, *, slots: int = 2, port: int | None = None, **fields: Any) -> WorkerConfig:
+        """A worker on this server: a free port, quick restarts, short limits.
+
+        `fields` are further ones of WorkerConfig. One server is for one worker.
+        """
+        port = free_port(HOST) if port is None else port
+        command = scripts.scripted_server_cmd(
+            self._path, host=HOST, port=port, slots=slots, journal=self.journal.path
+        )
+        usual: dict[str, Any] = {
+            "name": "scripted",
+            "timeouts": replace(TimeoutProfile.fast(), stop_grace_s=2.0),
+            "restart": RestartPolicy(restart_backoff_s=0.05, backoff_max_s=0.2),
+        }
+        return WorkerConfig(host=HOST, port=port, server_cmd=command, slots=slots, **usual | fields)
+
+    def reply(
+        self, *said: str | Step, to: str | None = None, times: int | None = 1, reason: str = "stop"
+    ) -> None:
+        """Add a reply.
+
+        Args:
+            said: text, and steps such as `Tokens(20, interval_s=0.05)`, `Reasoning("...")`,
+                `ToolCall("add", {"a": 1})`, `KillSelf()` or `HttpError(500)`. They stand within a
+                whole reply, unless they begin with what takes its place (`Headers`, `HttpError`).
+            to: for requests whose last user message holds this; None: for all others.
+            times: how often; None: for ever.
+            reason: the finish reason: `tool_calls` behind calls of tools, `length` where it is cut.
+        """
+        steps = [scripts.Text(each) if isinstance(each, str) else each for each in said]
+        if not steps or steps[0]["do"] not in _BEFORE_A_REPLY:
+            steps = scripts.plain_reply(*steps, reason=reason)
+        added = Reply(steps, marker=to, times=times)
+        self._script = replace(self._script, replies=(*self._script.replies, added))
+        self._write()
+
+    def hold(self) -> Hold:
+        """A place for a reply where the server waits until the test lets go."""
+        return Hold(self._folder, f"hold-{next(self._numbers)}", self.journal)
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        """The bodies of the chat requests so far, in their order."""
+        facts = self.journal.facts("request", path="/v1/chat/completions")
+        return [fact["body"] for fact in facts]
+
+    def wait_request(self, count: int = 1, timeout_s: float = 20.0) -> dict[str, Any]:
+        """The body of the `count`-th chat request; TimeoutError where it does not come."""
+        path = "/v1/chat/completions"
+        fact = self.journal.wait("request", timeout=timeout_s, count=count, path=path)
+        body: dict[str, Any] = fact["body"]
+        return body
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / "script.json"
+
+    def _write(self) -> None:
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(scripts.to_json(self._script)))
+        new.replace(self._path)  # a server that reads it sees all of one or of the other
+
+
+class Hold:
+    """A gate in a reply: `reply("Once", hold.step, " upon a time")`. Any thread may call."""
+
+    def __init__(self, folder: Path, name: str, journal: Journal) -> None:
+        self._gate = folder / name
+        self._journal = journal
+        self.step: Step = scripts.Repeat(1, [scripts.Note(name), scripts.Gate(str(self._gate))])
+
+    def wait_reached(self, timeout_s: float = 20.0) -> None:
+        """Until the server waits there; TimeoutError where it does not come."""
+        self._journal.wait("note", timeout=timeout_s, name=self._gate.name)
+
+    def release(self) -> None:
+        """The server goes on, here and at every later time."""
+        self._gate.touch()

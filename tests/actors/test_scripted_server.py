@@ -1,0 +1,111 @@
+"""The scripted server of `llama_worker.testing`, as a host's tests use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from llama_worker import LlamaWorker, RequestFailed, RequestRefused, WorkerFuture, WorkerStartError
+from llama_worker.exit_tools import ALL_EXIT_TOOLS
+from llama_worker.testing import (
+    Exit,
+    HttpError,
+    KillSelf,
+    Reasoning,
+    Script,
+    ScriptedServer,
+    Text,
+    ToolCall,
+    failed,
+    request_result,
+    resolved,
+)
+from tests.actors.conftest import WAIT_S
+
+pytest_plugins = ["llama_worker.pytest_plugin"]
+
+
+def said(worker: LlamaWorker, prompt: str) -> str:
+    return worker.ask(prompt).get(timeout=WAIT_S)["text"]
+
+
+def test_replies_come_in_order_by_prompt_and_the_last_repeats(
+    scripted_server: ScriptedServer, scripted_worker: LlamaWorker
+) -> None:
+    assert said(scripted_worker, "before there is a reply") == "Hello"
+    scripted_server.reply("one", times=2)
+    scripted_server.reply(Text("t"), "wo")
+    scripted_server.reply("rivers: 3", to="rivers")
+    prompts = ["a", "b", "rivers?", "c", "d"]
+    assert [said(scripted_worker, prompt) for prompt in prompts] == [
+        *("one", "one", "rivers: 3", "two", "two")
+    ]
+    contents = [body["messages"][-1]["content"] for body in scripted_server.requests]
+    assert len(contents) == 6
+    assert contents[3].startswith("rivers?")
+    assert scripted_server.wait_request(6) == scripted_server.requests[-1]
+
+
+def test_a_restart_does_not_begin_the_replies_anew(
+    scripted_server: ScriptedServer, scripted_worker: LlamaWorker
+) -> None:
+    scripted_server.reply("half", KillSelf())
+    scripted_server.reply("whole")
+    with pytest.raises(RequestFailed) as failure:
+        said(scripted_worker, "x")
+    assert failure.value.result["fail_reason"] == "server_died"
+    scripted_worker.wait_slot().get(timeout=WAIT_S)
+    assert said(scripted_worker, "x") == "whole"
+    assert len(scripted_server.journal.facts("launched")) == 2
+
+
+def test_a_refusal_takes_the_place_of_a_reply(
+    scripted_server: ScriptedServer, scripted_worker: LlamaWorker
+) -> None:
+    scripted_server.reply(HttpError(503, "busy"))
+    with pytest.raises(RequestFailed, match="busy"):
+        said(scripted_worker, "x")
+
+
+def test_signals_and_reasoning_are_scripted(scripted_server: ScriptedServer) -> None:
+    outcome = {"outcome": "success", "summary": "s"}
+    call = ToolCall("declare_outcome", outcome)
+    scripted_server.reply(Reasoning("hm"), "4", call, reason="tool_calls")
+    with LlamaWorker(scripted_server.config(exit_tools=ALL_EXIT_TOOLS)) as worker:
+        result = worker.ask("x").get(timeout=WAIT_S)
+    assert (result["reasoning"], result["text"]) == ("hm", "4")
+    assert [signal["arguments"] for signal in result["signals"]] == [outcome]
+
+
+def test_a_server_waits_until_the_test_lets_go(
+    scripted_server: ScriptedServer, scripted_worker: LlamaWorker
+) -> None:
+    hold = scripted_server.hold()
+    scripted_server.reply("a", hold.step, "b")
+    asked = scripted_worker.ask("x")
+    hold.wait_reached(WAIT_S)
+    assert not asked.done()
+    hold.release()
+    assert asked.get(timeout=WAIT_S)["text"] == "ab"
+
+
+def test_a_start_may_fail(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    script = Script(exits=[Exit(1, "before_bind", log=["no luck"])])
+    config = ScriptedServer(tmp_path / "server", script).config(port=free_port())
+    with closing(LlamaWorker(config)) as worker, pytest.raises(WorkerStartError, match="no luck"):
+        worker.start().get(timeout=WAIT_S)
+
+
+def test_a_double_of_a_worker_returns_futures() -> None:
+    result = request_result("4", job_name="sum")
+    assert resolved(result).get(timeout=0) is result
+    assert (result["text"], result["job_name"], result["fail_reason"]) == ("4", "sum", None)
+    with pytest.raises(RequestRefused):
+        failed(RequestRefused("NO_SLOT_AVAILABLE")).get(timeout=0)
+    later: WorkerFuture[int] = WorkerFuture()
+    assert not later.done()
+    later.answer(7)
+    assert later.get(timeout=0) == 7
