@@ -23,6 +23,7 @@ from llama_worker.bios import default_bios
 from llama_worker.errors import MASK, ConfigError
 from llama_worker.profiles import Canary, LoopDetector, Recycle, RestartPolicy, TimeoutProfile
 from llama_worker.server.command import (
+    BATCH_SIZE,
     check_command,
     checked_words,
     ip_address_of,
@@ -110,6 +111,7 @@ class WorkerConfig:
         executable: str | os.PathLike[str] = "llama-server",
         extra_args: Iterable[str] = (),
         cache_ram_mib: int | None = None,
+        batch_size: int | None = BATCH_SIZE,
         **fields: Any,
     ) -> Self:
         """A config whose command is made of the same host, port and slots: each is written once.
@@ -123,6 +125,7 @@ class WorkerConfig:
             executable: the program; `llama-server` is looked for where it is started.
             extra_args: further words of the command.
             cache_ram_mib: see `llama_server_cmd`.
+            batch_size: tokens of prompts that the server takes at a time; see `llama_server_cmd`.
             fields: further fields of WorkerConfig.
 
         Raises:
@@ -138,6 +141,7 @@ class WorkerConfig:
             executable=os.fspath(executable),
             extra_args=extra_args,
             cache_ram_mib=cache_ram_mib,
+            batch_size=batch_size,
         )
         name = Path(path).stem if name is None else name
         return cls(name, host, port, command, slots=slots, **fields)

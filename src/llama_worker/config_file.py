@@ -40,12 +40,13 @@ _COMMAND_KEYS = {
     "executable",
     "extra_args",
     "cache_ram_mib",
+    "batch_size",
 }  # what llama_server_cmd makes a server_cmd of
 _WORKER_KEYS = {field.name for field in fields(WorkerConfig)} - _IN_CODE_ONLY - {
     "name"
 } | _COMMAND_KEYS
 _OFF = "off"  # TOML has no None
-_MAY_BE_OFF = {"loop_detector", "max_tokens", "result_ttl_s"}
+_MAY_BE_OFF = {"batch_size", "loop_detector", "max_tokens", "result_ttl_s"}
 _PROFILES: tuple[tuple[str, type[Any], dict[str, Callable[[], Any]]], ...] = (
     (
         "timeouts",

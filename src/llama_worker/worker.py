@@ -124,7 +124,7 @@ class LlamaWorker(Startable):
             port: its port; None: one that is free now.
             executable: the llama-server; None: LLAMA_SERVER, the PATH, then this Python environment.
             extra_args: further words of the server's command.
-            config: further fields of WorkerConfig.
+            config: further arguments of `WorkerConfig.for_model`, such as `batch_size`.
 
         Raises:
             ConfigError: no llama-server was found, or a value cannot work.

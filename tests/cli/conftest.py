@@ -44,6 +44,7 @@ HELP = """\
 --host HOST                             ip address to listen on
 --port PORT                             port to listen on
 -c,    --ctx-size N                     size of the prompt context
+-b,    --batch-size N                   logical maximum batch size
 --cache-ram N                           set the maximum cache size in MiB
 --metrics                               enable prometheus compatible metrics endpoint"""
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")

@@ -86,7 +86,7 @@ def test_the_doctor_examines_a_fleet(
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("the llama-server knows every flag of its command") == 2
     fleet.write_text(
-        f'{workers}extra_args = ["--tools", "all"]\nmodel = "none.gguf"\ncache_ram_mib = -1\n'
+        f'{workers}extra_args = ["--tools", "all", "-b", "2048"]\nmodel = "none.gguf"\ncache_ram_mib = -1\n'
     )
     done = run("doctor", str(fleet), "--json")
     report = json.loads(done.stdout)
@@ -96,6 +96,7 @@ def test_the_doctor_examines_a_fleet(
         "problem b: this llama-server does not know --tools",
         "note b: server_cmd has --tools: the server may start programs",
         "note b: llama-server b7 has CVE-2026-107183: ",
+        "note b: the server reads prompts in batches of 2048 tokens",
         "problem model: there is no file none.gguf",
         "note prompt caches: 2 servers may keep up to inf MiB of prompts in memory",
     ):

@@ -9,6 +9,7 @@ import pytest
 from llama_worker import TimeoutProfile, WorkerConfig, llama_server_cmd
 from llama_worker.server.command_flags import (
     KnownFlags,
+    batch_warning,
     cache_ram_mib,
     command_warnings,
     memory_warning,
@@ -193,6 +194,28 @@ def test_caches_beyond_memory_are_named(
 def test_a_command_can_bound_the_cache(given: int | None, bound: float) -> None:
     command = llama_server_cmd("m.gguf", host="h", port=1, slots=1, cache_ram_mib=given)
     assert (cache_ram_mib(command), "--cache-ram" in command) == (bound, given is not None)
+
+
+# ---------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "size"),
+    [
+        ((), {}, 2048),
+        (("-b", "1024"), {}, 1024),
+        (("--batch-size=4096",), {"LLAMA_ARG_BATCH": "64"}, 4096),
+        (("-b", "2048", "--batch-size", "512"), {}, None),
+        ((), {"LLAMA_ARG_BATCH": "256"}, None),
+        (("-b", "many"), {}, 2048),  # the server will refuse it
+    ],
+)
+def test_batches_that_everything_waits_for_are_named(
+    words: tuple[str, ...], env: dict[str, str], size: int | None
+) -> None:
+    line = batch_warning((*MODEL, *words), env)
+    assert (line is None) == (size is None)
+    assert size is None or f"in batches of {size} tokens" in (line or "")
 
 
 # ---------------------------------------------------------------- what a build knows

@@ -284,6 +284,7 @@ COMMAND = partial(llama_server_cmd, "m.gguf", host="h", port=1, slots=1)
         (RestartPolicy, ["degenerate_outputs_before_restart"], 1, None),
         (Recycle, ["max_requests", "max_anon_mib"], 1, None),
         (COMMAND, ["cache_ram_mib"], -1, None),
+        (COMMAND, ["batch_size"], 1, None),
         (LoopDetector, ["min_output_chars"], 0, None),
         (LoopDetector, ["min_line_chars", "long_line_chars"], 1, None),
         (LoopDetector, ["short_line_repeats", "long_line_repeats", "min_text_repeats"], 2, None),
@@ -358,7 +359,26 @@ def test_a_command_that_says_the_same_otherwise_is_taken(host: str, words: str) 
 
 def test_a_command_that_is_built_ends_in_what_the_caller_adds() -> None:
     built = "llama-server --model m.gguf --host h --port 1 --parallel 1 --cache-ram 0 -c 4096"
-    assert COMMAND(cache_ram_mib=0, extra_args=["-c", "4096"]) == tuple(built.split())
+    command = COMMAND(cache_ram_mib=0, batch_size=None, extra_args=["-c", "4096"])
+    assert command == tuple(built.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ["--batch-size", "512"]),
+        ({"batch_size": 64}, ["--batch-size", "64"]),
+        ({"batch_size": None}, []),
+        ({"extra_args": ["-b", "256"]}, ["-b", "256"]),
+        ({"extra_args": ["--batch-size=256"], "batch_size": 64}, ["--batch-size=256"]),
+        ({"extra_args": ["-ub", "2048"]}, ["-ub", "2048"]),  # the server cuts it down to -b
+        ({"extra_args": ["--ubatch-size", "1024"]}, ["--ubatch-size", "1024"]),
+    ],
+)
+def test_a_command_has_small_batches_unless_told_otherwise(
+    given: dict[str, Any], words: list[str]
+) -> None:
+    assert COMMAND(**given) == (*COMMAND(batch_size=None), *words)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ max_restarts_per_window = 3
 [workers.planner]
 port = 8081
 model = "planner.gguf"
+batch_size = 256
 env.CUDA_VISIBLE_DEVICES = "0"
 default_params.temperature = 0.9
 
@@ -52,6 +53,7 @@ idle_stream_timeout_s = "off"
 [workers.coder]
 port = 8082
 model = "coder.gguf"
+batch_size = "off"
 slots = 1
 max_tokens = "off"
 loop_detector = { max_period = 4 }
@@ -93,9 +95,10 @@ def test_a_whole_file(tmp_path: Path) -> None:
     workers = load(tmp_path, FULL)
     assert list(workers) == ["planner", "coder"]
     command = "/opt/llama-server --model {}.gguf --host 127.0.0.1 --port {} --parallel {}"
+    batches = ("--batch-size",)
     assert workers["planner"] == WorkerConfig(
         *("planner", "127.0.0.1", 8081),
-        (*command.format("planner", 8081, 2).split(), "--n-gpu-layers", "99"),
+        (*command.format("planner", 8081, 2).split(), *batches, "256", "--n-gpu-layers", "99"),
         slots=2,
         env={"GGML_NO_BACKTRACE": "1", "CUDA_VISIBLE_DEVICES": "0"},
         timeouts=TimeoutProfile(absolute_timeout_s=7200, idle_stream_timeout_s=None),
@@ -117,6 +120,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
 def test_what_is_not_said_is_as_in_a_program_and_a_path_may_be_text(tmp_path: Path) -> None:
     (tmp_path / "f.toml").write_text(ONE)
     command = "llama-server --model m.gguf --host 127.0.0.1 --port 8081 --parallel 1"
+    command += " --batch-size 512"
     assert load_config(str(tmp_path / "f.toml")) == {
         "a": WorkerConfig("a", "127.0.0.1", 8081, command.split())
     }
@@ -232,7 +236,8 @@ def test_a_restart_policy_may_be_never_or_hold_a_recycle_table(tmp_path: Path) -
         (
             "xyzzy = 2",
             (
-                "fleet.toml:5: workers.a.xyzzy: unknown key; known: api_key, cache_ram_mib, check_invariants, "
+                "fleet.toml:5: workers.a.xyzzy: unknown key; known: api_key, batch_size, cache_ram_mib, "
+                "check_invariants, "
                 "default_params,"
             ),
         ),

@@ -81,6 +81,7 @@ def _examine(
                     findings += doctor_commands.of_command(
                         "command", config, doctor_facts.known_flags(server.path)
                     )
+            findings += doctor_commands.of_batch("batches", config)
             findings += doctor_commands.of_caches({"it": config}, machine.memory_bytes)
             trial = _trial(config, interrupts, findings)
     if server is not None:
@@ -114,6 +115,7 @@ def _examine_fleet(path: str, interrupts: Interrupts, *, as_json: bool) -> int:
         if program := programs[name]:
             findings += doctor_commands.of_command(name, config, known[program])
             findings += doctor_commands.of_build(name, build[program], config.server_cmd)
+            findings += doctor_commands.of_batch(name, config)
         for _, model in flag_values(config.server_cmd, ("-m", "--model")):
             if (found := _model(model, findings)) is not None:
                 findings += doctor_findings.of_model(found, machine, None)

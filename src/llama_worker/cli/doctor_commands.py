@@ -8,7 +8,13 @@ from llama_worker import WorkerConfig
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.text import harmless
 from llama_worker.server.builds import known_flaws
-from llama_worker.server.command_flags import KnownFlags, memory_warning, program_of, unknown_flags
+from llama_worker.server.command_flags import (
+    KnownFlags,
+    batch_warning,
+    memory_warning,
+    program_of,
+    unknown_flags,
+)
 
 
 def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> Iterator[Finding]:
@@ -38,6 +44,14 @@ def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> 
 def of_build(subject: str, build: int | None, command: Sequence[str]) -> Iterator[Finding]:
     """What is known to be wrong with the build that the command runs."""
     for line in known_flaws(build, command):
+        what, _, todo = line.rpartition("; ")
+        yield Finding("note", subject, what, todo)
+
+
+def of_batch(subject: str, config: WorkerConfig) -> Iterator[Finding]:
+    """How long everything waits for a batch."""
+    line = batch_warning(config.server_cmd, config.env)
+    if line is not None:
         what, _, todo = line.rpartition("; ")
         yield Finding("note", subject, what, todo)
 

@@ -12,6 +12,9 @@ from llama_worker.validation import checked_int, checked_str, optional, shown
 _HOST_FLAGS = ("--host",)
 _PORT_FLAGS = ("--port",)
 SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
+BATCH_FLAGS = ("-b", "--batch-size")
+_UBATCH_FLAGS = ("-ub", "--ubatch-size")
+BATCH_SIZE = 512  # what the server computes at once (--ubatch-size) unless told otherwise
 _TWO_WORDS = re.compile(r"(--?[a-zA-Z][\w-]*)\s+(\S.*)", re.DOTALL)  # and no shell to part them
 _SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
 
@@ -25,6 +28,7 @@ def llama_server_cmd(
     executable: str = "llama-server",
     extra_args: Iterable[str] = (),
     cache_ram_mib: int | None = None,
+    batch_size: int | None = BATCH_SIZE,
 ) -> tuple[str, ...]:
     """A command for `WorkerConfig.server_cmd` that agrees with its host, port and slots;
     `WorkerConfig.for_model` makes both at once.
@@ -33,22 +37,29 @@ def llama_server_cmd(
     Python environment.
 
     It passes `--parallel`: without it a server opens four slots that share one context (b11434).
-    `cache_ram_mib` bounds the memory in which the server keeps prompts (0: none, -1: no bound);
-    None leaves it to the server, whose default is 8192 MiB: too much where several servers share a
-    machine.
+    `batch_size` is how many tokens of prompts the server takes at a time: a neighbour's next token
+    and the notice of a cancel wait for so many. None leaves it to the server, whose default is
+    2048; sizes of batches (-b, -ub) among `extra_args` win. `cache_ram_mib` bounds the memory in
+    which the server keeps prompts (0: none, -1: no bound); None leaves it to the server, whose
+    default is 8192 MiB: too much where several servers share a machine.
     """
     optional(checked_int, "cache_ram_mib", cache_ram_mib, at_least=-1)
+    optional(checked_int, "batch_size", batch_size, at_least=1)
     checked_str("model", str(model), empty=False)
     if isinstance(extra_args, Iterable) and not isinstance(extra_args, (str, bytes)):
         extra_args = tuple(extra_args)
+    extra_words = checked_words("extra_args", extra_args, may_be_empty=True)
+    if flag_values(extra_words, (*BATCH_FLAGS, *_UBATCH_FLAGS)):
+        batch_size = None
     return (
         str(executable),
         *("--model", str(model)),
         *("--host", host),
         *("--port", str(port)),
         *("--parallel", str(slots)),
+        *(("--batch-size", str(batch_size)) if batch_size is not None else ()),
         *(("--cache-ram", str(cache_ram_mib)) if cache_ram_mib is not None else ()),
-        *checked_words("extra_args", extra_args, may_be_empty=True),
+        *extra_words,
     )
 
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from llama_worker.profiles import TimeoutProfile
-from llama_worker.server.command import SLOT_FLAGS, flag_values
+from llama_worker.server.command import BATCH_FLAGS, BATCH_SIZE, SLOT_FLAGS, flag_values
 
 PROGRAM = "llama-server"
 DEFAULT_CACHE_RAM_MIB = 8192  # of every server since October 2025
+DEFAULT_BATCH_SIZE = 2048
 
 _MODEL_FLAGS = (
     *("-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo"),
@@ -143,6 +144,20 @@ def commanded_n_ctx(command: Sequence[str], env: Mapping[str, str], slots: int) 
         env.get("LLAMA_ARG_CTX_SIZE", "")
     ]
     return int(given[-1]) // slots if given[-1].isdecimal() and int(given[-1]) > 0 else None
+
+
+def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:
+    """A line for a person where whatever waits for a batch waits longer than it has to."""
+    given = [value for _, value in flag_values(command, BATCH_FLAGS)]
+    told = given[-1] if given else env.get("LLAMA_ARG_BATCH", "")
+    size = int(told) if told.isdecimal() else DEFAULT_BATCH_SIZE
+    if size <= BATCH_SIZE:
+        return None
+    return (
+        f"the server reads prompts in batches of {size} tokens: a neighbour's next token, the "
+        f"notice of a cancel, and a prompt's progress wait for one; set --batch-size {BATCH_SIZE}, "
+        "which costs a CPU next to nothing"
+    )
 
 
 def memory_warning(commands: Mapping[str, Sequence[str]], memory_bytes: int) -> str | None:
