@@ -13,7 +13,14 @@ import pykka
 
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
-from llama_worker.messages import ActorDied, Mailbox, Tick, WorkerMessage
+from llama_worker.messages import (
+    ActorDied,
+    Mailbox,
+    ReportedIn,
+    ReportIn,
+    Tick,
+    WorkerMessage,
+)
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.runtime.ports import ActorRunner, Clock, Runtime, Timer
 
@@ -50,29 +57,29 @@ class Ref(Generic[M]):
 
 
 class LiveCount:
-    """Counts the actors of one worker that are alive, and its launched servers. Thread-safe."""
+    """The actors of one worker that are alive, and its launched servers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._alive = 0
+        self._alive: set[object] = set()
         self._nobody_left: WorkerFuture[None] = (
             WorkerFuture()
         )  # a signal handler may wait over somebody who waits
 
-    def enter(self) -> None:
+    def enter(self, member: object) -> None:
         with self._lock:
-            self._alive += 1
+            self._alive.add(member)
 
-    def leave(self) -> None:
-        """One has released everything."""
+    def leave(self, member: object) -> None:
+        """It has released everything, or nobody waits for it any more. Idempotent."""
         with self._lock:
-            self._alive -= 1
+            self._alive.discard(member)
         if self.done():
             self._nobody_left.answer(None)
 
     def done(self) -> bool:
         """Nobody is left."""
-        return self._alive == 0
+        return not self._alive
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block the calling thread (the host's, never an actor's) until nobody is left; False: not
@@ -140,7 +147,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         self._live_count = live_count
         self._slot = slot
         self._released = False
-        live_count.enter()
+        live_count.enter(self)
 
     @staticmethod
     def _create_actor_inbox() -> Any:
@@ -176,11 +183,24 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         """After `release`: whether what the actor owned is still to tell the parent of its end."""
         return False
 
+    @property
+    def is_given_up(self) -> bool:
+        """Another actor has taken its place."""
+        return False
+
+    def _report_in(self) -> None:
+        if self._parent is not None:
+            self._parent.tell(ReportedIn(role=self.role, slot=self._slot))
+
     def on_receive(self, message: Any) -> None:
         """Pykka's entry."""
         try:
-            if type(message) in self.accepts:
+            if self.is_given_up:
+                self.stop()
+            elif type(message) in self.accepts:
                 self.handle(message)
+            elif isinstance(message, ReportIn):
+                self._report_in()
             elif isinstance(message, _StopRequested):
                 self.stop()
             else:  # any program may broadcast to all of Pykka's actors
@@ -233,7 +253,19 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         try:
             self.release(failure)
         finally:
-            self._live_count.leave()
+            self._live_count.leave(self)
+
+
+class Line:
+    """A child's way to its parent, until it is cut. Thread-safe."""
+
+    def __init__(self, parent: Mailbox[WorkerMessage]) -> None:
+        self.parent = parent
+        self.is_cut = False
+        self.child: Child[Any] | None = None
+
+    def tell(self, message: WorkerMessage) -> bool:
+        return not self.is_cut and self.parent.tell(message)
 
 
 class Child(SupervisedActor[M]):
@@ -241,14 +273,37 @@ class Child(SupervisedActor[M]):
 
     def __init__(
         self,
-        parent: Mailbox[WorkerMessage],
+        line: Line,
         live_count: LiveCount,
         runtime: Runtime,
         config: WorkerConfig,
         *,
         slot: int | None = None,
     ) -> None:
-        super().__init__(parent, live_count, runtime, slot=slot)
-        self._worker = parent
+        super().__init__(line, live_count, runtime, slot=slot)
+        self._worker = self._line = line
         self._runtime = runtime
         self._config = config
+        line.child = self
+
+    @property
+    def is_given_up(self) -> bool:
+        return self._line.is_cut
+
+    def give_up(self, detail: str) -> bool:
+        """Called by the parent, on its own thread, where this actor does not answer; returns
+        `will_report`.
+
+        A thread that is blocked cannot be ended: the actor counts as dead, and nobody waits for it.
+        Should it wake up one day, what it tells its parent from now on is dropped, and so is what
+        lies in its mailbox; what it tells others carries a turn or a launch that is over. It then
+        releases what it owns, and ends.
+        """
+        self._line.is_cut = True
+        self.abandon(detail)
+        self._live_count.leave(self)
+        return self.will_report()
+
+    def abandon(self, detail: str) -> None:
+        """End what must not outlive this actor, and save what can be, whatever it is in the middle
+        of. Called on the parent's thread."""

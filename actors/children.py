@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, TypeVar
 
-from llama_worker.actors.base import Child, LiveCount, Ref
+from llama_worker.actors.base import Child, Line, LiveCount, Ref
 from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
@@ -21,6 +21,7 @@ from llama_worker.messages import (
     WorkerMessage,
 )
 from llama_worker.runtime.ports import Runtime
+from llama_worker.server.roll_call import Member
 
 M = TypeVar("M")
 
@@ -41,6 +42,7 @@ class Children:
         self._runtime = runtime
         self._config = config
         self._unix_offset = unix_offset
+        self._lines: dict[Member, Line] = {}
         self.requests: list[Ref[RequestMessage]] = []
         with contextlib.ExitStack() as undo:  # the system may have no thread left for the next one
             undo.callback(self._stop_requests)
@@ -70,6 +72,23 @@ class Children:
             case RequestActor.role if slot is not None:
                 self.requests[slot] = self._start_request(slot)
 
+    @property
+    def members(self) -> dict[Member, Ref[Any]]:
+        """Every actor there is."""
+        single: dict[Member, Ref[Any]] = {
+            (ProcessActor.role, None): self.process,
+            (TransportActor.role, None): self.transport,
+            (ToolLoopActor.role, None): self.tools,
+            (WatchdogActor.role, None): self.watchdog,
+        }
+        return single | {(RequestActor.role, slot): ref for slot, ref in enumerate(self.requests)}
+
+    def give_up(self, member: Member, detail: str) -> bool:
+        """The actor does not answer, and counts as dead; whether the end of what it owned is still
+        to be told."""
+        child = self._lines[member].child
+        return child is not None and child.give_up(detail)
+
     def stop(self) -> None:
         """Let every actor end; each releases what it owns."""
         self._stop_requests()
@@ -84,4 +103,5 @@ class Children:
         return self._start(RequestActor, slot=slot, unix_offset=self._unix_offset)
 
     def _start(self, actor: type[Child[M]], **more: Any) -> Ref[M]:
-        return Ref(actor.start(self._parent, self._live_count, self._runtime, self._config, **more))
+        line = self._lines[actor.role, more.get("slot")] = Line(self._parent)
+        return Ref(actor.start(line, self._live_count, self._runtime, self._config, **more))

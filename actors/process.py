@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llama_worker.actors.base import Alarm, Child, LiveCount, members
+from llama_worker.actors.base import Alarm, Child, Line, LiveCount, members
 from llama_worker.errors import described_error
 from llama_worker.messages import (
     Died,
@@ -26,7 +26,6 @@ from llama_worker.messages import (
     Terminate,
     Tick,
     Unkillable,
-    WorkerMessage,
 )
 from llama_worker.runtime.ports import ServerProcess, Timer
 from llama_worker.server.termination import (
@@ -106,6 +105,10 @@ class ProcessActor(Child[ProcessMessage]):
                 ),
             )
 
+    def abandon(self, detail: str) -> None:
+        """Kill the server: signals and timers may be set from any thread."""
+        self.release(detail)
+
     def will_report(self) -> bool:
         """A server that is being killed tells the worker itself once it is gone.
 
@@ -115,8 +118,8 @@ class ProcessActor(Child[ProcessMessage]):
         return self._server is not None and not self._server.ended
 
     def _launch(self, epoch: int) -> None:
-        self._live_count.enter()  # until its last word: nobody is gone while a process is left
-        self._news = news = _News(self.me(), self._worker, self._live_count)
+        self._news = news = _News(self.me(), self._line, self._live_count)
+        self._live_count.enter(news)  # until its last word: nobody is gone while a process is left
         try:
             self._server = self._runtime.start_server(epoch, news)
         except (
@@ -139,7 +142,7 @@ class ProcessActor(Child[ProcessMessage]):
         if isinstance(self._state, Absent):
             return lambda: None
         worker, stuck = (
-            self._worker,
+            self._line.parent,
             Unkillable(epoch=self._state.epoch, detail=describe_stuck(self._pid, {})),
         )
         return lambda: server.ended or worker.tell(stuck)
@@ -149,23 +152,21 @@ class _News:
     """What a launch tells: the ProcessActor, or the worker itself where that one did not live to
     hear of the end."""
 
-    def __init__(
-        self, me: Mailbox[ServerNews], worker: Mailbox[WorkerMessage], live_count: LiveCount
-    ) -> None:
+    def __init__(self, me: Mailbox[ServerNews], line: Line, live_count: LiveCount) -> None:
         self._me = me
-        self._worker = worker
+        self._line = line
         self._live_count = live_count
         self._timers: tuple[Timer, ...] = ()
         self._is_over = False
 
     def tell(self, message: ServerNews) -> bool:
-        heard = self._me.tell(message)
+        heard = not self._line.is_cut and self._me.tell(message)
         if isinstance(message, LaunchFailed | Exited):
             self._is_over = True
             self._cancel_timers()
             if not heard:
-                self._worker.tell(message)
-            self._live_count.leave()
+                self._line.parent.tell(message)
+            self._live_count.leave(self)
         return heard
 
     def until_the_end(self, *timers: Timer) -> None:

@@ -8,6 +8,7 @@ ProgressReported, the WorkerActor RequestEnded. Owns the request's record until 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, assert_never
 
 from llama_worker.actors.base import Alarm, Child, members
@@ -95,6 +96,16 @@ class RequestActor(Child[RequestMessage]):
         except Exception:  # it runs the code that has just raised
             effects = request.break_off(reason, detail, now)
         self._send(effects)
+
+    def abandon(self, detail: str) -> None:
+        """End the request with what it has shown, without any code that may be what is stuck."""
+        request = self._request
+        with contextlib.suppress(Exception):  # it goes on at this very moment: nothing is saved
+            if request is not None:
+                now = self._runtime.now()
+                for effect in request.break_off(RequestFailReason.UNKNOWN_ERROR, detail, now):
+                    if isinstance(effect, RequestEnded):
+                        self._line.parent.tell(effect)
 
     def _begin(self, order: Begin) -> None:
         now = self._runtime.now()

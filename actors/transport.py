@@ -69,6 +69,11 @@ class TransportActor(Child[TransportMessage]):
         for stream in self._streams.values():
             stream.abort()
 
+    def abandon(self, detail: str) -> None:
+        """A stream may be aborted by any thread."""
+        for stream in list(self._streams.values()):
+            stream.abort()
+
     def _report_closed(self) -> None:
         if self._closing is not None and not self._streams:
             self._worker.tell(StreamsClosed(epoch=self._closing))

@@ -31,6 +31,8 @@ from llama_worker.messages import (
     ReadOutput,
     ReleaseResult,
     Reply,
+    ReportedIn,
+    ReportIn,
     RequestEnded,
     SignalEmitted,
     Stalled,
@@ -49,6 +51,7 @@ from llama_worker.runtime.ports import Runtime
 from llama_worker.server.command import masked_server_cmd
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
+from llama_worker.server.roll_call import ANSWER_S, RollCall
 from llama_worker.server.suspicion import Trouble
 from llama_worker.server.traits import unsupported
 from llama_worker.types import SubmitErrorCode, WorkerState, WorkerStatus
@@ -95,6 +98,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._alarm = Alarm(runtime, me)
         self._children = Children(me, live_count, runtime, config, self._unix_offset)
         self._dispatcher = RequestDispatcher(self._table, self._children, config.slots)
+        self._roll_call = RollCall()
         self._server = ServerLife(
             config,
             self._children,
@@ -108,6 +112,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
     def handle(self, message: WorkerMessage) -> None:  # noqa: C901  one line for each case, nearly
         """Answer, admit, pass on; then wait for what is due next."""
         now = self._runtime.now()
+        self._roll_call.notice_gap(now)
         match message:
             case Submit():
                 self._submit(message, now)
@@ -156,10 +161,14 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._expire(now)
                 self._server.handle(message, now)
                 self._server.recycle_if_due(now)
+                self._call_roll(now)
+            case ReportedIn(role=role, slot=slot):
+                self._roll_call.answered((role, slot))
             case _:
                 self._server.handle(message, now)
         if self._slot_waiters:
             self._answer_slot_waiters()
+        self._roll_call.keep(busy=self._is_busy, now=now)
         self._alarm.set(min(self._due_times(), default=None))
         if self._config.check_invariants:
             self._check_invariants(message)
@@ -294,6 +303,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         ttl_s, oldest = self._config.result_ttl_s, self._table.oldest_end()
         if ttl_s is not None and oldest is not None:
             yield oldest + ttl_s + 0.001  # a record of just that age is kept
+        if self._roll_call.deadline is not None:
+            yield self._roll_call.deadline
         if self._server.lifecycle.deadline is not None:
             yield self._server.lifecycle.deadline
         if self._server.too_old_at is not None:
@@ -301,11 +312,31 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
 
     # ------------------------------------------------------------ supervision
 
+    @property
+    def _is_busy(self) -> bool:
+        """Somebody waits for what one of the other actors does."""
+        return bool(self._table.active) or self._server.lifecycle.is_moving
+
+    def _call_roll(self, now: float) -> None:
+        """An idle worker wakes nobody; else who does not answer is dead."""
+        for member in self._roll_call.silent(now):
+            role, slot = member
+            detail = f"it has not answered for {ANSWER_S:g} s"
+            will_report = self._children.give_up(member, detail)
+            self._roll_call.answered(member)
+            # Behind what it has left.
+            self.me().tell(ActorDied(role=role, slot=slot, detail=detail, will_report=will_report))
+        members = self._children.members
+        for member in self._roll_call.due(members, now):
+            if members[member].tell(ReportIn()):
+                self._roll_call.asked(member, now)
+
     def _actor_died(self, death: ActorDied, now: float) -> None:
         """Nuke and repave: a new actor, a new server; what was in flight fails."""
         self._note(
             "actor_died", level=logging.ERROR, role=death.role, slot=death.slot, detail=death.detail
         )
+        self._roll_call.answered((death.role, death.slot))
         try:
             self._children.replace(death.role, death.slot)
         except RuntimeError as error:  # the system has no thread left: again, until it has

@@ -80,6 +80,13 @@ class Tick(Struct, frozen=True, kw_only=True):
     """A timer that the receiver set has fired."""
 
 
+# ---------------------------------------------------------------- to every actor that a WorkerActor started
+
+
+class ReportIn(Struct, frozen=True):
+    """Tell the WorkerActor `ReportedIn`: who does not is stuck."""
+
+
 # ---------------------------------------------------------------- to the WorkerActor, from the host's handle
 
 
@@ -338,6 +345,13 @@ class ActorDied(Struct, frozen=True, kw_only=True):
     will_report: bool  # what it owned is being ended, and its end will be told
 
 
+class ReportedIn(Struct, frozen=True, kw_only=True):
+    """An actor's answer to `ReportIn`."""
+
+    role: str
+    slot: int | None
+
+
 HostMessage = (
     Start
     | Stop
@@ -382,6 +396,7 @@ WorkerMessage = (
     | ToolsRefused
     | ToolThreadStuck
     | ActorDied
+    | ReportedIn
     | Tick
 )
 

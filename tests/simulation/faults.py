@@ -130,6 +130,7 @@ _KINDS = (
     # ---- the server at work
     Kind("decode dead, HTTP alive", Scope.SERVER, found_within=_silence),
     Kind("livelock", Scope.SERVER, found_within=_silent_work),
+    Kind("stuck task queue", Scope.SERVER, found_within=_silent_work),
     Kind("SIGSTOP", Scope.SERVER, found_within=_silence),
     Kind("dead altogether", Scope.SERVER, found_within=_silence),
     Kind("HTTP thread dead", Scope.SERVER, found_within=_health),
@@ -160,7 +161,9 @@ _KINDS = (
     Kind("unkillable for ever", Scope.KILL, weight=0.2),
     # ---- the host program
     Kind("actor's exception", Scope.HOST),
+    Kind("an actor is blocked", Scope.HOST),
     Kind("a probe hangs", Scope.HOST, honest=True),
+    Kind("host always late", Scope.HOST, honest=True),
     Kind("host stalled", Scope.HOST, honest=True),
     Kind("host and server stalled", Scope.HOST, honest=True),
     Kind("host lacks threads", Scope.HOST, kills=False),

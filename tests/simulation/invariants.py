@@ -94,6 +94,7 @@ class Invariants:
         self._drains: list[Any] = []  # futures of `drain()` whose bound has not begun
         self._slot_waiters: list[Any] = []  # futures of `wait_slot()`
         self.blind_s = 0.0  # how long the host could not look, in all
+        self._blocked: list[list[float]] = []  # since when an actor was, and until when
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
         self._scheduler, self._worker = bench.scheduler, bench.actor
         self._policy, self._slots = bench.config.restart, bench.config.slots
@@ -207,7 +208,7 @@ class Invariants:
     def _check_arrow(self, state: WorkerState) -> None:
         if state not in ARROWS[self.state]:
             raise Violation(7, f"the worker went from {self.state} to {state}")
-        if state is WorkerState.READY and self._active:
+        if state is WorkerState.READY and self._active and not self._is_blocked:
             raise Violation(7, f"READY with requests {self._active} of the life before")
         if state is WorkerState.READY:
             self._ready_at = self._scheduler.now
@@ -428,6 +429,24 @@ class Invariants:
                 3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}"
             )
 
+    def actor_blocked(self, blocked: SimulatedActor) -> Callable[[], object]:
+        """Nobody waits for less than the time in which the actor is not given up; call what is
+        returned once it is."""
+        entry = [self._scheduler.host_time, math.inf]
+        self._blocked.append(entry)
+        return lambda: entry.__setitem__(1, self._scheduler.host_time)
+
+    @property
+    def _is_blocked(self) -> bool:
+        """Some actor is, and is not given up."""
+        return any(until == math.inf for _, until in self._blocked)
+
+    @property
+    def _blocked_s(self) -> float:
+        """In all, of the host's time."""
+        now = self._scheduler.host_time
+        return sum(min(until, now) - since for since, until in self._blocked)
+
     def expect(
         self,
         number: int,
@@ -442,16 +461,18 @@ class Invariants:
         Nothing has to be found (4) while the host lacks the threads to look.
         """
         scheduler = self._scheduler
-        due, blind_s = scheduler.host_time + bound_s, self.blind_s
+        due, blind_s, blocked_s = scheduler.host_time + bound_s, self.blind_s, self._blocked_s
 
         def check() -> None:
-            nonlocal due, blind_s
+            nonlocal due, blind_s, blocked_s
             if done():
                 return
             left_s = due - scheduler.host_time + (self.blind_s - blind_s if number == 4 else 0.0)
+            left_s += self._blocked_s - blocked_s
             if left_s <= 1e-6:
                 left_s = spared_s()
                 due, blind_s = scheduler.host_time + left_s, self.blind_s
+                blocked_s = self._blocked_s
             if left_s <= 0:
                 raise Violation(number, f"not within {bound_s:.1f} s: {what}")
             scheduler.after(left_s, check, "a bound is due", of_host=False)

@@ -9,18 +9,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from llama_worker.server.gpu_faults import GpuFault, gpu_lost
+from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS, Kind, Scope, Stage, longest_load_s
 from tests.simulation.invariants import QUICK_S, Fault, Truth
 from tests.simulation.runtime import SimServerProcess
+from tests.simulation.scheduler import SimulatedActor, Violation
 from tests.simulation.server import Exchange, LlamaServer, Reply
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 HOUR_S = 3600.0
+_GIVEN_UP_S = EVERY_S + ANSWER_S + 10.0  # timers are late, threads sleep
 _TOOL_S = 12.0  # a request may be in its tools when a fault of the server begins
 _EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
 # what goes out before the connection ends, and whether the body ends in the regular way
@@ -71,6 +74,7 @@ class Nature:
         self._at_next_request: list[Kind] = []
         self._on_server: dict[int, list[Fault]] = {}  # by epoch: those that hurt every request
         self._loading_faults: dict[int, Fault] = {}
+        self._blocked: list[SimulatedActor] = []
         self._held_up: set[int] = set()  # launches that are unkillable for minutes
         self._tool_kinds: dict[int, str] = {}
         self._bios: tuple[float | None, str | None] = (
@@ -95,6 +99,8 @@ class Nature:
         self.is_calm = True
         self._machine.lacks_threads = self._machine.looks_hang = False
         self._next_load, self._bios = None, (0.001, None)
+        for each in self._blocked:
+            self._scheduler.unblock_actor(each)
 
     def reply_kind(self, chance: float) -> str | None:
         if self.is_calm or not self._reply_kinds or not self._dice.chance(chance):
@@ -194,8 +200,11 @@ class Nature:
         if name == "SIGSTOP":
             server.stop_signal()
         elif name != "HTTP thread dead":
-            server.freeze(spins=name == "livelock")
-        server.ignores_term |= name == "livelock"
+            server.freeze(spins=name in ("livelock", "stuck task queue"))
+        if name == "stuck task queue":  # what `/slots` waits for, at once or after a while
+            silent = partial(setattr, server, "slots_silent", True)
+            self._later(self._dice.log_between(0.1, 300.0), silent, "/slots falls silent")
+        server.ignores_term |= name in ("livelock", "stuck task queue")
         server.http_dead = name in ("dead altogether", "HTTP thread dead")
         fault = self._hurt(name, server)
         if self._dice.chance(0.3):  # some come back by themselves
@@ -210,7 +219,7 @@ class Nature:
             return
         for each in (fault, *self._on_server.get(server.epoch, ())):
             each.ended_at = self._scheduler.host_time
-        server.http_dead = server.ignores_term = False
+        server.http_dead = server.ignores_term = server.slots_silent = False
         server.thaw()
         self._machine.resume(server)
 
@@ -399,6 +408,10 @@ class Nature:
                 actors = [each for each in self._scheduler.actors if each.actor.role != "worker"]
                 if actors:
                     self._scheduler.break_actor(dice.choice(actors))
+            case "an actor is blocked":
+                self._block_actor(fault)
+            case "host always late":
+                self._be_late(20 + dice.below(60))
             case "a probe hangs":
                 machine.looks_hang = True
                 seconds = dice.log_between(1.0, 300.0)
@@ -429,6 +442,47 @@ class Nature:
             case "BIOS provider blocks":
                 self._bios = (None if dice.chance(0.5) else dice.log_between(0.1, 100.0)), None
                 fault.ended_at = None
+
+    def _block_actor(self, fault: Fault) -> None:
+        """One handler does not return for a while, or never: whoever owes an answer is given up."""
+        actors = [each for each in self._scheduler.actors if each.actor.role != "worker"]
+        actors = [each for each in actors if not each.is_blocked]
+        if not actors:
+            return
+        blocked = self._dice.choice(actors)
+        fault.ended_at = None
+        self._scheduler.block_actor(blocked)
+        self._blocked.append(blocked)
+        ends = self._invariants.actor_blocked(blocked)
+        what = f"{blocked.name}, which is blocked while there is work"
+        busy_since: float | None = None
+
+        def look() -> None:
+            nonlocal busy_since
+            scheduler = self._scheduler
+            if blocked.actor.is_given_up or not blocked.is_blocked:
+                fault.ended_at = scheduler.host_time
+                ends()
+                return
+            now = scheduler.host_time
+            busy_since = (busy_since or now) if self._invariants.active else None
+            if busy_since is not None and now - busy_since > _GIVEN_UP_S:
+                raise Violation(4, f"not given up within {_GIVEN_UP_S:g} s: {what}")
+            self._later(1.0, look, "the blocked actor")
+
+        look()
+        if self._dice.chance(0.5):
+            unblock = partial(self._scheduler.unblock_actor, blocked)
+            self._later(self._dice.log_between(1.0, 2000.0), unblock, "a handler returns")
+
+    def _be_late(self, times: int) -> None:
+        """A machine that never gets to what is due: suspended, overcommitted."""
+        if self._scheduler.host_is_halted or not times or self.is_calm:
+            return
+        late_s = self._dice.between(6.0, 20.0)
+        self._scheduler.halt_host(late_s)
+        again = partial(self._be_late, times - 1)
+        self._later(late_s + self._dice.between(0.5, 8.0), again, "late again")
 
     def _bios_call(self) -> tuple[float | None, str | None]:
         bios, self._bios = self._bios, (0.001, None)

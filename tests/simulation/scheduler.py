@@ -90,6 +90,7 @@ class SimulatedActor:
         default_factory=deque
     )  # what it has told since it was preempted
     is_ready: bool = False
+    is_blocked: bool = False  # in a handler
 
     def put(self, envelope: Any) -> None:
         self.scheduler.told(self, envelope)
@@ -199,15 +200,31 @@ class Scheduler:
 
     def _put(self, receiver: SimulatedActor, envelope: Any) -> None:
         receiver.inbox.append(envelope)
-        if not receiver.is_ready:
+        if not receiver.is_ready and not receiver.is_blocked:
             receiver.is_ready = True
             delay_s = self._choices.wake_delay_s()
             if delay_s:
-                self.after(
-                    delay_s, lambda: self._ready.append(receiver), f"{receiver.name} wakes late"
-                )
+                wakes = partial(self._wakes, receiver)
+                self.after(delay_s, wakes, f"{receiver.name} wakes late")
             else:
                 self._ready.append(receiver)
+
+    def _wakes(self, simulated: SimulatedActor) -> None:
+        if not simulated.is_blocked and simulated not in self._ready:
+            self._ready.append(simulated)
+
+    def block_actor(self, simulated: SimulatedActor) -> None:
+        """A handler of it does not return: it takes nothing from its mailbox."""
+        simulated.is_blocked, simulated.is_ready = True, False
+        if simulated in self._ready:
+            self._ready.remove(simulated)
+
+    def unblock_actor(self, simulated: SimulatedActor) -> None:
+        """The handler returns after all."""
+        simulated.is_blocked = False
+        simulated.is_ready = bool(simulated.inbox or simulated.held)
+        if simulated.is_ready:
+            self._wakes(simulated)
 
     def break_actor(self, simulated: SimulatedActor) -> None:
         """It raises at its next message; there will be one."""

@@ -123,6 +123,15 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
                 return False
 
     @property
+    def is_moving(self) -> bool:
+        """On its way from one state in which it may rest to another."""
+        match self.state:
+            case Launching() | BackingOff() | Ending(stuck=None):
+                return True
+            case _:
+                return False
+
+    @property
     def deadline(self) -> float | None:
         """When `tick` has something to do; None: never."""
         match self.state:

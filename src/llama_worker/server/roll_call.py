@@ -1,0 +1,72 @@
+"""Which of the worker's actors do not answer. Sans-IO; instants are monotonic seconds.
+
+While there is anything to do every actor is asked now and then whether it still takes messages. One
+that owes its answer for too long is stuck in a handler, and counts as dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llama_worker.server.gaps import LATE_S, NO_GAPS
+
+Member = tuple[str, int | None]
+"""An actor's role, and its slot if it has one."""
+
+EVERY_S = 10.0
+ANSWER_S = 30.0
+
+
+class RollCall:
+    """Not thread-safe: one actor at a time. Time in which the host did not run counts for nobody."""
+
+    def __init__(self) -> None:
+        self._next_at: float | None = None
+        self._owing: dict[Member, float] = {}  # since when
+        self._gaps = NO_GAPS
+
+    @property
+    def deadline(self) -> float | None:
+        """When to look again; None: there is nothing to do."""
+        instants = [at + self._gaps.lost_s(at) + ANSWER_S for at in self._owing.values()]
+        if self._next_at is not None:
+            instants.append(self._next_at)
+        return min(instants, default=None)
+
+    def notice_gap(self, now: float) -> None:
+        """To be said before anything else at each instant: a deadline long past lies behind a gap."""
+        due_at = self.deadline
+        if due_at is not None and now - due_at > LATE_S:
+            self._gaps = self._gaps.with_gap(now, now - due_at)
+
+    def keep(self, *, busy: bool, now: float) -> None:
+        """Ask from now on, or, with nothing to do, no more."""
+        if not busy:
+            self._next_at = None
+        elif self._next_at is None:
+            self._next_at = now + EVERY_S
+
+    def due(self, members: Iterable[Member], now: float) -> list[Member]:
+        """Those of the members that are to be asked now."""
+        if self._next_at is None or now < self._next_at:
+            return []
+        self._next_at = now + EVERY_S
+        if not self._owing:
+            self._gaps = NO_GAPS
+        return [member for member in members if member not in self._owing]
+
+    def asked(self, member: Member, now: float) -> None:
+        """It owes an answer."""
+        self._owing[member] = now
+
+    def answered(self, member: Member) -> None:
+        """It takes messages, or is another one now."""
+        self._owing.pop(member, None)
+
+    def silent(self, now: float) -> list[Member]:
+        """Those that count as dead."""
+        return [
+            member
+            for member, at in self._owing.items()
+            if now - at - self._gaps.lost_s(at) >= ANSWER_S
+        ]

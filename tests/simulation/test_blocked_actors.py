@@ -1,0 +1,91 @@
+"""An actor whose handler does not return counts as dead; if it goes on one day, nobody listens."""
+
+from __future__ import annotations
+
+import pytest
+
+from llama_worker.server.roll_call import ANSWER_S, EVERY_S
+from llama_worker.types import RequestFailReason, RequestState
+from tests.simulation.bench import Bench
+from tests.simulation.scheduler import SimulatedActor
+from tests.simulation.server import Build, Reply
+from tests.simulation.test_slot_order import bench_of
+
+FAST = Build(
+    slots=2, prefill_tokens_per_s=500.0, decode_tokens_per_s=50.0, batch_tokens=512, load_s=1.0
+)
+FOUND_S = EVERY_S + ANSWER_S + 5.0
+RESTARTED_S = 30.0
+
+
+def actor_of(bench: Bench, name: str) -> SimulatedActor:
+    return next(each for each in bench.scheduler.actors if each.name == name)
+
+
+@pytest.mark.parametrize("name", ["request[0]", "process", "transport", "watchdog", "tool_loop"])
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: bool) -> None:
+    bench = bench_of(FAST)
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: Reply(
+        key=f"r{request_id}",
+        prompt_tokens=100,
+        reasoning_tokens=0,
+        text_tokens=2_000 if request_id == 1 else 20,
+        step_tokens=1,
+    )
+    with bench.in_use():
+        started = worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        submitted = worker.submit("job", "", "a long answer")
+        result = worker.result(1)
+        scheduler.run_for(5.0)
+        assert submitted.get(timeout=0)["ok"]
+        blocked = actor_of(bench, name)
+        scheduler.block_actor(blocked)
+
+        assert scheduler.run_until(result.done, scheduler.now + FOUND_S)
+        told = result.get(timeout=0)
+        assert told["ok"]
+        assert told["state"] is RequestState.FAILED
+        assert len(told["text"]) > 100
+        if name == "request[0]":
+            assert told["fail_reason"] is RequestFailReason.UNKNOWN_ERROR
+            assert f"has not answered for {ANSWER_S:g} s" in told["fail_detail"]
+        assert blocked.actor.is_given_up
+
+        again = worker.start()
+        assert scheduler.run_until(again.done, scheduler.now + RESTARTED_S)
+        if wakes:
+            scheduler.unblock_actor(blocked)
+            scheduler.run_for(1.0)
+            assert blocked not in scheduler.actors
+        fresh = worker.ask("a short answer")
+        assert scheduler.run_until(fresh.done, scheduler.now + RESTARTED_S)
+        assert fresh.get(timeout=0)["state"] is RequestState.COMPLETED
+        stopped = worker.stop()
+        assert scheduler.run_until(stopped.done, scheduler.now + RESTARTED_S)
+        worker.close()
+        scheduler.run_for(RESTARTED_S)
+        assert scheduler.actors == ([] if wakes else [blocked])
+        assert all(each.ended for each in bench.machine.launched)
+
+
+def test_a_handler_that_returns_in_time_costs_nothing() -> None:
+    bench = bench_of(FAST)
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: Reply(
+        key="r", prompt_tokens=100, reasoning_tokens=0, text_tokens=2_000, step_tokens=1
+    )
+    with bench.in_use():
+        started = worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        answer = worker.ask("a long answer")
+        for name in ("request[0]", "process", "transport", "watchdog"):
+            scheduler.run_for(1.0)
+            blocked = actor_of(bench, name)
+            scheduler.block_actor(blocked)
+            scheduler.run_for(ANSWER_S - 1.0)
+            scheduler.unblock_actor(blocked)
+        assert scheduler.run_until(answer.done, scheduler.now + 600.0)
+        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED

@@ -1,0 +1,56 @@
+"""Who does not answer is dead, but for the time in which nothing ran."""
+
+from __future__ import annotations
+
+import pytest
+
+from llama_worker.server.roll_call import ANSWER_S, EVERY_S, RollCall
+
+MEMBERS = [("process", None), ("request", 0)]
+STUCK = MEMBERS[1]
+
+
+def asked_at(now: float) -> RollCall:
+    """Everybody was asked then, and the process actor has answered."""
+    roll_call = RollCall()
+    roll_call.keep(busy=True, now=now - EVERY_S)
+    for member in roll_call.due(MEMBERS, now):
+        roll_call.asked(member, now)
+    roll_call.answered(MEMBERS[0])
+    return roll_call
+
+
+@pytest.mark.parametrize(
+    ("now", "silent"), [(100.0 + ANSWER_S - 0.1, []), (100.0 + ANSWER_S, [STUCK])]
+)
+def test_who_owes_an_answer_for_long_is_dead(now: float, silent: list[object]) -> None:
+    assert asked_at(100.0).silent(now) == silent
+
+
+def test_each_is_asked_again_once_it_has_answered() -> None:
+    roll_call = asked_at(100.0)
+    assert roll_call.due(MEMBERS, 100.0 + EVERY_S - 0.1) == []
+    assert roll_call.due(MEMBERS, 100.0 + EVERY_S) == [MEMBERS[0]]
+
+
+def test_a_member_that_was_replaced_owes_nothing() -> None:
+    roll_call = asked_at(100.0)
+    roll_call.answered(STUCK)
+    assert roll_call.silent(1000.0) == []
+
+
+def test_time_in_which_nothing_ran_counts_for_nobody() -> None:
+    roll_call = asked_at(100.0)
+    roll_call.notice_gap(2000.0)  # 110.0 was due
+    assert roll_call.silent(2000.0) == []
+    assert roll_call.due(MEMBERS, 2000.0) == [MEMBERS[0]]
+    assert roll_call.silent(2019.9) == []
+    assert roll_call.silent(2020.0) == [STUCK]
+
+
+def test_an_idle_worker_is_woken_only_by_what_is_still_owed() -> None:
+    roll_call = asked_at(100.0)
+    roll_call.keep(busy=False, now=101.0)
+    assert roll_call.deadline == 100.0 + ANSWER_S
+    roll_call.answered(STUCK)
+    assert roll_call.deadline is None
