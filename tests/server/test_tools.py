@@ -164,7 +164,8 @@ def shown() -> list[ChatMessage]:
 def test_a_native_turn_of_two_calls_and_a_signal_is_answered_and_the_prompt_cache_survives_it(
     native: Bench,
 ) -> None:
-    result, status = native.run(TASK, shown() * 3, **COPYING)
+    examples = shown() * 3
+    result, status = native.run(TASK, examples, **COPYING)
     assert_added_and_reported(result, {"a": 2, "b": 3}, {"a": 4, "b": 5})
     assert result["text"] == "The sums are 5 and 9."
     assert (status["tool_calls_count"], status["tool_iters_remaining"]) == (2, 7)
@@ -172,7 +173,7 @@ def test_a_native_turn_of_two_calls_and_a_signal_is_answered_and_the_prompt_cach
     first_turn, second_call = (native.seen.get(timeout=patience()) for _ in range(2))
     assert first_turn["state"] is second_call["state"] is RequestState.TOOL_RUNNING
     assert_cached(first_turn, status, at_least=1000)
-    earlier = [*shown() * 3, *result["conversation"]]
+    earlier = [*examples, *result["conversation"]]
     counted = native.worker.count_tokens("", "Thank you.", messages=earlier).get(timeout=patience())
     _, follow_up = native.run("Thank you.", earlier, max_tokens=1)
     answer_tokens = 8

@@ -1,0 +1,127 @@
+"""The examples that take several models, on scripted servers."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_worker.testing.scripts import (
+    Gate,
+    Journal,
+    Reply,
+    Script,
+    Step,
+    Text,
+    ToolCall,
+    plain_reply,
+    scripted_server_cmd,
+)
+from tests.conftest import running, shell_program
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    """What all servers of the example wrote down."""
+    return Journal(tmp_path / "journal")
+
+
+@pytest.fixture
+def make_server(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Script], None]:
+    """Puts a scripted llama-server where programs look for one."""
+
+    def make(script: Script) -> None:
+        words = scripted_server_cmd(script, host="-", port=0, slots=0, journal=journal.path)
+        kept = [*words[:4], *words[words.index("--script") :]]
+        program = shell_program(tmp_path / "llama-server", f'exec {shlex.join(kept)} "$@"')
+        monkeypatch.setenv("LLAMA_SERVER", program)
+
+    return make
+
+
+def example(name: str, *arguments: str) -> Any:
+    """The program, under way, and its output."""
+    return running(sys.executable, str(EXAMPLES / name), *arguments, env=dict(os.environ))
+
+
+def chats(journal: Journal) -> list[str]:
+    """The last message of each chat request."""
+    asked = journal.facts("request", path="/v1/chat/completions")
+    return [fact["body"]["messages"][-1]["content"] for fact in asked]
+
+
+@pytest.mark.parametrize(("name", "most"), [("job_runner.py", 45), ("orchestrator.py", 199)])
+def test_an_example_is_short(name: str, most: int) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) <= most
+
+
+def test_thirty_jobs_over_three_workers_are_refused_no_slot(
+    make_server: Callable[[Script], None], journal: Journal
+) -> None:
+    make_server(Script(replies=[Reply(plain_reply(Text("The Inn.")), times=None)]))
+    with example("job_runner.py", "m.gguf") as (program, output):
+        lines = output.read().splitlines()
+        assert program.wait() == 0
+    assert sorted(lines) == sorted(f"job-{n}: 'The Inn.'" for n in range(1, 31))
+    assert len(chats(journal)) == 30
+    assert len(journal.facts("launched")) == 3
+
+
+def tell(to: str, text: str) -> Step:
+    return ToolCall("tell", {"to": to, "text": text})
+
+
+def test_a_hive_works_on_while_one_model_is_swapped_and_one_is_killed(
+    make_server: Callable[[Script], None], journal: Journal, tmp_path: Path
+) -> None:
+    swapped, killed = tmp_path / "swapped", tmp_path / "killed"
+    sayings = {
+        "user says": [Text("Let us begin."), tell("coder", "Write it.")],
+        "planner says": [Gate(swapped), Text("Written."), tell("critic", "Review it.")],
+        "coder says": [Text("Hm."), Gate(killed), tell("coder", "Rename it.")],
+        "critic says": [Text("Renamed."), tell("planner", "It is done.")],
+        "It is done.": [
+            Text("So it is."),
+            ToolCall("declare_outcome", {"outcome": "success", "summary": "Done."}),
+        ],
+    }
+    make_server(
+        Script(
+            replies=[
+                Reply(plain_reply(*steps), marker=marker, times=None)
+                for marker, steps in reversed(sayings.items())
+            ]
+        )
+    )
+    models = ["a.gguf", "old.gguf", "b.gguf", "--next-coder", "new.gguf", "--kill-critic"]
+    with example("orchestrator.py", *models, "Build it.") as (program, output):
+        told = []
+        for line in output:
+            told.append(line.rstrip("\n"))
+            if told[-1] == "coder: coder-new is ready":
+                swapped.touch()  # until then the old one was at work
+            if told[-1] == "critic: killed":
+                killed.touch()
+        assert program.wait() == 0
+    assert told[:3] == ["planner-a is ready", "coder-old is ready", "critic-b is ready"]
+    assert [line for line in told if line.startswith(("coder: '", "critic: ", "outcome"))] == [
+        "coder: 'Written.'",
+        "critic: killed",
+        "critic: restarts (server_died)",
+        "critic: server_died",
+        "critic: 'Hm.'",
+        "coder: 'Renamed.'",
+        "outcome: success",
+    ]
+    assert "coder-old has ended its work" in told
+    assert told[-1] == "stopped."
+    assert len(journal.facts("launched")) == 5
