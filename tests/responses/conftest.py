@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 
 from llama_worker import LlamaWorker
-from llama_worker.responses import events, exchange
+from llama_worker.responses import app, events
 from llama_worker.responses.client import Client as ProxyClient
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.proxy import ResponsesProxy
@@ -60,7 +60,7 @@ def open_responses_faults() -> Iterator[list[str]]:
         replied(self, request, status, value, *headers)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(exchange, "sse", sse)
+        patched.setattr(app, "sse", sse)
         patched.setattr(ProxyClient, "reply", reply)
         yield faults
 

@@ -12,21 +12,24 @@ import itertools
 import logging
 import math
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from llama_worker.messages import Mailbox
 from llama_worker.responses.client import Client
 from llama_worker.responses.client_connection import Request
 from llama_worker.responses.compaction import compacted, compaction_request
 from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses.conversation import TEMPLATE_PROBE, LateRole, late_role_of
+from llama_worker.responses.conversation import TEMPLATE_PROBE, Item, LateRole, late_role_of
 from llama_worker.responses.echo import sampling_echo, sampling_of
-from llama_worker.responses.events import ResponseEvents
-from llama_worker.responses.exchange import Exchange, Run, ask
+from llama_worker.responses.events import ResponseEvents, sse
+from llama_worker.responses.exchange import Exchange, Output, Run, ask
 from llama_worker.responses.http import forwarded, passed_back, warning_headers
 from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall, Remember
 from llama_worker.responses.refusal import RequestRefused, error_code, refused_by_server
@@ -39,6 +42,7 @@ from llama_worker.responses.request import (
     item_id_of,
     normalise,
     parse_body,
+    parse_create,
     references,
     response_id_of,
 )
@@ -50,17 +54,21 @@ from llama_worker.runtime.session import Endpoint, Reply
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.types import RequestFailReason
 
+if TYPE_CHECKING:
+    from llama_worker.responses.websocket import ClientSocket
+
 _QUESTION_S = 2.0  # for a small one, which the server answers within milliseconds
 _SAMPLING_S = 60.0  # how long it is taken to go on with the same flags
 # Ours are JSON and a stream; the last one lets llama-server go on working for a client that has
 # left (b11434).
 _NOT_FOR_CHAT = frozenset(
     {"accept", "accept-encoding", "content-encoding", "content-type", "x-conversation-id"}
+    | {f"sec-websocket-{name}" for name in ("key", "version", "extensions", "protocol")}
 )
+_MAX_SOCKETS = 64  # each holds a thread for as long as it is open
 _COMPACT = re.compile(r"(/v1)?/responses/compact/?")
 _CREATE = re.compile(r"(/v1)?/responses/?")
 _STORED = re.compile(r"(?:/v1)?/responses/(?P<id>resp_[^/]+?)(?P<input>/input_items)?/?")
-Send = Callable[[bytes], None]
 _logger = logging.getLogger("llama_worker.responses")
 
 
@@ -81,6 +89,7 @@ class ResponsesApp:
         self._numbers = itertools.count(1)
         self._sampling: Mapping[str, float] = {}  # of the server, and until when that counts
         self._sampling_until = -math.inf
+        self._sockets = threading.BoundedSemaphore(_MAX_SOCKETS)
 
     def serve(self, request: Request, client: Client) -> None:
         """Answer it. Raises OSError where the client's connection is broken, or is to be."""
@@ -113,6 +122,8 @@ class ResponsesApp:
             client.end()
         elif method == "POST" and _CREATE.fullmatch(path):
             self._create(exchange, request, client)
+        elif request.header("upgrade").lower() == "websocket" and _CREATE.fullmatch(path):
+            self._serve_socket(request, client)
         elif method == "POST" and _COMPACT.fullmatch(path):
             self._compact(exchange, request, client)
         elif method in ("GET", "DELETE") and stored is not None:
@@ -128,10 +139,10 @@ class ResponsesApp:
         body = _json_body(request)
         build = partial(normalise, body, self._recall(references(body)))
 
-        def sender(chat_request: ChatRequest) -> Send | None:
-            return _sse_sender(request, client, chat_request) if chat_request.stream else None
+        def output(chat_request: ChatRequest) -> Output | None:
+            return _sse_output(request, client, chat_request) if chat_request.stream else None
 
-        chat_request, events = self._generate(exchange, request, build, sender)
+        chat_request, events = self._generate(exchange, request, build, output)
         if chat_request.stream:
             client.end()
         else:
@@ -149,16 +160,63 @@ class ResponsesApp:
         reply = compacted(events.response, f"cmp_{uuid.uuid4().hex}")
         client.reply(request, 200, reply, warning_headers(warnings))
 
+    def _serve_socket(self, request: Request, client: Client) -> None:
+        """One response after the other, for as long as the connection lasts."""
+        if not self._sockets.acquire(blocking=False):
+            raise RequestRefused(503, "too many WebSockets are open", retry_after_s=2)
+        try:
+            # With the first of them: most proxies never see one.
+            from llama_worker.responses import websocket
+
+            socket = websocket.ClientSocket(client, request, self._config.max_body_bytes)
+            socket.accept()
+            latest: Conversation | None = None
+            while True:
+                latest = self._socket_turn(socket, latest, request, client)
+        finally:
+            self._sockets.release()
+
+    def _socket_turn(
+        self,
+        socket: ClientSocket,
+        latest: Conversation | None,
+        request: Request,
+        client: Client,
+    ) -> Conversation | None:
+        """What the next turn may go on from: not from what this one went on from and failed."""
+        message = socket.next_message()
+        exchange = Exchange(next(self._numbers), client, self._proxy, self._config)
+        output = Output(send=client.send_raw, encode=socket.encode, before_reading=socket.read)
+        kept = latest
+        try:
+            body = parse_create(message)
+            if latest is not None and body.get("previous_response_id") == latest.response_id:
+                recalled, kept = latest.recalled(), None
+            else:
+                recalled = self._recall(references(body))
+            build = partial(normalise, body, recalled)
+            chat_request, events = self._generate(exchange, request, build, lambda _: output)
+        except RequestRefused as refused:
+            exchange.leave()
+            socket.refuse(refused)
+            return kept
+        finally:
+            exchange.leave()
+        if events.failure is not None:
+            return kept
+        items = (*(recalled.history or ()), *chat_request.input_items, *events.response["output"])
+        return Conversation(response_id=events.response["id"], items=items)
+
     def _generate(
         self,
         exchange: Exchange,
         request: Request,
         build: Callable[..., ChatRequest],
-        sender: Callable[[ChatRequest], Send | None],
+        output: Callable[[ChatRequest], Output | None],
     ) -> tuple[ChatRequest, ResponseEvents]:
         """Make a response, to its end. Raises RequestRefused where none was begun.
 
-        `build`: of the late role. `sender`: of what takes the events as they come; None: nobody.
+        `build`: of the late role. `output`: of where the events go as they come; None: nowhere.
         """
         unique, numbers = uuid.uuid4().hex, itertools.count(1)
         chat_request = build()
@@ -182,7 +240,7 @@ class ResponsesApp:
         run = Run(
             events,
             exchange.abort,
-            send=sender(chat_request),
+            output=output(chat_request),
             heartbeat_s=self._config.heartbeat_s,
             over=over,
         )
@@ -312,13 +370,23 @@ class ResponsesApp:
         client.end()
 
 
+class Conversation(Struct, frozen=True, kw_only=True):
+    """The latest response of a WebSocket: the next may go on from it though it is not stored."""
+
+    response_id: str
+    items: tuple[Item, ...]
+
+    def recalled(self) -> Recalled:
+        return Recalled(history=self.items, items={})
+
+
 def _json_body(request: Request) -> dict[str, Any]:
     if request.header("content-encoding") not in ("", "identity"):
         raise RequestRefused(415, "the request's body must not be compressed")
     return parse_body(request.body)
 
 
-def _sse_sender(request: Request, client: Client, chat_request: ChatRequest) -> Send:
+def _sse_output(request: Request, client: Client, chat_request: ChatRequest) -> Output:
     headers = [
         ("Content-Type", "text/event-stream"),
         ("Cache-Control", "no-cache"),
@@ -331,7 +399,7 @@ def _sse_sender(request: Request, client: Client, chat_request: ChatRequest) -> 
         else:
             client.begin(request, 200, headers, data=data)
 
-    return send
+    return Output(send=send, encode=lambda events: sse(events))
 
 
 def _check_generated(events: ResponseEvents) -> None:

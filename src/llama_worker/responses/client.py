@@ -69,6 +69,11 @@ class Client:
         """A piece of its body; blocks while the client does not take it."""
         self._send(self.http.reply.data(data))
 
+    def send_raw(self, data: bytes) -> None:
+        """In the place of a reply, on a connection that speaks another protocol from now on."""
+        self.http.reply.has_begun = True
+        self._send(data)
+
     def end(self) -> None:
         if end := self.http.reply.end():  # nothing follows a body whose length was stated
             self._send(end)

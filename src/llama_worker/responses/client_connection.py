@@ -108,6 +108,11 @@ class ClientConnection:
         behind, self._behind = self._behind, b""
         return self.receive(behind)
 
+    def take_behind(self) -> bytes:
+        """What came behind the request, for another protocol that its connection goes on with."""
+        behind, self._behind = self._behind, b""
+        return behind
+
     def wanted_continue(self) -> bytes:
         """What a client must be sent that waits for a "100 Continue" before it sends its body; b""
         for others."""

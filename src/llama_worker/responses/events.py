@@ -48,11 +48,12 @@ _INCOMPLETE_REASONS = {
 def sse(events: list[Event]) -> bytes:
     """The events as a Responses stream has them; it has no end mark of its own."""
     return b"".join(
-        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _to_json(event)) for event in events
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event)) for event in events
     )
 
 
-def _to_json(event: Event) -> bytes:
+def to_json(event: Event) -> bytes:
+    """The event's JSON, in UTF-8."""
     try:
         return msgspec.json.encode(event)  # ten times as fast as json
     except UnicodeEncodeError:  # a lone surrogate, which a client's own text may hold

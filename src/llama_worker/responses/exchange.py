@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pykka
+from msgspec import Struct
 
 from llama_worker.messages import Mailbox
 from llama_worker.responses.client import Client
 from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses.events import Event, ResponseEvents, sse
+from llama_worker.responses.events import Event, ResponseEvents
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage
 from llama_worker.responses.refusal import RequestRefused
 from llama_worker.responses.upstream import ChatExchange
@@ -84,11 +85,19 @@ class Exchange:
         self._proxy.tell(Leave(exchange_id=self._number))
 
 
+class Output(Struct, frozen=True, kw_only=True):
+    """Where events go as they come. `before_reading` is called before the upstream is waited for."""
+
+    send: Callable[[bytes], None]
+    encode: Callable[[list[Event]], bytes]
+    before_reading: Callable[[], object] | None = None
+
+
 class Run:
     """Makes a response from its chat completion, on the request's thread: what is read is written
     before more is read.
 
-    `send` gets the events as they come; None: nobody wants them. `heartbeat_s`: after so long
+    `output` gets the events as they come; None: nobody wants them. `heartbeat_s`: after so long
     without an event there is one nevertheless, also while the upstream has not sent its headers: it
     may be busy for minutes.
     """
@@ -98,26 +107,28 @@ class Run:
         events: ResponseEvents,
         abort: Abort,
         *,
-        send: Callable[[bytes], None] | None,
+        output: Output | None,
         heartbeat_s: float,
         over: Callable[[], None],
     ) -> None:
         self._events = events
         self._abort = abort
-        self._send_bytes = send
+        self._output = output
         self._heartbeat_s = heartbeat_s
         self._over = over
-        self._first = sse(events.begin()) if send is not None else b""  # until it is sent
+        self._first = output.encode(events.begin()) if output is not None else b""  # until sent
         self._sent_at = time.monotonic()
 
     @property
     def has_begun(self) -> bool:
         """Whether the client has been sent anything."""
-        return not self._first and self._send_bytes is not None
+        return not self._first and self._output is not None
 
     def before_reading(self) -> None:
         """Keep the client that has waited for long. What may follow a finish is not awaited for
         ever."""
+        if self._output is not None and self._output.before_reading is not None:
+            self._output.before_reading()
         self._beat()
         deadline = self._events.deadline
         if deadline is not None and not self._abort.wait_readable(
@@ -151,7 +162,7 @@ class Run:
         self._send(self._events.fail(refused.message, code=refused.code))
 
     def _beat(self) -> None:
-        if self._send_bytes is not None and time.monotonic() >= self._sent_at + self._heartbeat_s:
+        if self._output is not None and time.monotonic() >= self._sent_at + self._heartbeat_s:
             self.begin()
             self._send(self._events.heartbeat())
 
@@ -164,9 +175,9 @@ class Run:
             self._write(events)
 
     def _write(self, events: list[Event]) -> None:
-        if self._send_bytes is not None and (self._first or events):
+        if self._output is not None and (self._first or events):
             first, self._first = self._first, b""
-            self._send_bytes(first + sse(events))
+            self._output.send(first + self._output.encode(events))
             self._sent_at = time.monotonic()
 
 

@@ -212,6 +212,16 @@ def parse_body(data: bytes) -> dict[str, Any]:
     return body
 
 
+def parse_create(message: str) -> dict[str, Any]:
+    """A WebSocket's message as the body that it would be over HTTP. Raises RequestRefused."""
+    body = parse_body(message.encode())
+    if body.pop("type", None) != "response.create":
+        raise RequestRefused(400, "messages are of type 'response.create'", param="type")
+    for name in ("stream_options", "background"):
+        body.pop(name, None)
+    return {**body, "stream": True}
+
+
 def _check(body: dict[str, Any]) -> None:
     level: list[Any] = [body]
     for _ in range(_MAX_DEPTH):

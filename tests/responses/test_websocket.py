@@ -1,0 +1,174 @@
+"""A WebSocket disturbs nobody, whatever its client does; what each of them can do is in
+conformance.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+from websockets.sync.connection import Connection
+
+from llama_worker.responses import app, websocket
+from llama_worker.testing.scripts import (
+    ErrorData,
+    Gate,
+    Headers,
+    Repeat,
+    Role,
+    Step,
+    Text,
+    WaitClose,
+    plain_reply,
+    steps_json,
+)
+from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient
+from tests.responses.open_responses import SOCKET_ERROR
+from tests.responses.oracle import TERMINAL, Event
+
+_UPGRADE = (
+    b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+@contextlib.contextmanager
+def opened(client: Client, **options: Any) -> Iterator[Connection]:
+    url = f"ws://{HOST}:{client.proxy.port}/v1/responses"
+    with connect(url, open_timeout=WAIT_S, proxy=None, **options) as socket:
+        yield socket
+
+
+def create(*steps: Step, **body: Any) -> str:
+    script = {"scripted_reply": steps_json(*steps)} if steps else {}
+    return json.dumps({"type": "response.create", "model": "m", "input": "Hi", **body, **script})
+
+
+def turn(socket: Connection, message: str) -> list[Event]:
+    socket.send(message)
+    events: list[Event] = []
+    while not events or events[-1]["type"] not in (*TERMINAL, "error"):
+        events.append(json.loads(socket.recv(WAIT_S)))
+    return events
+
+
+def test_pings_are_answered_while_a_response_is_made(fake: Client, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    said = plain_reply(Text("Once"), Gate(gate), Text(" upon"))
+    with opened(fake) as socket:
+        socket.send(create(*said))
+        while "Once" not in str(socket.recv(WAIT_S)):
+            pass
+        pong = socket.ping()
+        gate.touch()
+        assert pong.wait(WAIT_S)
+
+
+def test_a_client_that_closes_ends_the_servers_work(fake: Client) -> None:
+    with opened(fake) as socket:
+        socket.send(create(Headers(), Role(), Text("Once"), WaitClose()))
+        while "Once" not in str(socket.recv(WAIT_S)):
+            pass
+    fake.journal.wait("client_closed", timeout=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "message", ["[]", "{", '{"type": "response.cancel"}', create(input=3), create(tools=3)]
+)
+def test_a_message_that_is_malformed_is_refused_and_the_next_is_answered(
+    fake: Client, message: str
+) -> None:
+    with opened(fake) as socket:
+        (refused,) = turn(socket, message)
+        SOCKET_ERROR.validate(refused)
+        assert refused["status"] == 400
+        assert turn(socket, create(stream=False, background=True))[-1]["type"] in TERMINAL
+
+
+def test_a_failure_in_mid_stream_is_one_terminal_event(fake: Client) -> None:
+    with opened(fake) as socket:
+        events = turn(socket, create(Headers(), Role(), Text("a"), ErrorData()))
+        assert events[-1]["type"] == "response.failed"
+        assert turn(socket, create())[-1]["type"] == "response.completed"
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [
+        pytest.param(b"\x81\x01a", 1002, id="unmasked"),
+        pytest.param(b"\x83\x80\0\0\0\0", 1002, id="unknown kind of frame"),
+        pytest.param(b"\xc1\x81\0\0\0\0a", 1002, id="a reserved bit"),
+        pytest.param(b"\x81\x81\0\0\0\0\xff", 1007, id="not UTF-8"),
+        pytest.param(b"\x82\x81\0\0\0\0a", 1003, id="binary"),
+        pytest.param(b"\x81\xfe\x04\0\0\0\0\0" + b"a" * 1024, 1009, id="too long"),
+        pytest.param((b"\x01\x81\0\0\0\0a" + b"\x00\x81\0\0\0\0a" * 1000), 1009, id="many pieces"),
+        pytest.param(b"\x81\x81\0\0\0\0a" * 1000, 1009, id="many messages"),
+    ],
+)
+def test_what_breaks_the_protocol_ends_the_connection(
+    make_fake: MakeClient, frame: bytes, code: int
+) -> None:
+    fake = make_fake(max_body_bytes=500)
+    data = fake.exchange(_UPGRADE + frame)
+    head, _, goodbye = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 101 ")
+    assert b"\x88" in goodbye
+    closing = goodbye[goodbye.rindex(b"\x88") :]
+    assert int.from_bytes(closing[2:4], "big") == code
+    assert fake.create().status == 200
+
+
+def test_a_handshake_that_is_none_is_refused(fake: Client) -> None:
+    with fake.dial(_UPGRADE.replace(b"Version: 13", b"Version: 12")) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_web_page_gets_no_socket(fake: Client) -> None:
+    with pytest.raises(InvalidStatus, match="403"), opened(fake, origin="http://evil.example"):
+        pass
+
+
+def test_only_so_many_are_open_and_a_place_is_given_back(
+    make_fake: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_MAX_SOCKETS", 1)
+    fake = make_fake()
+    with opened(fake) as first:
+        with pytest.raises(InvalidStatus, match="503"), opened(fake):
+            pass
+        assert turn(first, create())[-1]["type"] == "response.completed"
+    for _ in range(1000):  # until the proxy has noticed
+        with contextlib.suppress(InvalidStatus), opened(fake) as next_one:
+            assert turn(next_one, create())[-1]["type"] == "response.completed"
+            return
+    pytest.fail("no place was given back")
+
+
+def test_a_silent_one_is_closed(fake: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "_IDLE_S", 0.01)
+    with opened(fake) as socket, pytest.raises(ConnectionClosed) as closed:
+        socket.recv(WAIT_S)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1001
+
+
+def test_a_client_that_reads_nothing_is_cut_off(make_fake: MakeClient) -> None:
+    fake = make_fake(client_timeout_s=0.05)
+    flood = create(Headers(), Role(), Repeat(None, [Text("x" * 4096)])).encode()
+    assert 126 <= len(flood) < 65536
+    frame = b"\x81\xfe" + len(flood).to_bytes(2, "big") + b"\0\0\0\0" + flood
+    with fake.dial(_UPGRADE + frame):
+        fake.journal.wait("client_closed", timeout=WAIT_S)
+
+
+def test_an_open_one_does_not_hold_the_proxy_up(fake: Client) -> None:
+    with opened(fake) as socket:
+        assert turn(socket, create())[-1]["type"] == "response.completed"
+        fake.proxy.close()
+        with pytest.raises(ConnectionClosed):
+            socket.recv(WAIT_S)
