@@ -1,13 +1,15 @@
 """Runs every benchmark and writes what came of it into docs/performance.json, docs/performance.md
 and its plot.
 
-    python -m benchmarks.publish [--render]
+    python -m benchmarks.publish [--render] [NAME ...]
 
-`--render` only draws anew what docs/performance.json holds.
+`--render` only draws anew what docs/performance.json holds. With names of benchmarks, only these
+are measured anew, and of the machine and its load nothing is said anew.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ NAMES = (
     "latency",
     "recovery",
     "responses.cost",
+    "responses.sweep",
     "idle",
 )
 
@@ -42,6 +45,19 @@ Figures = dict[str, Any]
 
 def _over(data: Figures, bench: str, kind: str, ours: str, peer: str) -> float:
     return float(data[bench][kind][ours] / data[bench][kind][peer])
+
+
+def _over_litellm(data: Figures) -> float:
+    """Added p50, of either way over the same of LiteLLM: the most at any concurrency."""
+    sweep = data["responses.sweep"]
+    return max(
+        float(
+            sweep[f"proxy, {way}"][concurrency]["added_p50_ms"]
+            / sweep[f"LiteLLM, {way}"][concurrency]["added_p50_ms"]
+        )
+        for way in ("passed through", "/v1/responses")
+        for concurrency in ("1", "16", "64")
+    )
 
 
 GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
@@ -144,6 +160,12 @@ GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
         "",
         lambda d: d["responses.cost"]["full_store"],
     ),
+    (
+        "proxy: added to a reply, p50, with 1, 16 or 64 at once / LiteLLM",
+        0.2,
+        "",
+        _over_litellm,
+    ),
     ("256 idle workers, CPU", 1, "% of a core", lambda d: d["idle"]["all_cpu_percent"]),
     ("256 idle workers, memory beside the guards", 64, "MB", lambda d: d["idle"]["all_memory_mb"]),
     (
@@ -170,12 +192,11 @@ GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
 ]
 
 
-def measure() -> Figures:
-    """Every benchmark's table (`text`) and figures, one after the other."""
-    figures: Figures = {"text": {}}
+def measure(figures: Figures, names: Sequence[str]) -> None:
+    """Put these benchmarks' tables (`text`) and figures in, one after the other."""
     began, loads = time.monotonic(), [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as directory:
-        for name in NAMES:
+        for name in names:
             path = Path(directory) / f"{name}.json"
             command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path)]
             print(f"{time.monotonic() - began:4.0f} s  {' '.join(command[1:])}", flush=True)
@@ -185,10 +206,10 @@ def measure() -> Figures:
             figures[name] = json.loads(path.read_text())
             figures["text"][name] = done.stdout.strip().partition("\n")[2]
             loads.append(os.getloadavg()[0])
-    figures["machine"] = _machine()
-    figures["load"] = {"before": loads[0], "most": max(loads)}
-    figures["minutes"] = (time.monotonic() - began) / 60
-    return figures
+    if names == NAMES:
+        figures["machine"] = _machine()
+        figures["load"] = {"before": loads[0], "most": max(loads)}
+        figures["minutes"] = (time.monotonic() - began) / 60
 
 
 def _machine() -> str:
@@ -272,9 +293,14 @@ def plot(figures: Figures) -> str:
 
 def main() -> None:
     """Measure, unless told not to, and write."""
-    if "--render" not in sys.argv[1:]:
-        DATA.write_text(json.dumps(measure(), indent=1) + "\n")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.publish")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    options = parser.parse_args()
     figures = json.loads(DATA.read_text())
+    if not options.render:
+        measure(figures, tuple(options.names) or NAMES)
+        DATA.write_text(json.dumps(figures, indent=1) + "\n")
     PAGE.write_text(render(figures, PAGE.read_text()))
     PLOT.write_text(plot(figures))
     print(goals(figures))
