@@ -379,3 +379,14 @@ def test_a_table_for_pipes_has_columns_and_no_control_characters() -> None:
     ).splitlines()
     assert row.split()[:4] == ["worker␛[2J", "ready", "-/-", "3.1"]
     assert heading.index("state") == row.index("ready")
+
+
+def test_a_finding_goes_on_below_its_own_column() -> None:
+    finding = doctor_findings.Finding("note", "GPUs", "no NVIDIA GPU is seen", "look for one")
+    assert doctor_findings.lines([finding], 36) == [
+        "note     GPUs  no NVIDIA GPU is seen",
+        "               what to do: look for\n               one",
+    ]
+    assert doctor_findings.lines([finding], 35)[0] == (
+        "note     GPUs  no NVIDIA GPU is\n               seen"
+    )

@@ -44,7 +44,8 @@ def test_what_a_request_is_doing(status: Any, activity: Activity) -> None:
     [
         ([], "starting"),
         (["0.00.003.896 I srv    load_model: loading model 'x'"], "starting: loading model 'x'"),
-        (["llama_model_load: \x1b[31m" + "x" * 80], "starting: llama_model_load: ␛[31mxxxxxxxx..."),
+        (["llama_model_load: \x1b[31m" + "x" * 9], "starting: llama_model_load: ␛[31mxxxxxxxxx"),
+        (["x" * 300], f"starting: {'x' * 187}..."),
     ],
 )
 def test_what_a_server_is_doing(log: list[str], label: str) -> None:
@@ -97,6 +98,14 @@ TIMINGS = {"ttft_s": 0.41, "total_s": 0.7, "tokens_per_second": 45.24}
 )
 def test_the_numbers_at_the_end(ended: Any, lines: list[str]) -> None:
     assert run_report.summary(ended) == lines
+
+
+def test_what_the_server_did_not_come_to_count_is_counted_here() -> None:
+    cut = result("canceled", timings={"total_s": 3.0, "tokens_per_second": 2.0})
+    assert run_report.summary(cut, 6) == ["6 tokens, 2.0 tokens/s", "3.0 s in all"]
+    assert run_report.summary(result("canceled"), 6) == ["6 tokens"]
+    assert run_report.summary(result("canceled"), 0) == []
+    assert run_report.summary(result(usage=USAGE), 6)[0].startswith("12 tokens")
 
 
 @pytest.mark.parametrize(

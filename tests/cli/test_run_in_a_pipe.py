@@ -40,6 +40,7 @@ def test_the_text_is_all_that_stdout_gets(run: Run, program: MakeProgram, model:
     for told in (*warned, "[reasoning]\nlet me see\n", "2 tokens"):
         assert told in done.stderr
     assert re.search(r"reading the prompt: \d+ of 100 tokens \(", done.stderr)
+    assert re.search(r"^generating: 2 tokens \(", done.stderr, re.MULTILINE), "while text comes"
     assert "\x1b" not in done.stderr
     assert server.is_gone()
 

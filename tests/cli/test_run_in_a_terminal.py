@@ -57,6 +57,22 @@ def test_it_shows_loading_a_bar_dim_reasoning_text_and_numbers(
     )  # the cursor is there again
 
 
+def test_a_status_line_has_the_width_that_there_is(
+    terminal: OpenTerminal, program: MakeProgram, model: str, tmp_path: Path
+) -> None:
+    gate, said = tmp_path / "gate", "loading model 'a/folder/of/models/with-a-long-name.gguf'"
+    fifo = f"while [ ! -e {gate} ]; do sleep 0.02; done"
+    server = Path(program(saying(Text("4"), startup=Startup(log=["ready to bind"]))).path)
+    first, _, rest = server.read_text().partition("exec ")
+    server.write_text(f'{first}[ "$1" = --model ] && echo "{said}" && {fifo}\nexec {rest}')
+    screen = terminal("run", model, "2 + 2?", "--server", str(server))
+    room = COLUMNS - 30
+    screen.expect(f"starting: {said}"[: room - 3] + "...")
+    gate.touch()
+    assert screen.wait() == 0
+    assert max(map(len, drawn_lines(screen.written))) <= COLUMNS
+
+
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
 def test_without_colours_nothing_is_coloured(
     terminal: OpenTerminal, program: MakeProgram, model: str, env: dict[str, str]
@@ -82,6 +98,7 @@ def test_ctrl_c_cancels_and_twice_stops_at_once(
     worker.suspend()  # it takes no notice of a regular stop
     screen.send("\x03")
     screen.expect("cancelled; what had come is above")
+    screen.expect("1 tokens")
     screen.send("\x03")
     assert screen.wait() == 130
     assert "stopped at once" in screen.shown

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from llama_worker.cli.app import run_app
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.flow import Flow, Piece
 from llama_worker.cli.gguf import ContextNeeds, context_needs, read_context_needs
 from llama_worker.cli.models import find_model, find_server, not_a_gguf, part_names
 from llama_worker.cli.run_options import ServerOptions, request_params, worker_config
-from llama_worker.cli.text import harmless, one_line, seconds, size
+from llama_worker.cli.text import harmless, one_line, seconds, size, wrapped
 
 # ---------------------------------------------------------------- text
 
@@ -131,6 +132,35 @@ def test_a_model_in_parts_is_given_by_its_first(tmp_path: Path) -> None:
     assert find_model(str(tmp_path / names[0])).size_bytes == 14
     with pytest.raises(Problem, match="give the first part: m-00001"):
         find_model(str(tmp_path / names[1]))
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "shown"),
+    [
+        ("as it is, whatever it is", None, "as it is, whatever it is"),
+        ("short\n  words", 30, "short\n  words"),
+        ("one two three four five six seven", 24, "one two three four five\n  six seven"),
+        ("  what to do: get a newer build", 25, "  what to do: get a newer\n    build"),
+        (
+            "/a/path-that-is/longer-than-the-line.gguf",
+            24,
+            "/a/path-that-is/longer-than-the-line.gguf",
+        ),
+    ],
+)
+def test_words_break_at_spaces(text: str, width: int | None, shown: str) -> None:
+    assert wrapped(text, width) == shown
+
+
+@pytest.mark.parametrize("command", ["run", "doctor", "top", "responses-proxy"])
+def test_help_has_no_marks_of_the_parsers_own(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_app([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert " <" not in shown
+    assert "{" not in shown.partition("Options:")[0]
 
 
 def test_where_a_server_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,27 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import typer
+from typer.core import TyperCommand
 
 from llama_worker import ConfigError, LlamaWorkerError, free_port
 from llama_worker.cli import exits, run_options, run_report, screen
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.models import find_model, find_server
 from llama_worker.cli.run_options import ServerOptions, Timeouts
+from llama_worker.cli.text import plain_help, wrapped
 
 P = ParamSpec("P")
+
+
+class _Command(TyperCommand):
+    """A command whose help has no marks of the parser's own."""
+
+    def get_help(self, ctx: Any) -> str:
+        return plain_help(super().get_help(ctx))
+
 
 app = typer.Typer(
     name="llama-worker",
@@ -63,15 +73,20 @@ def _exit_code(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except UsageProblem as problem:
-        print(f"llama-worker: {problem}", file=sys.stderr)
+        _complain(problem)
         return exits.USAGE
     except KeyboardInterrupt:
         return exits.CANCELED
     except OSError as error:
         return _ended_by(error)
     except (Problem, LlamaWorkerError, TypeError, ValueError) as problem:
-        print(f"llama-worker: {problem}", file=sys.stderr)
+        _complain(problem)
     return exits.FAILED
+
+
+def _complain(problem: Exception) -> None:
+    text = f"llama-worker: {problem}"
+    print(wrapped(text, screen.width_of(sys.stderr)), file=sys.stderr)
 
 
 def _ended_by(error: OSError) -> int:
@@ -100,7 +115,7 @@ JsonOption = Annotated[
 ]
 
 
-@app.command("run", epilog=exits.HELP)
+@app.command("run", cls=_Command, epilog=exits.HELP)
 @_ends
 def run_command(
     model: Annotated[
@@ -141,7 +156,12 @@ def run_command(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, metavar="N", help="[one that is free]")
     ] = None,
-    timeouts: Annotated[Timeouts, typer.Option(help="For which hardware.")] = "slow_prefill",
+    timeouts: Annotated[
+        Timeouts,
+        typer.Option(
+            metavar="PRESET", help="For which hardware: slow_prefill, normal, fast or debug."
+        ),
+    ] = "slow_prefill",
     as_json: JsonOption = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No progress, reasoning or numbers.")
@@ -198,7 +218,7 @@ def run_command(
         raise
 
 
-@app.command("doctor", epilog=exits.HELP)
+@app.command("doctor", cls=_Command, epilog=exits.HELP)
 @_ends
 def doctor_command(
     model: Annotated[
@@ -225,7 +245,7 @@ def doctor_command(
     return examine(model, server, server_arg or (), as_json=as_json)
 
 
-@app.command("top", epilog=exits.HELP)
+@app.command("top", cls=_Command, epilog=exits.HELP)
 @_ends
 def top_command(
     fleet: Annotated[
@@ -253,15 +273,20 @@ def top_command(
     return top.watch(source, once=once, interval_s=interval)
 
 
-@app.command("responses-proxy", epilog=exits.HELP)
+@app.command("responses-proxy", cls=_Command, epilog=exits.HELP)
 @_ends
 def responses_proxy_command(
     upstream: Annotated[
         str | None, typer.Option(metavar="URL", help="The llama-server; also LLAMA_CPP_URL.")
     ] = None,
-    host: Annotated[str, typer.Option(envvar="PROXY_HOST")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(metavar="HOST", envvar="PROXY_HOST", help="Where to listen.")
+    ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(envvar="PROXY_PORT", min=0, max=65535, help="0: one that is free.")
+        int,
+        typer.Option(
+            metavar="N", envvar="PROXY_PORT", min=0, max=65535, help="0: one that is free."
+        ),
     ] = 9998,
     api_key_env: Annotated[
         str | None,

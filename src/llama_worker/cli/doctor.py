@@ -19,7 +19,7 @@ from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.models import Model, find_model, find_server
 from llama_worker.cli.run_options import ServerOptions, worker_config
-from llama_worker.cli.screen import Screen, console_for, is_styled
+from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
 from llama_worker.cli.starting import Stopped
 from llama_worker.cli.text import harmless
 from llama_worker.server.command import flag_values
@@ -182,7 +182,8 @@ def _trial(config: WorkerConfig, interrupts: Interrupts, findings: list[Finding]
 
 def _tell(findings: list[Finding]) -> None:
     console = console_for(sys.stdout)
-    for line in doctor_findings.lines(findings):
+    width = width_of(sys.stdout)
+    for line in doctor_findings.lines(findings, width):
         text = Text(line)
         if is_styled(console):
             text.stylize(_STYLES.get(line.split(" ", 1)[0], ""), 0, 8)

@@ -11,7 +11,7 @@ from typing import Literal
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.models import Model
-from llama_worker.cli.text import harmless, one_line, seconds, size
+from llama_worker.cli.text import harmless, one_line, seconds, size, wrapped
 from llama_worker.server.start_advice import ILLEGAL, NOT_EXECUTED, described
 
 Level = Literal["ok", "note", "problem"]
@@ -288,7 +288,8 @@ def _limits(machine: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def lines(findings: Sequence[Finding]) -> list[str]:
+def lines(findings: Sequence[Finding], columns: int | None = None) -> list[str]:
+    """The table; with `columns`, what is longer goes on below its own column."""
     width = max(len(finding.subject) for finding in findings)
     shown = []
     for finding in findings:
@@ -296,4 +297,5 @@ def lines(findings: Sequence[Finding]) -> list[str]:
         if finding.todo:
             shown.append(f"{'':<8} {'':<{width}}  what to do: {finding.todo}")
         shown += [f"{'':<8} {'':<{width}}  {line}" for line in finding.more]
-    return shown
+    below = 8 + 1 + width + 2
+    return [wrapped(line, columns, hang=0 if line.startswith(" ") else below) for line in shown]

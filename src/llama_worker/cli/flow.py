@@ -30,6 +30,11 @@ class Flow:
     def is_empty(self) -> bool:
         return self._channel is None
 
+    @property
+    def is_text(self) -> bool:
+        """The last that was shown is text, no reasoning."""
+        return self._channel == "text"
+
     def feed(self, reasoning: str, text: str) -> list[Piece]:
         """What is to be shown of what was added."""
         return [*self._add("reasoning", harmless(reasoning)), *self._add("text", harmless(text))]

@@ -69,6 +69,7 @@ class _Session:
         self._interrupts = interrupts
         self._talk = talk
         self._warned: set[str] = set()
+        self._tokens: int | None = None  # of the last answer, as far as it came
 
     def ask_once(self) -> int:
         try:
@@ -146,10 +147,12 @@ class _Session:
             if self._interrupts.asked and not cancelled:
                 self._worker.cancel(request_id)
                 cancelled = True
-            if flow.is_empty or talk.as_json:
+            if flow.is_empty or talk.as_json or (flow.is_text and not self._screen.is_drawn_upon):
                 self._show_work(request_id)
         self._screen.show(flow.end())
         self._screen.activity_over()
+        status = self._worker.get_status(request_id).get()
+        self._tokens = status.get("tokens_received") if status["ok"] else None
         ended = self._worker.result(request_id).get()
         assert ended["ok"], ended
         return ended
@@ -165,7 +168,7 @@ class _Session:
             if run_report.exit_code(result) == exits.DONE
             else self._screen.complain
         )
-        for line in run_report.ending(result, log_tail(self._worker, _LOG_LINES)):
+        for line in run_report.ending(result, log_tail(self._worker, _LOG_LINES), self._tokens):
             tell(line)
 
     def _prompts(self) -> Iterator[str]:

@@ -27,7 +27,7 @@ _LOG_PREFIX = re.compile(
     r"[\d.]+ [A-Z] \S+ +(\S+: )?"
 )  # `0.00.003.896 I srv    load_model: ` (b11434)
 _LOG_LINES = 12  # of a server that did not start: a model that cannot be loaded takes ten to say so
-_LABEL_CHARS = 44  # with a bar of 20 and two counts, a line of 80 holds it
+_LABEL_CHARS = 200  # a terminal shows what it has room for
 
 
 class Activity(Struct, frozen=True):
@@ -63,13 +63,14 @@ def working(status: RequestStatus) -> Activity:
             return Activity(f"generating: {status.get('tokens_received', 0)} tokens")
 
 
-def summary(result: RequestResult) -> list[str]:
+def summary(result: RequestResult, tokens: int | None = None) -> list[str]:
     """`12 tokens, 45.2 tokens/s; prompt: 31 tokens, 8 of them cached`, and `first token after 0.4
-    s, 0.7 s in all`."""
+    s, 0.7 s in all`. `tokens`: how many came, where the server did not come to say it."""
     timings, usage = result.get("timings"), result.get("usage")
     speed = timings.get("tokens_per_second") if timings is not None else None
     fast = [f"{speed:.1f} tokens/s"] if speed is not None else []
-    lines = [*fast]
+    counted = [f"{tokens} tokens"] if tokens else []
+    lines = [", ".join((*counted, *fast))] if counted or fast else []
     if usage is not None:
         cached = f", {usage['cached_tokens']} of them cached" if usage["cached_tokens"] else ""
         answer = ", ".join((f"{usage['completion_tokens']} tokens", *fast))
@@ -80,7 +81,7 @@ def summary(result: RequestResult) -> list[str]:
     return lines
 
 
-def ending(result: RequestResult, log_tail: Sequence[str]) -> list[str]:
+def ending(result: RequestResult, log_tail: Sequence[str], tokens: int | None = None) -> list[str]:
     """The lines after an answer: signals, how it ended where it did not end well, and the
     numbers."""
     lines = [signal_line(signal) for signal in result["signals"]]
@@ -96,7 +97,7 @@ def ending(result: RequestResult, log_tail: Sequence[str]) -> list[str]:
         lines.append("cut off: more --max-tokens, or, where the context is full, more --ctx-size")
     if todo := advice.for_failure(result, log_tail):
         lines.append(f"  what to do: {todo}")
-    return [*lines, *summary(result)]
+    return [*lines, *summary(result, tokens)]
 
 
 def signal_line(signal: ExitSignal) -> str:

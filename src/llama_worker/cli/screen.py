@@ -14,7 +14,10 @@ from rich.text import Text
 
 from llama_worker.cli.flow import Piece
 from llama_worker.cli.run_report import Activity
+from llama_worker.cli.text import one_line, wrapped
 
+_BAR_CHARS = 16
+_AROUND_CHARS = 14  # a spinner, the time, and what parts them
 _SAID_EVERY_S = 10.0  # where no bar can be drawn
 
 
@@ -35,6 +38,11 @@ class Screen:
         )
         self._said_at = 0.0
         self._in_reasoning = False
+
+    @property
+    def is_drawn_upon(self) -> bool:
+        """The answer's text goes to the terminal that shows what goes on: one or the other."""
+        return self._shows_text and sys.stdout.isatty()
 
     def activity(self, activity: Activity) -> None:
         """What is being waited for, until something else is written."""
@@ -62,7 +70,8 @@ class Screen:
 
     def show(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces if self._shows_text else ():
-            self.activity_over()
+            if piece.channel != "text" or self.is_drawn_upon:
+                self.activity_over()
             if piece.channel == "text":
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
@@ -79,7 +88,7 @@ class Screen:
 
     def _line(self, line: str, style: str) -> None:
         self.activity_over()
-        self._write_err(line + "\n", style)
+        self._write_err(wrapped(line, width_of(sys.stderr)) + "\n", style)
 
     def _aside(self, piece: Piece) -> None:
         if piece.channel == "reasoning" and not self._in_reasoning and not self._styled:
@@ -102,7 +111,7 @@ class _Bar:
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=16),
+            BarColumn(bar_width=_BAR_CHARS),
             TextColumn("{task.fields[counts]}", markup=False),
             TimeElapsedColumn(),
             console=console,
@@ -116,9 +125,10 @@ class _Bar:
 
     def show(self, activity: Activity) -> None:
         counts = f"{activity.done}/{activity.total}" if activity.total is not None else ""
+        room = self._progress.console.width - _BAR_CHARS - len(counts) - _AROUND_CHARS
         self._progress.update(
             self._task,
-            description=activity.label,
+            description=one_line(activity.label, room),
             completed=activity.done,
             total=activity.total,
             counts=counts,
@@ -135,6 +145,11 @@ def console_for(stream: TextIO) -> Console:
     return Console(
         file=stream, force_terminal=stream.isatty(), markup=False, emoji=False, highlight=False
     )
+
+
+def width_of(stream: TextIO) -> int | None:
+    """The columns of a terminal; None where it is none."""
+    return console_for(stream).width if stream.isatty() else None
 
 
 def is_styled(console: Console) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+
 _PICTURES = {code: 0x2400 + code for code in range(0x20)} | {
     0x7F: 0x2421
 }  # ESC becomes a visible sign
@@ -31,6 +34,32 @@ def one_line(text: str, width: int) -> str:
     """Harmless, on one line of at most `width` characters."""
     line = " ".join(harmless(text).split())
     return line if len(line) <= width else line[: max(0, width - 3)] + "..."
+
+
+def wrapped(text: str, width: int | None, hang: int = 2) -> str:
+    """Each line broken at spaces, further ones indented by `hang` more; None: as it is. Pure."""
+    if width is None:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        begins_at = len(line) - len(line.lstrip())
+        within = textwrap.TextWrapper(
+            width=max(width, begins_at + hang + 20),
+            initial_indent=" " * begins_at,
+            subsequent_indent=" " * (begins_at + hang),
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        lines.append(line if len(line) <= width else within.fill(line.lstrip()))
+    return "\n".join(lines)
+
+
+def plain_help(text: str) -> str:
+    """A command's help without the braces and types that the parser puts around names."""
+    usage, newline, rest = text.partition("\n")
+    usage = re.sub(r"\{([\w|.]+)\}", r"\1", usage)
+    return usage + newline + re.sub(r" <[a-z ]+>", lambda found: " " * len(found[0]), rest)
 
 
 def size(count_bytes: float) -> str:
