@@ -13,6 +13,7 @@ from typing import Any
 from llama_worker.actors.base import Alarm, Child, Line, LiveCount, members
 from llama_worker.errors import described_error
 from llama_worker.messages import (
+    CheckServer,
     Died,
     EvidenceKept,
     Exited,
@@ -21,7 +22,10 @@ from llama_worker.messages import (
     Launched,
     LaunchFailed,
     Mailbox,
+    MeasureMemory,
+    MemoryMeasured,
     ProcessMessage,
+    ServerChecked,
     ServerNews,
     Terminate,
     Tick,
@@ -67,6 +71,13 @@ class ProcessActor(Child[ProcessMessage]):
                 self._keep_evidence(epoch)
             case GetDebugInfo(info=dict(info), reply=reply):
                 reply.answer({**info, "recent_logs": self._runtime.log.lines()})
+            case CheckServer(request_id=request_id, reply_to=reply_to):
+                gone = self._server is not None and self._server.is_gone()
+                reply_to.tell(ServerChecked(request_id=request_id, is_gone=gone))
+            case MeasureMemory(epoch=epoch):
+                if self._pid is not None:
+                    found = self._runtime.anon_bytes(self._pid)
+                    self._worker.tell(MemoryMeasured(epoch=epoch, anon_bytes=found))
             case Launched(pid=pid):
                 self._pid = pid
                 self._worker.tell(message)

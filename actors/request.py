@@ -1,26 +1,30 @@
 """RequestActor, one per slot: one request at a time, from prompt to record.
 
 Receives Begin, CancelRequest, Abandon, GetStatus, ReadOutput, ReportProgress, what its stream
-tells, and what became of tool calls and BIOS; from itself AnswerNow. Sends the TransportActor
-OpenStream and CloseStream, the ToolLoopActor RunBios, RunTool and DropTool, the WatchdogActor
-ProgressReported, the WorkerActor RequestEnded. Owns the request's record until it ends.
+tells, and what became of tool calls and BIOS. Sends the TransportActor OpenStream, CloseStream,
+FlushStream and HurryStream, the ToolLoopActor RunBios, RunTool and DropTool, the ProcessActor
+CheckServer, the WatchdogActor ProgressReported, the WorkerActor RequestEnded. Owns the request's
+record until it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from typing import Any, assert_never
 
 from llama_worker.actors.base import Alarm, Child, members
 from llama_worker.messages import (
     Abandon,
-    AnswerNow,
     Begin,
+    CheckServer,
     CloseStream,
+    FlushStream,
     GetStatus,
-    LiveStream,
+    HurryStream,
     Mailbox,
     OpenStream,
+    ProcessMessage,
     ProgressReported,
     Question,
     ReadOutput,
@@ -28,13 +32,16 @@ from llama_worker.messages import (
     RequestEnded,
     RequestMessage,
     RunBios,
+    ServerChecked,
     StreamEvents,
+    StreamFlushed,
     StreamOpened,
     Tick,
     ToolMessage,
     TransportMessage,
 )
 from llama_worker.request.state import Effects, Request
+from llama_worker.request.turn import TurnId
 from llama_worker.request.waiting_reads import WaitingReads, is_answered_by
 from llama_worker.types import RequestFailReason
 
@@ -52,7 +59,9 @@ class RequestActor(Child[RequestMessage]):
         self._request: Request | None = None
         self._transport: Mailbox[TransportMessage] | None = None
         self._tools: Mailbox[ToolMessage] | None = None
-        self._stream: LiveStream | None = None  # the newest that was opened
+        self._process: Mailbox[ProcessMessage] | None = None
+        self._stream: TurnId | None = None  # the newest that was opened
+        self._flushing: deque[tuple[TurnId, Question]] = deque()  # asked; the stream is flushed
         self._waiting_reads = WaitingReads()
         self._alarm = Alarm(self._runtime, self.me())
 
@@ -66,23 +75,22 @@ class RequestActor(Child[RequestMessage]):
             case Begin():
                 self._begin(message)
             case GetStatus() | ReadOutput():
-                if self._stream is None:
-                    self._answer(message)
-                else:  # behind what the stream has told, just now or a moment ago
-                    self._stream.flush()
-                    self.me().tell(AnswerNow(question=message))
-            case AnswerNow(question=question):
-                self._answer(question)
+                self._flush_and_answer(message)
+            case StreamFlushed(turn_id=turn_id):
+                if self._flushing and self._flushing[0][0] == turn_id:
+                    self._answer(self._flushing.popleft()[1])
             case ReportProgress():
                 self._report(message)
+            case ServerChecked():
+                self._server_checked(message)
+            case Tick():
+                self._alarm.rang()
+                if not self._checks_server():
+                    self._step(message)
             case _:
-                if isinstance(message, Tick):
-                    self._alarm.rang()
-                    self._look_for_the_server()
                 if isinstance(message, StreamOpened):
-                    self._stream = message.stream
-                if self._request is not None:
-                    self._send(self._request.step(message, self._runtime.now()))
+                    self._stream = message.turn_id
+                self._step(message)
 
     def release(self, failure: str | None) -> None:
         """End the request that is under way."""
@@ -109,11 +117,24 @@ class RequestActor(Child[RequestMessage]):
 
     def _begin(self, order: Begin) -> None:
         now = self._runtime.now()
-        self._transport, self._tools = order.transport, order.tools
+        self._transport, self._tools, self._process = order.transport, order.tools, order.process
         self._request = Request(
             order, config=self._config, unix_offset=self._unix_offset, reply_to=self.me(), now=now
         )
         self._send(self._request.begin(now))
+
+    def _step(self, message: RequestMessage) -> None:
+        if self._request is not None:
+            self._send(self._request.step(message, self._runtime.now()))
+
+    def _flush_and_answer(self, question: Question) -> None:
+        """Answer behind all that the stream has brought by now."""
+        if self._stream is not None and self._transport is not None:
+            order = FlushStream(turn_id=self._stream, reply_to=self.me())
+            if self._transport.tell(order):
+                self._flushing.append((self._stream, question))
+                return
+        self._answer(question)
 
     def _answer(self, question: Question) -> None:
         request = self._request
@@ -150,8 +171,8 @@ class RequestActor(Child[RequestMessage]):
             self._hurry()
 
     def _hurry(self) -> None:
-        if self._waiting_reads and self._stream is not None:
-            self._stream.hurry()
+        if self._waiting_reads and self._stream is not None and self._transport is not None:
+            self._transport.tell(HurryStream(turn_id=self._stream))
 
     def _report(self, order: ReportProgress) -> None:
         request = self._request
@@ -160,14 +181,21 @@ class RequestActor(Child[RequestMessage]):
         progress = request.progress() if request is not None else None
         order.reply_to.tell(ProgressReported(progress=progress, for_verdict=order.for_verdict))
 
-    def _look_for_the_server(self) -> None:
+    def _checks_server(self) -> bool:
         """On a busy machine the end of a connection may be known long before why it ended."""
-        if (
-            self._request is not None
-            and self._request.waits_for_news
-            and self._runtime.server_is_gone()
-        ):
-            self._request.saw_server_gone(self._runtime.now())
+        request = self._request
+        if request is None or self._process is None or not request.waits_for_news:
+            return False
+        order = CheckServer(request_id=request.request_id, reply_to=self.me())
+        return self._process.tell(order)
+
+    def _server_checked(self, checked: ServerChecked) -> None:
+        request = self._request
+        if request is None or request.request_id != checked.request_id:
+            return
+        if checked.is_gone and request.waits_for_news:
+            request.saw_server_gone(self._runtime.now())
+        self._step(Tick())
 
     def _send(self, effects: Effects) -> None:
         for effect in effects:
@@ -180,9 +208,12 @@ class RequestActor(Child[RequestMessage]):
                 assert self._tools is not None
                 self._tools.tell(effect)
             else:
+                self._worker.tell(effect)
                 if isinstance(effect, RequestEnded):
                     self._request = self._stream = None
-                self._worker.tell(effect)
+                    for _, question in self._flushing:
+                        self._worker.tell(question)  # behind the record, which is the answer
+                    self._flushing.clear()
         if self._waiting_reads:
             self._answer_waiting()
         self._alarm.set(self._request.deadline if self._request is not None else None)

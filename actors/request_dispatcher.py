@@ -130,6 +130,7 @@ class RequestDispatcher:
                 submission=submission,
                 transport=self._children.transport,
                 tools=self._children.tools,
+                process=self._children.process,
                 prompted=prompted,
                 opens_thinking=opens_thinking,
             )

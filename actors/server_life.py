@@ -20,6 +20,8 @@ from llama_worker.messages import (
     GpuFaulted,
     Launch,
     Launched,
+    MeasureMemory,
+    MemoryMeasured,
     ProbeNow,
     Reply,
     Restart,
@@ -65,7 +67,6 @@ class ServerLife:
         journal: Journal,
         *,
         status: Callable[[], WorkerStatus],
-        anon_bytes: Callable[[int], int | None],
     ) -> None:
         self.pid: int | None = None
         self.last_ready_at: float | None = None
@@ -76,7 +77,6 @@ class ServerLife:
         self._table = table
         self._journal = journal
         self._status = status  # the answer to a start
-        self._anon_bytes = anon_bytes  # of the tree of a pid
         self._requests_count = 0  # ended since READY
         self._life = Lifecycle(policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s)
         self._suspicion = Suspicion()
@@ -126,6 +126,9 @@ class ServerLife:
                 self._journal.note("launched", now, pid=pid, epoch=epoch)
                 if isinstance(self._life.state, Launching):
                     self._children.watchdog.tell(message)
+                return
+            case MemoryMeasured(anon_bytes=anon_bytes):
+                self._recycle_if_worn(now, anon_bytes)
                 return
             case EvidenceKept(processes=processes, log_tail=log_tail):
                 self._journal.add_processes(processes, log_tail)
@@ -180,7 +183,13 @@ class ServerLife:
             self.handle(Drained(), now)
 
     def recycle_if_due(self, now: float) -> None:
-        """A planned restart, of a server that is idle and worn."""
+        """A planned restart, of a server that is idle and worn; its memory is asked for first."""
+        policy = self._config.restart.recycle
+        if policy is not None and policy.max_anon_mib and self._is_idle:
+            self._children.process.tell(MeasureMemory(epoch=self._life.epoch))
+        self._recycle_if_worn(now, None)
+
+    def _recycle_if_worn(self, now: float, anon_bytes: int | None) -> None:
         policy, ready_at = self._config.restart.recycle, self.last_ready_at
         if policy is None or ready_at is None or not self._is_idle:
             return
@@ -188,9 +197,7 @@ class ServerLife:
             policy,
             ready_for_s=now - ready_at,
             requests_count=self._requests_count,
-            anon_bytes=self._anon_bytes(self.pid)
-            if policy.max_anon_mib and self.pid is not None
-            else None,
+            anon_bytes=anon_bytes,
         )
         if found is not None:
             self.handle(found, now)

@@ -1,9 +1,9 @@
 """ToolLoopActor: the host's own code, on threads: tool calls, BIOS providers.
 
 Receives RunTool, DropTool, RunBios. The threads tell the asking RequestActor CallEnded or
-BiosWritten; that one decides when one has taken too long, and orders one call after the other.
-Sends the WorkerActor ToolThreadStuck. A thread whose call never returns is left alone: it is a
-daemon, and counted.
+BiosWritten; that one decides when one has taken too long, and orders one call after the other. A
+thread whose call does not return is left alone: it is a daemon, and tells the WorkerActor
+ToolThreadStuck and, should it end one day, ToolThreadReturned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from llama_worker.messages import (
     RunBios,
     RunTool,
     ToolMessage,
-    ToolThreadStuck,
 )
 from llama_worker.request.turn import TurnId
 from llama_worker.runtime.ports import ToolThread
@@ -69,6 +68,5 @@ class ToolLoopActor(Child[ToolMessage]):
 
     def _drop(self, turn_id: TurnId) -> None:
         thread = self._threads.pop(turn_id, None)
-        if thread is not None and thread.is_alive():
-            thread.cancel()
-            self._worker.tell(ToolThreadStuck(is_alive=thread.is_alive))
+        if thread is not None:
+            thread.give_up(self._line.parent)

@@ -1,7 +1,8 @@
 """TransportActor: the connections to the server.
 
-Receives OpenStream, CloseStream, CloseAllStreams and each stream's StreamClosed. The streams answer
-the askers directly; itself it sends the WorkerActor StreamsClosed. Owns every open stream.
+Receives OpenStream, CloseStream, FlushStream, HurryStream, CloseAllStreams and each stream's
+StreamClosed. The streams answer the askers directly; itself it sends them StreamFlushed, and the
+WorkerActor StreamsClosed. Owns every open stream.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from llama_worker.errors import described_error
 from llama_worker.messages import (
     CloseAllStreams,
     CloseStream,
+    FlushStream,
+    HurryStream,
     OpenStream,
     StreamClosed,
+    StreamFlushed,
     StreamsClosed,
     TransportMessage,
 )
 from llama_worker.request.turn import TurnId
-from llama_worker.runtime.ports import Abortable
+from llama_worker.runtime.ports import Stream
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason
 
@@ -32,7 +36,7 @@ class TransportActor(Child[TransportMessage]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._streams: dict[TurnId, Abortable] = {}
+        self._streams: dict[TurnId, Stream] = {}
         self._closing: int | None = None  # the epoch whose StreamsClosed is owed
 
     def handle(self, message: TransportMessage) -> None:
@@ -54,6 +58,13 @@ class TransportActor(Child[TransportMessage]):
             case CloseStream(turn_id=turn_id):
                 if turn_id in self._streams:
                     self._streams[turn_id].abort()
+            case FlushStream(turn_id=turn_id):
+                if turn_id in self._streams:
+                    self._streams[turn_id].flush()
+                message.reply_to.tell(StreamFlushed(turn_id=turn_id))
+            case HurryStream(turn_id=turn_id):
+                if turn_id in self._streams:
+                    self._streams[turn_id].hurry()
             case CloseAllStreams(epoch=epoch):
                 self._closing = epoch
                 self.release(None)

@@ -39,6 +39,7 @@ from llama_worker.messages import (
     Submit,
     Tick,
     ToolsRefused,
+    ToolThreadReturned,
     ToolThreadStuck,
     WaitSlot,
     WorkerMessage,
@@ -106,7 +107,6 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             self._table,
             self._journal,
             status=self._status,
-            anon_bytes=runtime.anon_bytes,
         )
 
     def handle(self, message: WorkerMessage) -> None:  # noqa: C901  one line for each case, nearly
@@ -152,8 +152,10 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._journal.warn(
                     f"the server refuses tools ({detail}); they are offered in prompted mode", now
                 )
-            case ToolThreadStuck(is_alive=is_alive):
-                self._journal.tool_thread_stuck(is_alive)
+            case ToolThreadStuck():
+                self._journal.stuck_tool_threads_count += 1
+            case ToolThreadReturned():
+                self._journal.stuck_tool_threads_count -= 1
             case ActorDied():
                 self._actor_died(message, now)
             case Tick():

@@ -68,16 +68,10 @@ def bare_loop(data: bytes) -> int:
 
 
 class _Nobody:
-    """A mailbox and a stream that nothing comes of."""
+    """A mailbox that nothing comes of."""
 
     def tell(self, message: object) -> bool:
         return True
-
-    def flush(self) -> bool:
-        return False
-
-    def hurry(self) -> None:
-        pass
 
 
 def worker(data: bytes) -> int:
@@ -93,6 +87,7 @@ def worker(data: bytes) -> int:
         submission=submission,
         transport=nobody,
         tools=nobody,
+        process=nobody,
         prompted=False,
         opens_thinking=False,
     )
@@ -100,7 +95,7 @@ def worker(data: bytes) -> int:
     request.begin(0.0)
     (order,) = request.step(BiosWritten(turn_id=(1, 1), bios="", error=None), 0.0)
     assert isinstance(order, OpenStream)
-    request.step(StreamOpened(turn_id=order.turn_id, at=0.0, stream=_Nobody()), 0.0)
+    request.step(StreamOpened(turn_id=order.turn_id, at=0.0), 0.0)
     body = ChatBody({"Transfer-Encoding": "chunked"})
     for piece in _pieces(data.partition(b"\r\n\r\n")[2]):
         events = tuple(body.feed(piece))

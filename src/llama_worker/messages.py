@@ -8,7 +8,7 @@ and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -49,18 +49,6 @@ class Mailbox(Protocol[M_contra]):
     """The sending side of an actor: `tell` never blocks and is False where the actor is dead."""
 
     def tell(self, message: M_contra) -> bool: ...
-
-
-class LiveStream(Protocol):
-    """A stream that goes on, for who reads its events. Any thread may call, and neither call takes
-    time."""
-
-    def flush(self) -> bool:
-        """Tell now what has come and was not told yet; False: nothing has."""
-
-    def hurry(self) -> None:
-        """Somebody waits for text: what has come is told now, or else the next that comes, at
-        once."""
 
 
 class Reply(Protocol[T_contra]):
@@ -333,7 +321,20 @@ class ToolsRefused(Struct, frozen=True, kw_only=True):
 class ToolThreadStuck(Struct, frozen=True, kw_only=True):
     """A tool thread runs on although nobody waits for it any more."""
 
-    is_alive: Callable[[], bool]  # whether it still does; for any thread to ask, at any time
+    turn_id: TurnId
+
+
+class ToolThreadReturned(Struct, frozen=True, kw_only=True):
+    """A stuck one has ended after all."""
+
+    turn_id: TurnId
+
+
+class MemoryMeasured(Struct, frozen=True, kw_only=True):
+    """The anonymous memory of the launch's tree, swapped out or not; None: it cannot be seen."""
+
+    epoch: int
+    anon_bytes: int | None
 
 
 class ActorDied(Struct, frozen=True, kw_only=True):
@@ -385,6 +386,7 @@ ServerMessage = (  # what decides about the server's life
     | HealthLost
     | GpuFaulted
     | StreamsClosed
+    | MemoryMeasured
 )
 WorkerMessage = (
     HostMessage
@@ -395,6 +397,7 @@ WorkerMessage = (
     | SignalEmitted
     | ToolsRefused
     | ToolThreadStuck
+    | ToolThreadReturned
     | ActorDied
     | ReportedIn
     | Tick
@@ -421,7 +424,21 @@ class Terminate(Struct, frozen=True, kw_only=True):
 ServerNews = Launched | LaunchFailed | Died | Exited
 """What a launch tells: Launched or LaunchFailed; after Launched, Died (unless the guard was killed) and one Exited."""
 
-ProcessMessage = Launch | Terminate | GetDebugInfo | ServerNews | Tick
+
+class CheckServer(Struct, frozen=True, kw_only=True):
+    """Answered with `ServerChecked`: a request's connection broke, and why is not known yet."""
+
+    request_id: int
+    reply_to: Mailbox[RequestMessage]
+
+
+class MeasureMemory(Struct, frozen=True, kw_only=True):
+    """Answered with `MemoryMeasured`, while launch `epoch` runs."""
+
+    epoch: int
+
+
+ProcessMessage = Launch | Terminate | CheckServer | MeasureMemory | GetDebugInfo | ServerNews | Tick
 
 # ---------------------------------------------------------------- to the TransportActor
 
@@ -446,6 +463,20 @@ class CloseAllStreams(Struct, frozen=True, kw_only=True):
     epoch: int
 
 
+class FlushStream(Struct, frozen=True, kw_only=True):
+    """Have the stream tell what has come and was not told yet; then `reply_to` gets
+    `StreamFlushed`."""
+
+    turn_id: TurnId
+    reply_to: Mailbox[RequestMessage]
+
+
+class HurryStream(Struct, frozen=True, kw_only=True):
+    """Somebody waits for text: what has come is told now, or else the next that comes, at once."""
+
+    turn_id: TurnId
+
+
 class StreamClosed(Struct, frozen=True, kw_only=True):
     """The stream is over. `failure` None: the server ended the body in the regular way."""
 
@@ -454,7 +485,9 @@ class StreamClosed(Struct, frozen=True, kw_only=True):
     at: float
 
 
-TransportMessage = OpenStream | CloseStream | CloseAllStreams | StreamClosed
+TransportMessage = (
+    OpenStream | CloseStream | CloseAllStreams | FlushStream | HurryStream | StreamClosed
+)
 
 # ---------------------------------------------------------------- to a RequestActor
 
@@ -466,6 +499,7 @@ class Begin(Struct, frozen=True, kw_only=True):
     submission: Submission
     transport: Mailbox[TransportMessage]
     tools: Mailbox[ToolMessage]
+    process: Mailbox[ProcessMessage]
     prompted: bool  # tool calls by text convention: the model's template has no tools
     opens_thinking: bool  # the template ends the prompt inside a think tag
 
@@ -483,7 +517,6 @@ class StreamOpened(Struct, frozen=True, kw_only=True):
 
     turn_id: TurnId
     at: float
-    stream: LiveStream
 
 
 class StreamEvents(Struct, frozen=True, kw_only=True):
@@ -524,11 +557,17 @@ class ReportProgress(Struct, frozen=True, kw_only=True):
 StreamNews = StreamOpened | StreamEvents | StreamClosed
 
 
-class AnswerNow(Struct, frozen=True, kw_only=True):
-    """A question once more, from the actor to itself, behind all that its stream had brought when
-    it was asked."""
+class StreamFlushed(Struct, frozen=True, kw_only=True):
+    """The answer to `FlushStream`, behind all that had come when that was carried out."""
 
-    question: Question
+    turn_id: TurnId
+
+
+class ServerChecked(Struct, frozen=True, kw_only=True):
+    """The answer to `CheckServer`."""
+
+    request_id: int
+    is_gone: bool  # the server's process has ended; news of it may be on their way
 
 
 RequestMessage = (
@@ -536,7 +575,8 @@ RequestMessage = (
     | CancelRequest
     | Abandon
     | Question
-    | AnswerNow
+    | StreamFlushed
+    | ServerChecked
     | StreamNews
     | BiosWritten
     | CallEnded

@@ -7,15 +7,21 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import requests
+import sseclient
 
 from llama_worker import RestartPolicy
 from llama_worker.runtime.stream_reader import StreamReader
+from llama_worker.stream.sse import SseDecoder
 from llama_worker.testing.scripts import (
     DoneMarker,
     ErrorData,
+    ErrorField,
     Fin,
     Finish,
     Headers,
@@ -29,7 +35,9 @@ from llama_worker.testing.scripts import (
     Startup,
     Step,
     Text,
+    Tokens,
     WaitClose,
+    plain_reply,
 )
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 
@@ -125,6 +133,40 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_an_abort(
     readers[0].abort()
     go_on.set()
     rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
+
+
+def test_every_record_is_decoded_by_sseclient_and_every_request_made_by_the_session(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: Counter[str] = Counter()
+
+    def count(owner: type, name: str, what: str) -> None:
+        real = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            told = real(*args, **kwargs)
+            if isinstance(told, list | Iterator):
+                told = list(told)
+                counts[what] += len(told)
+                return told
+            counts[what] += 1
+            return told
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(SseDecoder, "feed", "records")
+    count(sseclient.SSEClient, "events", "decoded")
+    count(socket.socket, "connect", "connections")
+    count(socket.socket, "connect_ex", "connections")
+    count(requests.Session, "send", "requests")
+    rig = make_worker(timeouts=fast_timeouts(health_probe_interval_s=0.05))
+    assert rig.run(*plain_reply(Tokens(1000)))["state"] == "completed"
+    failed = rig.run(Headers(), Text("a"), ErrorField(400, "full"))
+    assert failed["fail_reason"] == "server_error"
+    eventually(lambda: counts["requests"] > 10, "health probes")
+    rig.stop()
+    assert counts["decoded"] == counts["records"] >= 1002
+    assert counts["requests"] == counts["connections"]
 
 
 def test_params_pass_through_and_the_workers_own_are_replaced_with_a_warning(rig: Rig) -> None:

@@ -33,7 +33,11 @@ from llama_worker.messages import (
     StreamClosed,
     StreamEvents,
     StreamOpened,
+    ToolThreadReturned,
+    ToolThreadStuck,
+    WorkerMessage,
 )
+from llama_worker.request.turn import TurnId
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.token_count import COUNT_S
@@ -99,11 +103,6 @@ class SimRuntime:
         self.log.begin_launch()
         self.server = SimServerProcess(self, epoch, reply_to)
         return self.server
-
-    def server_is_gone(self) -> bool:
-        return (
-            self.server is not None and self.server.server is not None and self.server.server.gone
-        )
 
     def anon_bytes(self, pid: int) -> int | None:
         return None
@@ -232,10 +231,11 @@ class SimRuntime:
 
     def run_tool(self, order: RunTool) -> SimToolThread:
         self.machine.need_thread()
-        thread = SimToolThread()
+        thread = SimToolThread(order.turn_id)
         seconds, ok = self.machine.tool_call(order.turn_id[0])
 
         def returned() -> None:
+            thread.has_returned = True
             text = '"found"' if ok else "tool raised ValueError"
             order.reply_to.tell(
                 CallEnded(
@@ -246,7 +246,8 @@ class SimRuntime:
                     at=self.scheduler.now,
                 )
             )
-            thread.has_returned = True
+            if thread.given_up_to is not None:
+                thread.given_up_to.tell(ToolThreadReturned(turn_id=order.turn_id))
 
         if seconds is not None:  # else it never returns
             self.scheduler.after(seconds, returned, "a tool returns")
@@ -268,6 +269,9 @@ class SimServerProcess:
         self._machine.on_launch(epoch)
         self._machine.launched.append(self)
         self._later(0.005, 0.3, self._start, "spawn")
+
+    def is_gone(self) -> bool:
+        return self.server is not None and self.server.gone
 
     def send(self, signal: Signal) -> None:
         """The guard takes the order as soon as it runs."""
@@ -431,9 +435,7 @@ class SimStream:
                 self._fail(RequestFailReason.HTTP_ERROR, f"HTTP {self._status}", self._status)
                 return
             self._opened = True
-            self._order.reply_to.tell(
-                StreamOpened(turn_id=self.turn_id, at=self._scheduler.now, stream=self)
-            )
+            self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=self._scheduler.now))
         if self._aborted:
             if self._opened and self._buffer:
                 self._decode(len(self._buffer))
@@ -531,12 +533,17 @@ class _Asker:
 
 
 class SimToolThread:
-    """The thread of one call."""
+    """The thread of one call, which does not listen."""
 
-    has_returned = False
+    def __init__(self, turn_id: TurnId) -> None:
+        self.has_returned = False
+        self.given_up_to: Mailbox[WorkerMessage] | None = None
+        self._turn_id = turn_id
 
     def is_alive(self) -> bool:
         return not self.has_returned
 
-    def cancel(self) -> None:
-        pass  # it does not listen
+    def give_up(self, reply_to: Mailbox[WorkerMessage]) -> None:
+        if not self.has_returned:
+            self.given_up_to = reply_to
+            reply_to.tell(ToolThreadStuck(turn_id=self._turn_id))

@@ -210,15 +210,6 @@ def test_the_request_that_has_been_without_progress_for_longest_counts(journal: 
 # ---------------------------------------------------------------- totals
 
 
-def test_a_stuck_tool_thread_counts_for_as_long_as_it_runs(journal: Journal) -> None:
-    running = {"first", "second"}
-    journal.tool_thread_stuck(lambda: "first" in running)
-    journal.tool_thread_stuck(lambda: "second" in running)
-    assert told(journal)["stuck_tool_threads_count"] == 2
-    running.remove("first")
-    assert told(journal)["stuck_tool_threads_count"] == 1
-
-
 def record(
     state: RequestState = RequestState.COMPLETED, *, tokens: int | None = None, **result: Any
 ) -> RequestRecord:

@@ -109,7 +109,7 @@ class Driven(Request):
         return self._prompted_at_once(super().step(message, now), now)
 
     def opened(self, turn_id: TurnId, at: float) -> Effects:
-        return self.step(StreamOpened(turn_id=turn_id, at=at, stream=NOBODY), at)
+        return self.step(StreamOpened(turn_id=turn_id, at=at), at)
 
     def closed(self, turn_id: TurnId, failure: StreamFailure | None, at: float) -> Effects:
         return self.step(StreamClosed(turn_id=turn_id, failure=failure, at=at), at)
@@ -144,7 +144,14 @@ def made(
         job_name="j", system_prompt="Be terse.", user_prompt="Hi", params=params or {}, messages=()
     )
     traits = {"prompted": False, "opens_thinking": False} | traits
-    order = Begin(request_id=7, submission=submission, transport=NOBODY, tools=NOBODY, **traits)
+    order = Begin(
+        request_id=7,
+        submission=submission,
+        transport=NOBODY,
+        tools=NOBODY,
+        process=NOBODY,
+        **traits,
+    )
     return Driven(order, config=of or config(), unix_offset=UNIX, reply_to=NOBODY, now=100.0)
 
 

@@ -138,9 +138,7 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
         is_full = (
             limit is not None and entering.response_id is not None and len(self._running()) >= limit
         )
-        if self._stopped:
-            entering.cut()
-        elif not is_full:
+        if not self._stopped and not is_full:
             self._exchanges[entering.exchange_id] = entering
         if entering.reply is not None:
             entering.reply.answer(not self._stopped and not is_full)
@@ -165,8 +163,6 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
     def _end_all(self) -> None:
         if not self._stopped:
             self._stopped = True
-            for exchange in self._exchanges.values():
-                exchange.cut()
             if self._listener is not None:
                 self._listener.stop()
         if not self._alive:

@@ -28,8 +28,8 @@ _TOGETHER_S = (
 
 
 class Exchange:
-    """One request of a client and what it has open. `cut` is for any thread, the rest for the
-    request's own."""
+    """One request of a client and what it has open, for the request's own thread. A client that has
+    left, or was cut by the listener, aborts what is open."""
 
     def __init__(
         self,
@@ -54,9 +54,7 @@ class Exchange:
         self._has_entered = True
         is_bounded = self._config.max_concurrent is not None
         reply: WorkerFuture[bool] | None = WorkerFuture() if is_bounded else None
-        entering = Enter(
-            exchange_id=self._number, cut=self.cut, response_id=response_id, reply=reply
-        )
+        entering = Enter(exchange_id=self._number, response_id=response_id, reply=reply)
         if reply is None:  # nothing to wait for
             self._unannounced = entering
         elif not ask(self._proxy, entering, reply):
@@ -71,10 +69,6 @@ class Exchange:
         if self._unannounced is not None:
             self._proxy.tell(self._unannounced)
             self._unannounced = None
-
-    def cut(self) -> None:
-        self.abort.abort()
-        self._client.cut()
 
     def leave(self) -> None:
         """Idempotent; a stream that has not ended is ended."""

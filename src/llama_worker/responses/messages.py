@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from msgspec import Struct
@@ -23,7 +22,7 @@ class Listener(Protocol):
         """Take connections until stopped. Blocks until every thread of a request has ended."""
 
     def stop(self) -> None:
-        """Let `serve` return. Never blocks."""
+        """Cut every exchange, and let `serve` return. Any thread; never blocks."""
 
 
 class StartListening(Struct, frozen=True, kw_only=True):
@@ -52,15 +51,13 @@ class ListenerEnded(Struct, frozen=True, kw_only=True):
 
 
 class Enter(Struct, frozen=True, kw_only=True):
-    """An exchange begins; `cut` ends it at once, from any thread: also where the proxy is going
-    down.
+    """An exchange begins.
 
     `response_id`: of the response that it makes; None: it makes none, and is never one too many.
     `reply`: answered with False where it is one too many; None: nobody asks.
     """
 
     exchange_id: int
-    cut: Callable[[], object]
     response_id: str | None
     reply: Reply[bool] | None = None
 

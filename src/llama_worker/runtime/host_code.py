@@ -18,7 +18,17 @@ from msgspec.structs import replace
 from llama_worker.bios import PromptError, run_bios
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
-from llama_worker.messages import BiosWritten, CallEnded, EvidenceSeen, Mailbox, RunBios, RunTool
+from llama_worker.messages import (
+    BiosWritten,
+    CallEnded,
+    EvidenceSeen,
+    Mailbox,
+    RunBios,
+    RunTool,
+    ToolThreadReturned,
+    ToolThreadStuck,
+    WorkerMessage,
+)
 from llama_worker.request.tool_results import ToolResultError, encode_result
 from llama_worker.runtime.futures import log_exception
 from llama_worker.runtime.shortage import is_shortage
@@ -46,13 +56,21 @@ class ToolThread:
         deadline = time.monotonic() + config.tool_timeout_s
         self._call = RunningCall(deadline=deadline, cancelled=threading.Event())
         self._cancel_task: Callable[[], object] | None = None  # of an async runner
+        self._lock = threading.Lock()  # guards what follows
+        self._given_up_to: Mailbox[WorkerMessage] | None = None
+        self._has_returned = False
         self._thread = start_thread(name, self._run)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def cancel(self) -> None:
-        """Tell the runner that nobody waits any more."""
+    def give_up(self, reply_to: Mailbox[WorkerMessage]) -> None:
+        """Tell the runner that nobody waits any more, unless it has returned."""
+        with self._lock:
+            if self._has_returned:
+                return
+            self._given_up_to = reply_to
+            reply_to.tell(ToolThreadStuck(turn_id=self._order.turn_id))
         self._call.cancelled.set()
         if self._cancel_task is not None:
             self._cancel_task()
@@ -69,7 +87,11 @@ class ToolThread:
         ended = CallEnded(
             turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=time.monotonic()
         )
+        with self._lock:
+            self._has_returned = True
         self._order.reply_to.tell(ended)
+        if self._given_up_to is not None:
+            self._given_up_to.tell(ToolThreadReturned(turn_id=self._order.turn_id))
 
     def _returned(self) -> Any:
         more = {"call": self._call} if takes(self._run_tool, "call") else {}

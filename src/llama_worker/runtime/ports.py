@@ -24,6 +24,7 @@ from llama_worker.messages import (
     ServerNews,
     SlotsSeen,
     StreamClosed,
+    WorkerMessage,
 )
 from llama_worker.server.termination import Signal
 
@@ -56,6 +57,10 @@ class ServerProcess(Protocol):
     def ended(self) -> bool:
         """Nothing of it is left; true before its last word is told."""
 
+    def is_gone(self) -> bool:
+        """Whether it was started and its first process has ended; news of it may be on their way.
+        Quick."""
+
     def send(self, signal: Signal) -> None:
         """Signal the tree; without effect once it is gone."""
 
@@ -67,14 +72,28 @@ class Abortable(Protocol):
         """Close its connection now, in whatever phase it is. Its last word follows."""
 
 
+class Stream(Abortable, Protocol):
+    """A stream that goes on. No call takes time."""
+
+    def flush(self) -> bool:
+        """Tell now what has come and was not told yet; False: nothing has."""
+
+    def hurry(self) -> None:
+        """Somebody waits for text: what has come is told now, or else the next that comes, at
+        once."""
+
+
 class ToolThread(Protocol):
     """The thread of one tool call."""
 
     def is_alive(self) -> bool:
         """Whether it still runs."""
 
-    def cancel(self) -> None:
-        """Tell the call that nobody waits for it any more. Quick."""
+    def give_up(self, reply_to: Mailbox[WorkerMessage]) -> None:
+        """Tell the call, unless it has returned, that nobody waits for it any more. Quick.
+
+        `reply_to` gets ToolThreadStuck and, once it returns, ToolThreadReturned.
+        """
 
 
 class Log(Protocol):
@@ -134,10 +153,6 @@ class Runtime(Clock, ActorRunner, Protocol):
         and then one Exited, its last word.
         """
 
-    def server_is_gone(self) -> bool:
-        """Whether the process launched last has ended; its news may be on their way. Any thread;
-        quick."""
-
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         """What is to be seen of the process tree at this instant, fit for JSON. Takes about a
         millisecond."""
@@ -146,12 +161,12 @@ class Runtime(Clock, ActorRunner, Protocol):
         """The anonymous memory of the process tree, swapped out or not; None where it cannot be
         seen. Quick."""
 
-    def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> Abortable:
+    def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> Stream:
         """Post the order's body.
 
         Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed`
-        gets, too. Of text that comes fast some waits for more, 50 ms at most; `LiveStream` is for
-        who cannot wait. Everything else, and the first text, is told at once.
+        gets, too. Of text that comes fast some waits for more, 250 ms at most, unless it is flushed
+        or hurried. Everything else, and the first text, is told at once.
         """
 
     def probe_readiness(

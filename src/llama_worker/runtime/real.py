@@ -65,7 +65,6 @@ class RealRuntime(ActorThreads):
         )
         self.probes_count = len(self._probes)
         self.log = LogRing(config.log_lines, api_key=config.api_key)
-        self._server: ServerProcess | None = None  # launched last
         start_timers()
 
     def now(self) -> float:
@@ -81,7 +80,7 @@ class RealRuntime(ActorThreads):
         return what.wait(timeout_s)
 
     def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> ServerProcess:
-        self._server = ServerProcess(
+        return ServerProcess(
             epoch=epoch,
             command=tuple(self._config.server_cmd),
             environment=server_environment(host_environment(), self._config.env),
@@ -90,10 +89,6 @@ class RealRuntime(ActorThreads):
             reply_to=reply_to,
             name=self._name,
         )
-        return self._server
-
-    def server_is_gone(self) -> bool:
-        return self._server is not None and self._server.is_gone()
 
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         return process_evidence(pid)

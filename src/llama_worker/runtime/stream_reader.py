@@ -125,7 +125,7 @@ class StreamReader:
                 poll.register(self._connection, select.POLLIN)
                 self._body = ChatBody(reply.headers)
                 self._order.reply_to.tell(
-                    StreamOpened(turn_id=self._order.turn_id, at=time.monotonic(), stream=self)
+                    StreamOpened(turn_id=self._order.turn_id, at=time.monotonic())
                 )
                 self._events += self._body.feed(ahead)
             while True:

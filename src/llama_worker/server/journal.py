@@ -44,9 +44,7 @@ class Journal:
         self._warnings: list[str] = []
         self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
         self._evidence: dict[str, Any] = {}
-        self._stuck_tool_threads: list[
-            Callable[[], bool]
-        ] = []  # each tells whether its thread still runs
+        self.stuck_tool_threads_count = 0  # threads that run, and that nobody waits for
 
     @property
     def warnings(self) -> list[str]:
@@ -116,10 +114,6 @@ class Journal:
             "log_tail": list(log_tail),
         }
 
-    def tool_thread_stuck(self, is_alive: Callable[[], bool]) -> None:
-        """Count a thread that nobody waits for, for as long as it runs."""
-        self._stuck_tool_threads = [*_still_true(self._stuck_tool_threads), is_alive]
-
     def seconds_since_progress(self, active: Iterable[Admitted], now: float) -> float | None:
         """Of the request in flight that has been without progress for longest; None: there is none."""
         seen = {p.request_id: p for p in self.observed.requests} if self.observed else {}
@@ -143,7 +137,7 @@ class Journal:
             "server_cmd": list(server_cmd),
             "evidence": copy.deepcopy(self._evidence),
             "seconds_since_progress": self.seconds_since_progress(active, now),
-            "stuck_tool_threads_count": len(_still_true(self._stuck_tool_threads)),
+            "stuck_tool_threads_count": self.stuck_tool_threads_count,
             "totals": self.totals.snapshot(),
         }
 
@@ -205,7 +199,3 @@ class EventFeed:
 
     def _deliver(self) -> None:
         self._handler(self._waiting.popleft())
-
-
-def _still_true(checks: Iterable[Callable[[], bool]]) -> list[Callable[[], bool]]:
-    return [check for check in checks if check()]
