@@ -19,7 +19,7 @@ from benchmarks.stream import bare_loop, cpu_us, openai_client
 from llama_worker import LlamaWorker
 from llama_worker.testing.scripts import Tokens, plain_reply
 
-WORKERS, SLOTS, RATE_HZ, SECONDS, ROUNDS = 8, 8, 30, 16, 3
+WORKERS, SLOTS, RATE_HZ, SECONDS, ROUNDS = 8, 8, 30, 20, 3
 STREAMS, EVENTS = WORKERS * SLOTS, RATE_HZ * SECONDS
 
 

@@ -69,13 +69,13 @@ GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
     ),
     (
         "CPU per event in bulk, worker / bare loop",
-        0.9,
+        0.5,
         "",
         lambda d: _over(d, "stream", "bulk_us", "worker", "bare loop"),
     ),
     (
         "CPU per event of one stream at 500 Hz, worker / bare loop",
-        0.8,
+        0.35,
         "",
         lambda d: _over(d, "stream", "paced_us", "worker", "bare loop"),
     ),
@@ -93,19 +93,19 @@ GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
     ),
     (
         "from send to a waiting reader, 64 streams at 30 Hz, p50",
-        5,
+        3,
         "ms",
         lambda d: d["fleet"]["fresh_ms"]["p50"],
     ),
     (
         "from send to a waiting reader, 64 streams at 30 Hz, p99",
-        60,
+        30,
         "ms",
         lambda d: d["fleet"]["fresh_ms"]["p99"],
     ),
     (
         "threads of a worker with 64 slots and 64 open streams",
-        74,
+        136,
         "",
         lambda d: d["fleet"]["threads"],
     ),
@@ -185,7 +185,7 @@ GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
     ),
     (
         "broken connection to terminal status",
-        300,
+        250,
         "ms",
         lambda d: d["recovery"]["broken connection to terminal status"],
     ),
