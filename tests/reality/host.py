@@ -29,6 +29,7 @@ from llama_worker import (
     WorkerState,
     llama_server_cmd,
 )
+from llama_worker.server.gaps import FORGIVEN_IN_A_ROW, LATE_S
 from tests.ports import held_ports
 from tests.reality.limits import found_within_s, tight_limits
 from tests.reality.plan import SLOT_TOKENS, Episode, Job, Shape
@@ -38,6 +39,7 @@ from tests.server.test_tools import ADD, FIRST_CALL_THEN_ANSWER, REPORT
 
 UNFINISHED_S = 600.0  # a request that has not ended by then is a mistake of somebody
 _ANSWER_S = 60.0
+_LOOK_EVERY_S = 0.2
 _TOOL_ANSWER = "Sum: Result: five"
 _said = threading.Lock()
 
@@ -87,11 +89,32 @@ def worker_config(
     )
 
 
+class Standstills:
+    """Times in which this process did not run, as the library counts them: nothing is concluded
+    right after one. Its thread ends with the program."""
+
+    def __init__(self) -> None:
+        self.ends_at: list[float] = []
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            due_at = time.monotonic() + _LOOK_EVERY_S
+            time.sleep(_LOOK_EVERY_S)
+            if time.monotonic() - due_at > LATE_S:
+                self.ends_at.append(time.monotonic())
+
+    def since(self, at: float) -> list[float]:
+        """The ends of those that came after that instant, as many as are forgiven in a row."""
+        return [end_at for end_at in self.ends_at if end_at > at][:FORGIVEN_IN_A_ROW]
+
+
 class Host:
     """Plays one episode."""
 
     def __init__(self, episode: Episode, worker: LlamaWorker, limits: TimeoutProfile) -> None:
         self._episode, self._worker, self._limits = episode, worker, limits
+        self._standstills = Standstills()
         self._began_at = time.monotonic()
 
     def run(self) -> None:
@@ -167,7 +190,9 @@ class Host:
     # ------------------------------------------------------------ hang
 
     def _hang(self) -> None:
-        """Stops the server for good; says when it was given up, and whether the next one serves."""
+        """Stops the server for good; says when it was given up, and whether the next one serves.
+
+        The bound counts anew after a standstill of this process."""
         assert self._episode.hang is not None
         before = self._status()
         endless = {**ENDLESS, "max_tokens": 100_000}
@@ -187,11 +212,20 @@ class Host:
         stopped_at = time.monotonic()
         bound_s = found_within_s(self._limits, in_flight=bool(phases))
         found_s = None
-        while found_s is None and time.monotonic() < stopped_at + bound_s:
+        stood = list[float]()
+        while found_s is None and time.monotonic() < max([stopped_at, *stood]) + bound_s:
+            stood = self._standstills.since(stopped_at)
             if self._status()["restart_count"] > during["restart_count"]:
                 found_s = time.monotonic() - stopped_at
             time.sleep(0.05)
-        say("hang", phases=phases, found_s=found_s, bound_s=bound_s, early_restarts=early)
+        say(
+            "hang",
+            phases=phases,
+            found_s=found_s,
+            bound_s=bound_s,
+            early_restarts=early,
+            standstills_at_s=[round(end_at - stopped_at, 2) for end_at in stood],
+        )
         if found_s is None:
             os.kill(during["pid"], signal.SIGKILL)
         ends = [future.get(timeout=_ANSWER_S) for future in futures]

@@ -40,7 +40,10 @@ def tight_limits(episode: Episode, prompt_token_s: float, burners: int) -> Timeo
 def found_within_s(limits: TimeoutProfile, *, in_flight: bool) -> float:
     """Seconds after which a stopped server must have been given up: by the silence of a request, or
     by the health probe where nobody waits."""
-    if not in_flight:  # each probe may take as long as the time to the next
-        return limits.health_failures_before_restart * 2 * _HEALTH_S + _MACHINE_S
+    if not in_flight:
+        # Each probe may take as long as the time to the next. The first one does not count where a
+        # request received data since the one before.
+        probes_count = 1 + limits.health_failures_before_restart
+        return probes_count * 2 * _HEALTH_S + _MACHINE_S
     silence_s = limits.idle_stream_timeout_s or 0.0
     return silence_s + _CPU_WINDOW_S + 2 * limits.liveness_probe_interval_s + _MACHINE_S
