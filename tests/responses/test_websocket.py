@@ -166,6 +166,20 @@ def test_a_client_that_reads_nothing_is_cut_off(make_fake: MakeClient) -> None:
         fake.journal.wait("client_closed", timeout=WAIT_S)
 
 
+def test_what_it_keeps_of_a_conversation_is_bounded(make_fake: MakeClient) -> None:
+    fake = make_fake(max_stored_bytes=1000)
+    with opened(fake) as socket:
+        latest, kept = "", 0
+        while True:
+            previous = {"previous_response_id": latest} if latest else {}
+            end = turn(socket, create(store=False, input="x" * 100, **previous))[-1]
+            if end["type"] == "error":
+                break
+            latest, kept = end["response"]["id"], kept + 1
+        assert end["error"]["code"] == "previous_response_not_found"
+        assert 2 <= kept < 10
+
+
 def test_an_open_one_does_not_hold_the_proxy_up(fake: Client) -> None:
     with opened(fake) as socket:
         assert turn(socket, create())[-1]["type"] == "response.completed"

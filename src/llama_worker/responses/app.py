@@ -185,6 +185,7 @@ class ResponsesApp:
     ) -> Conversation | None:
         """What the next turn may go on from: not from what this one went on from and failed."""
         message = socket.next_message()
+        size_bytes = len(message)
         exchange = Exchange(next(self._numbers), client, self._proxy, self._config)
         output = Output(send=client.send_raw, encode=socket.encode, before_reading=socket.read)
         kept = latest
@@ -192,6 +193,7 @@ class ResponsesApp:
             body = parse_create(message)
             if latest is not None and body.get("previous_response_id") == latest.response_id:
                 recalled, kept = latest.recalled(), None
+                size_bytes += latest.size_bytes
             else:
                 recalled = self._recall(references(body))
             build = partial(normalise, body, recalled)
@@ -202,10 +204,10 @@ class ResponsesApp:
             return kept
         finally:
             exchange.leave()
-        if events.failure is not None:
+        if events.failure is not None or size_bytes > self._config.max_stored_bytes:
             return kept
         items = (*(recalled.history or ()), *chat_request.input_items, *events.response["output"])
-        return Conversation(response_id=events.response["id"], items=items)
+        return Conversation(response_id=events.response["id"], items=items, size_bytes=size_bytes)
 
     def _generate(
         self,
@@ -375,6 +377,7 @@ class Conversation(Struct, frozen=True, kw_only=True):
 
     response_id: str
     items: tuple[Item, ...]
+    size_bytes: int  # of what the client sent for it, about
 
     def recalled(self) -> Recalled:
         return Recalled(history=self.items, items={})
