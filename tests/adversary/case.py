@@ -217,7 +217,7 @@ class Case(Bench):
         if server is None or self.wedged_at is not None or server.frozen or server.stopped:
             return
         seconds = dice.log_between(0.1, 15.0)
-        match dice.below(6):
+        match dice.below(7):
             case 0:
                 if any(each.reply.twist for each in server.exchanges):
                     seconds = min(
@@ -242,6 +242,17 @@ class Case(Bench):
                 self._lose_cores(server)
             case 5:
                 self._lose_memory(server)
+            case 6:
+                self.was_halted = True
+                self._be_late(dice.below(40))
+
+    def _be_late(self, times: int) -> None:
+        """The host never gets to what is due, for a while."""
+        if times and self.wedged_at is None and not self.scheduler.host_is_halted:
+            late_s = self.dice.between(6.0, 20.0)
+            self.scheduler.halt_host(late_s)
+            again = partial(self._be_late, times - 1)
+            self.later(late_s + self.dice.between(0.5, 8.0), again)
 
     def _lose_cores(self, server: LlamaServer) -> None:
         """Others compute on the machine for a while: prompts are read up to eight times more slowly,

@@ -30,6 +30,8 @@ def _strike(case: Case, hurt: Hurt, can: Callable[[Exchange], bool] = lambda eac
     server = case.machine.listening()
     if server is None or server.frozen or server.stopped or not server.loaded:
         return False
+    if case.scheduler.host_is_halted:  # promises are made to a host that runs
+        return False
     targets = [
         each
         for each in server.busy
@@ -64,6 +66,14 @@ def sidecar(case: Case, targets: list[Exchange]) -> None:
     """No CPU, HTTP alive, nothing moves, beside a child that computes for itself."""
     freeze(case, targets, spins=False)
     case.server.begin_sidecar()
+
+
+def stuck_queue(case: Case, targets: list[Exchange]) -> None:
+    """A livelock in which `/slots` does not answer any more, at once or after a while."""
+    freeze(case, targets, spins=True)
+    server = case.server
+    case.later(case.dice.log_between(0.1, 200.0), partial(setattr, server, "slots_silent", True))
+    case.promised_s, case.by_pace = LAST_RESORT_S + SLACK_S, False
 
 
 def stopped(case: Case, targets: list[Exchange]) -> None:
@@ -122,6 +132,7 @@ def _reports_progress(each: Exchange) -> bool:
 # Each hurts somebody, or says that there is nobody yet.
 WEDGES: dict[str, Callable[[Case], bool]] = {
     "livelock": lambda case: _strike(case, partial(freeze, spins=True)),
+    "stuck task queue": lambda case: _strike(case, stuck_queue),
     "decode dead, HTTP alive": lambda case: _strike(case, partial(freeze, spins=False)),
     "sidecar's CPU": lambda case: _strike(case, sidecar),
     "stopped": lambda case: _strike(case, stopped),
