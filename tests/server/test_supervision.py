@@ -278,3 +278,28 @@ def test_a_script_that_passes_no_arguments_on(
     script = shell_program(tmp_path / "server", " ".join(("exec", *command, *SERVER_ARGS)))
     line, *_ = start_error(executable=script, timeouts=timeouts)
     assert f"it listens on http://{HOST}:{elsewhere}: pass it the worker's host and port" in line
+
+
+# ---------------------------------------------------------------- swapped by hand
+
+
+def test_a_drained_server_ends_its_work_and_a_restarted_one_gives_it_up(serve: Serve) -> None:
+    with LlamaWorker(serve(slots=2)) as worker:
+        running = submitted(worker, "last", "Count.", **{**ENDLESS, "max_tokens": 64})
+        drained = worker.drain()
+        refused = worker.submit("new", "", "Hello?").get(timeout=patience())
+        assert refused == {"ok": False, "error": "WORKER_DRAINING"}
+        drained.get(timeout=patience())
+        result = ended(worker, running)
+        assert (result["finish_reason"], result["usage"]["completion_tokens"]) == ("max_tokens", 64)
+        assert worker.get_worker_status().get(timeout=patience())["state"] is WorkerState.STOPPED
+
+        before = worker.start().get(timeout=patience())["pid"]
+        running = submitted(worker, "lost", "Count.", **ENDLESS)
+        wait_status(worker, running, is_generating)
+        status = worker.restart("new weights").get(timeout=patience())
+        assert (status["state"], status["restart_count"]) == (WorkerState.READY, 1)
+        assert status["pid"] != before
+        result = ended(worker, running)
+        assert result["fail_reason"] is RequestFailReason.WORKER_RESTARTED
+        assert is_ticking(result["text"])

@@ -40,6 +40,7 @@ _REFUSED = {
         "all slots hold a request: wait for one to end, or start with more --slots"
     ),
     "WORKER_NOT_READY": "the server is starting: try again in a moment",
+    "WORKER_DRAINING": "the server is about to stop: start again",
     "WORKER_FAILED": "the server could not be kept running: start again",
 }
 
