@@ -120,7 +120,8 @@ def test_a_prompt_is_counted_and_a_follow_up_repeats_it_with_the_answer(
         messages=before["conversation"],
         params={"max_tokens": 1},
     )
-    assert follow_up.get(timeout=patience())["usage"]["cached_tokens"] >= counted["n_prompt_tokens"]
+    cached = follow_up.get(timeout=patience())["usage"]["cached_tokens"]
+    assert cached >= 0.95 * counted["n_prompt_tokens"]
     # A model that is forced to say something takes other tokens for it than the tokenizer would, so
     # that its cache does not hold them: the text shows that a model of its own will would have it.
     asked, answer = before["conversation"]
