@@ -19,10 +19,10 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from http.client import HTTPException
 from http.cookiejar import DefaultCookiePolicy
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, cast
 
 import requests
 import requests.adapters
@@ -41,7 +41,6 @@ _READ_BYTES = 65536
 _MAX_REPLY_BYTES = 4 * 1024 * 1024  # of a small question: /props holds the chat template
 _MAX_ERROR_BODY_BYTES = 64 * 1024
 _ERROR_BODY_S = 2.0  # for what an error status says, from the headers on
-_LATE = "the time for the reply is up"
 _SHOWN_CHARS = 40  # of what is not HTTP
 _MAX_WAIT_S = 2e6  # 23 days: poll counts milliseconds in a C int
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 s
@@ -378,10 +377,6 @@ def _tls_context(ca_file: str | None, ca_folder: str | None) -> ssl.SSLContext:
 class _KeepsReader:
     """Part of a socket: keeps the reader from which http.client takes the headers."""
 
-    if TYPE_CHECKING:
-
-        def gettimeout(self) -> float | None: ...
-
     reader: io.BufferedReader
     abort: Abort
     waiter: Waiter | None = None
@@ -391,7 +386,7 @@ class _KeepsReader:
     def makefile(self, *args: Any, **kwargs: Any) -> io.BufferedReader:
         """Called once, for the headers of the reply."""
         raw: io.RawIOBase = super().makefile("rb", buffering=0)  # type: ignore[misc]
-        self.reader = io.BufferedReader(_Waiting(raw, self))
+        self.reader = io.BufferedReader(_Waiting(raw, cast(_Socket, self)))
         return self.reader
 
 
@@ -406,7 +401,7 @@ class _TlsSocket(_KeepsReader, ssl.SSLSocket):  # type: ignore[misc]
 class _Waiting(io.RawIOBase):
     """Reads a connection, as long as its waiter and its deadline allow."""
 
-    def __init__(self, raw: io.RawIOBase, connection: _KeepsReader) -> None:
+    def __init__(self, raw: io.RawIOBase, connection: _Socket) -> None:
         self._raw = raw
         self._connection = connection
 
@@ -430,7 +425,7 @@ class _Waiting(io.RawIOBase):
             if self._connection.abort.wait_readable(_left_s(deadline, silence_s)):
                 return
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(_LATE)
+                raise TimeoutError("the time for the reply is up")
 
     def close(self) -> None:
         self._raw.close()
@@ -501,16 +496,14 @@ def _wait(connection: socket.socket, event: int, timeout_s: float | None) -> boo
 # ---------------------------------------------------------------- errors
 
 
-class _plain_errors(contextlib.AbstractContextManager[None]):
+@contextlib.contextmanager
+def _plain_errors(abort: Abort) -> Iterator[None]:
     """What `requests`, urllib3 and http.client raise becomes the error that they wrap. Where the
     request was aborted, that is what went wrong, whatever it looked like."""
-
-    def __init__(self, abort: Abort) -> None:
-        self._abort = abort
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            raise self._abort.error or _plain_error(error) from None
+    try:
+        yield
+    except Exception as error:
+        raise abort.error or _plain_error(error) from None
 
 
 def _plain_error(error: Exception) -> Exception:
