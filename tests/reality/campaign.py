@@ -178,9 +178,9 @@ def story(episode: Episode, facts: Sequence[Fact], errors: Sequence[str]) -> Ite
     yield from (f"  stderr: {line}" for line in errors[-40:])
 
 
-def run_campaign(seed: int, *, minutes: float, burners: int, server: str) -> Matrix:
+def run_campaign(matrix: Matrix, seed: int, *, minutes: float, burners: int, server: str) -> None:
     """At least one episode; prints how each went, and the stories of mistakes."""
-    matrix, until = Matrix(), time.monotonic() + 60.0 * minutes
+    until = time.monotonic() + 60.0 * minutes
     with models() as model_of, contextlib.ExitStack() as burning:
         for _ in range(burners):
             burning.enter_context(burner())
@@ -201,19 +201,24 @@ def run_campaign(seed: int, *, minutes: float, burners: int, server: str) -> Mat
                 print("\n".join(story(episode, facts, errors)), flush=True)
             seed += 1
             if time.monotonic() >= until:
-                return matrix
+                return
 
 
 def main() -> int:
-    """Prints the matrix; 1 if anything in it is a mistake."""
+    """Prints the matrix, also of what was played before Ctrl-C or SIGTERM; 1 if anything in it is a
+    mistake."""
     parser = argparse.ArgumentParser(prog="python -m tests.reality", description=__doc__)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, printed")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--burners", type=int, default=0, help="cores kept busy all the time")
     options = parser.parse_args()
     seed = time.time_ns() % (1 << 32) if options.seed is None else options.seed
-    matrix = run_campaign(
-        seed, minutes=options.minutes, burners=options.burners, server=find_server()
-    )
-    print(matrix)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    matrix = Matrix()
+    try:
+        run_campaign(
+            matrix, seed, minutes=options.minutes, burners=options.burners, server=find_server()
+        )
+    finally:
+        print(matrix)
     return 1 if matrix.mistakes_count else 0
