@@ -1,7 +1,7 @@
 """What two recordings of one situation must have in common, however fast their machines were.
 
-- Each request: what it got, in order and number. How many tokens came before its client closed
-  depends on the machine: there any number is one. So does how many batches pass until a close is
+- Each request: what it got, in order and number. How many tokens came before its client closed,
+  or its server was told to end, depends on the machine: there any number is one. So does how many batches pass until a close is
   noticed: where a request was closed, any number of repeated reports is one.
 - Each batch in which somebody read a prompt: what it gave to each request, as a multiset. Within a
   batch the order in which clients hear of it is open. Where all only generate nothing is compared
@@ -49,7 +49,7 @@ def _stream(records: list[str], is_any_closed: bool) -> list[str]:
     for what, run in groupby(records):
         count = len(list(run))
         if what == "token":
-            lines.append("tokens" if "closed" in records else f"{count} tokens")
+            lines.append("tokens" if records[-1] in ("closed", "cut") else f"{count} tokens")
         elif is_any_closed and what.endswith("again"):
             lines.append(what)
         else:

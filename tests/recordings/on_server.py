@@ -14,11 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from llama_worker import llama_server_cmd
-from tests.recordings.records import BodyReader, Director, Recording, error_name, slots_line
+from tests.recordings.records import (
+    BodyReader,
+    Director,
+    Recording,
+    error_name,
+    in_order_of_batches,
+    slots_line,
+)
 from tests.recordings.situations import ENDLESS, Ask, Close, Look, Situation, Step, Terminate
 
 HOST = "127.0.0.1"
-WAIT_S = 60.0  # no situation takes so long
+WAIT_S = 20.0  # no situation takes so long, unless the server never ends
 _INTO_THE_BATCH_S = 3e-5  # per token of a batch: a quarter of what a batch takes
 _ARGS = ("--threads", "1", "--no-warmup", "--ubatch-size", "128")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -64,15 +71,21 @@ class _Play:
                 *command, stdout=log, stderr=log, env=env
             )
         try:
-            async with asyncio.timeout(WAIT_S):
-                await self._until_ready()
-                await self._play()
+            await asyncio.wait_for(self._until_ready(), WAIT_S)
+            try:
+                await asyncio.wait_for(self._play(), WAIT_S)
+            except TimeoutError:
+                self._note("server", f"not at an end after {WAIT_S:g} s")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 self._server.kill()
             await self._server.wait()
         self._read_log()
-        return self._director.recording
+        recording = self._director.recording
+        recording.records = in_order_of_batches(
+            recording.records, within_s=_INTO_THE_BATCH_S * self._situation.batch
+        )
+        return recording
 
     async def _until_ready(self) -> None:
         while True:

@@ -94,6 +94,38 @@ def _slot_state(slot: Mapping[str, Any]) -> str:
     return "writes" if decoded else f"reads, {slot.get('n_prompt_tokens_processed')} processed"
 
 
+def in_order_of_batches(records: Sequence[Record], within_s: float) -> list[Record]:
+    """What the client saw, with a request's first report behind the results of the batch before.
+
+    The server sends it right after those results, by another thread: the client may hear of it
+    sooner, by much less than a batch takes.
+    """
+    ordered = list(records)
+    for first in _first_reports(records):
+        begin = end = ordered.index(first)
+        while begin and (ordered[begin - 1].who, ordered[begin - 1].kind) == (first.who, "headers"):
+            begin -= 1
+        for at, later in enumerate(ordered[end + 1 :], end + 1):
+            if later.who == first.who or later.at - first.at > within_s:
+                break
+            if later.kind in ("report", "token"):
+                end = at
+        moved = [each for each in ordered[begin : end + 1] if each.who == first.who]
+        ordered[begin : end + 1] = [
+            *(each for each in ordered[begin : end + 1] if each.who != first.who),
+            *moved,
+        ]
+    return ordered
+
+
+def _first_reports(records: Sequence[Record]) -> list[Record]:
+    seen: dict[str, Record] = {}
+    for record in records:
+        if record.kind == "report":
+            seen.setdefault(record.who, record)
+    return list(seen.values())
+
+
 @dataclass(slots=True)
 class Recording:
     """Of one situation on one server."""

@@ -7,7 +7,7 @@ import pytest
 from tests.recordings.__main__ import STORED
 from tests.recordings.conformance import LEFT_OUT, differences, essence
 from tests.recordings.on_model import play
-from tests.recordings.records import Record, Recording, path_of, read
+from tests.recordings.records import Record, Recording, in_order_of_batches, path_of, read
 from tests.recordings.situations import SITUATIONS, Situation
 from tests.simulation.server import Exchange, LlamaServer
 
@@ -111,6 +111,20 @@ def recording(*records: str) -> Recording:
     """Each as "who: what"."""
     split = (record.split(": ", 1) for record in records)
     return Recording("x", {}, [Record(who, what) for who, what in split])
+
+
+def test_a_first_report_stands_behind_the_batch_before_it() -> None:
+    seen = [
+        Record("a", "report 2 of 9", 0.10),
+        Record("b", "headers 200", 0.20),
+        Record("b", "report 0 of 9", 0.20),
+        Record("a", "report 4 of 9", 0.21),
+        Record("b", "report 2 of 9", 0.30),
+        Record("a", "report 4 of 9 again", 0.30),
+    ]
+    ordered = in_order_of_batches(seen, within_s=0.02)
+    assert ordered == [seen[0], seen[3], seen[1], seen[2], *seen[4:]]
+    assert in_order_of_batches(seen, within_s=0.001) == seen
 
 
 @pytest.mark.parametrize(
