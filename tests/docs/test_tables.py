@@ -25,6 +25,8 @@ from llama_worker import (
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
 from llama_worker.types import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
+from tests.recordings import builds
+from tests.recordings.conformance import LEFT_OUT
 from tests.responses.clients.__main__ import CLIENTS
 
 # ---------------------------------------------------------------- reference.md
@@ -164,6 +166,21 @@ def test_the_modules_that_the_page_names_are_there() -> None:
 
 
 # ---------------------------------------------------------------- what the project's pages say of it
+
+
+def test_the_table_of_builds_is_what_was_measured() -> None:
+    page = (DOCS / "servers.md").read_text()
+    assert "\n".join(builds.table()) in page
+    command = "python -m tests.recordings.builds " + " ".join(
+        column.removeprefix("b") for column in builds.table()[0].strip("| ").split(" | ")
+    )
+    assert command in page
+
+
+def test_what_the_simulated_server_leaves_out_is_listed() -> None:
+    listed = table((DOCS / "servers.md").read_text(), "situation")
+    told = [(name, about.strip("`"), why) for name, about, why in listed if name != "every"]
+    assert told == [(*key, why) for key, why in LEFT_OUT.items()]
 
 
 def test_the_changelog_begins_with_this_version() -> None:

@@ -1,8 +1,9 @@
 """What two recordings of one situation must have in common, however fast their machines were.
 
 - Each request: what it got, in order and number. How many tokens came before its client closed,
-  or its server was told to end, depends on the machine: there any number is one. So does how many batches pass until a close is
-  noticed: where a request was closed, any number of repeated reports is one.
+  or its server was told to end, depends on the machine: there any number is one.
+  So does how many batches pass until a close is noticed: where a request was closed, any number of
+  repeated reports is one.
 - Each batch in which somebody read a prompt: what it gave to each request, as a multiset. Within a
   batch the order in which clients hear of it is open. Where all only generate nothing is compared
   across requests: their streams are independent.

@@ -49,6 +49,42 @@ class _Play:
         self._began_at = 0.0
 
     async def run(self, executable: str, model: str) -> Recording:
+        async with self._running(executable, model):
+            try:
+                await asyncio.wait_for(self._play(), WAIT_S)
+            except TimeoutError:
+                self._note("server", f"not at an end after {WAIT_S:g} s")
+        self._read_log()
+        recording = self._director.recording
+        recording.records = in_order_of_batches(
+            recording.records, within_s=_INTO_THE_BATCH_S * self._situation.batch
+        )
+        return recording
+
+    async def probe(self, executable: str, model: str) -> dict[str, str]:
+        async with self._running(executable, model):
+            await self._asked("POST", "/completion", {"prompt": "a b c", "n_predict": 2})
+            _, (slot,) = await self._asked("GET", "/slots")
+            next_token = slot.pop("next_token")
+            one = next_token[0] if isinstance(next_token, list) else next_token
+            long = {"messages": [{"role": "user", "content": prompt(120)}]}
+            overflow = await self._asked("POST", "/v1/chat/completions", long)
+            wrong = await self._asked("POST", "/v1/chat/completions", {"messages": "none"})
+        return {
+            "slot": ", ".join(sorted(slot)),
+            "next_token": ("a list of one: " if isinstance(next_token, list) else "")
+            + ", ".join(sorted(one)),
+            "overflow": f"{overflow[0]} {overflow[1]['error']['type']}",
+            "wrong": f"{wrong[0]} {wrong[1]['error']['type']}",
+        }
+
+    async def _asked(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self._sent(method, path, body) as (status, reader):
+            data = await reader.read()
+        return status, json.loads(data)
+
+    @contextlib.asynccontextmanager
+    async def _running(self, executable: str, model: str) -> AsyncIterator[None]:
         situation = self._situation
         command = llama_server_cmd(
             model,
@@ -72,20 +108,11 @@ class _Play:
             )
         try:
             await asyncio.wait_for(self._until_ready(), WAIT_S)
-            try:
-                await asyncio.wait_for(self._play(), WAIT_S)
-            except TimeoutError:
-                self._note("server", f"not at an end after {WAIT_S:g} s")
+            yield
         finally:
             with contextlib.suppress(ProcessLookupError):
                 self._server.kill()
             await self._server.wait()
-        self._read_log()
-        recording = self._director.recording
-        recording.records = in_order_of_batches(
-            recording.records, within_s=_INTO_THE_BATCH_S * self._situation.batch
-        )
-        return recording
 
     async def _until_ready(self) -> None:
         while True:
@@ -213,6 +240,12 @@ class _Play:
             for pattern, what in _LOG.items():
                 if found := pattern.search(line):
                     self._note("log", what.format(found[1]))
+
+
+def probe(executable: str, model: str, port: int) -> dict[str, str]:
+    """What a build answers where no order matters: the fields of a slot, and its errors."""
+    situation = Situation("probe", (), slot_tokens=512)
+    return asyncio.run(_Play(situation, port, Path(os.devnull)).probe(executable, model))
 
 
 def prompt(items: int) -> str:

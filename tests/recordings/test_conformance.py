@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.recordings.__main__ import STORED
 from tests.recordings.conformance import LEFT_OUT, differences, essence
 from tests.recordings.on_model import play
+from tests.recordings.record import STORED
 from tests.recordings.records import Record, Recording, in_order_of_batches, path_of, read
 from tests.recordings.situations import SITUATIONS, Situation
 from tests.simulation.server import Exchange, LlamaServer

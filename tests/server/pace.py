@@ -20,7 +20,7 @@ from tools.found import find_model, find_server
 HOST = "127.0.0.1"
 # Two computing threads wait for each other, which costs a multiple where other work shares the two
 # cores.
-SERVER_ARGS = ("--threads", "1", "--batch-size", "128", "--no-warmup", "--no-ui")
+SERVER_ARGS = ("--threads", "1", "--batch-size", "128", "--no-warmup")
 HANG_GUARD_S = 1800  # ends what would never end, on any machine: every bound in a test comes first
 _TIMES = 20  # other work may come after the measurement, or go
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from llama_worker import (
     WorkerConfig,
 )
 from llama_worker.server import termination
+from llama_worker.server.builds import build_number, known_flaws, unseen
 from tests.server.conftest import (
     ENDLESS,
     Reached,
@@ -74,9 +76,16 @@ def test_the_default_bios_costs_less_than_a_hundred_tokens(
     assert without < prompt_tokens() < without + 100
 
 
-def test_what_the_server_says_of_itself_is_told_and_kept_to(chat: LlamaWorker) -> None:
+def test_what_the_server_says_of_itself_is_told_and_kept_to(
+    chat: LlamaWorker, llama_server: str
+) -> None:
     status = chat.get_worker_status().get(timeout=patience())
-    assert (status["n_ctx"], status["warnings"]) == (2048, [])
+    version = subprocess.run(
+        [llama_server, "--version"], capture_output=True, text=True, check=True
+    )
+    build = build_number(version.stdout + version.stderr)
+    assert status["warnings"] == known_flaws(build, ()) + unseen(build)
+    assert status["n_ctx"] == 2048
     assert not any(status["modalities"].values())
     assert status["model"].endswith(".gguf")
     with pytest.raises(ConfigError, match=r"image_url parts need a model with vision"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama_worker.server.builds import build_number, known_flaws
+from llama_worker.server.builds import build_number, known_flaws, unseen
 
 MODEL = ("llama-server", "--model", "m.gguf")
 SLEEPING = (*MODEL, "--sleep-idle-seconds", "60")
@@ -54,6 +54,13 @@ def test_the_flaws_of_a_build_are_named(
 ) -> None:
     lines = known_flaws(build, command)
     assert [line.partition(" has ")[2].partition(":")[0] for line in lines] == names
+
+
+@pytest.mark.parametrize(("build", "warns"), [(None, 0), (9093, 1), (10018, 1), (10019, 0)])
+def test_what_an_old_build_does_not_show_is_told(build: int | None, warns: int) -> None:
+    lines = unseen(build)
+    assert len(lines) == warns
+    assert all(f"b{build} does not show" in line for line in lines)
 
 
 def test_a_flaw_says_what_to_take() -> None:

@@ -90,6 +90,16 @@ def test_answers_of_every_build(body: Any, slots: tuple[Slot, ...] | None) -> No
     assert parse_slots(body) == slots
 
 
+def test_a_build_that_does_not_show_how_far_a_prompt_is_read() -> None:
+    body = {"id": 0, "is_processing": True, "id_task": 7, "next_token": [{"n_decoded": 0}]}
+    (reading,) = parse_slots([body]) or ()
+    assert reading.may_read_unseen
+    (generating,) = parse_slots([{**body, "next_token": [{"n_decoded": 3}]}]) or ()
+    (shown,) = parse_slots([{**body, "n_prompt_tokens_processed": 0}]) or ()
+    assert not generating.may_read_unseen
+    assert not shown.may_read_unseen
+
+
 # ---------------------------------------------------------------- what a round tells
 
 NOW = 106.0
@@ -213,6 +223,27 @@ def test_a_wedge_is_found_in_one_round(
     assert isinstance(found, Verdict)
     assert (found.reason, found.alone, found.restart) == (reason, alone, True)
     assert "request 1 in phase" in found.detail
+
+
+UNSEEN: Track = [replace(slot(prompt=0), shows_reading=False)] * LOOKS_COUNT
+REPEATED = replace(REPORTED, repeated_at=(100.5, 101.5, 103.0))
+
+
+@pytest.mark.parametrize(
+    ("tracks", "suspect", "others"),
+    [
+        pytest.param([UNSEEN, UNSEEN], REPEATED, [], id="its turn comes behind another client"),
+        pytest.param([UNSEEN, MOVES], IN_PREFILL, [SERVED], id="it reads beside another"),
+        pytest.param([UNSEEN, STUCK], WRITES, [QUIET_IN_PREFILL], id="a batch beside it"),
+    ],
+)
+def test_who_may_read_unseen_is_not_given_up(
+    tracks: list[Track], suspect: Progress, others: list[Progress]
+) -> None:
+    assert judge(looks(*tracks), suspect, *others, still_s=500.0) is None
+    seen = [[replace(each, shows_reading=True) for each in track] for track in tracks]
+    if STUCK not in tracks:
+        assert isinstance(judge(looks(*seen), suspect, *others, still_s=500.0), Verdict)
 
 
 SERVED_PROMPT = replace(SERVED, phase=PREFILL)

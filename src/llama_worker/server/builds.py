@@ -45,6 +45,21 @@ _FLAWS = (
 )
 
 
+# The oldest build that was measured and does so: docs/servers.md.
+_SHOWS_READING = 10019
+
+
+def unseen(build: int | None) -> list[str]:
+    """What a server of that build does not show of its work: lines for a person. [] where the build
+    is not known."""
+    if build is None or build >= _SHOWS_READING:
+        return []
+    return [
+        f"llama-server b{build} does not show in /slots how far a prompt is read: one that hangs "
+        "is found only after silent_work_timeout_s; take b10019 or later"
+    ]
+
+
 def build_number(said: str) -> int | None:
     """From what `llama-server --version` prints, or `build_info` of `/props`; None where neither
     tells it."""

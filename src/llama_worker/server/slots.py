@@ -43,6 +43,12 @@ class Slot:
     prompt_tokens: int = 0  # of the prompt, that are done; moves with each finished batch
     decoded_tokens: int = 0  # 0 in prefill
     context_tokens: int | None = field(default=None, compare=False)  # the batch under way included
+    shows_reading: bool = field(default=True, compare=False)  # by `prompt_tokens`; b9093 does not
+
+    @property
+    def may_read_unseen(self) -> bool:
+        """That it stands still tells nothing."""
+        return self.is_processing and not self.decoded_tokens and not self.shows_reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +99,13 @@ def _slot(told: Any) -> Slot | None:
     decoded = _count(counters.get("n_decoded"))
     if decoded is None and is_processing:
         return None  # nothing could be seen to move
+    prompt_tokens = _count(told.get("n_prompt_tokens_processed"))
     return Slot(
         slot_id=slot_id,
         is_processing=is_processing,
         task=_count(told.get("id_task")),
-        prompt_tokens=_count(told.get("n_prompt_tokens_processed")) or 0,
+        prompt_tokens=prompt_tokens or 0,
+        shows_reading=prompt_tokens is not None,
         decoded_tokens=decoded or 0,
         context_tokens=_count(told.get("n_prompt_tokens")),
     )
@@ -203,6 +211,8 @@ class _Round:
         busy = [track[-1] for track in self._tracks if track[-1].is_processing]
         if not busy:
             return None
+        if any(slot.may_read_unseen for slot in busy):
+            return None
         if all(slot.decoded_tokens for slot in busy):
             detail = f"no slot of the server moved in {self._still_s:.1f} s, and none is in prefill"
             return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
@@ -243,6 +253,8 @@ class _Round:
         """Others move at every interval, one that may be its slot never does, and none that moved
         may be its slot."""
         if not any(_moved_always(track) for track in self._tracks):
+            return False
+        if any(track[0].may_read_unseen for track in self._tracks):
             return False
         its = [track for track in self._tracks if self._may_be_its(track)]
         moved = [track for track in its if _moved(track)]

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from llama_worker.config import WorkerConfig
-from llama_worker.server.builds import build_number, known_flaws
+from llama_worker.server.builds import build_number, known_flaws, unseen
 from llama_worker.server.command_flags import commanded_n_ctx
 
 _MODALITIES = {
@@ -80,7 +80,7 @@ def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
 def shortcomings(traits: ServerTraits, config: WorkerConfig) -> list[str]:
     """What the worker was configured for and the server lacks, and what is wrong with its build:
     lines for a person."""
-    lines = known_flaws(traits.build, config.server_cmd)
+    lines = known_flaws(traits.build, config.server_cmd) + unseen(traits.build)
     if traits.is_router:
         lines.append(
             "the server is a router: what its own servers do is not seen, and a slow one may be "
