@@ -71,7 +71,7 @@ def test_from_a_model_to_an_answer(server: str, monkeypatch: pytest.MonkeyPatch)
     assert program == server
     options = dict(zip(words[::2], words[1::2], strict=True))
     assert 20000 <= int(options.pop("--port")) < 32000
-    model = {"--model": "models/tiny.gguf", "--host": "127.0.0.1"}
+    model = {"--model": "models/tiny.gguf", "--host": "127.0.0.1", "--batch-size": "512"}
     assert options == {**model, "--parallel": "3", "--ctx-size": "512"}
 
 
