@@ -7,7 +7,6 @@ import contextlib
 import json
 import select
 import socket
-import ssl
 import threading
 import time
 
@@ -26,7 +25,6 @@ MUCH_BYTES = 32 * 1024  # are read and told at once
 _READ_BYTES = 16 * 1024  # to make room for 64 KiB each time takes longer than to read a token
 _READS = 64  # at a time; whoever flushes waits for them
 _TEXT = frozenset({TextDelta, ReasoningDelta})
-_NOTHING_THERE = (BlockingIOError, ssl.SSLWantReadError)
 
 
 class StreamReader:
@@ -150,16 +148,18 @@ class StreamReader:
                 return
             try:
                 data = self._connection.recv(_READ_BYTES)
-            except _NOTHING_THERE:
+            except BlockingIOError:
                 return
             except OSError as error:
                 self._body.end(str(self._abort.error or error))
                 return
-            if data:
-                self._events += self._body.feed(data)
-            else:
+            if not data:
                 aborted = self._abort.error
                 self._body.end(None if aborted is None else str(aborted))
+                return
+            self._events += self._body.feed(data)
+            if len(data) < _READ_BYTES:
+                return  # that was all; the connection's end wakes the thread
 
     def _tell_or_batch(self) -> None:
         """Tell what matters; where text comes fast, wait for more of it."""
