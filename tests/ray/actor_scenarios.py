@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 
 import psutil
@@ -9,18 +11,28 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from llama_worker import StartFailReason, WorkerClosed, WorkerConfig, WorkerStartError, WorkerState
+from llama_worker import (
+    RequestFailed,
+    RequestRefused,
+    RestartPolicy,
+    StartFailReason,
+    WorkerClosed,
+    WorkerConfig,
+    WorkerStartError,
+    WorkerState,
+)
 from llama_worker.testing.scripts import (
     Exit,
     Gate,
     Reasoning,
     Script,
+    Sleep,
     Text,
     plain_reply,
     steps_json,
 )
 from tests.actors.conftest import HOST, eventually, running
-from tests.ray.stage import TALKING, WAIT_S, Stage, actor, get, tree_of
+from tests.ray.stage import TALKING, WAIT_S, Stage, actor, assert_gone, get, tree_of
 
 
 def an_actor_has_the_methods_of_the_handle_and_none_waits_for_another(stage: Stage) -> None:
@@ -85,6 +97,65 @@ def a_request_can_be_followed_to_its_result(stage: Stage) -> None:
     with pytest.raises(LookupError):
         next(get(ref) for ref in worker.follow.remote(request_id))
     ray.kill(worker)
+
+
+def an_actor_asks_counts_drains_and_restarts_as_the_handle_does(stage: Stage) -> None:
+    worker = actor(stage.config_for(slots=2))
+    first = get(worker.start.remote())
+    heard = worker.events.remote()
+    parts = [{"type": "text", "text": "Hello?"}]
+    said = {"scripted_reply": steps_json(*plain_reply(Text("hello")))}
+    assert get(worker.ask.remote(parts, params=said))["text"] == "hello"
+    count = get(worker.count_tokens.remote("You are terse.", parts))
+    assert count["n_left"] == count["n_ctx"] - count["n_prompt_tokens"]
+
+    request_id = get(worker.submit.remote("job", "", parts, params=said))["request_id"]
+    more = get(worker.read_output.remote(request_id, wait=True))
+    assert (more["text"] or more["done"]) is not False
+    eventually(lambda: get(worker.get_status.remote(request_id))["phase"] == "done", "its end")
+    assert get(worker.release.remote(request_id)) is True
+    assert get(worker.release.remote(request_id)) is False
+
+    get(worker.wait_slot.remote())
+    cut = worker.ask.remote("Hello?", params={"scripted_reply": steps_json(*TALKING)})
+    eventually(lambda: get(worker.get_worker_status.remote())["active_jobs"], "the request", WAIT_S)
+    assert get(worker.restart.remote("a new build"))["pid"] != first["pid"]
+    with pytest.raises(RequestFailed, match=r"worker_restarted.*a new build"):
+        get(cut)
+
+    slow = worker.ask.remote(
+        "Hello?", params={"scripted_reply": steps_json(*plain_reply(Sleep(1.0), Text("last")))}
+    )
+    eventually(lambda: get(worker.get_worker_status.remote())["active_jobs"], "the request", WAIT_S)
+    get(worker.drain.remote())
+    assert get(slow)["text"] == "last"
+    assert get(worker.get_worker_status.remote())["state"] is WorkerState.STOPPED
+    with pytest.raises(RequestRefused):
+        get(worker.ask.remote("Hello?"))
+    get(worker.close.remote())
+    events = [get(ref)["event"] for ref in heard]  # it ends, since the worker is closed
+    assert {"admitted", "ended", "launched", "exited", "draining", "state"} <= set(events)
+    ray.kill(worker)
+
+
+def who_waits_for_the_worker_to_fail_hears_of_it_from_an_event(stage: Stage) -> None:
+    worker = actor(stage.config_for(restart=RestartPolicy.never()))
+    failed = worker.wait_failed.remote()
+    pid = get(worker.start.remote())["pid"]
+    assert ray.wait([failed], timeout=0)[0] == []
+    os.kill(pid, signal.SIGKILL)
+    assert get(failed)["state"] is WorkerState.FAILED
+    ray.kill(worker)
+
+
+def an_actor_whose_lease_is_over_ends_and_its_server_with_it(stage: Stage) -> None:
+    worker = actor(stage.config_for())
+    seen = tree_of(get(worker.start.remote())["pid"])
+    get(worker.renew.remote(3600.0))
+    get(worker.renew.remote(0.5))
+    with pytest.raises(ActorDiedError):
+        get(worker.wait_failed.remote())
+    assert_gone(seen)
 
 
 def an_error_of_the_worker_reaches_the_caller_with_its_fields(stage: Stage) -> None:

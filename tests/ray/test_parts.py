@@ -4,6 +4,7 @@ starts."""
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import threading
 from typing import Any
@@ -12,8 +13,15 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from llama_worker import ConfigError, LlamaWorkerError, RequestState, WorkerConfig
-from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, Progress, ReplicaLost
+from llama_worker import ConfigError, LlamaWorker, LlamaWorkerError, RequestState, WorkerConfig
+from llama_worker.ray import (
+    Fleet,
+    FleetClosed,
+    NoLiveReplica,
+    Progress,
+    RayWorker,
+    ReplicaLost,
+)
 from llama_worker.ray.replica import told
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.types import RequestPhase, RequestStatus
@@ -99,6 +107,23 @@ def test_every_host_gets_dicts_of_its_own() -> None:
     for ask in asked:
         ask()["signals"].append("of one host")
         assert ask()["signals"] == []
+
+
+# ---------------------------------------------------------------- the actor's methods
+
+
+def public_methods(kind: type) -> dict[str, list[str]]:
+    return {
+        name: list(inspect.signature(method).parameters)
+        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+    }
+
+
+def test_the_actor_has_every_method_of_the_handle_with_its_parameters() -> None:
+    handle, actor = public_methods(LlamaWorker), public_methods(RayWorker)
+    del handle["iter_output"]  # it blocks its caller between two chunks; `follow` stands for it
+    assert {name: actor.get(name) for name in handle} == handle
 
 
 # ---------------------------------------------------------------- errors

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import suppress
-from functools import partial
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
@@ -17,24 +19,37 @@ from llama_worker.ray.types import ConfigFor, Place, Progress
 from llama_worker.runtime.free_port import free_port
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import (
-    ChatMessage,
-    NotFound,
-    NotReady,
-    OutputChunk,
-    RequestResult,
     RequestStatus,
     StartFailReason,
-    SubmitResult,
-    WorkerDebugInfo,
     WorkerState,
     WorkerStatus,
 )
+from llama_worker.validation import checked_seconds
 from llama_worker.worker import LlamaWorker
 
 _PORTS_TRIED = 10
 _FOLLOW_INTERVAL_S = 0.05  # between two pieces
 _STATUS_INTERVAL_S = 0.5  # between two looks at the status of a request that puts out nothing
-_FAILED_INTERVAL_S = 1.0
+_LATE_S = 1.0  # a timer that fires later than this tells of a process that did not run
+_logger = logging.getLogger("llama_worker.ray")
+P = ParamSpec("P")
+T = TypeVar("T")
+_Event = dict[str, Any]
+_CLOSED: _Event = {"event": "closed"}  # for listeners alone
+_STATE_EVENTS = ("state", "events_dropped", "closed")
+_Listener = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[_Event]"]
+
+
+def _of_handle(
+    method: Callable[Concatenate[LlamaWorker, P], WorkerFuture[T]],
+) -> Callable[Concatenate[RayWorker, P], Coroutine[Any, Any, T]]:
+    """The handle's method; returns what the handle's future resolves to."""
+
+    @wraps(method)
+    async def call(self: RayWorker, /, *args: P.args, **named: P.kwargs) -> T:
+        return await method(self._worker, *args, **named)
+
+    return call
 
 
 class RayWorker:
@@ -42,8 +57,8 @@ class RayWorker:
 
     `ray.remote(RayWorker).options(num_gpus=1).remote(config_for)` creates one. The methods are
     those of LlamaWorker, with `.remote` they return object refs, and they raise what LlamaWorker's
-    futures raise. It is an asynchronous actor: any number of calls wait side by side, and none
-    holds up another.
+    futures raise; `follow` stands for `iter_output`. It is an asynchronous actor: any number of
+    calls wait side by side, and none holds up another.
 
     The server gets the environment of the actor's process, and with it the `CUDA_VISIBLE_DEVICES`
     that Ray sets. When the process dies, however it dies, its server is gone within 5 seconds.
@@ -57,6 +72,8 @@ class RayWorker:
         """
         self._config_for = config_for
         self._was_ready = False
+        self._listeners: list[_Listener] = []
+        self._lease: asyncio.TimerHandle | None = None
         self._worker = self._new_worker()
 
     async def start(self) -> WorkerStatus:
@@ -77,27 +94,37 @@ class RayWorker:
                 await asyncio.to_thread(worker.close)
         return await self._started(self._worker)
 
-    async def stop(self) -> None:
-        """End requests and server; returns when no process of the server is left."""
-        await self._worker.stop()
+    stop = _of_handle(LlamaWorker.stop)
+    drain = _of_handle(LlamaWorker.drain)
+    restart = _of_handle(LlamaWorker.restart)
+    submit = _of_handle(LlamaWorker.submit)
+    ask = _of_handle(LlamaWorker.ask)
+    count_tokens = _of_handle(LlamaWorker.count_tokens)
+    wait_slot = _of_handle(LlamaWorker.wait_slot)
+    get_status = _of_handle(LlamaWorker.get_status)
+    get_result = _of_handle(LlamaWorker.get_result)
+    result = _of_handle(LlamaWorker.result)
+    release = _of_handle(LlamaWorker.release)
+    read_output = _of_handle(LlamaWorker.read_output)
+    cancel = _of_handle(LlamaWorker.cancel)
+    get_worker_status = _of_handle(LlamaWorker.get_worker_status)
+    get_debug_info = _of_handle(LlamaWorker.get_debug_info)
 
     async def close(self) -> None:
         """`stop()` and the end of the worker; the actor's process stays until Ray ends it."""
         await asyncio.to_thread(self._worker.close)
+        self._publish(_CLOSED)
 
-    async def submit(
-        self,
-        job_name: str,
-        system_prompt: str,
-        user_prompt: str,
-        *,
-        params: Mapping[str, Any] | None = None,
-        messages: Iterable[ChatMessage] | None = None,
-    ) -> SubmitResult:
-        """Admit a request to a free slot, or refuse it, at once."""
-        return await self._worker.submit(
-            job_name, system_prompt, user_prompt, params=params, messages=messages
-        )
+    async def renew(self, lease_s: float) -> None:
+        """Keep this process for so many seconds more.
+
+        Once this was called, it has to be called again in time: otherwise the process ends, and its
+        server with it. So nothing is left on a machine that its fleet does not reach any more.
+        """
+        checked_seconds("lease_s", lease_s, above=0)
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, lease_s)
 
     async def follow(self, request_id: int) -> AsyncGenerator[Progress, None]:
         """Yield what becomes of a request, as it comes; the last piece has its result, which is
@@ -138,58 +165,59 @@ class RayWorker:
             seen, wait_s = status, _STATUS_INTERVAL_S
             await asyncio.sleep(_FOLLOW_INTERVAL_S)
 
-    async def get_status(self, request_id: int) -> RequestStatus | NotFound:
-        """How far the request is."""
-        return await self._worker.get_status(request_id)
-
-    async def get_result(self, request_id: int) -> RequestResult | NotReady | NotFound:
-        """The result of a terminal request, which is then forgotten."""
-        return await self._worker.get_result(request_id)
-
-    async def result(self, request_id: int) -> RequestResult | NotFound:
-        """The result, once there is one. The request is forgotten when this returns, not when the
-        ref is read."""
-        return await self._worker.result(request_id)
-
-    async def read_output(
-        self, request_id: int, *, text_offset: int = 0, reasoning_offset: int = 0
-    ) -> OutputChunk | NotFound:
-        """What was added behind the offsets (in characters)."""
-        return await self._worker.read_output(
-            request_id, text_offset=text_offset, reasoning_offset=reasoning_offset
-        )
-
-    async def cancel(self, request_id: int) -> bool:
-        """Cancel a running request. True once it is cancelled and its slot is free."""
-        return await self._worker.cancel(request_id)
-
-    async def get_worker_status(self) -> WorkerStatus:
-        """How the worker is."""
-        return await self._worker.get_worker_status()
-
-    async def get_debug_info(self) -> WorkerDebugInfo:
-        """What a person needs to see what happened."""
-        return await self._worker.get_debug_info()
-
     async def get_place(self) -> Place:
         """Where this actor lives."""
         node_id = ray.get_runtime_context().get_node_id()
         node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return {"node_id": node_id, "node_ip": node_ip, "pid": os.getpid()}
 
+    async def events(self) -> AsyncGenerator[_Event, None]:
+        """Yield each lifecycle event from now on, as the config's `on_event` gets it too; ends when
+        the worker is closed."""
+        with self._listening() as heard:
+            while (event := await heard.get()) is not _CLOSED:
+                yield event
+
     async def wait_failed(self) -> WorkerStatus:
         """Returns when the worker is FAILED: it is locked out, and no request runs on it any
         more."""
-        while True:
-            status = await self._worker.get_worker_status()
-            if status["state"] is WorkerState.FAILED:
-                return status
-            await asyncio.sleep(_FAILED_INTERVAL_S)
+        with self._listening() as heard:
+            while True:
+                status = await self._worker.get_worker_status()
+                if status["state"] is WorkerState.FAILED:
+                    return status
+                while (await heard.get())["event"] not in _STATE_EVENTS:
+                    pass
 
     async def _started(self, worker: LlamaWorker) -> WorkerStatus:
         status = await worker.start()
         self._was_ready = True
         return status
+
+    @contextmanager
+    def _listening(self) -> Iterator[asyncio.Queue[_Event]]:
+        """A queue of the events from now on."""
+        listener: _Listener = (asyncio.get_running_loop(), asyncio.Queue())
+        self._listeners.append(listener)
+        try:
+            yield listener[1]
+        finally:
+            self._listeners.remove(listener)
+
+    def _publish(self, event: _Event) -> None:
+        """Any thread."""
+        for loop, heard in tuple(self._listeners):
+            loop.call_soon_threadsafe(heard.put_nowait, event)
+
+    def _lease_over(self, lease_s: float) -> None:
+        assert self._lease is not None
+        loop = asyncio.get_running_loop()
+        if loop.time() > self._lease.when() + _LATE_S:
+            # This process did not run: a renewal may have come, and lies behind this.
+            self._lease = loop.call_later(lease_s, self._lease_over, lease_s)
+            return
+        _logger.error("no renewal for %g s: the fleet is gone or out of reach; ending", lease_s)
+        os._exit(1)  # Ray's own way out asks the head, which may be out of reach too
 
     def _new_worker(self) -> LlamaWorker:
         port = free_port("0.0.0.0")  # whatever address the config names
@@ -203,7 +231,14 @@ class RayWorker:
                 f"config_for({port}) returned a config with port {config.port}: it must use "
                 "its argument"
             )
-        return LlamaWorker(config)
+        own = config.on_event
+
+        def publish(event: _Event) -> None:
+            self._publish(event)  # first: the config's own may wait
+            if own is not None:
+                own(event)
+
+        return LlamaWorker(replace(config, on_event=publish))
 
 
 async def _resolved(future: WorkerFuture[Any]) -> None:
