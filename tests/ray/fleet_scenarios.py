@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from llama_worker import RestartPolicy, WorkerClosed, WorkerConfig, WorkerStartError
-from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, ReplicaLost
+from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, ReplicaLost, ReplicaState
 from llama_worker.testing.scripts import (
     Exit,
+    Gate,
     Reasoning,
     Script,
     Text,
@@ -140,6 +141,45 @@ def a_fleet_answers_as_a_worker_does(stage: Stage) -> None:
         fleet.get_status("one").get(timeout=WAIT_S)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="replica"):
         fleet.get_worker_status(2).get(timeout=WAIT_S)
+
+
+def a_replica_is_replaced_once_its_requests_have_ended(stage: Stage) -> None:
+    fleet, gate = stage.fleet, stage.folder / "swap"
+    request_id = submitted(fleet, *plain_reply(Text("one "), Gate(gate), Text("two")))
+    before = replica_of(fleet, request_id)
+    number = before["replica"]
+    replaced = fleet.replace(number)
+
+    def is_draining() -> bool:
+        status = fleet.get_fleet_status().get(timeout=WAIT_S)
+        return status["replicas"][number]["state"] is ReplicaState.DRAINING
+
+    eventually(is_draining, "the drain", WAIT_S)
+    with pytest.raises(ReplicaLost, match="it cannot be replaced, it is draining"):
+        fleet.replace(number).get(timeout=WAIT_S)
+    other_id = submitted(fleet, *plain_reply(Text("elsewhere")))
+    assert ended(fleet, other_id)["text"] == "elsewhere"
+    gate.touch()
+    assert ended(fleet, request_id)["text"] == "one two"
+    after = replaced.get(timeout=WAIT_S)
+    assert (after["state"], after["launches"]) == (ReplicaState.READY, before["launches"] + 1)
+    assert after["place"]["pid"] != before["place"]["pid"]
+
+
+def a_replica_that_does_not_answer_gets_no_request_until_it_does(stage: Stage) -> None:
+    fleet = stage.fleet
+    one, other = ready_replicas(fleet).values()
+    os.kill(one["place"]["pid"], signal.SIGSTOP)
+    try:
+        asked = submitted(fleet, *plain_reply(Text("here")))
+        eventually(lambda: list(ready_replicas(fleet)) == [other["replica"]], "SILENT", WAIT_S)
+        assert ended(fleet, asked)["text"] == "here"
+        for _ in range(3):
+            assert ended(fleet, submitted(fleet, *plain_reply(Text("again"))))["text"] == "again"
+    finally:
+        os.kill(one["place"]["pid"], signal.SIGCONT)
+    eventually(lambda: len(ready_replicas(fleet)) == 2, "READY", WAIT_S)
+    assert ready_replicas(fleet)[one["replica"]]["launches"] == one["launches"]
 
 
 def talking(fleet: Fleet) -> tuple[int, dict[str, Any]]:

@@ -188,6 +188,7 @@ def test_a_config_in_the_place_of_a_function_is_a_mistake() -> None:
         ({"replicas": 0}, "replicas must be 1 or more"),
         ({"replicas": 1, "name": ""}, "name must not be empty"),
         ({"replicas": 1, "retry_s": 0}, "retry_s must be"),
+        ({"replicas": 1, "lease_s": 5.0}, "lease_s must be"),
         ({"replicas": 1, "options": {"max_restarts": -1}}, "options must not have 'max_restarts'"),
         ({"replicas": 1, "options": {"num_gpu": 1}}, "num_gpu"),
     ],

@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from llama_worker.ray.errors import NoLiveReplica, ReplicaLost
 from llama_worker.ray.replica import Replica
 from llama_worker.ray.request_copy import RequestCopy
-from llama_worker.ray.types import FleetStatus, ReplicaState
+from llama_worker.ray.types import FleetStatus, ReplicaState, ReplicaStatus
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.futures import ResultFuture, WeakList
 from llama_worker.types import (
@@ -54,10 +54,17 @@ class Dispatcher:
     `await`s."""
 
     def __init__(
-        self, name: str, replicas: int, create: Callable[[], ActorHandle[Any]], retry_s: float
+        self,
+        name: str,
+        replicas: int,
+        create: Callable[[], ActorHandle[Any]],
+        retry_s: float,
+        lease_s: float,
     ) -> None:
         self._name = name
-        self._replicas = [Replica(name, number, create, retry_s) for number in range(replicas)]
+        self._replicas = [
+            Replica(name, number, create, retry_s, lease_s) for number in range(replicas)
+        ]
         self._keepers: list[asyncio.Task[None]] = []
         self._ids = itertools.count(1)
         self._requests: dict[int, _Request] = {}
@@ -96,8 +103,17 @@ class Dispatcher:
 
     async def ask(self, replica: int, method: str) -> Any:
         """What one replica's worker answers."""
-        checked_int("replica", replica, at_least=0, at_most=len(self._replicas) - 1)
-        return await self._replicas[replica].ask(method)
+        return await self._replica(replica).ask(method)
+
+    async def replace(self, replica: int) -> ReplicaStatus:
+        """Returns when the replica is READY again."""
+        found = self._replica(replica)
+        await found.replace()
+        return found.status()
+
+    def _replica(self, number: int) -> Replica:
+        checked_int("replica", number, at_least=0, at_most=len(self._replicas) - 1)
+        return self._replicas[number]
 
     # ------------------------------------------------------------ requests
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -14,13 +14,14 @@ from ray import cloudpickle
 from llama_worker.errors import ConfigError, LlamaWorkerError
 from llama_worker.ray.dispatcher import Dispatcher
 from llama_worker.ray.errors import FleetClosed
-from llama_worker.ray.types import ConfigFor, FleetStatus
+from llama_worker.ray.types import ConfigFor, FleetStatus, ReplicaStatus
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
 from llama_worker.runtime.startable import Startable
 from llama_worker.types import (
     ChatMessage,
+    ContentPart,
     NotFound,
     NotReady,
     OutputChunk,
@@ -57,17 +58,20 @@ class Fleet(Startable):
         name: str = "fleet",
         options: Mapping[str, Any] | None = None,
         retry_s: float = 5.0,
+        lease_s: float = 30.0,
     ) -> None:
         """Nothing is started yet. `config_for(port)` makes a replica's config, on the node where it
         will run.
 
         `options` are those of a Ray actor: `num_gpus`, `resources`, `scheduling_strategy`, ... A
         replica that did not start is tried again after `retry_s`, one that was READY and died at
-        once. Raises TypeError, ConfigError, and LlamaWorkerError without `ray.init` before.
+        once. One that is out of reach for `lease_s` ends itself and is replaced; it gets no
+        request from 3 s on. Raises TypeError, ConfigError, and LlamaWorkerError without `ray.init` before.
         """
         checked_str("name", name, empty=False)
         checked_int("replicas", replicas, at_least=1)
         checked_seconds("retry_s", retry_s, above=0)
+        checked_seconds("lease_s", lease_s, at_least=10.0)
         _check_travels(config_for)
         if taken := sorted(set(_OURS) & set(options or ())):
             raise ConfigError(
@@ -90,7 +94,9 @@ class Fleet(Startable):
         self._thread.start()
 
         async def dispatcher() -> Dispatcher:
-            return Dispatcher(name, replicas, lambda: actor_class.remote(config_for), retry_s)
+            return Dispatcher(
+                name, replicas, lambda: actor_class.remote(config_for), retry_s, lease_s
+            )
 
         self._dispatcher = asyncio.run_coroutine_threadsafe(dispatcher(), self._loop).result()
         atexit.register(
@@ -127,7 +133,7 @@ class Fleet(Startable):
         self,
         job_name: str,
         system_prompt: str,
-        user_prompt: str,
+        user_prompt: str | Sequence[ContentPart],
         *,
         params: Mapping[str, Any] | None = None,
         messages: Iterable[ChatMessage] | None = None,
@@ -135,8 +141,8 @@ class Fleet(Startable):
         """Admit a request to a replica with a free slot, the emptiest first, or refuse it.
 
         Where all refuse, NO_SLOT_AVAILABLE if one of them is merely busy. Raises NoLiveReplica
-        where none could be asked. Resolves within milliseconds, unless a node is dead that Ray
-        still takes for alive.
+        where none could be asked. Resolves within milliseconds, or 3 s where the node that was
+        asked has just gone out of reach.
         """
         self._check_open()
         try:
@@ -191,6 +197,15 @@ class Fleet(Startable):
     def get_debug_info(self, replica: int) -> WorkerFuture[WorkerDebugInfo]:
         """What a person needs to see what happened there. Raises ReplicaLost."""
         return self._ask(lambda: self._dispatcher.ask(replica, "get_debug_info"))
+
+    def replace(self, replica: int) -> WorkerFuture[ReplicaStatus]:
+        """Put a new actor in the place of replica 0, 1, ... without losing a request.
+
+        It takes no more requests, those in flight end, and `config_for` is called anew wherever Ray
+        puts the next one. Resolves when that is READY. Raises ReplicaLost where the replica is not
+        READY, and what `start` raises.
+        """
+        return self._ask(lambda: self._dispatcher.replace(replica))
 
     def _check_open(self) -> None:
         if self._is_closing:

@@ -7,13 +7,13 @@ import logging
 import re
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from llama_worker.errors import WorkerStartError
 from llama_worker.ray.errors import ReplicaLost
@@ -23,8 +23,11 @@ from llama_worker.request.submission import Submission
 from llama_worker.types import SubmitErr, SubmitResult, WorkerStatus
 
 _SETTLE_S = 5.0  # for what an actor sent before its end to be taken over
-# an actor answers in milliseconds; Ray itself may take a minute to see that a machine has vanished
-_ANSWER_S = 15.0
+# An actor answers in milliseconds. Ray 2.60 takes a minute to see that a machine has vanished.
+_RENEW_S = 1.0  # from an answer to the next renewal
+_SILENT_S = 3.0
+_MARGIN_S = 2.0  # the last renewal may have been heard, and its answer lost
+_ANSWER_S = 15.0  # for an admission
 _SHOWN_CHARS = 400
 _RAYS_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
 _logger = logging.getLogger("llama_worker.ray")
@@ -37,10 +40,19 @@ class Replica:
     An actor that died is not restarted by Ray (`max_restarts` is 0): a new one is created, so that
     a call meant for the old one can never reach the new one, where the same request id is another
     request.
+
+    The actor has a lease, which is renewed every second. One that is out of reach for `lease_s`
+    ends itself, is given up here and replaced: Ray may leave it running for as long as the machine
+    is cut off.
     """
 
     def __init__(
-        self, fleet: str, number: int, create: Callable[[], ActorHandle[Any]], retry_s: float
+        self,
+        fleet: str,
+        number: int,
+        create: Callable[[], ActorHandle[Any]],
+        retry_s: float,
+        lease_s: float,
     ) -> None:
         self.number = number
         self.state = ReplicaState.STARTING
@@ -50,6 +62,7 @@ class Replica:
         self._name = f"fleet={fleet!r} replica={number}"
         self._create = create
         self._retry_s = retry_s
+        self._lease_s = lease_s
         self._actor: Any = None  # mypy knows no actor's methods
         self._launches = 0
         self._place: Place | None = None
@@ -57,6 +70,7 @@ class Replica:
         self._why_killed: str | None = None  # what Ray could not tell
         self._remote_ids: dict[int, int] = {}  # by the fleet's id
         self._admitting = 0
+        self._silent = asyncio.Event()
         self._follows: set[asyncio.Task[None]] = set()
 
     @property
@@ -93,7 +107,8 @@ class Replica:
                 await self._live()
             except (ReplicaLost, WorkerStartError) as error:
                 self._lost(error)
-            was_ready, self.state = self.state is ReplicaState.READY, ReplicaState.LOST
+            was_ready = self.state is not ReplicaState.STARTING
+            self.state = ReplicaState.LOST
             await self._settle()
             self._end_actor()
             if not was_ready:
@@ -101,7 +116,8 @@ class Replica:
 
     async def close(self, timeout_s: float) -> None:
         """Stop the server and end the actor; what has not stopped when the time is up is killed."""
-        if self._actor is not None and self._place is not None and ray.is_initialized():
+        can_answer = self._place is not None and self.state is not ReplicaState.SILENT
+        if self._actor is not None and can_answer and ray.is_initialized():
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self._actor.stop.remote(), timeout_s)
         await self._settle()
@@ -114,33 +130,90 @@ class Replica:
         self._launches += 1
         if self.started.done() and self.started.exception() is not None:
             self.started = asyncio.get_running_loop().create_future()
+        self._silent.clear()
         try:
             self._actor = actor = self._create()
             self._place = await actor.get_place.remote()
             _logger.info("replica placed %s node=%s", self._name, self._node)
-            status: WorkerStatus = await actor.start.remote()
-            self.slots = status["slots_total"]
-            self.state = ReplicaState.READY
-            _logger.info("replica ready %s node=%s slots=%d", self._name, self._node, self.slots)
-            if not self.started.done():
-                self.started.set_result(None)
-            status = await actor.wait_failed.remote()
+            await _first_of(self._serve(actor), self._renew(actor))
         except RayTaskError as error:
             if isinstance(error.cause, WorkerStartError):
                 raise error.cause from error
             raise ReplicaLost(self.number, self._node, told(error)) from error
         except RayError as error:
             raise ReplicaLost(self.number, self._node, self._why_killed or told(error)) from error
-        raise ReplicaLost(
-            self.number,
-            self._node,
-            f"its worker failed: {status.get('last_error', 'no reason told')}",
-        )
+
+    async def _serve(self, actor: Any) -> None:
+        """Raises ReplicaLost when the worker has failed."""
+        status: WorkerStatus = await actor.start.remote()
+        self.slots = status["slots_total"]
+        self.state = ReplicaState.READY
+        _logger.info("replica ready %s node=%s slots=%d", self._name, self._node, self.slots)
+        if not self.started.done():
+            self.started.set_result(None)
+        status = await actor.wait_failed.remote()
+        why = f"its worker failed: {status.get('last_error', 'no reason told')}"
+        raise ReplicaLost(self.number, self._node, why)
+
+    async def _renew(self, actor: Any) -> None:
+        """Renew the actor's lease. One that does not answer is SILENT; when its lease is over it is
+        killed, and this raises ReplicaLost."""
+        now = asyncio.get_running_loop().time
+        answered_at = now()  # when the last renewal that was answered was sent
+        while True:
+            sent_at = now()
+            renewal = asyncio.wrap_future(actor.renew.remote(self._lease_s).future())
+            await asyncio.wait({renewal}, timeout=_SILENT_S)
+            if not renewal.done():
+                self._set_silent(True)
+                over_at = answered_at + self._lease_s + _MARGIN_S
+                await asyncio.wait({renewal}, timeout=max(0.0, over_at - now()))
+            if renewal.done() and renewal.exception() is None:
+                answered_at = sent_at
+                self._set_silent(False)
+            elif now() > answered_at + _SILENT_S:
+                self._set_silent(True)
+            if now() >= answered_at + self._lease_s + _MARGIN_S:
+                renewal.cancel()
+                why = f"no answer for {self._lease_s:g} s, the time of its lease"
+                self._kill(actor, why)
+                raise ReplicaLost(self.number, self._node, why)
+            await asyncio.sleep(_RENEW_S)
+
+    def _set_silent(self, is_silent: bool) -> None:
+        if is_silent is not self._silent.is_set():
+            _logger.warning("replica %s %s", "silent" if is_silent else "answers", self._name)
+        if is_silent:
+            self._silent.set()
+        else:
+            self._silent.clear()
+        if is_silent and self.state is ReplicaState.READY:
+            self.state = ReplicaState.SILENT
+        elif not is_silent and self.state is ReplicaState.SILENT:
+            self.state = ReplicaState.READY
+
+    def _kill(self, actor: Any, why: str) -> None:
+        self._why_killed = why
+        kill(actor)
+
+    async def replace(self) -> None:
+        """Drain the worker, end its actor, and return once the next one is READY. Raises
+        ReplicaLost where it is not READY."""
+        if self.state not in (ReplicaState.READY, ReplicaState.SILENT):
+            raise ReplicaLost(self.number, self._node, f"it cannot be replaced, it is {self.state}")
+        actor = self._living()
+        self.state = ReplicaState.DRAINING
+        self.started = asyncio.get_running_loop().create_future()
+        with suppress(RayError):  # it died meanwhile, and is replaced all the same
+            await actor.drain.remote()
+            await self._settle()
+            self._kill(actor, "it was drained, to be replaced")
+        await asyncio.shield(self.started)
 
     def _lost(self, error: ReplicaLost | WorkerStartError) -> None:
         _logger.warning("replica lost %s node=%s: %s", self._name, self._node, error.detail)
         self._last_error = str(error)
-        if not self.started.done():
+        if self.state is ReplicaState.STARTING and not self.started.done():
             self.started.set_exception(error)
             self.started.exception()  # asyncio complains of one that nobody looked at
 
@@ -166,38 +239,38 @@ class Replica:
         """Give it a request; the copy grows from now on, and `on_end` is called once it is over.
 
         An admitted request gets the next of `ids`. Raises ReplicaLost where the replica dies
-        meanwhile, or is killed because it does not answer: then none was admitted.
+        meanwhile, or does not answer: what it then admits all the same is cancelled as soon as it
+        answers again.
         """
         actor, node = self._living(), self._node
         self._admitting += 1
         try:
-            async with asyncio.timeout(_ANSWER_S):
-                answer: SubmitResult = await actor.submit.remote(
-                    submission.job_name,
-                    submission.system_prompt,
-                    submission.user_prompt,
-                    params=submission.params,
-                    messages=submission.messages,
-                )
-                if not answer["ok"]:
-                    return answer
-                pieces = actor.follow.remote(answer["request_id"])
-                first: Progress = await (await anext(pieces))
+            admission = asyncio.create_task(_admission(actor, submission))
+            silent = asyncio.create_task(self._silent.wait())
+            await asyncio.wait(
+                {admission, silent}, timeout=_ANSWER_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            silent.cancel()
+            if not admission.done():
+                self._in_background(_take_back(actor, admission))
+                raise ReplicaLost(self.number, node, "its actor does not answer")
+            answer, pieces, first = admission.result()
         except RayError as error:
             raise ReplicaLost(self.number, node, told(error)) from error
-        except TimeoutError as error:
-            self._why_killed = f"its actor did not answer for {_ANSWER_S:g} s"
-            kill(actor)
-            raise ReplicaLost(self.number, node, self._why_killed) from error
         finally:
             self._admitting -= 1
+        if not answer["ok"]:
+            return answer
         copy = RequestCopy(next(ids), first)
         self.requests[copy.request_id] = copy
         self._remote_ids[copy.request_id] = answer["request_id"]
-        task = asyncio.create_task(self._follow(copy, pieces, node, on_end))
+        self._in_background(self._follow(copy, actor, pieces, node, on_end))
+        return copy
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._follows.add(task)
         task.add_done_callback(self._follows.discard)
-        return copy
 
     async def cancel(self, request_id: int) -> bool:
         """True once the request is cancelled; False where it has ended, or its replica has."""
@@ -217,7 +290,12 @@ class Replica:
             raise ReplicaLost(self.number, node, told(error)) from error
 
     async def _follow(
-        self, copy: RequestCopy, pieces: Any, node: str, on_end: Callable[[RequestCopy], object]
+        self,
+        copy: RequestCopy,
+        actor: Any,
+        pieces: Any,
+        node: str,
+        on_end: Callable[[RequestCopy], object],
     ) -> None:
         """Ends the copy in any case, and in the same step in which it is over."""
         why = "its actor sent no result"
@@ -227,9 +305,12 @@ class Replica:
         except StopAsyncIteration:
             pass  # the copy is not over, and is lost
         except RayError as error:
-            why = self._why_killed or told(error)
+            why = told(error)
+            if isinstance(error, ActorUnavailableError):  # it may live, and work on for nobody
+                actor.cancel.remote(self._remote_ids[copy.request_id])
         finally:
-            copy.lose(str(ReplicaLost(self.number, node, why, copy.request_id)), time.time())
+            lost = ReplicaLost(self.number, node, self._why_killed or why, copy.request_id)
+            copy.lose(str(lost), time.time())
             del self.requests[copy.request_id], self._remote_ids[copy.request_id]
             on_end(copy)
 
@@ -248,6 +329,43 @@ class Replica:
             if self._place is not None
             else ""
         )
+
+
+async def _admission(actor: Any, submission: Submission) -> tuple[SubmitResult, Any, Any]:
+    """The answer and, where it is one that admits, the pieces that follow and the first of them."""
+    answer: SubmitResult = await actor.submit.remote(
+        submission.job_name,
+        submission.system_prompt,
+        submission.user_prompt,
+        params=submission.params,
+        messages=submission.messages,
+    )
+    if not answer["ok"]:
+        return answer, None, None
+    pieces = actor.follow.remote(answer["request_id"])
+    first: Progress = await (await anext(pieces))
+    return answer, pieces, first
+
+
+async def _take_back(actor: Any, admission: asyncio.Task[tuple[SubmitResult, Any, Any]]) -> None:
+    """The request went elsewhere meanwhile, or was refused: nobody wants this one."""
+    with suppress(RayError):
+        answer, _, _ = await admission
+        if answer["ok"]:
+            await actor.cancel.remote(answer["request_id"])
+
+
+async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
+    """Until one of them ends or raises; then the others are cancelled."""
+    tasks = {asyncio.create_task(work) for work in works}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def kill(actor: Any) -> None:

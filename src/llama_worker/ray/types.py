@@ -38,6 +38,11 @@ class ReplicaState(StrEnum):
     STARTING = "starting"
     """Ray looks for a place, or the server starts there."""
     READY = "ready"
+    SILENT = "silent"
+    """It was READY, and has not answered for 3 seconds: no request is given to it until it answers
+    again, and after the fleet's `lease_s` it is LOST."""
+    DRAINING = "draining"
+    """It takes no more requests, and is replaced once those in flight have ended."""
     LOST = "lost"
     """It died, or did not start; another is about to take its place."""
 
