@@ -20,6 +20,7 @@ from llama_worker.messages import (
     GpuFaulted,
     Launch,
     Launched,
+    LaunchFailed,
     MeasureMemory,
     MemoryMeasured,
     ProbeNow,
@@ -52,7 +53,7 @@ from llama_worker.server.lifecycle_states import (
 from llama_worker.server.recycling import Worn, worn
 from llama_worker.server.suspicion import Doubt, Suspicion, Trouble, is_degenerate
 from llama_worker.server.traits import ServerTraits, shortcomings
-from llama_worker.types import RequestState, WorkerState, WorkerStatus
+from llama_worker.types import RequestState, StartFailReason, WorkerState, WorkerStatus
 
 
 class ServerLife:
@@ -257,9 +258,12 @@ class ServerLife:
 
     def _carry_out(self, effect: Effect, now: float) -> None:
         match effect:
-            case Launch():
+            case Launch(epoch=epoch):
                 self._children.watchdog.tell(effect)
-                self._children.process.tell(effect)
+                if not self._children.process.tell(effect):  # it died, and is not replaced yet
+                    detail = "the actor that would start it has died"
+                    reason = StartFailReason.SPAWN_FAILED
+                    self.handle(LaunchFailed(epoch=epoch, reason=reason, detail=detail), now)
             case Abandon():
                 for admitted in self._table.active:
                     self._dispatcher.abandon(admitted, effect)

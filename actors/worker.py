@@ -11,6 +11,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import structs
+
 from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.actors.children import Children
 from llama_worker.actors.process import ProcessActor
@@ -350,7 +352,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 detail=str(error),
             )
             me = self.me()
-            self._runtime.call_at(now + _REPLACE_AGAIN_S, lambda: me.tell(death))
+            # Only the launch that it had, if any, tells of its own end; none since has anybody.
+            again = structs.replace(death, will_report=False)
+            self._runtime.call_at(now + _REPLACE_AGAIN_S, lambda: me.tell(again))
         if death.slot is not None:
             lost = self._table.in_slot(death.slot)
             if lost is not None:  # its actor could not even hand over its record

@@ -134,6 +134,20 @@ def _break(world: World, role: str) -> None:
     )
 
 
+def _lack_threads(world: World) -> None:
+    """For longer than the backoff: there is no new actor, nor a new server, meanwhile."""
+    machine, scheduler = world.machine, world.scheduler
+    world.invariants.fault(KINDS["host lacks threads"])
+    machine.lacks_threads = True
+    over_at = scheduler.now + 20.0
+    scheduler.at(over_at, lambda: setattr(machine, "lacks_threads", False), "threads", of_host=False)
+
+
+def _stop_later(world: World) -> None:
+    """When the backoff is over, and the lack is not."""
+    world.scheduler.at(world.scheduler.now + 12.0, world.host.stop, "stop later", of_host=False)
+
+
 def _cancel(world: World) -> None:
     (request_id,) = world.invariants.active
     world.invariants.requests[request_id].canceled = True
@@ -188,6 +202,19 @@ STORIES: tuple[Story, ...] = (
         busy=True,
     ),
     Story("the process's actor dies in a restart", (_crash, lambda w: _break(w, "process"))),
+    Story(
+        "the process's actor dies and there are no threads",
+        (_lack_threads, lambda w: _break(w, "process"), _submit),
+    ),
+    Story(
+        "the process's actor dies, there are no threads, stop",
+        (_lack_threads, lambda w: _break(w, "process"), _stop_later),
+    ),
+    Story(
+        "a request's actor dies and there are no threads",
+        (_lack_threads, lambda w: _break(w, "request"), _submit),
+        busy=True,
+    ),
     Story(
         "the watchdog dies while a request is submitted", (lambda w: _break(w, "watchdog"), _submit)
     ),
