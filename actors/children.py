@@ -35,13 +35,11 @@ class Children:
         live_count: LiveCount,
         runtime: Runtime,
         config: WorkerConfig,
-        unix_offset: float,
     ) -> None:
         self._parent = parent
         self._live_count = live_count
         self._runtime = runtime
         self._config = config
-        self._unix_offset = unix_offset
         self._lines: dict[Member, Line] = {}
         self.requests: list[Ref[RequestMessage]] = []
         with contextlib.ExitStack() as undo:  # the system may have no thread left for the next one
@@ -100,7 +98,7 @@ class Children:
             request.stop()
 
     def _start_request(self, slot: int) -> Ref[RequestMessage]:
-        return self._start(RequestActor, slot=slot, unix_offset=self._unix_offset)
+        return self._start(RequestActor, slot=slot)
 
     def _start(self, actor: type[Child[M]], **more: Any) -> Ref[M]:
         line = self._lines[actor.role, more.get("slot")] = Line(self._parent)

@@ -53,9 +53,8 @@ class RequestActor(Child[RequestMessage]):
     role = "request"
     accepts = members(RequestMessage)
 
-    def __init__(self, *args: Any, unix_offset: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unix_offset = unix_offset
         self._request: Request | None = None
         self._transport: Mailbox[TransportMessage] | None = None
         self._tools: Mailbox[ToolMessage] | None = None
@@ -119,7 +118,11 @@ class RequestActor(Child[RequestMessage]):
         now = self._runtime.now()
         self._transport, self._tools, self._process = order.transport, order.tools, order.process
         self._request = Request(
-            order, config=self._config, unix_offset=self._unix_offset, reply_to=self.me(), now=now
+            order,
+            config=self._config,
+            unix_offset=self._runtime.unix_offset(),
+            reply_to=self.me(),
+            now=now,
         )
         self._send(self._request.begin(now))
 

@@ -71,6 +71,7 @@ class ServerLife:
     ) -> None:
         self.pid: int | None = None
         self.last_ready_at: float | None = None
+        self.last_ready_unix: float | None = None
         self.traits = ServerTraits()
         self._config = config
         self._children = children
@@ -248,7 +249,7 @@ class ServerLife:
                 "state", now, state=str(state), before=str(before), error=self._life.last_error
             )
             if state is WorkerState.READY:
-                self.last_ready_at = now
+                self.last_ready_at, self.last_ready_unix = now, self._journal.unix(now)
                 self._requests_count = 0
                 self._suspicion = Suspicion()
             else:

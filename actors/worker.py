@@ -81,12 +81,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._config = config
         self._config_hash = config.config_hash
         self._open_futures = open_futures
-        self._unix_offset = (
-            runtime.unix_now() - runtime.now()
-        )  # fixed: Unix instants never run backwards
         self._table = RequestTable(config.slots)
         feed = EventFeed(config.on_event, runtime.call_host) if config.on_event else None
-        self._journal = Journal(config.name, self._unix_offset, runtime.write_log, feed)
+        self._journal = Journal(config.name, runtime.unix_offset, runtime.write_log, feed)
         for line in config.warnings:
             self._journal.warn(line, runtime.now())
         self._tools_refused = False
@@ -99,7 +96,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         )
         me = self.me()
         self._alarm = Alarm(runtime, me)
-        self._children = Children(me, live_count, runtime, config, self._unix_offset)
+        self._children = Children(me, live_count, runtime, config)
         self._dispatcher = RequestDispatcher(self._table, self._children, config.slots)
         self._roll_call = RollCall()
         self._server = ServerLife(
@@ -358,7 +355,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         if death.slot is not None:
             lost = self._table.in_slot(death.slot)
             if lost is not None:  # its actor could not even hand over its record
-                self._request_ended(lost_record(lost, death.detail, now, self._unix_offset), now)
+                offset = self._runtime.unix_offset()
+                self._request_ended(lost_record(lost, death.detail, now, offset), now)
             self._dispatcher.ask_again(death.slot)
         epoch = self._server.lifecycle.epoch
         self._server.handle(Trouble("actor_died", f"{death.role}: {death.detail}"), now)
@@ -403,8 +401,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             status["pid"] = server.pid
         if server.lifecycle.last_error is not None:
             status["last_error"] = server.lifecycle.last_error
-        if server.last_ready_at is not None:
-            status["last_ready_at"] = server.last_ready_at + self._unix_offset
+        if server.last_ready_unix is not None:
+            status["last_ready_at"] = server.last_ready_unix
         if server.traits.n_ctx is not None:
             status["n_ctx"] = server.traits.n_ctx
         if server.traits.modalities is not None:
@@ -413,7 +411,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             status["model"] = server.traits.model
         match server.lifecycle.state:
             case BackingOff(resume_at=at) | Ending(goal=ToRestart(resume_at=at)):
-                status["next_restart_at"] = at + self._unix_offset
+                status["next_restart_at"] = self._journal.unix(at)
         return status
 
     def _note(self, event: str, *, level: int = logging.INFO, **facts: Any) -> None:

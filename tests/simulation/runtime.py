@@ -79,6 +79,9 @@ class SimRuntime:
     def now(self) -> float:
         return self.scheduler.now
 
+    def unix_offset(self) -> float:
+        return UNIX_EPOCH
+
     def unix_now(self) -> float:
         return UNIX_EPOCH + self.scheduler.now + self.machine.unix_jump_s
 

@@ -140,7 +140,9 @@ def _lack_threads(world: World) -> None:
     world.invariants.fault(KINDS["host lacks threads"])
     machine.lacks_threads = True
     over_at = scheduler.now + 20.0
-    scheduler.at(over_at, lambda: setattr(machine, "lacks_threads", False), "threads", of_host=False)
+    scheduler.at(
+        over_at, lambda: setattr(machine, "lacks_threads", False), "threads", of_host=False
+    )
 
 
 def _stop_later(world: World) -> None:

@@ -42,6 +42,10 @@ class Clock(Protocol):
     def now(self) -> float:
         """Monotonic seconds."""
 
+    def unix_offset(self) -> float:
+        """What makes Unix seconds of an instant of now: it never falls, and grows only by what the
+        machine was suspended."""
+
     def unix_now(self) -> float:
         """Unix seconds; may jump in both directions."""
 

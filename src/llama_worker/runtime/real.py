@@ -39,6 +39,9 @@ from llama_worker.runtime.token_count import TokenCounter
 _logger = logging.getLogger("llama_worker")
 
 
+_SUSPENDED_S = 1.0  # less is the time between the reads of two clocks
+
+
 class ActorThreads:
     """Runs actors on daemon threads: a host that forgets `close()` can still exit."""
 
@@ -65,10 +68,18 @@ class RealRuntime(ActorThreads):
         )
         self.probes_count = len(self._probes)
         self.log = LogRing(config.log_lines, api_key=config.api_key)
+        self._suspended_s = _suspended_s()
+        self._unix_at_boot = time.time() - time.monotonic() - self._suspended_s
         start_timers()
 
     def now(self) -> float:
         return time.monotonic()
+
+    def unix_offset(self) -> float:
+        suspended_s = _suspended_s()
+        if suspended_s - self._suspended_s > _SUSPENDED_S:
+            self._suspended_s = suspended_s
+        return self._unix_at_boot + self._suspended_s
 
     def unix_now(self) -> float:
         return time.time()
@@ -145,3 +156,8 @@ class RealRuntime(ActorThreads):
 
     def _tell_bios(self, order: RunBios) -> None:
         order.reply_to.tell(host_code.write_bios(order, self._config, self.unix_now()))
+
+
+def _suspended_s() -> float:
+    """How long this machine was suspended since it was booted; the monotonic clock stood still."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()

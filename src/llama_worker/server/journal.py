@@ -32,7 +32,7 @@ class Journal:
     def __init__(
         self,
         worker: str,
-        unix_offset: float,
+        unix_offset: Callable[[], float],
         write_log: Callable[[int, str], object],
         feed: EventFeed | None = None,
     ) -> None:
@@ -51,9 +51,13 @@ class Journal:
         """Each line once, oldest first; a copy."""
         return list(self._warnings)
 
+    def unix(self, now: float) -> float:
+        """This instant, which must be the present, or yet to come, in Unix seconds."""
+        return now + self._unix_offset()
+
     def note(self, event: str, now: float, *, level: int = logging.INFO, **facts: Any) -> None:
         """Record the event, log it, and tell the host."""
-        noted = self._events.add(event, at=now + self._unix_offset, level=level, **facts)
+        noted = self._events.add(event, at=self.unix(now), level=level, **facts)
         if self._feed is not None:
             self._feed.publish(dict(noted))
 
@@ -65,7 +69,7 @@ class Journal:
 
     def restart_decided(self, reason: str, detail: str, delay_s: float | None, now: float) -> None:
         """Record an automatic restart, or (`delay_s` None) that the worker is locked out."""
-        self._restarts.append({"at": now + self._unix_offset, "reason": reason, "detail": detail})
+        self._restarts.append({"at": self.unix(now), "reason": reason, "detail": detail})
         if delay_s is not None:
             self.totals.restarted(reason)
         event = "restart" if delay_s is not None else "locked_out"
@@ -89,7 +93,7 @@ class Journal:
             else {}
         )
         self._evidence = {
-            "at": now + self._unix_offset,
+            "at": self.unix(now),
             "pid": pid,
             "last_error": last_error,
             "activity": seen.activity if seen else "",
