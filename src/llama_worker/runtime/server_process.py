@@ -10,7 +10,9 @@ import contextlib
 import fcntl
 import io
 import os
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +34,7 @@ from llama_worker.server.termination import Signal
 from llama_worker.types import StartFailReason
 
 _GUARD = Path(guard.__file__)
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?")  # 3.13t is one, too
 _READ_BYTES = 65536
 _LOOK_S, _LOOKS = 1.0, 5  # at a guard that owes news; after the last it is killed
 _MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
@@ -56,6 +59,16 @@ def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -
         if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
     }
     return {**kept, "GGML_NO_BACKTRACE": "1", **configured}
+
+
+def interpreter() -> str:
+    """A Python for the guard: this one's, unless the host is a program that embeds Python (uWSGI) or
+    was frozen into one, and `sys.executable` would start that once more."""
+    beside = (f"{prefix}/bin/python3" for prefix in (sys.exec_prefix, sys.base_exec_prefix))
+    for path in (sys.executable, *beside, shutil.which("python3")):
+        if path and _PYTHON.fullmatch(os.path.basename(path)) and os.access(path, os.X_OK):
+            return path
+    return sys.executable or "python3"
 
 
 class _Server(Struct, frozen=True):
@@ -211,7 +224,7 @@ class ServerProcess:
         report_read, report_write = _pipe(cleanup)
         guardian = subprocess.Popen(
             [
-                sys.executable or "python3",
+                interpreter(),
                 *("-I", "-S", str(_GUARD), str(os.getpid())),
                 *(str(control_read.fileno()), str(report_write.fileno())),
                 *command,
