@@ -3,17 +3,27 @@ starts."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import pickle
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from llama_worker import ConfigError, LlamaWorker, LlamaWorkerError, RequestState, WorkerConfig
+from llama_worker import (
+    ConfigError,
+    LlamaWorker,
+    LlamaWorkerError,
+    RequestState,
+    StartFailReason,
+    WorkerConfig,
+    WorkerStartError,
+    WorkerState,
+)
 from llama_worker.ray import (
     Fleet,
     FleetClosed,
@@ -24,7 +34,53 @@ from llama_worker.ray import (
 )
 from llama_worker.ray.replica import told
 from llama_worker.ray.request_copy import RequestCopy
+from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestPhase, RequestStatus
+from tests.actors.conftest import HOST, run_async
+
+# ---------------------------------------------------------------- a worker
+
+
+class ScriptedWorker:
+    """Stands for the LlamaWorkers of a RayWorker: the first finds its port taken."""
+
+    made: ClassVar[list[ScriptedWorker]] = []
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.is_first = not self.made
+        self.made.append(self)
+        self.starts: list[WorkerFuture[Any]] = []
+
+    def start(self) -> WorkerFuture[Any]:
+        """Under way; the second resolves at once."""
+        future: WorkerFuture[Any] = WorkerFuture()
+        self.starts.append(future)
+        if not self.is_first:
+            future.answer({"state": WorkerState.READY})
+        return future
+
+    def close(self) -> None:
+        """Ends what is under way, as LlamaWorker does."""
+        for future in self.starts:
+            future.fail(WorkerStartError(StartFailReason.STOPPED, "stop() was called"))
+
+
+def test_concurrent_starts_share_the_next_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_worker.ray.worker.LlamaWorker", ScriptedWorker)
+    monkeypatch.setattr(ScriptedWorker, "made", [])
+
+    async def start_twice() -> Any:
+        worker = RayWorker(lambda port: WorkerConfig("w", HOST, port, ["llama-server"]))
+        first = asyncio.create_task(worker.start())
+        await asyncio.sleep(0)
+        (under_way,) = ScriptedWorker.made[0].starts
+        second = asyncio.create_task(worker.start())  # it begins before the first hears of that:
+        under_way.fail(WorkerStartError(StartFailReason.PORT_IN_USE, "taken"))
+        return (await first, await second)
+
+    assert run_async(start_twice()) == ({"state": WorkerState.READY},) * 2
+    assert [len(each.starts) for each in ScriptedWorker.made] == [2, 2]
+
 
 # ---------------------------------------------------------------- the copy
 

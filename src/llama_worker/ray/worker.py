@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from llama_worker.config import WorkerConfig
-from llama_worker.errors import ConfigError, WorkerStartError
+from llama_worker.errors import ConfigError, WorkerClosed, WorkerStartError
 from llama_worker.ray.types import ConfigFor, Place, Progress
 from llama_worker.runtime.free_port import free_port
 from llama_worker.runtime.futures import WorkerFuture
@@ -82,17 +82,21 @@ class RayWorker:
         Where somebody takes the port between the choice and the launch, another is chosen, up to 10
         in all. A worker that was READY once keeps its port.
         """
-        for _ in range(_PORTS_TRIED - 1):
+        tries_left = _PORTS_TRIED
+        while True:
             worker = self._worker
+            tries_left -= 1
             try:
                 return await self._started(worker)
-            except WorkerStartError as error:
-                if error.reason is not StartFailReason.PORT_IN_USE or self._was_ready:
+            except (WorkerStartError, WorkerClosed) as error:
+                if tries_left == 0:
                     raise
-            if self._worker is worker:  # no other call of `start` has replaced it yet
+                # Another call of `start` may have replaced it, which closes it under this one.
+                if self._worker is worker and (self._was_ready or not _is_port_taken(error)):
+                    raise
+            if self._worker is worker:
                 self._worker = self._new_worker()
                 await asyncio.to_thread(worker.close)
-        return await self._started(self._worker)
 
     stop = _of_handle(LlamaWorker.stop)
     drain = _of_handle(LlamaWorker.drain)
@@ -239,6 +243,10 @@ class RayWorker:
                 own(event)
 
         return LlamaWorker(replace(config, on_event=publish))
+
+
+def _is_port_taken(error: Exception) -> bool:
+    return isinstance(error, WorkerStartError) and error.reason is StartFailReason.PORT_IN_USE
 
 
 async def _resolved(future: WorkerFuture[Any]) -> None:
