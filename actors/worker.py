@@ -265,7 +265,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 reply.fail(RequestRefused(refusal))
 
     def _request_ended(self, record: RequestRecord, now: float) -> None:
-        if not self._table.end(record):
+        if not self._table.end(record, now):
             return
         self._journal.totals.request_ended(record)
         result = record.result
@@ -301,7 +301,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._note("result_expired", request_id=request_id)
 
     def _due_times(self) -> Iterator[float]:
-        ttl_s, oldest = self._config.result_ttl_s, self._table.oldest_end()
+        ttl_s, oldest = self._config.result_ttl_s, self._table.oldest_since()
         if ttl_s is not None and oldest is not None:
             yield oldest + ttl_s + 0.001  # a record of just that age is kept
         if self._roll_call.deadline is not None:

@@ -16,8 +16,8 @@ def lose_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of a request that ends is not freed."""
     right = RequestTable.end
 
-    def end(table: RequestTable, record: Any) -> bool:
-        ended = right(table, record)
+    def end(table: RequestTable, record: Any, now: float) -> bool:
+        ended = right(table, record, now)
         table._free.pop()
         return ended
 

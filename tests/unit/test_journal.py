@@ -223,7 +223,6 @@ def record(
             "fail_reason": None,
             **result,  # type: ignore[typeddict-item]
         },
-        ended_at=1.0,
     )
 
 

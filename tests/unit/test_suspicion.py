@@ -57,7 +57,7 @@ def ended(
         "result": {"state": state, "fail_reason": reason, **nothing, **result},
     }
     http_status = http if reason is RequestFailReason.HTTP_ERROR else None
-    return RequestRecord(request_id=1, job_name=job, **told, ended_at=1.0, http_status=http_status)
+    return RequestRecord(request_id=1, job_name=job, **told, http_status=http_status)
 
 
 def found(*records: RequestRecord, policy: RestartPolicy = RESTART) -> Doubt | Trouble | None:

@@ -190,7 +190,6 @@ def build_record(
         job_name=totals.job_name,
         status=status,
         result=result,
-        ended_at=now,
         last_data_at=turn.last_data_at,
         http_status=ending.http_status,
     )

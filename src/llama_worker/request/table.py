@@ -19,7 +19,6 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     job_name: str
     status: RequestStatus
     result: RequestResult
-    ended_at: float
     last_data_at: float | None = None  # of its last turn
     http_status: int | None = None  # of an `http_error` or a `server_error`
 
@@ -30,6 +29,11 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     def copy_of_result(self) -> RequestResult:
         """Likewise; the strings are shared."""
         return copy.deepcopy(self.result)
+
+
+class _Kept(Struct, frozen=True):
+    record: RequestRecord
+    since: float
 
 
 class Admitted(Struct, frozen=True):
@@ -48,8 +52,8 @@ class RequestTable:
         self._slots = range(slots)
         self._free = list(self._slots)
         self._active: dict[int, Admitted] = {}
-        # By their ends. An OrderedDict: a dict that loses its oldest items walks over their places.
-        self._records: OrderedDict[int, RequestRecord] = OrderedDict()
+        # Oldest first. An OrderedDict: a dict that loses its oldest items walks over their places.
+        self._records: OrderedDict[int, _Kept] = OrderedDict()
         self.newest_id = 0
 
     def broken(self) -> Iterator[str]:
@@ -93,32 +97,36 @@ class RequestTable:
         """The request that holds the slot."""
         return next((admitted for admitted in self._active.values() if admitted.slot == slot), None)
 
-    def end(self, record: RequestRecord) -> bool:
-        """The request is terminal: free its slot, keep its record. False where it was so
-        already."""
+    def end(self, record: RequestRecord, now: float) -> bool:
+        """The request is terminal: free its slot, keep its record from now on.
+
+        False where it was so already. Its last event may be much older, where the host was halted
+        before it was told.
+        """
         admitted = self._active.pop(record.request_id, None)
         if admitted is None:
             return False
         self._free.append(admitted.slot)
         self._free.sort()
-        self._records[record.request_id] = record
+        self._records[record.request_id] = _Kept(record, now)
         return True
 
     def record(self, request_id: int) -> RequestRecord | None:
         """The record, if the request is terminal and nobody has taken its result."""
-        return self._records.get(request_id)
+        kept = self._records.get(request_id)
+        return None if kept is None else kept.record
 
     def release(self, request_id: int) -> bool:
         """Forget the record; False where there is none."""
         return self._records.pop(request_id, None) is not None
 
-    def expire(self, ended_before: float) -> tuple[int, ...]:
-        """Forget the records of requests that ended before that; their ids."""
+    def expire(self, kept_before: float) -> tuple[int, ...]:
+        """Forget the records that are kept since before that; their ids."""
         expired = []
-        while (oldest := self.oldest_end()) is not None and oldest < ended_before:
+        while (oldest := self.oldest_since()) is not None and oldest < kept_before:
             expired.append(self._records.popitem(last=False)[0])
         return tuple(expired)
 
-    def oldest_end(self) -> float | None:
-        """When the first of the kept records ended, in the order of their `end` calls."""
-        return next((record.ended_at for record in self._records.values()), None)
+    def oldest_since(self) -> float | None:
+        """Since when the first of the records is kept."""
+        return next((kept.since for kept in self._records.values()), None)
