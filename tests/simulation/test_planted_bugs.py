@@ -135,8 +135,8 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "a death that is told late is a broken connection",
-        "actors.request:RequestActor._look_for_the_server",
-        returns(None),
+        "actors.request:RequestActor._checks_server",
+        returns(False),
         "crash",
     ),
     Bug(
