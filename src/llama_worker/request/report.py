@@ -14,7 +14,7 @@ from llama_worker.request.ending import Ending, failed
 from llama_worker.request.output import Output
 from llama_worker.request.progress import Progress, last_progress_at
 from llama_worker.request.table import Admitted, RequestRecord
-from llama_worker.request.turn import Turn
+from llama_worker.request.turn_progress import TurnProgress
 from llama_worker.stream.events import Usage
 from llama_worker.types import (
     ChatMessage,
@@ -51,7 +51,7 @@ class Totals(Struct, kw_only=True):
     progress_at: float | None = None
     stream_byte_at: float | None = None
 
-    def add_turn(self, turn: Turn, progress_at: float | None) -> None:
+    def add_turn(self, turn: TurnProgress, progress_at: float | None) -> None:
         """A turn is over; `progress_at` is its latest data."""
         turn.is_over = True
         if self.first_token_at is None:
@@ -72,7 +72,7 @@ class Totals(Struct, kw_only=True):
 
 
 def build_progress(
-    totals: Totals, turn: Turn, phase: RequestPhase, *, concluding: bool
+    totals: Totals, turn: TurnProgress, phase: RequestPhase, *, concluding: bool
 ) -> Progress:
     return Progress(
         request_id=totals.request_id,
@@ -93,7 +93,7 @@ def build_progress(
 
 
 def build_status(
-    totals: Totals, turn: Turn, progress: Progress, running_tool: str | None = None
+    totals: Totals, turn: TurnProgress, progress: Progress, running_tool: str | None = None
 ) -> RequestStatus:
     """A snapshot of a request that has not ended; shares nothing with it."""
     status: RequestStatus = {
@@ -146,7 +146,7 @@ def build_status(
 
 def build_record(
     totals: Totals,
-    turn: Turn,
+    turn: TurnProgress,
     progress: Progress,
     ending: Ending,
     conversation: list[ChatMessage],
@@ -205,13 +205,7 @@ def lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float)
         output=Output(None),
         iterations_left=0,
     )
-    turn = Turn(
-        started_at=admitted.created_at,
-        prompted=False,
-        with_tools=False,
-        opens_thinking=False,
-        loop_detector=None,
-    )
+    turn = TurnProgress(admitted.created_at)
     progress = build_progress(totals, turn, RequestPhase.DONE, concluding=True)
     lost = failed(RequestFailReason.UNKNOWN_ERROR, detail)
     return build_record(totals, turn, progress, lost, [], now)

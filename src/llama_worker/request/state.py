@@ -266,7 +266,7 @@ class Request:
         output = self._totals.output
         for event in batch.events:
             if isinstance(event, LastWord):
-                self._turn.note(event, at)
+                self._turn.hear(event, at)
                 verdict = self._turn.end.feed(event, at)
                 if verdict is not None:
                     return self._turn_ended(verdict, at)
@@ -401,13 +401,7 @@ class Request:
             case _Prompting():
                 return RequestPhase.WAITING
             case _:
-                if self._turn.headers_at is None:
-                    return RequestPhase.WAITING
-                return (
-                    RequestPhase.PREFILL
-                    if self._turn.first_token_at is None
-                    else RequestPhase.GENERATING
-                )
+                return self._turn.phase
 
     def progress(self) -> Progress:
         streaming = isinstance(self._waiting, _Streaming) and self._turn.end.finish_reason is None

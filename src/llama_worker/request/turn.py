@@ -7,14 +7,12 @@ from collections.abc import Collection
 from typing import assert_never
 
 from llama_worker.profiles import LoopDetector
-from llama_worker.request.progress import REPEATS_APART_S, REPEATS_KEPT, Batch
-from llama_worker.stream.advance import Advance
+from llama_worker.request.turn_progress import TurnProgress
 from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
 from llama_worker.stream.events import (
     EmptyRecord,
     PromptProgress,
     ReasoningDelta,
-    StreamEvent,
     TextDelta,
     Timings,
     ToolCallDelta,
@@ -27,8 +25,6 @@ from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.tagged_calls import TaggedCallFilter
 from llama_worker.stream.turn_end import TurnEnd
 
-_BATCHES_KEPT = 16
-
 TurnId = tuple[int, int]
 """Request id, and the number of the request's turn (one HTTP request each), from 1."""
 
@@ -37,7 +33,7 @@ Said = TextDelta | ReasoningDelta | _Other
 """What comes while a turn goes on; its last words are the request's."""
 
 
-class Turn:
+class Turn(TurnProgress):
     """Feed it the events; each call returns (reasoning, text) that may be shown, reasoning coming
     first."""
 
@@ -50,25 +46,10 @@ class Turn:
         opens_thinking: bool,
         loop_detector: LoopDetector | None,
     ) -> None:
-        self.started_at = started_at
-        self.headers_at: float | None = None
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
-        self.last_data_at: float | None = None
-        self.last_stream_byte_at: float | None = None
-        self.prompt_progress: PromptProgress | None = None
-        self.prompt_progress_at: float | None = None  # the latest report of more than before
-        self.batches: tuple[Batch, ...] = ()  # between two reports, the latest
-        self._reported_at: float | None = None  # the latest report, also one that was there before
-        self.repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
-        self.usage: Usage | None = None
-        self.timings: Timings | None = None
+        super().__init__(started_at)
         self.end = TurnEnd()
         self.had_reasoning_deltas = False  # the server takes reasoning out of the content itself
         self.calls_taken = False  # told apart, exit calls recorded
-        self.is_over = False  # its connection is closed, its tokens are counted
-        self._deltas = 0
-        self._advance = Advance()
         self._prompted = prompted
         self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
         self._filter = (
@@ -84,20 +65,6 @@ class Turn:
         self._finished = False
 
     @property
-    def deltas(self) -> int:
-        """With something generated in them, so far."""
-        return self._deltas
-
-    @property
-    def tokens(self) -> int:
-        """Generated so far: as the server counts, else the deltas received."""
-        if self.usage is not None:
-            return self.usage.completion_tokens
-        if self.timings is not None and self.timings.predicted_n is not None:
-            return self.timings.predicted_n
-        return self._deltas
-
-    @property
     def said_reasoning(self) -> str:
         """The turn's reasoning, as the history of the next turn has it."""
         return "".join(self._said[0])
@@ -107,26 +74,14 @@ class Turn:
         """The turn's text, likewise: without tool calls."""
         return "".join(self._said[1])
 
-    def tokens_per_second(self) -> float | None:
-        """As the server measured it, else over the deltas; None where neither is known."""
-        if self.timings is not None and self.timings.predicted_per_second is not None:
-            return self.timings.predicted_per_second
-        if (
-            self.first_token_at is None
-            or self.last_token_at is None
-            or self.last_token_at <= self.first_token_at
-        ):
-            return None
-        return (self._deltas - 1) / (self.last_token_at - self.first_token_at)
-
     def take(self, event: Said, at: float) -> tuple[str, str]:
         """What the event adds to what may be shown."""
         match event:
-            case TextDelta(text=text, count=count):
-                self._count(count, at)
+            case TextDelta(text=text):
+                self.hear(event, at)
                 piece = self._splitter.feed_text(encodable(text))
-            case ReasoningDelta(text=text, count=count):
-                self._count(count, at)
+            case ReasoningDelta(text=text):
+                self.hear(event, at)
                 self.had_reasoning_deltas = True
                 piece = self._splitter.feed_reasoning(encodable(text))
             case _:
@@ -170,36 +125,16 @@ class Turn:
         tagged = self._filter.calls if self._filter is not None else []
         return [*self._assembler.calls(), *tagged]
 
-    def note(self, event: StreamEvent, at: float) -> bool:
-        """Whether the event brings the turn forward: then it is its latest data."""
-        advanced = self._advance.by(event)
-        if advanced:
-            self.last_data_at = at
-            self.repeated_at = ()
-        elif not self.repeated_at or at - self.repeated_at[-1] >= REPEATS_APART_S:
-            self.repeated_at = (*self.repeated_at, at)[-REPEATS_KEPT:]
-        return advanced
-
     def _take_other(self, event: _Other, at: float) -> str:
         """What is no text; returns text that was held back and may be shown now."""
-        advanced = self.note(event, at)
+        self.hear(event, at)
         match event:
             case ToolCallDelta():
-                if advanced:
-                    self._count(1, at)
                 self._assembler.feed(event)
                 if self._arguments is not None and self.hidden_loop is None and event.arguments:
                     self.hidden_loop = self._arguments.feed(event.arguments)
                 return self._put_back_tagged_calls()
-            case PromptProgress():
-                if advanced:
-                    self._batch_done(event, at)
-                self.prompt_progress, self._reported_at = event, at
-            case Usage():
-                self.usage = event
-            case Timings():
-                self.timings = event
-            case EmptyRecord() | UnknownContent():
+            case PromptProgress() | Usage() | Timings() | EmptyRecord() | UnknownContent():
                 pass  # the model has not said anything that can be shown
             case _:
                 assert_never(event)
@@ -214,15 +149,6 @@ class Turn:
             self._held = self._held or TextLoopWatch(self._loop_detector)
             self.hidden_loop = self._held.feed(text)
 
-    def _batch_done(self, told: PromptProgress, at: float) -> None:
-        """It began with the latest report: until then the batches were its neighbours'."""
-        before = self.prompt_progress
-        if before is not None and self._reported_at is not None:
-            tokens = told.processed - max(before.processed, told.cached)
-            batch = Batch(self._reported_at, at, tokens, told.processed)
-            self.batches = (*self.batches, batch)[-_BATCHES_KEPT:]
-        self.prompt_progress_at = at
-
     def _put_back_tagged_calls(self) -> str:
         """In native mode: beside a structured call tagged ones are text, and so is all that
         comes."""
@@ -232,14 +158,6 @@ class Turn:
         self._filter = None
         self._said[1].append(text)
         return text
-
-    def _count(self, tokens: int, at: float) -> None:
-        """So many deltas with something in them came."""
-        self._deltas += tokens
-        self.last_token_at = self.last_data_at = at
-        self.repeated_at = ()
-        if self.first_token_at is None:
-            self.first_token_at = at
 
     def _show(self, reasoning: str, text: str) -> tuple[str, str]:
         if text and self._filter is not None:
