@@ -1,6 +1,6 @@
 """RequestActor, one per slot: one request at a time, from prompt to record.
 
-Receives Begin, CancelRequest, Abandon, GetStatus, ReadOutput, ReportProgress, what its stream
+Receives Begin, BeginLease, EndLease, CancelRequest, Abandon, GetStatus, ReadOutput, ReportProgress, what its stream
 tells, and what became of tool calls and BIOS. Sends the TransportActor OpenStream, CloseStream,
 FlushStream and HurryStream, the ToolLoopActor RunBios, RunTool and DropTool, the ProcessActor
 CheckServer, the WatchdogActor ProgressReported, the WorkerActor RequestEnded. Owns the request's
@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, assert_never
 
 from llama_worker.actors.base import Alarm, Child, members
 from llama_worker.messages import (
     Abandon,
     Begin,
+    BeginLease,
     CheckServer,
     CloseStream,
+    EndLease,
     FlushStream,
     GetStatus,
     HurryStream,
@@ -40,9 +43,10 @@ from llama_worker.messages import (
     ToolMessage,
     TransportMessage,
 )
-from llama_worker.request.state import Effects, Request
+from llama_worker.request.state import Effect, Request
 from llama_worker.request.turn import TurnId
 from llama_worker.request.waiting_reads import WaitingReads, is_answered_by
+from llama_worker.runtime.leased_exchange import LeasedExchange
 from llama_worker.types import RequestFailReason
 
 
@@ -55,7 +59,7 @@ class RequestActor(Child[RequestMessage]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._request: Request | None = None
+        self._request: Request | LeasedExchange | None = None
         self._transport: Mailbox[TransportMessage] | None = None
         self._tools: Mailbox[ToolMessage] | None = None
         self._process: Mailbox[ProcessMessage] | None = None
@@ -73,6 +77,12 @@ class RequestActor(Child[RequestMessage]):
                     self._send(self._request.step(message, message.at))
             case Begin():
                 self._begin(message)
+            case BeginLease(exchange=exchange):
+                self._request = exchange
+            case EndLease(exchange=exchange):
+                if self._request is exchange:
+                    self._forget_request()
+                    self._send([])
             case GetStatus() | ReadOutput():
                 self._flush_and_answer(message)
             case StreamFlushed(turn_id=turn_id):
@@ -98,6 +108,7 @@ class RequestActor(Child[RequestMessage]):
             return
         reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
         detail = failure or "the worker was closed"
+        effects: Sequence[Effect]
         try:
             effects = request.step(Abandon(reason=reason, detail=detail), now)
         except Exception:  # it runs the code that has just raised
@@ -158,7 +169,7 @@ class RequestActor(Child[RequestMessage]):
             case _:
                 assert_never(question)
 
-    def _answer_read(self, question: ReadOutput, request: Request) -> None:
+    def _answer_read(self, question: ReadOutput, request: Request | LeasedExchange) -> None:
         question.reply.answer(request.read_output(question.text_offset, question.reasoning_offset))
 
     def _answer_waiting(self) -> None:
@@ -187,20 +198,27 @@ class RequestActor(Child[RequestMessage]):
     def _checks_server(self) -> bool:
         """On a busy machine the end of a connection may be known long before why it ended."""
         request = self._request
-        if request is None or self._process is None or not request.waits_for_news:
+        if not isinstance(request, Request) or self._process is None or not request.waits_for_news:
             return False
         order = CheckServer(request_id=request.request_id, reply_to=self.me())
         return self._process.tell(order)
 
     def _server_checked(self, checked: ServerChecked) -> None:
         request = self._request
-        if request is None or request.request_id != checked.request_id:
+        if not isinstance(request, Request) or request.request_id != checked.request_id:
             return
         if checked.is_gone and request.waits_for_news:
             request.saw_server_gone(self._runtime.now())
         self._step(Tick())
 
-    def _send(self, effects: Effects) -> None:
+    def _forget_request(self) -> None:
+        """It has its record, which the WorkerActor has, or will have before what follows."""
+        self._request = self._stream = None
+        for _, question in self._flushing:
+            self._worker.tell(question)
+        self._flushing.clear()
+
+    def _send(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, OpenStream | CloseStream):
                 assert self._transport is not None
@@ -213,10 +231,7 @@ class RequestActor(Child[RequestMessage]):
             else:
                 self._worker.tell(effect)
                 if isinstance(effect, RequestEnded):
-                    self._request = self._stream = None
-                    for _, question in self._flushing:
-                        self._worker.tell(question)  # behind the record, which is the answer
-                    self._flushing.clear()
+                    self._forget_request()
         if self._waiting_reads:
             self._answer_waiting()
         self._alarm.set(self._request.deadline if self._request is not None else None)

@@ -11,7 +11,9 @@ from llama_worker.messages import (
     Abandon,
     AwaitResult,
     Begin,
+    BeginLease,
     CancelRequest,
+    EndLease,
     GetResult,
     GetStatus,
     Question,
@@ -26,6 +28,7 @@ from llama_worker.request.submission import Submission
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.request.waiting_reads import WaitingReads
 from llama_worker.runtime.futures import WeakList
+from llama_worker.runtime.leased_exchange import LeasedExchange
 from llama_worker.types import NotFound, NotReady, RequestResult, RequestState
 
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
@@ -136,6 +139,17 @@ class RequestDispatcher:
             )
         )
         self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
+
+    def begin_lease(self, admitted: Admitted, exchange: LeasedExchange) -> None:
+        """Let the slot's actor answer for the exchange, under the watchdog's eye."""
+        slot, request = admitted.slot, self._children.requests[admitted.slot]
+        self._asked[slot] = _unanswered(self._asked[slot])
+        request.tell(BeginLease(exchange=exchange))
+        self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
+
+    def end_lease(self, admitted: Admitted, order: EndLease) -> None:
+        """The slot's actor has nothing to answer for any more."""
+        self._children.requests[admitted.slot].tell(order)
 
     def abandon(self, admitted: Admitted, order: Abandon) -> None:
         """Give the request up; its record follows."""

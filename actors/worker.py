@@ -25,10 +25,12 @@ from llama_worker.messages import (
     AwaitResult,
     CancelRequest,
     CountTokens,
+    EndLease,
     GetDebugInfo,
     GetResult,
     GetStatus,
     GetWorkerStatus,
+    Lease,
     Observed,
     ReadOutput,
     ReleaseResult,
@@ -115,6 +117,10 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         match message:
             case Submit():
                 self._submit(message, now)
+            case Lease():
+                self._lease(message, now)
+            case EndLease():
+                self._end_lease(message, now)
             case CountTokens():
                 self._count_tokens(message)
             case GetStatus() | ReadOutput():
@@ -217,6 +223,28 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
         order.reply.answer({"ok": True, "request_id": admitted.request_id})
 
+    def _lease(self, order: Lease, now: float) -> None:
+        error = self._refusal()
+        admitted = self._table.admit(order.job_name, now) if error is None else None
+        if admitted is None:
+            order.reply.answer({"ok": False, "error": error or "NO_SLOT_AVAILABLE"})
+            return
+        offset = self._runtime.unix_offset()
+        order.exchange.begin(admitted, api_key=self._config.api_key, unix_offset=offset)
+        self._dispatcher.begin_lease(admitted, order.exchange)
+        self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
+        order.reply.answer({"ok": True, "request_id": admitted.request_id})
+
+    def _end_lease(self, order: EndLease, now: float) -> None:
+        """Its record is made here, so that the slot is free before anybody can ask for it again."""
+        record = order.exchange.end(now)
+        if record is None:
+            return  # it never had a slot, or was given up
+        admitted = self._table.find(record.request_id)
+        if admitted is not None:
+            self._request_ended(record, now)
+            self._dispatcher.end_lease(admitted, order)
+
     @property
     def _is_prompted(self) -> bool:
         """Whether the next request has its tools by text."""
@@ -277,6 +305,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             fail_reason=result["fail_reason"],
         )
         self._dispatcher.ended(record)
+        if record.is_leased:  # its client has had all of it
+            self._table.release(record.request_id)
         self._server.request_ended(record, now)
 
     def _signal_emitted(self, emitted: SignalEmitted) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -40,6 +40,9 @@ from llama_worker.types import (
     WorkerDebugInfo,
     WorkerStatus,
 )
+
+if TYPE_CHECKING:
+    from llama_worker.runtime.leased_exchange import LeasedExchange
 
 M_contra = TypeVar("M_contra", contravariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -158,6 +161,25 @@ class ReleaseResult(Struct, frozen=True, kw_only=True):
 
     request_id: int
     reply: Reply[bool] | None = None
+
+
+class Lease(Struct, frozen=True, kw_only=True):
+    """Give the exchange a slot, or refuse it, at once: a proxy is about to send its request to the
+    worker's server. `EndLease` follows in any case.
+
+    `exchange`: a handle of the runtime's, locked, for any thread; used by the actor of the slot.
+    """
+
+    job_name: str
+    exchange: LeasedExchange
+    reply: Reply[SubmitResult]
+
+
+class EndLease(Struct, frozen=True, kw_only=True):
+    """The exchange is over: its slot is free, if it has one. To the WorkerActor, which passes it
+    on."""
+
+    exchange: LeasedExchange
 
 
 class WaitSlot(Struct, frozen=True, kw_only=True):
@@ -359,6 +381,8 @@ HostMessage = (
     | Drain
     | Restart
     | Submit
+    | Lease
+    | EndLease
     | WaitSlot
     | CountTokens
     | GetStatus
@@ -504,6 +528,12 @@ class Begin(Struct, frozen=True, kw_only=True):
     opens_thinking: bool  # the template ends the prompt inside a think tag
 
 
+class BeginLease(Struct, frozen=True, kw_only=True):
+    """The slot is the exchange's: answer for it until it ends."""
+
+    exchange: LeasedExchange
+
+
 class Abandon(Struct, frozen=True, kw_only=True):
     """Fail the request with this reason, keeping what it has."""
 
@@ -572,6 +602,8 @@ class ServerChecked(Struct, frozen=True, kw_only=True):
 
 RequestMessage = (
     Begin
+    | BeginLease
+    | EndLease
     | CancelRequest
     | Abandon
     | Question

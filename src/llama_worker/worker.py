@@ -144,6 +144,11 @@ class LlamaWorker(Startable):
             )
         )
 
+    @property
+    def config(self) -> WorkerConfig:
+        """As it was given."""
+        return self._backend.config
+
     def __repr__(self) -> str:
         return f"<LlamaWorker {self._backend.config.name!r}>"
 

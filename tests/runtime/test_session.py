@@ -20,6 +20,7 @@ import pytest
 
 from llama_worker.responses.upstream import ChatExchange
 from llama_worker.runtime import session
+from llama_worker.runtime.leased_exchange import LeasedExchange
 from llama_worker.runtime.session import Abort, Aborted, Endpoint
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.stream.events import StreamEvent, TextDelta
@@ -51,7 +52,13 @@ class Client:
             connect_timeout_s=connect_timeout_s,
             ca_file=None if ca_file is None else str(ca_file),
         )
-        self._chat = ChatExchange(self.abort, endpoint, before_reading=lambda: None, silence_s=None)
+        self._chat = ChatExchange(
+            self.abort,
+            endpoint,
+            LeasedExchange(self.abort),
+            before_reading=lambda: None,
+            silence_s=None,
+        )
         self._thread = threading.Thread(target=self._run, args=(prompt,), name="client")
         self._thread.start()
 

@@ -64,9 +64,10 @@ def serve(options: ProxyOptions) -> int:
 def _serve(options: ProxyOptions, ended: WorkerFuture[None]) -> None:
     api_key = _api_key(options.api_key_env)
     _check_ca_file(options.ca_file)
-    with _upstream(options, api_key, ended) as upstream:
+    with _upstream(options, api_key, ended) as server:
+        worker = server if isinstance(server, LlamaWorker) else None
         config = ResponsesProxyConfig(
-            upstream=upstream,
+            upstream=None if worker is not None else str(server),
             host=options.host,
             port=options.port,
             api_key=api_key,
@@ -74,10 +75,10 @@ def _serve(options: ProxyOptions, ended: WorkerFuture[None]) -> None:
             max_concurrent=options.max_concurrent,
             allow_origins=options.allow_origins,
         )
-        proxy = ResponsesProxy(config)
+        proxy = ResponsesProxy(config, worker=worker)
         try:
             _listen(proxy, f"{config.host}:{config.port}")
-            print(f"{proxy.base_url} for {config.base_url}", flush=True)
+            print(f"{proxy.base_url} for {proxy.config.base_url}", flush=True)
             ended.get()
         finally:
             proxy.close()
@@ -97,8 +98,9 @@ def _listen(proxy: ResponsesProxy, where: str) -> None:
 @contextlib.contextmanager
 def _upstream(
     options: ProxyOptions, api_key: str | None, ended: WorkerFuture[None]
-) -> Iterator[str]:
-    """The URL of the server that is there, or of one that is started and, at the end, stopped.
+) -> Iterator[str | LlamaWorker]:
+    """The URL of the server that is there, or the worker of one that is started and, at the end,
+    stopped.
 
     Raises Stopped where a signal comes before it is ready.
     """
@@ -121,7 +123,7 @@ def _upstream(
             starting.get()
         except WorkerStartError as error:
             raise run_report.start_problem(error) from error
-        yield f"http://{config.host}:{config.port}"
+        yield worker
 
 
 def _worker_config(options: ProxyOptions, api_key: str | None) -> WorkerConfig:

@@ -43,6 +43,7 @@ class Progress:
     concluding: bool = (
         False  # finished or broken off: what may still follow has a short deadline of its own
     )
+    in_one_piece: bool = False  # no stream: nothing comes until the reply is complete
 
     def only_repeats_since(self, at: float) -> bool:
         """The server has sent the same again and again since then: its loop goes in circles, or

@@ -72,7 +72,12 @@ class Totals(Struct, kw_only=True):
 
 
 def build_progress(
-    totals: Totals, turn: TurnProgress, phase: RequestPhase, *, concluding: bool
+    totals: Totals,
+    turn: TurnProgress,
+    phase: RequestPhase,
+    *,
+    concluding: bool,
+    in_one_piece: bool = False,
 ) -> Progress:
     return Progress(
         request_id=totals.request_id,
@@ -89,6 +94,7 @@ def build_progress(
         tokens=turn.tokens,
         repeated_at=turn.repeated_at,
         concluding=concluding,
+        in_one_piece=in_one_piece,
     )
 
 

@@ -21,6 +21,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     result: RequestResult
     last_data_at: float | None = None  # of its last turn
     http_status: int | None = None  # of an `http_error` or a `server_error`
+    is_leased: bool = False  # its output is its client's: it is not kept here
 
     def copy_of_status(self) -> RequestStatus:
         """For one host to keep: no two get the same dicts."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import math
 import re
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from llama_worker.messages import Mailbox
+from llama_worker.messages import Mailbox, WorkerMessage
 from llama_worker.responses.client import Client
 from llama_worker.responses.client_connection import Request
 from llama_worker.responses.compaction import compacted, compaction_request
@@ -29,7 +30,7 @@ from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.conversation import TEMPLATE_PROBE, Item, LateRole, late_role_of
 from llama_worker.responses.echo import sampling_echo, sampling_of
 from llama_worker.responses.events import ResponseEvents, sse
-from llama_worker.responses.exchange import Exchange, Output, Run, ask
+from llama_worker.responses.exchange import Exchange, Output, Run, ask, has_media
 from llama_worker.responses.http import forwarded, passed_back, warning_headers
 from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall, Remember
 from llama_worker.responses.refusal import RequestRefused, error_code, refused_by_server
@@ -50,7 +51,9 @@ from llama_worker.responses.store import Found, StoredResponse, stored_response
 from llama_worker.responses.upstream import ChatExchange
 from llama_worker.runtime import session
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.leased_exchange import LeasedExchange
 from llama_worker.runtime.session import Endpoint, Reply
+from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.types import RequestFailReason
 
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from llama_worker.responses.websocket import ClientSocket
 
 _QUESTION_S = 2.0  # for a small one, which the server answers within milliseconds
+_RESTARTING_S = 5  # until a server that was given up is there again, about
 _SAMPLING_S = 60.0  # how long it is taken to go on with the same flags
 # Ours are JSON and a stream; the last one lets llama-server go on working for a client that has
 # left (b11434).
@@ -66,6 +70,7 @@ _NOT_FOR_CHAT = frozenset(
     | {f"sec-websocket-{name}" for name in ("key", "version", "extensions", "protocol")}
 )
 _MAX_SOCKETS = 64  # each holds a thread for as long as it is open
+_CHAT = re.compile(r"(/v1)?/chat/completions/?")
 _COMPACT = re.compile(r"(/v1)?/responses/compact/?")
 _CREATE = re.compile(r"(/v1)?/responses/?")
 _STORED = re.compile(r"(?:/v1)?/responses/(?P<id>resp_[^/]+?)(?P<input>/input_items)?/?")
@@ -74,11 +79,17 @@ _logger = logging.getLogger("llama_worker.responses")
 
 class ResponsesApp:
     """`serve` is the listener's `Serve`. Its questions of state go to the actor that `proxy`
-    names."""
+    names. `worker`: whose server the upstream is, and of which chats hold slots."""
 
-    def __init__(self, config: ResponsesProxyConfig, proxy: Mailbox[ProxyMessage]) -> None:
+    def __init__(
+        self,
+        config: ResponsesProxyConfig,
+        proxy: Mailbox[ProxyMessage],
+        worker: Mailbox[WorkerMessage] | None = None,
+    ) -> None:
         self._config = config
         self._proxy = proxy
+        self._worker = worker
         self._endpoint = Endpoint(
             base_url=config.base_url,
             connect_timeout_s=config.connect_timeout_s,
@@ -93,7 +104,7 @@ class ResponsesApp:
 
     def serve(self, request: Request, client: Client) -> None:
         """Answer it. Raises OSError where the client's connection is broken, or is to be."""
-        exchange = Exchange(next(self._numbers), client, self._proxy, self._config)
+        exchange = self._exchange(client)
         try:
             self._route(exchange, request, client)
         except RequestRefused as refused:
@@ -109,6 +120,10 @@ class ResponsesApp:
             client.reply(request, failed.status, failed.body())
         finally:
             exchange.leave()
+
+    def _exchange(self, client: Client) -> Exchange:
+        number = next(self._numbers)
+        return Exchange(number, client, self._proxy, self._config, self._worker)
 
     def _route(self, exchange: Exchange, request: Request, client: Client) -> None:
         method, path = request.method, request.target.partition("?")[0]
@@ -186,7 +201,7 @@ class ResponsesApp:
         """What the next turn may go on from: not from what this one went on from and failed."""
         message = socket.next_message()
         size_bytes = len(message)
-        exchange = Exchange(next(self._numbers), client, self._proxy, self._config)
+        exchange = self._exchange(client)
         output = Output(send=client.send_raw, encode=socket.encode, before_reading=socket.read)
         kept = latest
         try:
@@ -223,6 +238,10 @@ class ResponsesApp:
         unique, numbers = uuid.uuid4().hex, itertools.count(1)
         chat_request = build()
         exchange.enter(response_id_of(unique))
+        exchange.lease(
+            f"responses:{response_id_of(unique)}",
+            has_media=has_media(chat_request.body["messages"]),
+        )
         if chat_request.has_late_instructions and self._late_role(exchange, request) == "system":
             chat_request = build(late_role="system")
         sampling = self._server_sampling(exchange, request)
@@ -254,16 +273,21 @@ class ResponsesApp:
         chat = ChatExchange(
             exchange.abort,
             self._endpoint,
+            exchange.leased,
             before_reading=before_reading,
             silence_s=self._config.heartbeat_s if chat_request.stream else None,
         )
-        if chat.open(chat_request.body, forwarded(request, exclude=self._not_for_chat)):
+        body = chat_request.body
+        if self._worker is not None:  # the more is told, the sooner a prompt's standstill shows
+            body = {**body, "return_progress": True}
+        if chat.open(body, forwarded(request, exclude=self._not_for_chat)):
             run.to_the_end(chat)
         else:
             assert chat.failure is not None
+            refused = _no_stream(chat.failure, is_given_up=exchange.leased.is_given_up)
             if not run.has_begun:
-                raise _no_stream(chat.failure)
-            run.fail(_no_stream(chat.failure))
+                raise refused
+            run.fail(refused)
         return chat_request, events
 
     def _late_role(self, exchange: Exchange, request: Request) -> LateRole:
@@ -337,10 +361,21 @@ class ResponsesApp:
 
     def _pass_through(self, exchange: Exchange, request: Request, client: Client) -> None:
         exchange.enter()
+        is_chat = request.method == "POST" and _CHAT.fullmatch(request.target.partition("?")[0])
+        if is_chat and self._worker is not None:
+            chat = session.json_of(request.body)
+            chat = chat if isinstance(chat, Mapping) else {}
+            exchange.lease(
+                f"responses:chat_{uuid.uuid4().hex}",
+                has_media=has_media(chat.get("messages")),
+                in_one_piece=chat.get("stream") is not True,
+            )
         exchange.announce()
+        leased = exchange.leased
         has_body = (
             request.body or request.header("content-length") or request.header("transfer-encoding")
         )
+        leased.sends()
         try:
             reply = session.send(
                 exchange.abort,
@@ -349,13 +384,20 @@ class ResponsesApp:
                 request.target,
                 headers=forwarded(request),
                 body=request.body if has_body else None,
+                waiter=_Waiter(leased) if leased.request_id else None,
             )
         except (OSError, ValueError) as error:
-            raise _no_stream(session.no_reply(error, exchange.abort, self._endpoint)) from error
+            failure = session.no_reply(error, exchange.abort, self._endpoint)
+            failure = leased.closed(failure) or failure
+            raise _no_stream(failure, is_given_up=leased.is_given_up) from error
         with contextlib.closing(reply):
-            self._pass_back(reply, request, client)
+            if leased.request_id:
+                leased.replied(reply.status, time.monotonic())
+            self._pass_back(reply, leased, request, client)
 
-    def _pass_back(self, reply: Reply, request: Request, client: Client) -> None:
+    def _pass_back(
+        self, reply: Reply, leased: LeasedExchange, request: Request, client: Client
+    ) -> None:
         try:
             client.begin(
                 request,
@@ -367,9 +409,34 @@ class ResponsesApp:
             raise RequestRefused(
                 502, "the upstream server: its reply is malformed", code="upstream_failed"
             ) from None
-        while piece := _next_piece(reply):
-            client.write(piece)
+        is_stream = "text/event-stream" in reply.headers.get("Content-Type", "")
+        decoder = StreamDecoder() if is_stream and leased.request_id else None
+        try:
+            while piece := _next_piece(reply):
+                if leased.request_id:
+                    events = decoder.feed(piece) if decoder is not None else ()
+                    leased.heard(events, time.monotonic())
+                client.write(piece)
+        except OSError as error:
+            failure = leased.closed(disconnected("in mid-stream", str(error)))
+            if not (leased.is_given_up and failure is not None and decoder is not None):
+                raise
+            # As the server itself tells of an error in a stream.
+            told = {"error": {"message": failure.detail, "type": "server_error", "code": 503}}
+            client.write(f"\n\ndata: {json.dumps(told)}\n\n".encode())
+        else:
+            leased.closed(None)
         client.end()
+
+
+class _Waiter(Struct):
+    """Of an exchange that holds a slot: whether the server is waited for is to be known."""
+
+    leased: LeasedExchange
+    silence_s: float | None = None
+
+    def before_reading(self) -> None:
+        self.leased.waits()
 
 
 class Conversation(Struct, frozen=True, kw_only=True):
@@ -414,7 +481,11 @@ def _check_generated(events: ResponseEvents) -> None:
         )
 
 
-def _no_stream(failure: StreamFailure) -> RequestRefused:
+def _no_stream(failure: StreamFailure, *, is_given_up: bool = False) -> RequestRefused:
+    if is_given_up:
+        return RequestRefused(
+            503, failure.detail, code="upstream_failed", retry_after_s=_RESTARTING_S
+        )
     if failure.http_status is not None:
         return refused_by_server(failure.http_status, failure.detail)
     code = (

@@ -14,7 +14,8 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesProxyConfig:
-    """`upstream`: the URL of a llama-server, http or https, with or without a base path.
+    """`upstream`: the URL of a llama-server, http or https, with or without a base path; None for
+    a proxy around a worker: it is the worker's server.
 
     `port` 0: any free one. `api_key` is shown to the upstream; without one the client's own passes
     through. It is printable ASCII, taken as it is: white space around it is an error. `ca_file`:
@@ -23,7 +24,7 @@ class ResponsesProxyConfig:
     pages that may use the proxy, e.g. `http://localhost:3000`, and names that it may be called by.
     """
 
-    upstream: str
+    upstream: str | None = None
     host: str = "127.0.0.1"
     port: int = 9998
     api_key: str | None = field(default=None, repr=False)
@@ -40,18 +41,8 @@ class ResponsesProxyConfig:
     max_stored_bytes: int = 64 * _MIB
 
     def __post_init__(self) -> None:
-        checked_str("upstream", self.upstream)
-        parts = urlsplit(self.upstream)
-        try:
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            good = False
-        if not good or parts.query or parts.fragment:
-            raise ConfigError(
-                f"upstream must be a URL like http://127.0.0.1:8080, not {self.upstream!r}"
-            )
-        if "@" in parts.netloc:
-            raise ConfigError("upstream must hold no user or password: give the key as api_key")
+        if self.upstream is not None:
+            _check_upstream(self.upstream)
         checked_str("host", self.host, empty=False, nul=False)
         checked_int("port", self.port, at_least=0, at_most=65535)
         if self.api_key is not None:
@@ -74,7 +65,21 @@ class ResponsesProxyConfig:
     @property
     def base_url(self) -> str:
         """The upstream without a slash at the end."""
-        return self.upstream.rstrip("/")
+        return (self.upstream or "").rstrip("/")
+
+
+def _check_upstream(upstream: object) -> None:
+    checked_str("upstream", upstream)
+    assert isinstance(upstream, str)
+    parts = urlsplit(upstream)
+    try:
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment:
+        raise ConfigError(f"upstream must be a URL like http://127.0.0.1:8080, not {upstream!r}")
+    if "@" in parts.netloc:
+        raise ConfigError("upstream must hold no user or password: give the key as api_key")
 
 
 def _check_api_key(key: object) -> None:

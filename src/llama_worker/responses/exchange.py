@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import pykka
 from msgspec import Struct
 
-from llama_worker.messages import Mailbox
+from llama_worker.messages import EndLease, Lease, Mailbox, WorkerMessage
 from llama_worker.responses.client import Client
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.events import Event, ResponseEvents
@@ -17,10 +17,19 @@ from llama_worker.responses.messages import Enter, Leave, ProxyMessage
 from llama_worker.responses.refusal import RequestRefused
 from llama_worker.responses.upstream import ChatExchange
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.leased_exchange import LeasedExchange
 from llama_worker.runtime.session import Abort
+from llama_worker.types import SubmitErrorCode, SubmitResult
 
+M = TypeVar("M")
 T = TypeVar("T")
 
+_NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
+    "NO_SLOT_AVAILABLE": ("every slot of the server is in use", 2),
+    "WORKER_NOT_READY": ("the server is not ready: it is being started, or stopped", 5),
+    "WORKER_DRAINING": ("the server takes no more requests before it is stopped", 30),
+    "WORKER_FAILED": ("the server has failed, and is not started again by itself", 30),
+}
 _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
 _TOGETHER_S = (
     0.002  # the first text mostly comes right behind the headers: both to the client at once
@@ -29,7 +38,10 @@ _TOGETHER_S = (
 
 class Exchange:
     """One request of a client and what it has open, for the request's own thread. A client that has
-    left, or was cut by the listener, aborts what is open."""
+    left, or was cut by the listener, aborts what is open.
+
+    `worker`: whose server the upstream is; None: it is nobody's here.
+    """
 
     def __init__(
         self,
@@ -37,8 +49,12 @@ class Exchange:
         client: Client,
         proxy: Mailbox[ProxyMessage],
         config: ResponsesProxyConfig,
+        worker: Mailbox[WorkerMessage] | None = None,
     ) -> None:
         self.abort = Abort()
+        self.leased = LeasedExchange(self.abort)  # no lease so far
+        self._worker = worker
+        self._wants_lease = False
         self._number = number
         self._client = client
         self._proxy = proxy
@@ -63,6 +79,23 @@ class Exchange:
             )
         self._client.when_left(self.abort.abort)
 
+    def lease(self, job_name: str, *, has_media: bool = False, in_one_piece: bool = False) -> None:
+        """Have a slot of the worker's, which watches over the exchange from now on. Raises
+        RequestRefused where there is none.
+
+        Without a worker there is nothing to be had, and nobody watches.
+        """
+        if self._worker is None:
+            return
+        self.leased = LeasedExchange(self.abort, has_media=has_media, in_one_piece=in_one_piece)
+        self._wants_lease = True
+        reply: WorkerFuture[SubmitResult] = WorkerFuture()
+        order = Lease(job_name=job_name, exchange=self.leased, reply=reply)
+        answer = ask(self._worker, order, reply)
+        if not answer["ok"]:
+            why, retry_after_s = _NO_LEASE[answer["error"]]
+            raise RequestRefused(503, why, code="overloaded", retry_after_s=retry_after_s)
+
     def announce(self) -> None:
         """Tell the actor of an exchange that needed no admission: once the upstream has work, and
         this thread none."""
@@ -76,6 +109,8 @@ class Exchange:
             return
         self._has_entered = False
         self.abort.abort()
+        if self._wants_lease and self._worker is not None:
+            self._worker.tell(EndLease(exchange=self.leased))
         self._proxy.tell(Leave(exchange_id=self._number))
 
 
@@ -175,13 +210,26 @@ class Run:
             self._sent_at = time.monotonic()
 
 
-def ask(proxy: Mailbox[ProxyMessage], question: ProxyMessage, reply: WorkerFuture[T]) -> T:
+def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
     """The actor's answer; the calling thread may wait, it is no actor's."""
     try:
-        if proxy.tell(question):
+        if actor.tell(question):
             return reply.get(timeout=_ANSWER_S)
     except pykka.Timeout:
         pass
     raise RequestRefused(
         503, "the proxy is going down, or waits for a response that still runs", retry_after_s=2
+    )
+
+
+def has_media(messages: object) -> bool:
+    """Whether there are images or sounds among the messages of a chat, whatever their form."""
+    return isinstance(messages, Sequence) and any(
+        isinstance(message, Mapping) and _is_media(message.get("content")) for message in messages
+    )
+
+
+def _is_media(content: object) -> bool:
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and part.get("type") != "text" for part in content
     )

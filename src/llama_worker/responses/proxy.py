@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pykka
 
 from llama_worker.actors.base import LiveCount, Ref
+from llama_worker.errors import ConfigError
+from llama_worker.messages import Mailbox, WorkerMessage
 from llama_worker.responses.actor import ResponsesProxyActor
 from llama_worker.responses.app import ResponsesApp
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.listener import SocketListener
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.session import Endpoint
 from llama_worker.runtime.startable import Startable
+from llama_worker.worker import LlamaWorker
 
 __all__ = ["ResponsesProxy", "ResponsesProxyConfig"]
 
@@ -24,15 +30,39 @@ _LEAVE_S = 5.0
 
 class ResponsesProxy(Startable):
     """Makes a llama-server usable by clients that speak only OpenAI's Responses API. Any thread; a
-    context manager."""
+    context manager.
 
-    def __init__(self, config: ResponsesProxyConfig) -> None:
-        """Nothing listens yet."""
+    In front of a worker's server each response, and each chat completion that is passed through,
+    holds one of the worker's slots, and is watched as the worker's own requests are.
+    """
+
+    def __init__(
+        self, config: ResponsesProxyConfig | None = None, *, worker: LlamaWorker | None = None
+    ) -> None:
+        """Nothing listens yet.
+
+        Args:
+            config: None: as by default, for a worker's server.
+            worker: whose server it is for, in place of `config.upstream`. The proxy neither starts
+                nor closes it, and may be started before it.
+
+        Raises:
+            ConfigError: neither or both of `config.upstream` and `worker` are given.
+        """
+        config = config or ResponsesProxyConfig()
+        if (config.upstream is None) is (worker is None):
+            raise ConfigError("give one of upstream (in the config) and worker")
+        server: Ref[WorkerMessage] | None = None
+        if worker is not None:
+            server, endpoint = Ref(worker.actor_ref), Endpoint.of(worker.config)
+            config = replace(
+                config, upstream=endpoint.base_url, api_key=config.api_key or endpoint.api_key
+            )
         self.config = config
         self._live_count = LiveCount()
         self._port: WorkerFuture[int] = WorkerFuture()
         self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(
-            self._live_count, config, _listener
+            self._live_count, config, partial(_listener, worker=server)
         )
         self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
 
@@ -64,5 +94,10 @@ class ResponsesProxy(Startable):
         self._live_count.wait(_LEAVE_S)
 
 
-def _listener(config: ResponsesProxyConfig, proxy: Ref[ProxyMessage]) -> SocketListener:
-    return SocketListener(config, ResponsesApp(config, proxy).serve)
+def _listener(
+    config: ResponsesProxyConfig,
+    proxy: Ref[ProxyMessage],
+    *,
+    worker: Mailbox[WorkerMessage] | None,
+) -> SocketListener:
+    return SocketListener(config, ResponsesApp(config, proxy, worker).serve)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llama_worker.runtime.leased_exchange import LeasedExchange
 from llama_worker.runtime.session import Abort, Endpoint, Reply, no_reply, send
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
@@ -17,6 +19,7 @@ _READ_BYTES = 65536
 class ChatExchange:
     """A stream of events for one thread, which waits for them; only the Abort is for others.
 
+    `leased` is told of all that comes, and may have a better reason for a failure.
     `before_reading` is called each time, and again after `silence_s` in which nothing came.
     """
 
@@ -24,6 +27,7 @@ class ChatExchange:
         self,
         abort: Abort,
         endpoint: Endpoint,
+        leased: LeasedExchange,
         *,
         before_reading: Callable[[], object],
         silence_s: float | None,
@@ -32,6 +36,7 @@ class ChatExchange:
         self.silence_s = silence_s
         self._abort = abort
         self._endpoint = endpoint
+        self._leased = leased
         self._before_reading = before_reading
         self._reply: Reply | None = None
         self._body: ChatBody | None = None
@@ -39,6 +44,7 @@ class ChatExchange:
 
     def before_reading(self) -> None:
         self._before_reading()
+        self._leased.waits()
 
     def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
         """Post it and wait for the headers; False where `failure` says why there is no stream."""
@@ -49,21 +55,26 @@ class ChatExchange:
         }
         data = json.dumps(body, separators=(",", ":")).encode()
         path = "/v1/chat/completions"
+        self._leased.sends()
         try:
             self._reply = reply = send(
                 self._abort, self._endpoint, "POST", path, headers=told, body=data, waiter=self
             )
         except (OSError, ValueError) as error:
-            self.failure = no_reply(error, self._abort, self._endpoint)
+            failure = no_reply(error, self._abort, self._endpoint)
+            self.failure = self._leased.closed(failure)
             return False
         if reply.status != 200:
-            self.failure = reply.failure()
+            self.failure = self._leased.closed(reply.failure())
             self.close()
             return False
+        self._leased.opened(time.monotonic())
         self._body = ChatBody(reply.headers)
         self._connection, ahead = reply.take_over()
         self._connection.setblocking(True)
         self._events = self._body.feed(ahead)
+        if self._events:
+            self._leased.heard(self._events, time.monotonic())
         return True
 
     @property
@@ -78,8 +89,9 @@ class ChatExchange:
         events, self._events = self._events, []
         if not events and not self._body.over:
             events = self._receive(self._body)
+            self._leased.heard(events, time.monotonic())
         if self._body.over:
-            self.failure = self._body.failure
+            self.failure = self._leased.closed(self._body.failure)
             self.close()
             return events or None
         return events
@@ -90,9 +102,9 @@ class ChatExchange:
         self._reply = None
 
     def _receive(self, body: ChatBody) -> list[StreamEvent]:
-        self._before_reading()
+        self.before_reading()
         while not self._abort.wait_readable(self.silence_s):
-            self._before_reading()
+            self.before_reading()
         try:
             data = self._connection.recv(_READ_BYTES)
         except OSError as error:

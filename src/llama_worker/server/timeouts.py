@@ -157,7 +157,8 @@ def _limits(
         )
     if waiting or prefill or generating:  # a server that spins gives evidence of work for ever
         waits = prefill and progress.only_repeats_since(progress.turn_started_at)
-        since = turn_at if waits else moving_at
+        # No data comes of a reply in one piece: what the slots do has to stand for it.
+        since = turn_at if waits or progress.in_one_piece else moving_at
         yield _Limit("silent_work_timeout_s", stall, "no data, for this request or another,", since)
     yield _Limit(
         "absolute_timeout_s",

@@ -1,0 +1,220 @@
+"""A request that somebody else sends to the worker's server: it holds a slot, and is watched as any
+other. Pure; not thread-safe.
+
+Who sends it tells what comes (`waits`, `opened`, `heard`, `closed`); the slot's actor asks how far
+it is and steps it as it steps a `Request` of its own. What the model says is not kept: it is its
+client's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from llama_worker.errors import masked
+from llama_worker.messages import Abandon, CancelRequest, RequestEnded, RequestMessage, Tick
+from llama_worker.request.ending import (
+    CANCELED,
+    COMPLETED,
+    TOKEN_LIMIT,
+    Ending,
+    after_failure,
+    after_server_error,
+    failed,
+)
+from llama_worker.request.output import Output, read_output
+from llama_worker.request.progress import Progress
+from llama_worker.request.report import Totals, build_progress, build_record, build_status
+from llama_worker.request.state import LAST_WORDS_S
+from llama_worker.request.table import Admitted, RequestRecord
+from llama_worker.request.turn_progress import TurnProgress
+from llama_worker.stream.events import ReasoningDelta, ServerError, StreamEvent, TextDelta
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.turn_end import Finished, LastWord, TurnEnd, Verdict
+from llama_worker.types import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
+
+
+class LeasedRequest:
+    """`in_one_piece`: its reply comes at once when it is complete, not as a stream."""
+
+    def __init__(
+        self,
+        admitted: Admitted,
+        *,
+        api_key: str | None,
+        unix_offset: float,
+        has_media: bool = False,
+        in_one_piece: bool = False,
+    ) -> None:
+        self.request_id = admitted.request_id
+        self.given_up: Ending | None = None  # by the worker, and why
+        self._api_key = api_key
+        self._in_one_piece = in_one_piece
+        self._totals = Totals(
+            request_id=admitted.request_id,
+            job_name=admitted.job_name,
+            created_at=admitted.created_at,
+            unix_offset=unix_offset,
+            output=Output(None),
+            iterations_left=0,
+            has_media=has_media,
+        )
+        self._turn = TurnProgress(admitted.created_at)
+        self._turn_end = TurnEnd()
+        self._text_chars = self._reasoning_chars = 0
+        self._waits = False
+        self._heard_out: Ending | None = None  # how its stream came to its end
+        self._last_words_until: float | None = None
+        self._ended = False
+
+    # ------------------------------------------------------------ from who sends it
+
+    def waits(self) -> None:
+        """Nothing lies ready: from now on the server is waited for."""
+        self._waits = True
+
+    def opened(self, at: float) -> None:
+        """The headers of a good reply have come."""
+        self._waits, self._turn.headers_at = False, at
+
+    def heard(self, events: Iterable[StreamEvent], at: float) -> None:
+        """Something came; no events where it was keepalives only."""
+        self._waits, self._turn.last_stream_byte_at = False, at
+        for event in events:
+            self._turn.hear(event, at)
+            match event:
+                case TextDelta(text=text):
+                    self._text_chars += len(text)
+                case ReasoningDelta(text=text):
+                    self._reasoning_chars += len(text)
+                case _ if isinstance(event, LastWord):
+                    self._conclude(self._turn_end.feed(event, at))
+
+    def closed(self, failure: StreamFailure | None) -> None:
+        """The exchange with the server is over; None: in the regular way."""
+        self._waits = False
+        if self._in_one_piece and failure is None:
+            self._heard_out = self._heard_out or COMPLETED
+        else:
+            self._conclude(self._turn_end.closed(failure))
+
+    def end(self, now: float) -> RequestRecord | None:
+        """Who sent it is done with it: its record; None where it had ended before.
+
+        Without an end of the stream its client has left.
+        """
+        if self._ended:
+            return None
+        ending = self._heard_out or CANCELED
+        if self.given_up is not None and ending.fail_reason is not None:
+            ending = self.given_up
+        return self._record(ending, now)
+
+    # ------------------------------------------------------------ from the slot's actor
+
+    def step(self, message: RequestMessage, now: float) -> list[RequestEnded]:
+        """What follows from a message."""
+        match message:
+            case CancelRequest(request_id=request_id) if request_id == self.request_id:
+                return self._give_up(CANCELED, now)
+            case Abandon(request_id=request_id) if request_id in (None, self.request_id):
+                ending = failed(message.reason, message.detail)
+                is_first = self.given_up is None
+                if is_first and message.reason is RequestFailReason.SERVER_DIED and self._is_open:
+                    self.given_up, self._last_words_until = ending, now + LAST_WORDS_S
+                    return []
+                return self._give_up(self.given_up or ending, now)
+            case Tick() if self.deadline is not None and now >= self.deadline:
+                assert self.given_up is not None
+                return self._give_up(self.given_up, now)
+            case _:
+                return []
+
+    def break_off(self, reason: RequestFailReason, detail: str, now: float) -> list[RequestEnded]:
+        """End it whatever it waits for."""
+        return self._give_up(failed(reason, detail), now)
+
+    @property
+    def has_finished(self) -> bool:
+        """The model came to its regular end."""
+        heard_out = self._heard_out is not None and self._heard_out.fail_reason is None
+        return heard_out or self._turn_end.finish_reason is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """It has its record."""
+        return self._ended
+
+    @property
+    def deadline(self) -> float | None:
+        """When a Tick is due: what a dead server had sent is read until then."""
+        return None if self._ended else self._last_words_until
+
+    def saw_liveness(self, at: float | None) -> None:
+        """Evidence that the server works; for the status."""
+        self._totals.liveness_at = at
+
+    def progress(self) -> Progress:
+        """Not waited for is a server whose client takes its time with what has come: that has a
+        limit of its own."""
+        concluding = not self._waits or not self._is_open
+        return build_progress(
+            self._totals,
+            self._turn,
+            RequestPhase.DONE if self._ended else self._turn.phase,
+            concluding=concluding,
+            in_one_piece=self._in_one_piece,
+        )
+
+    def status(self) -> RequestStatus:
+        status = build_status(self._totals, self._turn, self.progress())
+        status["output_chars"] = self._text_chars
+        status["reasoning_chars"] = self._reasoning_chars
+        return status
+
+    @property
+    def output_chars(self) -> tuple[int, int]:
+        """What can be read of it here."""
+        return 0, 0
+
+    def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
+        """Nothing: the output is the client's."""
+        return read_output("", "", text_offset, reasoning_offset, done=self._ended)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._heard_out is None and self._turn_end.finish_reason is None
+
+    def _conclude(self, verdict: Verdict | None) -> None:
+        if verdict is None or self._heard_out is not None:
+            return
+        match verdict:
+            case Finished(reason=reason):
+                self._heard_out = TOKEN_LIMIT if reason == "length" else COMPLETED
+            case ServerError():
+                self._heard_out = after_server_error(verdict, offers_tools=False)
+            case StreamFailure():
+                self._heard_out = after_failure(verdict, offers_tools=False)
+
+    def _give_up(self, ending: Ending, now: float) -> list[RequestEnded]:
+        """End so, unless the model had come to its regular end before."""
+        if self._ended:
+            return []
+        if self._turn_end.finish_reason is not None:
+            self._conclude(self._turn_end.closed(None))
+        if self._heard_out is not None and self._heard_out.fail_reason is None:
+            ending = self._heard_out
+        else:
+            self.given_up = ending
+        return [RequestEnded(record=self._record(ending, now))]
+
+    def _record(self, ending: Ending, now: float) -> RequestRecord:
+        self._ended = True
+        if ending.fail_detail is not None:
+            ending = replace(ending, fail_detail=masked(ending.fail_detail, self._api_key))
+        self._totals.add_turn(self._turn, None)
+        record = build_record(self._totals, self._turn, self.progress(), ending, [], now)
+        record.status["output_chars"] = self._text_chars
+        record.status["reasoning_chars"] = self._reasoning_chars
+        return replace(record, is_leased=True)

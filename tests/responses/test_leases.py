@@ -1,0 +1,356 @@
+"""A proxy around a worker: each response holds one of its slots, and is watched as any request."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_worker import ConfigError, Recycle, WorkerState
+from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
+from llama_worker.server import watch
+from llama_worker.testing import scripts as fs
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, make_worker
+from tests.responses.conftest import HELLO, Client, Json
+from tests.responses.oracle import Event, check_events, read_sse
+from tests.scenarios.cases import _SUSPICIOUS, _slot
+from tests.scenarios.scenario import TIMEOUTS
+
+__all__ = ["make_worker"]  # a fixture
+
+Steps = Sequence[fs.Step]
+HALF: Steps = [fs.Headers(), fs.Role(), fs.Text("Once ")]
+WHOLE = [{"role": "user", "content": "Hi"}]
+PATIENT = replace(TIMEOUTS, headers_timeout_s=600.0, idle_stream_timeout_s=600.0)
+
+
+class Stage:
+    """A worker on a scripted server, and a proxy around it."""
+
+    def __init__(self, rig: Rig, client: Client) -> None:
+        self.rig, self.client = rig, client
+
+    @property
+    def worker_jobs(self) -> dict[int, str]:
+        return dict(self.rig.status()["active_jobs"])
+
+    def wait_jobs(self, count: int) -> dict[int, str]:
+        eventually(lambda: len(self.worker_jobs) == count, f"{count} requests in flight", WAIT_S)
+        return self.worker_jobs
+
+    def say(self, *steps: fs.Step, stream: bool = True, **body: Any) -> Any:
+        """A chat completion that is passed through: its status and its bytes."""
+        chat = {"messages": WHOLE, "stream": stream, "scripted_reply": fs.steps_json(*steps)}
+        target = "/v1/chat/completions"
+        return self.client.send("POST", target, json.dumps({**chat, **body}).encode())
+
+
+MakeStage = Callable[..., Stage]
+
+
+@pytest.fixture
+def make_stage(make_worker: MakeWorker) -> Iterator[MakeStage]:
+    with contextlib.ExitStack() as stack:
+
+        def make(script: fs.Script = HELLO, *, start: bool = True, **config: Any) -> Stage:
+            rig = make_worker(script, start=start, **{"slots": 2, "timeouts": PATIENT, **config})
+            proxy = ResponsesProxy(ResponsesProxyConfig(port=0), worker=rig.worker)
+            stack.callback(proxy.close)
+            proxy.start().get(timeout=WAIT_S)
+            return Stage(rig, Client(proxy, rig.journal))
+
+        yield make
+
+
+def ended(events: Sequence[Event]) -> Json:
+    """The terminal event's response."""
+    response: Json = events[-1]["response"]
+    return response
+
+
+# ---------------------------------------------------------------- a hang is found
+
+
+@pytest.mark.parametrize(
+    ("reply", "server", "limits", "reason", "restarts"),
+    [
+        pytest.param(
+            [*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, "stall_timeout", 1, id="SIGSTOP"
+        ),
+        pytest.param([*HALF, fs.WaitClose()], {}, {}, "stall_timeout", 1, id="a decode that dies"),
+        pytest.param([fs.WaitClose()], {}, {}, "headers_timeout", 1, id="no headers"),
+        pytest.param(
+            [*HALF, fs.Burn(None, 30.0)],
+            {"slots": [fs.Answer(body=[_slot(decoded=3)])]},
+            _SUSPICIOUS,
+            "stall_timeout",
+            1,
+            id="a server that spins",
+        ),
+        pytest.param(
+            [*HALF, fs.Burn(None, 30.0)],
+            {"slots": [fs.Answer(body=[_slot(decoded=1)], times=1), fs.Answer(hang=True)]},
+            _SUSPICIOUS,
+            "stall_timeout",
+            1,
+            id="a stuck task queue",
+        ),
+        pytest.param(
+            [*HALF, fs.Burn(None, 30.0)],
+            {"slots": [fs.Answer(body=[_slot(busy=False)])]},
+            _SUSPICIOUS,
+            "request_lost",
+            0,
+            id="a lost request",
+        ),
+        pytest.param([*HALF, fs.KillSelf()], {}, {}, "server_died", 1, id="a death"),
+    ],
+)
+def test_a_hang_ends_with_its_reason_and_the_conversation_goes_on(
+    make_stage: MakeStage,
+    monkeypatch: pytest.MonkeyPatch,
+    reply: Steps,
+    server: Any,
+    limits: Any,
+    reason: str,
+    restarts: int,
+) -> None:
+    monkeypatch.setattr(watch, "SILENT_S", 3.0)  # of a minute
+    stage = make_stage(fs.Script(**server), timeouts=replace(TIMEOUTS, **limits))
+    first = stage.client.create(*reply, stream=True)
+    if first.status == 200:
+        events = read_sse(first.data)
+        check_events(events)
+        failed = ended(events)
+        assert (events[-1]["type"], events[-2]["type"]) == ("response.failed", "error")
+        assert reason in failed["error"]["message"]
+        kept = stage.client.send("GET", f"/v1/responses/{failed['id']}").json
+        assert kept["output"][0]["content"][0]["text"] == "Once "
+        previous = {"previous_response_id": failed["id"]}
+    else:  # before it had sent anything
+        assert (first.status, first.headers["retry-after"]) == (503, "5")
+        assert reason in first.json["error"]["message"]
+        previous = {}
+    status = stage.rig.wait_restarted(restarts)
+    assert (status["slots_used"], status["restart_count"]) == (0, restarts)
+    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
+    assert totals["requests"]["failed"] == {reason: 1}
+    second = stage.client.create(**previous)
+    assert (second.status, second.json["output"][0]["content"][0]["text"]) == (200, "Hello")
+
+
+def test_silent_work_is_not_a_hang(make_stage: MakeStage) -> None:
+    stage = make_stage(timeouts=TIMEOUTS)
+    events = stage.client.stream(fs.Headers(), fs.Role(), fs.Burn(3.5, 30.0), *fs.plain_reply()[2:])
+    assert ended(events)["status"] == "completed"
+    assert stage.rig.status()["restart_count"] == 0
+
+
+def test_a_neighbours_long_batch_is_not_a_hang(make_stage: MakeStage) -> None:
+    """It gets no headers, as long as the neighbour gets data."""
+    stage = make_stage(timeouts=TIMEOUTS)
+    neighbour = stage.rig.submit(*fs.plain_reply(fs.Prefill(20, 1, 0.2), fs.Text("done")))
+    events = stage.client.stream(fs.Sleep(3.0), *fs.plain_reply(fs.Text("late")))
+    assert ended(events)["output"][0]["content"][0]["text"] == "late"
+    assert stage.rig.ended(neighbour)["text"] == "done"
+    assert stage.rig.status()["restart_count"] == 0
+
+
+# ---------------------------------------------------------------- slots
+
+
+def test_hosts_and_clients_share_the_slots(make_stage: MakeStage, tmp_path: Path) -> None:
+    stage, gate = make_stage(slots=2), tmp_path / "gate"
+    host = stage.rig.submit(*HALF, fs.Gate(gate), *fs.plain_reply()[1:])
+    with stage.client.begun(*HALF, fs.Gate(gate), *fs.plain_reply()[1:], until=b"Once ") as (
+        data,
+        reply,
+    ):
+        jobs = stage.worker_jobs
+        (created,) = [event for event in read_sse(data) if event["type"] == "response.created"]
+        assert list(jobs.values()) == ["job", f"responses:{created['response']['id']}"]
+        status = stage.rig.request(max(jobs))
+        assert (status["phase"], status["output_chars"]) == ("generating", len("Once "))
+        refused = stage.client.create()
+        assert (refused.status, refused.headers["retry-after"]) == (503, "2")
+        told = stage.rig.worker.submit("late", "", "Hi").get(timeout=WAIT_S)
+        assert told == {"ok": False, "error": "NO_SLOT_AVAILABLE"}
+        gate.touch()
+        reply.read()
+    assert stage.rig.ended(host)["state"] == "completed"
+    assert stage.client.create().status == 200
+
+
+def test_a_result_belongs_to_the_client(make_stage: MakeStage, tmp_path: Path) -> None:
+    stage, gate = make_stage(), tmp_path / "gate"
+    with stage.client.begun(*HALF, fs.Gate(gate), *fs.plain_reply()[1:], until=b"Once ") as (
+        _,
+        reply,
+    ):
+        (request_id,) = stage.worker_jobs
+        worker = stage.rig.worker
+        assert worker.get_result(request_id).get() == {"ok": False, "error": "NOT_READY"}
+        read = worker.read_output(request_id).get(timeout=WAIT_S)
+        assert read["ok"]
+        assert (read["text"], read["done"]) == ("", False)
+        awaited = worker.result(request_id)
+        gate.touch()
+        reply.read()
+    result = awaited.get(timeout=WAIT_S)
+    assert result["ok"]
+    assert (result["state"], result["text"]) == ("completed", "")
+    assert worker.get_status(request_id).get() == {"ok": False, "error": "NOT_FOUND"}
+    assert stage.rig.status()["finished_request_ids"] == []
+
+
+def test_one_after_the_other_needs_one_slot(make_stage: MakeStage) -> None:
+    """The place is free before the client can know that its answer is complete."""
+    stage = make_stage(slots=1)
+    for _ in range(30):
+        assert ended(stage.client.stream())["status"] == "completed"
+    assert stage.rig.status()["slots_used"] == 0
+
+
+def test_a_client_that_leaves_gives_its_slot_back(make_stage: MakeStage) -> None:
+    stage = make_stage(slots=1)
+    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once "):
+        stage.wait_jobs(1)
+    stage.wait_jobs(0)
+    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
+    assert totals["requests"]["canceled"] == {"canceled": 1}
+    stage.rig.journal.wait("client_closed", timeout=WAIT_S)
+
+
+def test_the_host_cancels_a_response(make_stage: MakeStage) -> None:
+    stage = make_stage(slots=1)
+    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once ") as (data, reply):
+        (request_id,) = stage.wait_jobs(1)
+        assert stage.rig.worker.cancel(request_id).get(timeout=WAIT_S) is True
+        assert stage.worker_jobs == {}
+        events = read_sse(data + reply.read())
+    assert "canceled" in ended(events)["error"]["message"]
+
+
+# ---------------------------------------------------------------- the worker's own life
+
+
+@pytest.mark.parametrize("state", ["stopped", "restarting", "draining"])
+def test_without_a_server_clients_are_told_to_come_again(make_stage: MakeStage, state: str) -> None:
+    stage = make_stage(start=state != "stopped", restart=fast_restart(restart_backoff_s=60.0))
+    rig = stage.rig
+    draining = contextlib.nullcontext()
+    if state == "restarting":
+        rig.run(fs.KillSelf())
+        rig.wait_state(WorkerState.RUNNING)
+    if state == "draining":
+        rig.submit(fs.WaitClose())
+        rig.worker.drain()
+    with draining:
+        refused = stage.client.create(stream=True)
+        assert refused.status == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert stage.say(*fs.plain_reply()).status == 503
+
+
+def test_drain_waits_for_a_response(make_stage: MakeStage, tmp_path: Path) -> None:
+    stage, gate = make_stage(), tmp_path / "gate"
+    with stage.client.begun(*HALF, fs.Gate(gate), *fs.plain_reply()[1:], until=b"Once ") as (
+        data,
+        reply,
+    ):
+        drained = stage.rig.worker.drain()
+        eventually(lambda: stage.rig.status()["draining"], "draining", WAIT_S)
+        assert not drained.done()
+        gate.touch()
+        assert ended(read_sse(data + reply.read()))["status"] == "completed"
+    drained.get(timeout=WAIT_S)
+
+
+def test_recycling_waits_for_a_response(make_stage: MakeStage, tmp_path: Path) -> None:
+    """After one request the server is to be replaced, as soon as nothing runs."""
+    stage = make_stage(restart=fast_restart(recycle=Recycle(max_requests=1)))
+    gate = tmp_path / "gate"
+    with stage.client.begun(*HALF, fs.Gate(gate), *fs.plain_reply()[1:], until=b"Once ") as (
+        data,
+        reply,
+    ):
+        assert stage.rig.run()["state"] == "completed"
+        assert stage.rig.status()["restart_count"] == 0
+        gate.touch()
+        assert ended(read_sse(data + reply.read()))["status"] == "completed"
+    eventually(lambda: len(stage.rig.journal.facts("launched")) == 2, "a new server", WAIT_S)
+
+
+def test_a_restart_by_hand_tells_the_client(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once ") as (data, reply):
+        restarted = stage.rig.worker.restart("a new model")
+        assert "worker_restarted" in ended(read_sse(data + reply.read()))["error"]["message"]
+    restarted.get(timeout=WAIT_S)
+    assert stage.client.create().status == 200
+
+
+def test_closing_the_worker_ends_its_responses(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once ") as (data, reply):
+        closing = threading.Thread(target=stage.rig.worker.close)
+        closing.start()
+        assert "worker_stopped" in ended(read_sse(data + reply.read()))["error"]["message"]
+        closing.join(WAIT_S)
+    assert stage.client.create().status == 503
+
+
+# ---------------------------------------------------------------- chat completions, as they are
+
+
+def test_a_chat_completion_is_watched_and_unchanged(make_stage: MakeStage, tmp_path: Path) -> None:
+    stage, gate = make_stage(), tmp_path / "gate"
+    text = '{"choices": [ {"delta": {"content":"Once "}, "finish_reason" : null} ], "x":1e2}'
+    end = '{"choices":[{"delta":{},"finish_reason":"length"}]}'
+    first, last = f": hello\r\n\r\ndata: {text}\n\n", f"data:{end}\r\n\r\ndata: [DONE]\n\n"
+    steps = [fs.Headers(), fs.Raw(first), fs.Gate(gate), fs.Raw(last)]
+    with stage.client.begun(
+        *steps, until=b"1e2}", target="/v1/chat/completions", messages=WHOLE
+    ) as (data, reply):
+        ((request_id, job),) = stage.wait_jobs(1).items()
+        assert job.startswith("responses:chat_")
+        assert stage.rig.request(request_id)["phase"] == "generating"
+        gate.touch()
+        assert data + reply.read() == (first + last).encode()
+    stage.wait_jobs(0)
+    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
+    assert totals["requests"]["completed"] == {"max_tokens": 1}
+
+
+def test_a_hung_chat_completion_ends_as_llama_server_ends_one(make_stage: MakeStage) -> None:
+    stage = make_stage(timeouts=TIMEOUTS)
+    reply = stage.say(*HALF, fs.WaitClose())
+    *_, last = [line for line in reply.data.splitlines() if line]
+    assert "stall_timeout" in json.loads(last.removeprefix(b"data: "))["error"]["message"]
+    stage.rig.wait_restarted()
+    reply = stage.say(fs.WaitClose(), stream=False)
+    assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+    stage.rig.wait_restarted(2)
+    assert stage.say(*fs.plain_reply(), stream=False).status == 200
+
+
+def test_other_requests_hold_no_slot(make_stage: MakeStage) -> None:
+    stage = make_stage(slots=1)
+    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once "):
+        assert stage.client.send("GET", "/v1/models").status == 200
+        assert stage.client.send("GET", "/props").status == 200
+        assert len(stage.worker_jobs) == 1
+
+
+def test_one_of_upstream_and_worker_is_given(make_worker: MakeWorker) -> None:
+    worker = make_worker(start=False).worker
+    with pytest.raises(ConfigError, match="upstream"):
+        ResponsesProxy(ResponsesProxyConfig(upstream="http://127.0.0.1:1"), worker=worker)
+    with pytest.raises(ConfigError, match="upstream"):
+        ResponsesProxy(ResponsesProxyConfig())
