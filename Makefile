@@ -17,7 +17,7 @@ ON_BUILD = $(if $(BUILD),server=$$($(BIN)/python -m tools.build_server $(BUILD))
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes are started: each would compile the library anew
 
 .DEFAULT_GOAL := help
-.PHONY: help adversary reality test test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate record chaos docs lint format clean
+.PHONY: help adversary reality test test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate record chaos soak docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -84,6 +84,9 @@ adversary: $(VENV)/.test ## N generated honest servers and as many wedged ones, 
 
 reality: $(VENV)/.test server ## random shapes on the real server with tight limits, for MINUTES, BURNERS cores kept busy; BUILD=N: on that build of it
 	@$(ON_BUILD) $(BIN)/python -m tests.reality $(if $(filter-out file,$(origin SEED)),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) --burners $(BURNERS)
+
+soak: $(VENV)/.test server ## the suite for ROUNDS rounds, each under another condition (cores, burners, order, processes, Pythons): what fails where
+	$(BIN)/python -m tools.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter-out file,$(origin SEED)),--seed $(SEED)) $(PYTEST_ARGS)
 
 docs: $(VENV)/.test ## the documentation as a site, in build/site
 	$(BIN)/mkdocs build --strict

@@ -1,0 +1,74 @@
+"""The suite under other conditions, and what is told of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools.soak import CONDITIONS, Condition, Round, command, failures, main, table
+
+ALONE, SHUFFLED = CONDITIONS[0], next(each for each in CONDITIONS if each.shuffled)
+OLD = Condition("python3.11", python="python3.11")
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.a" name="test_one[x]"/>
+<testcase classname="tests.a" name="test_two"><failure/></testcase>
+<testcase classname="tests.b" name="test_three"><error/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize(
+    ("junit", "returncode", "failed"),
+    [
+        (JUNIT, 1, ("tests.a::test_two", "tests.b::test_three")),
+        ("<testsuites/>", 0, ()),
+        ("<testsuites/>", 5, ("pytest ended with 5",)),
+        (None, -9, ("pytest ended with -9",)),
+    ],
+)
+def test_what_failed_is_read_from_the_report(
+    junit: str | None, returncode: int, failed: tuple[str, ...]
+) -> None:
+    assert failures(junit, returncode) == failed
+
+
+def test_a_condition_is_in_the_command() -> None:
+    words = command(SHUFFLED, 7, Path("report"), ["tests/unit"])
+    assert words[-5:] == ["-p", "tools.shuffled", "--order-seed", "7", "tests/unit"]
+    assert command(OLD, 7, Path("report"), [])[0] == ".venv-python3.11/bin/python"
+    assert "--order-seed" not in command(ALONE, 7, Path("report"), [])
+
+
+def test_the_table_says_how_often_and_under_which_condition() -> None:
+    rounds = [
+        Round(ALONE, (), 1.0),
+        Round(ALONE, ("a", "a"), 1.0),
+        Round(SHUFFLED, ("a", "b"), 1.0),
+    ]
+    assert list(table(rounds)) == [
+        "2 of 3 rounds: a",
+        f"    {ALONE.name}: 1 of 2",
+        f"    {SHUFFLED.name}: 1 of 1",
+        "1 of 3 rounds: b",
+        f"    {SHUFFLED.name}: 1 of 1",
+        "2 of 3 rounds failed",
+    ]
+
+
+@pytest.mark.parametrize(("body", "code"), [("True", 0), ("False", 1)])
+def test_a_soak_ends_with_1_where_a_test_failed(
+    body: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "test_it.py").write_text(f"def test_it():\n    assert {body}\n")
+    monkeypatch.setattr("tools.soak.CONDITIONS", (SHUFFLED,))
+    monkeypatch.setattr("tools.soak.LOGS", tmp_path / "logs")
+    assert main(["--rounds", "1", "--seed", "7", str(tmp_path / "test_it.py")]) == code
+    said = capsys.readouterr().out
+    assert "SEED=7, 1 rounds" in said
+    assert f"{code} of 1 rounds failed" in said
+    shutil.rmtree(tmp_path / "logs")
