@@ -74,7 +74,7 @@ def test_the_server_names_no_such_feature_of_its_own(
         assert features["AVX2"] == "1"
 
 
-@pytest.mark.skipif(EMULATOR is None, reason="qemu-x86_64 (Debian: qemu-user) is not installed")
+@pytest.mark.skipif(EMULATOR is None, reason="no qemu-x86_64 here: apt install qemu-user")
 def test_it_answers_on_a_plain_haswell(built: str, thin_model: str, tmp_path: Path) -> None:
     emulated = shell_program(
         tmp_path / "llama-server", f'exec {EMULATOR} -cpu Haswell "{built}" "$@"'
