@@ -325,7 +325,7 @@ def test_the_server_gets_what_was_given() -> None:
     )
     config, command = (
         worker_config(options),
-        "exe --model m.gguf --host 127.0.0.1 --port 9 --parallel 2",
+        "exe --model m.gguf --host 127.0.0.1 --port 9 --parallel 2 --batch-size 512",
     )
     assert config.server_cmd == (
         *command.split(),
