@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -73,7 +75,8 @@ class RayWorker:
         self._config_for = config_for
         self._was_ready = False
         self._listeners: list[_Listener] = []
-        self._lease: asyncio.TimerHandle | None = None
+        self._lease_s: float | None = None
+        self._renewed = threading.Event()
         self._worker = self._new_worker()
 
     async def start(self) -> WorkerStatus:
@@ -126,9 +129,10 @@ class RayWorker:
         server with it. So nothing is left on a machine that its fleet does not reach any more.
         """
         checked_seconds("lease_s", lease_s, above=0)
-        if self._lease is not None:
-            self._lease.cancel()
-        self._lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, lease_s)
+        is_first, self._lease_s = self._lease_s is None, lease_s
+        self._renewed.set()
+        if is_first:
+            threading.Thread(target=self._end_without_renewal, daemon=True).start()
 
     async def follow(self, request_id: int) -> AsyncGenerator[Progress, None]:
         """Yield what becomes of a request, as it comes; the last piece has its result, which is
@@ -213,14 +217,18 @@ class RayWorker:
         for loop, heard in tuple(self._listeners):
             loop.call_soon_threadsafe(heard.put_nowait, event)
 
-    def _lease_over(self, lease_s: float) -> None:
-        assert self._lease is not None
-        loop = asyncio.get_running_loop()
-        if loop.time() > self._lease.when() + _LATE_S:
-            # This process did not run: a renewal may have come, and lies behind this.
-            self._lease = loop.call_later(lease_s, self._lease_over, lease_s)
-            return
-        _logger.error("no renewal for %g s: the fleet is gone or out of reach; ending", lease_s)
+    def _end_without_renewal(self) -> None:
+        """On a thread of its own: while the fleet is out of reach, Ray's report of a streamed piece
+        holds up the event loop (2.60)."""
+        until = 0.0
+        while self._renewed.wait(self._lease_s) or (
+            # This process did not run: a renewal may have come, and be about to be heard.
+            time.monotonic() > until + _LATE_S and self._renewed.wait(_LATE_S)
+        ):
+            self._renewed.clear()
+            assert self._lease_s is not None
+            until = time.monotonic() + self._lease_s
+        _logger.error("no renewal for %g s: the fleet is out of reach; ending", self._lease_s)
         os._exit(1)  # Ray's own way out asks the head, which may be out of reach too
 
     def _new_worker(self) -> LlamaWorker:
