@@ -198,9 +198,9 @@ class Dispatcher:
         return self._requests.get(request_id)
 
     def _ended(self, copy: RequestCopy) -> None:
-        request = self._requests[
-            copy.request_id
-        ]  # it is there: nothing came between its end and this
+        request = self._requests.get(copy.request_id)
+        if request is None:
+            return  # its first piece was its last, and the result is taken already
         request.over.set()
         for waiter in request.waiters.alive():
             result = copy.result()

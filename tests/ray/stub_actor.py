@@ -1,0 +1,75 @@
+"""Stands for a Ray actor in a process without Ray: it answers at once, unless it is held."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from typing import Any
+
+SLOTS = 16
+
+
+class Ref:
+    """An object ref."""
+
+    def __init__(self, answer: Callable[[], Awaitable[Any]]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    def future(self) -> concurrent.futures.Future[Any]:
+        answer = self._answer
+
+        async def run() -> Any:
+            return await answer()
+
+        return asyncio.run_coroutine_threadsafe(run(), asyncio.get_running_loop())
+
+
+class StubActor:
+    """Its requests end with their first piece. `reachable` says whether its answers arrive;
+    `calls` are the methods that were called."""
+
+    def __init__(self) -> None:
+        self.reachable = asyncio.Event()
+        self.reachable.set()
+        self.calls: list[str] = []
+        self._values: dict[str, Any] = {
+            "get_place": {"node_id": "stub", "node_ip": "10.0.0.2", "pid": 1},
+            "start": {"slots_total": SLOTS},
+            "submit": {"ok": True, "request_id": 1},
+        }
+
+    def __getattr__(self, method: str) -> Any:
+        return _Method(self, method)
+
+    def call(self, method: str) -> Any:
+        self.calls.append(method)
+        return _pieces() if method == "follow" else Ref(lambda: self._answer(method))
+
+    async def _answer(self, method: str) -> Any:
+        if method == "wait_failed":
+            await asyncio.get_running_loop().create_future()
+        await self.reachable.wait()
+        return self._values.get(method)
+
+
+class _Method:
+    def __init__(self, actor: StubActor, name: str) -> None:
+        self._actor = actor
+        self._name = name
+
+    def remote(self, *_: Any, **__: Any) -> Any:
+        return self._actor.call(self._name)
+
+
+async def _pieces() -> AsyncIterator[Ref]:
+    status = {"ok": True, "job_name": "job", "state": "completed", "signals": []}
+    output = {"ok": True, "text": "yes", "reasoning": ""}
+
+    async def piece() -> Any:
+        return {"status": status, "output": output, "result": {**status, "text": "yes"}}
+
+    yield Ref(piece)
