@@ -17,7 +17,7 @@ ON_BUILD = $(if $(BUILD),server=$$($(BIN)/python -m tools.build_server $(BUILD))
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes are started: each would compile the library anew
 
 .DEFAULT_GOAL := help
-.PHONY: help adversary reality test test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate record chaos soak docs lint format clean
+.PHONY: help adversary reality test test-two-machines test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate record chaos soak docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -87,6 +87,9 @@ reality: $(VENV)/.test server ## random shapes on the real server with tight lim
 
 soak: $(VENV)/.test server ## the suite for ROUNDS rounds, each under another condition (cores, burners, order, processes, Pythons): what fails where
 	$(BIN)/python -m tools.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter-out file,$(origin SEED)),--seed $(SEED)) $(PYTEST_ARGS)
+
+test-two-machines: $(VENV)/.test server ## a fleet on machines that are network namespaces (needs root): dead links, nodes and head, as a table; WRITE=1: into docs/ray.md
+	@$(BIN)/python -m tests.two_machines $(if $(WRITE),--write)
 
 docs: $(VENV)/.test ## the documentation as a site, in build/site
 	$(BIN)/mkdocs build --strict
