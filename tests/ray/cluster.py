@@ -38,8 +38,8 @@ class TwoNodes:
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
-        self.first = _add_node(cluster, num_gpus=2, gcs_server_port=free_port())
-        self.second = _add_node(cluster, num_gpus=1)
+        self.first = add_node(cluster, num_gpus=2, gcs_server_port=free_port())
+        self.second = add_node(cluster, num_gpus=1)
         self.address: str = cluster.address
 
     def kill_second(self) -> None:
@@ -74,7 +74,8 @@ def two_nodes() -> Iterator[TwoNodes]:
         cluster.shutdown()
 
 
-def _add_node(cluster: Any, **more: Any) -> Any:
+def add_node(cluster: Any, **more: Any) -> Any:
+    """One more, on this machine."""
     return cluster.add_node(
         node_ip_address=LOOPBACK,
         num_cpus=4,
