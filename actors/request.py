@@ -77,12 +77,10 @@ class RequestActor(Child[RequestMessage]):
                     self._send(self._request.step(message, message.at))
             case Begin():
                 self._begin(message)
-            case BeginLease(exchange=exchange):
-                self._request = exchange
-            case EndLease(exchange=exchange):
-                if self._request is exchange:
-                    self._forget_request()
-                    self._send([])
+            case BeginLease():
+                self._request, self._process = message.exchange, message.process
+            case EndLease():
+                self._end_lease(message)
             case GetStatus() | ReadOutput():
                 self._flush_and_answer(message)
             case StreamFlushed(turn_id=turn_id):
@@ -136,6 +134,13 @@ class RequestActor(Child[RequestMessage]):
             now=now,
         )
         self._send(self._request.begin(now))
+
+    def _end_lease(self, order: EndLease) -> None:
+        if self._request is order.exchange:
+            self._step(order)
+            if order.exchange.has_ended:
+                self._forget_request()
+                self._send([])
 
     def _step(self, message: RequestMessage) -> None:
         if self._request is not None:
@@ -198,14 +203,14 @@ class RequestActor(Child[RequestMessage]):
     def _checks_server(self) -> bool:
         """On a busy machine the end of a connection may be known long before why it ended."""
         request = self._request
-        if not isinstance(request, Request) or self._process is None or not request.waits_for_news:
+        if request is None or self._process is None or not request.waits_for_news:
             return False
         order = CheckServer(request_id=request.request_id, reply_to=self.me())
         return self._process.tell(order)
 
     def _server_checked(self, checked: ServerChecked) -> None:
         request = self._request
-        if not isinstance(request, Request) or request.request_id != checked.request_id:
+        if request is None or request.request_id != checked.request_id:
             return
         if checked.is_gone and request.waits_for_news:
             request.saw_server_gone(self._runtime.now())

@@ -144,7 +144,7 @@ class RequestDispatcher:
         """Let the slot's actor answer for the exchange, under the watchdog's eye."""
         slot, request = admitted.slot, self._children.requests[admitted.slot]
         self._asked[slot] = _unanswered(self._asked[slot])
-        request.tell(BeginLease(exchange=exchange))
+        request.tell(BeginLease(exchange=exchange, process=self._children.process))
         self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
 
     def end_lease(self, admitted: Admitted, order: EndLease) -> None:

@@ -237,13 +237,13 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
 
     def _end_lease(self, order: EndLease, now: float) -> None:
         """Its record is made here, so that the slot is free before anybody can ask for it again."""
-        record = order.exchange.end(now)
-        if record is None:
+        admitted = self._table.find(order.exchange.request_id)
+        if admitted is None:
             return  # it never had a slot, or was given up
-        admitted = self._table.find(record.request_id)
-        if admitted is not None:
+        record = order.exchange.end(now)
+        if record is not None:
             self._request_ended(record, now)
-            self._dispatcher.end_lease(admitted, order)
+        self._dispatcher.end_lease(admitted, order)  # else it is to say why the connection broke
 
     @property
     def _is_prompted(self) -> bool:

@@ -532,6 +532,7 @@ class BeginLease(Struct, frozen=True, kw_only=True):
     """The slot is the exchange's: answer for it until it ends."""
 
     exchange: LeasedExchange
+    process: Mailbox[ProcessMessage]
 
 
 class Abandon(Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from llama_worker.runtime.token_count import COUNT_S
 from llama_worker.types import RequestState, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.invariants import QUICK_S
+from tests.simulation.leases import ProxiedClient
 from tests.simulation.scheduler import Violation
 
 if TYPE_CHECKING:
@@ -294,6 +295,58 @@ class Host:
                 }
             )
             yield from follow(request_id)
+
+    def proxied_client(self, dice: Dice, *, every_s: float) -> Plan:
+        """Has one response after the other made by a proxy around the worker."""
+        number = 0
+        while True:
+            yield dice.waiting_time(every_s)
+            if self.is_leaving:
+                return
+            number += 1
+            client = ProxiedClient(self._world, number)
+            answer = yield self._checked(
+                self.quick(client.ask(), "a lease"),
+                lambda answer: self._invariants.admission_answered(answer.get("error")),
+            )
+            if not answer["ok"]:
+                client.end()
+                self.outcomes[str(answer["error"])] += 1
+                continue
+            yield from self._serve_client(client, dice)
+
+    def _serve_client(self, client: ProxiedClient, dice: Dice) -> Plan:
+        exchange, truth = client.exchange, self._invariants.requests[client.exchange.request_id]
+        try:
+            client.open()
+        except RuntimeError:  # the machine has no thread left
+            truth.canceled = True
+            client.end()
+            return
+
+        def leaves() -> None:
+            if not client.closed.done():
+                truth.canceled = True
+                client.abort.abort()
+
+        if dice.chance(0.15):
+            self._scheduler.after(dice.log_between(0.001, 120.0), leaves, "host")
+        failure = (yield client.closed).failure
+        if exchange.breaks(failure):
+            client.end()
+            while truth.ended_at is None:
+                yield 0.05
+        told = exchange.explained(failure)
+        client.end()
+        what = f"the slot of {exchange.request_id}, whose client was served"
+        self._invariants.expect(5, QUICK_S, what, lambda: truth.ended_at is not None)
+        while truth.ended_at is None:
+            yield 0.05
+        assert truth.record is not None
+        reason = truth.record.result["fail_reason"]
+        self.outcomes[str(reason or truth.record.result["finish_reason"])] += 1
+        if told is not None and not truth.canceled and told.reason is not reason:
+            raise Violation(1, f"the client was told {told.reason}, the record says {reason}")
 
     def _took(self, request_id: int, result: Any) -> None:
         if result["ok"]:

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from llama_worker.messages import Drain, RequestEnded, StreamEvents, WaitSlot
-from llama_worker.request.table import RequestRecord
+from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server.gaps import LATE_S
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import Launching
@@ -98,6 +98,8 @@ class Invariants:
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
         self._scheduler, self._worker = bench.scheduler, bench.actor
         self._policy, self._slots = bench.config.restart, bench.config.slots
+        self._records: dict[int, RequestRecord] = {}  # also those that are released at once
+        self._keep_records(bench.actor._table)
         self._active: tuple[int, ...] = ()
         self.state = WorkerState.STOPPED  # the worker's
         self._replaced: set[int] = (
@@ -110,6 +112,15 @@ class Invariants:
         bench.scheduler.before_message = self.before_message
         bench.scheduler.after_message = self.after_message
         bench.scheduler.on_told = self.on_told
+
+    def _keep_records(self, requests: RequestTable) -> None:
+        end = requests.end
+
+        def ended(record: RequestRecord, *how: Any) -> bool:
+            self._records[record.request_id] = record
+            return end(record, *how)
+
+        requests.end = ended  # type: ignore[method-assign,assignment]
 
     @property
     def lifecycle(self) -> Lifecycle:
@@ -273,7 +284,7 @@ class Invariants:
     # ------------------------------------------------------------ requests
 
     def _ended(self, truth: Truth) -> None:
-        record = self._worker._table.record(truth.request_id)
+        record = self._records.get(truth.request_id)
         if record is None:
             raise Violation(1, f"request {truth.request_id} lost its slot without a record")
         truth.record, truth.ended_at = record, self._scheduler.now
@@ -357,6 +368,10 @@ class Invariants:
             reason is RequestFailReason.SERVER_DIED
         ):  # the reader has 2 s for what the server had sent
             whole = self._scheduler.now - self._scheduler.halted_until > 5.0
+        if record.is_leased:
+            if whole and record.status["output_chars"] != len(sent):
+                raise Violation(2, f"lease {truth.request_id} ({reason}) missed a part of the text")
+            return
         if whole and result["text"] != sent:
             raise Violation(
                 2, f"request {truth.request_id} ended ({reason}) without a part of what was sent"

@@ -17,6 +17,7 @@ from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestState, ToolDef, WorkerState
 from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice
+from tests.simulation.faults import KINDS
 from tests.simulation.host import Host, Plan
 from tests.simulation.invariants import QUICK_S, Invariants
 from tests.simulation.many_runs import Figures
@@ -26,6 +27,7 @@ from tests.simulation.server import Build, Headers, Reply
 from tests.simulation.trace import Trace
 
 _PLANS = 0x9E3779B97F4A7C15
+_PROXY = 0xC2B2AE3D27D4EB4F
 TOOL: ToolDef = {
     "type": "function",
     "function": {"name": "search", "parameters": {"type": "object"}},
@@ -39,6 +41,7 @@ class Setting:
     requests_per_hour: float = 1.5
     faults_per_hour: float = 0.15
     kinds: Mapping[str, float] = field(default_factory=dict)  # weights by name; empty: all
+    is_proxied: bool = False  # a third of the requests are of a proxy's clients
 
 
 @dataclass(kw_only=True)
@@ -109,6 +112,7 @@ class World(Bench):
             bios_provider=lambda context: "",  # not the default, so that its thread is simulated
             result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
         )
+        self._for_proxy = Dice(setting.seed ^ _PROXY)
         self.invariants = Invariants(self)
         self.nature = Nature(self, dice.fork())
         self.host = Host(self, dice.fork())
@@ -146,6 +150,8 @@ class World(Bench):
             finish="length" if dice.chance(0.05) else "stop",
         )
         twist = self.nature.reply_kind(self._twist_chance) if exchange == 1 else None
+        if twist is not None and self._is_leased(request_id) and KINDS[twist].most_records:
+            twist = None  # what it says is its client's to judge
         if twist is not None:
             reply.twist_at = (
                 0
@@ -154,6 +160,10 @@ class World(Bench):
             )
             self.nature.prepare(twist, request_id, reply)
         return reply
+
+    def _is_leased(self, request_id: int) -> bool:
+        admitted = self.actor._table.find(request_id)
+        return admitted is not None and admitted.job_name.startswith("responses:")
 
     def run(self) -> Report:
         self.do(self._live, self.come_to_rest, self.leave)
@@ -188,6 +198,9 @@ class World(Bench):
         host.run(
             host.swapper(self._for_swapper, every_s=1200.0 if hectic else 20 * HOUR_S),
         )
+        if setting.is_proxied:
+            every_s = 2 * HOUR_S / setting.requests_per_hour
+            host.run(host.proxied_client(self._for_proxy, every_s=every_s))
         self.nature.begin()
         self.scheduler.run_for(setting.hours * HOUR_S)
 

@@ -109,6 +109,13 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
             STALL,
             id="silent work counts before the headers too",
         ),
+        pytest.param(
+            replace(QUEUED, in_one_piece=True),
+            heard(work=2345.0, slots=SlotSigns(any_moved_at=1150.0)),
+            2350.0,
+            STALL,
+            id="a reply in one piece brings no data, and what slots do counts",
+        ),
         pytest.param(READS, heard(), 1610.0, STALL, id="silent prefill, from the headers on"),
         pytest.param(
             READS, heard(work=2199.0), 2200.0, STALL, id="headers are no data for silent work"

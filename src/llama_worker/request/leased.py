@@ -13,7 +13,14 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from llama_worker.errors import masked
-from llama_worker.messages import Abandon, CancelRequest, RequestEnded, RequestMessage, Tick
+from llama_worker.messages import (
+    Abandon,
+    CancelRequest,
+    EndLease,
+    RequestEnded,
+    RequestMessage,
+    Tick,
+)
 from llama_worker.request.ending import (
     CANCELED,
     COMPLETED,
@@ -26,13 +33,15 @@ from llama_worker.request.ending import (
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress
 from llama_worker.request.report import Totals, build_progress, build_record, build_status
-from llama_worker.request.state import LAST_WORDS_S
+from llama_worker.request.state import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.request.turn_progress import TurnProgress
 from llama_worker.stream.events import ReasoningDelta, ServerError, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import Finished, LastWord, TurnEnd, Verdict
 from llama_worker.types import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
+
+_BREAKS = (RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECTED)
 
 
 class LeasedRequest:
@@ -65,7 +74,7 @@ class LeasedRequest:
         self._text_chars = self._reasoning_chars = 0
         self._waits = False
         self._heard_out: Ending | None = None  # how its stream came to its end
-        self._last_words_until: float | None = None
+        self._until: float | None = None  # what a dead server had sent is read, or news awaited
         self._ended = False
 
     # ------------------------------------------------------------ from who sends it
@@ -100,11 +109,12 @@ class LeasedRequest:
             self._conclude(self._turn_end.closed(failure))
 
     def end(self, now: float) -> RequestRecord | None:
-        """Who sent it is done with it: its record; None where it had ended before.
+        """Who sent it is done with it: its record.
 
-        Without an end of the stream its client has left.
+        None where it had ended before, or will once it is known why its connection broke. Without
+        an end of the stream its client has left.
         """
-        if self._ended:
+        if self._ended or self.is_broken:
             return None
         ending = self._heard_out or CANCELED
         if self.given_up is not None and ending.fail_reason is not None:
@@ -122,12 +132,16 @@ class LeasedRequest:
                 ending = failed(message.reason, message.detail)
                 is_first = self.given_up is None
                 if is_first and message.reason is RequestFailReason.SERVER_DIED and self._is_open:
-                    self.given_up, self._last_words_until = ending, now + LAST_WORDS_S
+                    self.given_up, self._until = ending, now + LAST_WORDS_S
                     return []
-                return self._give_up(self.given_up or ending, now)
+                return self._give_up(ending if self.is_broken else self.given_up or ending, now)
+            case EndLease() if self.is_broken and self._until is None:
+                self._until = now + DEATH_NEWS_S
+                return []
             case Tick() if self.deadline is not None and now >= self.deadline:
-                assert self.given_up is not None
-                return self._give_up(self.given_up, now)
+                due = self.given_up or self._heard_out
+                assert due is not None
+                return self._give_up(due, now)
             case _:
                 return []
 
@@ -148,8 +162,25 @@ class LeasedRequest:
 
     @property
     def deadline(self) -> float | None:
-        """When a Tick is due: what a dead server had sent is read until then."""
-        return None if self._ended else self._last_words_until
+        """When a Tick is due: until then what a dead server had sent is read, or news awaited that
+        would explain a broken connection."""
+        return None if self._ended else self._until
+
+    @property
+    def is_broken(self) -> bool:
+        """The connection broke, and perhaps nobody knows why so far."""
+        return self._heard_out is not None and self._heard_out.fail_reason in _BREAKS
+
+    @property
+    def waits_for_news(self) -> bool:
+        """Whether nobody knows yet if the server's process is gone."""
+        waits = self.is_broken and self.given_up is None and not self._ended
+        return waits and self._until is not None
+
+    def saw_server_gone(self, now: float) -> None:
+        """To be said while it waits for news: how the process ended is still to be told."""
+        self.given_up = failed(RequestFailReason.SERVER_DIED, "the server's process is gone")
+        self._until = now + LATE_NEWS_S
 
     def saw_liveness(self, at: float | None) -> None:
         """Evidence that the server works; for the status."""
@@ -205,7 +236,7 @@ class LeasedRequest:
             self._conclude(self._turn_end.closed(None))
         if self._heard_out is not None and self._heard_out.fail_reason is None:
             ending = self._heard_out
-        else:
+        elif ending is not self._heard_out:
             self.given_up = ending
         return [RequestEnded(record=self._record(ending, now))]
 

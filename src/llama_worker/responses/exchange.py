@@ -87,7 +87,13 @@ class Exchange:
         """
         if self._worker is None:
             return
-        self.leased = LeasedExchange(self.abort, has_media=has_media, in_one_piece=in_one_piece)
+        worker = self._worker
+        self.leased = LeasedExchange(
+            self.abort,
+            lambda exchange: worker.tell(EndLease(exchange=exchange)),
+            has_media=has_media,
+            in_one_piece=in_one_piece,
+        )
         self._wants_lease = True
         reply: WorkerFuture[SubmitResult] = WorkerFuture()
         order = Lease(job_name=job_name, exchange=self.leased, reply=reply)

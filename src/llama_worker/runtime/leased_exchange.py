@@ -4,34 +4,43 @@ ask. Locked; any thread."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from llama_worker.messages import RequestEnded, RequestMessage
 from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.progress import Progress
-from llama_worker.request.state import DEATH_NEWS_S
+from llama_worker.request.state import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.runtime.session import Abort
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure, describe_http_error
 from llama_worker.types import OutputChunk, RequestFailReason, RequestStatus
 
+_NEWS_S = DEATH_NEWS_S + LATE_NEWS_S + 1.0  # the request has ended by then
+
 
 class LeasedExchange:
-    """Made by the thread that serves a client; `abort` is of its request to the server.
+    """Made by the thread that serves a client; `abort` is of its request to the server, `tell_end`
+    tells the worker `EndLease`, and is False where that has been closed.
 
     Without a lease (`begin` was never called) what the thread tells is dropped: nobody watches.
     """
 
     def __init__(
-        self, abort: Abort, *, has_media: bool = False, in_one_piece: bool = False
+        self,
+        abort: Abort,
+        tell_end: Callable[[LeasedExchange], bool] = lambda exchange: False,
+        *,
+        has_media: bool = False,
+        in_one_piece: bool = False,
     ) -> None:
         self.request_id = 0
+        self._tell_end = tell_end
         self._abort = abort
         self._has_media = has_media
         self._in_one_piece = in_one_piece
-        self._given_up = threading.Condition()  # and the lock
+        self._over = threading.Condition()  # and the lock
         self._request: LeasedRequest | None = None
 
     # ------------------------------------------------------------ the exchange's thread
@@ -39,20 +48,20 @@ class LeasedExchange:
     def sends(self) -> None:
         """The request is about to be sent."""
         if self._request is not None:
-            with self._given_up:
+            with self._over:
                 self._request.waits()
 
     def waits(self) -> None:
         """To be told before each wait for the server."""
         request = self._request
         if request is not None and not self._abort.wait_readable(0.0):
-            with self._given_up:
+            with self._over:
                 request.waits()
 
     def opened(self, at: float) -> None:
         """The headers of a good reply have come."""
         if self._request is not None:
-            with self._given_up:
+            with self._over:
                 self._request.opened(at)
 
     def replied(self, status: int, at: float) -> None:
@@ -65,24 +74,33 @@ class LeasedExchange:
     def heard(self, events: Sequence[StreamEvent], at: float) -> None:
         """Something came; no events where it was keepalives only."""
         if self._request is not None:
-            with self._given_up:
+            with self._over:
                 self._request.heard(events, at)
 
     def closed(self, failure: StreamFailure | None) -> StreamFailure | None:
         """The exchange with the server is over. What to tell the client of it: the worker's own
         reason where it gave the request up, or does so now that the connection broke."""
+        if self.breaks(failure) and self._tell_end(self):
+            with self._over:
+                self._over.wait_for(lambda: self._leased.has_ended, _NEWS_S)
+        return self.explained(failure)
+
+    def breaks(self, failure: StreamFailure | None) -> bool:
+        """The exchange is over. Whether why it broke may still be told: then `EndLease` is to be
+        told, and the end of the request to be waited for, before `explained`."""
         request = self._request
         if request is None:
-            return failure
-        with self._given_up:
-            if request.given_up is None and self._abort.error is None:
+            return False
+        with self._over:
+            if request.has_finished or (request.given_up is None and self._abort.error is None):
                 request.closed(failure)
-                if failure is not None and failure.http_status is None:
-                    self._given_up.wait_for(lambda: request.given_up is not None, DEATH_NEWS_S)
-            elif request.has_finished:
-                request.closed(failure)
-            given_up = request.given_up
-        if failure is None or given_up is None or request.has_finished:
+            return request.is_broken and not request.has_ended
+
+    def explained(self, failure: StreamFailure | None) -> StreamFailure | None:
+        """The worker's own reason for the failure, where it has one."""
+        request = self._request
+        given_up = None if request is None else request.given_up
+        if failure is None or request is None or given_up is None or request.has_finished:
             return failure
         reason = given_up.fail_reason or RequestFailReason.UNKNOWN_ERROR
         detail = f"{reason}: {given_up.fail_detail or 'the request was canceled'}"
@@ -108,13 +126,13 @@ class LeasedExchange:
 
     def end(self, now: float) -> RequestRecord | None:
         """The record; None where it has one already, or never had a slot."""
-        with self._given_up:
+        with self._over:
             return None if self._request is None else self._request.end(now)
 
     # ------------------------------------------------------------ the slot's actor, as of a `Request`
 
     def step(self, message: RequestMessage, now: float) -> Sequence[RequestEnded]:
-        with self._given_up:
+        with self._over:
             ended = self._leased.step(message, now)
             self._cut_if_over()
         return ended
@@ -122,25 +140,37 @@ class LeasedExchange:
     def break_off(
         self, reason: RequestFailReason, detail: str, now: float
     ) -> Sequence[RequestEnded]:
-        with self._given_up:
+        with self._over:
             ended = self._leased.break_off(reason, detail, now)
             self._cut_if_over()
         return ended
+
+    @property
+    def waits_for_news(self) -> bool:
+        return self._leased.waits_for_news
+
+    def saw_server_gone(self, now: float) -> None:
+        with self._over:
+            self._leased.saw_server_gone(now)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._leased.has_ended
 
     @property
     def deadline(self) -> float | None:
         return self._leased.deadline
 
     def saw_liveness(self, at: float | None) -> None:
-        with self._given_up:
+        with self._over:
             self._leased.saw_liveness(at)
 
     def progress(self) -> Progress:
-        with self._given_up:
+        with self._over:
             return self._leased.progress()
 
     def status(self) -> RequestStatus:
-        with self._given_up:
+        with self._over:
             return self._leased.status()
 
     @property
@@ -156,6 +186,6 @@ class LeasedExchange:
         return self._request
 
     def _cut_if_over(self) -> None:
-        self._given_up.notify_all()
+        self._over.notify_all()
         if self._leased.has_ended:
             self._abort.abort()

@@ -1,0 +1,85 @@
+"""A client of a proxy around the worker: the thread that serves it, as worker and server see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llama_worker.actors.base import Ref
+from llama_worker.messages import (
+    EndLease,
+    Lease,
+    OpenStream,
+    StreamClosed,
+    StreamEvents,
+    StreamOpened,
+    WorkerMessage,
+)
+from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.leased_exchange import LeasedExchange
+from llama_worker.runtime.session import Aborted
+from llama_worker.types import SubmitResult
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class SimAbort:
+    """Of a simulated connection, in place of the runtime's."""
+
+    def __init__(self) -> None:
+        self.error: Aborted | None = None
+        self.stream: Any = None
+
+    def abort(self) -> None:
+        self.error = self.error or Aborted("the request was aborted")
+        if self.stream is not None:
+            self.stream.abort()
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        return False
+
+
+class ProxiedClient:
+    """One response: `ask`, `open` once a slot was granted, `end` in any case."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.closed: WorkerFuture[StreamClosed] = WorkerFuture()
+        self.abort = SimAbort()
+        self.exchange = LeasedExchange(self.abort)  # type: ignore[arg-type]
+        self._world = world
+        self._number = number
+        self._worker: Ref[WorkerMessage] = Ref(world.worker.actor_ref)
+
+    def ask(self) -> WorkerFuture[SubmitResult]:
+        """Admitted, or refused."""
+        reply: WorkerFuture[SubmitResult] = WorkerFuture()
+        name = f"responses:{self._number}"
+        self._worker.tell(Lease(job_name=name, exchange=self.exchange, reply=reply))
+        return reply
+
+    def open(self) -> None:
+        """Post the request; what comes is told to the exchange, as its thread does."""
+        order = OpenStream(
+            turn_id=(self.exchange.request_id, 1),
+            body={"messages": [], "return_progress": True},
+            reply_to=self,
+        )
+        self.exchange.sends()
+        self.abort.stream = self._world.runtime.open_stream(order, self)
+        if self.abort.error is not None:
+            self.abort.stream.abort()
+
+    def end(self) -> None:
+        self._worker.tell(EndLease(exchange=self.exchange))
+
+    def tell(self, message: Any) -> bool:
+        """From the stream."""
+        match message:
+            case StreamOpened(at=at):
+                self.exchange.opened(at)
+            case StreamEvents(events=events, at=at):
+                self.exchange.heard(events, at)
+            case StreamClosed():
+                self.closed.answer(message)
+        self.exchange.waits()
+        return True
