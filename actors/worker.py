@@ -231,9 +231,10 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             return
         offset = self._runtime.unix_offset()
         order.exchange.begin(admitted, api_key=self._config.api_key, unix_offset=offset)
+        # First: a thread waits, and its client.
+        order.reply.answer({"ok": True, "request_id": admitted.request_id})
         self._dispatcher.begin_lease(admitted, order.exchange)
         self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
-        order.reply.answer({"ok": True, "request_id": admitted.request_id})
 
     def _end_lease(self, order: EndLease, now: float) -> None:
         """Its record is made here, so that the slot is free before anybody can ask for it again."""
