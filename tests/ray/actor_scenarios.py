@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from typing import Any
 
 import psutil
 import pytest
@@ -100,7 +101,13 @@ def a_request_can_be_followed_to_its_result(stage: Stage) -> None:
 
 
 def an_actor_asks_counts_drains_and_restarts_as_the_handle_does(stage: Stage) -> None:
-    worker = actor(stage.config_for(slots=2))
+    own = stage.folder / "own_events"
+
+    def write(event: dict[str, Any]) -> None:
+        with own.open("a") as file:
+            file.write(f"{event['event']}\n")
+
+    worker = actor(stage.config_for(slots=2, on_event=write))
     first = get(worker.start.remote())
     heard = worker.events.remote()
     parts = [{"type": "text", "text": "Hello?"}]
@@ -135,6 +142,7 @@ def an_actor_asks_counts_drains_and_restarts_as_the_handle_does(stage: Stage) ->
     get(worker.close.remote())
     events = [get(ref)["event"] for ref in heard]  # it ends, since the worker is closed
     assert {"admitted", "ended", "launched", "exited", "draining", "state"} <= set(events)
+    assert own.read_text().split()[-len(events) :] == events  # the config's own hears them too
     ray.kill(worker)
 
 

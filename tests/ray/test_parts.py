@@ -7,6 +7,8 @@ import asyncio
 import copy
 import inspect
 import pickle
+import subprocess
+import sys
 import threading
 from typing import Any, ClassVar
 
@@ -36,7 +38,7 @@ from llama_worker.ray.replica import told
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestPhase, RequestStatus
-from tests.actors.conftest import HOST, run_async
+from tests.actors.conftest import HOST, WAIT_S, run_async
 
 # ---------------------------------------------------------------- a worker
 
@@ -180,6 +182,27 @@ def test_the_actor_has_every_method_of_the_handle_with_its_parameters() -> None:
     handle, actor = public_methods(LlamaWorker), public_methods(RayWorker)
     del handle["iter_output"]  # it blocks its caller between two chunks; `follow` stands for it
     assert {name: actor.get(name) for name in handle} == handle
+
+
+HELD_UP = """
+import asyncio, time
+from llama_worker import WorkerConfig
+from llama_worker.ray import RayWorker
+
+async def main():
+    worker = RayWorker(lambda port: WorkerConfig("w", "127.0.0.1", port, ["llama-server"]))
+    await worker.renew(0.2)
+    time.sleep(3600)  # as Ray does while the owner of a streamed piece is out of reach
+
+asyncio.run(main())
+"""
+
+
+def test_a_lease_ends_a_process_whose_event_loop_is_held_up() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELD_UP], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert (done.returncode, "no renewal for 0.2 s" in done.stderr) == (1, True), done.stderr
 
 
 # ---------------------------------------------------------------- errors
