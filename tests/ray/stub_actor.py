@@ -7,6 +7,8 @@ import concurrent.futures
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import Any
 
+from ray.exceptions import ActorUnavailableError
+
 SLOTS = 16
 
 
@@ -29,10 +31,11 @@ class Ref:
 
 
 class StubActor:
-    """Its requests end with their first piece. `reachable` says whether its answers arrive;
-    `calls` are the methods that were called."""
+    """Its requests end with their first piece, or else `breaks`: then their connection does.
+    `reachable` says whether its answers arrive; `calls` are the methods that were called."""
 
     def __init__(self) -> None:
+        self.breaks = False
         self.reachable = asyncio.Event()
         self.reachable.set()
         self.calls: list[str] = []
@@ -47,7 +50,7 @@ class StubActor:
 
     def call(self, method: str) -> Any:
         self.calls.append(method)
-        return _pieces() if method == "follow" else Ref(lambda: self._answer(method))
+        return _pieces(self.breaks) if method == "follow" else Ref(lambda: self._answer(method))
 
     async def _answer(self, method: str) -> Any:
         if method == "wait_failed":
@@ -65,11 +68,13 @@ class _Method:
         return self._actor.call(self._name)
 
 
-async def _pieces() -> AsyncIterator[Ref]:
-    status = {"ok": True, "job_name": "job", "state": "completed", "signals": []}
+async def _pieces(breaks: bool) -> AsyncIterator[Ref]:
+    status = {"ok": True, "job_name": "job", "state": "completed", "signals": [], "created_at": 1.0}
     output = {"ok": True, "text": "yes", "reasoning": ""}
+    result = {} if breaks else {"result": {**status, "text": "yes"}}
 
     async def piece() -> Any:
-        return {"status": status, "output": output, "result": {**status, "text": "yes"}}
+        return {"status": status, "output": output, **result}
 
     yield Ref(piece)
+    raise ActorUnavailableError("the connection broke", b"\1" * 16)

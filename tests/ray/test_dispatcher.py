@@ -113,6 +113,24 @@ def test_an_admission_without_an_answer_goes_elsewhere_and_is_cancelled() -> Non
     play(story)
 
 
+@pytest.mark.usefixtures("killed")
+def test_a_request_whose_connection_breaks_is_lost_and_cancelled() -> None:
+    async def story(stage: Stage) -> None:
+        (actor,) = stage.actors
+        actor.breaks = True
+        answer = await stage.dispatcher.submit(SUBMISSION)
+        assert answer["ok"]
+        waiter = ResultWaiter()
+        await stage.dispatcher.await_result(answer["request_id"], waiter)
+        result = await waiter
+        assert result["ok"]
+        assert (result["fail_reason"], result["text"]) == ("server_died", "yes")
+        assert "the connection broke" in result["fail_detail"]
+        assert "cancel" in actor.calls  # it may live, and would work on for nobody
+
+    play(story, replicas=1)
+
+
 def test_a_replica_is_replaced_when_its_lease_is_over(killed: list[StubActor]) -> None:
     async def story(stage: Stage) -> None:
         (first,) = stage.actors

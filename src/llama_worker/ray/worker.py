@@ -20,12 +20,7 @@ from llama_worker.errors import ConfigError, WorkerClosed, WorkerStartError
 from llama_worker.ray.types import ConfigFor, Place, Progress
 from llama_worker.runtime.free_port import free_port
 from llama_worker.runtime.futures import WorkerFuture
-from llama_worker.types import (
-    RequestStatus,
-    StartFailReason,
-    WorkerState,
-    WorkerStatus,
-)
+from llama_worker.types import RequestStatus, StartFailReason, WorkerState, WorkerStatus
 from llama_worker.validation import checked_seconds
 from llama_worker.worker import LlamaWorker
 
