@@ -42,8 +42,8 @@ class Nobody:
         return True
 
 
-def probed(outcome: ProbeOutcome, epoch: int = 1) -> Probed:
-    return Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits())
+def probed(outcome: ProbeOutcome, epoch: int = 1, build: int | None = None) -> Probed:
+    return Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits(build=build))
 
 
 def generating(data_at: float, request_id: int = 1) -> Progress:
@@ -65,7 +65,8 @@ class VirtualWatch:
 
     At each instant `evidence` tells whether the server's processes are at work (it knows whether
     the look is a fresh one), `readiness` what a probe brings, `slots` what `/slots` says (None:
-    nothing), `reads` whether its memory comes from disk, `blind` whether nobody can see.
+    nothing), `reads` whether its memory comes from disk, `blind` whether nobody can see. It is
+    llama-server b`build`; the answer to a probe takes `probes_take_s`.
     """
 
     def __init__(
@@ -77,9 +78,14 @@ class VirtualWatch:
         slots: SlotsAt = lambda now: None,
         blind: Callable[[float], bool] = lambda now: False,
         reads: Callable[[float], bool] = lambda now: False,
+        build: int | None = 11434,
+        probes_take_s: Callable[[float], float] = lambda now: 0.0,
         now: float = 0.0,
     ) -> None:
         self.now = now
+        self._build = build
+        self._probes_take_s = probes_take_s
+        self._answer: tuple[float, Probed] | None = None  # of a probe, that is on its way
         self.news: list[tuple[float, News]] = []
         self.watch = ServerWatch(profile, probes_count=1, me=Nobody())
         self._evidence, self._readiness, self._slots, self._blind = (
@@ -116,7 +122,12 @@ class VirtualWatch:
                     case Look(seen=seen):
                         messages.append(self._seen(seen))
                     case ProbeReadiness():
-                        messages.append(probed(self._readiness(self.now)))
+                        answer = probed(self._readiness(self.now), build=self._build)
+                        takes_s = self._probes_take_s(self.now)
+                        if takes_s:
+                            self._answer = (self.now + takes_s, answer)
+                        else:
+                            messages.append(answer)
                     case ReportProgress(for_verdict=for_verdict):
                         for request_id in self.watch.requests:
                             progress = self._requests[request_id](self.now)
@@ -144,6 +155,10 @@ class VirtualWatch:
             due_at = self.watch.deadline
             if found is not None or due_at is None or due_at >= until:
                 return found
+            if self._answer is not None and self._answer[0] <= due_at:
+                (self.now, answer), self._answer = self._answer, None
+                self.tell(answer)
+                continue
             self.now = max(self.now, due_at)
             self.tell(Tick())
 

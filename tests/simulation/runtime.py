@@ -43,7 +43,7 @@ from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.token_count import COUNT_S
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessSample
-from llama_worker.server.slots import SlotsLook, SlotsSilence, parse_slots
+from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.termination import Signal
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.decoder import StreamDecoder
@@ -55,7 +55,6 @@ from tests.simulation.scheduler import Event, Scheduler, Violation
 from tests.simulation.server import Exchange, LlamaServer
 
 UNIX_EPOCH = 1_700_000_000.0
-_SLOTS_TIMEOUT_S = 2.0
 _THREAD_START_S, _PROBE_S = 0.0002, 0.004  # until a new thread runs, until a probe has its answer
 
 
@@ -125,7 +124,8 @@ class SimRuntime:
         self.machine.need_thread()
 
         def probed(outcome: ProbeOutcome) -> Probed:
-            traits = ServerTraits(slots=self.machine.build.slots, tools=True, n_ctx=4096)
+            slots = self.machine.build.slots
+            traits = ServerTraits(slots=slots, tools=True, n_ctx=4096, build=11434)
             return Probed(
                 epoch=epoch, outcome=outcome, detail=f"GET /v1/models: {outcome}", traits=traits
             )
@@ -194,7 +194,7 @@ class SimRuntime:
 
         silence = SlotsSeen(epoch=epoch, look=SlotsSilence())
         return SimQuestion(
-            self, "look at the slots", _SLOTS_TIMEOUT_S, reply_to, answer, otherwise=silence
+            self, "look at the slots", LOOK_TIMEOUT_S, reply_to, answer, otherwise=silence
         )
 
     def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:

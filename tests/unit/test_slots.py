@@ -100,6 +100,18 @@ def test_a_build_that_does_not_show_how_far_a_prompt_is_read() -> None:
     assert not shown.may_read_unseen
 
 
+def test_a_draft_model_reads_the_prompt_behind_the_first_token() -> None:
+    def parsed(speculative: bool, decoded: int) -> Slot:
+        (found,) = (
+            parse_slots([told(speculative=speculative, next_token=[{"n_decoded": decoded}])]) or ()
+        )
+        return found
+
+    assert parsed(True, 1).may_read_unseen
+    assert not parsed(True, 2).may_read_unseen
+    assert not parsed(False, 1).may_read_unseen
+
+
 # ---------------------------------------------------------------- what a round tells
 
 NOW = 106.0
@@ -226,6 +238,7 @@ def test_a_wedge_is_found_in_one_round(
 
 
 UNSEEN: Track = [replace(slot(prompt=0), shows_reading=False)] * LOOKS_COUNT
+DRAFTS: Track = [replace(slot(decoded=1), speculates=True)] * LOOKS_COUNT
 REPEATED = replace(REPORTED, repeated_at=(100.5, 101.5, 103.0))
 
 
@@ -235,13 +248,19 @@ REPEATED = replace(REPORTED, repeated_at=(100.5, 101.5, 103.0))
         pytest.param([UNSEEN, UNSEEN], REPEATED, [], id="its turn comes behind another client"),
         pytest.param([UNSEEN, MOVES], IN_PREFILL, [SERVED], id="it reads beside another"),
         pytest.param([UNSEEN, STUCK], WRITES, [QUIET_IN_PREFILL], id="a batch beside it"),
+        pytest.param([DRAFTS], WRITES, [], id="a draft model reads its prompt"),
+        pytest.param(
+            [DRAFTS, STUCK], WRITES, [QUIET], id="a draft model reads a neighbour's prompt"
+        ),
     ],
 )
 def test_who_may_read_unseen_is_not_given_up(
     tracks: list[Track], suspect: Progress, others: list[Progress]
 ) -> None:
     assert judge(looks(*tracks), suspect, *others, still_s=500.0) is None
-    seen = [[replace(each, shows_reading=True) for each in track] for track in tracks]
+    seen = [
+        [replace(each, shows_reading=True, speculates=False) for each in track] for track in tracks
+    ]
     if STUCK not in tracks:
         assert isinstance(judge(looks(*seen), suspect, *others, still_s=500.0), Verdict)
 
@@ -286,6 +305,13 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
             id="a neighbour's long batch",
         ),
         pytest.param([IDLE], WAITS, [], False, id="no headers: tokenizing, or a model on demand"),
+        pytest.param(
+            [IDLE, MOVES],
+            replace(WAITS, has_media=True),
+            [SERVED],
+            False,
+            id="no headers: its video is decoded before it gets a slot",
+        ),
         pytest.param([STUCK, MOVES_AT_TIMES], WRITES, [QUIET], False, id="another's slow steps"),
         pytest.param(
             [STUCK],
@@ -541,10 +567,16 @@ def stalled_at(
     slots: SlotsAt,
     request: RequestAt,
     readiness: Callable[[float], ProbeOutcome] = lambda now: ProbeOutcome.READY,
+    *,
+    build: int | None = 11434,
 ) -> float | None:
     profile = TimeoutProfile.normal()
     watch = VirtualWatch.ready(
-        profile, evidence=lambda now, fresh: not fresh, slots=slots, readiness=readiness
+        profile,
+        evidence=lambda now, fresh: not fresh,
+        slots=slots,
+        readiness=readiness,
+        build=build,
     )
     watch.begin(request)
     found = watch.run(1000.0, Stalled)
@@ -589,6 +621,49 @@ def test_silent_slots_are_no_news(
 
 def test_slots_that_answered_in_a_batch_and_fall_silent_in_a_prefill_are_news() -> None:
     at = stalled_at(falls_silent(180.0, in_a_batch), reads)
+    assert at is not None
+    assert SILENT_S <= at - 180.0 <= SILENT_S + 3 * PAUSE_S
+
+
+def writes_beside_a_stranger(now: float) -> tuple[Slot, ...]:
+    """Of b9093, between two batches of a prompt that is read beside it."""
+    return (slot(decoded=int(now)), replace(slot(prompt=0), slot_id=1, shows_reading=False))
+
+
+@pytest.mark.parametrize("build", [9093, 10019, None])
+def test_a_batch_of_a_request_that_is_gone_or_of_a_stranger_silences_an_old_build(
+    build: int | None,
+) -> None:
+    silent_from = falls_silent(180.0, writes_on)
+    assert stalled_at(silent_from, writes_until(100.0), build=build) is None
+    beside = falls_silent(180.0, writes_beside_a_stranger)
+    assert stalled_at(beside, writes_until(100.0), build=build) is None
+
+
+@pytest.mark.parametrize("build", [9093, None])
+def test_a_slot_that_hides_its_reading_does_not_show_that_batches_are_interrupted(
+    build: int | None,
+) -> None:
+    hides = falls_silent(180.0, lambda now: (replace(slot(prompt=0), shows_reading=False),))
+    assert stalled_at(hides, reads, build=build) is None
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param({"probes_take_s": lambda now: 3.0 if now > 180.0 else 0.0}, id="all is slow"),
+        pytest.param({"reads": lambda now: now > 180.0}, id="its memory comes from disk"),
+    ],
+)
+def test_slots_of_a_server_whose_every_answer_is_slow_are_not_silent(world: dict[str, Any]) -> None:
+    busy: dict[str, Any] = {"evidence": lambda now, fresh: not fresh}
+    watch = VirtualWatch.ready(PROFILE, slots=falls_silent(180.0, writes_on), **busy, **world)
+    watch.begin(writes_until(100.0))
+    assert watch.run(1000.0, Stalled) is None
+
+
+def test_a_build_that_is_not_known_was_seen_to_answer_in_a_batch() -> None:
+    at = stalled_at(falls_silent(180.0, in_a_batch), reads, build=None)
     assert at is not None
     assert SILENT_S <= at - 180.0 <= SILENT_S + 3 * PAUSE_S
 

@@ -20,14 +20,13 @@ from llama_worker.runtime.session import Abort, Endpoint, ask, json_of
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.server.gaps import LATE_S
 from llama_worker.server.health import probe_timeout_s
-from llama_worker.server.slots import SlotsLook, SlotsSilence, parse_slots
+from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
 
 _LISTEN = "0A"  # a socket's state in /proc/net/tcp
 _READY = "GET /v1/models: 200"
 _TRAITS_TIMEOUT_S = 2.0
 _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
-_SLOTS_TIMEOUT_S = 2.0  # it answers within 0.21 s, also in the middle of a long batch (b11434)
 
 
 class ReadinessProbe:
@@ -144,7 +143,7 @@ class SlotsQuestion:
         look: SlotsLook | SlotsSilence | None = None
         try:
             status, body = ask(
-                self._endpoint, "GET", "/slots", timeout_s=_SLOTS_TIMEOUT_S, abort=self._abort
+                self._endpoint, "GET", "/slots", timeout_s=LOOK_TIMEOUT_S, abort=self._abort
             )
             slots = parse_slots(json_of(body)) if status == 200 else None
             if slots is not None:

@@ -47,6 +47,7 @@ _FLAWS = (
 
 # The oldest build that was measured and does so: docs/servers.md.
 _SHOWS_READING = 10019
+_ANSWERS_IN_BATCHES = 10453
 
 
 def unseen(build: int | None) -> list[str]:
@@ -58,6 +59,11 @@ def unseen(build: int | None) -> list[str]:
         f"llama-server b{build} does not show in /slots how far a prompt is read: one that hangs "
         "is found only after silent_work_timeout_s; take b10019 or later"
     ]
+
+
+def answers_in_batches(build: int | None) -> bool:
+    """Whether a server of that build is known to answer `/slots` in the middle of a batch."""
+    return build is not None and build >= _ANSWERS_IN_BATCHES
 
 
 def build_number(said: str) -> int | None:

@@ -20,6 +20,7 @@ from llama_worker.server.timeouts import Verdict, describe
 from llama_worker.types import RequestFailReason, RequestPhase
 
 LOOKS_COUNT = 4  # of one round
+LOOK_TIMEOUT_S = 2.0  # it answers within 0.21 s, also in the middle of a long batch (b11434)
 SILENT_S = 60.0  # so long without an answer, and it is news
 SILENT_LOOKS = 3
 LOOK_INTERVAL_S = (
@@ -44,11 +45,15 @@ class Slot:
     decoded_tokens: int = 0  # 0 in prefill
     context_tokens: int | None = field(default=None, compare=False)  # the batch under way included
     shows_reading: bool = field(default=True, compare=False)  # by `prompt_tokens`; b9093 does not
+    speculates: bool = field(default=False, compare=False)  # another model drafts for it, perhaps
 
     @property
     def may_read_unseen(self) -> bool:
-        """That it stands still tells nothing."""
-        return self.is_processing and not self.decoded_tokens and not self.shows_reading
+        """That it stands still tells nothing. A draft model reads the whole prompt by itself, in
+        one go, behind the first token."""
+        drafts_first = self.speculates and self.decoded_tokens == 1
+        unseen = not self.decoded_tokens and not self.shows_reading
+        return self.is_processing and (unseen or drafts_first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,7 @@ def _slot(told: Any) -> Slot | None:
         shows_reading=prompt_tokens is not None,
         decoded_tokens=decoded or 0,
         context_tokens=_count(told.get("n_prompt_tokens")),
+        speculates=told.get("speculative") is True,
     )
 
 
@@ -191,7 +197,8 @@ class _Round:
         """Every slot that works is explained by another request, and one is free, at every look.
 
         Without headers it may still be on its way to a slot of a server that serves nobody else
-        (one that loads its model on demand); so then others have to be served.
+        (one that loads its model on demand), or its images and sounds are still being decoded; so
+        then others have to be served, and it has none.
         """
         one_is_free = any(all(not slot.is_processing for slot in track) for track in self._tracks)
         explained = all(
@@ -201,7 +208,8 @@ class _Round:
         has_headers = (
             self._suspect.headers_at is not None and self._suspect.headers_at < self._began_at
         )
-        return one_is_free and explained and (has_headers or bool(self._served))
+        would_be_placed = bool(self._served) and not self._suspect.has_media
+        return one_is_free and explained and (has_headers or would_be_placed)
 
     def _judge_standstill(self) -> Verdict | None:
         """Nothing moved in any slot. Where something did lately, a step of a slow server is just
@@ -385,7 +393,9 @@ class SlotsWatch:
             self.still_since = look.asked_at
         elif moved_between(self._last, look):
             self.still_since, self.moved_at = look.asked_at, self._last.asked_at
-        elif any(slot.is_processing for slot in look.slots):
+        elif any(slot.is_processing for slot in look.slots) and not any(
+            slot.may_read_unseen for slot in look.slots
+        ):
             self.answers_in_batches = True
         self._last = look
         self.looks.append(look)

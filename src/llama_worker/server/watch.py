@@ -48,11 +48,13 @@ from llama_worker.messages import (
 )
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, newest
+from llama_worker.server.builds import answers_in_batches
 from llama_worker.server.gaps import FORGIVEN_IN_A_ROW, LATE_S, NO_GAPS
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.look_rounds import LookRounds
 from llama_worker.server.pace import Pace
 from llama_worker.server.slots import (
+    LOOK_TIMEOUT_S,
     SILENT_LOOKS,
     SILENT_S,
     SlotMoves,
@@ -136,7 +138,8 @@ class ServerWatch:
         self._doubt: str | None = None  # why a probe is wanted out of turn
         self._cause: str | None = None  # why the one under way was wanted
         self._probe_began_at = 0.0
-        self._answered_at: float | None = None  # when the probe began that was answered last
+        # When the probe began that was answered last within the time that a look has.
+        self._answered_at: float | None = None
         self._requests: dict[int, Mailbox[RequestMessage]] = {}
         self._progress: dict[int, Progress] = {}  # what each request said last
         self._ledger = DataLedger()
@@ -146,6 +149,7 @@ class ServerWatch:
         self._is_cold = True  # nothing was computed in this launch so far
         self._activity: dict[int, str] = {}  # what each liveness probe said last
         self._slots = SlotsWatch()
+        self._build_answers_in_batches = False
         self._moved_at: dict[
             int, float
         ] = {}  # when what may be a request's slot was seen to have moved
@@ -331,9 +335,10 @@ class ServerWatch:
         no_news = probed.outcome is ProbeOutcome.NO_NEWS or (
             is_stale and probed.outcome is ProbeOutcome.FAILED
         )
-        if probed.outcome is ProbeOutcome.READY:
+        ok = probed.outcome is ProbeOutcome.READY
+        if ok and now - self._probe_began_at <= LOOK_TIMEOUT_S:
             self._answered_at = self._probe_began_at
-        elif not self._probe_counts:
+        if not ok and not self._probe_counts:
             return
         if no_news and isinstance(self._stage, HealthCounter):
             self._doubt = self._doubt or self._cause
@@ -346,6 +351,7 @@ class ServerWatch:
             case StartupWatch():
                 if probed.outcome is ProbeOutcome.READY:
                     self._stage = HealthCounter(since=now)
+                    self._build_answers_in_batches = answers_in_batches(probed.traits.build)
                     self._set_health_probe(now)
                     self._effects.append(BecameReady(epoch=self._epoch, traits=probed.traits))
                 elif probed.outcome is ProbeOutcome.UNFIT:
@@ -536,8 +542,8 @@ class ServerWatch:
         """The task queue is stuck where `/slots`, which had answered, no longer does, and the rest
         of HTTP goes on.
 
-        Builds of 2025 and of spring 2026 answer it between two batches only: there it counts while
-        nobody's prompt is read.
+        Builds of 2025 and of spring 2026 answer it between two batches only. A batch may be of a
+        request that is gone, of a stranger's, or of a draft model's: there it never counts.
         """
         slots, since = self._slots, self._slots.silent_since
         if since is None or not self._is_suspect(progress, now):
@@ -545,9 +551,10 @@ class ServerWatch:
         reads = any(
             each.phase in (RequestPhase.WAITING, RequestPhase.PREFILL) for each in all_heard
         )
-        if slots.silent_looks < SILENT_LOOKS or (reads and not slots.answers_in_batches):
+        may_be_a_batch = reads or not self._build_answers_in_batches
+        if slots.silent_looks < SILENT_LOOKS or (may_be_a_batch and not slots.answers_in_batches):
             return None
-        since = newest(since, self._ledger.newest_at)
+        since = newest(since, self._ledger.newest_at, self._reads_at)
         silent_s = now - since - self._gaps.lost_s(since)
         answered_at = self._answered_at
         if silent_s < SILENT_S or answered_at is None or answered_at <= max(since, now - SILENT_S):
