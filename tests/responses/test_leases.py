@@ -7,12 +7,15 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from llama_worker import ConfigError, Recycle, WorkerState
+from llama_worker.responses.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.server import watch
 from llama_worker.testing import scripts as fs
@@ -338,6 +341,18 @@ def test_a_hung_chat_completion_ends_as_llama_server_ends_one(make_stage: MakeSt
     assert (reply.status, reply.headers["retry-after"]) == (503, "5")
     stage.rig.wait_restarted(2)
     assert stage.say(*fs.plain_reply(), stream=False).status == 200
+
+
+def test_a_client_that_takes_nothing_is_no_fault_of_the_servers(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(slots=1)
+    monkeypatch.setattr(ServedClient, "write", Mock(side_effect=TimeoutError("timed out")))
+    with pytest.raises(HTTPException):
+        stage.say(*HALF, fs.WaitClose())
+    stage.wait_jobs(0)
+    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
+    assert totals["requests"] == {**totals["requests"], "canceled": {"canceled": 1}, "failed": {}}
 
 
 def test_other_requests_hold_no_slot(make_stage: MakeStage) -> None:

@@ -411,21 +411,24 @@ class ResponsesApp:
             ) from None
         is_stream = "text/event-stream" in reply.headers.get("Content-Type", "")
         decoder = StreamDecoder() if is_stream and leased.request_id else None
-        try:
-            while piece := _next_piece(reply):
-                if leased.request_id:
-                    events = decoder.feed(piece) if decoder is not None else ()
-                    leased.heard(events, time.monotonic())
-                client.write(piece)
-        except OSError as error:
-            failure = leased.closed(disconnected("in mid-stream", str(error)))
-            if not (leased.is_given_up and failure is not None and decoder is not None):
-                raise
-            # As the server itself tells of an error in a stream.
-            told = {"error": {"message": failure.detail, "type": "server_error", "code": 503}}
-            client.write(f"\n\ndata: {json.dumps(told)}\n\n".encode())
-        else:
-            leased.closed(None)
+        while True:
+            try:
+                piece = _next_piece(reply)
+            except OSError as error:
+                failure = leased.closed(disconnected("in mid-stream", str(error)))
+                if not (leased.is_given_up and failure is not None and decoder is not None):
+                    raise
+                # As the server itself tells of an error in a stream.
+                told = {"error": {"message": failure.detail, "type": "server_error", "code": 503}}
+                client.write(f"\n\ndata: {json.dumps(told)}\n\n".encode())
+                break
+            if not piece:
+                leased.closed(None)
+                break
+            if leased.request_id:
+                events = decoder.feed(piece) if decoder is not None else ()
+                leased.heard(events, time.monotonic())
+            client.write(piece)  # what this raises says nothing of the server
         client.end()
 
 
