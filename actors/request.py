@@ -35,6 +35,7 @@ from llama_worker.messages import (
     RequestEnded,
     RequestMessage,
     RunBios,
+    RunTool,
     ServerChecked,
     StreamEvents,
     StreamFlushed,
@@ -225,6 +226,8 @@ class RequestActor(Child[RequestMessage]):
 
     def _send(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
+            if self.is_given_up and isinstance(effect, OpenStream | RunTool | RunBios):
+                continue  # its handler returned too late: the request has its record
             if isinstance(effect, OpenStream | CloseStream):
                 assert self._transport is not None
                 self._transport.tell(effect)

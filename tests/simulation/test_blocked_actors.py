@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from llama_worker.actors.request import RequestActor
+from llama_worker.messages import OpenStream, RequestMessage
+from llama_worker.request.state import Effect, Request
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.types import RequestFailReason, RequestState
 from tests.simulation.bench import Bench
@@ -69,6 +74,36 @@ def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: boo
         scheduler.run_for(RESTARTED_S)
         assert scheduler.actors == ([] if wakes else [blocked])
         assert all(each.ended for each in bench.machine.launched)
+
+
+def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of(FAST)
+    scheduler, worker = bench.scheduler, bench.worker
+    posted: list[int] = []
+
+    def reply_to(request_id: int, turn: int) -> Reply:
+        posted.append(request_id)
+        return Reply(key="r", prompt_tokens=10, reasoning_tokens=0, text_tokens=5, step_tokens=1)
+
+    bench.machine.reply_to = reply_to
+    whole = Request.step
+
+    def step(request: Request, message: RequestMessage, now: float) -> Sequence[Effect]:
+        effects = whole(request, message, now)
+        if any(isinstance(effect, OpenStream) for effect in effects):
+            stuck = actor_of(bench, "request[0]").actor
+            assert isinstance(stuck, RequestActor)
+            stuck.give_up("meanwhile its parent gives it up")
+        return effects
+
+    with bench.in_use():
+        started = worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        monkeypatch.setattr(Request, "step", step)
+        answer = worker.ask("a question")
+        assert scheduler.run_until(answer.done, scheduler.now + RESTARTED_S)
+        scheduler.run_for(5.0)
+        assert not posted
 
 
 def test_a_handler_that_returns_in_time_costs_nothing() -> None:
