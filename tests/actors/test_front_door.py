@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -266,6 +267,14 @@ def test_a_count_that_cannot_be_had_is_an_error(
     monkeypatch.setattr(token_count, "COUNT_S", 0.2 if "within" in says else WAIT_S)
     with pytest.raises(LlamaWorkerError, match=says):
         make_worker(script).worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
+
+
+def test_a_count_is_answered_also_where_memory_is_short(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_count, "ask", Mock(side_effect=MemoryError("none is left")))
+    with pytest.raises(LlamaWorkerError, match="none is left"):
+        rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
 
 
 def test_a_count_needs_a_server_and_good_input(make_worker: MakeWorker) -> None:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import socket
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from llama_worker import Canary, ConfigError, WorkerConfig
-from llama_worker.messages import Probed, ProbeOutcome
+from llama_worker.messages import Probed, ProbeOutcome, SlotsSeen
+from llama_worker.runtime import readiness
 from llama_worker.runtime.canary import canary_body, canary_problem
-from llama_worker.runtime.readiness import ReadinessProbe, models_outcome, owns_port
+from llama_worker.runtime.readiness import (
+    ReadinessProbe,
+    SlotsQuestion,
+    models_outcome,
+    owns_port,
+)
 from llama_worker.runtime.session import Endpoint
 from llama_worker.server.gaps import LATE_S
-from tests.actors.conftest import no_threads
+from tests.actors.conftest import WAIT_S, no_threads
 
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
@@ -59,6 +67,16 @@ def test_a_probe_without_an_answer(error: Exception, late_s: float, outcome: Pro
 )
 def test_a_probe_with_an_answer(status: int, body: bytes, outcome: ProbeOutcome) -> None:
     assert models_outcome((status, body), late_s=100.0)[0] is outcome
+
+
+@pytest.mark.parametrize("lack", [MemoryError(), OSError(errno.EMFILE, "no descriptor")])
+def test_a_look_at_the_slots_is_answered_whatever_is_lacking(
+    lack: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "ask", Mock(side_effect=lack))
+    told: queue.SimpleQueue[SlotsSeen] = queue.SimpleQueue()
+    SlotsQuestion(Endpoint.of(CONFIG), epoch=3, name="look", reply_to=Mock(tell=told.put))
+    assert told.get(timeout=WAIT_S) == SlotsSeen(epoch=3, look=None)
 
 
 def test_what_this_machine_lacks_is_no_news() -> None:

@@ -58,7 +58,7 @@ class TokenCounter:
             self._order.reply.answer(self._count())
         except (PromptError, _NoCount) as error:
             self._order.reply.fail(_failure(str(error)))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the server does not answer, or this machine lacks something
             self._order.reply.fail(_failure(described_error(error)))
         finally:
             self._timer.cancel()
