@@ -29,7 +29,13 @@ from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.request.waiting_reads import WaitingReads
 from llama_worker.runtime.futures import WeakList
 from llama_worker.runtime.leased_exchange import LeasedExchange
-from llama_worker.types import NotFound, NotReady, RequestResult, RequestState
+from llama_worker.types import (
+    NotFound,
+    NotReady,
+    RequestFailReason,
+    RequestResult,
+    RequestState,
+)
 
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
@@ -49,6 +55,7 @@ class RequestDispatcher:
         self._asked: list[list[Question]] = [
             [] for _ in range(slots)
         ]  # by slot: passed on, some answered since
+        self._leases: dict[int, LeasedExchange] = {}
         self._waiting_reads = [
             WaitingReads() for _ in range(slots)
         ]  # likewise; they may wait for long
@@ -144,6 +151,7 @@ class RequestDispatcher:
         """Let the slot's actor answer for the exchange, under the watchdog's eye."""
         slot, request = admitted.slot, self._children.requests[admitted.slot]
         self._asked[slot] = _unanswered(self._asked[slot])
+        self._leases[admitted.request_id] = exchange
         request.tell(BeginLease(exchange=exchange, process=self._children.process))
         self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
 
@@ -155,11 +163,15 @@ class RequestDispatcher:
         """Give the request up; its record follows."""
         self._children.requests[admitted.slot].tell(order)
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestRecord, now: float) -> None:
         """A request is terminal: watch it no more, answer those who wait for that."""
         self._children.watchdog.tell(
             Unwatch(request_id=record.request_id, data_at=record.last_data_at)
         )
+        lease = self._leases.pop(record.request_id, None)
+        if lease is not None and not lease.has_ended:  # its actor died without a word
+            detail = record.result.get("fail_detail", "")
+            lease.break_off(RequestFailReason.UNKNOWN_ERROR, detail, now)
         for reply in self._cancel_waiters.pop(record.request_id, []):
             reply.answer(record.result["state"] is RequestState.CANCELED)
         waiters = self._result_waiters.pop(record.request_id, None)

@@ -305,7 +305,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             state=str(result["state"]),
             fail_reason=result["fail_reason"],
         )
-        self._dispatcher.ended(record)
+        self._dispatcher.ended(record, now)
         if record.is_leased:  # its client has had all of it
             self._table.release(record.request_id)
         self._server.request_ended(record, now)

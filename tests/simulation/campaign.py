@@ -39,7 +39,6 @@ def settings(
             requests_per_hour=11 * max(rate, 1.0) if is_hectic else max(1.0, 2 * rate),
             faults_per_hour=rate,
             kinds=dict(kinds or {}),
-            is_proxied=dice.chance(0.5),
         )
 
 

@@ -71,6 +71,17 @@ def test_a_run_that_once_broke_an_invariant(
     ).run()
 
 
+@pytest.mark.parametrize("seed", [*range(100, 106), 5010, 5096])
+def test_the_clients_of_a_proxy_are_under_the_same_promises(seed: int) -> None:
+    faults = 15.0 if seed > 5000 else 12.0
+    report = World(
+        Setting(
+            seed=seed, hours=3.0, requests_per_hour=40.0, faults_per_hour=faults, is_proxied=True
+        )
+    ).run()
+    assert report.outcomes["stop"] > 0
+
+
 def test_a_run_leaves_nothing_behind() -> None:
     world = World(Setting(seed=7, hours=1.0))
     world.run()
