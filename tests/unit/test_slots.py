@@ -544,6 +544,30 @@ def test_what_was_learnt_outlives_a_launch() -> None:
     assert watch.watch._pace.expected_s(512, 512) == 2.0
 
 
+UNSEEN_SLOT = replace(slot(prompt=0), shows_reading=False)
+
+
+@pytest.mark.parametrize(
+    ("slots", "build"),
+    [
+        ((UNSEEN_SLOT, replace(UNSEEN_SLOT, slot_id=1, task=2)), 9093),
+        (SlotsSilence(), 10019),
+        (SlotsSilence(), None),
+    ],
+)
+def test_who_waits_behind_another_client_whose_prompt_is_read_unseen_is_spared(
+    slots: tuple[Slot, ...] | SlotsSilence, build: int | None
+) -> None:
+    def waits(now: float) -> Progress:
+        last = now // 10 * 10
+        repeated_at = (last - 20.0, last - 10.0, last)
+        return replace(silent(PREFILL, prompt_progress_at=0.0), repeated_at=repeated_at)
+
+    at = stalled_at(lambda now: slots, waits, build=build, until=4000.0)
+    assert at is not None
+    assert at >= (PROFILE.silent_work_timeout_s or 0.0)
+
+
 # ---------------------------------------------------------------- when it is silent
 
 
@@ -569,6 +593,7 @@ def stalled_at(
     readiness: Callable[[float], ProbeOutcome] = lambda now: ProbeOutcome.READY,
     *,
     build: int | None = 11434,
+    until: float = 1000.0,
 ) -> float | None:
     profile = TimeoutProfile.normal()
     watch = VirtualWatch.ready(
@@ -579,7 +604,7 @@ def stalled_at(
         build=build,
     )
     watch.begin(request)
-    found = watch.run(1000.0, Stalled)
+    found = watch.run(until, Stalled)
     return None if found is None else found[0]
 
 

@@ -349,6 +349,8 @@ class SlotsWatch:
             None  # the last look behind which something moved, of any round
         )
         self.tells = False  # it answered when it was asked last
+        self.is_silent = False  # it did not, nor did it refuse
+        self.may_read_unseen = False  # some slot, when it answered last
         self.answers_in_batches = False  # one that stands still was seen to answer
         self.silent_since: float | None = None  # the first of the latest looks without an answer
         self.silent_looks = 0
@@ -380,6 +382,7 @@ class SlotsWatch:
         if not self._active:
             return False
         self.tells = isinstance(look, SlotsLook)
+        self.is_silent = isinstance(look, SlotsSilence)
         if isinstance(look, SlotsSilence) and self._has_answered:
             self._seen_silent(now)
             return False
@@ -388,14 +391,13 @@ class SlotsWatch:
             self._paused_until = now + NO_ANSWER_PAUSE_S
             return False
         self._has_answered = True
+        self.may_read_unseen = any(slot.may_read_unseen for slot in look.slots)
         self.silent_since, self.silent_looks = None, 0
         if self._last is None:
             self.still_since = look.asked_at
         elif moved_between(self._last, look):
             self.still_since, self.moved_at = look.asked_at, self._last.asked_at
-        elif any(slot.is_processing for slot in look.slots) and not any(
-            slot.may_read_unseen for slot in look.slots
-        ):
+        elif any(slot.is_processing for slot in look.slots) and not self.may_read_unseen:
             self.answers_in_batches = True
         self._last = look
         self.looks.append(look)

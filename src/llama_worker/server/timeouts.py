@@ -39,6 +39,7 @@ class SlotSigns(Struct, frozen=True, kw_only=True):
     moved_at: float | None = None  # when what may be its own slot moved
     any_moved_at: float | None = None  # when any slot of the server did
     tells: bool = False  # it answered when it was asked last
+    may_read_unseen: bool = False  # it does not show it, or answers between two batches only
 
 
 NO_SLOT_SIGNS = SlotSigns()
@@ -141,7 +142,8 @@ def _limits(
         yield _Limit("idle_stream_timeout_s", stall, "no data and no sign of work", since)
     if prefill or generating:
         since = turn_at if prefill else newest(new_at, slots.moved_at)
-        if progress.only_repeats_since(since):
+        waits_unseen = prefill and slots.may_read_unseen  # for another client, perhaps
+        if progress.only_repeats_since(since) and not waits_unseen:
             what = "nothing new, only the same again,"
             yield _Limit("idle_stream_timeout_s", stall, what, since)
     idle_s = profile.idle_stream_timeout_s

@@ -501,6 +501,8 @@ class ServerWatch:
                 moved_at=self._moved_at.get(progress.request_id),
                 any_moved_at=self._slots.moved_at,
                 tells=self._slots.tells,
+                may_read_unseen=self._slots.may_read_unseen
+                or (self._slots.is_silent and not self._build_answers_in_batches),
             ),
             profile=self._profile,
             now=now,
