@@ -15,6 +15,8 @@ from unittest.mock import Mock
 import pytest
 
 from llama_worker import ConfigError, Recycle, WorkerState
+from llama_worker.actors.request import RequestActor
+from llama_worker.messages import BeginLease, RequestMessage
 from llama_worker.responses.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.server import watch
@@ -353,6 +355,23 @@ def test_a_client_that_takes_nothing_is_no_fault_of_the_servers(
     stage.wait_jobs(0)
     totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
     assert totals["requests"] == {**totals["requests"], "canceled": {"canceled": 1}, "failed": {}}
+
+
+def test_of_a_response_whose_slot_lost_its_actor_nothing_is_kept(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, whole = make_stage(slots=1), RequestActor.handle
+
+    def handle(actor: RequestActor, message: RequestMessage) -> None:
+        if isinstance(message, BeginLease):
+            raise RuntimeError("an accident")
+        whole(actor, message)
+
+    monkeypatch.setattr(RequestActor, "handle", handle)
+    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once ") as (data, reply):
+        error = ended(read_sse(data + reply.read()))["error"]
+    assert "the actor of its slot died" in error["message"]
+    assert stage.rig.status()["finished_request_ids"] == []
 
 
 def test_other_requests_hold_no_slot(make_stage: MakeStage) -> None:

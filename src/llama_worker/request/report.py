@@ -9,6 +9,7 @@ import copy
 from typing import Any, cast
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from llama_worker.request.ending import Ending, failed
 from llama_worker.request.output import Output
@@ -214,7 +215,8 @@ def lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float)
     turn = TurnProgress(admitted.created_at)
     progress = build_progress(totals, turn, RequestPhase.DONE, concluding=True)
     lost = failed(RequestFailReason.UNKNOWN_ERROR, detail)
-    return build_record(totals, turn, progress, lost, [], now)
+    record = build_record(totals, turn, progress, lost, [], now)
+    return replace(record, is_leased=admitted.is_leased)
 
 
 def _later(one: float | None, other: float | None) -> float | None:

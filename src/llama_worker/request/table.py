@@ -44,6 +44,7 @@ class Admitted(Struct, frozen=True):
     slot: int
     job_name: str
     created_at: float
+    is_leased: bool = False
 
 
 class RequestTable:
@@ -72,12 +73,12 @@ class RequestTable:
         """The requests that hold a slot, oldest first."""
         return tuple(self._active.values())
 
-    def admit(self, job_name: str, now: float) -> Admitted | None:
+    def admit(self, job_name: str, now: float, *, is_leased: bool = False) -> Admitted | None:
         """Take the free slot with the lowest number; None where all are used."""
         if not self._free:
             return None
         self.newest_id += 1
-        admitted = Admitted(self.newest_id, self._free.pop(0), job_name, now)
+        admitted = Admitted(self.newest_id, self._free.pop(0), job_name, now, is_leased)
         self._active[admitted.request_id] = admitted
         return admitted
 
