@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llama_worker.messages import HealthLost, Launch, ProbeOutcome, Stalled, StandDown
+from llama_worker.messages import HealthLost, Launch, ProbeOutcome, Stalled, StandDown, Unwatch
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.server.gaps import NO_GAPS, Gaps
@@ -542,6 +542,23 @@ def test_what_was_learnt_outlives_a_launch() -> None:
     watch.tell(StandDown())
     watch.tell(Launch(epoch=2))
     assert watch.watch._pace.expected_s(512, 512) == 2.0
+
+
+@pytest.mark.parametrize("has_media", [True, False])
+def test_the_image_of_a_request_that_is_gone_may_still_be_encoded(has_media: bool) -> None:
+    batches = (Batch(10.0, 11.0, 512, 512),)
+
+    def writes(now: float) -> Progress:
+        return replace(generating(min(now, 20.0)), batches=batches)
+
+    def shows(now: float) -> Progress:
+        return replace(silent(PREFILL), request_id=2, last_data_at=None, has_media=has_media)
+
+    seen = (slot(decoded=9), replace(in_batch(40, 600)[0], slot_id=1, task=2))
+    watch = watched(lambda now: seen, writes, shows)
+    assert watch.run(40.0, Stalled) is None
+    watch.tell(Unwatch(request_id=2, data_at=None))
+    assert (watch.run(1000.0, Stalled) is None) is has_media
 
 
 UNSEEN_SLOT = replace(slot(prompt=0), shows_reading=False)

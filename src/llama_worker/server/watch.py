@@ -150,6 +150,7 @@ class ServerWatch:
         self._activity: dict[int, str] = {}  # what each liveness probe said last
         self._slots = SlotsWatch()
         self._build_answers_in_batches = False
+        self._media_left_at: float | None = None  # when a request with images or sounds ended
         self._moved_at: dict[
             int, float
         ] = {}  # when what may be a request's slot was seen to have moved
@@ -394,7 +395,9 @@ class ServerWatch:
 
     def _unwatch(self, request_id: int, data_at: float | None, now: float) -> None:
         self._pace.forget(request_id)
-        self._progress.pop(request_id, None)
+        progress = self._progress.pop(request_id, None)
+        if progress is not None and progress.has_media:
+            self._media_left_at = now
         self._moved_at.pop(request_id, None)
         if self._requests.pop(request_id, None) is not None:
             self._ledger = self._ledger.heard(request_id, data_at)
@@ -521,7 +524,7 @@ class ServerWatch:
                     for at in (self._ledger.newest_at, self._slots.moved_at, self._reads_at)
                 ),
                 still_since=newest(self._slots.still_since, self._reads_at),
-                pace=self._pace,
+                pace=Pace() if self._may_encode_media else self._pace,
                 is_cold=self._is_cold,
                 now=now,
                 gaps=self._gaps,
@@ -531,6 +534,13 @@ class ServerWatch:
                     self._give_up(progress, by_slots, now)
                 case SlotMoves():
                     self._moved_at[progress.request_id] = self._slots.looks[-1].asked_at
+
+    @property
+    def _may_encode_media(self) -> bool:
+        """For a request that is gone: what is under way is finished first."""
+        heard = (self._ledger.newest_at, self._slots.moved_at)
+        left_at = self._media_left_at
+        return left_at is not None and all(at is None or at < left_at for at in heard)
 
     def _worked_at(self, request_id: int) -> float | None:
         """The newest sign of work: by the server's processes, or by what may be the request's
