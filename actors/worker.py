@@ -59,7 +59,7 @@ from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
 from llama_worker.server.roll_call import ANSWER_S, RollCall
 from llama_worker.server.suspicion import Trouble
 from llama_worker.server.traits import unsupported
-from llama_worker.types import RequestFailReason, SubmitErrorCode, WorkerState, WorkerStatus
+from llama_worker.types import SubmitErrorCode, WorkerState, WorkerStatus
 
 _REPLACE_AGAIN_S = 1.0
 
@@ -240,11 +240,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         """Its record is made here, so that the slot is free before anybody can ask for it again."""
         admitted = self._table.find(order.exchange.request_id)
         if admitted is None:
-            if order.exchange.request_id:  # without a record only where its slot's actor died
-                order.exchange.break_off(
-                    RequestFailReason.UNKNOWN_ERROR, "the actor of its slot died", now
-                )
-            return
+            return  # it never had a slot, or was given up
         record = order.exchange.end(now)
         if record is not None:
             self._request_ended(record, now)
