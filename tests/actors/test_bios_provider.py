@@ -63,7 +63,4 @@ def test_it_gets_the_hosts_time_as_it_is_and_stamps_never_run_backwards(
     assert seen == set_to
     stamps.append(rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"][-1]["at"])
     assert stamps == sorted(stamps)
-    assert stamps[0] >= 2_000_000_000.0
-    assert stamps[-1] < 2_000_000_000.0 + 60.0, (
-        "monotonic seconds since the worker was made, on its first Unix second"
-    )
+    assert stamps[-1] < min(set_to[:2]), "they follow the monotonic clock, not one that is set"

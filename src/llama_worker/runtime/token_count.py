@@ -50,7 +50,7 @@ class TokenCounter:
 
     def _give_up(self) -> None:
         """The BIOS provider may be what takes so long: nobody waits for the thread."""
-        self._order.reply.fail(_failure(f"no answer within {COUNT_S:g} s"))
+        self._order.reply.fail(_too_late())
         self._abort.abort()
 
     def _run(self) -> None:
@@ -58,6 +58,8 @@ class TokenCounter:
             self._order.reply.answer(self._count())
         except (PromptError, _NoCount) as error:
             self._order.reply.fail(_failure(str(error)))
+        except TimeoutError:  # the timer is about to say so
+            self._order.reply.fail(_too_late())
         except Exception as error:  # the server does not answer, or this machine lacks something
             self._order.reply.fail(_failure(described_error(error)))
         finally:
@@ -107,6 +109,10 @@ def _said(answer: object) -> str:
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return str(message or answer)[:500]
+
+
+def _too_late() -> LlamaWorkerError:
+    return _failure(f"no answer within {COUNT_S:g} s")
 
 
 def _failure(why: str) -> LlamaWorkerError:
