@@ -72,7 +72,7 @@ class ProcessActor(Child[ProcessMessage]):
             case GetDebugInfo(info=dict(info), reply=reply):
                 reply.answer({**info, "recent_logs": self._runtime.log.lines()})
             case CheckServer(request_id=request_id, reply_to=reply_to):
-                gone = self._server is not None and self._server.is_gone()
+                gone = self._server is None or self._server.is_gone()
                 reply_to.tell(ServerChecked(request_id=request_id, is_gone=gone))
             case MeasureMemory(epoch=epoch):
                 if self._pid is not None:
