@@ -27,7 +27,7 @@ from llama_worker.messages import Drain, RequestEnded, StreamEvents, WaitSlot
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server.gaps import LATE_S
 from llama_worker.server.lifecycle import Lifecycle
-from llama_worker.server.lifecycle_states import Launching
+from llama_worker.server.lifecycle_states import BackingOff, Launching
 from llama_worker.server.suspicion import is_degenerate
 from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types import RequestFailReason, RequestState, WorkerState
@@ -44,6 +44,7 @@ ARROWS = {
 }
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
+LATEST_TIMER_S = 3.0  # how late what is due at an instant may be done, a starved thread included
 _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_STOPPED})
 
 
@@ -109,6 +110,7 @@ class Invariants:
         self._restarted_at: list[float] = []
         self.restart_count = 0
         self._stale_before: Lifecycle | None = None
+        self._backing_off: BackingOff | None = None  # the state whose end is expected
         bench.scheduler.before_message = self.before_message
         bench.scheduler.after_message = self.after_message
         bench.scheduler.on_told = self.on_told
@@ -169,7 +171,19 @@ class Invariants:
             self._check_arrow(life.public_state)
         if life.budget.restart_count != self.restart_count:
             self._check_budget(life)
+        if isinstance(life.state, BackingOff) and life.state is not self._backing_off:
+            self._backing_off = life.state
+            self._expect_launch(life.state)
         self._check_waiters(message)
+
+    def _expect_launch(self, backing_off: BackingOff) -> None:
+        left_s = max(0.0, backing_off.resume_at - self._scheduler.host_time)
+        self.expect(
+            8,
+            left_s + LATEST_TIMER_S,
+            "the launch behind a backoff",
+            lambda: self.lifecycle.state is not backing_off,
+        )
 
     def _check_waiters(self, message: Any) -> None:
         """A drain ends soon after the last request; who waits for a slot waits no longer than
