@@ -62,9 +62,8 @@ class LiveCount:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._alive: set[object] = set()
-        self._nobody_left: WorkerFuture[None] = (
-            WorkerFuture()
-        )  # a signal handler may wait over somebody who waits
+        # a signal handler may wait over somebody who waits
+        self._nobody_left: WorkerFuture[None] = WorkerFuture()
 
     def enter(self, member: object) -> None:
         with self._lock:

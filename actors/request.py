@@ -159,9 +159,8 @@ class RequestActor(Child[RequestMessage]):
     def _answer(self, question: Question) -> None:
         request = self._request
         if request is None or request.request_id != question.request_id:
-            self._worker.tell(
-                question
-            )  # the request has ended: the answer is there, behind its record
+            # the request has ended: the answer is there, behind its record
+            self._worker.tell(question)
             return
         match question:
             case GetStatus():

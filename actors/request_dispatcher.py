@@ -52,13 +52,11 @@ class RequestDispatcher:
         # other.
         self._result_waiters: dict[int, WeakList[Reply[RequestResult | NotFound]]] = {}
         self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
-        self._asked: list[list[Question]] = [
-            [] for _ in range(slots)
-        ]  # by slot: passed on, some answered since
+        # by slot: passed on, some answered since
+        self._asked: list[list[Question]] = [[] for _ in range(slots)]
         self._leases: dict[int, LeasedExchange] = {}
-        self._waiting_reads = [
-            WaitingReads() for _ in range(slots)
-        ]  # likewise; they may wait for long
+        # likewise; they may wait for long
+        self._waiting_reads = [WaitingReads() for _ in range(slots)]
 
     def broken(self) -> Iterator[str]:
         """Which invariants do not hold; for a person."""

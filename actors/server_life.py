@@ -144,9 +144,8 @@ class ServerLife:
             case Exited(epoch=epoch, returncode=returncode):
                 self.pid = None
                 self._journal.note("exited", now, returncode=returncode, epoch=epoch)
-                self._children.watchdog.tell(
-                    StandDown()
-                )  # also where the worker was not READY yet and stays RUNNING
+                # also where the worker was not READY yet and stays RUNNING
+                self._children.watchdog.tell(StandDown())
             case _:
                 pass
         self._apply(lifecycle.step(self._life, message, now), now)

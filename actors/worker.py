@@ -90,12 +90,10 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             self._journal.warn(line, runtime.now())
         self._tools_refused = False
         self._slot_waiters: WeakList[Reply[None]] = WeakList()
-        self._debug_questions: list[
-            GetDebugInfo
-        ] = []  # the ProcessActor has not answered them all yet
-        self._tells_itself: int | None = (
-            None  # the launch whose ProcessActor died: its own thread tells of its end
-        )
+        # the ProcessActor has not answered them all yet
+        self._debug_questions: list[GetDebugInfo] = []
+        # the launch whose ProcessActor died: its own thread tells of its end
+        self._tells_itself: int | None = None
         me = self.me()
         self._alarm = Alarm(runtime, me)
         self._children = Children(me, live_count, runtime, config)

@@ -21,9 +21,8 @@ from tests.ports import held_ports
 
 HOST = "127.0.0.1"
 _held = contextlib.ExitStack()  # as long as the process lives
-take_port = _held.enter_context(
-    held_ports()
-)  # no test that runs on this machine meanwhile takes it away
+# no test that runs on this machine meanwhile takes it away
+take_port = _held.enter_context(held_ports())
 
 
 def script(*steps: Any) -> Script:

@@ -72,9 +72,8 @@ def main() -> None:
             print(
                 f"{placed.job.name} by {placed.worker_name}, {told}: {result['text']!r}", flush=True
             )
-        for stopping in [
-            worker.stop() for worker in workers.values()
-        ]:  # side by side; close() alone is one by one
+        # side by side; close() alone is one by one
+        for stopping in [worker.stop() for worker in workers.values()]:
             stopping.get()
     print("stopped.")
 
@@ -122,9 +121,8 @@ def answers(
         if waiting and not running and all_failed(workers):
             raise RuntimeError(f"every worker is locked out; {len(waiting)} jobs are left")
         try:
-            placed = ended.get(
-                timeout=1.0
-            )  # at the latest then a worker that was starting again is asked once more
+            # at the latest then a worker that was starting again is asked once more
+            placed = ended.get(timeout=1.0)
         except queue.Empty:
             continue
         running -= 1

@@ -69,9 +69,8 @@ def show_live(worker: LlamaWorker, jobs: dict[str, int]) -> None:
 
     def wait_for_more(name: str, offset: int) -> None:
         more = worker.read_output(jobs[name], text_offset=offset, wait=True)
-        more.add_done_callback(
-            lambda more: came.put((name, more.get()))
-        )  # one loop for all, no thread that waits
+        # one loop for all, no thread that waits
+        more.add_done_callback(lambda more: came.put((name, more.get())))
 
     for name in jobs:
         wait_for_more(name, 0)

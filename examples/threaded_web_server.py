@@ -149,9 +149,8 @@ def main() -> None:
         restart=RestartPolicy(restart_backoff_s=1.0),
     )
     with LlamaWorker(config) as worker:
-        logging.getLogger("waitress.queue").setLevel(
-            logging.ERROR
-        )  # it warns of a queue while its threads only start
+        # it warns of a queue while its threads only start
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)
         # A stream holds a thread; the rest are for polling. The lookahead is what tells of clients
         # that left.
         server = waitress.create_server(

@@ -29,9 +29,8 @@ from tools.found import find_model, find_server
 PROCESS_WIDE_THREADS = {"llama_worker-timers", "llama_worker-callbacks", "llama_worker-log"}
 _SETTLE_S = 60.0  # only a leak takes so long
 
-hypothesis.settings.register_profile(
-    "busy machine", deadline=None
-)  # an example that takes long shows nothing there
+# an example that takes long shows nothing there
+hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 
 _LONGEST_FIRST = (

@@ -22,9 +22,8 @@ _LOCKS = Path(tempfile.gettempdir()) / "llama_worker-test-ports"
 def held_ports(ports: range = PORTS) -> Iterator[Callable[[], int]]:
     """A factory of ports that no other test on this machine uses meanwhile. Not thread-safe."""
     _LOCKS.mkdir(exist_ok=True)
-    first = os.getpid() * 97 + int(
-        time.monotonic() * 1000
-    )  # somewhere else in every process: they seldom meet
+    # somewhere else in every process: they seldom meet
+    first = os.getpid() * 97 + int(time.monotonic() * 1000)
     candidates = (ports[(first + step) % len(ports)] for step in range(len(ports)))
     with contextlib.ExitStack() as held:
 

@@ -19,9 +19,8 @@ NVMLError = pynvml.NVMLError
 class Gpu:
     """A device, and the handle to it."""
 
-    pids: set[int] | None = field(
-        default_factory=set
-    )  # who uses it; None: every process of the machine
+    # who uses it; None: every process of the machine
+    pids: set[int] | None = field(default_factory=set)
     event_types: int = 0x1FF  # what it can report
     lost: bool = False  # every question about it fails
 
@@ -36,9 +35,8 @@ class ScriptedNvml:
 
     def __init__(self, *gpus: Gpu) -> None:
         self.gpus = gpus
-        self.sets: dict[
-            int, list[tuple[Gpu, int]]
-        ] = {}  # every event set, with what is registered in it
+        # every event set, with what is registered in it
+        self.sets: dict[int, list[tuple[Gpu, int]]] = {}
         self.freed: set[int] = set()
         self._arrivals: dict[int, queue.SimpleQueue[SimpleNamespace | Exception]] = {}
         self.waits = threading.Semaphore(0)  # released as often as a wait begins

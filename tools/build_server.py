@@ -101,9 +101,8 @@ def planned(environment: Mapping[str, str], number: int = PINNED) -> Build:
     ]
     digest = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:12]
     cache = environment.get("XDG_CACHE_HOME", "")
-    root = (
-        Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    )  # a relative one is invalid, says XDG
+    # a relative one is invalid, says XDG
+    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     name = f"llama-server-{_version(number)}-{platform.machine()}-{digest}"
     return Build(number, joined, options, root / "llama_worker" / name)
 

@@ -30,9 +30,8 @@ from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.testing.scripts import Sleep, Step, Text, Tokens, plain_reply
 
 ROUNDS, CALLS, EVENTS, CLIENTS, EACH, IDLE_S = 6, 100, 20_000, 64, 200, 10.0
-SHORT_ROUNDS = (
-    20  # of calls that take milliseconds: what else the machine does comes and goes by the second
-)
+# of calls that take milliseconds: what else the machine does comes and goes by the second
+SHORT_ROUNDS = 20
 LATE_S = 0.005
 CROWD = 1000
 _HALF_A_BODY = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"

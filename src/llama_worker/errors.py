@@ -52,9 +52,8 @@ class WorkerStartError(LlamaWorkerError):
         self.detail = detail
         self.returncode = returncode
         self.log_tail = tuple(log_tail)
-        super().__init__(
-            self.reason, detail, returncode, self.log_tail
-        )  # as given: so that it can be pickled
+        # as given: so that it can be pickled
+        super().__init__(self.reason, detail, returncode, self.log_tail)
 
     @property
     def advice(self) -> str | None:

@@ -36,9 +36,8 @@ class WorkerCollector(Collector):
 
     def __init__(self, workers: Iterable[LlamaWorker] = ()) -> None:
         self._lock = threading.Lock()
-        self._workers: dict[
-            str, weakref.ref[LlamaWorker]
-        ] = {}  # a worker that its host forgets must end
+        # a worker that its host forgets must end
+        self._workers: dict[str, weakref.ref[LlamaWorker]] = {}
         for worker in workers:
             self.add(worker)
 

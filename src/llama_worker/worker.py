@@ -97,9 +97,8 @@ class LlamaWorker(Startable):
             raise TypeError(f"config must be a WorkerConfig, not {type(config).__name__}")
         self._backend = _Backend(config, RealRuntime(config) if _runtime is None else _runtime)
         self.actor_ref: pykka.ActorRef[Any] = self._backend.actor_ref
-        weakref.finalize(
-            self, self._backend.abandon
-        ).atexit = False  # a handle that was lost takes its server along
+        # a handle that was lost takes its server along
+        weakref.finalize(self, self._backend.abandon).atexit = False
 
     @classmethod
     def from_model(
@@ -442,9 +441,8 @@ class _Backend:
         self._live_count = LiveCount()
         self._futures = OpenFutures()
         self._closing = threading.RLock()  # a signal handler may close while its thread does
-        self._handovers: set[_Forward[RequestResult | NotFound]] = (
-            set()
-        )  # the WorkerActor's thread alone changes it
+        # the WorkerActor's thread alone changes it
+        self._handovers: set[_Forward[RequestResult | NotFound]] = set()
         self._stopping: WorkerFuture[None] | None = None  # since close() was called
         self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(
             self._live_count, runtime, config, self._futures
@@ -480,9 +478,8 @@ class _Backend:
         def hand_over(result: RequestResult | NotFound) -> None:
             self._handovers.discard(handover)
             if result["ok"]:
-                self.tell(
-                    ReleaseResult(request_id=result["request_id"])
-                )  # first: who has the value finds it released
+                # first: who has the value finds it released
+                self.tell(ReleaseResult(request_id=result["request_id"]))
                 if result["state"] is RequestState.COMPLETED:
                     future.answer(result)
                 else:
@@ -491,9 +488,8 @@ class _Backend:
                 future.fail(LookupError("the result was taken by another call"))
 
         handover = _Forward(future, hand_over)
-        self._handovers.add(
-            handover
-        )  # the worker holds those that wait weakly; nobody else knows of this one
+        # the worker holds those that wait weakly; nobody else knows of this one
+        self._handovers.add(handover)
         self.tell(AwaitResult(request_id=admission["request_id"], reply=handover))
 
     def close(self) -> None:
@@ -522,9 +518,8 @@ class _Backend:
             WorkerClosed,
             pykka.Timeout,
         ) as error:  # the actor died, or the time is up: its release kills the rest
-            error.__traceback__ = (
-                None  # its frames would keep the handle alive, as long as this object lives
-            )
+            # its frames would keep the handle alive, as long as this object lives
+            error.__traceback__ = None
         except WorkerStopError as error:
             error.__traceback__ = None
             _logger.error("close() of worker %r: %s", self.config.name, error)

@@ -157,9 +157,8 @@ class Rig:
         eventually(lambda: not living(self.tree()), f"end of {self.tree()}", timeout_s)
 
 
-Tree = dict[
-    int, float
-]  # pids, with the Unix instant at which each was there: a pid may be given away again
+# pids, with the Unix instant at which each was there: a pid may be given away again
+Tree = dict[int, float]
 
 
 def tree(journal: Journal) -> Tree:

@@ -20,9 +20,8 @@ from llama_worker.testing.scripts import SERVER
 
 def main(way: str, port: str, journal: str, script: str) -> None:
     """Start a worker and a stream on it; end as told."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs inherit it as ignored
+    # a shell's background jobs inherit it as ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [
         sys.executable,
         "-S",

@@ -57,9 +57,8 @@ def test_the_event_loop_goes_on_while_it_waits(rig: Rig, gate: Path) -> None:
     async def main() -> list[OutputChunk]:
         chunks = stream(rig.worker, request_id, poll_interval_s=0.01)
         first = await anext(chunks)
-        asyncio.get_running_loop().call_later(
-            0.05, gate.touch
-        )  # never, where waiting for the rest blocks the loop
+        # never, where waiting for the rest blocks the loop
+        asyncio.get_running_loop().call_later(0.05, gate.touch)
         return [first, *[chunk async for chunk in chunks]]
 
     first, *rest = run_async(main())

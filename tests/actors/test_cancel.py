@@ -34,9 +34,8 @@ def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> Non
         assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
         assert rig.request(request)["phase"] == "done"
         assert rig.status()["slots_used"] == 0
-        rig.journal.wait(
-            "client_closed", n=number, timeout=WAIT_S
-        )  # the script itself never ends it
+        # the script itself never ends it
+        rig.journal.wait("client_closed", n=number, timeout=WAIT_S)
         result = rig.ended(request)
         assert {result["state"], result["finish_reason"], result["fail_reason"]} == {"canceled"}
         assert set(result["text"].split()) <= {"token"}

@@ -127,9 +127,8 @@ def test_awaiting_leaves_the_event_loop_running(
     async def main() -> Any:
         waiting = asyncio.create_task(wait(derived(future)))
         await asyncio.sleep(0)
-        threading.Thread(
-            target=future.answer, args=("done",)
-        ).start()  # reached only if the wait does not block
+        # reached only if the wait does not block
+        threading.Thread(target=future.answer, args=("done",)).start()
         return await waiting
 
     assert run_async(main()) == "done"

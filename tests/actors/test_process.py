@@ -164,9 +164,8 @@ def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: Ma
     too_long = make_worker(start=False, server_cmd=(sys.executable, "x" * 200_000))
     assert _failure(too_long.worker.start()).reason is StartFailReason.SPAWN_FAILED
     too_long.stop()
-    no_name = make_worker(
-        start=False, host="x" * 70 + ".local", server_cmd=("/bin/false",)
-    )  # IDNA: 63 at most
+    # IDNA: 63 at most
+    no_name = make_worker(start=False, host="x" * 70 + ".local", server_cmd=("/bin/false",))
     assert _failure(no_name.worker.start()).returncode == 1
     no_name.stop()
 
@@ -263,9 +262,8 @@ def test_stop_leaves_nothing_within_the_grace_and_two_seconds(
         began_at = time.monotonic()
         rig.stop()
         assert time.monotonic() - began_at < GRACE_S + 2.0
-        connected = [
-            told["connected"] for told in rig.journal.facts("signal")
-        ]  # a server waits for open ones
+        # a server waits for open ones
+        connected = [told["connected"] for told in rig.journal.facts("signal")]
         assert "obedient" not in name or connected == [0] * len(connected), "they are closed first"
         assert not living(seen)
         assert rig.status()["state"] is WorkerState.STOPPED

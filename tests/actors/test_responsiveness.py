@@ -45,9 +45,8 @@ def test_while_the_server_stands_still_while_it_is_stopped_and_during_a_backoff(
     rig.wait_text(request, "token")
     pid = rig.status()["pid"]
     os.kill(pid, signal.SIGSTOP)
-    assert_answers(
-        rig, WorkerState.READY, request
-    )  # the second request was admitted: the worker cannot know yet
+    # the second request was admitted: the worker cannot know yet
+    assert_answers(rig, WorkerState.READY, request)
     assert rig.worker.cancel(request + 1).get(timeout=WAIT_S) is True
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: "next_restart_at" in rig.status(), "the backoff")

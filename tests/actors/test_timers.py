@@ -49,9 +49,8 @@ def test_an_alarm_rings_at_the_instant_set_last_and_not_once_it_is_off() -> None
     rung: SimpleQueue[float] = SimpleQueue()
     now = time.monotonic()
     alarm, off = (alarm_for(lambda: rung.put(time.monotonic())) for _ in range(2))
-    with (
-        timers._timers._changed
-    ):  # however long this thread sleeps, nothing rings before the last word
+    # however long this thread sleeps, nothing rings before the last word
+    with timers._timers._changed:
         off.set(now + 0.02)
         off.set(None)
         alarm.set(now + 0.03)
@@ -107,9 +106,8 @@ def test_far_deadlines_that_change_often_do_not_pile_up_and_a_cancelled_one_wake
     monkeypatch.setattr(timers, "_timers", own)
     rung = threading.Event()
     alarm, kept = alarm_for(lambda: None), alarm_for(rung.set)
-    near = call_at(
-        time.monotonic() + 3599, lambda: None
-    )  # on top, so that none of the others comes there
+    # on top, so that none of the others comes there
+    near = call_at(time.monotonic() + 3599, lambda: None)
     kept.set(time.monotonic() + 0.5)
     for step in range(10_000):
         alarm.set(time.monotonic() + 3600 + step)

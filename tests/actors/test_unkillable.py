@@ -15,9 +15,8 @@ from tests.actors.conftest import MakeWorker, Rig, fast_timeouts
 from tests.conftest import Leftovers, trace, wait_traced
 
 GRACE_S, KILL_TIMEOUT_S = 0.5, 1.0
-BOUND_S = (
-    GRACE_S + KILL_TIMEOUT_S + 3.0
-)  # a second for our connections, the rest for a busy machine
+# a second for our connections, the rest for a busy machine
+BOUND_S = GRACE_S + KILL_TIMEOUT_S + 3.0
 
 
 @contextlib.contextmanager
@@ -51,8 +50,7 @@ def test_what_cannot_be_killed_holds_up_neither_stop_nor_close_and_once_it_is_go
     with outliving_sigkill(rig):
         began_at = time.monotonic()
         rig.worker.close()
-        assert (
-            time.monotonic() - began_at < BOUND_S + 5.0
-        )  # so long it waits for actors and processes to be gone
+        # so long it waits for actors and processes to be gone
+        assert time.monotonic() - began_at < BOUND_S + 5.0
     rig.wait_gone()
     assert leftovers.wait_none() == []

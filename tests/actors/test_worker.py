@@ -45,9 +45,8 @@ def _all_at_once(calls: list[Callable[[], Any]]) -> list[Any]:
 def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -> None:
     rig = make_worker(Script(models=[Answer(times=1), Answer(hang=True)]))
     probes = len(rig.journal.facts("request", path="/v1/models"))
-    assert (
-        rig.run(Headers(), Fin())["fail_reason"] == "stream_disconnected"
-    )  # a reason to probe at once
+    # a reason to probe at once
+    assert rig.run(Headers(), Fin())["fail_reason"] == "stream_disconnected"
     rig.journal.wait("request", path="/v1/models", count=probes + 1)
     rig.stop()
     assert rig.status()["restart_count"] == 0
@@ -172,9 +171,8 @@ def test_polling_for_a_result_leaves_no_futures_behind(rig: Rig, gate: Path) -> 
     gc.collect()
     assert [ref for ref in polled if ref() is not None] == []
     called = threading.Event()
-    rig.worker.result(request_id).add_done_callback(
-        lambda _: called.set()
-    )  # nobody else holds this one
+    # nobody else holds this one
+    rig.worker.result(request_id).add_done_callback(lambda _: called.set())
     gc.collect()
     gate.touch()
     assert called.wait(WAIT_S)

@@ -24,9 +24,8 @@ from tests.simulation.many_runs import Figures, collected_at_the_end, times_by_n
 from tests.simulation.trace import Trace
 
 SHOWN_STEPS = 40
-_PART = (
-    250  # cases of one part at most: a process that does more keeps the others waiting at the end
-)
+# cases of one part at most: a process that does more keeps the others waiting at the end
+_PART = 250
 _SEED_STEP, _RETRY_STEP = 1_000_003, 10**12
 
 
@@ -42,9 +41,8 @@ class Wrong(NamedTuple):
 class CaseFigures(Figures):
     honest: int = 0
     false_kills: list[Wrong] = field(default_factory=list)
-    found: list[tuple[str, float]] = field(
-        default_factory=list
-    )  # which wedge, and after how many seconds
+    # which wedge, and after how many seconds
+    found: list[tuple[str, float]] = field(default_factory=list)
     late: list[Wrong] = field(default_factory=list)
     missed: list[Wrong] = field(default_factory=list)
     slots_asked: int = 0

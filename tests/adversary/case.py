@@ -41,9 +41,8 @@ class Outcome:
     """What became of one case."""
 
     is_void: bool  # the wedge never had anybody to hurt
-    given_up_after_s: (
-        float | None
-    )  # since the wedge began, or (honest) since the start; None: spared
+    # since the wedge began, or (honest) since the start; None: spared
+    given_up_after_s: float | None
     promised_s: float | None  # by the profile, for such a wedge; None: nothing was promised
     detail: str
     slots_asked: int
@@ -220,9 +219,8 @@ class Case(Bench):
         match dice.below(7):
             case 0:
                 if any(each.reply.twist for each in server.exchanges):
-                    seconds = min(
-                        seconds, 4.0
-                    )  # where all text is held back, a longer one cannot be told from a hang
+                    # where all text is held back, a longer one cannot be told from a hang
+                    seconds = min(seconds, 4.0)
                 self.paused_s += seconds
                 server.freeze(spins=dice.chance(0.5))
                 self.later(seconds, lambda: None if self.wedged_at is not None else server.thaw())
@@ -283,9 +281,8 @@ class Case(Bench):
         # One step makes one token: a step of more of them, as here, is short. A server of half a
         # minute a token shows that it works by its tokens, but not to who waits behind a stranger's
         # request.
-        slowest_s = (
-            30.0 if build.cpu_shows else 8.0
-        )  # else who waits for headers sees nothing for too long
+        # else who waits for headers sees nothing for too long
+        slowest_s = 30.0 if build.cpu_shows else 8.0
         slowest_s = 2.0 if holds_back else 4.5 if self.has_strangers else slowest_s
         step_s = dice.log_between(0.05, slowest_s / build.slots)
         step_tokens = max(1, int(build.decode_tokens_per_s * step_s))

@@ -73,9 +73,8 @@ _WEATHERS = {
     "stormy": _DAILY | _STORM,
     "stormy for the guard too": _DAILY | _STORM | {"SIGKILL guard": 0.3, "SIGSTOP guard": 0.2},
 }
-_QUESTIONS_PER_SLOT = (
-    20  # that a worker may remember for the case that the actor that was asked dies
-)
+# that a worker may remember for the case that the actor that was asked dies
+_QUESTIONS_PER_SLOT = 20
 _ENDS = ("drain and close", "stop and close", "close under fire", "crash", "lost handle")
 _BAD_LAUNCHES = (
     fs.Script(exits=[fs.Exit(1, "before_bind", ["no such model"])]),
@@ -164,9 +163,8 @@ class Caller:
             case [name, whom]:
                 self._signal(signal.Signals[name], whom)
             case _ if self.tracked:
-                tracked = self.tracked[
-                    -1 - int(len(self.tracked) * dice.random() ** 3)
-                ]  # mostly one of the last
+                # mostly one of the last
+                tracked = self.tracked[-1 - int(len(self.tracked) * dice.random() ** 3)]
                 asks = {
                     "cancel": self._cancel,
                     "status": self._status,
@@ -339,9 +337,8 @@ class Episode:
     """One worker, from construction to its end."""
 
     def __init__(self, dice: Dice, steps: int, port: int, journal: fs.Journal) -> None:
-        self.notes: list[
-            tuple[float, str, str, str]
-        ] = []  # when, by which thread, of what kind, what
+        # when, by which thread, of what kind, what
+        self.notes: list[tuple[float, str, str, str]] = []
         self._journal = journal
         self._before = Leftovers()
         self._steps_per_thread = steps // THREADS or 1

@@ -54,9 +54,8 @@ class Tracked:
     cancel_called: bool = False
     ending: tuple[Any, ...] = ()  # state, reason, detail
     ended_by: float = 0.0  # known to have ended at this instant
-    held: list[WorkerFuture[Any]] = field(
-        default_factory=list
-    )  # of `result()`, until they are taken
+    # of `result()`, until they are taken
+    held: list[WorkerFuture[Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"request {self.request_id} ({self.reply.kind})"

@@ -109,9 +109,8 @@ def test_gpus_are_named_with_memory_and_driver(
     assert doctor_facts.look_at_machine().gpus == gpus
 
 
-UNSEEN = replace(
-    trial(), proc_stat=False
-)  # of the server, which counts for more than what this process sees
+# of the server, which counts for more than what this process sees
+UNSEEN = replace(trial(), proc_stat=False)
 
 
 @pytest.mark.parametrize(

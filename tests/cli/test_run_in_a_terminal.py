@@ -52,9 +52,8 @@ def test_it_shows_loading_a_bar_dim_reasoning_text_and_numbers(
     assert "2 tokens" in screen.shown
     assert [harm for harm in ("\x1b]", "\x1b[2J") if harm in screen.written] == []
     assert max(map(len, drawn_lines(screen.written))) <= COLUMNS
-    assert screen.written.rindex("\x1b[?25h") > screen.written.rindex(
-        "\x1b[?25l"
-    )  # the cursor is there again
+    # the cursor is there again
+    assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")
 
 
 def test_a_status_line_has_the_width_that_there_is(
@@ -77,15 +76,13 @@ def test_a_status_line_has_the_width_that_there_is(
 def test_without_colours_nothing_is_coloured(
     terminal: OpenTerminal, program: MakeProgram, model: str, env: dict[str, str]
 ) -> None:
-    screen = terminal(
-        "run", model, "2 + 2?", "--server", program(thinking(Path("/"))).path, **env
-    )  # an open gate
+    # an open gate
+    screen = terminal("run", model, "2 + 2?", "--server", program(thinking(Path("/"))).path, **env)
     assert screen.wait() == 0
     assert not re.search(r"\x1b\[[\d;]+m", screen.written.replace("\x1b[0m", ""))
     assert "[reasoning]\nlet me see\n" in screen.shown
-    assert ("\x1b" in screen.written) == (
-        "NO_COLOR" in env
-    )  # the bar moves the cursor where that is possible
+    # the bar moves the cursor where that is possible
+    assert ("\x1b" in screen.written) == ("NO_COLOR" in env)
 
 
 def test_ctrl_c_cancels_and_twice_stops_at_once(

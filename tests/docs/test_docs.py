@@ -108,9 +108,8 @@ def test_the_units_times_leave_room_for_a_stop_and_for_the_guards() -> None:
         "on-failure",
     )
     assert int(service["TimeoutStopSec"]) > TimeoutProfile().stop_grace_s + 2
-    assert (
-        int(service["RestartSec"]) > ORPHAN_GRACE_S + 3
-    )  # all is gone within 5 s of the host's death
+    # all is gone within 5 s of the host's death
+    assert int(service["RestartSec"]) > ORPHAN_GRACE_S + 3
 
 
 @pytest.mark.server

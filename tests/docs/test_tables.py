@@ -91,9 +91,8 @@ def test_the_profiles_have_the_values_that_the_page_says() -> None:
     assert list(rows) == [field.name for field in fields(TimeoutProfile)]
     for name, cells in rows.items():
         values = [getattr(profile, name) for profile in profiles]
-        shown = [
-            "off" if value is None or value >= 1e8 else f"{value:g}" for value in values
-        ]  # not all may be None
+        # not all may be None
+        shown = ["off" if value is None or value >= 1e8 else f"{value:g}" for value in values]
         assert cells == shown, name
 
 

@@ -182,9 +182,8 @@ def an_error_of_the_worker_reaches_the_caller_with_its_fields(stage: Stage) -> N
 
 
 def a_port_that_somebody_takes_is_given_up_for_another(stage: Stage) -> None:
-    taken: list[
-        socket.socket
-    ] = []  # in the actor's process: the first port, just after it was chosen
+    # in the actor's process: the first port, just after it was chosen
+    taken: list[socket.socket] = []
     config_for = stage.config_for()
 
     def taking(port: int) -> WorkerConfig:

@@ -18,9 +18,8 @@ import threading
 
 FAILS, DIES = "fails", "dies"
 _BROKEN = re.compile(rb'"model": ?"(fails|dies)"')
-_CUE = re.compile(
-    rb'"Once".*?\n\n\r\n', re.DOTALL
-)  # a delta of either API, to the end of its chunk: of a record
+# a delta of either API, to the end of its chunk: of a record
+_CUE = re.compile(rb'"Once".*?\n\n\r\n', re.DOTALL)
 _RECORD = (
     b"data: "
     + json.dumps(

@@ -187,9 +187,8 @@ def test_where_descriptors_run_out_the_silent_make_room(hello_server: tuple[str,
         used = sum(process.cpu_times()[:2])
         stack.enter_context(socket.create_connection((HOST, port), timeout=WAIT_S)).settimeout(1.0)
         threading.Event().wait(1.0)
-        assert (
-            sum(process.cpu_times()[:2]) - used < 0.2
-        )  # of one second: it waits, it does not spin
+        # of one second: it waits, it does not spin
+        assert sum(process.cpu_times()[:2]) - used < 0.2
 
 
 def test_a_client_with_the_descriptor_of_one_that_made_room_has_not_left() -> None:

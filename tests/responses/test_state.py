@@ -96,9 +96,8 @@ def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) 
         gate.touch()
         assert waiting.result().status == 200
         final = check_events(read_sse(data + response.read()))
-        assert (
-            fake.send("GET", f"/v1/responses/{found[1].decode()}").json == final
-        )  # as soon as it has ended
+        # as soon as it has ended
+        assert fake.send("GET", f"/v1/responses/{found[1].decode()}").json == final
 
 
 def test_the_store_is_bounded(make_fake: MakeClient) -> None:

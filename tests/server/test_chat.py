@@ -148,9 +148,8 @@ def test_stop_in_generation_closes_the_connection_first_and_does_not_wait_for_th
 ) -> None:
     """A server exits with 0 once its connections are closed; with 1 on the second SIGTERM, stuck in
     its handler."""
-    monkeypatch.setattr(
-        termination, "REPEAT_S", patience() / 4
-    )  # a busy machine's server may take longer than 2 s
+    # a busy machine's server may take longer than 2 s
+    monkeypatch.setattr(termination, "REPEAT_S", patience() / 4)
 
     def stop_in_generation() -> int:
         with LlamaWorker(serve(timeouts=TimeoutProfile(stop_grace_s=2 * patience()))) as worker:

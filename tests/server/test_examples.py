@@ -79,9 +79,8 @@ def test_quickstart_shows_two_jobs_live_a_refusal_and_a_clean_stop(
     assert run.stdout.endswith("stopped.\n")
 
 
-SLOW_STEP = re.compile(
-    r"Executing <.*> took \d+\.\d+ seconds"
-)  # asyncio's debug mode, on a machine that is busy
+# asyncio's debug mode, on a machine that is busy
+SLOW_STEP = re.compile(r"Executing <.*> took \d+\.\d+ seconds")
 
 
 def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(

@@ -105,9 +105,8 @@ def test_a_killed_server_fails_its_request_at_once_in_every_phase_and_comes_back
             took_s.append(news_s)
             assert wait_ready(worker, restarts=restarts)["pid"] != pid
         assert_serves(worker)
-    assert (
-        min(took_s) < 0.1 + 10 * message_s
-    )  # what the machine's other work adds to the others tells nothing
+    # what the machine's other work adds to the others tells nothing
+    assert min(took_s) < 0.1 + 10 * message_s
 
 
 # ---------------------------------------------------------------- a server that does nothing

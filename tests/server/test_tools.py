@@ -66,9 +66,8 @@ class Bench:
         assert admitted["ok"], admitted
         future, ends = self.worker.result(admitted["request_id"]), queue.SimpleQueue[None]()
         future.add_done_callback(lambda _: ends.put(None))
-        ends.get(
-            timeout=patience()
-        )  # the value is not taken yet, so that the request is still known
+        # the value is not taken yet, so that the request is still known
+        ends.get(timeout=patience())
         status, result = self._status(admitted["request_id"]), future.get(timeout=patience())
         assert result["ok"]
         return result, status

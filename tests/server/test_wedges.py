@@ -45,9 +45,8 @@ def hold() -> Iterator[Callable[[int, int], None]]:
 
     def hold(tid: int, port: int) -> None:
         trace(tid, stop=True)
-        while not _slots_answer(
-            port
-        ):  # held between two tokens, it has the lock that /slots waits for
+        # held between two tokens, it has the lock that /slots waits for
+        while not _slots_answer(port):
             release(tid)
             trace(tid, stop=True)
         # Whoever traces a thread has to see its end, or the server's parent never does.

@@ -48,9 +48,8 @@ class Kind:
     honest: bool = False
     kills: bool = True  # excuses the end of the server
     weight: float = 1.0
-    neighbours_spare: bool = (
-        False  # where others of the server receive data, the bound counts from the last of it
-    )
+    # where others of the server receive data, the bound counts from the last of it
+    neighbours_spare: bool = False
     most_records: int | None = None  # of nonsense, before the request is over
 
 

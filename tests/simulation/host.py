@@ -41,9 +41,8 @@ class Host:
     def __init__(self, world: World, dice: Dice) -> None:
         self.is_leaving = False
         self.outcomes: Counter[str] = Counter()
-        self.asked: list[
-            WorkerFuture[Any]
-        ] = []  # by `ask()`; all are resolved once the worker is at rest
+        # by `ask()`; all are resolved once the worker is at rest
+        self.asked: list[WorkerFuture[Any]] = []
         self._world, self._dice = world, dice
         self._scheduler, self._invariants = world.scheduler, world.invariants
         self._result_ttl_s = world.config.result_ttl_s

@@ -82,12 +82,10 @@ class Invariants:
         self.faults: list[Fault] = []
         self.requests: dict[int, Truth] = {}
         self._killed: set[int] = set()  # launches
-        self.found: list[
-            tuple[str, float]
-        ] = []  # kinds of faults, and the seconds to their discovery
-        self._awaited: dict[
-            int, list[tuple[Fault, float]]
-        ] = {}  # by request: what is to end it, and since when
+        # kinds of faults, and the seconds to their discovery
+        self.found: list[tuple[str, float]] = []
+        # by request: what is to end it, and since when
+        self._awaited: dict[int, list[tuple[Fault, float]]] = {}
         self.stop_called_at = -math.inf  # by stop() or close()
         self.drain_called_at = -math.inf
         self.restarts_ordered = 0  # by restart(), those not seen yet
@@ -103,9 +101,8 @@ class Invariants:
         self._keep_records(bench.actor._table)
         self._active: tuple[int, ...] = ()
         self.state = WorkerState.STOPPED  # the worker's
-        self._replaced: set[int] = (
-            set()
-        )  # launches that ended as planned, or for the nonsense that they said
+        # launches that ended as planned, or for the nonsense that they said
+        self._replaced: set[int] = set()
         self._ready_at = 0.0
         self._restarted_at: list[float] = []
         self.restart_count = 0
@@ -378,9 +375,8 @@ class Invariants:
             result["state"] is RequestState.COMPLETED
             or reason is RequestFailReason.STREAM_DISCONNECTED
         )
-        if (
-            reason is RequestFailReason.SERVER_DIED
-        ):  # the reader has 2 s for what the server had sent
+        # the reader has 2 s for what the server had sent
+        if reason is RequestFailReason.SERVER_DIED:
             whole = self._scheduler.now - self._scheduler.halted_until > 5.0
         if record.is_leased:
             if whole and record.status["output_chars"] != len(sent):

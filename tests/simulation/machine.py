@@ -22,14 +22,12 @@ class Machine:
 
     def __init__(self, scheduler: Scheduler, dice: Dice, build: Build) -> None:
         self.build = build
-        self.slowness = (
-            1.0  # of everything below; 0.0: all that can happen happens at the same instant
-        )
+        # of everything below; 0.0: all that can happen happens at the same instant
+        self.slowness = 1.0
         self.unix_jump_s = 0.0
         self.slow_reads = dice.choice((0.02, 0.3))  # how often a reader sleeps before it reads
-        self.has_foreign_probe = dice.chance(
-            0.3
-        )  # beside the one of processes; it never has any news
+        # beside the one of processes; it never has any news
+        self.has_foreign_probe = dice.chance(0.3)
         self.looks_hang = False  # the foreign one's
         self.lacks_threads = False
         self.gpu_watch: tuple[int, Callable[[GpuFault], object]] = (
@@ -41,9 +39,8 @@ class Machine:
         self.unanswered: list[tuple[LlamaServer, SimStream]] = []
         self.loads: Callable[[LlamaServer], object] = lambda server: server.begin_load(build.load_s)
         self.launch_failure: Callable[[], tuple[StartFailReason, str] | None] = lambda: None
-        self.reply_to: Callable[
-            [int, int], Reply
-        ]  # whoever uses the machine says what its server says
+        # whoever uses the machine says what its server says
+        self.reply_to: Callable[[int, int], Reply]
         self.twist: Callable[[LlamaServer, Exchange], None] = lambda server, exchange: None
         self.tool_call: Callable[[int], tuple[float | None, bool]] = lambda request_id: (0.1, True)
         self.bios_call: Callable[[], tuple[float | None, str | None]] = lambda: (0.001, None)

@@ -364,9 +364,8 @@ class Nature:
                 server.begin_load(None, works=False)
             case "load spins":
                 server.begin_load(None)
-                if (
-                    longest_load_s(self._profile) is None
-                ):  # nothing ends it but a host that has had enough
+                # nothing ends it but a host that has had enough
+                if longest_load_s(self._profile) is None:
                     self._later(900.0, lambda: server.die(-6), "the load gives up")
             case _:
                 slow_s = load_s + self._dice.log_between(1.0, 1200.0)

@@ -357,9 +357,8 @@ class SimStream:
         self._status: int | None = None
         self._buffer = bytearray()
         self._opened = self._aborted = self._ended = False
-        self._is_over = self._is_cut = (
-            False  # nothing more comes from the server; in the regular way, or not
-        )
+        # nothing more comes from the server; in the regular way, or not
+        self._is_over = self._is_cut = False
         self._reading: Event | None = None
         self._scheduler.after(_THREAD_START_S * self._machine.slowness, self._connect, "connect")
 

@@ -52,9 +52,8 @@ class Choices:
 
     def wake_delay_s(self) -> float:
         """How long an actor with a new message waits for its thread to run."""
-        return (
-            0.0001 * 5000.0 ** self.random() if self._happens(self.sleeps) else 0.0
-        )  # 0.1 ms to 0.5 s
+        # 0.1 ms to 0.5 s
+        return 0.0001 * 5000.0 ** self.random() if self._happens(self.sleeps) else 0.0
 
     def timer_delay_s(self) -> float:
         """How late a timer fires."""
@@ -86,9 +85,8 @@ class SimulatedActor:
     actor: Any
     name: str
     inbox: deque[Any] = field(default_factory=deque)
-    held: deque[Callable[[], object]] = field(
-        default_factory=deque
-    )  # what it has told since it was preempted
+    # what it has told since it was preempted
+    held: deque[Callable[[], object]] = field(default_factory=deque)
     is_ready: bool = False
     is_blocked: bool = False  # in a handler
 

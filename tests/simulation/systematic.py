@@ -71,9 +71,8 @@ class _Orders(Choices):
         self.histories = _Histories()
         self._prefix = prefix
         self._seen = seen
-        self.scheduler: Scheduler | None = (
-            None  # None: everything is delivered in the order in which it came
-        )
+        # None: everything is delivered in the order in which it came
+        self.scheduler: Scheduler | None = None
 
     def pick(self, count: int) -> int:
         if self.scheduler is None:

@@ -52,9 +52,8 @@ class Report(Figures):
     restarts: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
-    found: list[tuple[str, float]] = field(
-        default_factory=list
-    )  # which fault, and after how many seconds
+    # which fault, and after how many seconds
+    found: list[tuple[str, float]] = field(default_factory=list)
     digest: str = ""
 
 
@@ -137,9 +136,8 @@ class World(Bench):
             ),
         )
         tokens = 1 + int(dice.log_between(1, 300))
-        step_s = (
-            math.inf if self.build.cpu_shows else 0.1 * self.profile.headers_timeout_s
-        )  # as long as a batch
+        # as long as a batch
+        step_s = math.inf if self.build.cpu_shows else 0.1 * self.profile.headers_timeout_s
         reply = Reply(
             key=f"r{request_id}t{exchange}",
             prompt_tokens=10 + int(dice.log_between(1, max(2, longest))),
@@ -228,9 +226,8 @@ class World(Bench):
             )
         if not all(future.done() for future in self.host.asked):
             raise Violation(8, "an ask() has not resolved, and nothing is in flight")
-        for _ in range(
-            4
-        ):  # what a fault left behind (a frozen server, say) may have to be found first
+        # what a fault left behind (a frozen server, say) may have to be found first
+        for _ in range(4):
             done: list[str] = []
             self.host.run(self._fresh_request(done))
             if not self.scheduler.run_until(partial(bool, done), self.scheduler.now + 2 * rest_s):
@@ -287,9 +284,8 @@ class World(Bench):
         WorkerClosed."""
         submitted = self.host.quick(self.worker.submit("last", "", "hello"), "submit()")
         self.scheduler.run_for(self._dice.log_between(0.001, 30.0))
-        self.scheduler.run_until(
-            submitted.done, self.scheduler.now + QUICK_S
-        )  # an answer may take longer than that
+        # an answer may take longer than that
+        self.scheduler.run_until(submitted.done, self.scheduler.now + QUICK_S)
         answer = submitted.get(timeout=0)
         open_futures: list[WorkerFuture[Any]] = [self.worker.start()]
         if answer["ok"]:

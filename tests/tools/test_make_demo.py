@@ -73,9 +73,8 @@ def make(clone: Path, path: Path, *words: str, **env: str) -> subprocess.Complet
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
     """What a newcomer is told."""
     assert done.returncode != 0
-    assert (
-        "Error 1" in done.stderr.splitlines()[-1]
-    )  # the command's own status; that of make is 2 for any error
+    # the command's own status; that of make is 2 for any error
+    assert "Error 1" in done.stderr.splitlines()[-1]
     assert done.stderr.count("error: ") == 1
     return done.stderr
 
@@ -153,6 +152,5 @@ def test_no_index(clone: Path, bare_path: Path, tmp_path: Path) -> None:
         PIP_NO_INDEX="1",
     )
     assert done.returncode != 0
-    assert (
-        "pip could not install what is needed: check the network" in done.stderr
-    )  # after what pip says itself
+    # after what pip says itself
+    assert "pip could not install what is needed: check the network" in done.stderr

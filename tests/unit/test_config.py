@@ -95,9 +95,8 @@ HOLDS_ITSELF["self"] = [HOLDS_ITSELF]
 
 def bad(field: str, value: Any, error: type[Exception], *says: str) -> Any:
     """`says`: what is in the message beside the field's name."""
-    name = re.sub(
-        r" at 0x[0-9a-f]*", "", shown(value)
-    )  # every process that runs tests must name them alike
+    # every process that runs tests must name them alike
+    name = re.sub(r" at 0x[0-9a-f]*", "", shown(value))
     return pytest.param(field, value, error, says, id=f"{field}={name[:40]}")
 
 

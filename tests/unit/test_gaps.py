@@ -115,9 +115,8 @@ def test_looks_at_the_slots_from_both_sides_of_a_gap_are_not_compared() -> None:
     watch = VirtualWatch.ready(profile, slots=slots)
     watch.begin(lambda now: generating(0.0))
     assert watch.run(63.0, Stalled) is None
-    assert (
-        len(watch.slots_asked_at) == 2
-    )  # the server stands still as long as the machine is about to be stopped
+    # the server stands still as long as the machine is about to be stopped
+    assert len(watch.slots_asked_at) == 2
     watch.now = 100.0
     watch.tell(Tick())
     assert watch.run(200.0, Stalled) is None

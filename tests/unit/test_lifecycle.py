@@ -251,9 +251,8 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
         Terminate(epoch=1, grace_s=0.0),
     )
     assert ending.state == Ending(epoch=1, goal=ToRestart(15.0))
-    life, told = exited(
-        ready(), 10.0, returncode=-9, lack_of_memory=why
-    )  # the first that is heard of it
+    # the first that is heard of it
+    life, told = exited(ready(), 10.0, returncode=-9, lack_of_memory=why)
     assert (life.state, told) == (BackingOff(resume_at=15.0), effects[:2])
     life, effects = exited(ending, 10.2)
     assert (life.state, effects, life.budget.restart_count) == (BackingOff(resume_at=15.0), (), 1)

@@ -27,9 +27,8 @@ find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *where: None if name == {!r} else find(name, *where)
 """
 COMMAND = "import sys; from llama_worker.cli import main; sys.argv[1:] = {}; sys.exit(main())"
-SUBPACKAGES = {
-    path.parent.name for path in PACKAGE.glob("*/__init__.py")
-}  # not rglob: it follows no links
+# not rglob: it follows no links
+SUBPACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 
 def test_the_actors_are_reached_by_a_relative_link() -> None:

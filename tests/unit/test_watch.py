@@ -102,9 +102,8 @@ def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
     assert step(Tick(), 31.0) == [PROBE]
     assert step(DOUBT, 31.2) == []
-    assert step(probed(ProbeOutcome.READY), 31.3) == [
-        PROBE
-    ]  # the first one had reached the server before that
+    # the first one had reached the server before that
+    assert step(probed(ProbeOutcome.READY), 31.3) == [PROBE]
     assert step(probed(ProbeOutcome.FAILED), 31.4) == [DOUBT_CONFIRMED]
 
 

@@ -15,14 +15,12 @@ def main() -> int:
     To import the rest takes a while, and a Ctrl-C in that time would show a traceback: until the
     command listens to it itself, it ends the process at once.
     """
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # else it is ignored, as behind an & in a script
+    # else it is ignored, as behind an & in a script
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     for name in ("stdin", "stdout", "stderr"):
-        if (
-            getattr(sys, name) is None
-        ):  # closed by who started it: the next file opened would get its number
+        # closed by who started it: the next file opened would get its number
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115  for good
     try:
         from llama_worker.cli.app import run_app

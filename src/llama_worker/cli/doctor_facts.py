@@ -44,9 +44,8 @@ class ServerFacts:
     build: int | None
     devices: tuple[str, ...] | None
     said: str = ""
-    returncode: int | None = (
-        None  # negative: the signal's number; None: it did not end, or could not be run
-    )
+    # negative: the signal's number; None: it did not end, or could not be run
+    returncode: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +53,8 @@ class MachineFacts:
     """Sizes are in bytes; a limit that is not set is None."""
 
     free_port: int | None
-    gpus: (
-        tuple[str, ...] | None
-    )  # name, memory, driver by nvidia-smi; None: there is no nvidia-smi that works
+    # name, memory, driver by nvidia-smi; None: there is no nvidia-smi that works
+    gpus: tuple[str, ...] | None
     nvml: bool  # the library can see what processes do on these GPUs
     proc_stat: bool
     proc_io: bool

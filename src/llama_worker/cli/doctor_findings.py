@@ -19,9 +19,8 @@ Level = Literal["ok", "note", "problem"]
 MIN_OPEN_FILES = 256  # a worker needs some 30, each request a few, and the host its own
 MIN_THREADS = 128  # a server starts one per core several times over, a worker ten
 _CONTEXT_SHARE = 0.15  # what context and buffers take beside the model, at the least
-_THREADS_BYTES = (
-    2 << 30
-)  # of addresses, not of memory: what the stacks and heaps of threads reserve
+# of addresses, not of memory: what the stacks and heaps of threads reserve
+_THREADS_BYTES = 2 << 30
 _TOKENS_STEP = 256  # the server rounds the context up to a multiple of this
 _FREE_MIB = re.compile(r"(\d+) MiB free")
 _SAID_CHARS = 200

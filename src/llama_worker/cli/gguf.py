@@ -34,12 +34,10 @@ _CACHE_VALUE_BYTES = 2  # the server keeps keys and values as f16 unless told ot
 class ContextNeeds:
     """What the context takes beside the model's file."""
 
-    trained_tokens: (
-        int  # the longest context that the model was made for, and what the server takes by default
-    )
-    bytes_per_token: (
-        int  # at most: layers with a window, without attention or with compressed keys take less
-    )
+    # the longest context that the model was made for, and what the server takes by default
+    trained_tokens: int
+    # at most: layers with a window, without attention or with compressed keys take less
+    bytes_per_token: int
 
 
 def read_context_needs(path: Path) -> ContextNeeds | None:

@@ -44,9 +44,8 @@ class Talk(Struct, frozen=True, kw_only=True):
 
 def run(config: WorkerConfig, talk: Talk) -> int:
     """Start the server, ask, end the server; the exit code. For the main thread."""
-    logging.getLogger("llama_worker").addHandler(
-        logging.NullHandler()
-    )  # what it says is shown here already
+    # what it says is shown here already
+    logging.getLogger("llama_worker").addHandler(logging.NullHandler())
     screen = Screen(quiet=talk.quiet, shows_text=not talk.as_json)
     with Interrupts() as interrupts, contextlib.closing(LlamaWorker(config)) as worker:
         session = _Session(worker, screen, interrupts, talk)

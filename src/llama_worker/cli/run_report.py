@@ -23,9 +23,8 @@ from llama_worker.cli import advice, exits
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.text import harmless, one_line, seconds
 
-_LOG_PREFIX = re.compile(
-    r"[\d.]+ [A-Z] \S+ +(\S+: )?"
-)  # `0.00.003.896 I srv    load_model: ` (b11434)
+# `0.00.003.896 I srv    load_model: ` (b11434)
+_LOG_PREFIX = re.compile(r"[\d.]+ [A-Z] \S+ +(\S+: )?")
 _LOG_LINES = 12  # of a server that did not start: a model that cannot be loaded takes ten to say so
 _LABEL_CHARS = 200  # a terminal shows what it has room for
 

@@ -33,9 +33,8 @@ class Screen:
         self._styled = is_styled(self._console)
         self._bar: _Bar | None = None
         self._began_at = 0.0
-        self._said: tuple[str, bool] | None = (
-            None  # the activity's kind, and whether its tokens were counted
-        )
+        # the activity's kind, and whether its tokens were counted
+        self._said: tuple[str, bool] | None = None
         self._said_at = 0.0
         self._in_reasoning = False
 

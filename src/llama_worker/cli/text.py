@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import textwrap
 
-_PICTURES = {code: 0x2400 + code for code in range(0x20)} | {
-    0x7F: 0x2421
-}  # ESC becomes a visible sign
+# ESC becomes a visible sign
+_PICTURES = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
 _KEPT = {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 _LOST = dict.fromkeys(
     (

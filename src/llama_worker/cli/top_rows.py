@@ -22,9 +22,8 @@ HEADINGS = (
     "restart",
     "last reason",
 )
-_RATE_WINDOW_S = (
-    60.0  # a worker counts a request's tokens when it ends: a shorter window would flicker
-)
+# a worker counts a request's tokens when it ends: a shorter window would flicker
+_RATE_WINDOW_S = 60.0
 UNKNOWN = "-"
 _SERVER_METRIC = re.compile(
     r"^llamacpp:(requests_processing|tokens_predicted_total) ([\d.e+]+)$", re.MULTILINE

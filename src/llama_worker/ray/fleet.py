@@ -99,9 +99,8 @@ class Fleet(Startable):
             )
 
         self._dispatcher = asyncio.run_coroutine_threadsafe(dispatcher(), self._loop).result()
-        atexit.register(
-            self.close
-        )  # before Ray's own, which would leave the replicas without a fleet
+        # before Ray's own, which would leave the replicas without a fleet
+        atexit.register(self.close)
 
     def __repr__(self) -> str:
         return f"<Fleet {self._name!r}>"

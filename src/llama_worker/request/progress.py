@@ -40,9 +40,8 @@ class Progress:
     has_media: bool = False  # images or sounds are no tokens until they are encoded
     tokens: int = 0  # generated, as far as they were told
     repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
-    concluding: bool = (
-        False  # finished or broken off: what may still follow has a short deadline of its own
-    )
+    # finished or broken off: what may still follow has a short deadline of its own
+    concluding: bool = False
     in_one_piece: bool = False  # no stream: nothing comes until the reply is complete
 
     def only_repeats_since(self, at: float) -> bool:

@@ -172,9 +172,8 @@ class Request:
         self._runaway_tokens: int | None = None  # a turn with more of them keeps to no limit
         self._turn = self._new_turn(now)
         self._conversation: Conversation | None = None
-        self._unrun: Partition | None = (
-            None  # the turn's calls, as long as nothing has become of them
-        )
+        # the turn's calls, as long as nothing has become of them
+        self._unrun: Partition | None = None
         self._totals = Totals(
             request_id=self.request_id,
             job_name=self.job_name,

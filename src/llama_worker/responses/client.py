@@ -87,9 +87,8 @@ class Client:
 
     def _send(self, data: bytes) -> None:
         try:
-            sent = self.socket.send(
-                data
-            )  # mostly there is room, and a timeout would cost a system call more
+            # mostly there is room, and a timeout would cost a system call more
+            sent = self.socket.send(data)
         except BlockingIOError:
             sent = 0
         if sent < len(data):

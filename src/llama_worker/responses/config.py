@@ -33,9 +33,8 @@ class ResponsesProxyConfig:
     ca_file: str | None = None
     connect_timeout_s: float = 10.0
     client_timeout_s: float = 120.0  # in which a client takes no byte of its reply
-    heartbeat_s: float = (
-        10.0  # without an event for the client, before `response.in_progress` comes again
-    )
+    # without an event for the client, before `response.in_progress` comes again
+    heartbeat_s: float = 10.0
     max_body_bytes: int = 64 * _MIB  # of a request; it is held in memory
     max_responses: int = 1000
     max_stored_bytes: int = 64 * _MIB

@@ -127,9 +127,8 @@ class _Writer:
         self._tools = tools
         self._late_role = late_role
         self._unanswered: set[str] = set()  # call ids
-        self._held: list[
-            Message
-        ] = []  # late system messages: none may come between a call and its result
+        # late system messages: none may come between a call and its result
+        self._held: list[Message] = []
         self._system = [instructions] if instructions else []
         self._messages: list[Message] = []
         self._turn: _Turn | None = None

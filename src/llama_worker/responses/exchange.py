@@ -31,9 +31,8 @@ _NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
     "WORKER_FAILED": ("the server has failed, and is not started again by itself", 30),
 }
 _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
-_TOGETHER_S = (
-    0.002  # the first text mostly comes right behind the headers: both to the client at once
-)
+# the first text mostly comes right behind the headers: both to the client at once
+_TOGETHER_S = 0.002
 
 
 class Exchange:
@@ -202,9 +201,8 @@ class Run:
             self._send(self._events.heartbeat())
 
     def _send(self, events: list[Event]) -> None:
-        if (
-            self._events.over
-        ):  # first: who has read the end may refer to the response, and have its place
+        # first: who has read the end may refer to the response, and have its place
+        if self._events.over:
             self._over()
         if events:
             self._write(events)

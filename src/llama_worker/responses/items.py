@@ -158,9 +158,8 @@ class Call(Struct):
         self._assembler.feed(delta.call)
         if piece := (delta.call.arguments or "").rstrip():
             self._may_be_whole = piece.endswith("}")
-        if (
-            self._kind != "function" or not delta.call.arguments
-        ):  # free text is known once its JSON string is whole
+        # free text is known once its JSON string is whole
+        if self._kind != "function" or not delta.call.arguments:
             return []
         return [("response.function_call_arguments.delta", {"delta": delta.call.arguments})]
 
@@ -185,9 +184,8 @@ class Call(Struct):
             )
             return [*delta, ("response.custom_tool_call_input.done", {"input": text})]
         emitted: Emitted = []
-        if (
-            status == "completed" and not self._arguments().strip()
-        ):  # so do some servers write a call without any
+        # so do some servers write a call without any
+        if status == "completed" and not self._arguments().strip():
             emitted = self.append(Delta("call", call=ToolCallDelta(self.index, None, None, "{}")))
         arguments = {"name": self._name, "arguments": self._arguments()}
         return [*emitted, ("response.function_call_arguments.done", arguments)]

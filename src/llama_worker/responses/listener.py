@@ -34,9 +34,8 @@ Serve = Callable[[Request, Client], None]
 """Answers one request, on a thread of its own. OSError: the client's connection is broken."""
 
 _READ_BYTES = 65536
-_SEND_BUFFER_BYTES = (
-    128 * 1024
-)  # else the kernel takes megabytes before a slow reader slows the upstream
+# else the kernel takes megabytes before a slow reader slows the upstream
+_SEND_BUFFER_BYTES = 128 * 1024
 _BACKLOG = 1024
 _MAX_CLIENTS = 10_000
 _MAX_BUSY = 512
@@ -75,9 +74,8 @@ class SocketListener:
         )[0]
         self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
-        self._socket.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # the connections inherit both
+        # the connections inherit both
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
@@ -124,9 +122,8 @@ class SocketListener:
                 has_new = True
             elif (client := self._clients.get(descriptor)) is not None:
                 self._on_ready(client)
-        if (
-            has_new
-        ):  # after the others: a new client may get the descriptor of one that makes room for it
+        # after the others: a new client may get the descriptor of one that makes room for it
+        if has_new:
             self._accept()
         while not self._returned.empty():
             self._take_back(self._returned.get())

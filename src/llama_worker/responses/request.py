@@ -20,9 +20,8 @@ from llama_worker.responses.refusal import RequestRefused
 from llama_worker.responses.tools import Choice, ToolSet, tool_choice, tool_set
 
 _ITEM_ID = re.compile(r"[a-z]+_(?P<response>[0-9a-f]{32})[0-9]+")
-_MAX_DEPTH = (
-    200  # what is kept and repeated is put together again, with less of the stack left than here
-)
+# what is kept and repeated is put together again, with less of the stack left than here
+_MAX_DEPTH = 200
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 # What the Responses API knows and a chat completion does not; `null` for it means that it was not
@@ -93,9 +92,8 @@ def references(body: Mapping[str, Any]) -> References:
         )
     found = [item.get("id") for item in input_items(body) if item_type(item) == "item_reference"]
     ids = [item_id if isinstance(item_id, str) else "" for item_id in found]
-    if len(set(ids)) < len(
-        ids
-    ):  # OpenAI refuses it too; a short request could grow beyond all bounds by it
+    # OpenAI refuses it too; a short request could grow beyond all bounds by it
+    if len(set(ids)) < len(ids):
         raise RequestRefused(400, "an item of the input is referred to twice", param="input")
     return References(previous_response_id=previous or None, item_ids=tuple(ids))
 
@@ -236,9 +234,8 @@ def _children(value: object) -> Iterable[Any]:
         return value.values()
     if isinstance(value, list):
         return value
-    if isinstance(value, float) and not math.isfinite(
-        value
-    ):  # Python reads NaN and 1e999, JSON has neither
+    # Python reads NaN and 1e999, JSON has neither
+    if isinstance(value, float) and not math.isfinite(value):
         raise RequestRefused(400, "a number of the request is beyond the range of a double")
     return ()
 

@@ -100,12 +100,10 @@ class ResponseStore:
     def __init__(self, *, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[str, StoredResponse] = (
-            OrderedDict()
-        )  # the least recently used first
-        self._owners: dict[
-            str, dict[str, None]
-        ] = {}  # by item id the responses that have it, the latest last
+        # the least recently used first
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        # by item id the responses that have it, the latest last
+        self._owners: dict[str, dict[str, None]] = {}
         self._bytes = 0
 
     def __len__(self) -> int:

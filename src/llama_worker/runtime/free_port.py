@@ -37,9 +37,8 @@ def can_listen(address: tuple[str, int]) -> bool:
     for family, kind, protocol, _, sockaddr in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-                )  # the past's TIME_WAITs do not count
+                # the past's TIME_WAITs do not count
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(sockaddr)
                 probe.listen(1)
         except OSError as error:

@@ -102,9 +102,8 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         An exception in it is logged. It may use the worker; it should not wait long, since it keeps
         the other callbacks waiting.
         """
-        if (
-            self._get_hook is not None
-        ):  # made by map(), filter(), ...: nothing will resolve it but a waiter
+        # made by map(), filter(), ...: nothing will resolve it but a waiter
+        if self._get_hook is not None:
             threading.Thread(
                 target=self._wait_and_call,
                 args=(callback,),
@@ -263,17 +262,15 @@ class OpenFutures:
     """
 
     def __init__(self) -> None:
-        self._open: WeakList[WorkerFuture[Any]] = (
-            WeakList()
-        )  # one that nobody holds needs no answer
+        # one that nobody holds needs no answer
+        self._open: WeakList[WorkerFuture[Any]] = WeakList()
         self._closed_by: BaseException | None = None
 
     def add(self, future: WorkerFuture[Any]) -> None:
         """Keep an eye on the future; it is failed at once where `close` came before."""
         self._open.add(future)
-        if (
-            self._closed_by is not None
-        ):  # asked behind: `close` either finds the future or is seen here
+        # asked behind: `close` either finds the future or is seen here
+        if self._closed_by is not None:
             future.fail(copy.copy(self._closed_by))
 
     @property
@@ -286,9 +283,8 @@ class OpenFutures:
         if self._closed_by is None:
             self._closed_by = error
         for future in self._open.alive():
-            future.fail(
-                copy.copy(error)
-            )  # its own: what is raised holds the frames of who called `get`
+            # its own: what is raised holds the frames of who called `get`
+            future.fail(copy.copy(error))
 
 
 class _CallbackThread:

@@ -87,9 +87,8 @@ def _next_faults(nvml: Any, events: Any, gpus: dict[str, Any]) -> Iterator[GpuFa
     except nvml.NVMLError as error:
         if error.value != nvml.NVML_ERROR_TIMEOUT:
             yield from (gpu_lost(gpu) for gpu in _lost(nvml, gpus))
-            time.sleep(
-                WAIT_S
-            )  # such an error comes back at once, for as long as its cause is there
+            # such an error comes back at once, for as long as its cause is there
+            time.sleep(WAIT_S)
     else:
         fault = _fault_of(nvml, event)
         if fault is not None:

@@ -45,9 +45,8 @@ def main(argv: list[str]) -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # ignored, as by some hosts, no child's end could be waited for
+    # ignored, as by some hosts, no child's end could be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     host = os.pidfd_open(host_pid)
     if os.getppid() != host_pid:  # the host died before it could be watched
         return

@@ -21,15 +21,13 @@ from msgspec import Struct
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
 from llama_worker.types import LivenessEvidence, LivenessProbe
 
-CHILDREN_REFRESH_S: Final = (
-    5.0  # a walk over the tree costs about 20 us a thread, a look at one process 12 us
-)
+# a walk over the tree costs about 20 us a thread, a look at one process 12 us
+CHILDREN_REFRESH_S: Final = 5.0
 MAX_THREADS: Final = 64
 MAX_PROCESSES: Final = 16
 PROC: Final = "/proc"
-_LISTS_CHILDREN: Final = os.path.exists(
-    f"{PROC}/thread-self/children"
-)  # a kernel with CONFIG_PROC_CHILDREN
+# a kernel with CONFIG_PROC_CHILDREN
+_LISTS_CHILDREN: Final = os.path.exists(f"{PROC}/thread-self/children")
 _UID: Final = re.compile(r"^Uid:\t\d+\t(\d+)\t", re.MULTILINE)
 _ANON: Final = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
@@ -37,9 +35,8 @@ _ANON: Final = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 def default_probes() -> tuple[LivenessProbe, ...]:
     """New probes for one worker: of its processes, and of NVIDIA GPUs where NVML can be loaded."""
     probes: list[LivenessProbe] = [ProcessProbe()]
-    with suppress(
-        Exception
-    ):  # a missing package or driver, or one that is broken: there is nothing to probe
+    # a missing package or driver, or one that is broken: there is nothing to probe
+    with suppress(Exception):
         probes.append(NvidiaProbe())
     return tuple(probes)
 
@@ -309,9 +306,8 @@ class _Stat(Struct, frozen=True, kw_only=True):
 
 def _read_stat(path: str) -> _Stat | None:
     try:
-        head, tail = (_read(path) or "").rsplit(
-            ")", 1
-        )  # the name may itself hold brackets and blanks
+        # the name may itself hold brackets and blanks
+        head, tail = (_read(path) or "").rsplit(")", 1)
         fields = tail.split()  # from the third on, in the count of proc(5)
         return _Stat(
             name=head.split("(", 1)[1],

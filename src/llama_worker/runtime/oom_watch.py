@@ -22,9 +22,8 @@ class OomWatch:
         self._counter = _counter_file(pid)
         self._before = _count(self._counter)
         self._looked_at = now
-        self._log = (
-            _end_of_log()
-        )  # what it holds already may be of another process with the same pid
+        # what it holds already may be of another process with the same pid
+        self._log = _end_of_log()
 
     def close(self) -> None:
         """Let the kernel's log go; idempotent."""

@@ -141,9 +141,8 @@ class ServerProcess:
         self._orders = b""  # given before the guard was there to take them
         self._server: _Server | None = None  # once it was started
         self._reaped = False  # the guard said that nothing of the tree is left
-        self._returncode: int = (
-            -signal.SIGKILL
-        )  # what a killed guard could not report: the kernel killed it
+        # what a killed guard could not report: the kernel killed it
+        self._returncode: int = -signal.SIGKILL
         self._failure: str | None = None
         self._oom: OomWatch | None = None
         self._lack_of_memory: str | None = None
@@ -180,9 +179,8 @@ class ServerProcess:
         if self._server is not None:
             _kill(self._server)
             if self._guard is not None:
-                self._guard.send_signal(
-                    signal.SIGCONT
-                )  # one that was stopped after the order must run to reap
+                # one that was stopped after the order must run to reap
+                self._guard.send_signal(signal.SIGCONT)
         elif self._guard is not None:
             self._guard.kill()  # it has not come to start a server
 
@@ -330,15 +328,13 @@ class ServerProcess:
         if self._server is None:
             detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
             return self._not_started(StartFailReason.SPAWN_FAILED, detail)
-        if (
-            not self._reaped
-        ):  # somebody killed the guard, and the kernel the server with it: wait for its end
+        # somebody killed the guard, and the kernel the server with it: wait for its end
+        if not self._reaped:
             _kill(self._server)
             if self._server.pidfd is not None:
                 _has_ended(self._server.pidfd, None)
-            _sweep(
-                self._mark
-            )  # the guard knew the tree; without it, the mark in their environment tells
+            # the guard knew the tree; without it, the mark in their environment tells
+            _sweep(self._mark)
         return self._gone()
 
     def _gone(self) -> Exited:

@@ -31,9 +31,8 @@ _TIMEOUT_FLAGS = ("-to", "--timeout")
 _CACHE_RAM_FLAGS = ("-cram", "--cache-ram")
 
 
-_HELP_LINE = re.compile(
-    r"(-[\w.-]+(?:, +-[\w.-]+)*)((?: [^\s-]\S*)*)(?:\s{2,}|$)"
-)  # flags, what follows them
+# flags, what follows them
+_HELP_LINE = re.compile(r"(-[\w.-]+(?:, +-[\w.-]+)*)((?: [^\s-]\S*)*)(?:\s{2,}|$)")
 
 
 class _Breach(Struct, frozen=True):
@@ -194,9 +193,8 @@ def read_help(text: str) -> KnownFlags | None:
         found = _HELP_LINE.match(line)
         if found:
             flags, hint = found.groups()
-            words_count = (
-                1 if "<" in hint else len(hint.split())
-            )  # "<tensor name pattern>=<buffer type>,..." is one
+            # "<tensor name pattern>=<buffer type>,..." is one
+            words_count = 1 if "<" in hint else len(hint.split())
             counts |= dict.fromkeys(re.split(", +", flags), words_count)
     return KnownFlags(counts) if counts else None
 

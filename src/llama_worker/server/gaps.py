@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 # an alarm that rings so late rings after a gap: stopped, suspended, starved, the interpreter held
 LATE_S = 1.0
-FORGIVEN_IN_A_ROW = (
-    3  # gaps without a verdict; on a machine that is always late a hang has to be found, too
-)
+# gaps without a verdict; on a machine that is always late a hang has to be found, too
+FORGIVEN_IN_A_ROW = 3
 _KEPT = 256  # an even number; where there are more, the older half is kept more coarsely
 
 

@@ -32,9 +32,8 @@ MIN_READ_BYTES_PER_S = float(1 << 19)
 MIN_MAJOR_FAULTS = 20
 MIN_MAJOR_FAULTS_PER_S = 20.0
 
-ProcessKey = tuple[
-    int, float
-]  # pid and creation time: a pid alone may come back as another process
+# pid and creation time: a pid alone may come back as another process
+ProcessKey = tuple[int, float]
 
 
 class Counters(Struct, frozen=True, kw_only=True):

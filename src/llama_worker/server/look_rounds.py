@@ -17,9 +17,8 @@ class LookRounds:
         self._probes = frozenset(range(probes_count))
         self._epoch = 0
         self._round = 0
-        self._first_round = (
-            0  # of the present watching; what was seen in an older one is out of date
-        )
+        # of the present watching; what was seen in an older one is out of date
+        self._first_round = 0
         self._out: set[int] = set()  # probes that have not returned
         self._pending: set[int] = set()  # those of them that the present round waits for
         self._to_reset: set[int] = set()  # probes that still have to forget what they saw before

@@ -67,9 +67,8 @@ class Pace:
         most = max(learnt.tokens for learnt in known)
         telling = min(most, max(1, tokens // _SMALLEST_SHARE))
         known = [learnt for learnt in known if learnt.tokens >= telling]
-        deep = min(
-            depth, max(learnt.depth for learnt in known) / 2
-        )  # what lay deep tells of deeper
+        # what lay deep tells of deeper
+        deep = min(depth, max(learnt.depth for learnt in known) / 2)
         known = [learnt for learnt in known if learnt.depth >= deep]
         return max(
             learnt.seconds

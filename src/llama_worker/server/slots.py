@@ -23,13 +23,11 @@ LOOKS_COUNT = 4  # of one round
 LOOK_TIMEOUT_S = 2.0  # it answers within 0.21 s, also in the middle of a long batch (b11434)
 SILENT_S = 60.0  # so long without an answer, and it is news
 SILENT_LOOKS = 3
-LOOK_INTERVAL_S = (
-    2.0  # more often would disturb the server, which restarts its own 1 s waits at every answer
-)
+# more often would disturb the server, which restarts its own 1 s waits at every answer
+LOOK_INTERVAL_S = 2.0
 PAUSE_S = 5.0  # after a round without a verdict
-NO_ANSWER_PAUSE_S = (
-    60.0  # after `--no-slots` (501), a key that is missing (401), an old build, or silence
-)
+# after `--no-slots` (501), a key that is missing (401), an old build, or silence
+NO_ANSWER_PAUSE_S = 60.0
 
 _PREFILL, _GENERATING = RequestPhase.PREFILL, RequestPhase.GENERATING
 
@@ -340,14 +338,12 @@ class SlotsWatch:
     suspected. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.deadline: float | None = (
-            None  # when a look is due; None: while nobody is suspected, or one is under way
-        )
+        # when a look is due; None: while nobody is suspected, or one is under way
+        self.deadline: float | None = None
         self.looks: list[SlotsLook] = []  # of the round under way, or of the one that is complete
         self.still_since = 0.0  # the first look since which nothing moved
-        self.moved_at: float | None = (
-            None  # the last look behind which something moved, of any round
-        )
+        # the last look behind which something moved, of any round
+        self.moved_at: float | None = None
         self.tells = False  # it answered when it was asked last
         self.is_silent = False  # it did not, nor did it refuse
         self.may_read_unseen = False  # some slot, when it answered last

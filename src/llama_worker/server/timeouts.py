@@ -15,9 +15,8 @@ from llama_worker.request.progress import Progress, newest
 from llama_worker.server.gaps import NO_GAPS, Gaps
 from llama_worker.types import RequestFailReason, RequestPhase
 
-BUSY_WINDOW_MIN_S = (
-    1.0  # a neighbour that received data within this much proves that the server works
-)
+# a neighbour that received data within this much proves that the server works
+BUSY_WINDOW_MIN_S = 1.0
 DEAD_BESIDE_MULTIPLE = 4  # of `idle_stream_timeout_s`, where `/slots` cannot tell whose work it is
 
 
@@ -270,9 +269,8 @@ class Triage(Struct, frozen=True):
     """Whether a verdict that accuses the server costs it, or only its request. A launch begins with
     `Triage()`."""
 
-    spared: _Spared | None = (
-        None  # the verdict that ended its culprit alone, until a new request completed
-    )
+    # the verdict that ended its culprit alone, until a new request completed
+    spared: _Spared | None = None
 
     def judge(
         self, culprit_id: int, *, busy_neighbour: bool, newest_request_id: int

@@ -73,9 +73,8 @@ from llama_worker.server.timeouts import (
 )
 from llama_worker.types import RequestFailReason, RequestPhase, StartFailReason
 
-_TOGETHER_FROM_S = (
-    10.0  # health probes so rare are due on whole seconds: those of many workers wake the host once
-)
+# health probes so rare are due on whole seconds: those of many workers wake the host once
+_TOGETHER_FROM_S = 10.0
 _RETRY_S = 1.0  # a probe that could not be made is made again
 
 
@@ -105,9 +104,8 @@ class LookAtSlots(Struct, frozen=True, kw_only=True):
 Order = ProbeReadiness | StandDown | Look | LookAtSlots | ReportProgress
 _Ordered = Launch | Launched | StandDown | Watch | Unwatch | ProbeNow
 _Seen = EvidenceSeen | Probed | SlotsSeen | ProgressReported | GpuFaulted
-News = (
-    BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed
-)  # to the WorkerActor
+# to the WorkerActor
+News = BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed
 
 
 class ServerWatch:
@@ -130,9 +128,8 @@ class ServerWatch:
     def _reset(self) -> None:
         """Of no launch."""
         self._epoch, self._pid = 0, 0
-        self._stage: StartupWatch | HealthCounter | None = (
-            None  # before READY, while READY; None: idle
-        )
+        # before READY, while READY; None: idle
+        self._stage: StartupWatch | HealthCounter | None = None
         self._look_at: float | None = None
         self._probe_at: float | None = None
         self._doubt: str | None = None  # why a probe is wanted out of turn
@@ -151,9 +148,8 @@ class ServerWatch:
         self._slots = SlotsWatch()
         self._build_answers_in_batches = False
         self._media_left_at: float | None = None  # when a request with images or sounds ended
-        self._moved_at: dict[
-            int, float
-        ] = {}  # when what may be a request's slot was seen to have moved
+        # when what may be a request's slot was seen to have moved
+        self._moved_at: dict[int, float] = {}
         self._gaps = NO_GAPS
         self._gaps_in_a_row = 0
         self._probe_is_stale = False  # the one under way was begun before a gap
@@ -230,9 +226,8 @@ class ServerWatch:
                     if self._slots.silent_since is not None:
                         self._probe_beside(now)
                     if is_complete:
-                        self._inquiry = (
-                            Inquiry()
-                        )  # what was told before the last look says too little
+                        # what was told before the last look says too little
+                        self._inquiry = Inquiry()
                         self._inquire(now)
             case ProgressReported(progress=progress, for_verdict=for_verdict):
                 if progress is not None and progress.request_id in self._requests:

@@ -17,27 +17,23 @@ from msgspec import Struct
 from llama_worker.stream.events import ToolCallDelta, encodable
 from llama_worker.types import ExitSignal
 
-MAX_JSON_DEPTH = (
-    128  # of a call's arguments: far below where Python's parser, or a copy of them, gives up
-)
+# of a call's arguments: far below where Python's parser, or a copy of them, gives up
+MAX_JSON_DEPTH = 128
 
 _EXCERPT_CHARS = 200
-_EARLY_CHARS = (
-    1 << 14
-)  # of arguments that are parsed again and again while they grow; longer ones: once, at the end
+# of arguments that are parsed again and again while they grow; longer ones: once, at the end
+_EARLY_CHARS = 1 << 14
 
 
 class RawCall(Struct, frozen=True):
     """One call as the model made it, not judged yet."""
 
-    call_id: (
-        str | None
-    )  # the server's; a worker sends ids of its own, the Responses proxy passes it on
+    # the server's; a worker sends ids of its own, the Responses proxy passes it on
+    call_id: str | None
     name: str
     arguments: str  # JSON text, if the model did well
-    tagged: str | None = (
-        None  # the whole `<tool_call>...</tool_call>`, where it was found in the text
-    )
+    # the whole `<tool_call>...</tool_call>`, where it was found in the text
+    tagged: str | None = None
 
 
 class MalformedCall(Struct, frozen=True):
@@ -61,9 +57,8 @@ class Partition(Struct, frozen=True):
 
     normal: tuple[ParsedCall, ...]
     exits: tuple[ExitSignal, ...]
-    problem: (
-        str | None
-    )  # the first one, for a person: why the request fails, with `tool_parse_error`
+    # the first one, for a person: why the request fails, with `tool_parse_error`
+    problem: str | None
     unrun: tuple[RawCall | MalformedCall, ...]  # all but the exits, as they came
 
 

@@ -43,9 +43,8 @@ class StreamDecoder:
     """From a response body's bytes, split anywhere, to its events."""
 
     def __init__(self) -> None:
-        self.data_records = (
-            0  # records with data so far: each is progress, even where it gave no event
-        )
+        # records with data so far: each is progress, even where it gave no event
+        self.data_records = 0
         self.error: str | None = None  # why the stream cannot be read; nothing is decoded any more
         self._sse = SseDecoder()
         self._events: list[StreamEvent] = []  # of the bytes fed just now
@@ -249,9 +248,8 @@ def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
     index = _count(call.get("index"))
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
-        arguments = json.dumps(
-            arguments, ensure_ascii=False
-        )  # old builds give a final call's as an object
+        # old builds give a final call's as an object
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return ToolCallDelta(
         index=position if index is None else index,
         call_id=_text(call.get("id")) or _text(function.get("id")),  # in `function`: old builds
@@ -325,9 +323,8 @@ def _count(value: Any) -> int | None:
 def _rate(value: Any) -> float | None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
-    return (
-        float(value) if abs(value) < 1e12 else None
-    )  # JSON as read here may hold NaN and Infinity
+    # JSON as read here may hold NaN and Infinity
+    return float(value) if abs(value) < 1e12 else None
 
 
 def _shown(data: str) -> str:

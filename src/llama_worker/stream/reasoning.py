@@ -53,18 +53,16 @@ class ReasoningSplitter:
     """
 
     def __init__(self, *, opened_by_template: bool = False) -> None:
-        self.only_assumed = (
-            False  # content was taken for reasoning on `opened_by_template` alone, no tag was seen
-        )
+        # content was taken for reasoning on `opened_by_template` alone, no tag was seen
+        self.only_assumed = False
         self._opened_by_template = opened_by_template
         self._at = _At.HEAD
         self._undelivered: list[str] = []  # content since the last delivery, as it came
         self._tag_start = ""  # the content's end, where that may be the start of a tag
         self._closing_tags: Collection[str] = ()
         self._reasoning = _Trimmer()  # whatever way it came
-        self._original: _Original | None = (
-            None  # `reasoning_content` that came first: a tag may repeat it
-        )
+        # `reasoning_content` that came first: a tag may repeat it
+        self._original: _Original | None = None
 
     def feed_reasoning(self, reasoning: str) -> Piece:
         """A `reasoning_content` delta."""

@@ -34,15 +34,13 @@ class SseDecoder:
 
     def __init__(self) -> None:
         self.error: str | None = None  # why the bytes are not SSE; nothing is decoded any more
-        self._block = [
-            b""
-        ]  # what sseclient reads next; any iterable does, and is read anew by each events()
+        # what sseclient reads next; any iterable does, and is read anew by each events()
+        self._block = [b""]
         self._sseclient = sseclient.SSEClient(cast(Iterator[bytes], self._block))
         self._bom: bytes | None = b""  # start of the body that may be part of a BOM; None: settled
         self._after_cr = False  # the last byte was a CR: an LF that follows belongs to it
-        self._partial = (
-            bytearray()
-        )  # the record that has not ended yet, with LF, without leading comments
+        # the record that has not ended yet, with LF, without leading comments
+        self._partial = bytearray()
 
     def feed(self, data: bytes) -> list[SseRecord]:
         """The records that these bytes complete, in order; none for comments, blanks and unknown

@@ -232,9 +232,8 @@ class _Part(Enum):
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_OUTSIDE = re.compile(
-    r"[ \t\n\r0-9:,.+\-Eaeflnrstu]*"
-)  # every character JSON knows there, brackets aside
+# every character JSON knows there, brackets aside
+_OUTSIDE = re.compile(r"[ \t\n\r0-9:,.+\-Eaeflnrstu]*")
 _STRING = re.compile(r'[^"\\\x00-\x1f]*')
 
 

@@ -35,9 +35,8 @@ class TurnEnd:
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
-        self.settled_at: float | None = (
-            None  # monotonic; when `tick` ends a turn that has finished; it may be put off
-        )
+        # monotonic; when `tick` ends a turn that has finished; it may be put off
+        self.settled_at: float | None = None
 
     def feed(self, event: LastWord, now: float) -> Verdict | None:
         """An event that may be the last."""

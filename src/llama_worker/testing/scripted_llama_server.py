@@ -67,9 +67,8 @@ class JournalWriter:
 
     def note(self, fact: str, **fields: Json) -> None:
         line = json.dumps({"fact": fact, "at": time.time(), **fields})
-        os.write(
-            self._fd, f"\n{line}\n".encode()
-        )  # SIGKILL may cut a write short: the next line is whole again
+        # SIGKILL may cut a write short: the next line is whole again
+        os.write(self._fd, f"\n{line}\n".encode())
 
     def count(self, fact: str) -> int:
         """How often it was noted, by servers before this one, too."""

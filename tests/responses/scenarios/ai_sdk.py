@@ -132,9 +132,8 @@ def a_conversation_goes_on(*turns: Json) -> None:
 @scenario(turn(GREETING), turn(GREETING, by_id=True))
 def a_conversation_goes_on_by_id(first: Json, second: Json) -> None:
     assert second["text"] == GREETING
-    assert (
-        second["usage"]["input"] > first["usage"]["input"]
-    )  # the same was said: the rest is what came before
+    # the same was said: the rest is what came before
+    assert second["usage"]["input"] > first["usage"]["input"]
 
 
 # ---------------------------------------------------------------- tools

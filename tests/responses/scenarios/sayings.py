@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 GREETING = "Hello there, my friend."
-STORY = (
-    "Once upon a time there was a small model that said the same."  # begins with the relay's cue
-)
+# begins with the relay's cue
+STORY = "Once upon a time there was a small model that said the same."
 TALE = " ".join(["tick tock"] * 30)  # 60 tokens: long enough to be cut short
 TOO_LONG = "word " * 5000
 
