@@ -419,8 +419,8 @@ class ResponsesApp:
                 if not (leased.is_given_up and failure is not None and decoder is not None):
                     raise
                 # As the server itself tells of an error in a stream.
-                told = {"error": {"message": failure.detail, "type": "server_error", "code": 503}}
-                client.write(f"\n\ndata: {json.dumps(told)}\n\n".encode())
+                last = {"error": {"message": failure.detail, "type": "server_error", "code": 503}}
+                client.write(f"\n\ndata: {json.dumps(last)}\n\n".encode())
                 break
             if not piece:
                 leased.closed(None)

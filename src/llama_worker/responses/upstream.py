@@ -48,7 +48,7 @@ class ChatExchange:
 
     def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
         """Post it and wait for the headers; False where `failure` says why there is no stream."""
-        told = {
+        sent = {
             "Accept": "text/event-stream",
             "Content-Type": "application/json",
             **headers,
@@ -58,7 +58,7 @@ class ChatExchange:
         self._leased.sends()
         try:
             self._reply = reply = send(
-                self._abort, self._endpoint, "POST", path, headers=told, body=data, waiter=self
+                self._abort, self._endpoint, "POST", path, headers=sent, body=data, waiter=self
             )
         except (OSError, ValueError) as error:
             failure = no_reply(error, self._abort, self._endpoint)

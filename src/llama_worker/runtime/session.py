@@ -193,9 +193,9 @@ def send(
     request.prepare_method(method)
     request.prepare_url(endpoint.base_url, None)
     request.url = f"{(request.url or '').rstrip('/')}{target}"
-    told = {"Accept-Encoding": "identity", "Connection": "close", **(headers or {})}
-    told.update(endpoint.headers())
-    request.headers = requests.structures.CaseInsensitiveDict(told)
+    sent = {"Accept-Encoding": "identity", "Connection": "close", **(headers or {})}
+    sent.update(endpoint.headers())
+    request.headers = requests.structures.CaseInsensitiveDict(sent)
     if body is not None:
         request.headers["Content-Length"] = str(len(body))
         request.body = body

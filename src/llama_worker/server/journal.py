@@ -192,8 +192,8 @@ class EventFeed:
             self._untold_count += 1
             return
         if self._untold_count:
-            told = {"at": event["at"], "event": "events_dropped", "worker": event["worker"]}
-            self._put({**told, "count": self._untold_count})
+            gap = {"at": event["at"], "event": "events_dropped", "worker": event["worker"]}
+            self._put({**gap, "count": self._untold_count})
             self._untold_count = 0
         self._put(event)
 
