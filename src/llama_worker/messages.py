@@ -736,3 +736,7 @@ WatchdogMessage = (
     | GpuFaulted
     | Tick
 )
+
+# ---------------------------------------------------------------- to the UpstreamActor
+
+UpstreamMessage = Lease | EndLease | Probed | SlotsSeen | Tick

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from llama_worker.errors import ConfigError
@@ -93,6 +93,14 @@ class TimeoutProfile:
             suspect_after_s=None,
             health_probe_interval_s=None,
         )
+
+    def without_evidence(self) -> Self:
+        """The same for a server whose processes cannot be seen.
+
+        Some builds hold the response headers back until the prompt is read, and every build does
+        that for a reply in one piece: that they do not come is then no sign of a hang.
+        """
+        return replace(self, headers_timeout_s=self.silent_work_timeout_s or _NEVER_S)
 
 
 @names_near_fields

@@ -13,7 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
+from msgspec.structs import replace
+from typer.testing import CliRunner
 
+from llama_worker import TimeoutProfile
+from llama_worker.cli.app import app
+from llama_worker.cli.proxy import ProxyOptions, _worker_config
+from llama_worker.cli.run_options import PRESETS
 from llama_worker.testing.scripts import Journal, Script, Startup, scripted_server_cmd
 from tests.actors.conftest import HOST, MakeWorker
 from tests.cli.conftest import COMMAND, WAIT_S, Run, environment
@@ -72,13 +78,29 @@ def test_with_a_server_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
     assert not psutil.pid_exists(journal.wait("launched")["pid"])
 
 
+@pytest.mark.parametrize("given", [[], ["--timeouts", "fast"]])
+def test_timeouts_are_those_of_whichever_server(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that is there, and of one that is started."""
+    options: list[ProxyOptions] = []
+    monkeypatch.setattr("llama_worker.cli.proxy.serve", options.append)
+    result = CliRunner().invoke(app, ["responses-proxy", "--upstream", "http://a", *given])
+    assert result.exit_code == 0, result.output
+    preset = TimeoutProfile.fast() if given else TimeoutProfile.slow_prefill()
+    assert PRESETS[options[0].timeouts]() == preset
+    started = replace(options[0], upstream=None, server_cmd="server {port}")
+    assert _worker_config(started, None).timeouts == preset
+
+
 def test_who_handled_signals_before_does_so_afterwards(free_port: Callable[[], int]) -> None:
     """In a process of its own, which has its signals to itself."""
     program = f"""
 import signal
 from llama_worker.cli.proxy import ProxyOptions, serve
 options = dict.fromkeys(ProxyOptions.__struct_fields__)
-options |= {{"upstream": "http://{HOST}:1", "host": "{HOST}", "port": {free_port()}, "allow_origins": ()}}
+options |= {{"upstream": "http://{HOST}:1", "host": "{HOST}", "port": {free_port()}}}
+options |= {{"allow_origins": (), "timeouts": "slow"}}
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 print(serve(ProxyOptions(**options)))
 assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

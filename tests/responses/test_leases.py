@@ -22,7 +22,7 @@ from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.server import watch
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, make_worker
-from tests.responses.conftest import HELLO, Client, Json
+from tests.responses.conftest import HELLO, Client, Json, MakeClient
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.scenarios.cases import _SUSPICIOUS, _slot
 from tests.scenarios.scenario import TIMEOUTS
@@ -165,6 +165,61 @@ def test_a_neighbours_long_batch_is_not_a_hang(make_stage: MakeStage) -> None:
     assert ended(events)["output"][0]["content"][0]["text"] == "late"
     assert stage.rig.ended(neighbour)["text"] == "done"
     assert stage.rig.status()["restart_count"] == 0
+
+
+# ---------------------------------------------------------------- somebody else's server
+
+
+@pytest.mark.parametrize(
+    ("reply", "server", "limits", "reason"),
+    [
+        pytest.param([*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, "stall_timeout", id="SIGSTOP"),
+        pytest.param([*HALF, fs.WaitClose()], {}, {}, "stall_timeout", id="a decode that dies"),
+        pytest.param(
+            [*HALF, fs.WaitClose()],
+            {"slots": [fs.Answer(body=[_slot(busy=False)])]},
+            _SUSPICIOUS,
+            "request_lost",
+            id="a lost request",
+        ),
+        pytest.param(
+            [*HALF, fs.Burn(None, 30.0)],
+            {"slots": [fs.Answer(body=[_slot(decoded=3)])]},
+            _SUSPICIOUS,
+            "stall_timeout",
+            id="a server that spins",
+        ),
+    ],
+)
+def test_a_hung_upstream_is_told_to_its_client(
+    make_client: MakeClient, reply: Steps, server: Any, limits: Any, reason: str
+) -> None:
+    client = make_client(fs.Script(**server), timeouts=replace(TIMEOUTS, **limits))
+    events = read_sse(client.create(*reply, stream=True).data)
+    check_events(events)
+    assert (events[-1]["type"], events[-2]["type"]) == ("response.failed", "error")
+    assert reason in ended(events)["error"]["message"]
+    kept = client.send("GET", f"/v1/responses/{ended(events)['id']}").json
+    assert kept["output"][0]["content"][0]["text"] == "Once "
+
+
+@pytest.mark.parametrize("target", ["/v1/responses", "/v1/chat/completions"])
+def test_an_upstream_without_headers_is_a_gateway_timeout(
+    make_client: MakeClient, target: str
+) -> None:
+    """Nobody starts it anew: the client is not told to come again soon."""
+    client = make_client(timeouts=replace(TIMEOUTS, silent_work_timeout_s=1.0))
+    reply = client.create(fs.WaitClose(), target=target, messages=WHOLE)
+    assert (reply.status, reply.headers.get("retry-after")) == (504, None)
+    assert "headers_timeout" in reply.json["error"]["message"]
+    assert client.create().status == 200
+
+
+def test_a_slow_upstream_is_left_alone(make_client: MakeClient) -> None:
+    """Its prompt takes thrice as long as it may be silent, and it tells of each batch."""
+    client = make_client(timeouts=TIMEOUTS)
+    steps = [fs.Headers(), fs.Role(), fs.Prefill(12, 1, 0.3), *fs.plain_reply()[2:]]
+    assert ended(client.stream(*steps))["status"] == "completed"
 
 
 # ---------------------------------------------------------------- slots

@@ -110,6 +110,12 @@ ServerArgOption = Annotated[
     list[str] | None,
     typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated."),
 ]
+TimeoutsOption = Annotated[
+    Timeouts,
+    typer.Option(
+        metavar="PRESET", help="For which hardware: slow (slow_prefill), normal, fast or debug."
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")
 ]
@@ -156,12 +162,7 @@ def run_command(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, metavar="N", help="[one that is free]")
     ] = None,
-    timeouts: Annotated[
-        Timeouts,
-        typer.Option(
-            metavar="PRESET", help="For which hardware: slow_prefill, normal, fast or debug."
-        ),
-    ] = "slow_prefill",
+    timeouts: TimeoutsOption = "slow_prefill",
     as_json: JsonOption = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No progress, reasoning or numbers.")
@@ -322,6 +323,7 @@ def responses_proxy_command(
             metavar="CMD", help="Start this llama-server; {host}, {port} and {slots} are filled in."
         ),
     ] = None,
+    timeouts: TimeoutsOption = "slow_prefill",
 ) -> int:
     """Serve OpenAI's Responses API.
 
@@ -343,6 +345,7 @@ def responses_proxy_command(
             server=server,
             slots=slots,
             server_cmd=server_cmd,
+            timeouts=timeouts,
         )
     )
 

@@ -24,6 +24,7 @@ from llama_worker import (
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.models import find_model, find_server
+from llama_worker.cli.run_options import PRESETS, Timeouts
 from llama_worker.cli.starting import Stopped
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.runtime.futures import WorkerFuture
@@ -46,6 +47,7 @@ class ProxyOptions(Struct, frozen=True, kw_only=True):
     server: str | None
     slots: int
     server_cmd: str | None
+    timeouts: Timeouts
 
 
 def serve(options: ProxyOptions) -> int:
@@ -74,6 +76,7 @@ def _serve(options: ProxyOptions, ended: WorkerFuture[None]) -> None:
             ca_file=options.ca_file,
             max_concurrent=options.max_concurrent,
             allow_origins=options.allow_origins,
+            timeouts=PRESETS[options.timeouts](),
         )
         proxy = ResponsesProxy(config, worker=worker)
         try:
@@ -144,7 +147,14 @@ def _worker_config(options: ProxyOptions, api_key: str | None) -> WorkerConfig:
         command = tuple(words)
     env = {"LLAMA_API_KEY": api_key} if api_key else {}
     return WorkerConfig(
-        "responses-proxy", _LOCALHOST, port, command, slots=slots, api_key=api_key, env=env
+        "responses-proxy",
+        _LOCALHOST,
+        port,
+        command,
+        slots=slots,
+        api_key=api_key,
+        env=env,
+        timeouts=PRESETS[options.timeouts](),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,8 +19,9 @@ from llama_worker.exit_tools import ALL_EXIT_TOOLS
 
 HOST = "127.0.0.1"
 STOP_GRACE_S = 2.0  # a person waits at the terminal
-Timeouts = Literal["slow_prefill", "normal", "fast", "debug"]
-_PRESETS = {
+Timeouts = Literal["slow", "slow_prefill", "normal", "fast", "debug"]
+PRESETS: Mapping[Timeouts, Callable[[], TimeoutProfile]] = {
+    "slow": TimeoutProfile.slow_prefill,
     "slow_prefill": TimeoutProfile.slow_prefill,
     "normal": TimeoutProfile.normal,
     "fast": TimeoutProfile.fast,
@@ -62,7 +64,7 @@ def worker_config(options: ServerOptions) -> WorkerConfig:
         options.port,
         command,
         slots=options.slots,
-        timeouts=replace(_PRESETS[options.timeouts](), stop_grace_s=STOP_GRACE_S),
+        timeouts=replace(PRESETS[options.timeouts](), stop_grace_s=STOP_GRACE_S),
         restart=RestartPolicy.never(),
         exit_tools=ALL_EXIT_TOOLS if options.exit_tools else (),
         bios_provider=default_bios if options.exit_tools else None,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from llama_worker.messages import Mailbox, WorkerMessage
+from llama_worker.messages import EndLease, Lease, Mailbox
 from llama_worker.responses.client import Client
 from llama_worker.responses.client_connection import Request
 from llama_worker.responses.compaction import compacted, compaction_request
@@ -48,11 +48,11 @@ from llama_worker.responses.request import (
     response_id_of,
 )
 from llama_worker.responses.store import Found, StoredResponse, stored_response
-from llama_worker.responses.upstream import ChatExchange
+from llama_worker.responses.upstream import ChatExchange, endpoint_of
 from llama_worker.runtime import session
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.runtime.leased_exchange import LeasedExchange
-from llama_worker.runtime.session import Endpoint, Reply
+from llama_worker.runtime.session import Reply
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.types import RequestFailReason
@@ -79,23 +79,22 @@ _logger = logging.getLogger("llama_worker.responses")
 
 class ResponsesApp:
     """`serve` is the listener's `Serve`. Its questions of state go to the actor that `proxy`
-    names. `worker`: whose server the upstream is, and of which chats hold slots."""
+    names. `watch` gives leases, and watches over what holds one; `restarts`: it will also
+    have a server again where one is given up."""
 
     def __init__(
         self,
         config: ResponsesProxyConfig,
         proxy: Mailbox[ProxyMessage],
-        worker: Mailbox[WorkerMessage] | None = None,
+        watch: Mailbox[Lease | EndLease],
+        *,
+        restarts: bool,
     ) -> None:
         self._config = config
         self._proxy = proxy
-        self._worker = worker
-        self._endpoint = Endpoint(
-            base_url=config.base_url,
-            connect_timeout_s=config.connect_timeout_s,
-            api_key=config.api_key,
-            ca_file=config.ca_file,
-        )
+        self._watch = watch
+        self._restarts = restarts
+        self._endpoint = endpoint_of(config)
         self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
         self._numbers = itertools.count(1)
         self._sampling: Mapping[str, float] = {}  # of the server, and until when that counts
@@ -123,7 +122,7 @@ class ResponsesApp:
 
     def _exchange(self, client: Client) -> Exchange:
         number = next(self._numbers)
-        return Exchange(number, client, self._proxy, self._config, self._worker)
+        return Exchange(number, client, self._proxy, self._config, self._watch)
 
     def _route(self, exchange: Exchange, request: Request, client: Client) -> None:
         method, path = request.method, request.target.partition("?")[0]
@@ -277,14 +276,13 @@ class ResponsesApp:
             before_reading=before_reading,
             silence_s=self._config.heartbeat_s if chat_request.stream else None,
         )
-        body = chat_request.body
-        if self._worker is not None:  # the more is told, the sooner a prompt's standstill shows
-            body = {**body, "return_progress": True}
+        # the more is told, the sooner a prompt's standstill shows
+        body = {**chat_request.body, "return_progress": True}
         if chat.open(body, forwarded(request, exclude=self._not_for_chat)):
             run.to_the_end(chat)
         else:
             assert chat.failure is not None
-            refused = _no_stream(chat.failure, is_given_up=exchange.leased.is_given_up)
+            refused = self._no_stream(chat.failure, exchange.leased)
             if not run.has_begun:
                 raise refused
             run.fail(refused)
@@ -362,7 +360,7 @@ class ResponsesApp:
     def _pass_through(self, exchange: Exchange, request: Request, client: Client) -> None:
         exchange.enter()
         is_chat = request.method == "POST" and _CHAT.fullmatch(request.target.partition("?")[0])
-        if is_chat and self._worker is not None:
+        if is_chat:
             chat = session.json_of(request.body)
             chat = chat if isinstance(chat, Mapping) else {}
             exchange.lease(
@@ -389,7 +387,7 @@ class ResponsesApp:
         except (OSError, ValueError) as error:
             failure = session.no_reply(error, exchange.abort, self._endpoint)
             failure = leased.closed(failure) or failure
-            raise _no_stream(failure, is_given_up=leased.is_given_up) from error
+            raise self._no_stream(failure, leased) from error
         with contextlib.closing(reply):
             if leased.request_id:
                 leased.replied(reply.status, time.monotonic())
@@ -430,6 +428,22 @@ class ResponsesApp:
                 leased.heard(events, time.monotonic())
             client.write(piece)  # what this raises says nothing of the server
         client.end()
+
+    def _no_stream(self, failure: StreamFailure, leased: LeasedExchange) -> RequestRefused:
+        if leased.is_given_up and self._restarts:
+            return RequestRefused(
+                503, failure.detail, code="upstream_failed", retry_after_s=_RESTARTING_S
+            )
+        if leased.is_given_up:
+            return RequestRefused(504, failure.detail, code="upstream_failed")
+        if failure.http_status is not None:
+            return refused_by_server(failure.http_status, failure.detail)
+        code = (
+            "upstream_unreachable"
+            if failure.reason is RequestFailReason.CONNECT_FAILED
+            else "upstream_failed"
+        )
+        return RequestRefused(502, f"the upstream server: {failure.detail}", code=code)
 
 
 class _Waiter(Struct):
@@ -482,21 +496,6 @@ def _check_generated(events: ResponseEvents) -> None:
         raise RequestRefused(
             502, events.failure, code=error_code(events.failure), should_retry=False
         )
-
-
-def _no_stream(failure: StreamFailure, *, is_given_up: bool = False) -> RequestRefused:
-    if is_given_up:
-        return RequestRefused(
-            503, failure.detail, code="upstream_failed", retry_after_s=_RESTARTING_S
-        )
-    if failure.http_status is not None:
-        return refused_by_server(failure.http_status, failure.detail)
-    code = (
-        "upstream_unreachable"
-        if failure.reason is RequestFailReason.CONNECT_FAILED
-        else "upstream_failed"
-    )
-    return RequestRefused(502, f"the upstream server: {failure.detail}", code=code)
 
 
 def _next_piece(reply: Reply) -> bytes:

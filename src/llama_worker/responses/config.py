@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from llama_worker.errors import ConfigError
+from llama_worker.profiles import TimeoutProfile
 from llama_worker.responses.access import is_origin
 from llama_worker.validation import checked_int, checked_seconds, checked_str, optional
 
@@ -22,6 +23,7 @@ class ResponsesProxyConfig:
     whom to trust for an https upstream; None: the public authorities. `max_concurrent`: requests
     for a response that run at once; more are refused with 503. None: no bound. `allow_origins`: web
     pages that may use the proxy, e.g. `http://localhost:3000`, and names that it may be called by.
+    `timeouts`: when a silent `upstream` is given up; a worker has limits of its own.
     """
 
     upstream: str | None = None
@@ -38,6 +40,7 @@ class ResponsesProxyConfig:
     max_body_bytes: int = 64 * _MIB  # of a request; it is held in memory
     max_responses: int = 1000
     max_stored_bytes: int = 64 * _MIB
+    timeouts: TimeoutProfile = field(default_factory=TimeoutProfile)
 
     def __post_init__(self) -> None:
         if self.upstream is not None:
@@ -60,6 +63,10 @@ class ResponsesProxyConfig:
         checked_int("max_body_bytes", self.max_body_bytes, at_least=1)
         checked_int("max_responses", self.max_responses, at_least=0)
         checked_int("max_stored_bytes", self.max_stored_bytes, at_least=0)
+        if not isinstance(self.timeouts, TimeoutProfile):
+            raise TypeError(
+                f"timeouts must be a TimeoutProfile, not {type(self.timeouts).__name__}"
+            )
 
     @property
     def base_url(self) -> str:

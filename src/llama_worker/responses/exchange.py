@@ -9,7 +9,7 @@ from typing import TypeVar
 import pykka
 from msgspec import Struct
 
-from llama_worker.messages import EndLease, Lease, Mailbox, WorkerMessage
+from llama_worker.messages import EndLease, Lease, Mailbox
 from llama_worker.responses.client import Client
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.events import Event, ResponseEvents
@@ -39,7 +39,7 @@ class Exchange:
     """One request of a client and what it has open, for the request's own thread. A client that has
     left, or was cut by the listener, aborts what is open.
 
-    `worker`: whose server the upstream is; None: it is nobody's here.
+    `watch`: whoever watches over the upstream, and gives leases.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Exchange:
         client: Client,
         proxy: Mailbox[ProxyMessage],
         config: ResponsesProxyConfig,
-        worker: Mailbox[WorkerMessage] | None = None,
+        watch: Mailbox[Lease | EndLease],
     ) -> None:
         self.abort = Abort()
         self.leased = LeasedExchange(self.abort)  # no lease so far
-        self._worker = worker
+        self._watch = watch
         self._wants_lease = False
         self._number = number
         self._client = client
@@ -79,24 +79,18 @@ class Exchange:
         self._client.when_left(self.abort.abort)
 
     def lease(self, job_name: str, *, has_media: bool = False, in_one_piece: bool = False) -> None:
-        """Have a slot of the worker's, which watches over the exchange from now on. Raises
-        RequestRefused where there is none.
-
-        Without a worker there is nothing to be had, and nobody watches.
-        """
-        if self._worker is None:
-            return
-        worker = self._worker
+        """Be watched from now on; a worker's server gives one of its slots. Raises RequestRefused
+        where there is none."""
         self.leased = LeasedExchange(
             self.abort,
-            lambda exchange: worker.tell(EndLease(exchange=exchange)),
+            lambda exchange: self._watch.tell(EndLease(exchange=exchange)),
             has_media=has_media,
             in_one_piece=in_one_piece,
         )
         self._wants_lease = True
         reply: WorkerFuture[SubmitResult] = WorkerFuture()
         order = Lease(job_name=job_name, exchange=self.leased, reply=reply)
-        answer = ask(self._worker, order, reply)
+        answer = ask(self._watch, order, reply)
         if not answer["ok"]:
             why, retry_after_s = _NO_LEASE[answer["error"]]
             raise RequestRefused(503, why, code="overloaded", retry_after_s=retry_after_s)
@@ -114,8 +108,8 @@ class Exchange:
             return
         self._has_entered = False
         self.abort.abort()
-        if self._wants_lease and self._worker is not None:
-            self._worker.tell(EndLease(exchange=self.leased))
+        if self._wants_lease:
+            self._watch.tell(EndLease(exchange=self.leased))
         self._proxy.tell(Leave(exchange_id=self._number))
 
 

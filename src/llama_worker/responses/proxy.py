@@ -10,14 +10,17 @@ from typing import Any
 import pykka
 
 from llama_worker.actors.base import LiveCount, Ref
+from llama_worker.actors.upstream import UpstreamActor
 from llama_worker.errors import ConfigError
-from llama_worker.messages import Mailbox, WorkerMessage
+from llama_worker.messages import EndLease, Lease, Mailbox, UpstreamMessage
 from llama_worker.responses.actor import ResponsesProxyActor
 from llama_worker.responses.app import ResponsesApp
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.listener import SocketListener
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
+from llama_worker.responses.upstream import endpoint_of
 from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.real import UpstreamQuestions
 from llama_worker.runtime.session import Endpoint
 from llama_worker.runtime.startable import Startable
 from llama_worker.worker import LlamaWorker
@@ -52,17 +55,23 @@ class ResponsesProxy(Startable):
         config = config or ResponsesProxyConfig()
         if (config.upstream is None) is (worker is None):
             raise ConfigError("give one of upstream (in the config) and worker")
-        server: Ref[WorkerMessage] | None = None
+        self._live_count = LiveCount()
+        self._upstream: Ref[UpstreamMessage] | None = None  # the actor, where it is ours
         if worker is not None:
-            server, endpoint = Ref(worker.actor_ref), Endpoint.of(worker.config)
+            endpoint = Endpoint.of(worker.config)
             config = replace(
                 config, upstream=endpoint.base_url, api_key=config.api_key or endpoint.api_key
             )
+            watch: Mailbox[Lease | EndLease] = Ref(worker.actor_ref)
+        else:
+            runtime = UpstreamQuestions(endpoint_of(config))
+            arguments = (self._live_count, runtime, config.timeouts, config.api_key)
+            watch = self._upstream = Ref(UpstreamActor.start(*arguments))
         self.config = config
-        self._live_count = LiveCount()
+        listener = partial(_listener, watch=watch, restarts=worker is not None)
         self._port: WorkerFuture[int] = WorkerFuture()
         self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(
-            self._live_count, config, partial(_listener, worker=server)
+            self._live_count, config, listener
         )
         self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
 
@@ -91,6 +100,8 @@ class ResponsesProxy(Startable):
             with contextlib.suppress(pykka.Timeout):  # of an actor that has crashed
                 future.get(timeout=_STOP_S)
             self._ref.stop()
+        if self._upstream is not None:
+            self._upstream.stop()
         self._live_count.wait(_LEAVE_S)
 
 
@@ -98,6 +109,7 @@ def _listener(
     config: ResponsesProxyConfig,
     proxy: Ref[ProxyMessage],
     *,
-    worker: Mailbox[WorkerMessage] | None,
+    watch: Mailbox[Lease | EndLease],
+    restarts: bool,
 ) -> SocketListener:
-    return SocketListener(config, ResponsesApp(config, proxy, worker).serve)
+    return SocketListener(config, ResponsesApp(config, proxy, watch, restarts=restarts).serve)

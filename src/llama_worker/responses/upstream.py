@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.runtime.leased_exchange import LeasedExchange
 from llama_worker.runtime.session import Abort, Endpoint, Reply, no_reply, send
 from llama_worker.stream.events import StreamEvent
@@ -14,6 +15,16 @@ from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.response import ChatBody
 
 _READ_BYTES = 65536
+
+
+def endpoint_of(config: ResponsesProxyConfig) -> Endpoint:
+    """The upstream server."""
+    return Endpoint(
+        base_url=config.base_url,
+        connect_timeout_s=config.connect_timeout_s,
+        api_key=config.api_key,
+        ca_file=config.ca_file,
+    )
 
 
 class ChatExchange:

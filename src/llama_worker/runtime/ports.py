@@ -136,6 +136,16 @@ class ActorRunner(Protocol):
         """Give the line to the host's `logging`, whose handlers may block, and not here."""
 
 
+class UpstreamRuntime(Clock, ActorRunner, Protocol):
+    """Of a server that is nobody's here."""
+
+    def probe(self, epoch: int, reply_to: Mailbox[Probed]) -> Abortable:
+        """Ask the server anything; `reply_to` gets one Probed: READY whatever it answers."""
+
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> Abortable:
+        """Ask the server's `/slots`; `reply_to` gets one SlotsSeen."""
+
+
 class Runtime(Clock, ActorRunner, Protocol):
     """One worker's."""
 

@@ -19,7 +19,7 @@ from llama_worker.runtime.liveness_probes import tree_pids
 from llama_worker.runtime.session import Abort, Endpoint, ask, json_of
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.server.gaps import LATE_S
-from llama_worker.server.health import probe_timeout_s
+from llama_worker.server.health import PROBE_TIMEOUT_S, probe_timeout_s
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
 
@@ -119,6 +119,39 @@ class ReadinessProbe:
         self, method: str, path: str, timeout_s: float, body: object = None
     ) -> tuple[int, bytes]:
         return ask(self._endpoint, method, path, timeout_s=timeout_s, body=body, abort=self._abort)
+
+
+class AnswerProbe:
+    """Does a server that is nobody's here answer anything? The constructor starts a thread, which
+    tells one Probed; any thread may call `abort`. Raises RuntimeError where the host has none."""
+
+    def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Probed]) -> None:
+        self._endpoint = endpoint
+        self._epoch = epoch
+        self._reply_to = reply_to
+        self._abort = Abort()
+        start_thread("llama_worker-upstream-probe", self._probe)
+
+    def abort(self) -> None:
+        """Close the connection now; the outcome is then FAILED."""
+        self._abort.abort()
+
+    def _probe(self) -> None:
+        deadline = time.monotonic() + PROBE_TIMEOUT_S
+        try:
+            status, _ = ask(
+                self._endpoint,
+                "GET",
+                "/v1/models",
+                timeout_s=PROBE_TIMEOUT_S,
+                abort=self._abort,
+            )
+            outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
+        except Exception as error:
+            outcome, detail = models_outcome(error, late_s=time.monotonic() - deadline)
+        self._reply_to.tell(
+            Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=ServerTraits())
+        )
 
 
 class SlotsQuestion:

@@ -29,7 +29,7 @@ from llama_worker.runtime.host_code import ToolThread, start_thread
 from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.ports import Waitable
-from llama_worker.runtime.readiness import ReadinessProbe, SlotsQuestion
+from llama_worker.runtime.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion
 from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
 from llama_worker.runtime.session import Endpoint
 from llama_worker.runtime.stream_reader import StreamReader
@@ -56,18 +56,10 @@ class ActorThreads:
         write_log(_logger, level, line)
 
 
-class RealRuntime(ActorThreads):
-    """One worker's; see `ports.Runtime`. Thread-safe."""
+class HostClock(ActorThreads):
+    """See `ports.Clock`. Thread-safe."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
-        self._name = f"llama_worker-{config.name}"
-        self._endpoint = Endpoint.of(config)
-        self._probes = (
-            default_probes() if config.liveness_probes is None else tuple(config.liveness_probes)
-        )
-        self.probes_count = len(self._probes)
-        self.log = LogRing(config.log_lines, api_key=config.api_key)
+    def __init__(self) -> None:
         self._suspended_s = _suspended_s()
         self._unix_at_boot = time.time() - time.monotonic() - self._suspended_s
         start_timers()
@@ -86,6 +78,36 @@ class RealRuntime(ActorThreads):
 
     def call_at(self, at: float, call: Callable[[], object]) -> Timer:
         return call_at(at, call)
+
+
+class UpstreamQuestions(HostClock):
+    """Those to a server that is nobody's here; see `ports.UpstreamRuntime`. Thread-safe."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+
+    def probe(self, epoch: int, reply_to: Mailbox[Probed]) -> AnswerProbe:
+        return AnswerProbe(self._endpoint, epoch=epoch, reply_to=reply_to)
+
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SlotsQuestion:
+        name = "llama_worker-upstream-slots"
+        return SlotsQuestion(self._endpoint, epoch=epoch, name=name, reply_to=reply_to)
+
+
+class RealRuntime(HostClock):
+    """One worker's; see `ports.Runtime`. Thread-safe."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._name = f"llama_worker-{config.name}"
+        self._endpoint = Endpoint.of(config)
+        self._probes = (
+            default_probes() if config.liveness_probes is None else tuple(config.liveness_probes)
+        )
+        self.probes_count = len(self._probes)
+        self.log = LogRing(config.log_lines, api_key=config.api_key)
 
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
         return what.wait(timeout_s)

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from llama_worker.profiles import TimeoutProfile
 
-_PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
+PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
 _PROBE_TIMEOUT_MIN_S = 1.0
 
 
@@ -14,8 +14,8 @@ def probe_timeout_s(profile: TimeoutProfile) -> float:
     """How long one readiness probe may take: until the next is due, within bounds."""
     interval_s = profile.health_probe_interval_s
     if interval_s is None:
-        return _PROBE_TIMEOUT_S
-    return min(_PROBE_TIMEOUT_S, max(_PROBE_TIMEOUT_MIN_S, interval_s))
+        return PROBE_TIMEOUT_S
+    return min(PROBE_TIMEOUT_S, max(_PROBE_TIMEOUT_MIN_S, interval_s))
 
 
 class HealthCounter(Struct, frozen=True, kw_only=True):

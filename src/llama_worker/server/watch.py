@@ -188,6 +188,18 @@ class ServerWatch:
                 assert_never(message)
         return self._effects
 
+    def adopt(self, epoch: int, now: float) -> None:
+        """Watch a server that runs already, and whose processes are nobody's here: it counts as
+        ready."""
+        assert self._stage is None
+        self._epoch, self._stage = epoch, HealthCounter(since=now)
+        self._set_health_probe(now)
+
+    @property
+    def is_watching(self) -> bool:
+        """There is a launch."""
+        return self._stage is not None
+
     def _ordered(self, order: _Ordered, now: float) -> None:
         match order:
             case Launch(epoch=epoch):

@@ -1,0 +1,165 @@
+"""UpstreamActor: watches the requests to a server that is nobody's here: it has no processes to be
+seen, and is never restarted.
+
+Receives Lease and EndLease from the threads that serve a proxy's clients, as a WorkerActor does,
+and what its probes report. Sends nothing but answers. Owns the leases, and what is being asked of
+the server; while nobody waits for the server, nothing is asked of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterator
+
+from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
+from llama_worker.messages import (
+    Abandon,
+    EndLease,
+    HealthLost,
+    Lease,
+    Probed,
+    ProbeOutcome,
+    ProgressReported,
+    ReportProgress,
+    SlotsSeen,
+    Stalled,
+    StandDown,
+    Tick,
+    Unwatch,
+    UpstreamMessage,
+    Watch,
+    WatchdogMessage,
+)
+from llama_worker.profiles import TimeoutProfile
+from llama_worker.request.table import Admitted
+from llama_worker.runtime.leased_exchange import LeasedExchange
+from llama_worker.runtime.ports import Abortable, UpstreamRuntime
+from llama_worker.server.traits import ServerTraits
+from llama_worker.server.watch import LookAtSlots, News, Order, ProbeReadiness, ServerWatch
+from llama_worker.types import RequestFailReason
+
+
+class UpstreamActor(SupervisedActor[UpstreamMessage]):
+    """One server's. Everybody gets a lease: how many may run at once is the server's to say."""
+
+    role = "upstream"
+    accepts = members(UpstreamMessage)
+
+    def __init__(
+        self,
+        live_count: LiveCount,
+        runtime: UpstreamRuntime,
+        timeouts: TimeoutProfile,
+        api_key: str | None,
+    ) -> None:
+        super().__init__(None, live_count, runtime)
+        self._runtime = runtime
+        self._api_key = api_key
+        self._watch = ServerWatch(timeouts.without_evidence(), probes_count=0, me=_AskedDirectly())
+        self._alarm = Alarm(runtime, self.me())
+        self._exchanges: dict[int, LeasedExchange] = {}  # by request id
+        self._request_ids = itertools.count(1)
+        self._epochs = itertools.count(1)  # one for each time in which requests are in flight
+        self._probes: dict[type, Abortable] = {}  # the latest of each kind
+
+    def handle(self, message: UpstreamMessage) -> None:
+        """Step the watch, carry out what follows."""
+        now = self._runtime.now()
+        match message:
+            case Lease():
+                self._lease(message, now)
+            case EndLease(exchange=exchange):
+                if self._exchanges.pop(exchange.request_id, None) is not None:
+                    if exchange.end(now) is None:  # its connection broke; nobody can tell why
+                        exchange.step(message, now)
+                        exchange.step(Tick(), exchange.deadline or now)
+                    self._step(_unwatch(exchange), now)
+            case Tick():
+                self._alarm.rang()
+                self._step(message, now)
+            case _:
+                self._step(message, now)
+        self._alarm.set(self._watch.deadline)
+
+    def release(self, failure: str | None) -> None:
+        """End what is in flight: nobody watches it any more."""
+        self._alarm.set(None)
+        self._abort_probes()
+        reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
+        for exchange in self._exchanges.values():
+            exchange.break_off(reason, failure or "the proxy was closed", self._runtime.now())
+
+    def _lease(self, order: Lease, now: float) -> None:
+        if not self._exchanges:
+            self._watch.adopt(next(self._epochs), now)
+        admitted = Admitted(next(self._request_ids), 0, order.job_name, now, is_leased=True)
+        offset = self._runtime.unix_offset()
+        order.exchange.begin(admitted, api_key=self._api_key, unix_offset=offset)
+        order.reply.answer({"ok": True, "request_id": admitted.request_id})
+        self._exchanges[admitted.request_id] = order.exchange
+        self._step(Watch(request_id=admitted.request_id, request=_AskedDirectly()), now)
+
+    def _step(self, message: WatchdogMessage, now: float) -> None:
+        messages = deque([message])
+        while messages:
+            for effect in self._watch.step(messages.popleft(), now):
+                messages.extend(self._carry_out(effect, now))
+            if not messages and not self._exchanges and self._watch.is_watching:
+                messages.append(StandDown())
+
+    def _carry_out(self, effect: Order | News, now: float) -> Iterator[WatchdogMessage]:
+        """What the watch is to be told of it at once."""
+        match effect:
+            case ReportProgress(for_verdict=for_verdict):
+                for exchange in self._exchanges.values():
+                    yield ProgressReported(progress=exchange.progress(), for_verdict=for_verdict)
+            case Stalled(request_id=request_id, verdict=verdict):
+                if request_id in self._exchanges:
+                    yield self._give_up(request_id, verdict.reason, verdict.detail, now)
+            case HealthLost(detail=detail):
+                for request_id in list(self._exchanges):
+                    yield self._give_up(request_id, RequestFailReason.STALL_TIMEOUT, detail, now)
+            case ProbeReadiness(epoch=epoch):
+                try:
+                    self._probes[ProbeReadiness] = self._runtime.probe(epoch, self.me())
+                except RuntimeError as error:  # the system has no thread left
+                    outcome = ProbeOutcome.NO_NEWS
+                    yield Probed(
+                        epoch=epoch, outcome=outcome, detail=str(error), traits=ServerTraits()
+                    )
+            case LookAtSlots(epoch=epoch):
+                try:
+                    look = self._runtime.look_at_slots(epoch, self.me())
+                    self._probes[LookAtSlots] = look
+                except RuntimeError:
+                    yield SlotsSeen(epoch=epoch, look=None)
+            case StandDown():
+                self._abort_probes()
+
+    def _give_up(
+        self, request_id: int, reason: RequestFailReason, detail: str, now: float
+    ) -> Unwatch:
+        exchange = self._exchanges.pop(request_id)
+        exchange.step(Abandon(reason=reason, detail=detail), now)
+        self._runner.write_log(
+            logging.WARNING, f"the upstream server: request given up: {reason}: {detail}"
+        )
+        return _unwatch(exchange)
+
+    def _abort_probes(self) -> None:
+        for probe in self._probes.values():
+            probe.abort()
+        self._probes.clear()
+
+
+class _AskedDirectly:
+    """In the place of mailboxes: what is to be reported is asked for where it lies."""
+
+    def tell(self, message: object) -> bool:
+        return False
+
+
+def _unwatch(exchange: LeasedExchange) -> Unwatch:
+    return Unwatch(request_id=exchange.request_id, data_at=exchange.progress().data_at)

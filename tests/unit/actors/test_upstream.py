@@ -1,0 +1,300 @@
+"""When a request to somebody else's server is given up, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pykka
+import pytest
+from msgspec import Struct
+
+from llama_worker.actors.base import LiveCount
+from llama_worker.actors.upstream import UpstreamActor
+from llama_worker.messages import EndLease, Lease, Probed, ProbeOutcome, SlotsSeen
+from llama_worker.profiles import TimeoutProfile
+from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.leased_exchange import LeasedExchange
+from llama_worker.server.slots import Slot, SlotsLook
+from llama_worker.server.traits import ServerTraits
+from llama_worker.stream.events import PromptProgress, StreamEvent, TextDelta
+from llama_worker.stream.failure import disconnected
+from llama_worker.types import SubmitResult
+from tests.simulation.leases import SimAbort
+
+NORMAL = TimeoutProfile.normal()
+HOUR_S = 3600.0
+SILENT_S = 1190.0  # `silent_work_timeout_s` is 1200
+Slots = tuple[Slot, ...]
+
+
+class Client:
+    """One that has sent its request; `hears` (None: headers alone) is what comes for it, and
+    when."""
+
+    def __init__(
+        self, *hears: tuple[float, StreamEvent | None], in_one_piece: bool = False
+    ) -> None:
+        self.exchange = LeasedExchange(SimAbort(), in_one_piece=in_one_piece)  # type: ignore[arg-type]
+        self.hears = hears
+
+    def hear(self, event: StreamEvent | None, at: float) -> None:
+        if event is None:
+            self.exchange.opened(at)
+        else:
+            self.exchange.heard([event], at)
+        self.exchange.waits()
+
+    @property
+    def given_up(self) -> str | None:
+        """With which reason."""
+        failure = self.exchange.explained(disconnected("in mid-stream"))
+        return failure.reason if failure is not None and self.exchange.is_given_up else None
+
+
+class Alarm(Struct, eq=False):
+    at: float
+    ring: Callable[[], object]
+    is_canceled: bool = False
+
+    def cancel(self) -> None:
+        self.is_canceled = True
+
+
+class Question:
+    def abort(self) -> None:
+        pass
+
+
+class World:
+    """The actor's runtime, and what it watches. At each instant `slots` is what `/slots` says
+    (None: nothing), `answers` whether the server answers anything."""
+
+    def __init__(
+        self,
+        timeouts: TimeoutProfile = NORMAL,
+        *,
+        slots: Callable[[float], Slots | None] = lambda now: None,
+        answers: Callable[[float], bool] = lambda now: True,
+    ) -> None:
+        self.at = 0.0
+        self.slots, self.answers = slots, answers
+        self.alarms: list[Alarm] = []
+        self.questions_count = 0
+        self.live_count = LiveCount()
+        self.ref = UpstreamActor.start(self.live_count, self, timeouts, None)
+
+    # ------------------------------------------------------------ ports.UpstreamRuntime
+
+    def now(self) -> float:
+        return self.at
+
+    def unix_offset(self) -> float:
+        return 0.0
+
+    def unix_now(self) -> float:
+        return self.at
+
+    def call_at(self, at: float, call: Callable[[], object]) -> Alarm:
+        self.alarms.append(Alarm(at, call))
+        return self.alarms[-1]
+
+    def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
+        self.actor = actor
+
+    def call_host(self, call: Callable[[], object], name: str) -> None:
+        raise AssertionError(name)
+
+    def write_log(self, level: int, line: str) -> None:
+        assert "given up" in line
+
+    def probe(self, epoch: int, reply_to: Any) -> Question:
+        self.questions_count += 1
+        outcome = ProbeOutcome.READY if self.answers(self.at) else ProbeOutcome.FAILED
+        reply_to.tell(Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits()))
+        return Question()
+
+    def look_at_slots(self, epoch: int, reply_to: Any) -> Question:
+        self.questions_count += 1
+        slots = self.slots(self.at) if self.answers(self.at) else None
+        look = None if slots is None else SlotsLook(asked_at=self.at, slots=slots)
+        reply_to.tell(SlotsSeen(epoch=epoch, look=look))
+        return Question()
+
+    # ------------------------------------------------------------ what happens
+
+    def begin(self, *clients: Client) -> None:
+        for client in clients:
+            reply: WorkerFuture[SubmitResult] = WorkerFuture()
+            self.tell(Lease(job_name="responses:r", exchange=client.exchange, reply=reply))
+            assert reply.get(timeout=0)["ok"]
+            client.exchange.sends()
+
+    def tell(self, message: Any) -> None:
+        """And let the actor handle all that follows at this instant."""
+        self.ref.tell(message)
+        self.handle()
+
+    def handle(self) -> None:
+        while not self.actor.actor_inbox.empty():
+            self.actor.on_receive(self.actor.actor_inbox.get().message)
+
+    def run(self, *clients: Client, until: float = HOUR_S) -> float:
+        """Let time pass until then, or until the last client was given up; that instant."""
+        coming = sorted(
+            ((at, client, event) for client in clients for at, event in client.hears),
+            key=lambda each: each[0],
+        )
+        while not all(client.given_up for client in clients):
+            alarms = [alarm for alarm in self.alarms if not alarm.is_canceled]
+            ringing = min(alarms, key=lambda alarm: alarm.at, default=None)
+            if ringing is None or min(ringing.at, coming[0][0] if coming else until) >= until:
+                break
+            if coming and coming[0][0] <= ringing.at:
+                self.at, client, event = coming.pop(0)
+                client.hear(event, self.at)
+            else:
+                self.at = max(self.at, ringing.at)
+                self.alarms.remove(ringing)
+                ringing.ring()
+            self.handle()
+        return self.at
+
+
+@pytest.fixture(autouse=True)
+def no_actor_is_left() -> Iterable[None]:
+    yield
+    for ref in pykka.ActorRegistry.get_by_class(UpstreamActor):
+        pykka.ActorRegistry.unregister(ref)
+
+
+def every(step_s: float, until: float, event: Callable[[int], StreamEvent]) -> Sequence[Any]:
+    """After the headers."""
+    return [(0.0, None), *((step_s * n, event(n)) for n in range(1, int(until / step_s) + 1))]
+
+
+def report(n: int) -> PromptProgress:
+    return PromptProgress(processed=512 * n, total=10_000_000, cached=0)
+
+
+def reads(now: float) -> Slots:
+    """A prompt, in batches of 50 s."""
+    return (Slot(slot_id=0, is_processing=True, prompt_tokens=512 * int(now / 50.0)),)
+
+
+GENERATES: Slots = (Slot(slot_id=0, is_processing=True, prompt_tokens=20, decoded_tokens=3),)
+IDLE: Slots = (Slot(slot_id=0, is_processing=False),)
+TEXT = TextDelta("Once ")
+
+
+@pytest.mark.parametrize(
+    ("hears", "world", "reason", "by"),
+    [
+        pytest.param([], {}, "headers_timeout", 1205.0, id="no headers"),
+        pytest.param([(0.0, None)], {}, "stall_timeout", 605.0, id="headers, and no more"),
+        pytest.param(every(1.0, 9.0, report), {}, "stall_timeout", 134.0, id="reports end"),
+        pytest.param([(0.0, None), (1.0, TEXT)], {}, "stall_timeout", 126.0, id="text ends"),
+        pytest.param(
+            [], {"answers": lambda now: now < 1}, "stall_timeout", 95.0, id="nothing is answered"
+        ),
+        pytest.param(
+            [(0.0, None), (1.0, TEXT)],
+            {"slots": lambda now: GENERATES},
+            "stall_timeout",
+            80.0,
+            id="its slot stands still",
+        ),
+        pytest.param(
+            [(0.0, None), (1.0, TEXT)],
+            {"slots": lambda now: IDLE},
+            "request_lost",
+            80.0,
+            id="no slot works on it",
+        ),
+    ],
+)
+def test_a_hang_is_found_in_time(hears: Any, world: Any, reason: str, by: float) -> None:
+    client, upstream = Client(*hears), World(**world)
+    upstream.begin(client)
+    assert upstream.run(client) <= by
+    assert client.given_up == reason
+
+
+def test_the_least_patient_profile_is_the_users_choice() -> None:
+    client, upstream = Client((0.0, None), (1.0, TEXT)), World(TimeoutProfile.fast())
+    upstream.begin(client)
+    assert upstream.run(client) <= 36.0
+
+
+@pytest.mark.parametrize(
+    ("clients", "world"),
+    [
+        pytest.param([Client()], {"slots": reads}, id="a long prompt behind held-back headers"),
+        pytest.param([Client((0.0, None))], {"slots": reads}, id="a long prompt without reports"),
+        pytest.param([Client(*every(90.0, HOUR_S, report))], {}, id="a long prompt, no /slots"),
+        pytest.param([Client(in_one_piece=True)], {"slots": reads}, id="a reply in one piece"),
+        pytest.param(
+            [Client(*every(90.0, HOUR_S, report)), Client((0.0, None)), Client()],
+            {},
+            id="a neighbour's long prompt",
+        ),
+        pytest.param(
+            [Client(*every(60.0, HOUR_S, lambda n: TEXT))],
+            {"answers": lambda now: False},
+            id="a server too busy to answer anything else",
+        ),
+    ],
+)
+def test_slow_ones_are_left_alone(clients: list[Client], world: Any) -> None:
+    upstream = World(**world)
+    upstream.begin(*clients)
+    upstream.run(*clients, until=SILENT_S)
+    assert [client.given_up for client in clients] == [None] * len(clients)
+
+
+def test_a_hang_costs_only_its_own_request() -> None:
+    hung, well = Client((0.0, None), (1.0, TEXT)), Client(*every(1.0, 900.0, lambda n: TEXT))
+    upstream = World()
+    upstream.begin(hung, well)
+    upstream.run(hung, well, until=900.0)
+    assert (hung.given_up, well.given_up) == ("stall_timeout", None)
+
+
+def test_a_client_that_takes_nothing_is_not_the_servers_fault() -> None:
+    client, upstream = Client(), World()
+    upstream.begin(client)
+    client.exchange.opened(0.0)  # from now on its thread writes
+    upstream.run(client)
+    assert client.given_up is None
+
+
+def test_while_nobody_waits_nothing_is_asked() -> None:
+    client, upstream = Client(), World()
+    upstream.begin(client)
+    upstream.run(client, until=100.0)
+    assert upstream.questions_count > 0
+    upstream.tell(EndLease(exchange=client.exchange))
+    asked = upstream.questions_count
+    assert all(alarm.is_canceled for alarm in upstream.alarms)
+    assert (upstream.run(client), upstream.questions_count) == (upstream.at, asked)
+
+
+def test_a_broken_connection_has_no_better_reason() -> None:
+    client, upstream = Client(), World()
+    upstream.begin(client)
+    client.exchange.closed(disconnected("in mid-stream"))
+    upstream.tell(EndLease(exchange=client.exchange))
+    assert client.exchange.has_ended
+    assert client.given_up is None
+
+
+def test_the_next_request_is_watched_anew() -> None:
+    upstream = World()
+    for _ in range(2):
+        client = Client()
+        upstream.begin(client)
+        began_at = upstream.at
+        client.hear(None, began_at)
+        client.hear(TEXT, began_at)
+        upstream.run(client, until=began_at + HOUR_S)
+        assert (client.given_up, upstream.at - began_at <= 126.0) == ("stall_timeout", True)
