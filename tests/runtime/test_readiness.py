@@ -27,7 +27,7 @@ from llama_worker.runtime.readiness import (
 )
 from llama_worker.runtime.session import Endpoint
 from llama_worker.server.gaps import LATE_S
-from tests.actors.conftest import WAIT_S, no_threads
+from tests.actors.conftest import WAIT_S
 
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
@@ -75,15 +75,16 @@ def test_a_look_at_the_slots_is_answered_whatever_is_lacking(
 ) -> None:
     monkeypatch.setattr(readiness, "ask", Mock(side_effect=lack))
     told: queue.SimpleQueue[SlotsSeen] = queue.SimpleQueue()
-    SlotsQuestion(Endpoint.of(CONFIG), epoch=3, name="look", reply_to=Mock(tell=told.put))
+    SlotsQuestion(Endpoint.of(CONFIG), epoch=3, reply_to=Mock(tell=told.put))
     assert told.get(timeout=WAIT_S) == SlotsSeen(epoch=3, look=None)
 
 
-def test_what_this_machine_lacks_is_no_news() -> None:
+def test_what_this_machine_lacks_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Probed] = []
     host: Any = SimpleNamespace(tell=told.append)
-    with no_threads("-probe"):
-        ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
+    lack = RuntimeError("can't start new thread")
+    monkeypatch.setattr(readiness, "run_probe", Mock(side_effect=lack))
+    ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
     assert [(probed.epoch, probed.outcome) for probed in told] == [(3, ProbeOutcome.NO_NEWS)]
 
 

@@ -14,8 +14,8 @@ from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.messages import Mailbox, Probed, ProbeOutcome, SlotsSeen
 from llama_worker.runtime.canary import canary_body, canary_problem
-from llama_worker.runtime.host_code import start_thread
 from llama_worker.runtime.liveness_probes import tree_pids
+from llama_worker.runtime.probe_threads import run_probe
 from llama_worker.runtime.session import Abort, Endpoint, ask, json_of
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.server.gaps import LATE_S
@@ -30,7 +30,7 @@ _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
 
 
 class ReadinessProbe:
-    """One probe. The constructor starts its thread, which tells one Probed; any thread may call
+    """One probe. The constructor has it made, and it tells one Probed; any thread may call
     `abort`.
 
     The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings
@@ -55,7 +55,7 @@ class ReadinessProbe:
         self._reply_to = reply_to
         self._abort = Abort()
         try:
-            start_thread(f"llama_worker-{config.name}-probe", self._probe)
+            run_probe(self._probe)
         except RuntimeError as error:
             self._tell(_outcome(error), described_error(error), ServerTraits())
 
@@ -122,15 +122,15 @@ class ReadinessProbe:
 
 
 class AnswerProbe:
-    """Does a server that is nobody's here answer anything? The constructor starts a thread, which
-    tells one Probed; any thread may call `abort`. Raises RuntimeError where the host has none."""
+    """Does a server that is nobody's here answer anything? The constructor has it asked, and it tells
+    one Probed; any thread may call `abort`. Raises RuntimeError where the host has no thread."""
 
     def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Probed]) -> None:
         self._endpoint = endpoint
         self._epoch = epoch
         self._reply_to = reply_to
         self._abort = Abort()
-        start_thread("llama_worker-upstream-probe", self._probe)
+        run_probe(self._probe)
 
     def abort(self) -> None:
         """Close the connection now; the outcome is then FAILED."""
@@ -155,17 +155,15 @@ class AnswerProbe:
 
 
 class SlotsQuestion:
-    """One look at `/slots`. The constructor starts its thread, which tells one SlotsSeen; any
+    """One look at `/slots`. The constructor has it made, and it tells one SlotsSeen; any
     thread may call `abort`. Raises RuntimeError where the host has no thread."""
 
-    def __init__(
-        self, endpoint: Endpoint, *, epoch: int, name: str, reply_to: Mailbox[SlotsSeen]
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[SlotsSeen]) -> None:
         self._endpoint = endpoint
         self._epoch = epoch
         self._reply_to = reply_to
         self._abort = Abort()
-        start_thread(name, self._look)
+        run_probe(self._look)
 
     def abort(self) -> None:
         """Close the connection now; nothing was seen then."""

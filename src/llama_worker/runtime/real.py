@@ -29,6 +29,7 @@ from llama_worker.runtime.host_code import ToolThread, start_thread
 from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.ports import Waitable
+from llama_worker.runtime.probe_threads import run_probe
 from llama_worker.runtime.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion
 from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
 from llama_worker.runtime.session import Endpoint
@@ -91,8 +92,7 @@ class UpstreamQuestions(HostClock):
         return AnswerProbe(self._endpoint, epoch=epoch, reply_to=reply_to)
 
     def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SlotsQuestion:
-        name = "llama_worker-upstream-slots"
-        return SlotsQuestion(self._endpoint, epoch=epoch, name=name, reply_to=reply_to)
+        return SlotsQuestion(self._endpoint, epoch=epoch, reply_to=reply_to)
 
 
 class RealRuntime(HostClock):
@@ -146,14 +146,13 @@ class RealRuntime(HostClock):
 
     def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
         probe = self._probes[seen.probe]
-        start_thread(f"{self._name}-look", partial(host_code.look, probe, seen, root_pid, reply_to))
+        run_probe(partial(host_code.look, probe, seen, root_pid, reply_to))
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))
 
     def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SlotsQuestion:
-        name = f"{self._name}-slots"
-        return SlotsQuestion(self._endpoint, epoch=epoch, name=name, reply_to=reply_to)
+        return SlotsQuestion(self._endpoint, epoch=epoch, reply_to=reply_to)
 
     def run_bios(self, order: RunBios) -> None:
         if self._config.has_builtin_bios:  # it needs no thread

@@ -128,10 +128,7 @@ class ServerProcess:
         self._epoch = epoch
         self._command = command
         self._mark = f"{_MARK}={os.getpid()}.{epoch}.{time.monotonic_ns()}"
-        self._environment = {**environment, _MARK: self._mark.partition("=")[2]}
-        # A server does not inherit LLAMA_SERVER; it is for who looks for one.
-        host = {name: os.environ[name] for name in ("LLAMA_SERVER",) if name in os.environ}
-        self._search = {**host, **environment}
+        self._environment: Mapping[str, str] = environment  # until the launch
         self._address = address
         self._log = log
         self._reply_to = reply_to
@@ -215,9 +212,19 @@ class ServerProcess:
             )
             return self._not_started(StartFailReason.PORT_IN_USE, taken)
         try:
-            command = located(self._command, self._search)
+            guardian, reports_from = self._start_guard(cleanup)
         except ServerNotFound as error:
             return self._not_started(StartFailReason.SPAWN_FAILED, str(error))
+        return self._watch(guardian, reports_from)
+
+    def _start_guard(
+        self, cleanup: contextlib.ExitStack
+    ) -> tuple[subprocess.Popen[bytes], io.FileIO]:
+        """The guard, which starts the server, and the pipe of its reports."""
+        environment, self._environment = self._environment, {}
+        # A server does not inherit LLAMA_SERVER; it is for who looks for one.
+        host = {name: os.environ[name] for name in ("LLAMA_SERVER",) if name in os.environ}
+        command = located(self._command, {**host, **environment})
         control_read, control_write = _pipe(cleanup)
         report_read, report_write = _pipe(cleanup)
         guardian = subprocess.Popen(
@@ -227,10 +234,11 @@ class ServerProcess:
                 *(str(control_read.fileno()), str(report_write.fileno())),
                 *command,
             ],
+            bufsize=0,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=dict(self._environment),
+            env={**environment, _MARK: self._mark.partition("=")[2]},
             pass_fds=(control_read.fileno(), report_write.fileno()),
             start_new_session=True,
         )
@@ -241,7 +249,7 @@ class ServerProcess:
             self._guard, self._control = guardian, control_write
             if self._orders:
                 control_write.write(self._orders)
-        return self._watch(guardian, report_read)
+        return guardian, report_read
 
     def _let_go(self, guardian: subprocess.Popen[bytes]) -> None:
         """Reap the guard. Should it still live, it ends the tree: a forked host may hold the

@@ -191,8 +191,7 @@ def send(
     abort.connected = False
     request = _Request(abort, waiter, deadline)
     request.prepare_method(method)
-    request.prepare_url(endpoint.base_url, None)
-    request.url = f"{(request.url or '').rstrip('/')}{target}"
+    request.url = _prepared_url(endpoint.base_url) + target
     sent = {"Accept-Encoding": "identity", "Connection": "close", **(headers or {})}
     sent.update(endpoint.headers())
     request.headers = requests.structures.CaseInsensitiveDict(sent)
@@ -314,6 +313,14 @@ class _Session(requests.Session):
         return None
 
 
+@functools.lru_cache
+def _prepared_url(url: str) -> str:
+    """As `requests` writes it. Raises ValueError where it is not the URL of a server."""
+    prepared = requests.PreparedRequest()
+    prepared.prepare_url(url, None)
+    return (prepared.url or "").rstrip("/")
+
+
 class _Adapter(requests.adapters.HTTPAdapter):
     def get_connection_with_tls_context(
         self, request: requests.PreparedRequest, *args: Any, **kwargs: Any
@@ -322,6 +329,14 @@ class _Adapter(requests.adapters.HTTPAdapter):
         host, _ = self.build_connection_pool_key_attributes(request, True)
         pool = _TlsPool if host["scheme"] == "https" else _Pool
         return pool(host["host"], host["port"], request=request)
+
+    def build_response(self, req: requests.PreparedRequest, resp: Any) -> requests.Response:
+        """Without its cookies, its encoding and another copy of its headers: nobody reads them."""
+        response = requests.Response()
+        response.request = req
+        response.raw = resp
+        response.status_code, response.reason = resp.status, resp.reason
+        return response
 
 
 class _Connection(urllib3.connection.HTTPConnection):
