@@ -1,4 +1,4 @@
-"""What a fleet on Ray costs: a token and a request, against the handle; its dispatcher with several
+"""What a fleet on Ray costs: a token and a request, against the handle; requests on several
 nodes, and alone with up to 1,000 replicas that are stubs.
 
     python -m benchmarks.ray_fleet [--write] [--json FILE]
@@ -24,12 +24,13 @@ from statistics import median
 from typing import Any
 
 import psutil
+import pytest
 
 from benchmarks.common import HOST, config, report, script, table
 from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, free_port
 from llama_worker.testing.scripts import Script, Text, Tokens, plain_reply, scripted_server_cmd
 from tests.ray.cluster import add_node, cluster_environment
-from tests.ray.stub_actor import StubActor
+from tests.ray.stub_actor import without_ray
 from tools.pages import DOCS, write_part
 
 PAGE = DOCS / "ray.md"
@@ -142,31 +143,15 @@ def on_nodes(replicas: int) -> list[object]:
     return [replicas, round(rate), f"{cpu_ms:.1f}"]
 
 
-async def on_stubs(replicas: int) -> list[object]:
-    """A row: the dispatcher alone."""
-    from llama_worker.ray.dispatcher import Dispatcher, ResultWaiter
-    from llama_worker.request.submission import validate_submit
-
-    def stub() -> Any:
-        return StubActor()
-
-    dispatcher = Dispatcher("stubs", replicas, stub, 5.0, 30.0)
-    await dispatcher.start()
-    submission = validate_submit("bench", "", "x", None, None)
-
-    async def request() -> None:
-        admitted = await dispatcher.submit(submission)
-        assert admitted["ok"]
-        waiter = ResultWaiter()
-        await dispatcher.await_result(admitted["request_id"], waiter)
-        await waiter
-        dispatcher.release(admitted["request_id"])
-
-    before = cpu_s(os.getpid())
-    await asyncio.sleep(SECONDS)
-    idle = (cpu_s(os.getpid()) - before) / SECONDS
-    rate, cpu_ms = await served(SLOTS, request)
-    await dispatcher.close(1.0)
+def on_stubs(replicas: int) -> list[object]:
+    """A row: the fleet alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        with fleet(SHORT, SLOTS, replicas) as stubs:
+            before = cpu_s(os.getpid())
+            time.sleep(SECONDS)
+            idle = (cpu_s(os.getpid()) - before) / SECONDS
+            rate, cpu_ms = asyncio.run(served(SLOTS, lambda: completed(stubs)))
     return [replicas, f"{idle:.1%}", round(rate), f"{cpu_ms:.2f}"]
 
 
@@ -178,8 +163,6 @@ def in_cluster() -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    from llama_worker.ray import replica
-
     cluster: Any = Cluster()
     try:
         nodes = []
@@ -190,11 +173,10 @@ def in_cluster() -> None:
                 ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
                 against = compared()
             nodes.append(on_nodes(count))
-        replica.kill = lambda actor: None  # stubs have no process
-        stubs = [asyncio.run(on_stubs(count)) for count in STUBS]
     finally:
         ray.shutdown()
         cluster.shutdown()
+    stubs = [on_stubs(count) for count in STUBS]
     tables = {
         "cost of a token": (
             ("", "CPU of a token, host (us)", "actor (us)", "request of one token (ms)"),

@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import ray
 from ray.exceptions import ActorUnavailableError
+
+from llama_worker.ray import replica
 
 SLOTS = 16
 
@@ -32,12 +37,13 @@ class Ref:
 
 class StubActor:
     """Its requests end with their first piece, or else `breaks`: then their connection does.
-    `reachable` says whether its answers arrive; `calls` are the methods that were called."""
+    `calls` are the methods that were called. Made in the fleet's event loop."""
 
     def __init__(self) -> None:
         self.breaks = False
-        self.reachable = asyncio.Event()
-        self.reachable.set()
+        self._loop = asyncio.get_running_loop()
+        self._reachable = asyncio.Event()
+        self._reachable.set()
         self.calls: list[str] = []
         self._values: dict[str, Any] = {
             "get_place": {"node_id": "stub", "node_ip": "10.0.0.2", "pid": 1},
@@ -48,6 +54,10 @@ class StubActor:
     def __getattr__(self, method: str) -> Any:
         return _Method(self, method)
 
+    def set_reachable(self, reachable: bool) -> None:
+        """Whether its answers arrive. Any thread."""
+        self._loop.call_soon_threadsafe(self._reachable.set if reachable else self._reachable.clear)
+
     def call(self, method: str) -> Any:
         self.calls.append(method)
         return _pieces(self.breaks) if method == "follow" else Ref(lambda: self._answer(method))
@@ -55,7 +65,7 @@ class StubActor:
     async def _answer(self, method: str) -> Any:
         if method == "wait_failed":
             await asyncio.get_running_loop().create_future()
-        await self.reachable.wait()
+        await self._reachable.wait()
         return self._values.get(method)
 
 
@@ -69,7 +79,8 @@ class _Method:
 
 
 async def _pieces(breaks: bool) -> AsyncIterator[Ref]:
-    status = {"ok": True, "job_name": "job", "state": "completed", "signals": [], "created_at": 1.0}
+    status = {"request_id": 1, "job_name": "job", "state": "completed", "signals": []}
+    status |= {"ok": True, "created_at": 1.0}
     output = {"ok": True, "text": "yes", "reasoning": ""}
     result = {} if breaks else {"result": {**status, "text": "yes"}}
 
@@ -78,3 +89,19 @@ async def _pieces(breaks: bool) -> AsyncIterator[Ref]:
 
     yield Ref(piece)
     raise ActorUnavailableError("the connection broke", b"\1" * 16)
+
+
+def without_ray(patch: pytest.MonkeyPatch) -> tuple[list[StubActor], list[StubActor]]:
+    """Fleets create stubs from now on: (those that were created, those that were killed)."""
+    created: list[StubActor] = []
+    killed: list[StubActor] = []
+
+    def create(config_for: object) -> StubActor:
+        created.append(StubActor())
+        return created[-1]
+
+    actor_class = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=create))
+    patch.setattr(ray, "remote", lambda _: actor_class)
+    patch.setattr(ray, "is_initialized", lambda: True)
+    patch.setattr(replica, "kill", killed.append)
+    return created, killed

@@ -34,7 +34,7 @@ from llama_worker.ray import (
     RayWorker,
     ReplicaLost,
 )
-from llama_worker.ray.replica import told
+from llama_worker.ray.replica import one_line
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestPhase, RequestStatus
@@ -234,7 +234,7 @@ def test_an_error_says_what_is_lost_and_survives_pickling(
 
 
 def test_rays_words_stand_on_one_line() -> None:
-    assert "is unavailable: no answer. The task" in told(
+    assert "is unavailable: no answer. The task" in one_line(
         ActorUnavailableError("no\n  answer", b"\1" * 16)
     )
 

@@ -37,9 +37,8 @@ class NoLiveReplica(LlamaWorkerError):
         super().__init__(fleet, self.replicas)
 
     def __str__(self) -> str:
-        return "\n  ".join(
-            (f"fleet {self.fleet!r} has no live replica; submit again later", *self.replicas)
-        )
+        what = f"fleet {self.fleet!r} has no live replica; submit again later"
+        return "\n  ".join((what, *self.replicas))
 
 
 class FleetClosed(WorkerClosed):

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import suppress
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
+from msgspec import Struct, field
 from ray import cloudpickle
 
 from llama_worker.errors import ConfigError, LlamaWorkerError
-from llama_worker.ray.dispatcher import Dispatcher
-from llama_worker.ray.errors import FleetClosed
-from llama_worker.ray.types import ConfigFor, FleetStatus, ReplicaStatus
+from llama_worker.ray.errors import FleetClosed, NoLiveReplica, ReplicaLost
+from llama_worker.ray.replica import Replica
+from llama_worker.ray.request_copy import RequestCopy
+from llama_worker.ray.types import ConfigFor, FleetStatus, ReplicaState, ReplicaStatus
 from llama_worker.ray.worker import RayWorker
-from llama_worker.request.submission import validate_submit
-from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.request.submission import Submission, validate_submit
+from llama_worker.runtime.futures import OpenFutures, ResultFuture, WeakList, WorkerFuture
 from llama_worker.runtime.startable import Startable
 from llama_worker.types import (
     ChatMessage,
@@ -27,21 +32,50 @@ from llama_worker.types import (
     OutputChunk,
     RequestResult,
     RequestStatus,
+    SubmitErr,
     SubmitResult,
     WorkerDebugInfo,
     WorkerStatus,
 )
 from llama_worker.validation import checked_int, checked_seconds, checked_str
 
-_OURS = ("max_restarts", "max_task_retries")
+_LEAST_LEASE_S = 10.0  # several times what it takes to call a replica silent
+_RESERVED_OPTIONS = ("max_restarts", "max_task_retries")
+_NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
+_NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
+P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=WorkerFuture[Any])
+_Waiter = WorkerFuture[RequestResult | NotFound]
+
+
+class _Request(Struct):
+    """An admitted request, until its result was taken."""
+
+    copy: RequestCopy
+    replica: Replica
+    waiters: WeakList[_Waiter] = field(default_factory=WeakList)
+
+
+def _in_loop(
+    method: Callable[Concatenate[Fleet, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Fleet, P], WorkerFuture[T]]:
+    """For a method that any thread may call: it runs in the fleet's event loop, and answers a
+    future."""
+
+    @wraps(method)
+    def call(self: Fleet, /, *args: P.args, **named: P.kwargs) -> WorkerFuture[T]:
+        return self._run(lambda: method(self, *args, **named), WorkerFuture[T]())
+
+    return call
 
 
 class Fleet(Startable):
     """`replicas` equal workers, each a Ray actor with a llama-server, kept alive wherever the
     cluster has room.
 
-    The methods are those of LlamaWorker, and so are their futures; ids are the fleet's own. What
+    The methods are those of LlamaWorker, and so are their futures: what stands here as a coroutine
+    returns a WorkerFuture, which any thread may wait on, or await. Ids are the fleet's own. What
     comes from the replicas is copied here as it comes, so that a node's death takes nothing along
     that was received: its requests fail with `server_died` and keep their output, and the replica
     comes back on another node.
@@ -49,6 +83,8 @@ class Fleet(Startable):
     Every method may be called from any thread. All but `close` return at once. After `close` every
     method raises FleetClosed.
     """
+
+    # All state belongs to the event loop, which runs on a thread of the fleet's own.
 
     def __init__(
         self,
@@ -60,20 +96,28 @@ class Fleet(Startable):
         retry_s: float = 5.0,
         lease_s: float = 30.0,
     ) -> None:
-        """Nothing is started yet. `config_for(port)` makes a replica's config, on the node where it
-        will run.
+        """Nothing is started yet.
 
-        `options` are those of a Ray actor: `num_gpus`, `resources`, `scheduling_strategy`, ... A
-        replica that did not start is tried again after `retry_s`, one that was READY and died at
-        once. One that is out of reach for `lease_s` ends itself and is replaced; it gets no
-        request from 3 s on. Raises TypeError, ConfigError, and LlamaWorkerError without `ray.init` before.
+        Args:
+            config_for: `config_for(port)` makes a replica's config, on the node where it will run.
+            replicas: how many workers.
+            name: for logs and errors.
+            options: those of a Ray actor: `num_gpus`, `resources`, `scheduling_strategy`, ...
+            retry_s: a replica that did not start is tried again after so long; one that was READY
+                and died, at once.
+            lease_s: a replica that is out of reach for so long ends itself and is replaced; it gets
+                no request from 3 s on.
+
+        Raises:
+            ConfigError, TypeError: a value cannot work, or `config_for` cannot be pickled.
+            LlamaWorkerError: `ray.init` was not called.
         """
         checked_str("name", name, empty=False)
         checked_int("replicas", replicas, at_least=1)
         checked_seconds("retry_s", retry_s, above=0)
-        checked_seconds("lease_s", lease_s, at_least=10.0)
-        _check_travels(config_for)
-        if taken := sorted(set(_OURS) & set(options or ())):
+        checked_seconds("lease_s", lease_s, at_least=_LEAST_LEASE_S)
+        _check_picklable(config_for)
+        if taken := sorted(set(_RESERVED_OPTIONS) & set(options or ())):
             raise ConfigError(
                 f"options must not have {taken[0]!r}: the fleet itself replaces an actor that died"
             )
@@ -83,6 +127,12 @@ class Fleet(Startable):
                 "Ray is not initialised in this process: call ray.init(address=...) before"
             )
         self._name = name
+        self._replicas = [
+            Replica(name, number, lambda: actor_class.remote(config_for), retry_s, lease_s)
+            for number in range(replicas)
+        ]
+        self._ids = itertools.count(1)
+        self._requests: dict[int, _Request] = {}
         self._futures = OpenFutures()
         self._closing = threading.Lock()
         self._is_closing = False
@@ -92,27 +142,24 @@ class Fleet(Startable):
             target=self._loop.run_forever, name=f"llama_worker-{name}", daemon=True
         )
         self._thread.start()
-
-        async def dispatcher() -> Dispatcher:
-            return Dispatcher(
-                name, replicas, lambda: actor_class.remote(config_for), retry_s, lease_s
-            )
-
-        self._dispatcher = asyncio.run_coroutine_threadsafe(dispatcher(), self._loop).result()
         # before Ray's own, which would leave the replicas without a fleet
         atexit.register(self.close)
 
     def __repr__(self) -> str:
         return f"<Fleet {self._name!r}>"
 
-    def start(self) -> WorkerFuture[FleetStatus]:
+    # ------------------------------------------------------------ life
+
+    @_in_loop
+    async def start(self) -> FleetStatus:
         """Create the replicas. Resolves when all have been READY, and waits while Ray has no room
         for one.
 
         Raises what the first one says that does not start: WorkerStartError, or ReplicaLost. It is
         tried again, and the others go on, until `close`.
         """
-        return self._ask(self._dispatcher.start)
+        await asyncio.gather(*(replica.start() for replica in self._replicas))
+        return await self.get_fleet_status()
 
     def close(self, *, timeout_s: float = 60.0) -> None:
         """Stop every server and end every actor. Blocks; idempotent; after `timeout_s` the rest is
@@ -121,12 +168,48 @@ class Fleet(Startable):
         with self._closing:
             if self._futures.closed_by is not None:
                 return
-            asyncio.run_coroutine_threadsafe(self._dispatcher.close(timeout_s), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._close(timeout_s), self._loop).result()
             self._futures.close(FleetClosed(self._name))
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
             atexit.unregister(self.close)
+
+    @_in_loop
+    async def replace(self, replica: int) -> ReplicaStatus:
+        """Put a new actor in the place of replica 0, 1, ... without losing a request.
+
+        It takes no more requests, those in flight end, and `config_for` is called anew wherever Ray
+        puts the next one. Resolves when that is READY. Raises ReplicaLost where the replica is not
+        READY, and what `start` raises.
+        """
+        chosen = self._replica(replica)
+        await chosen.replace()
+        return chosen.status()
+
+    @_in_loop
+    async def get_fleet_status(self) -> FleetStatus:
+        """How the fleet and each of its replicas is."""
+        ready = [each for each in self._replicas if each.state is ReplicaState.READY]
+        return {
+            "name": self._name,
+            "slots_total": sum(replica.slots for replica in ready),
+            "slots_used": sum(len(replica.requests) for replica in ready),
+            "replicas": [replica.status() for replica in self._replicas],
+        }
+
+    @_in_loop
+    async def get_worker_status(self, replica: int) -> WorkerStatus:
+        """How the worker of replica 0, 1, ... is. Its request ids are its own. Raises
+        ReplicaLost."""
+        return await self._replica(replica).ask(RayWorker.get_worker_status)
+
+    @_in_loop
+    async def get_debug_info(self, replica: int) -> WorkerDebugInfo:
+        """What a person needs to see what happened there. Raises ReplicaLost."""
+        return await self._replica(replica).ask(RayWorker.get_debug_info)
+
+    # ------------------------------------------------------------ requests
 
     def submit(
         self,
@@ -144,118 +227,154 @@ class Fleet(Startable):
         asked has just gone out of reach.
         """
         self._check_open()
+        future: WorkerFuture[SubmitResult] = WorkerFuture()
         try:
             valid = validate_submit(job_name, system_prompt, user_prompt, params, messages)
         except (TypeError, ValueError) as error:
-            refused: WorkerFuture[SubmitResult] = WorkerFuture()
-            refused.fail(error)
-            return refused
-        return self._ask(lambda: self._dispatcher.submit(valid))
+            future.fail(error)
+            return future
+        return self._run(lambda: self._submit(valid), future)
 
-    def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:
+    @_in_loop
+    async def get_status(self, request_id: int) -> RequestStatus | NotFound:
         """How far the request is, as far as its replica has told."""
-        return self._ask(lambda: self._dispatcher.get_status(request_id))
+        request = self._find(request_id)
+        return request.copy.status() if request is not None else _NOT_FOUND
 
-    def get_result(self, request_id: int) -> WorkerFuture[RequestResult | NotReady | NotFound]:
+    @_in_loop
+    async def get_result(self, request_id: int) -> RequestResult | NotReady | NotFound:
         """The result of a terminal request, which is then forgotten."""
-        return self._ask(lambda: self._dispatcher.get_result(request_id))
+        request = self._find(request_id)
+        if request is None:
+            return _NOT_FOUND
+        result = request.copy.result()
+        if result is not None:
+            del self._requests[request_id]
+        return result or _NOT_READY
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
         """Resolves when the request is terminal; it is forgotten once a `get` has returned the
         value."""
-        future: ResultFuture[RequestResult | NotFound] = ResultFuture(
-            lambda value: self._release(request_id) if value["ok"] else None
-        )
         self._check_open()
+        future: ResultFuture[RequestResult | NotFound] = ResultFuture(
+            lambda _: self._soon(lambda: self._requests.pop(request_id, None))
+        )
         self._futures.add(future)
-        self._run(lambda: self._dispatcher.await_result(request_id, future), future.fail)
+        self._soon(lambda: self._answer_at_end(request_id, future))
         return future
 
-    def read_output(
+    @_in_loop
+    async def read_output(
         self, request_id: int, *, text_offset: int = 0, reasoning_offset: int = 0
-    ) -> WorkerFuture[OutputChunk | NotFound]:
+    ) -> OutputChunk | NotFound:
         """What was added behind the offsets (in characters); releases nothing."""
-        return self._ask(
-            lambda: self._dispatcher.read_output(request_id, text_offset, reasoning_offset)
-        )
+        checked_int("text_offset", text_offset, at_least=0)
+        checked_int("reasoning_offset", reasoning_offset, at_least=0)
+        request = self._find(request_id)
+        if request is None:
+            return _NOT_FOUND
+        return request.copy.read_output(text_offset, reasoning_offset)
 
-    def cancel(self, request_id: int) -> WorkerFuture[bool]:
+    @_in_loop
+    async def cancel(self, request_id: int) -> bool:
         """Cancel a running request. True once it is cancelled; False where it was not running, or
         was lost."""
-        return self._ask(lambda: self._dispatcher.cancel(request_id))
+        request = self._find(request_id)
+        if request is None or not await request.replica.cancel(request.copy):
+            return False
+        ended = _Waiter()
+        self._answer_at_end(request_id, ended)
+        await ended
+        return True
 
-    def get_fleet_status(self) -> WorkerFuture[FleetStatus]:
-        """How the fleet and each of its replicas is."""
-        return self._ask(self._dispatcher.status)
-
-    def get_worker_status(self, replica: int) -> WorkerFuture[WorkerStatus]:
-        """How the worker of replica 0, 1, ... is. Its request ids are its own. Raises
-        ReplicaLost."""
-        return self._ask(lambda: self._dispatcher.ask(replica, "get_worker_status"))
-
-    def get_debug_info(self, replica: int) -> WorkerFuture[WorkerDebugInfo]:
-        """What a person needs to see what happened there. Raises ReplicaLost."""
-        return self._ask(lambda: self._dispatcher.ask(replica, "get_debug_info"))
-
-    def replace(self, replica: int) -> WorkerFuture[ReplicaStatus]:
-        """Put a new actor in the place of replica 0, 1, ... without losing a request.
-
-        It takes no more requests, those in flight end, and `config_for` is called anew wherever Ray
-        puts the next one. Resolves when that is READY. Raises ReplicaLost where the replica is not
-        READY, and what `start` raises.
-        """
-        return self._ask(lambda: self._dispatcher.replace(replica))
+    # ------------------------------------------------------------ any thread
 
     def _check_open(self) -> None:
         if self._is_closing:
             raise FleetClosed(self._name)
 
-    def _ask(self, question: Callable[[], Coroutine[Any, Any, T]]) -> WorkerFuture[T]:
-        """Run the question in the loop; the future is answered in any case."""
+    def _run(self, question: Callable[[], Coroutine[Any, Any, Any]], future: F) -> F:
+        """Ask in the loop; the future gets the answer, or what is raised instead."""
         self._check_open()
-        future: WorkerFuture[T] = WorkerFuture()
-        self._futures.add(future)
+        self._futures.add(future)  # `close` fails those that have no answer then
 
         async def answer() -> None:
-            future.answer(await question())
-
-        self._run(answer, future.fail)
-        return future
-
-    def _run(
-        self,
-        question: Callable[[], Coroutine[Any, Any, None]],
-        fail: Callable[[BaseException], object],
-    ) -> None:
-        async def run() -> None:
             try:
-                await question()
-            except asyncio.CancelledError:
-                fail(FleetClosed(self._name))
+                future.answer(await question())
             except Exception as error:
-                fail(error)
+                future.fail(error)
 
         def begin() -> None:
-            if self._is_closing:
-                fail(FleetClosed(self._name))
-                return
-            task = self._loop.create_task(run())
-            self._tasks.add(task)  # the loop itself holds tasks only weakly
-            task.add_done_callback(self._tasks.discard)
+            if not self._is_closing:
+                task = self._loop.create_task(answer())
+                self._tasks.add(task)  # the loop itself holds tasks only weakly
+                task.add_done_callback(self._tasks.discard)
 
+        self._soon(begin)
+        return future
+
+    def _soon(self, call: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and so is the fleet
+            self._loop.call_soon_threadsafe(call)
+
+    # ------------------------------------------------------------ in the loop
+
+    async def _close(self, timeout_s: float) -> None:
+        """Stop every server, end every actor and every task."""
+        await asyncio.gather(*(replica.close(timeout_s) for replica in self._replicas))
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _replica(self, number: int) -> Replica:
+        checked_int("replica", number, at_least=0, at_most=len(self._replicas) - 1)
+        return self._replicas[number]
+
+    async def _submit(self, submission: Submission) -> SubmitResult:
+        """Ask the emptiest replica, and the others where it refuses or dies."""
+        refusals: list[SubmitErr] = []
+        lost: ReplicaLost | None = None
+        for replica in sorted(self._replicas, key=lambda each: each.load):
+            if replica.state is not ReplicaState.READY:
+                continue
+            try:
+                answer = await replica.admit(submission, self._ids, self._ended)
+            except ReplicaLost as error:
+                lost = error
+                continue
+            if isinstance(answer, RequestCopy):
+                self._requests[answer.request_id] = _Request(answer, replica)
+                return {"ok": True, "request_id": answer.request_id}
+            refusals.append(answer)
+        if not refusals:
+            raise NoLiveReplica(self._name, [each.describe() for each in self._replicas]) from lost
+        return min(refusals, key=lambda refusal: refusal["error"] != "NO_SLOT_AVAILABLE")
+
+    def _find(self, request_id: int) -> _Request | None:
+        checked_int("request_id", request_id, at_least=0)
+        return self._requests.get(request_id)
+
+    def _answer_at_end(self, request_id: int, waiter: _Waiter) -> None:
+        """Answer now, or once the request is over. A waiter that nobody holds is forgotten."""
         try:
-            self._loop.call_soon_threadsafe(begin)
-        except RuntimeError:  # closed meanwhile
-            fail(FleetClosed(self._name))
+            request = self._find(request_id)
+        except (TypeError, ValueError) as error:
+            waiter.fail(error)
+            return
+        if request is None:
+            waiter.answer(_NOT_FOUND)
+        elif (result := request.copy.result()) is not None:
+            waiter.answer(result)
+        else:
+            request.waiters.add(waiter)
 
-    def _release(self, request_id: int) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._dispatcher.release, request_id)
-        except RuntimeError:
-            return  # closed: everything is forgotten
+    def _ended(self, copy: RequestCopy) -> None:
+        for waiter in self._requests[copy.request_id].waiters.alive():
+            self._answer_at_end(copy.request_id, waiter)
 
 
-def _check_travels(config_for: object) -> None:
+def _check_picklable(config_for: object) -> None:
     if not callable(config_for):
         raise TypeError(
             "config_for must be a function that makes a WorkerConfig for a port, not "
@@ -265,7 +384,6 @@ def _check_travels(config_for: object) -> None:
         cloudpickle.dumps(config_for)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise ConfigError(
-            f"config_for cannot be sent to another machine: {error}; what cannot travel (a "
-            "tool runner with a lock, "
-            "a client, an open file) has to be made inside the function"
+            f"config_for cannot be sent to another machine: {error}; what cannot be pickled (a "
+            "tool runner with a lock, a client, an open file) has to be made inside the function"
         ) from error

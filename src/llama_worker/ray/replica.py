@@ -9,7 +9,8 @@ import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -19,7 +20,9 @@ from llama_worker.errors import WorkerStartError
 from llama_worker.ray.errors import ReplicaLost
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import Place, Progress, ReplicaState, ReplicaStatus
+from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission
+from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import SubmitErr, SubmitResult, WorkerStatus
 
 _SETTLE_S = 5.0  # for what an actor sent before its end to be taken over
@@ -30,6 +33,7 @@ _MARGIN_S = 2.0  # the last renewal may have been heard, and its answer lost
 _ANSWER_S = 15.0  # for an admission
 _SHOWN_CHARS = 400
 _RAYS_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
+T = TypeVar("T")
 _logger = logging.getLogger("llama_worker.ray")
 
 
@@ -55,10 +59,11 @@ class Replica:
         lease_s: float,
     ) -> None:
         self.number = number
-        self.state = ReplicaState.STARTING
         self.slots = 0
-        self.requests: dict[int, RequestCopy] = {}  # those that run, by the fleet's id
-        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.requests: dict[int, RequestCopy] = {}  # those that run
+        self._keeper: asyncio.Task[None] | None = None
+        self._started: WorkerFuture[None] = WorkerFuture()  # READY, or what keeps it from that
+        self._state = ReplicaState.STARTING
         self._name = f"fleet={fleet!r} replica={number}"
         self._create = create
         self._retry_s = retry_s
@@ -66,12 +71,17 @@ class Replica:
         self._actor: Any = None  # mypy knows no actor's methods
         self._launches = 0
         self._place: Place | None = None
+        self._node = ""  # the place, for a person
         self._last_error: str | None = None
         self._why_killed: str | None = None  # what Ray could not tell
-        self._remote_ids: dict[int, int] = {}  # by the fleet's id
         self._admitting = 0
         self._silent = asyncio.Event()
         self._follows: set[asyncio.Task[None]] = set()
+
+    @property
+    def state(self) -> ReplicaState:
+        is_silent = self._state is ReplicaState.READY and self._silent.is_set()
+        return ReplicaState.SILENT if is_silent else self._state
 
     @property
     def load(self) -> float:
@@ -99,16 +109,27 @@ class Replica:
 
     # ------------------------------------------------------------ the actor's life
 
-    async def keep_alive(self) -> None:
+    async def start(self) -> None:
+        """Keep an actor alive from now on. Returns when it has been READY; raises ReplicaLost or
+        WorkerStartError where one does not start."""
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep_alive())
+        await self._started
+
+    async def _keep_alive(self) -> None:
         """One actor after the other, until cancelled. One that did not become READY is followed
         after `retry_s`."""
         while ray.is_initialized():  # else a call would start a cluster of its own
             try:
                 await self._live()
             except (ReplicaLost, WorkerStartError) as error:
-                self._lost(error)
-            was_ready = self.state is not ReplicaState.STARTING
-            self.state = ReplicaState.LOST
+                _logger.warning("replica lost %s node=%s: %s", self._name, self._node, error.detail)
+                self._last_error = str(error)
+                if self._state is ReplicaState.STARTING and not self._started.done():
+                    failed, self._started = self._started, WorkerFuture()
+                    failed.fail(error)
+            was_ready = self._state is not ReplicaState.STARTING
+            self._state = ReplicaState.LOST
             await self._settle()
             self._end_actor()
             if not was_ready:
@@ -116,44 +137,50 @@ class Replica:
 
     async def close(self, timeout_s: float) -> None:
         """Stop the server and end the actor; what has not stopped when the time is up is killed."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait({self._keeper})
         can_answer = self._place is not None and self.state is not ReplicaState.SILENT
         if self._actor is not None and can_answer and ray.is_initialized():
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self._actor.stop.remote(), timeout_s)
         await self._settle()
-        self.state = ReplicaState.LOST
+        self._state = ReplicaState.LOST
         self._end_actor()
 
     async def _live(self) -> None:
         """Raises when the actor's life is over: WorkerStartError, or ReplicaLost."""
-        self.state, self._place, self._why_killed = ReplicaState.STARTING, None, None
+        self._state, self._place, self._why_killed = ReplicaState.STARTING, None, None
+        self._node = ""
         self._launches += 1
-        if self.started.done() and self.started.exception() is not None:
-            self.started = asyncio.get_running_loop().create_future()
         self._silent.clear()
         try:
             self._actor = actor = self._create()
-            self._place = await actor.get_place.remote()
+            place: Place = await actor.get_place.remote()
+            self._place, self._node = place, f"{place['node_id']} ({place['node_ip']})"
             _logger.info("replica placed %s node=%s", self._name, self._node)
-            await _first_of(self._serve(actor), self._renew(actor))
+            try:
+                async with asyncio.TaskGroup() as life:
+                    life.create_task(self._serve(actor))
+                    life.create_task(self._renew(actor))
+            except ExceptionGroup as ends:
+                raise ends.exceptions[0] from None
         except RayTaskError as error:
             if isinstance(error.cause, WorkerStartError):
                 raise error.cause from error
-            raise ReplicaLost(self.number, self._node, told(error)) from error
+            raise self._lost(one_line(error)) from error
         except RayError as error:
-            raise ReplicaLost(self.number, self._node, self._why_killed or told(error)) from error
+            raise self._lost(self._why_killed or one_line(error)) from error
 
     async def _serve(self, actor: Any) -> None:
         """Raises ReplicaLost when the worker has failed."""
         status: WorkerStatus = await actor.start.remote()
         self.slots = status["slots_total"]
-        self.state = ReplicaState.READY
+        self._state = ReplicaState.READY
         _logger.info("replica ready %s node=%s slots=%d", self._name, self._node, self.slots)
-        if not self.started.done():
-            self.started.set_result(None)
+        self._started.answer(None)
         status = await actor.wait_failed.remote()
-        why = f"its worker failed: {status.get('last_error', 'no reason told')}"
-        raise ReplicaLost(self.number, self._node, why)
+        raise self._lost(f"its worker failed: {status.get('last_error', 'no reason told')}")
 
     async def _renew(self, actor: Any) -> None:
         """Renew the actor's lease. One that does not answer is SILENT; when its lease is over it is
@@ -161,61 +188,47 @@ class Replica:
         now = asyncio.get_running_loop().time
         answered_at = now()  # when the last renewal that was answered was sent
         while True:
-            sent_at = now()
+            sent_at, over_at = now(), answered_at + self._lease_s + _MARGIN_S
             renewal = asyncio.wrap_future(actor.renew.remote(self._lease_s).future())
             await asyncio.wait({renewal}, timeout=_SILENT_S)
             if not renewal.done():
                 self._set_silent(True)
-                over_at = answered_at + self._lease_s + _MARGIN_S
                 await asyncio.wait({renewal}, timeout=max(0.0, over_at - now()))
             if renewal.done() and renewal.exception() is None:
                 answered_at = sent_at
                 self._set_silent(False)
+            elif now() >= over_at:
+                renewal.cancel()
+                self._why_killed = f"no answer for {self._lease_s:g} s, the time of its lease"
+                kill(actor)
+                raise self._lost(self._why_killed)
             elif now() > answered_at + _SILENT_S:
                 self._set_silent(True)
-            if now() >= answered_at + self._lease_s + _MARGIN_S:
-                renewal.cancel()
-                why = f"no answer for {self._lease_s:g} s, the time of its lease"
-                self._kill(actor, why)
-                raise ReplicaLost(self.number, self._node, why)
             await asyncio.sleep(_RENEW_S)
 
     def _set_silent(self, is_silent: bool) -> None:
         if is_silent is not self._silent.is_set():
             _logger.warning("replica %s %s", "silent" if is_silent else "answers", self._name)
-        if is_silent:
-            self._silent.set()
-        else:
-            self._silent.clear()
-        if is_silent and self.state is ReplicaState.READY:
-            self.state = ReplicaState.SILENT
-        elif not is_silent and self.state is ReplicaState.SILENT:
-            self.state = ReplicaState.READY
-
-    def _kill(self, actor: Any, why: str) -> None:
-        self._why_killed = why
-        kill(actor)
+            (self._silent.set if is_silent else self._silent.clear)()
 
     async def replace(self) -> None:
         """Drain the worker, end its actor, and return once the next one is READY. Raises
         ReplicaLost where it is not READY."""
-        if self.state not in (ReplicaState.READY, ReplicaState.SILENT):
-            raise ReplicaLost(self.number, self._node, f"it cannot be replaced, it is {self.state}")
+        if self._state is not ReplicaState.READY:
+            raise self._lost(f"it cannot be replaced, it is {self._state}")
         actor = self._living()
-        self.state = ReplicaState.DRAINING
-        self.started = asyncio.get_running_loop().create_future()
+        self._state, self._started = ReplicaState.DRAINING, WorkerFuture()
         with suppress(RayError):  # it died meanwhile, and is replaced all the same
             await actor.drain.remote()
             await self._settle()
-            self._kill(actor, "it was drained, to be replaced")
-        await asyncio.shield(self.started)
+            self._why_killed = "it was drained, to be replaced"
+            kill(actor)
+        await self._started
 
-    def _lost(self, error: ReplicaLost | WorkerStartError) -> None:
-        _logger.warning("replica lost %s node=%s: %s", self._name, self._node, error.detail)
-        self._last_error = str(error)
-        if self.state is ReplicaState.STARTING and not self.started.done():
-            self.started.set_exception(error)
-            self.started.exception()  # asyncio complains of one that nobody looked at
+    @property
+    def _lost(self) -> Callable[..., ReplicaLost]:
+        """Makes errors of the actor that there is now, whatever comes after it."""
+        return partial(ReplicaLost, self.number, self._node)
 
     async def _settle(self) -> None:
         """Let what had come before the end be taken over; requests that are still open then are
@@ -242,7 +255,7 @@ class Replica:
         meanwhile, or does not answer: what it then admits all the same is cancelled as soon as it
         answers again.
         """
-        actor, node = self._living(), self._node
+        actor, lost = self._living(), self._lost
         self._admitting += 1
         try:
             admission = asyncio.create_task(_admission(actor, submission))
@@ -253,18 +266,17 @@ class Replica:
             silent.cancel()
             if not admission.done():
                 self._in_background(_take_back(actor, admission))
-                raise ReplicaLost(self.number, node, "its actor does not answer")
+                raise lost("its actor does not answer")
             answer, pieces, first = admission.result()
         except RayError as error:
-            raise ReplicaLost(self.number, node, told(error)) from error
+            raise lost(one_line(error)) from error
         finally:
             self._admitting -= 1
         if not answer["ok"]:
             return answer
         copy = RequestCopy(next(ids), first)
         self.requests[copy.request_id] = copy
-        self._remote_ids[copy.request_id] = answer["request_id"]
-        self._in_background(self._follow(copy, actor, pieces, node, on_end))
+        self._in_background(self._follow(copy, pieces, on_end))
         return copy
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -272,32 +284,26 @@ class Replica:
         self._follows.add(task)
         task.add_done_callback(self._follows.discard)
 
-    async def cancel(self, request_id: int) -> bool:
+    async def cancel(self, copy: RequestCopy) -> bool:
         """True once the request is cancelled; False where it has ended, or its replica has."""
-        if request_id not in self._remote_ids or self._actor is None:
-            return False
-        try:
-            return bool(await self._actor.cancel.remote(self._remote_ids[request_id]))
-        except RayError:
-            return False
+        with suppress(RayError):
+            return not copy.is_over and bool(await self._actor.cancel.remote(copy.remote_id))
+        return False
 
-    async def ask(self, method: str) -> Any:
+    async def ask(self, method: Callable[[RayWorker], Coroutine[Any, Any, T]]) -> T:
         """What the worker answers. Raises ReplicaLost where there is none."""
-        actor, node = self._living(), self._node
+        actor, lost = self._living(), self._lost
         try:
-            return await getattr(actor, method).remote()
+            answer: T = await getattr(actor, method.__name__).remote()
+            return answer
         except RayError as error:
-            raise ReplicaLost(self.number, node, told(error)) from error
+            raise lost(one_line(error)) from error
 
     async def _follow(
-        self,
-        copy: RequestCopy,
-        actor: Any,
-        pieces: Any,
-        node: str,
-        on_end: Callable[[RequestCopy], object],
+        self, copy: RequestCopy, pieces: Any, on_end: Callable[[RequestCopy], object]
     ) -> None:
-        """Ends the copy in any case, and in the same step in which it is over."""
+        """Ends the copy in any case, in the same step in which it is over, and before there is
+        another actor."""
         why = "its actor sent no result"
         try:
             while not copy.is_over:
@@ -305,30 +311,19 @@ class Replica:
         except StopAsyncIteration:
             pass  # the copy is not over, and is lost
         except RayError as error:
-            why = told(error)
+            why = one_line(error)
             if isinstance(error, ActorUnavailableError):  # it may live, and work on for nobody
-                actor.cancel.remote(self._remote_ids[copy.request_id])
+                self._actor.cancel.remote(copy.remote_id)
         finally:
-            lost = ReplicaLost(self.number, node, self._why_killed or why, copy.request_id)
-            copy.lose(str(lost), time.time())
-            del self.requests[copy.request_id], self._remote_ids[copy.request_id]
+            copy.lose(str(self._lost(self._why_killed or why, copy.request_id)), time.time())
+            del self.requests[copy.request_id]
             on_end(copy)
 
     def _living(self) -> Any:
         """The actor. Raises ReplicaLost where there is none."""
         if self._actor is None:
-            raise ReplicaLost(
-                self.number, self._node, self._last_error or "no actor was created yet"
-            )
+            raise self._lost(self._last_error or "no actor was created yet")
         return self._actor
-
-    @property
-    def _node(self) -> str:
-        return (
-            f"{self._place['node_id']} ({self._place['node_ip']})"
-            if self._place is not None
-            else ""
-        )
 
 
 async def _admission(actor: Any, submission: Submission) -> tuple[SubmitResult, Any, Any]:
@@ -355,27 +350,14 @@ async def _take_back(actor: Any, admission: asyncio.Task[tuple[SubmitResult, Any
             await actor.cancel.remote(answer["request_id"])
 
 
-async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
-    """Until one of them ends or raises; then the others are cancelled."""
-    tasks = {asyncio.create_task(work) for work in works}
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def kill(actor: Any) -> None:
     """End an actor's process; its guard sees to its server."""
     if ray.is_initialized():
         ray.kill(actor)
 
 
-def told(error: RayError) -> str:
-    """What Ray says of a death or a failed call, on one line."""
+def one_line(error: RayError) -> str:
+    """What Ray says of a death or a failed call."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, RayTaskError) or (
         isinstance(error, ActorDiedError) and error.actor_init_failed

@@ -24,6 +24,7 @@ class RequestCopy:
 
     def __init__(self, request_id: int, first: Progress) -> None:
         self.request_id = request_id
+        self.remote_id = first["status"]["request_id"]  # at its replica
         self._output = Output(None)
         self._status = first["status"]
         self._result: RequestResult | None = None

@@ -22,7 +22,7 @@ from llama_worker.runtime.free_port import free_port
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.types import RequestStatus, StartFailReason, WorkerState, WorkerStatus
 from llama_worker.validation import checked_seconds
-from llama_worker.worker import LlamaWorker
+from llama_worker.worker import LlamaWorker, no_such_request
 
 _PORTS_TRIED = 10
 _FOLLOW_INTERVAL_S = 0.05  # between two pieces
@@ -34,7 +34,6 @@ T = TypeVar("T")
 _Event = dict[str, Any]
 _CLOSED: _Event = {"event": "closed"}  # for listeners alone
 _STATE_EVENTS = ("state", "events_dropped", "closed")
-_Listener = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[_Event]"]
 
 
 def _of_handle(
@@ -69,7 +68,7 @@ class RayWorker:
         """
         self._config_for = config_for
         self._was_ready = False
-        self._listeners: list[_Listener] = []
+        self._listeners: list[Callable[[_Event], object]] = []
         self._lease_s: float | None = None
         self._renewed = threading.Event()
         self._worker = self._new_worker()
@@ -83,18 +82,20 @@ class RayWorker:
         tries_left = _PORTS_TRIED
         while True:
             worker = self._worker
-            tries_left -= 1
             try:
-                return await self._started(worker)
+                status = await worker.start()
             except (WorkerStartError, WorkerClosed) as error:
-                if tries_left == 0:
+                if self._worker is not worker:
+                    continue  # another call of `start` has replaced it, and closed it under this one
+                tries_left -= 1
+                is_taken = getattr(error, "reason", None) is StartFailReason.PORT_IN_USE
+                if tries_left == 0 or self._was_ready or not is_taken:
                     raise
-                # Another call of `start` may have replaced it, which closes it under this one.
-                if self._worker is worker and (self._was_ready or not _is_port_taken(error)):
-                    raise
-            if self._worker is worker:
                 self._worker = self._new_worker()
                 await asyncio.to_thread(worker.close)
+            else:
+                self._was_ready = True
+                return status
 
     stop = _of_handle(LlamaWorker.stop)
     drain = _of_handle(LlamaWorker.drain)
@@ -137,34 +138,30 @@ class RayWorker:
         more.
         """
         worker, wait_s = self._worker, 0.0
-        text_offset = reasoning_offset = 0
+        read = partial(worker.read_output, request_id)
         seen: RequestStatus | None = None
         while True:
-            more = partial(
-                worker.read_output,
-                request_id,
-                text_offset=text_offset,
-                reasoning_offset=reasoning_offset,
-            )
             with suppress(TimeoutError):
-                await asyncio.wait_for(_resolved(more(wait=True)), wait_s)
-            output = await more()
+                async with asyncio.timeout(wait_s):
+                    await read(wait=True)
+            output = await read()
             status = await worker.get_status(request_id)
             if not status["ok"] or not output["ok"]:
-                raise LookupError(
-                    f"there is no request {request_id}, or no more: its result was taken"
-                )
-            text_offset, reasoning_offset = output["text_offset"], output["reasoning_offset"]
+                raise LookupError(no_such_request(request_id))
             if output["done"]:
                 result = await worker.result(request_id)
                 if not result["ok"]:
-                    raise LookupError(
-                        f"the result of request {request_id} was taken by another call"
-                    )
+                    raise LookupError(no_such_request(request_id))
                 yield {"status": status, "output": output, "result": result}
                 return
             if status != seen or output["text"] or output["reasoning"]:
                 yield {"status": status, "output": output}
+            read = partial(
+                worker.read_output,
+                request_id,
+                text_offset=output["text_offset"],
+                reasoning_offset=output["reasoning_offset"],
+            )
             seen, wait_s = status, _STATUS_INTERVAL_S
             await asyncio.sleep(_FOLLOW_INTERVAL_S)
 
@@ -185,32 +182,32 @@ class RayWorker:
         """Returns when the worker is FAILED: it is locked out, and no request runs on it any
         more."""
         with self._listening() as heard:
-            while True:
-                status = await self._worker.get_worker_status()
-                if status["state"] is WorkerState.FAILED:
-                    return status
+            while (status := await self._worker.get_worker_status())[
+                "state"
+            ] is not WorkerState.FAILED:
                 while (await heard.get())["event"] not in _STATE_EVENTS:
                     pass
-
-    async def _started(self, worker: LlamaWorker) -> WorkerStatus:
-        status = await worker.start()
-        self._was_ready = True
-        return status
+            return status
 
     @contextmanager
     def _listening(self) -> Iterator[asyncio.Queue[_Event]]:
         """A queue of the events from now on."""
-        listener: _Listener = (asyncio.get_running_loop(), asyncio.Queue())
+        heard: asyncio.Queue[_Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def listener(event: _Event) -> None:
+            loop.call_soon_threadsafe(heard.put_nowait, event)
+
         self._listeners.append(listener)
         try:
-            yield listener[1]
+            yield heard
         finally:
             self._listeners.remove(listener)
 
     def _publish(self, event: _Event) -> None:
         """Any thread."""
-        for loop, heard in tuple(self._listeners):
-            loop.call_soon_threadsafe(heard.put_nowait, event)
+        for listener in tuple(self._listeners):
+            listener(event)
 
     def _end_without_renewal(self) -> None:
         """On a thread of its own: while the fleet is out of reach, Ray's report of a streamed piece
@@ -229,14 +226,12 @@ class RayWorker:
     def _new_worker(self) -> LlamaWorker:
         port = free_port("0.0.0.0")  # whatever address the config names
         config = self._config_for(port)
+        called = f"config_for({port})"
         if not isinstance(config, WorkerConfig):
-            raise TypeError(
-                f"config_for({port}) must return a WorkerConfig, not {type(config).__name__}"
-            )
+            raise TypeError(f"{called} must return a WorkerConfig, not {type(config).__name__}")
         if config.port != port:
             raise ConfigError(
-                f"config_for({port}) returned a config with port {config.port}: it must use "
-                "its argument"
+                f"{called} returned a config with port {config.port}: it must use its argument"
             )
         own = config.on_event
 
@@ -246,11 +241,3 @@ class RayWorker:
                 own(event)
 
         return LlamaWorker(replace(config, on_event=publish))
-
-
-def _is_port_taken(error: Exception) -> bool:
-    return isinstance(error, WorkerStartError) and error.reason is StartFailReason.PORT_IN_USE
-
-
-async def _resolved(future: WorkerFuture[Any]) -> None:
-    await future

@@ -1,0 +1,116 @@
+"""A fleet on actors that are stubs: no Ray runs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+from llama_worker import RequestResult, WorkerConfig
+from llama_worker.ray import Fleet, NoLiveReplica, ReplicaState, fleet, replica
+from tests.actors.conftest import HOST, WAIT_S, eventually
+from tests.ray.stub_actor import SLOTS, StubActor, without_ray
+
+READY, SILENT = ReplicaState.READY, ReplicaState.SILENT
+
+
+class Stage:
+    """A fleet, every actor that it has created, and those that it has killed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.actors, self.killed = without_ray(monkeypatch)
+        self.fleet: Fleet
+        for name, seconds in (("_RENEW_S", 0.001), ("_SILENT_S", 0.1), ("_MARGIN_S", 0.0)):
+            monkeypatch.setattr(replica, name, seconds)
+        monkeypatch.setattr(fleet, "_LEAST_LEASE_S", 0.0)
+
+    @contextmanager
+    def started(self, replicas: int, lease_s: float = 3600.0) -> Iterator[list[StubActor]]:
+        """The first actors of its fleet."""
+        self.fleet = Fleet(config_for, replicas=replicas, retry_s=0.01, lease_s=lease_s)
+        with closing(self.fleet):
+            self.fleet.start().get(timeout=WAIT_S)
+            yield self.actors[:]
+
+    def wait_states(self, *states: ReplicaState) -> None:
+        eventually(lambda: [each["state"] for each in self.replicas()] == [*states], f"{states}")
+
+    def replicas(self) -> list[Any]:
+        return [*self.fleet.get_fleet_status().get(timeout=WAIT_S)["replicas"]]
+
+    def submit(self) -> int:
+        answer = self.fleet.submit("job", "", "Hello?").get(timeout=WAIT_S)
+        assert answer["ok"], answer
+        return answer["request_id"]
+
+    def ended(self, request_id: int) -> RequestResult:
+        result = self.fleet.result(request_id).get(timeout=WAIT_S)
+        assert result["ok"], result
+        return result
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(monkeypatch)
+
+
+def config_for(port: int) -> WorkerConfig:
+    return WorkerConfig("w", HOST, port, ["llama-server"])
+
+
+def test_a_result_that_came_first_is_taken_once(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stage.started(1):
+        request_id = stage.submit()  # its first piece is its last
+        assert stage.ended(request_id)["text"] == "yes"
+        assert stage.fleet.get_result(request_id).get(timeout=WAIT_S)["ok"] is False
+    gc.collect()
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_a_silent_replica_is_not_chosen_until_it_answers(stage: Stage) -> None:
+    with stage.started(2) as (first, second):
+        first.set_reachable(False)
+        stage.wait_states(SILENT, READY)
+        for _ in range(SLOTS):
+            stage.submit()
+        assert first.calls.count("submit") == 0
+        assert second.calls.count("submit") == SLOTS
+        first.set_reachable(True)
+        stage.wait_states(READY, READY)
+        assert stage.killed == []
+
+
+def test_an_admission_without_an_answer_goes_elsewhere(stage: Stage) -> None:
+    with stage.started(2) as (first, second):
+        first.set_reachable(False)  # the fleet does not know it yet
+        stage.submit()
+        assert (first.calls.count("submit"), second.calls.count("submit")) == (1, 1)
+        first.set_reachable(True)
+        eventually(lambda: "cancel" in first.calls, "cancelled: nobody wants it there")
+        assert "cancel" not in second.calls
+
+
+def test_a_request_whose_connection_breaks_is_lost_and_cancelled(stage: Stage) -> None:
+    with stage.started(1) as (actor,):
+        actor.breaks = True
+        result = stage.ended(stage.submit())
+        assert (result["fail_reason"], result["text"]) == ("server_died", "yes")
+        assert "the connection broke" in result["fail_detail"]
+        assert "cancel" in actor.calls  # it may live, and would work on for nobody
+
+
+def test_a_replica_is_replaced_when_its_lease_is_over(stage: Stage) -> None:
+    with stage.started(1, lease_s=0.5) as (first,):
+        first.set_reachable(False)
+        stage.wait_states(SILENT)
+        with pytest.raises(NoLiveReplica, match="replica 0: silent"):
+            stage.submit()
+        eventually(lambda: len(stage.actors) == 2, "another actor")
+        stage.wait_states(READY)
+        assert stage.killed[0] is first
+        assert "no answer for 0.5 s" in stage.replicas()[0]["last_error"]
