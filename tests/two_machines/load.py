@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +20,40 @@ _TOKENS = 8
 _RETRY_S = 0.25
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What one request asks for, and the answer to it; None: whatever a model says."""
+
+    params: dict[str, Any]
+    answer: str | None
+
+
+def of_a_script(number: int) -> Asked:
+    """Words over seconds, from a scripted server."""
+    pause_s = random.Random(number).uniform(0.2, 0.8)
+    words = [f"{number}: ", *(f"word{index} " for index in range(_TOKENS))]
+    steps: list[Any] = [
+        step for word in words for step in (scripts.Text(word), scripts.Sleep(pause_s))
+    ]
+    reply = scripts.steps_json(*scripts.plain_reply(*steps))
+    return Asked({"scripted_reply": reply}, "".join(words))
+
+
+def of_a_model(number: int) -> Asked:
+    """A few tokens of a real server's."""
+    return Asked({"max_tokens": _TOKENS}, None)
+
+
 @dataclass
 class Load:
     """`count` hosts, each with one request after the other, on a thread of their own.
 
-    A request has a number, which stands in its prompt and in its answer.
+    A request has a number, which stands in its prompt.
     """
 
     fleet: Fleet
     count: int
+    asks: Callable[[int], Asked]
     ended: Counter[str] = field(default_factory=Counter)  # by state, and by reason where it failed
     wrong: list[str] = field(default_factory=list)
     last_completed_at: float = 0.0
@@ -36,7 +62,6 @@ class Load:
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
         self._stopping = threading.Event()
-        self._random = random.Random(1)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
     def start(self) -> None:
@@ -66,7 +91,8 @@ class Load:
                 self.wrong.append(f"request {number}: {type(error).__name__}: {error}")
 
     async def _request(self, number: int) -> None:
-        request_id = await self._admitted(number)
+        asked = self.asks(number)
+        request_id = await self._admitted(number, asked)
         if request_id is None:
             return
         result = await self.fleet.result(request_id)
@@ -79,27 +105,22 @@ class Load:
         if result["state"] == "completed":
             self.last_completed_at = time.monotonic()
             self.ended["completed"] += 1
-            if result["text"] != self._answer(number):
+            if asked.answer not in (None, result["text"]):
                 self.wrong.append(f"request {number} was answered with {result['text']!r}")
             return
         reason, detail = result.get("fail_reason"), result.get("fail_detail")
         self.ended[f"failed ({reason})"] += 1
         if not reason or not detail:
             self.wrong.append(f"request {number} was lost without a reason: {result!r}")
-        if not self._answer(number).startswith(result["text"]):
+        if asked.answer is not None and not asked.answer.startswith(result["text"]):
             self.wrong.append(f"request {number} kept what it never said: {result['text']!r}")
 
-    async def _admitted(self, number: int) -> int | None:
-        pause_s = self._random.uniform(0.2, 0.8)
-        words = self._answer(number).split(" ")
-        spoken = [scripts.Text(word + " ") for word in words[:-1]] + [scripts.Text(words[-1])]
-        steps: list[Any] = [step for text in spoken for step in (text, scripts.Sleep(pause_s))]
-        reply = scripts.steps_json(*scripts.plain_reply(*steps))
+    async def _admitted(self, number: int, asked: Asked) -> int | None:
         while not self._stopping.is_set():
             asked_at = time.monotonic()
             try:
                 answer = await self.fleet.submit(
-                    f"job-{number}", "", f"request {number}.", params={"scripted_reply": reply}
+                    f"job-{number}", "", f"request {number}.", params=asked.params
                 )
             except NoLiveReplica:
                 self.ended["asked again: no live replica"] += 1
@@ -111,6 +132,3 @@ class Load:
                 self.ended[f"asked again: {answer['error']}"] += 1
             await asyncio.sleep(_RETRY_S)
         return None
-
-    def _answer(self, number: int) -> str:
-        return f"{number}: " + " ".join(f"word{index}" for index in range(_TOKENS))

@@ -1,6 +1,6 @@
 """python -m tests.two_machines.stories FOLDER PREFIX: the host program, on machine 1.
 
-Prints a line of JSON for each story: `{"story", "saw", "error"}`.
+Prints a line of JSON for each story: `{"row", "errors"}`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from llama_worker.ray import Fleet, ReplicaState
 from llama_worker.testing import scripts
 from tests.actors.conftest import eventually, fast_timeouts
 from tests.server.pace import SERVER_ARGS
-from tests.two_machines.load import Load
+from tests.server.thin_model import write_thin_model
+from tests.two_machines.load import Load, of_a_model, of_a_script
 from tests.two_machines.machines import GCS_PORT, Machines, seconds_until
 from tools.found import find_model, find_server
 
@@ -66,8 +67,8 @@ def real(server: str, model: str, port: int) -> WorkerConfig:
 
 
 class Stage:
-    """A fleet of three scripted replicas, one of them still without a place, and one of a real
-    server; a hundred requests in flight."""
+    """A fleet of three scripted replicas, one of them still without a place, with a hundred requests
+    in flight, and a fleet of one real server, with one."""
 
     def __init__(self, machines: Machines) -> None:
         self.machines = machines
@@ -80,8 +81,10 @@ class Stage:
             retry_s=1.0,
             lease_s=LEASE_S,
         )
+        model = machines.folder / "thin.gguf"  # four machines and their load share these cores
+        write_thin_model(Path(find_model()), model)
         self.real = Fleet(
-            partial(real, find_server(), find_model()),
+            partial(real, find_server(), str(model)),
             replicas=1,
             name="real",
             options={**seat, "resources": {"real": 1}},
@@ -91,7 +94,8 @@ class Stage:
         self.fleet.start()
         self.real.start().get(timeout=PLACED_WITHIN_S)
         seconds_until(lambda: len(self.ready()) == 2, PLACED_WITHIN_S)
-        self.load = Load(self.fleet, IN_FLIGHT)
+        self.load = Load(self.fleet, IN_FLIGHT, of_a_script)
+        self.real_load = Load(self.real, 1, of_a_model)
 
     def replicas(self) -> list[Any]:
         return list(self.fleet.get_fleet_status().get(timeout=60)["replicas"])
@@ -123,22 +127,10 @@ class Stage:
         counts = [len(self.machines.servers(number)) for number in range(1, 5)]
         return sum(counts) == 4
 
-    def ask_the_real_one(self) -> None:
-        """The fleet of the real server answers; a request that is refused is asked again."""
-
-        def is_answered() -> bool:
-            status = self.real.get_fleet_status().get(timeout=60)
-            if status["slots_total"] == 0:
-                return False
-            answer = self.real.submit("job", "", "Hello", params={"max_tokens": 4}).get(timeout=60)
-            if not answer["ok"]:
-                return False
-            result = self.real.result(answer["request_id"]).get(timeout=300)
-            assert result["ok"]
-            assert result["state"] == "completed", result
-            return True
-
-        seconds_until(is_answered, PLACED_WITHIN_S)
+    def wait_for_the_real_one(self) -> None:
+        """Its load goes on."""
+        completed = self.real_load.ended["completed"]
+        seconds_until(lambda: self.real_load.ended["completed"] > completed, PLACED_WITHIN_S)
 
 
 # ---------------------------------------------------------------- the stories, in their order
@@ -216,7 +208,6 @@ def a_nodes_power_goes(stage: Stage) -> str:
     )
     seconds_until(stage.all_ready, PLACED_WITHIN_S)
     ready_s = time.monotonic() - off_at
-    stage.ask_the_real_one()
     seconds_until(stage.one_server_each, PLACED_WITHIN_S)
     return f"not chosen after {silent_s:.1f} s, another is ready after {ready_s:.0f} s"
 
@@ -242,19 +233,21 @@ STORIES: dict[str, Callable[[Stage], str]] = {
 
 def tell(stage: Stage, name: str) -> bool:
     """Play it; False: it went wrong."""
-    load, errors, saw = stage.load, [], "FAILED"
-    before, load.slowest_submit_s = Counter(load.ended), 0.0
+    loads, errors, saw = (stage.load, stage.real_load), [], "FAILED"
+    before, stage.load.slowest_submit_s = [Counter(load.ended) for load in loads], 0.0
     try:
         saw = STORIES[name](stage)
-        assert not load.wrong, load.wrong[:5]
+        stage.wait_for_the_real_one()
+        assert not any(load.wrong for load in loads), [load.wrong[:5] for load in loads]
     except BaseException:
         errors.append(traceback.format_exc())
-    show(name, saw, load.since(before), f"{load.slowest_submit_s:.1f} s", errors)
+    ended = [load.since(then) for load, then in zip(loads, before, strict=True)]
+    show(name, saw, *ended, f"{stage.load.slowest_submit_s:.1f} s", errors=errors)
     return not errors
 
 
-def show(name: str, saw: str, requests: str, submit: str, errors: list[str]) -> None:
-    print(json.dumps({"row": [name, saw, requests, submit], "errors": errors}), flush=True)
+def show(*row: str, errors: list[str]) -> None:
+    print(json.dumps({"row": row, "errors": errors}), flush=True)
 
 
 def begun_twice(folder: Path) -> int:
@@ -276,10 +269,13 @@ def main(folder: str, prefix: str) -> None:
         logging_level=logging.ERROR,
     )
     stage = Stage(machines)
-    stage.load.start()
+    loads = (stage.load, stage.real_load)
+    for load in loads:
+        load.start()
     held = [tell(stage, name) for name in STORIES]
-    before = Counter(stage.load.ended)
-    stage.load.stop(60.0)
+    before = [Counter(load.ended) for load in loads]
+    for load in loads:
+        load.stop(60.0)
     closing_at = time.monotonic()
     stage.fleet.close(timeout_s=20.0)
     stage.real.close(timeout_s=20.0)
@@ -287,8 +283,10 @@ def main(folder: str, prefix: str) -> None:
     left = seconds_until(lambda: not any(machines.servers(each) for each in SEATS), GONE_WITHIN_S)
     saw += f", the last server has ended {left:.1f} s later"
     saw += f"; {begun_twice(machines.folder)} requests in all had begun on two servers"
-    show("then the host closes its fleets", saw, stage.load.since(before), "", stage.load.wrong[:5])
-    sys.exit(0 if all(held) and not stage.load.wrong else 1)
+    ended = [load.since(then) for load, then in zip(loads, before, strict=True)]
+    wrong = [each for load in loads for each in load.wrong[:5]]
+    show("then the host closes its fleets", saw, *ended, "", errors=wrong)
+    sys.exit(0 if all(held) and not wrong else 1)
 
 
 if __name__ == "__main__":
