@@ -201,18 +201,21 @@ class Nature:
             server.stop_signal()
         elif name != "HTTP thread dead":
             server.freeze(spins=name in ("livelock", "stuck task queue"))
-        if name == "stuck task queue":  # what `/slots` waits for, at once or after a while
-            silent = partial(setattr, server, "slots_silent", True)
-            self._later(self._dice.log_between(0.1, 300.0), silent, "/slots falls silent")
         server.ignores_term |= name in ("livelock", "stuck task queue")
         server.http_dead = name in ("dead altogether", "HTTP thread dead")
         fault = self._hurt(name, server)
+        if name == "stuck task queue":  # what `/slots` waits for, at once or after a while
+            silence = partial(self._silence_slots, fault, server)
+            self._later(self._dice.log_between(0.1, 300.0), silence, "/slots falls silent")
         if self._dice.chance(0.3):  # some come back by themselves
             self._later(
                 self._dice.log_between(1.0, 4000.0),
                 lambda: self._recover(fault, server),
                 "it goes on",
             )
+
+    def _silence_slots(self, fault: Fault, server: LlamaServer) -> None:
+        server.slots_silent = fault.ended_at is None
 
     def _recover(self, fault: Fault, server: LlamaServer) -> None:
         if server.gone:
@@ -329,7 +332,8 @@ class Nature:
                 server.release_slot(exchange)
             case "frozen progress" if first:
                 server.freeze(spins=True)
-                fault.request_id = None
+                # it hurts whoever comes later, also where this request has ended by now
+                fault.request_id = fault.ended_at = None
                 self._bound(fault, server)
                 server.repeat(exchange, 2.0, partial(server.send_progress, exchange))
 

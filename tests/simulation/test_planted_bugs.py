@@ -44,7 +44,6 @@ class Bug:
     where: str  # module:function or module:Class.function
     make: Make  # gets the right function and returns the wrong one
     under: str = ANYTHING  # what goes wrong in the runs that are to show it
-    is_proxied: bool = False  # whether a proxy's clients take part in them
 
 
 def instead(where: Callable[..., bool], answer: Function) -> Make:
@@ -234,33 +233,29 @@ BUGS: tuple[Bug, ...] = (
         _WORKER + ".handle",
         ignores(EndLease),
         NOTHING,
-        is_proxied=True,
     ),
     Bug(
         "who holds a lease never waits for the server",
         "request.leased:LeasedRequest.waits",
         returns(None),
         "request lost",
-        is_proxied=True,
     ),
     Bug(
         "a lease that is given up keeps its connection",
         "runtime.leased_exchange:LeasedExchange._cut_if_over",
         returns(None),
         "request lost",
-        is_proxied=True,
     ),
     Bug(
         "nobody says why a leased connection broke",
         "request.leased:LeasedRequest.waits_for_news",
         lambda right: property(lambda leased: False),
         "crash",
-        is_proxied=True,
     ),
 )
 
 
-def hunt(under: str, *, is_proxied: bool) -> None:
+def hunt(under: str) -> None:
     """Hours in which everything goes wrong, nothing, or only things of one kind."""
     requests, faults = {ANYTHING: (40.0, 40.0), NOTHING: (20.0, 0.0)}.get(under, (12.0, 12.0))
     kinds = {under: 1.0} if under in KINDS else {}
@@ -272,7 +267,6 @@ def hunt(under: str, *, is_proxied: bool) -> None:
                 requests_per_hour=requests,
                 faults_per_hour=faults,
                 kinds=kinds,
-                is_proxied=is_proxied,
             )
         ).run()
 
@@ -284,5 +278,5 @@ def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> No
     place: Any = pkgutil.resolve_name(f"llama_worker.{module}:{'.'.join(owners)}")
     monkeypatch.setattr(place, function, bug.make(vars(place)[function]))
     with pytest.raises(Failure) as found:
-        hunt(bug.under, is_proxied=bug.is_proxied)
+        hunt(bug.under)
     assert isinstance(found.value.broken, Violation)

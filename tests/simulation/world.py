@@ -38,10 +38,9 @@ TOOL: ToolDef = {
 class Setting:
     seed: int
     hours: float = 24.0
-    requests_per_hour: float = 1.5
+    requests_per_hour: float = 1.5  # a third of them by clients of a proxy
     faults_per_hour: float = 0.15
     kinds: Mapping[str, float] = field(default_factory=dict)  # weights by name; empty: all
-    is_proxied: bool = False  # a third of the requests are of a proxy's clients
 
 
 @dataclass(kw_only=True)
@@ -191,14 +190,13 @@ class World(Bench):
         host.run(host.keep_running(stops_every_s=1800.0 if hectic else 40 * HOUR_S))
         clients = 1 + dice.below(3)
         for _ in range(clients):
-            host.run(host.client(every_s=clients * HOUR_S / setting.requests_per_hour))
+            host.run(host.client(every_s=1.5 * clients * HOUR_S / setting.requests_per_hour))
         host.run(host.meddler(every_s=300.0 if hectic else 4 * HOUR_S))
         host.run(
             host.swapper(self._for_swapper, every_s=1200.0 if hectic else 20 * HOUR_S),
         )
-        if setting.is_proxied:
-            every_s = 2 * HOUR_S / setting.requests_per_hour
-            host.run(host.proxied_client(self._for_proxy, every_s=every_s))
+        every_s = 3 * HOUR_S / setting.requests_per_hour
+        host.run(host.proxied_client(self._for_proxy, every_s=every_s))
         self.nature.begin()
         self.scheduler.run_for(setting.hours * HOUR_S)
 

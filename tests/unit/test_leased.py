@@ -116,6 +116,13 @@ def test_a_regular_end_outlives_its_order() -> None:
     assert ended.record.result["state"] == "completed"
 
 
+def test_a_finish_behind_the_end_changes_nothing() -> None:
+    request = speaking()
+    request.step(STALLED, 3.0)
+    request.heard([Finish("stop")], 3.1)
+    assert not request.has_finished
+
+
 def test_what_a_dead_server_had_sent_is_read() -> None:
     request = speaking()
     assert request.step(DIED, 3.0) == []

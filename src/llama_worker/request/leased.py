@@ -88,7 +88,10 @@ class LeasedRequest:
         self._waits, self._turn.headers_at = False, at
 
     def heard(self, events: Iterable[StreamEvent], at: float) -> None:
-        """Something came; no events where it was keepalives only."""
+        """Something came; no events where it was keepalives only. What comes behind the end that
+        was recorded changes nothing."""
+        if self._ended:
+            return
         self._waits, self._turn.last_stream_byte_at = False, at
         for event in events:
             self._turn.hear(event, at)
