@@ -44,8 +44,8 @@ test-server: $(VENV)/.test $(if $(BUILD),,server) ## the tests that need a real 
 unit: $(VENV)/.test ## the tests that need no server
 	$(BIN)/python -m pytest tests/unit tests/actors $(PYTEST_ARGS)
 
-simulate: $(VENV)/.test ## the worker in virtual time: HOURS worker-hours (a year) with FAULTS faults from SEED (a new one)
-	$(BIN)/python -m tests.simulation $(if $(filter-out file,$(origin SEED)),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS)) $(if $(FAULTS),--faults $(FAULTS))
+simulate: $(VENV)/.test ## the worker in virtual time: HOURS worker-hours (a year) with FAULTS faults from SEED (a new one), by JOBS processes
+	$(BIN)/python -m tests.simulation --jobs $(JOBS) $(if $(filter-out file,$(origin SEED)),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS)) $(if $(FAULTS),--faults $(FAULTS))
 
 record: $(VENV)/.test server ## record what the real server does with several requests, and print what is not as stored; SITUATION=words, BUILD=N
 	$(BIN)/python -m tests.recordings $(if $(SITUATION),--situation "$(SITUATION)") $(if $(BUILD),--build $(BUILD))

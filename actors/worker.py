@@ -333,8 +333,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         ttl_s, oldest = self._config.result_ttl_s, self._table.oldest_since()
         if ttl_s is not None and oldest is not None:
             yield oldest + ttl_s + 0.001  # a record of just that age is kept
-        if self._roll_call.deadline is not None:
-            yield self._roll_call.deadline
+        roll_call_at = self._roll_call.deadline
+        if roll_call_at is not None:
+            yield roll_call_at
         if self._server.lifecycle.deadline is not None:
             yield self._server.lifecycle.deadline
         if self._server.too_old_at is not None:

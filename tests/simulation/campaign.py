@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from hashlib import sha256
+from multiprocessing import get_context
 
 from tests.simulation.dice import Dice
 from tests.simulation.many_runs import collected_at_the_end, times_by_name
@@ -42,14 +45,23 @@ def settings(
         )
 
 
-def run_all(chosen: Iterable[Setting]) -> Report:
-    """One after the other; raises the first Failure."""
+def run_all(chosen: Iterable[Setting], jobs: int = 1) -> Report:
+    """Every run, by so many processes; raises the first Failure."""
     total = Report()
-    for setting in chosen:
-        with collected_at_the_end():
-            total.add(World(setting).run())
+    with (
+        ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+        if jobs > 1
+        else nullcontext() as pool
+    ):
+        for report in pool.map(_run, chosen) if pool else map(_run, chosen):
+            total.add(report)
     total.digest = sha256(total.digest.encode()).hexdigest()[:16]
     return total
+
+
+def _run(setting: Setting) -> Report:
+    with collected_at_the_end():
+        return World(setting).run()
 
 
 def table(total: Report) -> list[str]:
@@ -65,7 +77,7 @@ def table(total: Report) -> list[str]:
         f"messages       {total.messages:12,}",
         f"restarts       {total.restarts:12,}",
         f"false kills    {0:12,}   (the first one ends the campaign)",
-        f"missed wedges  {0:12,}   (likewise)",
+        f"missed wedges  {0:12,}   (the same)",
         f"trace hash     {total.digest:>16}",
         "",
         f"{'fault':32}{'count':>8}{'found':>8}{'median s':>12}{'worst s':>12}",

@@ -180,7 +180,7 @@ class Host:
             try:
                 yield future
             except WorkerStartError:
-                yield dice.log_between(0.1, 300.0)
+                yield dice.log_between(0.1, 0.1 * stops_every_s)
                 continue
             pause_s = dice.waiting_time(stops_every_s)
             waited_s = 0.0

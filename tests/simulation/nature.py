@@ -471,7 +471,7 @@ class Nature:
             busy_since = (busy_since or now) if self._invariants.active else None
             if busy_since is not None and now - busy_since > _GIVEN_UP_S:
                 raise Violation(4, f"not given up within {_GIVEN_UP_S:g} s: {what}")
-            self._later(1.0, look, "the blocked actor")
+            self._later(10.0 if busy_since is None else 1.0, look, "the blocked actor")
 
         look()
         if self._dice.chance(0.5):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 import sys
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,8 +29,11 @@ class Violation(AssertionError):
     """An invariant is broken: the run ends, wherever that was found."""
 
     def __init__(self, number: int, what: str) -> None:
-        super().__init__(f"invariant {number}: {what}")
+        super().__init__(number, what)
         self.number = number
+
+    def __str__(self) -> str:
+        return "invariant {}: {}".format(*self.args)
 
 
 @dataclass
@@ -119,7 +123,8 @@ class Scheduler:
         self._starts: dict[str, int] = {}
         self._breaks: set[str] = set()
         self.halted_until = now  # the host does not run before
-        self._halts: list[tuple[float, float]] = []  # from, to
+        self._halt_begins: list[float] = []
+        self._halts: list[tuple[float, float, float]] = []  # from, to, lost in those before
 
     # ------------------------------------------------------------ time
 
@@ -130,7 +135,11 @@ class Scheduler:
 
     def host_time_at(self, instant: float) -> float:
         """The same at an earlier instant."""
-        return instant - sum(max(0.0, min(end, instant) - begin) for begin, end in self._halts)
+        later = bisect_right(self._halt_begins, instant)
+        if not later:
+            return instant
+        begin, end, lost_s = self._halts[later - 1]
+        return instant - lost_s - (min(end, instant) - begin)
 
     def at(
         self, when: float, call: Callable[[], object], what: str, *, of_host: bool = True
@@ -157,7 +166,12 @@ class Scheduler:
         """The host does not run for so long: no actor, no thread, no timer of it."""
         begin = max(self.halted_until, self.now)
         until = begin + seconds
-        self._halts.append((begin, until))
+        last_began_at, last_until, lost_before_s = (
+            self._halts[-1] if self._halts else (0.0, 0.0, 0.0)
+        )
+        lost_s = lost_before_s + last_until - last_began_at
+        self._halt_begins.append(begin)
+        self._halts.append((begin, until, lost_s))
         self.halted_until = until
         self.at(until, lambda: None, "the host runs again", of_host=False)
 
@@ -181,20 +195,25 @@ class Scheduler:
     def told(self, receiver: SimulatedActor, envelope: Any) -> None:
         """Put the message into the mailbox, or keep it while its sender is preempted."""
         self.on_told(envelope.message)
-        self._unless_preempted(partial(self._put, receiver, envelope))
-        self._sends_left -= 1
+        if self._sends_left > 0:
+            self._put(receiver, envelope)
+            self._sends_left -= 1
+        else:
+            self._hold(partial(self._put, receiver, envelope))
 
     def wake_host(self, call: Callable[[], object]) -> None:
         """A future was answered: a thread of the host's goes on, after what the actor had told
         before."""
-        self._unless_preempted(partial(self.after, 0.0, call, "host"))
-
-    def _unless_preempted(self, act: Callable[[], object]) -> None:
+        goes_on = partial(self.after, 0.0, call, "host")
         if self._sends_left > 0:
-            act()
+            goes_on()
         else:
-            assert self._serving is not None
-            self._serving.held.append(act)
+            self._hold(goes_on)
+
+    def _hold(self, act: Callable[[], object]) -> None:
+        """Until the actor that does it, and is preempted, is resumed."""
+        assert self._serving is not None
+        self._serving.held.append(act)
 
     def _put(self, receiver: SimulatedActor, envelope: Any) -> None:
         receiver.inbox.append(envelope)
@@ -318,8 +337,10 @@ class Scheduler:
 
     def _requeue(self, simulated: SimulatedActor) -> None:
         """Whether the actor has more to do, after a step of it."""
+        if simulated.held:
+            return
         has_stopped = simulated.actor.actor_stopped.is_set()
-        if simulated.held or (simulated.inbox and not has_stopped):
+        if simulated.inbox and not has_stopped:
             return
         self._ready.remove(simulated)
         simulated.is_ready = has_stopped  # if so, nobody puts it among the ready ones any more

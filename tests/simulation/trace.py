@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from operator import attrgetter
 from typing import Any
 
 _SHOWN_FIELDS = (
@@ -17,7 +16,6 @@ _SHOWN_FIELDS = (
     "detail",
     "outcome",
 )
-_HASHED_FIELDS = ("epoch", "request_id", "turn_id")
 _KEPT = 400
 _BLOCK = 2000
 
@@ -32,17 +30,9 @@ class Trace:
         self._hash = hashlib.sha256()
         self._block: list[str] = []
         self._last: deque[tuple[float, str, Any]] = deque(maxlen=_KEPT)
-        self._getters: dict[type, Any] = {}
 
     def message(self, now: float, actor: str, message: Any) -> None:
-        kind = type(message)
-        getter = self._getters.get(kind)
-        if getter is None:
-            names = [
-                name for name in _HASHED_FIELDS if name in getattr(kind, "__struct_fields__", ())
-            ]
-            getter = self._getters[kind] = attrgetter(*names) if names else (lambda nothing: "")
-        self._block.append(f"{now!r} {actor} {kind.__name__} {getter(message)}")
+        self._block.append(f"{now!r} {actor} {type(message).__name__}")
         self._last.append((now, actor, message))
         if len(self._block) >= _BLOCK:
             self._flush()

@@ -61,10 +61,11 @@ class Failure(Exception):
     steps."""
 
     def __init__(self, setting: Setting, broken: BaseException, story: list[str]) -> None:
-        super().__init__(f"{setting}: {type(broken).__name__}: {broken}")
-        self.setting = setting
-        self.broken = broken
-        self.story = story
+        super().__init__(setting, broken, story)
+        self.setting, self.broken, self.story = setting, broken, story
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {type(self.broken).__name__}: {self.broken}"
 
 
 class World(Bench):
@@ -305,14 +306,14 @@ class World(Bench):
 
 
 def _profile(dice: Dice, *, idle: bool) -> TimeoutProfile:
-    """`idle`: for a run of days in which little happens. It has a health probe every two minutes,
+    """`idle`: for a run of days in which little happens. It has a health probe every ten minutes,
     not every 30 s."""
     make = dice.choice((TimeoutProfile.fast, TimeoutProfile.normal, TimeoutProfile.slow_prefill))
     profile: TimeoutProfile = make()
     if dice.chance(0.2):
         profile = replace(profile, load_timeout_s=1800.0)
     if idle:
-        profile = replace(profile, health_probe_interval_s=120.0)
+        profile = replace(profile, health_probe_interval_s=600.0)
     return profile
 
 
