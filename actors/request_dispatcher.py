@@ -164,7 +164,11 @@ class RequestDispatcher:
     def ended(self, record: RequestRecord, now: float) -> None:
         """A request is terminal: watch it no more, answer those who wait for that."""
         self._children.watchdog.tell(
-            Unwatch(request_id=record.request_id, data_at=record.last_data_at)
+            Unwatch(
+                request_id=record.request_id,
+                data_at=record.last_data_at,
+                completed=record.result["state"] is RequestState.COMPLETED,
+            )
         )
         lease = self._leases.pop(record.request_id, None)
         if lease is not None and not lease.has_ended:  # its actor died without a word

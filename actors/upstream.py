@@ -162,4 +162,5 @@ class _AskedDirectly:
 
 
 def _unwatch(exchange: LeasedExchange) -> Unwatch:
-    return Unwatch(request_id=exchange.request_id, data_at=exchange.progress().data_at)
+    data_at = exchange.progress().data_at
+    return Unwatch(request_id=exchange.request_id, data_at=data_at, completed=False)

@@ -661,6 +661,7 @@ class Unwatch(Struct, frozen=True, kw_only=True):
 
     request_id: int
     data_at: float | None
+    completed: bool  # else the server may still compute a batch of it
 
 
 class ProbeNow(Struct, frozen=True, kw_only=True):
@@ -681,6 +682,7 @@ class ProbeOutcome(Enum):
     FAILED = "failed"  # no answer, or not the right one
     STRANGER = "stranger"  # an answer, from somebody else's process
     UNFIT = "unfit"  # it answers, and its canary's answer was not the right one
+    LATE = "late"  # it failed so long after its time was over that this machine did not run
     NO_NEWS = "no_news"  # it was not asked: this machine had no thread or descriptor for it
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
+from llama_worker.errors import RequestFailed
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.server.pace import longest_standstill_s
@@ -110,11 +111,24 @@ class Case(Bench):
         for _ in range(0 if self.dice.chance(0.1) else 1 + self.dice.below(3)):
             answer = self.worker.ask("before", job_name="before")
             self.scheduler.run_until(answer.done, self.scheduler.now + HORIZON_S)
-            assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+            if not self._has_completed(answer):
+                return
         if self.dice.chance(0.2):
             again = self.worker.restart("as in service")
             self.scheduler.run_until(again.done, self.scheduler.now + 600.0)
             again.get(timeout=0)
+
+    def _has_completed(self, answer: WorkerFuture[Any]) -> bool:
+        try:
+            return answer.get(timeout=0)["state"] is RequestState.COMPLETED
+        except RequestFailed as failure:
+            self._given_up(str(failure))
+            return False
+
+    @property
+    def slots_are_clear(self) -> bool:
+        """Whether `/slots` shows at any time what each request does, and nobody new comes."""
+        return self.build.shows_slots and self.build.answers_in_batches and self.all_have_come
 
     @property
     def all_have_come(self) -> bool:
@@ -198,7 +212,7 @@ class Case(Bench):
     def _ended(self, result: WorkerFuture[Any]) -> None:
         told = result.get(timeout=0)
         self._running -= 1
-        if told["state"] is not RequestState.COMPLETED:
+        if told["state"] is RequestState.FAILED:
             self._given_up(f"{told['fail_reason']}: {told['fail_detail']}")
 
     def _strike(self) -> None:
@@ -216,7 +230,7 @@ class Case(Bench):
         if server is None or self.wedged_at is not None or server.frozen or server.stopped:
             return
         seconds = dice.log_between(0.1, 15.0)
-        match dice.below(7):
+        match dice.below(8):
             case 0:
                 if any(each.reply.twist for each in server.exchanges):
                     # where all text is held back, a longer one cannot be told from a hang
@@ -243,6 +257,14 @@ class Case(Bench):
             case 6:
                 self.was_halted = True
                 self._be_late(dice.below(40))
+            case 7:
+                self._cancel_one()
+
+    def _cancel_one(self) -> None:
+        """What was computed for it goes on to the end of its batch."""
+        served = [each for each in self.server.busy if each.request_id < FOREIGN]
+        if served:
+            self.worker.cancel(self.dice.choice(served).request_id)
 
     def _be_late(self, times: int) -> None:
         """The host never gets to what is due, for a while."""
@@ -339,10 +361,13 @@ def _build(dice: Dice) -> tuple[Build, float, float, float]:
     cpu_shows = dice.chance(0.8)
     slots = 1 + dice.below(4)
     batch_tokens = dice.choice((64, 256, 512, 2048))
-    longest_s = (250.0 if cpu_shows else 8.0) / slots
+    longest_s = (250.0 if cpu_shows else 90.0) / slots
     batch_s = dice.log_between(0.05, longest_s)
     deepest = dice.log_between(1.0, DEEPEST)
+    number = dice.choice((*[11434] * 8, 10019, None))
     build = Build(
+        number=number,
+        answers_in_batches=number == 11434 or (number is None and dice.chance(0.5)),
         slots=slots,
         prefill_tokens_per_s=deepest * batch_tokens / batch_s,
         decode_tokens_per_s=dice.log_between(0.5 * slots, 100.0),

@@ -14,7 +14,7 @@ from llama_worker.actors import server_life
 from llama_worker.actors import worker as worker_actor
 from llama_worker.request.progress import Progress
 from llama_worker.server import lifecycle, liveness, pace, suspicion
-from llama_worker.server.timeouts import DEAD_BESIDE_MULTIPLE, Verdict, verdict
+from llama_worker.server.timeouts import DEAD_BESIDE_MULTIPLE, Neighbours, Verdict, verdict
 from tests.docs.pages import DOCS, names_in, table
 
 # Every state in which a request can be.
@@ -57,7 +57,7 @@ def judge(
     return verdict(
         state,
         liveness_at=liveness_at,
-        neighbour_data_at=neighbour_data_at,
+        neighbours=Neighbours(data_at=neighbour_data_at),
         profile=profile,
         now=now,
     )

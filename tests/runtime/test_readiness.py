@@ -37,7 +37,8 @@ CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-ser
     [
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), -1.0, ProbeOutcome.FAILED),
         (TimeoutError("the time for the reply is up"), 0.0, ProbeOutcome.FAILED),
-        (TimeoutError(), LATE_S + 0.1, ProbeOutcome.NO_NEWS),
+        (TimeoutError(), LATE_S + 0.1, ProbeOutcome.LATE),
+        (MemoryError(), LATE_S + 0.1, ProbeOutcome.NO_NEWS),
         *(
             (OSError(lack, os.strerror(lack)), -1.0, ProbeOutcome.NO_NEWS)
             for lack in (errno.EMFILE, errno.ENFILE)

@@ -103,20 +103,19 @@ def slow(
     return Scenario(name=name, truth=SLOW, moves=moves, **more)
 
 
-_DEAD_NEIGHBOUR = Ask("b", [Tokens(3), silent("b"), WaitClose()], RESTARTED, toks(3))
 _headers = (
     hung(
-        "a queue behind a stream that is dead",
-        [silent("a"), WaitClose()],
-        HEADERS_S,
-        fails=HEADERS,
-        first=[
-            _DEAD_NEIGHBOUR,
-            "silent b",
-            1.2,
-        ],  # long after b's last data, or b would pass for a busy neighbour
-        after_work=True,
-        timeouts={"idle_stream_timeout_s": 30.0},
+        "a stream that is dead, and a queue behind it",
+        [Tokens(3), silent("a"), WaitClose()],
+        IDLE_S,
+        text=toks(3),
+        then=["silent a", Ask("b", [WaitClose()], RESTARTED, "")],
+    ),
+    slow(
+        "headers that a neighbour's batch holds back, on an idle CPU",
+        [Sleep(2.0), *HI],
+        first=[Ask("b", [PromptProgress(1, 9), silent("b"), Sleep(2.0), *HI], text="hi")],
+        timeouts={"idle_stream_timeout_s": 4.0},
     ),
     slow(
         "a queue in front of the server's slots",

@@ -23,7 +23,7 @@ class Stage(Enum):
     """How far a request is, as the server knows it, when a fault begins."""
 
     UNKNOWN = "not at the server, or nothing is known"
-    WAITING = "no headers sent"
+    WAITING = "no headers sent, to nobody else either"
     SILENT = "headers sent, and nothing else"
     SPEAKING = "progress or answers sent"
 
@@ -64,7 +64,8 @@ def _looks(profile: TimeoutProfile) -> float:
 def _silence(profile: TimeoutProfile, stage: Stage) -> float | None:
     """No CPU time and no data."""
     limit = {
-        Stage.WAITING: profile.headers_timeout_s,
+        # a batch of one that is gone may hold them back
+        Stage.WAITING: max(profile.headers_timeout_s, profile.idle_stream_timeout_s or math.inf),
         Stage.SILENT: profile.prefill_liveness_timeout_s,
         Stage.SPEAKING: profile.idle_stream_timeout_s,
         Stage.UNKNOWN: max(

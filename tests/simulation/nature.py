@@ -260,7 +260,7 @@ class Nature:
 
     def _expect(self, fault: Fault, truth: Truth) -> None:
         if fault.kind.name != "HTTP thread dead":  # its requests go on
-            bound_s = fault.kind.found_within(self._profile, _stage(truth, fault.epoch))
+            bound_s = fault.kind.found_within(self._profile, self._stage(truth, fault.epoch))
             self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
 
     def _crash(self, server: LlamaServer, name: str, returncode: int) -> None:
@@ -491,6 +491,18 @@ class Nature:
         bios, self._bios = self._bios, (0.001, None)
         return bios
 
+    def _stage(self, truth: Truth, epoch: int | None) -> Stage:
+        exchange = _exchange(truth)
+        if exchange is None or truth.epoch != epoch:
+            return Stage.UNKNOWN
+        if exchange.has_headers:
+            return Stage.SPEAKING if exchange.spoke else Stage.SILENT
+        for request_id in self._invariants.active:
+            other = _exchange(self._invariants.requests[request_id])
+            if other is not None and other.has_headers:
+                return Stage.UNKNOWN
+        return Stage.WAITING
+
     def _tool_call(self, request_id: int) -> tuple[float | None, bool]:
         kind = self._tool_kinds.get(request_id)
         if kind is None:
@@ -499,10 +511,7 @@ class Nature:
         return (None, False) if kind == "tool never returns" else (0.01, False)
 
 
-def _stage(truth: Truth, epoch: int | None) -> Stage:
+def _exchange(truth: Truth) -> Exchange | None:
+    """The one that the server works on."""
     exchange = truth.exchanges[-1] if truth.exchanges else None
-    if exchange is None or exchange.over or truth.epoch != epoch:
-        return Stage.UNKNOWN
-    if not exchange.has_headers:
-        return Stage.WAITING
-    return Stage.SPEAKING if exchange.spoke else Stage.SILENT
+    return None if exchange is None or exchange.over else exchange

@@ -124,8 +124,8 @@ class SimRuntime:
         self.machine.need_thread()
 
         def probed(outcome: ProbeOutcome) -> Probed:
-            slots = self.machine.build.slots
-            traits = ServerTraits(slots=slots, tools=True, n_ctx=4096, build=11434)
+            build = self.machine.build
+            traits = ServerTraits(slots=build.slots, tools=True, n_ctx=4096, build=build.number)
             return Probed(
                 epoch=epoch, outcome=outcome, detail=f"GET /v1/models: {outcome}", traits=traits
             )
@@ -186,7 +186,7 @@ class SimRuntime:
         def answer(server: LlamaServer | None) -> SlotsSeen | None:
             if server is None or not server.build.shows_slots or not server.loaded:
                 return nothing
-            if not server.answers or server.slots_silent:
+            if not server.answers or server.slots_wait_s > LOOK_TIMEOUT_S:
                 return None
             slots = parse_slots(server.slots_view())
             assert slots is not None

@@ -64,6 +64,8 @@ class Build:
     headers: Headers = Headers.IN_SLOT
     reports_progress: bool = True
     shows_slots: bool = True  # `--no-slots` and old builds do not
+    number: int | None = 11434  # as `--version` tells it
+    answers_in_batches: bool = True  # `/slots`; builds before b10453 do between two only
     deep_tokens: float = math.inf  # so deep in the context a token takes twice as long
 
 
@@ -155,7 +157,7 @@ class LlamaServer:
         self._machine = machine  # decides what it says, and how it misbehaves
         self._accounted_at = scheduler.now
         self._batch: Event | None = None
-        self._batch_left_s: float | None = None  # of one that SIGSTOP interrupted
+        self._batch_left_s: float | None = None  # of one that was interrupted
         self.slowness = 1.0  # of the reading of prompts: what others on the machine take away
         self._pages_in = False  # the batch under way reads the model
         self.slots_silent = False  # `/slots` waits for a task queue that is stuck
@@ -233,8 +235,7 @@ class LlamaServer:
         if self.stopped or self.gone:
             return
         self.stopped = True
-        if self._batch is not None:
-            self._batch_left_s = self._batch.at - self._scheduler.now
+        self._keep_batch()
         self._interrupt(cpu=0.0)
 
     def continue_signal(self) -> None:
@@ -243,13 +244,10 @@ class LlamaServer:
         self.stopped = False
         if not self.loaded:
             self._show_load()
-        if self._batch_left_s is not None and not self.frozen:
-            self._start_batch(self._batch_left_s)
-        self._batch_left_s = None
+        self._go_on()
         after_stop, self._after_stop = self._after_stop, None
         if after_stop is not None:
             after_stop()
-        self.work()
 
     def die(self, returncode: int) -> None:
         """The process ends; the kernel closes its connections."""
@@ -268,7 +266,21 @@ class LlamaServer:
     def freeze(self, *, spins: bool) -> None:
         """The main loop does nothing more: it waits, or it spins."""
         self.frozen = True
+        self._keep_batch()
         self._interrupt(cpu=BUSY if spins else IDLE)
+
+    def _keep_batch(self) -> None:
+        if self._batch is not None:
+            self._batch_left_s = self._batch.at - self._scheduler.now
+
+    def _go_on(self) -> None:
+        """With the batch that was interrupted, where there is one."""
+        if self.frozen or self.stopped:
+            return
+        left_s, self._batch_left_s = self._batch_left_s, None
+        if left_s is not None:
+            self._start_batch(left_s)
+        self.work()
 
     def _interrupt(self, *, cpu: float) -> None:
         if self._batch is not None:
@@ -305,7 +317,7 @@ class LlamaServer:
 
     def thaw(self) -> None:
         self.frozen = False
-        self.work()
+        self._go_on()
 
     def begin_sidecar(self) -> None:
         """A child that uses CPU time of its own: a log shipper, a tool."""
@@ -351,6 +363,15 @@ class LlamaServer:
             self._drop(exchange)
             self.work()
         self._leave_when_free()
+
+    @property
+    def slots_wait_s(self) -> float:
+        """How long `/slots` waits for the main loop."""
+        if self.slots_silent or (self.frozen and not self.build.answers_in_batches):
+            return math.inf
+        if self._batch is None or self.build.answers_in_batches:
+            return 0.0
+        return self._batch.at - self._scheduler.now
 
     def slots_view(self) -> list[dict[str, Any]]:
         view = []

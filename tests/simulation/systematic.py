@@ -243,6 +243,7 @@ def play(story: Story, prefix: list[int], seen: set[int]) -> tuple[list[tuple[in
             scheduler.run_until(
                 lambda: world.invariants.state is WorkerState.READY, scheduler.now + 600.0
             )
+            scheduler.run_for(1.0)  # the look at /slots is over
         if story.busy:
             _submit(world)
             scheduler.run_until(lambda: _speaks(world), scheduler.now + 600.0)

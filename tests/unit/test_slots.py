@@ -478,17 +478,20 @@ def writes_on(now: float) -> tuple[Slot, ...]:
 def test_one_that_holds_its_text_back_is_looked_at_again_and_again_and_spared() -> None:
     watch = watched(writes_on, lambda now: generating(min(now, 100.0)))
     assert watch.run(1000.0, Stalled) is None
-    asked = watch.slots_asked_at
+    at_ready, *asked = watch.slots_asked_at
+    assert at_ready == 0.0
     assert all(two - one >= LOOK_INTERVAL_S - 1e-6 for one, two in pairwise(asked))
     assert len(asked) <= LOOKS_COUNT * (1000.0 - 100.0) / (
         PAUSE_S + LOOK_INTERVAL_S * (LOOKS_COUNT - 1)
     )
 
 
-def test_slots_are_asked_while_somebody_is_suspected_and_neither_before_nor_after() -> None:
+def test_slots_are_asked_once_at_ready_and_while_somebody_is_suspected() -> None:
     watch = watched(writes_on, lambda now: generating(now if now < 100.0 or now > 162.0 else 99.9))
     assert watch.run(1000.0, Stalled) is None
-    assert 99.9 + ANSWER_S <= min(watch.slots_asked_at) <= max(watch.slots_asked_at) < 180.0
+    at_ready, *asked = watch.slots_asked_at
+    assert at_ready == 0.0
+    assert 99.9 + ANSWER_S <= min(asked) <= max(asked) < 180.0
 
 
 def reads_at(now: float, *, began_at: float, stuck_at: float) -> tuple[Progress, Slot]:
@@ -557,7 +560,7 @@ def test_the_image_of_a_request_that_is_gone_may_still_be_encoded(has_media: boo
     seen = (slot(decoded=9), replace(in_batch(40, 600)[0], slot_id=1, task=2))
     watch = watched(lambda now: seen, writes, shows)
     assert watch.run(40.0, Stalled) is None
-    watch.tell(Unwatch(request_id=2, data_at=None))
+    watch.tell(Unwatch(request_id=2, data_at=None, completed=False))
     assert (watch.run(1000.0, Stalled) is None) is has_media
 
 
@@ -631,33 +634,59 @@ def test_slots_that_fall_silent_while_the_rest_answers_cost_the_server_after_a_m
     assert SILENT_S <= at - 180.0 <= SILENT_S + 3 * PAUSE_S
 
 
+@pytest.mark.parametrize("request_at", [writes_until(100.0), reads])
+def test_slots_that_answered_at_ready_alone_are_missed(request_at: RequestAt) -> None:
+    at = stalled_at(falls_silent(0.1, writes_on), request_at)
+    suspected_at = ANSWER_S + (request_at(1000.0).data_at or 0.0)
+    assert at is not None
+    assert SILENT_S <= at - suspected_at <= SILENT_S + 3 * PAUSE_S
+
+
 @pytest.mark.parametrize(
-    ("slots", "request_at", "readiness"),
+    ("slots", "request_at", "readiness", "build"),
     [
         pytest.param(
-            lambda now: SlotsSilence(), writes_until(100.0), ProbeOutcome.READY, id="always silent"
+            lambda now: SlotsSilence(),
+            writes_until(100.0),
+            ProbeOutcome.READY,
+            11434,
+            id="always silent",
         ),
         pytest.param(
-            falls_silent(180.0, writes_on), writes_until(100.0), ProbeOutcome.LOADING, id="no HTTP"
+            falls_silent(180.0, writes_on),
+            writes_until(100.0),
+            ProbeOutcome.LOADING,
+            11434,
+            id="no HTTP",
         ),
         pytest.param(
             falls_silent(180.0, lambda now: (slot(prompt=int(now)),)),
             reads,
             ProbeOutcome.READY,
+            10019,
             id="a long batch, of a build that answers between batches",
+        ),
+        pytest.param(
+            falls_silent(180.0, lambda now: (slot(prompt=int(now)),)),
+            lambda now: replace(reads(now), has_media=True),
+            ProbeOutcome.READY,
+            11434,
+            id="an image is encoded, perhaps",
         ),
         pytest.param(
             lambda now: SlotsSilence() if int(now) // 50 % 2 else writes_on(now),
             writes_until(100.0),
             ProbeOutcome.READY,
+            11434,
             id="it answers now and then",
         ),
     ],
 )
 def test_silent_slots_are_no_news(
-    slots: SlotsAt, request_at: RequestAt, readiness: ProbeOutcome
+    slots: SlotsAt, request_at: RequestAt, readiness: ProbeOutcome, build: int
 ) -> None:
-    at = stalled_at(slots, request_at, lambda now: readiness if now > 180.0 else ProbeOutcome.READY)
+    answers = lambda now: readiness if now > 180.0 else ProbeOutcome.READY  # noqa: E731
+    at = stalled_at(slots, request_at, answers, build=build)
     assert at is None
 
 

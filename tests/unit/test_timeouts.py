@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, last_progress_at
@@ -15,6 +16,7 @@ from llama_worker.server.timeouts import (
     NO_SLOT_SIGNS,
     DataLedger,
     Inquiry,
+    Neighbours,
     SlotSigns,
     Triage,
     busy_neighbour,
@@ -48,13 +50,15 @@ def heard(
     work: float | None = None,
     neighbour: float | None = None,
     slots: SlotSigns = NO_SLOT_SIGNS,
+    beside: bool = False,
+    left: float | None = None,
     **limits: Any,
 ) -> dict[str, Any]:
-    """When a sign of work and a neighbour's data came last, what the slots showed, judged by these
-    limits."""
+    """When a sign of work and a neighbour's data came last, what the slots showed, whether it is
+    `beside` one that is served, or when that one `left`; judged by these limits."""
     return {
         "liveness_at": work,
-        "neighbour_data_at": neighbour,
+        "neighbours": Neighbours(data_at=neighbour, one_is_served=beside, left_at=left),
         "slots": slots,
         "profile": replace(PROFILE, **limits),
     }
@@ -108,6 +112,19 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
             2200.0,
             STALL,
             id="silent work counts before the headers too",
+        ),
+        pytest.param(
+            QUEUED, heard(left=1010.0), 1130.0, HEADERS, id="the batch of one that is gone"
+        ),
+        pytest.param(
+            QUEUED,
+            heard(left=1010.0, idle_stream_timeout_s=20.0),
+            1030.0,
+            HEADERS,
+            id="a batch that would be over by now",
+        ),
+        pytest.param(
+            QUEUED, heard(beside=True), 2200.0, STALL, id="beside one that has limits of its own"
         ),
         pytest.param(
             replace(QUEUED, in_one_piece=True),
@@ -287,7 +304,7 @@ def test_where_no_limit_holds_no_verdict_falls(at: Progress, told: dict[str, Any
     ],
 )
 def test_what_waits_for_its_turn_is_spared(at: Progress, told: dict[str, Any]) -> None:
-    heard_at = max(told["neighbour_data_at"] or 0.0, told["slots"].any_moved_at or 0.0, 1100.0)
+    heard_at = max(told["neighbours"].data_at or 0.0, told["slots"].any_moved_at or 0.0, 1100.0)
     assert reason_at(heard_at + 119.0, at, told | {"liveness_at": heard_at}) is None
 
 
@@ -332,8 +349,9 @@ profiles = st.builds(
     absolute_timeout_s=st.none() | some,
     silent_work_timeout_s=st.none() | some,
 )
+neighbours = st.builds(Neighbours, data_at=maybe, one_is_served=st.booleans(), left_at=maybe)
 what_is_heard = st.fixed_dictionaries(
-    {"liveness_at": maybe, "neighbour_data_at": maybe, "profile": profiles}
+    {"liveness_at": maybe, "neighbours": neighbours, "profile": profiles}
 )
 
 
@@ -368,8 +386,11 @@ def test_hearing_more_never_brings_a_verdict_on(
 ) -> None:
     now = at.turn_started_at + age
     if verdict(at, now=now, **told) is None:
-        for name in ("liveness_at", "neighbour_data_at"):
-            told[name] = max(told[name] or 0.0, 1000.0 + more)
+        told["liveness_at"] = max(told["liveness_at"] or 0.0, 1000.0 + more)
+        beside = told["neighbours"]
+        told["neighbours"] = replace_struct(
+            beside, data_at=max(beside.data_at or 0.0, 1000.0 + more)
+        )
         assert verdict(at, now=now, **told) is None
         newer = replace(at, last_data_at=max(at.last_data_at or 0.0, at.turn_started_at + more))
         assert verdict(newer, now=now, **told) is None

@@ -20,9 +20,11 @@ from llama_worker.messages import (
 )
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
+from llama_worker.server.gaps import FORGIVEN_IN_A_ROW
 from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.health import HealthCounter
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import Look, ProbeReadiness, ServerWatch
+from llama_worker.server.watch import Look, LookAtSlots, ProbeReadiness, ServerWatch
 from tests.virtual_watch import Nobody, generating, probed
 
 STALLS_AFTER_1_S = TimeoutProfile(
@@ -56,8 +58,10 @@ def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
         if isinstance(effect, Look):
             step(effect.seen, 0.1)
     assert step(probed(ProbeOutcome.READY), 0.1) == [
-        messages.BecameReady(epoch=1, traits=ServerTraits())
+        messages.BecameReady(epoch=1, traits=ServerTraits()),
+        LookAtSlots(epoch=1),
     ]
+    assert step(messages.SlotsSeen(epoch=1, look=None), 0.1) == []
     return step
 
 
@@ -71,7 +75,9 @@ def told(progress: Progress) -> messages.ProgressReported:
         pytest.param(
             told(generating(60.1, request_id=2)), 60.15, True, id="the other answers late"
         ),
-        pytest.param(Unwatch(request_id=2, data_at=60.1), 60.15, True, id="the other ends"),
+        pytest.param(
+            Unwatch(request_id=2, data_at=60.1, completed=False), 60.15, True, id="the other ends"
+        ),
         pytest.param(Tick(), 60.2, False, id="it never answers: nobody is held up for ever"),
     ],
 )
@@ -128,6 +134,27 @@ def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_ne
     assert step(probed(ProbeOutcome.FAILED), answered_at + 2.2) == [DOUBT_CONFIRMED]
 
 
+def test_probes_that_fail_late_count_from_the_fourth_in_a_row_on() -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=None, health_failures_before_restart=1))
+    assert step(DOUBT, 1.0) == [PROBE]
+    now = 1.0
+    for _ in range(FORGIVEN_IN_A_ROW):
+        assert step(probed(ProbeOutcome.LATE), now + 12.0) == []
+        now += 13.0
+        assert step(Tick(), now) == [PROBE]
+    assert step(probed(ProbeOutcome.LATE), now + 12.0) == [DOUBT_CONFIRMED]
+
+
+def test_a_late_probe_behind_one_in_time_is_forgiven_anew() -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
+    now = 1.0
+    for outcome in [*[ProbeOutcome.LATE] * FORGIVEN_IN_A_ROW, ProbeOutcome.READY] * 2:
+        now = step.watch.deadline or now
+        assert step(Tick(), now) == [PROBE]
+        step(probed(outcome), now + 0.1)
+    assert step.watch._stage == HealthCounter(since=now + 0.1)
+
+
 def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready() -> None:
     step = ready(TimeoutProfile())
     error = messages.GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31"))
@@ -163,7 +190,7 @@ def test_a_probe_that_hangs_is_not_asked_again_and_holds_no_verdict_up() -> None
 def test_what_a_probe_saw_before_watching_began_does_not_count() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=1)
     (old,) = step(Watch(request_id=1, request=Nobody()), 60.0)
-    step(Unwatch(request_id=1, data_at=None), 61.0)
+    step(Unwatch(request_id=1, data_at=None, completed=False), 61.0)
     assert step(Watch(request_id=2, request=Nobody()), 62.0) == []  # the probe is still out
     (reset,) = step(replace(old.seen, alive=True, at=62.5), 62.5)
     assert reset.seen.fresh
@@ -205,5 +232,5 @@ def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
         step(Watch(request_id=1, request=Nobody()), 1.0)
         assert step(Tick(), 5.9) == []
         assert step.watch.deadline == 6.0
-        step(Unwatch(request_id=1, data_at=None), 2.0)
+        step(Unwatch(request_id=1, data_at=None, completed=False), 2.0)
         assert step.watch.deadline == due_at

@@ -50,6 +50,12 @@ class Progress:
         return len(self.repeated_at) == REPEATS_KEPT and self.repeated_at[0] > at
 
     @property
+    def is_served(self) -> bool:
+        """It has its headers, and the server has not finished with it."""
+        streams = self.phase in (RequestPhase.PREFILL, RequestPhase.GENERATING)
+        return streams and not self.concluding
+
+    @property
     def data_at(self) -> float | None:
         """The latest data of this turn, None where none came. Headers alone are no data."""
         times = [at for at in (self.last_data_at, self.prompt_progress_at) if at is not None]

@@ -192,8 +192,10 @@ def models_outcome(
     """What the reply to `/v1/models` says, its status and body, or that there is none; `late_s`:
     how long its deadline is over. Pure."""
     if isinstance(reply, Exception):
+        outcome = _outcome(reply)
         # Long past its deadline, this process did not run, and so perhaps nothing else did.
-        outcome = ProbeOutcome.NO_NEWS if late_s > LATE_S else _outcome(reply)
+        if outcome is ProbeOutcome.FAILED and late_s > LATE_S:
+            outcome = ProbeOutcome.LATE
         return outcome, f"GET /v1/models: {type(reply).__name__}"
     status, body = reply
     if status == 503:

@@ -300,9 +300,8 @@ class _Round:
 
     def _has_been_served(self, other: Progress) -> bool:
         """It has a slot of its own at every look, and has brought data since the first."""
-        streams = other.phase in (_PREFILL, _GENERATING) and not other.concluding
         heard = other.data_at is not None and other.data_at >= self._began_at
-        return streams and heard and other.turn_started_at < self._began_at
+        return other.is_served and heard and other.turn_started_at < self._began_at
 
     def _verdict(self, reason: RequestFailReason, what: str, *, alone: bool) -> Verdict:
         shown = ", ".join(_shown(slot) for slot in self._looks[-1].slots)
@@ -375,6 +374,7 @@ class SlotsWatch:
 
     def seen(self, look: SlotsLook | SlotsSilence | None, now: float) -> bool:
         """An answer, None where it brings no news; whether the round is complete."""
+        self._has_answered = self._has_answered or isinstance(look, SlotsLook)
         if not self._active:
             return False
         self.tells = isinstance(look, SlotsLook)
@@ -386,7 +386,6 @@ class SlotsWatch:
             self.rest()
             self._paused_until = now + NO_ANSWER_PAUSE_S
             return False
-        self._has_answered = True
         self.may_read_unseen = any(slot.may_read_unseen for slot in look.slots)
         self.silent_since, self.silent_looks = None, 0
         if self._last is None:

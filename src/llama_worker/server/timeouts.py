@@ -32,6 +32,14 @@ class Verdict(Struct, frozen=True, kw_only=True):
     alone: bool = False
 
 
+class Neighbours(Struct, frozen=True, kw_only=True):
+    """The other requests of this server."""
+
+    data_at: float | None = None  # the latest data of any of them
+    one_is_served: bool = False  # it has its headers, and limits of its own
+    left_at: float | None = None  # when one was broken off whose batch may still be computed
+
+
 class SlotSigns(Struct, frozen=True, kw_only=True):
     """What `/slots` has shown of one request, as long as it is suspected."""
 
@@ -41,7 +49,7 @@ class SlotSigns(Struct, frozen=True, kw_only=True):
     may_read_unseen: bool = False  # it does not show it, or answers between two batches only
 
 
-NO_SLOT_SIGNS = SlotSigns()
+NO_NEIGHBOURS, NO_SLOT_SIGNS = Neighbours(), SlotSigns()
 
 
 class _Limit(Struct, frozen=True):
@@ -61,7 +69,7 @@ def verdict(
     progress: Progress,
     *,
     liveness_at: float | None,
-    neighbour_data_at: float | None,
+    neighbours: Neighbours = NO_NEIGHBOURS,
     slots: SlotSigns = NO_SLOT_SIGNS,
     profile: TimeoutProfile,
     now: float,
@@ -70,13 +78,12 @@ def verdict(
     """Whether the request has to be given up, and why; None while it may go on.
 
     `liveness_at` is the newest evidence of work by the server's processes; evidence from before the
-    turn began does not count. `neighbour_data_at` is the latest data of any *other* request of this
-    server, `slots` what `/slots` has shown. Time in `gaps` does not count.
+    turn began does not count. `slots` is what `/slots` has shown. Time in `gaps` does not count.
 
     Of several limits that are over, the one that was over first gives the reason: a late tick tells
     the same as one in time, and a verdict, once due, stays the same until something new is heard.
     """
-    limits = _limits(progress, liveness_at, neighbour_data_at, slots, profile)
+    limits = _limits(progress, liveness_at, neighbours, slots, profile)
     known = [
         replace(limit, timeout_s=limit.multiple * s)
         for limit in limits
@@ -101,7 +108,7 @@ def verdict(
 def _limits(
     progress: Progress,
     liveness_at: float | None,
-    neighbour_data_at: float | None,
+    neighbours: Neighbours,
     slots: SlotSigns,
     profile: TimeoutProfile,
 ) -> Iterator[_Limit]:
@@ -113,7 +120,7 @@ def _limits(
         progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at
     )
     new_at = newest(progress.turn_started_at, progress.data_at)
-    moving_at = newest(new_at, neighbour_data_at)
+    moving_at = newest(new_at, neighbours.data_at)
     # Batches are filled in slot order: whose turn has not come gets nothing as long as another
     # prompt is read, or the same report again after each of its batches (b10453 to b11434).
     turn_at = newest(moving_at, slots.any_moved_at)
@@ -123,12 +130,20 @@ def _limits(
     reporting = prefill and progress.prompt_progress_at is not None
     stall = RequestFailReason.STALL_TIMEOUT
 
-    if waiting:  # connecting has a limit of its own, the connection's
-        # Builds of October 2025 to May 2026 hold the headers back for the whole prefill, and every
-        # build does while all slots are taken: only the lack of any sign of work tells, for this
-        # request or for those before it.
-        reason, since = RequestFailReason.HEADERS_TIMEOUT, max(working_at, moving_at)
-        yield _Limit("headers_timeout_s", reason, "no response headers and no sign of work", since)
+    if waiting and not neighbours.one_is_served:
+        # Connecting has a limit of its own, the connection's. Builds of October 2025 to May 2026
+        # hold the headers back for the whole prefill: only the lack of any sign of work tells.
+        # Every build holds them back for a neighbour's batch: the neighbour's limits judge that.
+        reason, since = RequestFailReason.HEADERS_TIMEOUT, max(working_at, turn_at)
+        left_at, idle_s = neighbours.left_at, profile.idle_stream_timeout_s
+        what = "no response headers and no sign of work"
+        if left_at is None or (
+            idle_s is not None and left_at + idle_s <= since + profile.headers_timeout_s
+        ):
+            yield _Limit("headers_timeout_s", reason, what, since)
+        else:
+            what = f"{what} since a request before it was broken off"
+            yield _Limit("idle_stream_timeout_s", reason, what, left_at)
     if prefill and not reporting:
         yield _Limit(
             "prefill_liveness_timeout_s",

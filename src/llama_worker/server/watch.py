@@ -65,6 +65,7 @@ from llama_worker.server.startup import StartupWatch
 from llama_worker.server.timeouts import (
     DataLedger,
     Inquiry,
+    Neighbours,
     SlotSigns,
     Verdict,
     busy_neighbour,
@@ -121,6 +122,7 @@ class ServerWatch:
         self._pace = Pace()  # of every launch so far: they are of one configuration
         self._effects: list[Order | News] = []
         self._is_probing = False
+        self._late_in_a_row = 0  # probes
         self._probe_counts = True  # a failure of the one under way counts against the server
         self._is_looking_at_slots = False
         self._reset()
@@ -148,6 +150,8 @@ class ServerWatch:
         self._slots = SlotsWatch()
         self._build_answers_in_batches = False
         self._media_left_at: float | None = None  # when a request with images or sounds ended
+        # when the first request was broken off since the latest sign of work
+        self._broken_off_at: float | None = None
         # when what may be a request's slot was seen to have moved
         self._moved_at: dict[int, float] = {}
         self._gaps = NO_GAPS
@@ -216,8 +220,8 @@ class ServerWatch:
                 self._stand_down()
             case Watch(request_id=request_id, request=request):
                 self._watch(request_id, request, now)
-            case Unwatch(request_id=request_id, data_at=data_at):
-                self._unwatch(request_id, data_at, now)
+            case Unwatch():
+                self._unwatch(order, now)
             case ProbeNow(epoch=epoch, cause=cause):
                 if epoch == self._epoch and isinstance(self._stage, HealthCounter):
                     self._doubt = self._doubt or cause
@@ -263,9 +267,12 @@ class ServerWatch:
             self._look_due(now)
         if self._slots.deadline is not None and now >= self._slots.deadline:
             self._slots.asked(now)
-            if not self._is_looking_at_slots:
-                self._is_looking_at_slots = True
-                self._effects.append(LookAtSlots(epoch=self._epoch))
+            self._look_at_slots()
+
+    def _look_at_slots(self) -> None:
+        if not self._is_looking_at_slots:
+            self._is_looking_at_slots = True
+            self._effects.append(LookAtSlots(epoch=self._epoch))
 
     def _notice_gap(self, now: float) -> None:
         """Whatever comes first after a gap finds the deadline long past."""
@@ -340,10 +347,13 @@ class ServerWatch:
 
     def _probed(self, probed: Probed, now: float) -> None:
         is_stale, self._probe_is_stale = self._probe_is_stale, False
-        no_news = probed.outcome is ProbeOutcome.NO_NEWS or (
-            is_stale and probed.outcome is ProbeOutcome.FAILED
+        ok, is_late = probed.outcome is ProbeOutcome.READY, probed.outcome is ProbeOutcome.LATE
+        self._late_in_a_row = self._late_in_a_row + 1 if is_late else 0
+        no_news = (
+            probed.outcome is ProbeOutcome.NO_NEWS
+            or (is_late and self._late_in_a_row <= FORGIVEN_IN_A_ROW)
+            or (is_stale and probed.outcome is ProbeOutcome.FAILED)
         )
-        ok = probed.outcome is ProbeOutcome.READY
         if ok and now - self._probe_began_at <= LOOK_TIMEOUT_S:
             self._answered_at = self._probe_began_at
         if not ok and not self._probe_counts:
@@ -362,6 +372,7 @@ class ServerWatch:
                     self._build_answers_in_batches = answers_in_batches(probed.traits.build)
                     self._set_health_probe(now)
                     self._effects.append(BecameReady(epoch=self._epoch, traits=probed.traits))
+                    self._look_at_slots()  # its silence is news only if it ever answered
                 elif probed.outcome is ProbeOutcome.UNFIT:
                     self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
                 elif probed.outcome is ProbeOutcome.STRANGER:
@@ -400,14 +411,18 @@ class ServerWatch:
             self._begin_round(now, fresh=True)
             self._look_at = now + self._profile.liveness_probe_interval_s
 
-    def _unwatch(self, request_id: int, data_at: float | None, now: float) -> None:
+    def _unwatch(self, order: Unwatch, now: float) -> None:
+        request_id = order.request_id
         self._pace.forget(request_id)
         progress = self._progress.pop(request_id, None)
         if progress is not None and progress.has_media:
             self._media_left_at = now
         self._moved_at.pop(request_id, None)
         if self._requests.pop(request_id, None) is not None:
-            self._ledger = self._ledger.heard(request_id, data_at)
+            self._ledger = self._ledger.heard(request_id, order.data_at)
+            may_be_served = progress is None or progress.is_served
+            if not order.completed and may_be_served and self._batch_of_one_gone_at is None:
+                self._broken_off_at = now
             self._inquiry = self._inquiry.without(request_id)
             self._judge_when_all_are_heard(now)
         if not self._requests:
@@ -502,11 +517,19 @@ class ServerWatch:
         return limit_s is not None and (at is None or now - at - self._gaps.lost_s(at) >= limit_s)
 
     def _judge(self, progress: Progress, all_heard: tuple[Progress, ...], now: float) -> None:
-        neighbour_data_at = self._ledger.of_others(progress.request_id)
+        request_id = progress.request_id
         found = verdict(
             progress,
-            liveness_at=self._worked_at(progress.request_id),
-            neighbour_data_at=neighbour_data_at,
+            liveness_at=self._worked_at(request_id),
+            neighbours=Neighbours(
+                data_at=self._ledger.of_others(request_id),
+                one_is_served=any(
+                    other.is_served
+                    for other in self._progress.values()
+                    if other.request_id != request_id
+                ),
+                left_at=self._batch_of_one_gone_at,
+            ),
             slots=SlotSigns(
                 moved_at=self._moved_at.get(progress.request_id),
                 any_moved_at=self._slots.moved_at,
@@ -543,6 +566,15 @@ class ServerWatch:
                     self._moved_at[progress.request_id] = self._slots.looks[-1].asked_at
 
     @property
+    def _batch_of_one_gone_at(self) -> float | None:
+        """When a request was broken off whose batch may still be computed, as nobody has shown a
+        sign of work since; None: there is none."""
+        left_at = self._broken_off_at
+        signs = (self._ledger.newest_at, self._slots.moved_at, self._liveness_at)
+        is_over = left_at is None or any(at is not None and at > left_at for at in signs)
+        return None if is_over else left_at
+
+    @property
     def _may_encode_media(self) -> bool:
         """For a request that is gone: what is under way is finished first."""
         heard = (self._ledger.newest_at, self._slots.moved_at)
@@ -561,16 +593,14 @@ class ServerWatch:
         """The task queue is stuck where `/slots`, which had answered, no longer does, and the rest
         of HTTP goes on.
 
-        Builds of 2025 and of spring 2026 answer it between two batches only. A batch may be of a
-        request that is gone, of a stranger's, or of a draft model's: there it never counts.
+        Builds of 2025 and of spring 2026 answer it between two batches only: there it never counts,
+        and nowhere while an image may be encoded, which nobody measured.
         """
         slots, since = self._slots, self._slots.silent_since
         if since is None or not self._is_suspect(progress, now):
             return None
-        reads = any(
-            each.phase in (RequestPhase.WAITING, RequestPhase.PREFILL) for each in all_heard
-        )
-        may_be_a_batch = reads or not self._build_answers_in_batches
+        has_media = self._may_encode_media or any(each.has_media for each in all_heard)
+        may_be_a_batch = has_media or not self._build_answers_in_batches
         if slots.silent_looks < SILENT_LOOKS or (may_be_a_batch and not slots.answers_in_batches):
             return None
         since = newest(since, self._ledger.newest_at, self._reads_at)
