@@ -19,7 +19,7 @@ from llama_worker.actors.request import RequestActor
 from llama_worker.messages import BeginLease, RequestMessage
 from llama_worker.responses.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
-from llama_worker.server import watch
+from llama_worker.server import slots, watch
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, make_worker
 from tests.responses.conftest import HELLO, Client, Json, MakeClient
@@ -100,7 +100,7 @@ def ended(events: Sequence[Event]) -> Json:
         ),
         pytest.param(
             [*HALF, fs.Burn(None, 30.0)],
-            {"slots": [fs.Answer(body=[_slot(decoded=1)], times=1), fs.Answer(hang=True)]},
+            {"slots": [fs.Answer(body=[_slot(decoded=1)], times=2), fs.Answer(hang=True)]},
             _SUSPICIOUS,
             "stall_timeout",
             1,
@@ -127,6 +127,7 @@ def test_a_hang_ends_with_its_reason_and_the_conversation_goes_on(
     restarts: int,
 ) -> None:
     monkeypatch.setattr(watch, "SILENT_S", 3.0)  # of a minute
+    monkeypatch.setattr(slots, "PAUSE_S", 0.3)  # of 5 s
     stage = make_stage(fs.Script(**server), timeouts=replace(TIMEOUTS, **limits))
     first = stage.client.create(*reply, stream=True)
     if first.status == 200:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from inspect import signature
 from types import ModuleType
 
-from tests.responses.clients import browser, codex, opencode
+from tests.responses.clients import browser, codex, hangs, opencode
 from tests.responses.clients.coding import CodingClient
 from tests.responses.clients.recorded import record
 from tests.responses.clients.stage import Stage
@@ -42,7 +42,7 @@ def scenarios(module: ModuleType) -> list[Scenario]:
 
 
 CLIENTS = {
-    "Codex": scenarios(codex),
+    "Codex": [*scenarios(codex), *scenarios(hangs)],
     "OpenCode": scenarios(opencode),
     "Chromium": scenarios(browser),
 }

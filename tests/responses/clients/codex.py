@@ -50,7 +50,7 @@ def codex(
     folder.mkdir(exist_ok=True)
     values = {
         "model": model,
-        "base_url": on.proxy.base_url,
+        "base_url": on.base_url,
         "idle_ms": int(patience_s * 1000),
         "mcp": MCP_SERVER,
     }

@@ -26,7 +26,7 @@ def opencode(
     title: bool = False,
     meanwhile: Meanwhile | None = None,
 ) -> Done:
-    options: Json = {"baseURL": on.proxy.base_url, "apiKey": "none"}
+    options: Json = {"baseURL": on.base_url, "apiKey": "none"}
     if patience_s is not None:
         options["chunkTimeout"] = int(patience_s * 1000)
     if "--file" in arguments:

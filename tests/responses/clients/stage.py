@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from llama_worker import free_port
+from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, free_port
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.responses.request import parse_body
-from llama_worker.testing.scripts import Journal, Reply, Script, Step
+from llama_worker.testing.scripts import Journal, Reply, Script, Step, scripted_server_cmd
+from tests.actors.conftest import HOST, fast_restart
 from tests.responses.conftest import Json, scripted_server
+from tests.scenarios.scenario import TIMEOUTS
 
 PACKAGES = Path(__file__).parent / "npm/node_modules/.bin"
 MCP_SERVER = Path(__file__).with_name("mcp_server.py")
 RED_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEklEQVR4nGP4z8CAFWEXHbQSACj/P8Fu7N9hAAAAAElFTkSuQmCC"
-WAIT_S = 90.0
+WAIT_S = 300.0  # nothing here is right or wrong by the clock
 Meanwhile = Callable[[subprocess.Popen[str]], object]
 
 
@@ -50,6 +52,8 @@ class Stage(contextlib.ExitStack):
     """For one scenario. `bodies`: the requests for responses, as the client sent them."""
 
     proxy: ResponsesProxy
+    base_url: str  # of the proxy
+    worker: LlamaWorker  # that is watched, if one is
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +73,28 @@ class Stage(contextlib.ExitStack):
             replies=[reply if isinstance(reply, Reply) else Reply(reply) for reply in replies]
         )
         url = self.enter_context(scripted_server(script, self.journal, port=free_port(), slots=8))
+        self._serve(upstream=url, **config)
+
+    def watches(self, script: Script, *, timeouts: TimeoutProfile = TIMEOUTS) -> None:
+        """Begin, with a worker between the proxy and the server."""
+        port = free_port()
+        command = scripted_server_cmd(
+            script, host=HOST, port=port, slots=4, journal=self.journal.path
+        )
+        config = WorkerConfig(
+            "watched", HOST, port, command, slots=4, timeouts=timeouts, restart=fast_restart()
+        )
+        self.worker = self.enter_context(LlamaWorker(config))
+        self._serve(worker=self.worker)
+
+    def _serve(self, *, worker: LlamaWorker | None = None, **config: Any) -> None:
         self.enter_context(
             mock.patch("llama_worker.responses.app.parse_body", self._parse_and_keep)
         )
         self.proxy = self.enter_context(
-            ResponsesProxy(ResponsesProxyConfig(upstream=url, port=0, **config))
+            ResponsesProxy(ResponsesProxyConfig(port=0, **config), worker=worker)
         )
+        self.base_url = self.proxy.base_url
 
     def _parse_and_keep(self, data: bytes) -> Json:
         body = parse_body(data)
