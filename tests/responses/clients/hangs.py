@@ -91,7 +91,7 @@ def survives_a_stuck_task_queue(on: Stage) -> None:
     on.enter_context(mock.patch.object(watch, "SILENT_S", 3.0))  # of a minute
     on.enter_context(mock.patch.object(slots_watch, "PAUSE_S", 0.3))  # of 5 s
     slots = [fs.Answer(body=[_slot(decoded=1)], times=2), fs.Answer(hang=True)]
-    _survives(on, [*HALF, fs.Burn(None, 30.0)], "stall_timeout", slots, SUSPICIOUS)
+    _survives(on, [*HALF, fs.Burn(None, 30.0)], "/slots has not answered", slots, SUSPICIOUS)
 
 
 def survives_a_lost_request(on: Stage) -> None:
