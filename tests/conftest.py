@@ -30,7 +30,7 @@ PROCESS_WIDE_THREADS = {
     "llama_worker-timers",
     "llama_worker-callbacks",
     "llama_worker-log",
-    "llama_worker-probes",
+    "llama_worker-spare",
 }
 _SETTLE_S = 60.0  # only a leak takes so long
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, TimeoutProfile, WorkerConfig
+from llama_worker.runtime import threads
 from llama_worker.testing.scripts import Journal, Script, Step, scripted_server_cmd, steps_json
 from llama_worker.types import RequestResult, RequestStatus, WorkerState, WorkerStatus
 
@@ -71,6 +72,8 @@ def no_threads(kind: str = "") -> Iterator[threading.Event]:
 
     with pytest.MonkeyPatch.context() as crowded:
         crowded.setattr(threading.Thread, "start", refuse)
+        crowded.setattr(threads, "_spare", [])  # nor is one kept that has nothing left to do
+        crowded.setattr(threads, "_SPARE", 0)
         yield refused
 
 

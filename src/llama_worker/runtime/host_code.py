@@ -32,17 +32,11 @@ from llama_worker.messages import (
 from llama_worker.request.tool_results import ToolResultError, encode_result
 from llama_worker.runtime.futures import log_exception
 from llama_worker.runtime.shortage import is_shortage
+from llama_worker.runtime.threads import start_thread
 from llama_worker.types import BiosContext, BiosText, LivenessProbe, RunningCall
 from llama_worker.validation import takes
 
 _logger = logging.getLogger("llama_worker")
-
-
-def start_thread(name: str, target: Callable[[], object]) -> threading.Thread:
-    """A daemon thread. Raises RuntimeError where the system has none left, or the host exits."""
-    thread = threading.Thread(target=target, name=name, daemon=True)
-    thread.start()
-    return thread
 
 
 class ToolThread:

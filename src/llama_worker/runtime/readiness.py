@@ -15,9 +15,9 @@ from llama_worker.errors import described_error
 from llama_worker.messages import Mailbox, Probed, ProbeOutcome, SlotsSeen
 from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.runtime.liveness_probes import tree_pids
-from llama_worker.runtime.probe_threads import run_probe
 from llama_worker.runtime.session import Abort, Endpoint, ask, json_of
 from llama_worker.runtime.shortage import is_shortage
+from llama_worker.runtime.threads import run_probe
 from llama_worker.server.gaps import LATE_S
 from llama_worker.server.health import PROBE_TIMEOUT_S, probe_timeout_s
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots

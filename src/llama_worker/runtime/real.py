@@ -25,15 +25,15 @@ from llama_worker.messages import (
 from llama_worker.runtime import host_code
 from llama_worker.runtime.futures import call_host, write_log
 from llama_worker.runtime.gpu_watch import watch_gpus
-from llama_worker.runtime.host_code import ToolThread, start_thread
+from llama_worker.runtime.host_code import ToolThread
 from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.ports import Waitable
-from llama_worker.runtime.probe_threads import run_probe
 from llama_worker.runtime.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion
 from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
 from llama_worker.runtime.session import Endpoint
 from llama_worker.runtime.stream_reader import StreamReader
+from llama_worker.runtime.threads import run_probe, start_thread
 from llama_worker.runtime.timers import Timer, call_at, start_timers
 from llama_worker.runtime.token_count import TokenCounter
 

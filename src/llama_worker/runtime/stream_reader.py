@@ -12,9 +12,9 @@ import time
 
 from llama_worker.errors import described_error
 from llama_worker.messages import Mailbox, OpenStream, StreamClosed, StreamEvents, StreamOpened
-from llama_worker.runtime.host_code import start_thread
 from llama_worker.runtime.session import Abort, Endpoint, Reply, no_reply, send
 from llama_worker.runtime.shortage import is_shortage
+from llama_worker.runtime.threads import run_on_thread
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.stream.response import ChatBody
@@ -52,7 +52,7 @@ class StreamReader:
         self._told_bytes = 0
         self._is_hurried = True  # the first token is waited for
         self._is_batching = False
-        start_thread(f"{name}-stream", self._run)
+        run_on_thread(f"{name}-stream", self._run)
 
     def abort(self) -> None:
         """Close the connection now, in whatever phase it is. What had come is told, then the

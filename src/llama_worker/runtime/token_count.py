@@ -12,8 +12,9 @@ from llama_worker.errors import LlamaWorkerError, described_error
 from llama_worker.messages import CountTokens
 from llama_worker.request.body import offered_tools, request_body
 from llama_worker.request.conversation import Conversation
-from llama_worker.runtime.host_code import bios_text, start_thread
+from llama_worker.runtime.host_code import bios_text
 from llama_worker.runtime.session import Abort, Endpoint, ask, json_of
+from llama_worker.runtime.threads import run_on_thread
 from llama_worker.runtime.timers import call_at
 from llama_worker.types import TokenCount
 
@@ -43,7 +44,7 @@ class TokenCounter:
         self._deadline = time.monotonic() + COUNT_S
         self._timer = call_at(self._deadline, self._give_up)
         try:
-            start_thread(name, self._run)
+            run_on_thread(name, self._run)
         except RuntimeError:
             self._timer.cancel()
             raise

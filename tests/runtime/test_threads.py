@@ -1,0 +1,132 @@
+"""Threads are used again; probes share one, and one that hangs holds up no other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from llama_worker.runtime import threads
+from llama_worker.runtime.threads import ProbeQueue, run_on_thread
+from tests.actors.conftest import WAIT_S, eventually, no_threads
+
+
+class Hanging:
+    """A call that returns when it is let go."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self.let_go = threading.Event()
+        self.made_by = ""
+
+    def __call__(self) -> None:
+        self.made_by = threading.current_thread().name
+        self.has_begun.set()
+        self.let_go.wait(WAIT_S)
+
+
+def made_by(run: Callable[[Callable[[], object]], None]) -> int:
+    """Which thread makes a call."""
+    idents: queue.SimpleQueue[int] = queue.SimpleQueue()
+    run(lambda: idents.put(threading.get_ident()))
+    return idents.get(timeout=WAIT_S)
+
+
+# ---------------------------------------------------------------- spare threads
+
+
+@pytest.fixture
+def spare(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The spare threads of this test alone."""
+    kept: list[object] = []
+    monkeypatch.setattr(threads, "_spare", kept)
+    return kept
+
+
+def test_a_thread_is_used_again(spare: list[object]) -> None:
+    first = made_by(lambda call: run_on_thread("one", call))
+    eventually(lambda: len(spare) == 1, "the thread to have nothing left to do")
+    again = Hanging()
+    run_on_thread("two", again)
+    assert again.has_begun.wait(WAIT_S)
+    assert (again.made_by, spare) == ("two", [])
+    again.let_go.set()
+    eventually(lambda: len(spare) == 1, "the thread to have nothing left to do")
+    assert made_by(lambda call: run_on_thread("three", call)) == first
+
+
+def test_few_threads_are_kept(spare: list[object]) -> None:
+    calls = [Hanging() for _ in range(8)]
+    for call in calls:
+        run_on_thread("one of many", call)
+    assert all(call.has_begun.wait(WAIT_S) for call in calls)
+    for call in calls:
+        call.let_go.set()
+    names = [call.made_by for call in calls]
+    eventually(
+        lambda: not {"one of many"} & {thread.name for thread in threading.enumerate()},
+        "the end of the threads that are not kept",
+    )
+    assert names == ["one of many"] * 8
+    assert 0 < len(spare) <= 4
+
+
+# ---------------------------------------------------------------- probes
+
+
+@pytest.fixture
+def alarms(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What the timers would call after `PATIENCE_S`."""
+    calls: list[Callable[[], object]] = []
+    monkeypatch.setattr(threads, "call_at", lambda at, call: calls.append(call))
+    return calls
+
+
+def test_one_thread_makes_all_probes(alarms: list[Callable[[], object]]) -> None:
+    probes, first = ProbeQueue(), Hanging()
+    probes.run(first)
+    idents: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for _ in range(5):
+        probes.run(lambda: idents.put(threading.get_ident()))
+    first.let_go.set()
+    assert len({idents.get(timeout=WAIT_S) for _ in range(5)}) == 1
+    assert len(alarms) == 1
+    alarms.pop()()  # nobody waits any more
+    assert not alarms
+
+
+def test_a_hanging_probe_holds_up_no_other(alarms: list[Callable[[], object]]) -> None:
+    probes, hanging, made = ProbeQueue(), [Hanging(), Hanging()], threading.Event()
+    for each in hanging:
+        probes.run(each)
+    assert hanging[0].has_begun.wait(WAIT_S)
+    while not hanging[1].has_begun.wait(0.01):
+        alarms.pop(0)()
+    probes.run(made.set)
+    while not made.wait(0.01):
+        alarms.pop(0)()
+    for each in hanging:
+        each.let_go.set()
+
+
+def test_a_probe_that_raises_costs_no_other(alarms: list[Callable[[], object]]) -> None:
+    probes = ProbeQueue()
+    probes.run(lambda: 1 / 0)
+    assert made_by(probes.run)
+
+
+def test_probes_wait_while_the_host_has_no_thread(alarms: list[Callable[[], object]]) -> None:
+    probes, hanging, made = ProbeQueue(), Hanging(), threading.Event()
+    with no_threads("-probes"), pytest.raises(RuntimeError):
+        probes.run(made.set)
+    probes.run(hanging)
+    assert hanging.has_begun.wait(WAIT_S)
+    probes.run(made.set)
+    with no_threads("-probes"):
+        alarms.pop()()
+    assert not made.is_set()
+    alarms.pop()()
+    assert made.wait(WAIT_S)
+    hanging.let_go.set()
