@@ -1,4 +1,4 @@
-"""Scripts for `scripted_llama_server.py`, and a reader for its journal.
+"""Scripts for `scripted_llama_server`, and a reader for its journal.
 
     script = Script(replies=[Reply([Headers(), Text("ab"), Sleep(0.5), Finish(), DoneMarker()])])
     cmd = scripted_server_cmd(script, host="127.0.0.1", port=port, slots=1, journal=path)
@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from llama_worker.testing.scripted_llama_server import *  # noqa: F403
-from llama_worker.testing.scripted_llama_server import Json, Step
+from llama_worker.testing.scripted_llama_server.steps import *  # noqa: F403
+from llama_worker.testing.scripted_llama_server.stream import Step as Step
+from llama_worker.testing.scripted_llama_server.wire import Json as Json
 
-SERVER = Path(__file__).with_name("scripted_llama_server.py")
+SERVER = Path(__file__).with_name("scripted_llama_server")
 
 
 @dataclass(frozen=True)
