@@ -21,7 +21,14 @@ from zoneinfo import ZoneInfo
 
 from llama_worker.bios import default_bios
 from llama_worker.errors import MASK, ConfigError
-from llama_worker.profiles import Canary, LoopDetector, Recycle, RestartPolicy, TimeoutProfile
+from llama_worker.profiles import (
+    TIMEOUT_PRESETS,
+    Canary,
+    LoopDetector,
+    Recycle,
+    RestartPolicy,
+    TimeoutProfile,
+)
 from llama_worker.server.command import (
     BATCH_SIZE,
     check_command,
@@ -59,7 +66,6 @@ from llama_worker.validation import (
 
 _HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too
 _CALLABLES = ("tool_runner", "bios_provider", "on_signal", "on_event", "liveness_probes")
-_PRESETS = ("slow_prefill", "normal", "fast", "debug")
 _SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
@@ -286,7 +292,7 @@ def _check_run_tool(run_tool: Callable[..., object]) -> None:
 
 
 def _checked_timeouts(value: object) -> None:
-    if value in _PRESETS:
+    if isinstance(value, str) and value in TIMEOUT_PRESETS:
         raise TypeError(
             f"timeouts must be a TimeoutProfile: TimeoutProfile.{value}(), not {value!r}"
         )

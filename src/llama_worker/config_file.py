@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError
 from llama_worker.near_names import did_you_mean
-from llama_worker.profiles import LoopDetector, Recycle, RestartPolicy, TimeoutProfile
+from llama_worker.profiles import (
+    TIMEOUT_PRESETS,
+    LoopDetector,
+    Recycle,
+    RestartPolicy,
+    TimeoutProfile,
+)
 from llama_worker.runtime.machine import memory_bytes
 from llama_worker.server.command import llama_server_cmd
 from llama_worker.server.command_flags import memory_warning
@@ -48,16 +54,7 @@ _WORKER_KEYS = {field.name for field in fields(WorkerConfig)} - _IN_CODE_ONLY - 
 _OFF = "off"  # TOML has no None
 _MAY_BE_OFF = {"batch_size", "loop_detector", "max_tokens", "result_ttl_s"}
 _PROFILES: tuple[tuple[str, type[Any], dict[str, Callable[[], Any]]], ...] = (
-    (
-        "timeouts",
-        TimeoutProfile,
-        {
-            "slow_prefill": TimeoutProfile.slow_prefill,
-            "normal": TimeoutProfile.normal,
-            "fast": TimeoutProfile.fast,
-            "debug": TimeoutProfile.debug,
-        },
-    ),
+    ("timeouts", TimeoutProfile, TIMEOUT_PRESETS),
     ("restart", RestartPolicy, {"never": RestartPolicy.never}),
     ("loop_detector", LoopDetector, {}),
 )

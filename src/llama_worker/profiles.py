@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Literal, Self, TypeAlias, get_args
 
 from llama_worker.errors import ConfigError
 from llama_worker.validation import (
@@ -20,6 +20,8 @@ from llama_worker.validation import (
     optional,
 )
 
+TimeoutPreset: TypeAlias = Literal["slow_prefill", "normal", "fast", "debug"]
+"""The names of TimeoutProfile's class methods."""
 _NEVER_S = 10 * 365 * 86400.0
 
 
@@ -101,6 +103,11 @@ class TimeoutProfile:
         that for a reply in one piece: that they do not come is then no sign of a hang.
         """
         return replace(self, headers_timeout_s=self.silent_work_timeout_s or _NEVER_S)
+
+
+TIMEOUT_PRESETS: dict[str, Callable[[], TimeoutProfile]] = {
+    name: getattr(TimeoutProfile, name) for name in get_args(TimeoutPreset)
+}
 
 
 @names_near_fields
