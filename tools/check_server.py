@@ -13,7 +13,7 @@ from llama_worker import (
     free_port,
 )
 from llama_worker import llama_server_cmd as server_cmd
-from llama_worker.cli import advice, run_report
+from llama_worker.cli import run_report
 from llama_worker.cli.exits import Problem
 
 HOST = "127.0.0.1"
@@ -47,7 +47,7 @@ def check(server: str, model: str) -> float:
             f"{server} ended as soon as it was ready",
             "take another build of llama-server",
         )
-    if todo := advice.for_failure(result, log_tail):
+    if todo := run_report.after_failure(result, log_tail):
         told = f"{result['fail_reason']}: {result.get('fail_detail')}"
         raise Problem(
             "no_answer", f"{server} starts, and does not answer: {told}", todo, log_tail[-12:]

@@ -55,7 +55,7 @@ ON_GPU = on_gpus(142653)
 
 
 def trial(**props: Any) -> Trial:
-    return trial_of({**PROPS, **props}, started_in_s=1.0, proc_stat=True, proc_io=True)
+    return trial_of({**PROPS, **props}, started_in_s=1.0, proc_stat=True, proc_io=True, gpus=None)
 
 
 def levels(findings: Any) -> list[tuple[str, str]]:

@@ -13,13 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from llama_worker import TimeoutProfile
 from llama_worker.cli.app import app
-from llama_worker.cli.proxy import ProxyOptions, _worker_config
-from llama_worker.cli.run_options import PRESETS
+from llama_worker.cli.proxy import Upstream, _worker_config
 from llama_worker.testing.scripts import Journal, Script, Startup, scripted_server_cmd
 from tests.actors.conftest import HOST, MakeWorker
 from tests.cli.conftest import COMMAND, WAIT_S, Run, environment
@@ -83,26 +81,28 @@ def test_timeouts_are_those_of_whichever_server(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one that is there, and of one that is started."""
-    options: list[ProxyOptions] = []
-    monkeypatch.setattr("llama_worker.cli.proxy.serve", options.append)
+    timeouts: list[TimeoutProfile] = []
+    monkeypatch.setattr(
+        "llama_worker.cli.proxy.serve", lambda _, **config: timeouts.append(config["timeouts"])
+    )
     result = CliRunner().invoke(app, ["responses-proxy", "--upstream", "http://a", *given])
     assert result.exit_code == 0, result.output
-    preset = TimeoutProfile.fast() if given else TimeoutProfile.slow_prefill()
-    assert PRESETS[options[0].timeouts]() == preset
-    started = replace(options[0], upstream=None, server_cmd="server {port}")
-    assert _worker_config(started, None).timeouts == preset
+    assert timeouts == [TimeoutProfile.fast() if given else TimeoutProfile.slow_prefill()]
+    started = Upstream(url=None, model=None, server=None, slots=1, command="server {port}")
+    assert _worker_config(started, None, timeouts[0]).timeouts == timeouts[0]
 
 
 def test_who_handled_signals_before_does_so_afterwards(free_port: Callable[[], int]) -> None:
     """In a process of its own, which has its signals to itself."""
     program = f"""
 import signal
-from llama_worker.cli.proxy import ProxyOptions, serve
-options = dict.fromkeys(ProxyOptions.__struct_fields__)
-options |= {{"upstream": "http://{HOST}:1", "host": "{HOST}", "port": {free_port()}}}
-options |= {{"allow_origins": (), "timeouts": "slow"}}
+from llama_worker.cli.proxy import Upstream, serve
+from llama_worker import TimeoutProfile
+upstream = Upstream(url="http://{HOST}:1", model=None, server=None, slots=1, command=None)
+options = {{"host": "{HOST}", "port": {free_port()}, "ca_file": None}}
+options |= {{"api_key_env": None, "timeouts": TimeoutProfile.fast()}}
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-print(serve(ProxyOptions(**options)))
+print(serve(upstream, **options))
 assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 """
     with running(sys.executable, "-c", program, env=environment()) as (process, output):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,9 +13,10 @@ from llama_worker import (
     RequestState,
     StartFailReason,
 )
-from llama_worker.cli import advice, exits, run_report
+from llama_worker.cli import exits, run_report
 from llama_worker.cli.run_report import Activity
 from llama_worker.errors import WorkerStartError
+from llama_worker.types import SubmitErrorCode
 
 # ---------------------------------------------------------------- what is shown
 
@@ -178,6 +179,5 @@ def test_what_the_log_tells_comes_before_the_log() -> None:
     assert problem.more[-1].endswith(log[-1])
 
 
-@pytest.mark.parametrize("code", ["NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_FAILED"])
-def test_every_refusal_says_what_to_do(code: str) -> None:
-    assert advice.for_refusal(code)
+def test_every_refusal_says_what_to_do() -> None:
+    assert set(run_report.REFUSED) == set(get_args(SubmitErrorCode))

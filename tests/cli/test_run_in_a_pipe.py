@@ -68,6 +68,22 @@ def test_what_was_given_reaches_the_server(run: Run, program: MakeProgram, model
     assert (body["max_tokens"], body["temperature"], body["seed"]) == (7, 0, 3)
 
 
+def test_options_become_flags_of_the_server(
+    run: Run, program: MakeProgram, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[str] = []
+    monkeypatch.setattr(
+        "llama_worker.cli.run.run", lambda config, _: commands.append(" ".join(config.server_cmd))
+    )
+    words = "--ctx-size 64 --gpu-layers all --slots 2 --port 9 --server-arg=--no-ui"
+    run("run", model, "Hi", "--server", program().path, *words.split())
+    run("run", model, "Hi", "--server", program().path)
+    assert commands[0].endswith(
+        "--port 9 --parallel 2 --batch-size 512 --ctx-size 64 --n-gpu-layers all --no-ui"
+    )
+    assert commands[1].endswith("--parallel 1 --batch-size 512")
+
+
 def test_json_is_the_only_thing_on_stdout(run: Run, program: MakeProgram, model: str) -> None:
     call = ToolCall("declare_outcome", {"outcome": "success", "summary": "done"})
     server = program(saying(Reasoning("r"), Text(HARMFUL), call))

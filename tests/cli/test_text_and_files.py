@@ -14,11 +14,25 @@ import pytest
 
 from llama_worker.cli.app import run_app
 from llama_worker.cli.exits import Problem
-from llama_worker.cli.flow import Flow, Piece
 from llama_worker.cli.gguf import ContextNeeds, context_needs, read_context_needs
-from llama_worker.cli.models import find_model, find_server, not_a_gguf, part_names
-from llama_worker.cli.run_options import ServerOptions, request_params, worker_config
-from llama_worker.cli.text import harmless, one_line, seconds, size, wrapped
+from llama_worker.cli.models import (
+    Model,
+    find_model,
+    find_server,
+    not_a_gguf,
+    part_names,
+    worker_config,
+)
+from llama_worker.cli.text import (
+    AnswerFlow,
+    ShownText,
+    harmless,
+    one_line,
+    seconds,
+    size,
+    wrapped,
+)
+from llama_worker.runtime.server_program import FoundServer
 
 # ---------------------------------------------------------------- text
 
@@ -64,18 +78,18 @@ def test_how_texts_sizes_and_durations_are_shown(value: str, shown: str) -> None
 
 
 def test_reasoning_and_text_are_told_apart() -> None:
-    flow = Flow()
+    flow = AnswerFlow()
     assert flow.is_empty
-    assert flow.feed("hm", "") == [Piece("reasoning", "hm")]
-    assert flow.feed("", "4") == [Piece("break", "\n\n"), Piece("text", "4")]
+    assert flow.feed("hm", "") == [ShownText("reasoning", "hm")]
+    assert flow.feed("", "4") == [ShownText("break", "\n\n"), ShownText("text", "4")]
     again = [
-        Piece("break", "\n\n"),
-        Piece("reasoning", "again\n"),
-        Piece("break", "\n"),
-        Piece("text", "5"),
+        ShownText("break", "\n\n"),
+        ShownText("reasoning", "again\n"),
+        ShownText("break", "\n"),
+        ShownText("text", "5"),
     ]
     assert flow.feed("again\n", "5") == again
-    assert flow.end() == [Piece("text", "\n")]
+    assert flow.end() == [ShownText("text", "\n")]
     assert flow.end() == []
 
 
@@ -84,7 +98,7 @@ CHUNKS = list(itertools.product(("", "a", "b\n"), ("", "c", "\nd")))
 
 def test_the_text_of_a_flow_is_the_text() -> None:
     for chunks in itertools.product(CHUNKS, repeat=3):
-        flow = Flow()
+        flow = AnswerFlow()
         pieces = [piece for reasoning, text in chunks for piece in flow.feed(reasoning, text)]
         for channel, index in (("reasoning", 0), ("text", 1)):
             shown = "".join(piece.text for piece in pieces if piece.channel == channel)
@@ -313,31 +327,9 @@ def test_a_negative_number_is_refused() -> None:
 # ---------------------------------------------------------------- options
 
 
-def test_the_server_gets_what_was_given() -> None:
-    options = ServerOptions(
-        model="m.gguf",
-        executable="exe",
-        port=9,
-        slots=2,
-        ctx_size=64,
-        gpu_layers="all",
-        server_args=("--no-ui",),
-    )
-    config, command = (
-        worker_config(options),
-        "exe --model m.gguf --host 127.0.0.1 --port 9 --parallel 2 --batch-size 512",
-    )
-    assert config.server_cmd == (
-        *command.split(),
-        "--ctx-size",
-        "64",
-        "--n-gpu-layers",
-        "all",
-        "--no-ui",
-    )
-    assert (config.slots, config.exit_tools, config.restart.max_restarts_per_window) == (2, (), 0)
-
-
-def test_parameters_that_were_not_given_are_left_to_the_server() -> None:
-    assert request_params(None, None, None) == {}
-    assert request_params(5, 0.0, 0) == {"max_tokens": 5, "temperature": 0.0, "seed": 0}
+def test_who_asked_is_told_rather_than_the_server_restarted() -> None:
+    extra = ("--ctx-size", "64")
+    config = worker_config(Model("m.gguf", 1), FoundServer("exe", ""), port=9, extra_args=extra)
+    assert config.server_cmd[0] == "exe"
+    assert config.server_cmd[-2:] == extra
+    assert (config.exit_tools, config.restart.max_restarts_per_window) == ((), 0)

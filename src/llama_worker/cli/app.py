@@ -13,12 +13,12 @@ from typing import Annotated, Any, ParamSpec
 import typer
 from typer.core import TyperCommand
 
-from llama_worker import ConfigError, LlamaWorkerError, free_port
-from llama_worker.cli import exits, run_options, run_report, screen
+from llama_worker import ConfigError, LlamaWorkerError, default_bios, free_port
+from llama_worker.cli import exits, run_report, screen
 from llama_worker.cli.exits import Problem, UsageProblem
-from llama_worker.cli.models import find_model, find_server
-from llama_worker.cli.run_options import ServerOptions, Timeouts
+from llama_worker.cli.models import Timeouts, find_model, find_server, timeouts_of, worker_config
 from llama_worker.cli.text import plain_help, wrapped
+from llama_worker.exit_tools import ALL_EXIT_TOOLS
 
 P = ParamSpec("P")
 
@@ -185,22 +185,22 @@ def run_command(
         chat=chat,
         as_json=as_json,
         quiet=quiet,
-        params=run_options.request_params(max_tokens, temperature, seed),
+        params=_given(max_tokens=max_tokens, temperature=temperature, seed=seed),
     )
+    flags = _given(**{"--ctx-size": ctx_size, "--n-gpu-layers": gpu_layers})
+    words = [word for flag, value in flags.items() for word in (flag, str(value))]
     try:
-        options = ServerOptions(
-            model=find_model(model).path,
-            executable=find_server(server).path,
-            port=port or _free_port(),
-            slots=slots,
-            ctx_size=ctx_size,
-            gpu_layers=gpu_layers,
-            server_args=tuple(server_arg or ()),
-            timeouts=timeouts,
-            exit_tools=exit_tools,
-        )
         try:
-            config = run_options.worker_config(options)
+            config = worker_config(
+                find_model(model),
+                find_server(server),
+                port=port or _free_port(),
+                slots=slots,
+                extra_args=(*words, *(server_arg or ())),
+                timeouts=timeouts,
+                exit_tools=ALL_EXIT_TOOLS if exit_tools else (),
+                bios_provider=default_bios if exit_tools else None,
+            )
         except ConfigError as error:
             hint = (
                 "; host, port and slots have options of their own, and are no --server-arg"
@@ -268,9 +268,9 @@ def top_command(
     """
     if (fleet is None) == (metrics is None):
         raise UsageProblem("give either a fleet file or --metrics URL")
-    from llama_worker.cli import top, top_sources
+    from llama_worker.cli import top
 
-    source = top_sources.FleetSource(fleet) if fleet else top_sources.MetricsSource(metrics or "")
+    source = top.FleetSource(fleet) if fleet else top.MetricsSource(metrics or "")
     return top.watch(source, once=once, interval_s=interval)
 
 
@@ -330,24 +330,24 @@ def responses_proxy_command(
     It makes a llama-server usable by clients that speak nothing else, in front of a server that
     runs (--upstream), or of one that this command starts and watches over (--model, --server-cmd).
     """
-    from llama_worker.cli.proxy import ProxyOptions, serve
+    from llama_worker.cli.proxy import Upstream, serve
 
+    source = Upstream(url=upstream, model=model, server=server, slots=slots, command=server_cmd)
     return serve(
-        ProxyOptions(
-            upstream=upstream,
-            host=host,
-            port=port,
-            api_key_env=api_key_env,
-            ca_file=ca_file,
-            max_concurrent=max_concurrent,
-            allow_origins=tuple(allow_origin or ()),
-            model=model,
-            server=server,
-            slots=slots,
-            server_cmd=server_cmd,
-            timeouts=timeouts,
-        )
+        source,
+        api_key_env=api_key_env,
+        host=host,
+        port=port,
+        ca_file=ca_file,
+        max_concurrent=max_concurrent,
+        allow_origins=tuple(allow_origin or ()),
+        timeouts=timeouts_of(timeouts),
     )
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Those that were given; the server decides on the others."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _free_port() -> int:

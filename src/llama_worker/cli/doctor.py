@@ -5,27 +5,27 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from rich.text import Text
 
 from llama_worker import ConfigError, WorkerConfig, WorkerStartError, load_config
-from llama_worker.cli import doctor_commands, doctor_facts, doctor_findings, exits, run_report
-from llama_worker.cli.doctor_facts import ServerFacts, Trial
+from llama_worker.cli import doctor_facts, doctor_findings, exits, run_report
+from llama_worker.cli.doctor_facts import Trial
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.models import Model, find_model, find_server
-from llama_worker.cli.run_options import ServerOptions, worker_config
+from llama_worker.cli.models import find_model, find_server, worker_config
 from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
-from llama_worker.cli.starting import Stopped
 from llama_worker.cli.text import harmless
 from llama_worker.server.command import flag_values
 from llama_worker.server.command_flags import program_of
 
 _STYLES = {"problem": "bold red", "note": "yellow", "ok": "green"}
+T = TypeVar("T")
 
 
 def examine(
@@ -36,65 +36,68 @@ def examine(
     with Interrupts() as interrupts:
         try:
             if named is not None and named.endswith(".toml"):
-                return _examine_fleet(named, interrupts, as_json=as_json)
-            return _examine(named, server_named, tuple(server_args), interrupts, as_json=as_json)
-        except (KeyboardInterrupt, Stopped):
+                findings, facts = _examine_fleet(named, interrupts)
+            else:
+                findings, facts = _examine(named, server_named, server_args, interrupts)
+        except KeyboardInterrupt:
             return interrupts.exit_code
+    is_well = all(finding.level != "problem" for finding in findings)
+    if as_json:
+        listed = [asdict(finding) for finding in findings]
+        print(json.dumps({"ok": is_well, "findings": listed, **facts}))
+    else:
+        _tell(findings)
+    return exits.DONE if is_well else exits.FAILED
 
 
 def _examine(
     model_named: str | None,
     server_named: str | None,
-    server_args: tuple[str, ...],
+    server_args: Sequence[str],
     interrupts: Interrupts,
-    *,
-    as_json: bool,
-) -> int:
+) -> tuple[list[Finding], dict[str, Any]]:
     findings: list[Finding] = []
     with interrupts.raising():  # a program that does not end is ended, too
-        server = _server(server_named, findings)
+        program = _found("llama-server", findings, partial(find_server, server_named))
+        server = doctor_facts.look_at_server(program) if program is not None else None
+    if server is not None:
+        findings += doctor_findings.of_server(server)
     machine = doctor_facts.look_at_machine()
     findings += doctor_findings.of_gpus(machine, server)
     model, trial = None, None
     command: Sequence[str] = ()
     if model_named is None:
-        findings.append(
-            Finding(
-                "note", "model", "none was given", "llama-worker doctor MODEL.gguf tries it out"
-            )
-        )
+        todo = "llama-worker doctor MODEL.gguf tries it out"
+        findings.append(Finding("note", "model", "none was given", todo))
     else:
-        model = _model(model_named, findings)
+        model = _found("model", findings, partial(find_model, model_named))
     if model is not None:
         findings += doctor_findings.of_model(model, machine, server)
-        if server is not None and server.version is not None and machine.free_port is not None:
-            options = ServerOptions(
-                model=model.path,
-                executable=server.path,
-                port=machine.free_port,
-                server_args=server_args,
-            )
-            config = worker_config(options)
-            command = config.server_cmd
-            if server_args:
-                with interrupts.raising():
-                    findings += doctor_commands.of_command(
-                        "command", config, doctor_facts.known_flags(server.path)
-                    )
-            findings += doctor_commands.of_batch("batches", config)
-            findings += doctor_commands.of_caches({"it": config}, machine.memory_bytes)
-            trial = _trial(config, interrupts, findings)
+    is_startable = server is not None and server.version is not None
+    if model is not None and program is not None and is_startable and machine.free_port is not None:
+        config = worker_config(model, program, port=machine.free_port, extra_args=server_args)
+        command = config.server_cmd
+        if server_args:
+            with interrupts.raising():
+                known = doctor_facts.known_flags(program.path)
+            findings += doctor_findings.of_command("command", config, known)
+        findings += doctor_findings.of_batch("batches", config)
+        findings += doctor_findings.of_caches({"it": config}, machine.memory_bytes)
+        trial = _found("start", findings, partial(_trial, config, interrupts))
+        if trial is not None:
+            findings += doctor_findings.of_trial(trial)
     if server is not None:
-        findings += doctor_commands.of_build("build", server.build, command)
-    if server is not None and trial is not None:
-        findings += doctor_findings.of_server_on_gpus(trial, server)
+        findings += doctor_findings.of_build("build", server.build, command)
+        if trial is not None:
+            findings += doctor_findings.of_server_on_gpus(trial, server)
     findings += doctor_findings.of_machine(machine, trial)
-    facts = {"server": server, "model": model, "machine": machine, "trial": trial}
-    told = {name: asdict(fact) if fact is not None else None for name, fact in facts.items()}
-    return _answer(findings, told, as_json=as_json)
+    looked_at = {"server": server, "model": model, "machine": machine, "trial": trial}
+    return findings, {
+        name: asdict(facts) if facts is not None else None for name, facts in looked_at.items()
+    }
 
 
-def _examine_fleet(path: str, interrupts: Interrupts, *, as_json: bool) -> int:
+def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], dict[str, Any]]:
     """Every worker's program, command and model; no server is started."""
     findings: list[Finding] = []
     with warnings.catch_warnings(), interrupts.raising():
@@ -102,88 +105,57 @@ def _examine_fleet(path: str, interrupts: Interrupts, *, as_json: bool) -> int:
         try:
             fleet = load_config(path)
         except (ConfigError, OSError) as error:
-            problem = Finding(
-                "problem", "fleet", harmless(str(error)), "docs/fleet.md describes the file"
-            )
-            return _answer([problem], {}, as_json=as_json)
-        programs = {name: _program(name, config, findings) for name, config in fleet.items()}
+            todo = "docs/fleet.md describes the file"
+            return [Finding("problem", "fleet", harmless(str(error)), todo)], {}
+        programs = {
+            name: _found(name, findings, partial(_program, config))
+            for name, config in fleet.items()
+        }
         there = sorted({program for program in programs.values() if program})
         known = {program: doctor_facts.known_flags(program) for program in there}
         build = {program: doctor_facts.build_of(program) for program in there}
         machine = doctor_facts.look_at_machine()
     for name, config in fleet.items():
         if program := programs[name]:
-            findings += doctor_commands.of_command(name, config, known[program])
-            findings += doctor_commands.of_build(name, build[program], config.server_cmd)
-            findings += doctor_commands.of_batch(name, config)
-        for _, model in flag_values(config.server_cmd, ("-m", "--model")):
-            if (found := _model(model, findings)) is not None:
-                findings += doctor_findings.of_model(found, machine, None)
-    findings += doctor_commands.of_caches(fleet, machine.memory_bytes)
+            findings += doctor_findings.of_command(name, config, known[program])
+            findings += doctor_findings.of_build(name, build[program], config.server_cmd)
+            findings += doctor_findings.of_batch(name, config)
+        for _, named in flag_values(config.server_cmd, ("-m", "--model")):
+            if (model := _found("model", findings, partial(find_model, named))) is not None:
+                findings += doctor_findings.of_model(model, machine, None)
+    findings += doctor_findings.of_caches(fleet, machine.memory_bytes)
     findings += doctor_findings.of_machine(machine, None)
-    return _answer(
-        findings, {"workers": sorted(fleet), "machine": asdict(machine)}, as_json=as_json
-    )
+    return findings, {"workers": sorted(fleet), "machine": asdict(machine)}
 
 
-def _program(name: str, config: WorkerConfig, findings: list[Finding]) -> str | None:
-    """The llama-server of a worker's command, as it would be started; None where it cannot be."""
+def _found(subject: str, findings: list[Finding], look: Callable[[], T]) -> T | None:
+    """What `look` finds; None, and one more of the findings, where it raises Problem."""
     try:
-        first = find_server(config.server_cmd[0], option="executable").path
+        return look()
     except Problem as problem:
-        findings.append(doctor_findings.of_problem(name, problem))
+        findings.append(doctor_findings.of_problem(subject, problem))
         return None
+
+
+def _program(config: WorkerConfig) -> str | None:
+    """The llama-server of a worker's command, as it would be started."""
+    first = find_server(config.server_cmd[0], option="executable").path
     return program_of((first, *config.server_cmd[1:]))
 
 
-def _answer(findings: list[Finding], facts: dict[str, Any], *, as_json: bool) -> int:
-    is_well = all(finding.level != "problem" for finding in findings)
-    if as_json:
-        print(
-            json.dumps(
-                {"ok": is_well, "findings": [asdict(finding) for finding in findings], **facts}
-            )
-        )
-    else:
-        _tell(findings)
-    return exits.DONE if is_well else exits.FAILED
-
-
-def _server(named: str | None, findings: list[Finding]) -> ServerFacts | None:
-    try:
-        server = doctor_facts.look_at_server(find_server(named))
-    except Problem as problem:
-        findings.append(doctor_findings.of_problem("llama-server", problem))
-        return None
-    findings += doctor_findings.of_server(server)
-    return server
-
-
-def _model(named: str, findings: list[Finding]) -> Model | None:
-    try:
-        return find_model(named)
-    except Problem as problem:
-        findings.append(doctor_findings.of_problem("model", problem))
-        return None
-
-
-def _trial(config: WorkerConfig, interrupts: Interrupts, findings: list[Finding]) -> Trial | None:
+def _trial(config: WorkerConfig, interrupts: Interrupts) -> Trial:
     screen = Screen()
     try:
-        trial = doctor_facts.try_out(config, screen, interrupts)
+        return doctor_facts.try_out(config, screen, interrupts)
     except WorkerStartError as error:
-        findings.append(doctor_findings.of_problem("start", run_report.start_problem(error)))
-        return None
+        raise run_report.start_problem(error) from error
     finally:
         screen.activity_over()
-    findings += doctor_findings.of_trial(trial)
-    return trial
 
 
 def _tell(findings: list[Finding]) -> None:
     console = console_for(sys.stdout)
-    width = width_of(sys.stdout)
-    for line in doctor_findings.lines(findings, width):
+    for line in doctor_findings.lines(findings, width_of(sys.stdout)):
         text = Text(line)
         if is_styled(console):
             text.stylize(_STYLES.get(line.split(" ", 1)[0], ""), 0, 8)

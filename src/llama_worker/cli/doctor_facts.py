@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import psutil
 
 from llama_worker import LlamaWorker, WorkerConfig, free_port
 from llama_worker.cli.interrupts import Interrupts
+from llama_worker.cli.run import make_ready
 from llama_worker.cli.screen import Screen
-from llama_worker.cli.starting import make_ready
 from llama_worker.runtime.gpu_watch import gpus_in_use
 from llama_worker.runtime.liveness_probes import NvidiaProbe
 from llama_worker.runtime.machine import CGROUP, memory_bytes, read_number
@@ -84,29 +84,18 @@ class Trial:
 def look_at_server(found: FoundServer) -> ServerFacts:
     """Runs the program twice, for its version and its devices."""
     code, said = _run(found.path, "--version")
-    versions = [line for line in said.splitlines() if line.startswith("version:")]
-    if code != 0 or not versions:
-        return ServerFacts(
-            path=found.path,
-            how=found.how,
-            version=None,
-            build=None,
-            devices=None,
-            said=said.strip(),
-            returncode=code,
-        )
+    version = next((line for line in said.splitlines() if line.startswith("version:")), None)
+    if code != 0 or version is None:
+        facts = ServerFacts(path=found.path, how=found.how, version=None, build=None, devices=None)
+        return replace(facts, said=said.strip(), returncode=code)
     code, listed = _run(found.path, "--list-devices")
-    devices = [
-        line.strip()
-        for line in listed.partition("Available devices:")[2].splitlines()
-        if line.strip()
-    ]
+    lines = map(str.strip, listed.partition("Available devices:")[2].splitlines())
     return ServerFacts(
         path=found.path,
         how=found.how,
-        version=versions[0].removeprefix("version:").strip(),
+        version=version.removeprefix("version:").strip(),
         build=build_number(said),
-        devices=tuple(line for line in devices if line != "(none)") if code == 0 else None,
+        devices=tuple(line for line in lines if line not in ("", "(none)")) if code == 0 else None,
     )
 
 
@@ -146,7 +135,8 @@ def look_at_machine() -> MachineFacts:
 
 
 def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Trial:
-    """Start a server, ask it, stop it. Raises WorkerStartError, Stopped."""
+    """Start a server, ask it, stop it. Raises WorkerStartError,
+    KeyboardInterrupt."""
     with contextlib.closing(LlamaWorker(config)) as worker:
         began_at = time.monotonic()
         make_ready(worker, screen, interrupts)
@@ -162,27 +152,17 @@ def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Tri
         )
 
 
-def trial_of(
-    props: Mapping[str, Any],
-    *,
-    started_in_s: float,
-    proc_stat: bool,
-    proc_io: bool,
-    gpus: tuple[str, ...] | None = None,
-) -> Trial:
-    """With what the body of `/props` says; builds differ in what that is. Pure."""
+def trial_of(props: Mapping[str, Any], **seen: Any) -> Trial:
+    """`seen`, and what the body of `/props` says; builds differ in what that is. Pure."""
     traits = server_traits(props, {})
     caps = props.get("chat_template_caps")
     system_role = caps.get("supports_system_role") if isinstance(caps, Mapping) else None
     return Trial(
-        started_in_s=started_in_s,
-        proc_stat=proc_stat,
-        proc_io=proc_io,
         n_ctx=traits.n_ctx,
         slots=traits.slots,
-        gpus=gpus,
         tools=traits.tools,
         system_role=system_role if isinstance(system_role, bool) else None,
+        **seen,
     )
 
 
@@ -262,11 +242,9 @@ def _available_bytes() -> int:
     """Of the machine, and of the container where that has less."""
     machine = psutil.virtual_memory().available
     limit, used = read_number(CGROUP / "memory.max"), read_number(CGROUP / "memory.current")
-    return (
-        machine
-        if limit is None or used is None
-        else max(0, min(machine, limit - used + _page_cache_bytes()))
-    )
+    if limit is None or used is None:
+        return machine
+    return max(0, min(machine, limit - used + _page_cache_bytes()))
 
 
 def _page_cache_bytes() -> int:

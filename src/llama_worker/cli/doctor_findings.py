@@ -1,17 +1,26 @@
-"""What `llama-worker doctor` makes of what it saw. Pure."""
+"""What `llama-worker doctor` makes of what it saw, and of servers' commands. Pure."""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from llama_worker import WorkerConfig
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.models import Model
 from llama_worker.cli.text import harmless, one_line, seconds, size, wrapped
+from llama_worker.server.builds import known_flaws
+from llama_worker.server.command_flags import (
+    KnownFlags,
+    batch_warning,
+    memory_warning,
+    program_of,
+    unknown_flags,
+)
 from llama_worker.server.start_advice import ILLEGAL, NOT_EXECUTED, described
 
 Level = Literal["ok", "note", "problem"]
@@ -131,37 +140,28 @@ def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) ->
         for mib in _FREE_MIB.findall(text)
     )
     available = machine.available_bytes + on_gpus
-    compared = f"{size(available)} available, {_needs(model)}"
-    if model.size_bytes > available:
-        todo = "a smaller quantisation or a smaller model; or end other programs"
-        yield Finding("problem", "memory", compared, todo)
-    elif _full_bytes(model) > available:
-        yield Finding(
-            "note", "memory", f"{compared}: not all of it fits", _smaller_context(model, available)
-        )
-    else:
-        yield Finding("ok", "memory", compared)
+    smaller = "a smaller quantisation or a smaller model; or end other programs"
+    too_big = Finding("problem", "memory", "", smaller)
+    yield _of_memory(model, available, f"{size(available)} available", too_big)
     if on_gpus:
-        yield _of_gpu_memory(model, on_gpus)
+        # What does not fit there is computed on the CPU, far slower.
+        smaller = "a smaller quantisation, more GPUs, or end what else uses them"
+        too_big = Finding(
+            "note", "GPU memory", ": a part of the model will run on the CPU", smaller
+        )
+        yield _of_memory(model, on_gpus, f"{size(on_gpus)} free on the GPUs", too_big)
 
 
-def _of_gpu_memory(model: Model, free_bytes: int) -> Finding:
-    """Whether all of it can be computed on the GPUs: what does not fit there is computed on the
-    CPU, far slower."""
-    compared = f"{size(free_bytes)} free on the GPUs, {_needs(model)}"
+def _of_memory(model: Model, free_bytes: int, free: str, too_big: Finding) -> Finding:
+    """The model and its full context against one kind of memory; `too_big` where not even the model
+    fits."""
+    compared = f"{free}, {_needs(model)}"
     if model.size_bytes > free_bytes:
-        todo = "a smaller quantisation, more GPUs, or end what else uses them"
-        return Finding(
-            "note", "GPU memory", f"{compared}: a part of the model will run on the CPU", todo
-        )
+        return replace(too_big, text=compared + too_big.text)
     if _full_bytes(model) > free_bytes:
-        return Finding(
-            "note",
-            "GPU memory",
-            f"{compared}: not all of it fits",
-            _smaller_context(model, free_bytes),
-        )
-    return Finding("ok", "GPU memory", compared)
+        todo = _smaller_context(model, free_bytes)
+        return Finding("note", too_big.subject, f"{compared}: not all of it fits", todo)
+    return Finding("ok", too_big.subject, compared)
 
 
 def _needs(model: Model) -> str:
@@ -183,17 +183,11 @@ def _full_bytes(model: Model) -> int:
 def _smaller_context(model: Model, available_bytes: int) -> str:
     if model.context is None or not model.context.bytes_per_token:
         return "a small --ctx-size"
-    tokens = (
-        (available_bytes - model.size_bytes)
-        // model.context.bytes_per_token
-        // _TOKENS_STEP
-        * _TOKENS_STEP
-    )
-    return (
-        f"a --ctx-size of at most {tokens}, for all slots together"
-        if tokens
-        else "a smaller quantisation"
-    )
+    fitting = (available_bytes - model.size_bytes) // model.context.bytes_per_token
+    tokens = fitting // _TOKENS_STEP * _TOKENS_STEP
+    if not tokens:
+        return "a smaller quantisation"
+    return f"a --ctx-size of at most {tokens}, for all slots together"
 
 
 def of_trial(trial: Trial) -> Iterator[Finding]:
@@ -285,6 +279,54 @@ def _limits(machine: MachineFacts) -> Iterator[Finding]:
         yield Finding(
             "ok", "threads", "no limit" if threads is None else f"{threads} more can be started"
         )
+
+
+# ---------------------------------------------------------------- servers' commands
+
+
+def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> Iterator[Finding]:
+    """One worker's command against the flags of its program; `known` None: that does not list
+    them."""
+    findings = [Finding("note", subject, harmless(line)) for line in config.warnings]
+    if known is None:
+        text = (
+            f"{program_of(config.server_cmd)} --help lists no flags: the command cannot be "
+            "compared with it"
+        )
+        yield Finding("note", subject, harmless(text))
+    todo = "correct the command, or take another build: `llama-server --help` lists what it knows"
+    unknown = unknown_flags(config.server_cmd, known) if known is not None else ()
+    for word in unknown:
+        text = f"this llama-server does not know {harmless(word)}"
+        yield Finding("problem", subject, text, todo)
+    yield from findings
+    if known is not None and not unknown and not findings:
+        yield Finding("ok", subject, "the llama-server knows every flag of its command")
+
+
+def of_build(subject: str, build: int | None, command: Sequence[str]) -> Iterator[Finding]:
+    """What is known to be wrong with the build that the command runs."""
+    return (_of_warning(subject, line) for line in known_flaws(build, command))
+
+
+def of_batch(subject: str, config: WorkerConfig) -> Iterator[Finding]:
+    """How long everything waits for a batch."""
+    if line := batch_warning(config.server_cmd, config.env):
+        yield _of_warning(subject, line)
+
+
+def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterator[Finding]:
+    """The servers' prompt caches against the machine's memory."""
+    commands = {name: config.server_cmd for name, config in configs.items()}
+    if line := memory_warning(commands, memory_bytes):
+        what, _, todo = line.partition(": set ")
+        yield Finding("note", "prompt caches", harmless(what), f"set {todo}")
+
+
+def _of_warning(subject: str, line: str) -> Finding:
+    """A warning of the library's: what to do stands behind its last semicolon."""
+    what, _, todo = line.rpartition("; ")
+    return Finding("note", subject, what, todo)
 
 
 def lines(findings: Sequence[Finding], columns: int | None = None) -> list[str]:

@@ -68,6 +68,11 @@ class Interrupts:
         finally:
             self._raises = False
 
+    def wait(self) -> None:
+        """Block until somebody wants it to end."""
+        while not self.asked:
+            os.read(self._signalled, 4096)
+
     def wait_readable(self, fd: int) -> None:
         """Block until there is something to read; a signal is heard also in the instant before it
         blocks."""

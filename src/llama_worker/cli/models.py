@@ -1,19 +1,24 @@
 """The model and the llama-server that the command was given, looked at before anything is
-started."""
+started; and the worker's config of both."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
+from llama_worker import RestartPolicy, TimeoutProfile, WorkerConfig
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import ContextNeeds, read_context_needs
 from llama_worker.cli.text import one_line
+from llama_worker.profiles import TIMEOUT_PRESETS, TimeoutPreset
 from llama_worker.runtime import server_program
 from llama_worker.runtime.server_program import FoundServer
 
 MAGIC = b"GGUF"
+Timeouts = Literal["slow", TimeoutPreset]
+_STOP_GRACE_S = 2.0  # a person waits at the terminal
 _HEAD_BYTES = 64
 _SHOWN_MODELS = 3
 _PART = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.gguf)")
@@ -114,3 +119,25 @@ def find_server(named: str | None, *, option: str = "--server") -> FoundServer:
         return server_program.find_server(named, option=option)
     except server_program.ServerNotFound as error:
         raise Problem("no_server", error.what, error.todo) from error
+
+
+def timeouts_of(named: Timeouts) -> TimeoutProfile:
+    """The preset of that name; `slow` is short for `slow_prefill`. Pure."""
+    return TIMEOUT_PRESETS["slow_prefill" if named == "slow" else named]()
+
+
+def worker_config(
+    model: Model, server: FoundServer, *, timeouts: Timeouts = "slow_prefill", **config: Any
+) -> WorkerConfig:
+    """One worker that is never restarted by itself: who sits at the terminal is told.
+
+    `config`: further arguments of `WorkerConfig.for_model`. Raises ConfigError. Pure.
+    """
+    return WorkerConfig.for_model(
+        model.path,
+        name="run",
+        executable=server.path,
+        timeouts=replace(timeouts_of(timeouts), stop_grace_s=_STOP_GRACE_S),
+        restart=RestartPolicy.never(),
+        **config,
+    )

@@ -6,16 +6,16 @@ import contextlib
 import logging
 import os
 import shlex
-import signal
 import ssl
 from collections.abc import Iterator
-from types import FrameType
+from typing import Any
 
 from msgspec import Struct
 
 from llama_worker import (
     ConfigError,
     LlamaWorker,
+    TimeoutProfile,
     WorkerConfig,
     WorkerStartError,
     free_port,
@@ -23,68 +23,56 @@ from llama_worker import (
 )
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem, UsageProblem
+from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.models import find_model, find_server
-from llama_worker.cli.run_options import PRESETS, Timeouts
-from llama_worker.cli.starting import Stopped
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
-from llama_worker.runtime.futures import WorkerFuture
 
 _LOCALHOST = "127.0.0.1"
 _TICK_S = 0.05
 
 
-class ProxyOptions(Struct, frozen=True, kw_only=True):
-    """One of `upstream`, `model` and `server_cmd` says which server."""
+class Upstream(Struct, frozen=True, kw_only=True):
+    """Which server: the one at `url`, or one that is started, with a `model` or by a `command`."""
 
-    upstream: str | None
-    host: str
-    port: int
-    api_key_env: str | None
-    ca_file: str | None
-    max_concurrent: int | None
-    allow_origins: tuple[str, ...]
+    url: str | None
     model: str | None
     server: str | None
     slots: int
-    server_cmd: str | None
-    timeouts: Timeouts
+    command: str | None
 
 
-def serve(options: ProxyOptions) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code. For the main thread."""
+def serve(upstream: Upstream, *, api_key_env: str | None, **config: Any) -> int:
+    """Serve until a signal comes; the exit code. For the main thread.
+
+    `config`: the other fields of ResponsesProxyConfig.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        with _ended_by_signal() as ended:
-            _serve(options, ended)
-    except Stopped:
+        api_key = _api_key(api_key_env)
+        _check_ca_file(config["ca_file"])
+        with (
+            Interrupts() as interrupts,
+            _server(upstream, api_key, config["timeouts"], interrupts) as server,
+        ):
+            worker = server if isinstance(server, LlamaWorker) else None
+            url = server if isinstance(server, str) else None
+            _serve(
+                ResponsesProxyConfig(upstream=url, api_key=api_key, **config), worker, interrupts
+            )
+    except KeyboardInterrupt:
         pass
     except ConfigError as error:  # every value is an option's
         raise UsageProblem(str(error)) from error
     return exits.DONE
 
 
-def _serve(options: ProxyOptions, ended: WorkerFuture[None]) -> None:
-    api_key = _api_key(options.api_key_env)
-    _check_ca_file(options.ca_file)
-    with _upstream(options, api_key, ended) as server:
-        worker = server if isinstance(server, LlamaWorker) else None
-        config = ResponsesProxyConfig(
-            upstream=None if worker is not None else str(server),
-            host=options.host,
-            port=options.port,
-            api_key=api_key,
-            ca_file=options.ca_file,
-            max_concurrent=options.max_concurrent,
-            allow_origins=options.allow_origins,
-            timeouts=PRESETS[options.timeouts](),
-        )
-        proxy = ResponsesProxy(config, worker=worker)
-        try:
-            _listen(proxy, f"{config.host}:{config.port}")
-            print(f"{proxy.base_url} for {proxy.config.base_url}", flush=True)
-            ended.get()
-        finally:
-            proxy.close()
+def _serve(
+    config: ResponsesProxyConfig, worker: LlamaWorker | None, interrupts: Interrupts
+) -> None:
+    with contextlib.closing(ResponsesProxy(config, worker=worker)) as proxy:
+        _listen(proxy, f"{config.host}:{config.port}")
+        print(f"{proxy.base_url} for {proxy.config.base_url}", flush=True)
+        interrupts.wait()
 
 
 def _listen(proxy: ResponsesProxy, where: str) -> None:
@@ -99,29 +87,29 @@ def _listen(proxy: ResponsesProxy, where: str) -> None:
 
 
 @contextlib.contextmanager
-def _upstream(
-    options: ProxyOptions, api_key: str | None, ended: WorkerFuture[None]
+def _server(
+    upstream: Upstream, api_key: str | None, timeouts: TimeoutProfile, interrupts: Interrupts
 ) -> Iterator[str | LlamaWorker]:
     """The URL of the server that is there, or the worker of one that is started and, at the end,
     stopped.
 
-    Raises Stopped where a signal comes before it is ready.
+    Raises KeyboardInterrupt where a signal comes before it is ready.
     """
-    starts = [given for given in (options.model, options.server_cmd) if given]
-    if len(starts) + bool(options.upstream) > 1:
+    starts = [given for given in (upstream.model, upstream.command) if given]
+    if len(starts) + bool(upstream.url) > 1:
         raise UsageProblem("give one of --upstream, --model and --server-cmd")
     if not starts:
-        url = options.upstream or os.environ.get("LLAMA_CPP_URL")
+        url = upstream.url or os.environ.get("LLAMA_CPP_URL")
         if not url:
             raise UsageProblem("give --upstream (or LLAMA_CPP_URL), --model or --server-cmd")
         yield url
         return
-    config = _worker_config(options, api_key)
+    config = _worker_config(upstream, api_key, timeouts)
     with contextlib.closing(LlamaWorker(config)) as worker:
         starting = worker.start()
-        while not starting.done():
-            if ended.wait(_TICK_S):
-                raise Stopped
+        while not starting.wait(_TICK_S):
+            if interrupts.asked:
+                raise KeyboardInterrupt
         try:
             starting.get()
         except WorkerStartError as error:
@@ -129,23 +117,24 @@ def _upstream(
         yield worker
 
 
-def _worker_config(options: ProxyOptions, api_key: str | None) -> WorkerConfig:
-    port, slots = free_port(), options.slots
-    if options.model:
-        model, server = find_model(options.model), find_server(options.server)
+def _worker_config(
+    upstream: Upstream, api_key: str | None, timeouts: TimeoutProfile
+) -> WorkerConfig:
+    port, slots = free_port(), upstream.slots
+    if upstream.model:
+        model, server = find_model(upstream.model), find_server(upstream.server)
         command = llama_server_cmd(
             model.path, host=_LOCALHOST, port=port, slots=slots, executable=server.path
         )
     else:
         fill = {"{host}": _LOCALHOST, "{port}": str(port), "{slots}": str(slots)}
         try:
-            words = shlex.split(options.server_cmd or "")
+            words = shlex.split(upstream.command or "")
         except ValueError as error:
             raise UsageProblem(f"--server-cmd: {error}") from error
         for name, value in fill.items():
             words = [word.replace(name, value) for word in words]
         command = tuple(words)
-    env = {"LLAMA_API_KEY": api_key} if api_key else {}
     return WorkerConfig(
         "responses-proxy",
         _LOCALHOST,
@@ -153,8 +142,8 @@ def _worker_config(options: ProxyOptions, api_key: str | None) -> WorkerConfig:
         command,
         slots=slots,
         api_key=api_key,
-        env=env,
-        timeouts=PRESETS[options.timeouts](),
+        env={"LLAMA_API_KEY": api_key} if api_key else {},
+        timeouts=timeouts,
     )
 
 
@@ -177,21 +166,3 @@ def _check_ca_file(path: str | None) -> None:
         raise UsageProblem(
             f"--ca-file: {path} holds no certificates (PEM): {error.strerror or error}"
         ) from error
-
-
-@contextlib.contextmanager
-def _ended_by_signal() -> Iterator[WorkerFuture[None]]:
-    """Answered by SIGINT or SIGTERM; who handled them before does so again afterwards."""
-    ended: WorkerFuture[None] = WorkerFuture()  # a wait for it misses no signal
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        ended.answer(None)
-
-    before = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield ended
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

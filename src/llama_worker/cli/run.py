@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,14 +18,13 @@ from llama_worker import (
     RequestResult,
     WorkerConfig,
     WorkerStartError,
+    WorkerState,
 )
-from llama_worker.cli import advice, exits, run_report
+from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem
-from llama_worker.cli.flow import Flow
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
-from llama_worker.cli.starting import Stopped, log_tail, make_ready
-from llama_worker.cli.text import harmless
+from llama_worker.cli.text import AnswerFlow, harmless
 
 _TICK_S = 0.05
 _LOG_LINES = 10  # of a server that died
@@ -73,7 +73,7 @@ class _Session:
     def ask_once(self) -> int:
         try:
             self._make_ready()
-        except Stopped:
+        except KeyboardInterrupt:
             return self._stopped_before("cancelled while the server was starting")
         result = self._ask(self._talk.prompt or "", ())
         if self._talk.as_json:
@@ -98,7 +98,7 @@ class _Session:
                 if self._interrupts.ended_by is not None:
                     break
                 self._interrupts.presses = 0
-        except Stopped:
+        except KeyboardInterrupt:
             return self._stopped_before("ended")
         return exits.DONE if self._interrupts.ended_by is None else self._interrupts.exit_code
 
@@ -112,7 +112,7 @@ class _Session:
 
     def _make_ready(self) -> None:
         """Start the server unless it is there, and pass on its warnings once. Raises
-        WorkerStartError, Stopped."""
+        WorkerStartError, KeyboardInterrupt."""
         make_ready(self._worker, self._screen, self._interrupts)
         for line in self._worker.get_worker_status().get()["warnings"]:
             if line not in self._warned:
@@ -126,10 +126,10 @@ class _Session:
             _JOB, talk.system, prompt, params=talk.params, messages=history
         ).get()
         if not admitted["ok"]:
-            todo = advice.for_refusal(admitted["error"])
+            todo = run_report.REFUSED[admitted["error"]]
             raise Problem(admitted["error"], f"the request was refused: {admitted['error']}", todo)
         request_id = admitted["request_id"]
-        flow, cancelled, over = Flow(), False, False
+        flow, cancelled, over = AnswerFlow(), False, False
         more = self._worker.read_output(request_id, wait=True)
         while not over:
             if more.wait(_TICK_S):
@@ -171,7 +171,7 @@ class _Session:
             tell(line)
 
     def _prompts(self) -> Iterator[str]:
-        """What the person says: lines of stdin that are not empty. Raises Stopped."""
+        """What the person says: lines of stdin that are not empty. Raises KeyboardInterrupt."""
         if sys.stdin.isatty():
             self._screen.say("Ctrl-D ends the conversation; Ctrl-C cancels an answer.")
         if self._talk.prompt:
@@ -182,8 +182,6 @@ class _Session:
                     line = _read_line(self._interrupts)
             except EOFError:
                 return
-            except KeyboardInterrupt:
-                raise Stopped from None
             if line.strip():
                 yield line.strip()
 
@@ -203,3 +201,28 @@ def _read_line(interrupts: Interrupts) -> str:
     if at_terminal:
         print()
     raise EOFError
+
+
+def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> None:
+    """Start the server unless it is there. Raises WorkerStartError, or
+    KeyboardInterrupt where somebody wants the command to end."""
+    state = worker.get_worker_status().get()["state"]
+    if state is WorkerState.READY:
+        return
+    if state is not WorkerState.STOPPED:
+        # a server that died: what is left of it goes first, or a start would share its failure
+        worker.stop().get()
+    starting = worker.start()
+    while not starting.done():
+        if interrupts.asked:
+            worker.stop().get()
+            raise KeyboardInterrupt
+        screen.activity(run_report.starting(log_tail(worker, 1)))
+        time.sleep(_TICK_S)
+    screen.activity_over()
+    starting.get()
+
+
+def log_tail(worker: LlamaWorker, count: int) -> list[str]:
+    """The last lines that the server wrote."""
+    return worker.get_debug_info().get()["recent_logs"][-count:]

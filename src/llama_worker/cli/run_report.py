@@ -1,9 +1,10 @@
-"""What `llama-worker run` shows of a snapshot, and of the end. Pure."""
+"""What `llama-worker run` shows of a request and of its end, and what to do about a failure. Pure."""
 
 from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,21 +13,75 @@ from msgspec import Struct
 from llama_worker import (
     ChatMessage,
     ExitSignal,
+    RequestFailReason,
     RequestFinishReason,
     RequestPhase,
     RequestResult,
     RequestState,
     RequestStatus,
+    StartFailReason,
     WorkerStartError,
 )
-from llama_worker.cli import advice, exits
+from llama_worker.cli import exits
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.text import harmless, one_line, seconds
+from llama_worker.server.start_advice import LESS_MEMORY, NOT_EXECUTED, OUT_OF_MEMORY, described
 
 # `0.00.003.896 I srv    load_model: ` (b11434)
 _LOG_PREFIX = re.compile(r"[\d.]+ [A-Z] \S+ +(\S+: )?")
 _LOG_LINES = 12  # of a server that did not start: a model that cannot be loaded takes ten to say so
 _LABEL_CHARS = 200  # a terminal shows what it has room for
+_SLOWER = "for slow hardware: --timeouts slow_prefill"
+_LOOPS = "the model repeats itself: another --temperature, --seed or prompt"
+_HANGS = f"the server showed no sign of work; {_SLOWER}"
+_BY_FAILURE = {
+    RequestFailReason.SERVER_DIED: (
+        "its last lines say why; `llama-worker doctor MODEL` looks for common causes"
+    ),
+    RequestFailReason.HEADERS_TIMEOUT: _HANGS,
+    RequestFailReason.TTFT_TIMEOUT: _SLOWER,
+    RequestFailReason.STALL_TIMEOUT: _HANGS,
+    RequestFailReason.REPEATED_LINE_LOOP: _LOOPS,
+    RequestFailReason.REPEATED_TEXT_LOOP: _LOOPS,
+    RequestFailReason.REQUEST_LOST: (
+        "the server forgot the request: try again, or another build of llama-server"
+    ),
+    RequestFailReason.SERVER_ERROR: "the server refused to go on; the detail says why",
+    RequestFailReason.TOOL_PARSE_ERROR: (
+        "the model wrote a malformed tool call: try again, or leave out --exit-tools"
+    ),
+}
+_BY_START_FAILURE = {
+    StartFailReason.PORT_IN_USE: (
+        "leave --port out, and a free one is found; or end the program that listens there "
+        "(ss -ltnp)"
+    ),
+    StartFailReason.UNKILLABLE: (
+        "a process that SIGKILL does not end still holds the place: end what it waits for, or the "
+        "machine"
+    ),
+    StartFailReason.SPAWN_FAILED: (
+        "give --server (or --server-cmd) the path of a llama-server that can be executed here"
+    ),
+    StartFailReason.STARTUP_TIMEOUT: (
+        f"it hangs, or the disk is slower than the limit allows; {_SLOWER}"
+    ),
+    StartFailReason.CANARY_FAILED: (
+        "try the model by hand: it does not answer as the canary's check wants"
+    ),
+    StartFailReason.STOPPED: "start again",
+    StartFailReason.EXITED: "its last lines say why; run it by hand to see all of them",
+}
+_CONTEXT = re.compile("exceed.*context|context size|n_ctx", re.IGNORECASE)
+_BY_SIGILL = re.compile(rf"\b{described(-signal.SIGILL)}\b")
+REFUSED = {
+    "NO_SLOT_AVAILABLE": (
+        "all slots hold a request: wait for one to end, or start with more --slots"
+    ),
+    "WORKER_NOT_READY": "the server is starting: try again in a moment",
+    "WORKER_DRAINING": "the server is about to stop: start again",
+    "WORKER_FAILED": "the server could not be kept running: start again",
+}
 
 
 class Activity(Struct, frozen=True):
@@ -94,7 +149,7 @@ def ending(result: RequestResult, log_tail: Sequence[str], tokens: int | None = 
             lines += [f"  {harmless(line)}" for line in log_tail]
     if result["finish_reason"] is RequestFinishReason.MAX_TOKENS:
         lines.append("cut off: more --max-tokens, or, where the context is full, more --ctx-size")
-    if todo := advice.for_failure(result, log_tail):
+    if todo := after_failure(result, log_tail):
         lines.append(f"  what to do: {todo}")
     return [*lines, *summary(result, tokens)]
 
@@ -119,30 +174,37 @@ def exit_code(result: RequestResult) -> int:
 
 def json_report(result: RequestResult, warnings: Sequence[str]) -> dict[str, Any]:
     """The object of --json. `reason`: the fail reason, or else the finish reason."""
+    reason = str(result["fail_reason"] or result["finish_reason"])
+    told = ("text", "reasoning", "usage", "timings", "signals")
     return {
-        "outcome": str(result["state"]),
-        "reason": str(result["fail_reason"] or result["finish_reason"]),
-        "detail": result.get("fail_detail"),
-        "text": result["text"],
-        "reasoning": result["reasoning"],
-        "usage": result.get("usage"),
-        "timings": result.get("timings"),
-        "signals": result["signals"],
+        **json_without_answer(str(result["state"]), reason, result.get("fail_detail")),
+        **{name: result.get(name) for name in told},
         "warnings": list(warnings),
     }
 
 
-def json_without_answer(outcome: str, reason: str, detail: str) -> dict[str, Any]:
+def json_without_answer(outcome: str, reason: str, detail: str | None) -> dict[str, Any]:
     """The same, for a request that never was; `outcome`: `not_started` or `canceled`."""
-    empty: dict[str, Any] = {
-        "text": "",
-        "reasoning": "",
-        "usage": None,
-        "timings": None,
-        "signals": [],
-        "warnings": [],
-    }
-    return {"outcome": outcome, "reason": reason, "detail": detail, **empty}
+    told = {"outcome": outcome, "reason": reason, "detail": detail, "text": "", "reasoning": ""}
+    return {**told, "usage": None, "timings": None, "signals": [], "warnings": []}
+
+
+def after_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
+    """What to do about a request that failed; None for one that did not."""
+    reason, detail = result["fail_reason"], result.get("fail_detail", "")
+    if reason is None or reason is RequestFailReason.CANCELED:
+        return None
+    if reason is RequestFailReason.CONTEXT_EXCEEDED or _CONTEXT.search(detail):
+        return (
+            "the context is too small for prompt and answer: more --ctx-size, or a shorter prompt"
+        )
+    if reason is RequestFailReason.SERVER_DIED and _BY_SIGILL.search(detail):
+        return NOT_EXECUTED
+    if reason is RequestFailReason.SERVER_DIED and OUT_OF_MEMORY.search("\n".join(log_tail)):
+        return f"it does not fit into the memory: {LESS_MEMORY}"
+    return _BY_FAILURE.get(
+        reason, "try again; if it stays, `llama-worker doctor MODEL` looks for common causes"
+    )
 
 
 def start_problem(error: WorkerStartError) -> Problem:
@@ -152,7 +214,7 @@ def start_problem(error: WorkerStartError) -> Problem:
     return Problem(
         str(error.reason),
         harmless(f"the server did not start: {error.summary}"),
-        advice.for_start(error),
+        error.advice or _BY_START_FAILURE[error.reason],
         more,
     )
 

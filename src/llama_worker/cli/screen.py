@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from llama_worker.cli.flow import Piece
 from llama_worker.cli.run_report import Activity
-from llama_worker.cli.text import one_line, wrapped
+from llama_worker.cli.text import ShownText, one_line, wrapped
 
 _BAR_CHARS = 16
 _AROUND_CHARS = 14  # a spinner, the time, and what parts them
@@ -67,7 +66,7 @@ class Screen:
             self._bar.end()
             self._bar = None
 
-    def show(self, pieces: Iterable[Piece]) -> None:
+    def show(self, pieces: Iterable[ShownText]) -> None:
         for piece in pieces if self._shows_text else ():
             if piece.channel != "text" or self.is_drawn_upon:
                 self.activity_over()
@@ -89,7 +88,7 @@ class Screen:
         self.activity_over()
         self._write_err(wrapped(line, width_of(sys.stderr)) + "\n", style)
 
-    def _aside(self, piece: Piece) -> None:
+    def _aside(self, piece: ShownText) -> None:
         if piece.channel == "reasoning" and not self._in_reasoning and not self._styled:
             self._write_err("[reasoning]\n")
         self._in_reasoning = piece.channel == "reasoning"

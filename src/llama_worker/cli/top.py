@@ -1,4 +1,5 @@
-"""`llama-worker top`: workers in a live table."""
+"""`llama-worker top`: workers in a live table, from a host's metrics endpoint or from the servers of a
+fleet file."""
 
 from __future__ import annotations
 
@@ -10,19 +11,31 @@ import termios
 import time
 import tty
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from llama_worker import LlamaWorkerError, WorkerConfig, load_config
 from llama_worker.cli import exits
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import console_for
 from llama_worker.cli.text import harmless
-from llama_worker.cli.top_rows import HEADINGS, UNKNOWN, Row, plain_table
-from llama_worker.cli.top_sources import Source
+from llama_worker.cli.top_rows import (
+    HEADINGS,
+    UNKNOWN,
+    Answers,
+    MetricsHistory,
+    Row,
+    Sample,
+    ServersHistory,
+    plain_table,
+)
+from llama_worker.runtime.session import Endpoint, ask, json_of
 
 _STATE_STYLES = {
     "ready": "green",
@@ -39,11 +52,14 @@ _ALWAYS = (
     "last reason",
 )  # other columns only where somebody knows
 _TEXT_COLUMNS = ("worker", "state", "last reason")
+_ANSWER_S = 2.0  # a server answers within 10 ms, also in the midst of a long batch (b11434)
+_METRICS_S = 10.0  # a host asks its workers first
+_MAX_ASKED = 16  # side by side
 _QUIT = (b"q", b"Q")
 _ENDS = "q or Ctrl-C ends"
 
 
-def watch(source: Source, *, once: bool, interval_s: float) -> int:
+def watch(source: MetricsSource | FleetSource, *, once: bool, interval_s: float) -> int:
     """Show the workers until somebody has seen enough; the exit code. For the main thread."""
     console = console_for(sys.stdout)
     with Interrupts() as interrupts, contextlib.suppress(KeyboardInterrupt), interrupts.raising():
@@ -57,7 +73,9 @@ def watch(source: Source, *, once: bool, interval_s: float) -> int:
     return exits.DONE if interrupts.ended_by is None else interrupts.exit_code
 
 
-def _live(source: Source, rows: Sequence[Row], console: Console, interval_s: float) -> None:
+def _live(
+    source: MetricsSource | FleetSource, rows: Sequence[Row], console: Console, interval_s: float
+) -> None:
     problem: Problem | None = None
     with _single_keys(), Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
         while True:
@@ -128,3 +146,114 @@ def _table(rows: Sequence[Row], width: int, caption: str) -> Table:
 
 def _is_told(cells: Sequence[Sequence[str]], index: int) -> bool:
     return any(texts[index] != UNKNOWN for texts in cells)
+
+
+# ---------------------------------------------------------------- whom it asks
+
+
+class MetricsSource:
+    """The Prometheus endpoint of a running host. Not thread-safe."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._history = MetricsHistory()
+
+    def rows(self) -> list[Row]:
+        """Ask once more. Blocks for seconds at most; raises Problem where nobody answers."""
+        todo = "give the URL at which the host serves its metrics, such as http://127.0.0.1:8090/metrics"
+        url = urlsplit(self._url)
+        target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
+        endpoint = Endpoint(base_url=f"{url.scheme}://{url.netloc}", connect_timeout_s=_METRICS_S)
+        try:
+            status, body = ask(endpoint, "GET", target, timeout_s=_METRICS_S)
+        except (OSError, ValueError) as error:
+            raise Problem(
+                "no_metrics", f"{self._url} does not answer: {_why(error)}", todo
+            ) from error
+        if status != 200:
+            raise Problem("no_metrics", f"{self._url} answers {status}", todo)
+        text = body.decode(errors="replace")
+        rows = self._history.rows(_samples(text, self._url), time.monotonic())
+        if not rows:
+            todo = (
+                "the host has to register a WorkerCollector (docs/metrics.md), and to have a worker"
+            )
+            raise Problem("no_metrics", f"{self._url} tells of no worker", todo)
+        return rows
+
+
+def _samples(text: str, url: str) -> Iterator[Sample]:
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ModuleNotFoundError as error:
+        todo = "pip install 'llama-worker[metrics]'"
+        raise Problem("no_extra", f"{error.name} is missing, which reads metrics", todo) from error
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
+    except ValueError as error:
+        todo = "give the URL of the metrics, mostly one that ends in /metrics"
+        raise Problem("no_metrics", f"{url} answers something else than metrics", todo) from error
+
+
+class FleetSource:
+    """The servers of a fleet file, asked directly: their workers live in another process, which is
+    left alone. Not thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        """Raises Problem for a file that cannot be read or is no fleet."""
+        try:
+            self._fleet = load_config(path)
+        except OSError as error:
+            todo = "give a fleet file (docs/fleet.md), or --metrics URL"
+            raise Problem("no_fleet", f"{path}: {error.strerror}", todo) from error
+        except LlamaWorkerError as error:
+            raise Problem(
+                "no_fleet", str(error), "mend the file; docs/fleet.md describes it"
+            ) from error
+        self._history = ServersHistory()
+
+    def rows(self) -> list[Row]:
+        """Ask once more. Blocks for seconds at most; a server that does not answer is a row, too."""
+        with ThreadPoolExecutor(min(_MAX_ASKED, len(self._fleet))) as pool:
+            answers = list(pool.map(_ask, self._fleet.values()))
+        return self._history.rows(answers, time.monotonic())
+
+
+def _ask(config: WorkerConfig) -> Answers:
+    endpoint = Endpoint.of(config)
+    slots, metrics = None, None
+    try:
+        health: int | str = ask(endpoint, "GET", "/health", timeout_s=_ANSWER_S)[0]
+        if health == 200:
+            slots = json_of(_body(endpoint, "/slots"))
+            if not isinstance(slots, list):
+                slots, metrics = None, _body(endpoint, "/metrics").decode(errors="replace") or None
+    except (OSError, ValueError) as error:
+        health = _why(error)
+    return Answers(
+        worker=config.name,
+        slots_configured=config.slots,
+        health=health,
+        slots=slots,
+        metrics=metrics,
+    )
+
+
+def _body(endpoint: Endpoint, target: str) -> bytes:
+    """Empty where the server has none to give."""
+    status, body = ask(endpoint, "GET", target, timeout_s=_ANSWER_S)
+    return body if status == 200 else b""
+
+
+def _why(error: Exception) -> str:
+    match error:
+        case TimeoutError():
+            return "no answer in time"
+        case ConnectionRefusedError():
+            return "connection refused"
+        case OSError():
+            return "no connection"
+        case _:
+            return str(error)

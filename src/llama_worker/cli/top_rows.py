@@ -81,6 +81,13 @@ class _Counted(Struct):
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # (outcome, reason)
     restarts: Counter[str] = field(default_factory=Counter)
 
+    def reasons(self) -> Counter[str]:
+        """Why requests failed and servers were restarted, and how often."""
+        why = Counter({f"restart: {reason}": count for reason, count in self.restarts.items()})
+        for (outcome, reason), count in self.requests.items():
+            why[reason] += count * (outcome == "failed")
+        return +why
+
 
 Sample = tuple[str, Mapping[str, str], float]
 """A sample of the Prometheus text format: name, labels, value."""
@@ -164,21 +171,11 @@ def _counted(samples: Iterable[Sample]) -> dict[str, _Counted]:
 def _grown(now: _Counted, before: _Counted | None) -> str:
     """Why something failed or restarted since the look before; at the first look, what can only be
     it."""
-    reasons = Counter({f"restart: {reason}": count for reason, count in now.restarts.items()})
-    reasons += Counter(
-        {reason: count for (outcome, reason), count in now.requests.items() if outcome == "failed"}
-    )
     if before is None:
+        reasons = now.reasons()
         return next(iter(reasons)) if len(reasons) == 1 else ""
-    reasons -= Counter({f"restart: {reason}": count for reason, count in before.restarts.items()})
-    reasons -= Counter(
-        {
-            reason: count
-            for (outcome, reason), count in before.requests.items()
-            if outcome == "failed"
-        }
-    )
-    return max(reasons, key=lambda reason: reasons[reason], default="")
+    grown = now.reasons() - before.reasons()
+    return max(grown, key=lambda reason: grown[reason], default="")
 
 
 # ---------------------------------------------------------------- servers themselves
