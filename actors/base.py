@@ -3,6 +3,7 @@ death."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -23,6 +24,7 @@ from llama_worker.messages import (
 )
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.runtime.ports import ActorRunner, Clock, Runtime, Timer
+from llama_worker.server.roll_call import Member
 
 M = TypeVar("M")
 
@@ -76,6 +78,9 @@ class LiveCount:
         if self.done():
             self._nobody_left.answer(None)
 
+    def __contains__(self, member: object) -> bool:
+        return member in self._alive
+
     def done(self) -> bool:
         """Nobody is left."""
         return not self._alive
@@ -121,30 +126,20 @@ class Alarm:
 
 
 class SupervisedActor(pykka.ThreadingActor, Generic[M]):
-    """Handles `M`, releases what it owns exactly once, tells its parent of a crash.
+    """Handles `M`, and releases what it owns exactly once.
 
     A subclass defines `handle`, the `accepts` of its messages and, where it owns something,
-    `release`. An exception in `handle` ends the actor: it is logged, `release` runs, and the parent
-    gets `ActorDied`.
+    `release`. An exception in `handle` ends the actor: it is logged, and `release` runs.
     """
 
     use_daemon_thread = True  # a host that forgets close() can still exit
     role = "actor"
     accepts: ClassVar[frozenset[type]] = frozenset()
 
-    def __init__(
-        self,
-        parent: Mailbox[WorkerMessage] | None,
-        live_count: LiveCount,
-        runner: ActorRunner,
-        *,
-        slot: int | None = None,
-    ) -> None:
+    def __init__(self, live_count: LiveCount, runner: ActorRunner) -> None:
         super().__init__()
         self._runner = runner
-        self._parent = parent
         self._live_count = live_count
-        self._slot = slot
         self._released = False
         live_count.enter(self)
 
@@ -158,9 +153,9 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         """Pykka's point of extension: as it does, unless the runner runs actors in another way."""
         try:
             self._runner.run_actor(super()._start_actor_loop, self)
-        except BaseException:  # Pykka has registered it, and calls no hook
+        except BaseException as error:  # Pykka has registered it, and calls no hook
             self._leave_pykka()
-            self._release_once(None)
+            self._release_once(described_error(error))
             raise
 
     def on_start(self) -> None:
@@ -178,18 +173,16 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     def release(self, failure: str | None) -> None:
         """Give back what the actor owns; `failure` is the crash's text, None for a regular end."""
 
-    def will_report(self) -> bool:
-        """After `release`: whether what the actor owned is still to tell the parent of its end."""
-        return False
+    def died(self, detail: str) -> None:
+        """Called last, where an exception ended the actor."""
 
     @property
     def is_given_up(self) -> bool:
-        """Another actor has taken its place."""
+        """It counts as dead: it is to handle nothing any more."""
         return False
 
-    def _report_in(self) -> None:
-        if self._parent is not None:
-            self._parent.tell(ReportedIn(role=self.role, slot=self._slot))
+    def report_in(self) -> None:
+        """Say that it still takes messages."""
 
     def on_receive(self, message: Any) -> None:
         """Pykka's entry."""
@@ -199,7 +192,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
             elif type(message) in self.accepts:
                 self.handle(message)
             elif isinstance(message, ReportIn):
-                self._report_in()
+                self.report_in()
             elif isinstance(message, _StopRequested):
                 self.stop()
             else:  # any program may broadcast to all of Pykka's actors
@@ -230,15 +223,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         try:
             self._release_once(detail)
         finally:
-            if self._parent is not None:
-                self._parent.tell(
-                    ActorDied(
-                        role=self.role,
-                        slot=self._slot,
-                        detail=detail,
-                        will_report=self.will_report(),
-                    )
-                )
+            self.died(detail)
 
     def _leave_pykka(self) -> None:
         """Take no message any more, and let the thread end."""
@@ -258,8 +243,9 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
 class Line:
     """A child's way to its parent, until it is cut. Thread-safe."""
 
-    def __init__(self, parent: Mailbox[WorkerMessage]) -> None:
+    def __init__(self, parent: Mailbox[WorkerMessage], member: Member) -> None:
         self.parent = parent
+        self.member = member
         self.is_cut = False
         self.child: Child[Any] | None = None
 
@@ -268,41 +254,55 @@ class Line:
 
 
 class Child(SupervisedActor[M]):
-    """One of the actors that a WorkerActor starts, which is its parent."""
+    """One of the actors that a WorkerActor, its parent, starts for a launch.
+
+    The parent hears of its death by `ActorDied`, behind all that it told before.
+    """
 
     def __init__(
-        self,
-        line: Line,
-        live_count: LiveCount,
-        runtime: Runtime,
-        config: WorkerConfig,
-        *,
-        slot: int | None = None,
+        self, line: Line, live_count: LiveCount, runtime: Runtime, config: WorkerConfig
     ) -> None:
-        super().__init__(line, live_count, runtime, slot=slot)
-        self._worker = self._line = line
+        super().__init__(live_count, runtime)
+        self._worker = line
         self._runtime = runtime
         self._config = config
         line.child = self
 
     @property
+    def member(self) -> Member:
+        """Which one it is, of which launch."""
+        return self._worker.member
+
+    def died(self, detail: str) -> None:
+        """The parent ends the others, and the server."""
+        self._worker.tell(ActorDied(member=self.member, detail=detail))
+
+    def report_in(self) -> None:
+        """The answer to `ReportIn`."""
+        self._worker.tell(ReportedIn(member=self.member))
+
+    @property
     def is_given_up(self) -> bool:
-        return self._line.is_cut
+        return self._worker.is_cut
 
     def give_up(self, detail: str) -> bool:
-        """Called by the parent, on its own thread, where this actor does not answer; returns
-        `will_report`.
+        """Called by the parent, on its own thread, where this actor does not answer; False: it has
+        ended.
 
         A thread that is blocked cannot be ended: the actor counts as dead, and nobody waits for it.
         Should it wake up one day, what it tells its parent from now on is dropped, and so is what
-        lies in its mailbox; what it tells others carries a turn or a launch that is over. It then
-        releases what it owns, and ends.
+        lies in its mailbox; what it tells others finds them gone. It then releases what it owns,
+        and ends.
         """
-        self._line.is_cut = True
-        self.abandon(detail)
+        if self not in self._live_count:
+            return False
+        with contextlib.suppress(Exception):  # it may go on at this very moment
+            self.abandon(detail)
+        self._worker.is_cut = True
         self._live_count.leave(self)
-        return self.will_report()
+        return True
 
     def abandon(self, detail: str) -> None:
         """End what must not outlive this actor, and save what can be, whatever it is in the middle
         of. Called on the parent's thread."""
+        self.release(detail)

@@ -1,8 +1,7 @@
-"""The actors that a WorkerActor starts, addresses, and replaces when one dies."""
+"""The actors that a WorkerActor starts for a launch, and ends with it."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, TypeVar
 
 from llama_worker.actors.base import Child, Line, LiveCount, Ref
@@ -12,7 +11,9 @@ from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.config import WorkerConfig
+from llama_worker.errors import described_error
 from llama_worker.messages import (
+    LaunchFailed,
     ProcessMessage,
     RequestMessage,
     ToolMessage,
@@ -22,12 +23,22 @@ from llama_worker.messages import (
 )
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.roll_call import Member
+from llama_worker.types import StartFailReason
 
 M = TypeVar("M")
 
 
 class Children:
-    """Belongs to one WorkerActor, which alone calls it. Nothing here waits."""
+    """Belongs to one WorkerActor, which alone calls it. Nothing here waits.
+
+    There are none before the first launch. Those of a launch that is over are dead, or will be.
+    """
+
+    process: Ref[ProcessMessage]
+    transport: Ref[TransportMessage]
+    tools: Ref[ToolMessage]
+    watchdog: Ref[WatchdogMessage]
+    requests: list[Ref[RequestMessage]]  # by slot
 
     def __init__(
         self,
@@ -41,65 +52,49 @@ class Children:
         self._runtime = runtime
         self._config = config
         self._lines: dict[Member, Line] = {}
-        self.requests: list[Ref[RequestMessage]] = []
-        with contextlib.ExitStack() as undo:  # the system may have no thread left for the next one
-            undo.callback(self._stop_requests)
-            self.process: Ref[ProcessMessage] = self._start(ProcessActor)
-            undo.callback(self.process.stop)
-            self.transport: Ref[TransportMessage] = self._start(TransportActor)
-            undo.callback(self.transport.stop)
-            self.tools: Ref[ToolMessage] = self._start(ToolLoopActor)
-            undo.callback(self.tools.stop)
-            self.watchdog: Ref[WatchdogMessage] = self._start(WatchdogActor)
-            undo.callback(self.watchdog.stop)
-            for slot in range(config.slots):
-                self.requests.append(self._start_request(slot))
-            undo.pop_all()
 
-    def replace(self, role: str, slot: int | None) -> None:
-        """Start a new actor in the place of one that died."""
-        match role:
-            case ProcessActor.role:
-                self.process = self._start(ProcessActor)
-            case TransportActor.role:
-                self.transport = self._start(TransportActor)
-            case ToolLoopActor.role:
-                self.tools = self._start(ToolLoopActor)
-            case WatchdogActor.role:
-                self.watchdog = self._start(WatchdogActor)
-            case RequestActor.role if slot is not None:
-                self.requests[slot] = self._start_request(slot)
+    def start(self, epoch: int) -> bool:
+        """Start those of a launch; the former one is over. False: the system has no thread left,
+        and the WorkerActor gets LaunchFailed."""
+        self.end()
+        for member in self.members:  # those that are blocked
+            self.give_up(member, "its launch is over")
+        self._lines = {}
+        try:
+            self.process = self._start(ProcessActor, epoch)
+            self.transport = self._start(TransportActor, epoch)
+            self.tools = self._start(ToolLoopActor, epoch)
+            self.watchdog = self._start(WatchdogActor, epoch)
+            self.requests = [
+                self._start(RequestActor, epoch, slot) for slot in range(self._config.slots)
+            ]
+        except RuntimeError as error:
+            detail = f"no process could be started: {described_error(error)}"
+            reason = StartFailReason.SPAWN_FAILED
+            self._parent.tell(LaunchFailed(epoch=epoch, reason=reason, detail=detail))
+            self.end()
+            return False
+        return True
+
+    def end(self) -> None:
+        """Let every actor end, if it still lives; each releases what it owns, requests first, the server last."""
+        for ref in reversed(self.members.values()):
+            ref.stop()
 
     @property
     def members(self) -> dict[Member, Ref[Any]]:
-        """Every actor there is."""
-        single: dict[Member, Ref[Any]] = {
-            (ProcessActor.role, None): self.process,
-            (TransportActor.role, None): self.transport,
-            (ToolLoopActor.role, None): self.tools,
-            (WatchdogActor.role, None): self.watchdog,
-        }
-        return single | {(RequestActor.role, slot): ref for slot, ref in enumerate(self.requests)}
+        """Those of the latest launch."""
+        children = {member: line.child for member, line in self._lines.items()}
+        return {member: child.me() for member, child in children.items() if child is not None}
 
     def give_up(self, member: Member, detail: str) -> bool:
-        """The actor does not answer, and counts as dead; whether the end of what it owned is still
-        to be told."""
-        child = self._lines[member].child
-        return child is not None and child.give_up(detail)
+        """The actor does not answer, and counts as dead; False: it has ended, or its launch is
+        over."""
+        line = self._lines.get(member)
+        return line is not None and line.child is not None and line.child.give_up(detail)
 
-    def stop(self) -> None:
-        """Let every actor end; each releases what it owns."""
-        self._stop_requests()
-        for ref in (self.watchdog, self.tools, self.transport, self.process):
-            ref.stop()
-
-    def _stop_requests(self) -> None:
-        for request in self.requests:
-            request.stop()
-
-    def _start_request(self, slot: int) -> Ref[RequestMessage]:
-        return self._start(RequestActor, slot=slot)
-
-    def _start(self, actor: type[Child[M]], **more: Any) -> Ref[M]:
-        line = self._lines[actor.role, more.get("slot")] = Line(self._parent)
-        return Ref(actor.start(line, self._live_count, self._runtime, self._config, **more))
+    def _start(self, actor: type[Child[M]], epoch: int, slot: int | None = None) -> Ref[M]:
+        line = Line(self._parent, Member(epoch, actor.role, slot))
+        ref: Ref[M] = Ref(actor.start(line, self._live_count, self._runtime, self._config))
+        self._lines[line.member] = line
+        return ref

@@ -9,7 +9,6 @@ record until it ends.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, assert_never
@@ -35,7 +34,6 @@ from llama_worker.messages import (
     RequestEnded,
     RequestMessage,
     RunBios,
-    RunTool,
     ServerChecked,
     StreamEvents,
     StreamFlushed,
@@ -116,13 +114,11 @@ class RequestActor(Child[RequestMessage]):
 
     def abandon(self, detail: str) -> None:
         """End the request with what it has shown, without any code that may be what is stuck."""
-        request = self._request
-        with contextlib.suppress(Exception):  # it goes on at this very moment: nothing is saved
-            if request is not None:
-                now = self._runtime.now()
-                for effect in request.break_off(RequestFailReason.UNKNOWN_ERROR, detail, now):
-                    if isinstance(effect, RequestEnded):
-                        self._line.parent.tell(effect)
+        if self._request is not None:
+            now, reason = self._runtime.now(), RequestFailReason.UNKNOWN_ERROR
+            for effect in self._request.break_off(reason, detail, now):
+                if isinstance(effect, RequestEnded):
+                    self._worker.tell(effect)
 
     def _begin(self, order: Begin) -> None:
         now = self._runtime.now()
@@ -159,9 +155,7 @@ class RequestActor(Child[RequestMessage]):
     def _answer(self, question: Question) -> None:
         request = self._request
         if request is None or request.request_id != question.request_id:
-            # the request has ended: the answer is there, behind its record
-            self._worker.tell(question)
-            return
+            return  # it has ended: the WorkerActor answers, from its record
         match question:
             case GetStatus():
                 question.reply.answer(request.status())
@@ -178,15 +172,10 @@ class RequestActor(Child[RequestMessage]):
         question.reply.answer(request.read_output(question.text_offset, question.reasoning_offset))
 
     def _answer_waiting(self) -> None:
-        """Those who wait for output, where there is some, or the request has ended: then the answer
-        is its record."""
-        request = self._request
-        if request is None:
-            for question in self._waiting_reads.take():
-                self._worker.tell(question)
-        else:
-            for question in self._waiting_reads.take(*request.output_chars):
-                self._answer_read(question, request)
+        """Those who wait for output, where there is some."""
+        if self._request is not None:
+            for question in self._waiting_reads.take(*self._request.output_chars):
+                self._answer_read(question, self._request)
             self._hurry()
 
     def _hurry(self) -> None:
@@ -217,16 +206,13 @@ class RequestActor(Child[RequestMessage]):
         self._step(Tick())
 
     def _forget_request(self) -> None:
-        """It has its record, which the WorkerActor has, or will have before what follows."""
+        """It has its record, from which the WorkerActor answers what was not answered here."""
         self._request = self._stream = None
-        for _, question in self._flushing:
-            self._worker.tell(question)
         self._flushing.clear()
+        self._waiting_reads = WaitingReads()
 
     def _send(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if self.is_given_up and isinstance(effect, OpenStream | RunTool | RunBios):
-                continue  # its handler returned too late: the request has its record
             if isinstance(effect, OpenStream | CloseStream):
                 assert self._transport is not None
                 self._transport.tell(effect)

@@ -42,36 +42,58 @@ _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 _MANY_QUESTIONS = 16
 
 
+class _InFlight:
+    """A request that runs, and who waits for something of it."""
+
+    def __init__(self, admitted: Admitted, lease: LeasedExchange | None = None) -> None:
+        self.slot = admitted.slot
+        self.lease = lease
+        # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the
+        # other.
+        self.results: WeakList[Reply[RequestResult | NotFound]] = WeakList()
+        self.cancels: list[Reply[bool]] = []
+        self.reads = WaitingReads()  # passed on, and may wait for long
+        self._questions: list[Question] = []  # passed on; some answered since
+
+    def remember(self, question: Question) -> None:
+        """It was passed on, and may still be unanswered when the request ends."""
+        if isinstance(question, ReadOutput) and question.wait:
+            self.reads.add(question)
+            return
+        if len(self._questions) > _MANY_QUESTIONS:
+            self._questions = self._unanswered()
+        self._questions.append(question)
+
+    def unanswered(self) -> Iterator[Question]:
+        yield from self._unanswered()
+        yield from self.reads.take()
+
+    def _unanswered(self) -> list[Question]:
+        return [question for question in self._questions if not question.reply.done()]
+
+
 class RequestDispatcher:
     """Belongs to one WorkerActor, which alone calls it. Nothing here waits."""
 
-    def __init__(self, table: RequestTable, children: Children, slots: int) -> None:
+    def __init__(self, table: RequestTable, children: Children) -> None:
         self._table = table
         self._children = children
-        # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the
-        # other.
-        self._result_waiters: dict[int, WeakList[Reply[RequestResult | NotFound]]] = {}
-        self._cancel_waiters: dict[int, list[Reply[bool]]] = {}
-        # by slot: passed on, some answered since
-        self._asked: list[list[Question]] = [[] for _ in range(slots)]
-        self._leases: dict[int, LeasedExchange] = {}
-        # likewise; they may wait for long
-        self._waiting_reads = [WaitingReads() for _ in range(slots)]
+        self._in_flight: dict[int, _InFlight] = {}
 
     def broken(self) -> Iterator[str]:
         """Which invariants do not hold; for a person."""
         active = {admitted.request_id for admitted in self._table.active}
-        if waited := (self._result_waiters.keys() | self._cancel_waiters.keys()) - active:
-            yield f"somebody waits for the end of requests {sorted(waited)}, which have ended"
+        if active != self._in_flight.keys():
+            yield f"requests {sorted(active)} run, and {sorted(self._in_flight)} are in flight"
 
     def question(self, question: Question) -> None:
         """Pass it on to the request that can answer it, or answer it from the record."""
         if question.reply.done():
             return
-        admitted = self._table.find(question.request_id)
-        if admitted is not None:
-            self._remember(question, admitted.slot)
-            self._children.requests[admitted.slot].tell(question)
+        running = self._in_flight.get(question.request_id)
+        if running is not None:
+            running.remember(question)
+            self._children.requests[running.slot].tell(question)
             return
         record = self._table.record(question.request_id)
         if record is None:
@@ -96,10 +118,9 @@ class RequestDispatcher:
         if record is not None:
             order.reply.answer(record.copy_of_result())
             self._table.release(order.request_id)
-        elif self._table.find(order.request_id) is not None:
-            order.reply.answer(_NOT_READY)
         else:
-            order.reply.answer(_NOT_FOUND)
+            runs = order.request_id in self._in_flight
+            order.reply.answer(_NOT_READY if runs else _NOT_FOUND)
 
     def release(self, order: ReleaseResult) -> None:
         """Forget a request that has ended; one that runs goes on."""
@@ -112,45 +133,44 @@ class RequestDispatcher:
         record = self._table.record(order.request_id)
         if record is not None:
             order.reply.answer(record.copy_of_result())
-        elif self._table.find(order.request_id) is not None:
-            self._result_waiters.setdefault(order.request_id, WeakList()).add(order.reply)
+        elif order.request_id in self._in_flight:
+            self._in_flight[order.request_id].results.add(order.reply)
         else:
             order.reply.answer(_NOT_FOUND)
 
     def cancel(self, order: CancelRequest) -> None:
         """Cancel the request, if it still runs; answered when its slot is free."""
-        admitted = self._table.find(order.request_id)
-        if admitted is None:
+        running = self._in_flight.get(order.request_id)
+        if running is None:
             order.reply.answer(False)
             return
-        self._cancel_waiters.setdefault(order.request_id, []).append(order.reply)
-        self._children.requests[admitted.slot].tell(order)
+        running.cancels.append(order.reply)
+        self._children.requests[running.slot].tell(order)
 
     def begin(
         self, admitted: Admitted, submission: Submission, *, prompted: bool, opens_thinking: bool
     ) -> None:
         """Let the slot's actor run the request, under the watchdog's eye."""
-        slot, request = admitted.slot, self._children.requests[admitted.slot]
-        self._asked[slot] = _unanswered(self._asked[slot])  # of the request before
-        request.tell(
-            Begin(
-                request_id=admitted.request_id,
-                submission=submission,
-                transport=self._children.transport,
-                tools=self._children.tools,
-                process=self._children.process,
-                prompted=prompted,
-                opens_thinking=opens_thinking,
-            )
+        order = Begin(
+            request_id=admitted.request_id,
+            submission=submission,
+            transport=self._children.transport,
+            tools=self._children.tools,
+            process=self._children.process,
+            prompted=prompted,
+            opens_thinking=opens_thinking,
         )
-        self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
+        self._begin(admitted, _InFlight(admitted), order)
 
     def begin_lease(self, admitted: Admitted, exchange: LeasedExchange) -> None:
         """Let the slot's actor answer for the exchange, under the watchdog's eye."""
-        slot, request = admitted.slot, self._children.requests[admitted.slot]
-        self._asked[slot] = _unanswered(self._asked[slot])
-        self._leases[admitted.request_id] = exchange
-        request.tell(BeginLease(exchange=exchange, process=self._children.process))
+        order = BeginLease(exchange=exchange, process=self._children.process)
+        self._begin(admitted, _InFlight(admitted, exchange), order)
+
+    def _begin(self, admitted: Admitted, running: _InFlight, order: Begin | BeginLease) -> None:
+        self._in_flight[admitted.request_id] = running
+        request = self._children.requests[admitted.slot]
+        request.tell(order)
         self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
 
     def end_lease(self, admitted: Admitted, order: EndLease) -> None:
@@ -162,7 +182,9 @@ class RequestDispatcher:
         self._children.requests[admitted.slot].tell(order)
 
     def ended(self, record: RequestRecord, now: float) -> None:
-        """A request is terminal: watch it no more, answer those who wait for that."""
+        """A request is terminal: watch it no more, answer those who wait for that, or for what its
+        actor has not answered."""
+        running = self._in_flight.pop(record.request_id)
         self._children.watchdog.tell(
             Unwatch(
                 request_id=record.request_id,
@@ -170,31 +192,14 @@ class RequestDispatcher:
                 completed=record.result["state"] is RequestState.COMPLETED,
             )
         )
-        lease = self._leases.pop(record.request_id, None)
-        if lease is not None and not lease.has_ended:  # its actor died without a word
+        if (
+            running.lease is not None and not running.lease.has_ended
+        ):  # its actor died without a word
             detail = record.result.get("fail_detail", "")
-            lease.break_off(RequestFailReason.UNKNOWN_ERROR, detail, now)
-        for reply in self._cancel_waiters.pop(record.request_id, []):
+            running.lease.break_off(RequestFailReason.UNKNOWN_ERROR, detail, now)
+        for reply in running.cancels:
             reply.answer(record.result["state"] is RequestState.CANCELED)
-        waiters = self._result_waiters.pop(record.request_id, None)
-        for waiter in waiters.alive() if waiters is not None else ():
+        for waiter in running.results.alive():
             waiter.answer(record.copy_of_result())
-
-    def ask_again(self, slot: int) -> None:
-        """The slot's actor died: what it did not answer is asked anew."""
-        asked, self._asked[slot] = self._asked[slot], []
-        for question in (*asked, *self._waiting_reads[slot].take()):
+        for question in running.unanswered():
             self.question(question)
-
-    def _remember(self, question: Question, slot: int) -> None:
-        """To ask again, should the slot's actor die before it answers."""
-        if isinstance(question, ReadOutput) and question.wait:
-            self._waiting_reads[slot].add(question)
-            return
-        if len(self._asked[slot]) > _MANY_QUESTIONS:
-            self._asked[slot] = _unanswered(self._asked[slot])
-        self._asked[slot].append(question)
-
-
-def _unanswered(asked: list[Question]) -> list[Question]:
-    return [question for question in asked if not question.reply.done()]

@@ -20,11 +20,9 @@ from llama_worker.messages import (
     GpuFaulted,
     Launch,
     Launched,
-    LaunchFailed,
     MeasureMemory,
     MemoryMeasured,
     ProbeNow,
-    Reply,
     Restart,
     ServerMessage,
     Stalled,
@@ -43,6 +41,7 @@ from llama_worker.server.lifecycle_states import (
     Draining,
     Effect,
     Effects,
+    Ending,
     Failed,
     Launching,
     Ready,
@@ -53,7 +52,7 @@ from llama_worker.server.lifecycle_states import (
 from llama_worker.server.recycling import Worn, worn
 from llama_worker.server.suspicion import Doubt, Suspicion, Trouble, is_degenerate
 from llama_worker.server.traits import ServerTraits, shortcomings
-from llama_worker.types import RequestState, StartFailReason, WorkerState, WorkerStatus
+from llama_worker.types import RequestState, WorkerState, WorkerStatus
 
 
 class ServerLife:
@@ -83,7 +82,6 @@ class ServerLife:
         self._life = Lifecycle(policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s)
         self._suspicion = Suspicion()
         self._waiting: list[Start | Restart | Stop | Drain] = []
-        self._due_stops: list[Reply[None]] = []  # the server is gone, a record is still to come
 
     @property
     def lifecycle(self) -> Lifecycle:
@@ -144,23 +142,16 @@ class ServerLife:
             case Exited(epoch=epoch, returncode=returncode):
                 self.pid = None
                 self._journal.note("exited", now, returncode=returncode, epoch=epoch)
-                # also where the worker was not READY yet and stays RUNNING
-                self._children.watchdog.tell(StandDown())
             case _:
                 pass
         self._apply(lifecycle.step(self._life, message, now), now)
-        if isinstance(message, Drain):
-            self._end_drain_if_idle(now)
-
-    def lost_sight(self, now: float, *, epoch: int) -> None:
-        """Who would have told that the launch ended is gone, and so is its server."""
-        self.handle(Exited(epoch=epoch, returncode=None, log_tail=()), now)
+        self._go_on_if_drained(now)
 
     # ------------------------------------------------------------ what requests say of it
 
     def request_ended(self, record: RequestRecord, now: float) -> None:
-        """A request has its record: who waits for the last one, and what it says of the server."""
-        self._answer_stops()
+        """A request has its record: what waits for the last one, and what it says of the server."""
+        self._go_on_if_drained(now)
         if self._life.public_state is not WorkerState.READY:
             return
         self._requests_count += 1
@@ -176,12 +167,11 @@ class ServerLife:
                 self.handle(found, now)
             case Doubt(cause=cause):
                 self._children.watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=cause))
-        self._end_drain_if_idle(now)
         self.recycle_if_due(now)
 
-    def _end_drain_if_idle(self, now: float) -> None:
-        if self._life.is_draining and not self._table.active:
-            self.handle(Drained(), now)
+    def _go_on_if_drained(self, now: float) -> None:
+        if self._life.waits_for_requests and not self._table.active:
+            self._apply(lifecycle.step(self._life, Drained(), now), now)
 
     def recycle_if_due(self, now: float) -> None:
         """A planned restart, of a server that is idle and worn; its memory is asked for first."""
@@ -251,24 +241,26 @@ class ServerLife:
                 self.last_ready_at, self.last_ready_unix = now, self._journal.unix(now)
                 self._requests_count = 0
                 self._suspicion = Suspicion()
-            else:
-                self._children.watchdog.tell(StandDown())  # a launch calls it up again
+        match self._life.state:
+            case Ending():
+                self._children.watchdog.tell(StandDown())
+            case Stopped() | Failed() | BackingOff():
+                self._children.end()
+            case _:
+                pass
         for effect in effects:
             self._carry_out(effect, now)
 
     def _carry_out(self, effect: Effect, now: float) -> None:
         match effect:
             case Launch(epoch=epoch):
-                self._children.watchdog.tell(effect)
-                if not self._children.process.tell(effect):  # it died, and is not replaced yet
-                    detail = "the actor that would start it has died"
-                    reason = StartFailReason.SPAWN_FAILED
-                    self.handle(LaunchFailed(epoch=epoch, reason=reason, detail=detail), now)
+                if self._children.start(epoch):
+                    self._children.watchdog.tell(effect)
+                    self._children.process.tell(effect)
             case Abandon():
                 for admitted in self._table.active:
                     self._dispatcher.abandon(admitted, effect)
             case CloseAllStreams():
-                self._children.watchdog.tell(StandDown())
                 self._children.transport.tell(effect)
             case Terminate(epoch=epoch, keep_evidence=keep_evidence):
                 if keep_evidence:
@@ -299,12 +291,4 @@ class ServerLife:
             elif isinstance(each, Start | Restart):
                 each.reply.answer(self._status())
             else:
-                self._due_stops.append(each.reply)
-        self._answer_stops()
-
-    def _answer_stops(self) -> None:
-        """`stop()` is done once the server is gone and every request in flight has its record."""
-        if self._due_stops and not self._table.active:
-            waiting, self._due_stops = self._due_stops, []
-            for reply in waiting:
-                reply.answer(None)
+                each.reply.answer(None)

@@ -77,12 +77,7 @@ class TransportActor(Child[TransportMessage]):
 
     def release(self, failure: str | None) -> None:
         """Close every connection; the streams end by themselves."""
-        for stream in self._streams.values():
-            stream.abort()
-
-    def abandon(self, detail: str) -> None:
-        """A stream may be aborted by any thread."""
-        for stream in list(self._streams.values()):
+        for stream in list(self._streams.values()):  # perhaps on the parent's thread
             stream.abort()
 
     def _report_closed(self) -> None:

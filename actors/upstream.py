@@ -54,7 +54,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         timeouts: TimeoutProfile,
         api_key: str | None,
     ) -> None:
-        super().__init__(None, live_count, runtime)
+        super().__init__(live_count, runtime)
         self._runtime = runtime
         self._api_key = api_key
         self._watch = ServerWatch(timeouts.without_evidence(), probes_count=0, me=_AskedDirectly())

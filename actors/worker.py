@@ -1,4 +1,4 @@
-"""WorkerActor: the supervisor. Admission, the server's life, replacement of an actor that dies.
+"""WorkerActor: the supervisor. Admission, the server's life, the other actors of each launch.
 
 Receives the host's orders and questions from the handle, and what its own actors tell. Owns the
 request table, the journal and the other actors. Dealings with the server are the `ServerLife`'s,
@@ -11,11 +11,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec import structs
-
 from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.actors.children import Children
-from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.actors.server_life import ServerLife
 from llama_worker.config import WorkerConfig
@@ -56,12 +53,10 @@ from llama_worker.runtime.ports import Runtime
 from llama_worker.server.command import masked_server_cmd
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
-from llama_worker.server.roll_call import ANSWER_S, RollCall
+from llama_worker.server.roll_call import ANSWER_S, Member, RollCall
 from llama_worker.server.suspicion import Trouble
 from llama_worker.server.traits import unsupported
-from llama_worker.types import SubmitErrorCode, WorkerState, WorkerStatus
-
-_REPLACE_AGAIN_S = 1.0
+from llama_worker.types import SubmitErrorCode, WorkerDebugInfo, WorkerState, WorkerStatus
 
 
 class WorkerActor(SupervisedActor[WorkerMessage]):
@@ -78,7 +73,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         config: WorkerConfig,
         open_futures: OpenFutures,
     ) -> None:
-        super().__init__(None, live_count, runtime)
+        super().__init__(live_count, runtime)
         self._runtime = runtime
         self._config = config
         self._config_hash = config.config_hash
@@ -90,14 +85,10 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             self._journal.warn(line, runtime.now())
         self._tools_refused = False
         self._slot_waiters: WeakList[Reply[None]] = WeakList()
-        # the ProcessActor has not answered them all yet
-        self._debug_questions: list[GetDebugInfo] = []
-        # the launch whose ProcessActor died: its own thread tells of its end
-        self._tells_itself: int | None = None
         me = self.me()
         self._alarm = Alarm(runtime, me)
         self._children = Children(me, live_count, runtime, config)
-        self._dispatcher = RequestDispatcher(self._table, self._children, config.slots)
+        self._dispatcher = RequestDispatcher(self._table, self._children)
         self._roll_call = RollCall()
         self._server = ServerLife(
             config,
@@ -135,11 +126,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._slot_waiters.add(reply)
             case GetWorkerStatus(reply=reply):
                 reply.answer(self._status())
-            case GetDebugInfo():
-                self._debug_questions = [q for q in self._debug_questions if not q.reply.done()] + [
-                    message
-                ]
-                self._add_logs(message)
+            case GetDebugInfo(reply=reply):
+                reply.answer(self._debug_info())
             case RequestEnded(record=record):
                 self._request_ended(record, now)
             case Stalled(request_id=request_id):
@@ -167,8 +155,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._server.handle(message, now)
                 self._server.recycle_if_due(now)
                 self._call_roll(now)
-            case ReportedIn(role=role, slot=slot):
-                self._roll_call.answered((role, slot))
+            case ReportedIn(member=member):
+                self._roll_call.answered(member)
             case _:
                 self._server.handle(message, now)
         if self._slot_waiters:
@@ -190,7 +178,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         if failure is not None:
             closed.add_note(f"the worker's actor failed: {failure}")
         self._alarm.set(None)
-        self._children.stop()
+        self._children.end()
         self._open_futures.close(closed)
 
     # ------------------------------------------------------------ requests
@@ -351,66 +339,42 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
     def _call_roll(self, now: float) -> None:
         """An idle worker wakes nobody; else who does not answer is dead."""
         for member in self._roll_call.silent(now):
-            role, slot = member
-            detail = f"it has not answered for {ANSWER_S:g} s"
-            will_report = self._children.give_up(member, detail)
             self._roll_call.answered(member)
-            # Behind what it has left.
-            self.me().tell(ActorDied(role=role, slot=slot, detail=detail, will_report=will_report))
+            detail = f"it has not answered for {ANSWER_S:g} s"
+            if self._children.give_up(member, detail):
+                # At once: should its handler return after all, nobody takes an order of it.
+                self._end_launch(member, detail, now)
+                self.me().tell(ActorDied(member=member, detail=detail))  # behind what it has left
         members = self._children.members
         for member in self._roll_call.due(members, now):
             if members[member].tell(ReportIn()):
                 self._roll_call.asked(member, now)
 
     def _actor_died(self, death: ActorDied, now: float) -> None:
-        """Nuke and repave: a new actor, a new server; what was in flight fails."""
-        self._note(
-            "actor_died", level=logging.ERROR, role=death.role, slot=death.slot, detail=death.detail
-        )
-        self._roll_call.answered((death.role, death.slot))
-        try:
-            self._children.replace(death.role, death.slot)
-        except RuntimeError as error:  # the system has no thread left: again, until it has
-            self._note(
-                "not_replaced",
-                level=logging.ERROR,
-                role=death.role,
-                slot=death.slot,
-                detail=str(error),
-            )
-            me = self.me()
-            # Only the launch that it had, if any, tells of its own end; none since has anybody.
-            again = structs.replace(death, will_report=False)
-            self._runtime.call_at(now + _REPLACE_AGAIN_S, lambda: me.tell(again))
-        if death.slot is not None:
-            lost = self._table.in_slot(death.slot)
-            if lost is not None:  # its actor could not even hand over its record
-                offset = self._runtime.unix_offset()
-                self._request_ended(lost_record(lost, death.detail, now, offset), now)
-            self._dispatcher.ask_again(death.slot)
-        epoch = self._server.lifecycle.epoch
-        self._server.handle(Trouble("actor_died", f"{death.role}: {death.detail}"), now)
-        if death.role == ProcessActor.role:
-            for question in self._debug_questions:
-                self._add_logs(question)
-            if death.will_report:
-                self._tells_itself = epoch
-            elif (
-                self._tells_itself != epoch
-            ):  # else an earlier ProcessActor had it, and its thread will tell
-                self._server.lost_sight(now, epoch=epoch)
+        """Its launch is over. A request whose actor could not even hand over its record has one,
+        too."""
+        epoch, role, slot = death.member
+        self._note("actor_died", level=logging.ERROR, role=role, slot=slot, detail=death.detail)
+        if epoch != self._server.lifecycle.epoch:
+            return
+        self._end_launch(death.member, death.detail, now)
+        lost = self._table.in_slot(slot) if slot is not None else None
+        if lost is not None:
+            offset = self._runtime.unix_offset()
+            self._request_ended(lost_record(lost, death.detail, now, offset), now)
+
+    def _end_launch(self, dead: Member, detail: str, now: float) -> None:
+        """Nuke and repave: its requests fail, its server and its other actors end; the next launch
+        has new ones."""
+        self._server.handle(Trouble("actor_died", f"{dead.role}: {detail}"), now)
+        self._children.end()
 
     # ------------------------------------------------------------ what is seen
 
-    def _add_logs(self, question: GetDebugInfo) -> None:
-        """The ProcessActor owns the server's output, and answers."""
+    def _debug_info(self) -> WorkerDebugInfo:
         shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
-        self._children.process.tell(
-            GetDebugInfo(
-                info=self._journal.debug_info(shown, self._table.active, self._runtime.now()),
-                reply=question.reply,
-            )
-        )
+        logs, now = self._runtime.log.lines(), self._runtime.now()
+        return self._journal.debug_info(shown, logs, self._table.active, now)
 
     def _status(self) -> WorkerStatus:
         active, server = self._table.active, self._server

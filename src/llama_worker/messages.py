@@ -19,6 +19,7 @@ from llama_worker.request.submission import Submission
 from llama_worker.request.table import RequestRecord
 from llama_worker.request.turn import TurnId
 from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.roll_call import Member
 from llama_worker.server.slots import SlotsLook, SlotsSilence
 from llama_worker.server.timeouts import Verdict
 from llama_worker.server.traits import ServerTraits
@@ -204,15 +205,11 @@ class GetWorkerStatus(Struct, frozen=True, kw_only=True):
 
 
 class GetDebugInfo(Struct, frozen=True, kw_only=True):
-    """Passed on to the ProcessActor with all but the server's last lines; it adds them, and
-    answers."""
-
     reply: Reply[WorkerDebugInfo]
-    info: WorkerDebugInfo | None = None
 
 
 Question = GetStatus | ReadOutput
-"""Of one live request: passed on to the RequestActor that can answer, and back behind the record where it has ended."""
+"""Of one request: passed on to the RequestActor while it runs, and answered from its record once it has ended."""
 
 # ---------------------------------------------------------------- to the WorkerActor, from its own actors
 
@@ -225,7 +222,7 @@ class Launched(Struct, frozen=True, kw_only=True):
 
 
 class LaunchFailed(Struct, frozen=True, kw_only=True):
-    """No process came to be."""
+    """No process came to be, or none will: the ProcessActor that was to start it has died."""
 
     epoch: int
     reason: StartFailReason
@@ -360,19 +357,16 @@ class MemoryMeasured(Struct, frozen=True, kw_only=True):
 
 
 class ActorDied(Struct, frozen=True, kw_only=True):
-    """One of the worker's actors ended with an exception."""
+    """One of a launch's actors ended with an exception, or does not answer."""
 
-    role: str
-    slot: int | None
+    member: Member
     detail: str
-    will_report: bool  # what it owned is being ended, and its end will be told
 
 
 class ReportedIn(Struct, frozen=True, kw_only=True):
     """An actor's answer to `ReportIn`."""
 
-    role: str
-    slot: int | None
+    member: Member
 
 
 HostMessage = (
@@ -446,7 +440,8 @@ class Terminate(Struct, frozen=True, kw_only=True):
 
 
 ServerNews = Launched | LaunchFailed | Died | Exited
-"""What a launch tells: Launched or LaunchFailed; after Launched, Died (unless the guard was killed) and one Exited."""
+"""What a launch tells the ProcessActor and the WorkerActor: Launched or LaunchFailed; after Launched,
+Died (unless the guard was killed) and one Exited."""
 
 
 class CheckServer(Struct, frozen=True, kw_only=True):
@@ -462,7 +457,7 @@ class MeasureMemory(Struct, frozen=True, kw_only=True):
     epoch: int
 
 
-ProcessMessage = Launch | Terminate | CheckServer | MeasureMemory | GetDebugInfo | ServerNews | Tick
+ProcessMessage = Launch | Terminate | CheckServer | MeasureMemory | ServerNews | Tick
 
 # ---------------------------------------------------------------- to the TransportActor
 

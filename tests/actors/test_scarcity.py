@@ -71,13 +71,23 @@ def test_without_a_thread_a_request_fails_and_the_server_stays(
     assert_as_before(rig)
 
 
-def test_a_worker_that_gets_no_threads_raises_and_leaves_nothing(make_worker: MakeWorker) -> None:
+def test_a_worker_that_gets_no_thread_raises(make_worker: MakeWorker) -> None:
     config = make_worker(start=False).config
     before = Leftovers()
-    for actor in ("Worker", "Process", "Transport", "ToolLoop", "Watchdog", "Request"):
-        with no_threads(f"{actor}Actor"), pytest.raises(RuntimeError, match="new thread"):
-            LlamaWorker(config)
-        assert before.wait_none() == []
+    with no_threads("WorkerActor"), pytest.raises(RuntimeError, match="new thread"):
+        LlamaWorker(config)
+    assert before.wait_none() == []
+
+
+@pytest.mark.parametrize("actor", ["Process", "Transport", "ToolLoop", "Watchdog", "Request"])
+def test_a_launch_that_gets_no_threads_fails(make_worker: MakeWorker, actor: str) -> None:
+    rig = make_worker(start=False)
+    before = Leftovers()
+    with no_threads(f"{actor}Actor"), pytest.raises(WorkerStartError, match="new thread"):
+        rig.worker.start().get(timeout=WAIT_S)
+    assert before.wait_none() == []
+    rig.start()
+    assert_as_before(rig)
 
 
 def test_without_descriptors_a_request_fails_the_server_stays_and_can_be_stopped(

@@ -230,7 +230,7 @@ class Invariants:
     def _check_arrow(self, state: WorkerState) -> None:
         if state not in ARROWS[self.state]:
             raise Violation(7, f"the worker went from {self.state} to {state}")
-        if state is WorkerState.READY and self._active and not self._is_blocked:
+        if state is WorkerState.READY and self._active:
             raise Violation(7, f"READY with requests {self._active} of the life before")
         if state is WorkerState.READY:
             self._ready_at = self._scheduler.now
@@ -460,11 +460,6 @@ class Invariants:
         entry = [self._scheduler.host_time, math.inf]
         self._blocked.append(entry)
         return lambda: entry.__setitem__(1, self._scheduler.host_time)
-
-    @property
-    def _is_blocked(self) -> bool:
-        """Some actor is, and is not given up."""
-        return any(until == math.inf for _, until in self._blocked)
 
     @property
     def _blocked_s(self) -> float:

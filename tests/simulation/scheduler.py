@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from llama_worker.actors.base import Child
 from llama_worker.messages import Tick
 from tests.simulation.trace import Trace
 
@@ -183,7 +184,8 @@ class Scheduler:
 
     def start_actor(self, actor: Any) -> None:
         """Serve the actor's mailbox from now on."""
-        role = f"{actor.role}[{actor._slot}]" if actor._slot is not None else actor.role
+        slot = actor.member.slot if isinstance(actor, Child) else None
+        role = actor.role if slot is None else f"{actor.role}[{slot}]"
         number = self._starts[role] = self._starts.get(role, 0) + 1
         simulated = SimulatedActor(self, actor, role if number == 1 else f"{role}#{number}")
         told_before, actor.actor_inbox = actor.actor_inbox, simulated
@@ -237,7 +239,9 @@ class Scheduler:
             self._ready.remove(simulated)
 
     def unblock_actor(self, simulated: SimulatedActor) -> None:
-        """The handler returns after all."""
+        """The handler returns after all, unless it has returned before."""
+        if not simulated.is_blocked:
+            return
         simulated.is_blocked = False
         simulated.is_ready = bool(simulated.inbox or simulated.held)
         if simulated.is_ready:

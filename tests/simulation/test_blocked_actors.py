@@ -93,7 +93,8 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
         if any(isinstance(effect, OpenStream) for effect in effects):
             stuck = actor_of(bench, "request[0]").actor
             assert isinstance(stuck, RequestActor)
-            stuck.give_up("meanwhile its parent gives it up")
+            assert stuck.give_up("meanwhile its parent gives it up")
+            bench.actor._children.end()
         return effects
 
     with bench.in_use():

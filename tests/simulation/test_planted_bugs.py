@@ -26,6 +26,7 @@ from llama_worker.messages import (
 )
 from llama_worker.request.ending import failed
 from llama_worker.request.state import _InTools
+from llama_worker.runtime.futures import WeakList
 from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
 from llama_worker.server.restart_budget import Lockout, RestartAfter
 from tests.simulation.faults import KINDS
@@ -110,7 +111,7 @@ def _budget_without_end(decided: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]
 
 
 def _forget_waiters(dispatcher: Any, record: Any) -> tuple[Any, Any]:
-    dispatcher._result_waiters.pop(record.request_id, None)
+    dispatcher._in_flight[record.request_id].results = WeakList()
     return dispatcher, record
 
 
@@ -204,8 +205,8 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug("an exit is dropped", _WORKER + ".handle", ignores(Exited), "crash"),
     Bug(
-        "a dead actor is not replaced",
-        "actors.children:Children.replace",
+        "the others outlive a dead actor",
+        _WORKER + "._end_launch",
         returns(None),
         "actor's exception",
     ),
@@ -222,8 +223,8 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "the last request does not end a drain",
-        "actors.server_life:ServerLife._end_drain_if_idle",
-        returns(None),
+        _LIFE + "_drained",
+        lambda right: lambda life, *rest: (life, ()),
         NOTHING,
     ),
     Bug("a free slot is not told of", _WORKER + "._answer_slot_waiters", returns(None), NOTHING),

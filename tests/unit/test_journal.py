@@ -32,7 +32,7 @@ def journal(log: list[tuple[int, str]]) -> Journal:
 
 
 def told(journal: Journal) -> Any:
-    return journal.debug_info(("llama-server",), (), 0.0)
+    return journal.debug_info(("llama-server",), [], (), 0.0)
 
 
 # ---------------------------------------------------------------- events, warnings, restarts

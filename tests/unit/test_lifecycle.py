@@ -95,11 +95,25 @@ def news(kind: Callable[..., Any], **usual: Any) -> Callable[..., Step]:
     return lambda life, now, **told: step(life, kind(**{"epoch": life.epoch, **usual, **told}), now)
 
 
+def last_news(kind: Callable[..., Any], **usual: Any) -> Callable[..., Step]:
+    """A verb for news that nothing of the launch's tree is left, and no request in flight."""
+    tell = news(kind, **usual)
+
+    def tell_and_drain(life: Lifecycle, now: float, **told: Any) -> Step:
+        ended, effects = tell(life, now, **told)
+        if not isinstance(ended.state, Ending):
+            return ended, effects
+        over, then = drained(ended, now)
+        return over, (*effects, *then)
+
+    return tell_and_drain
+
+
 became_ready = news(BecameReady, traits=None)
-launch_failed = news(LaunchFailed, detail="no process")
+launch_failed = last_news(LaunchFailed, detail="no process")
 startup_failed = news(StartupFailed, detail="no sign of work")
 died = news(Died, returncode=-9)
-exited = news(Exited, returncode=1, log_tail=("oops",), port_taken=False)
+exited = last_news(Exited, returncode=1, log_tail=("oops",), port_taken=False)
 unkillable = news(Unkillable, detail="SIGKILL does not end process 5")
 streams_closed = news(StreamsClosed)
 
@@ -275,6 +289,18 @@ def test_the_death_after_the_last_restart_is_failed_once_the_tree_is_gone_until_
     assert "code 1" in error_of(effects).detail
     life, effects = start(life, 41.0)
     assert (effects, life.budget) == ((Launch(epoch=3),), RestartBudget(restart_count=1))
+
+
+@pytest.mark.parametrize("end", [stop, died])
+def test_a_launch_is_over_when_every_request_has_its_record(
+    end: Callable[[Lifecycle, float], Step],
+) -> None:
+    ending, _ = end(ready(), 10.0)
+    assert drained(ending, 10.0) == (ending, ())
+    gone, effects = news(Exited, returncode=1, log_tail=())(ending, 10.1)
+    assert (gone.public_state, gone.waits_for_requests, effects) == (WorkerState.RUNNING, True, ())
+    assert tick(gone, 100.0) == unkillable(gone, 100.0) == (gone, ())
+    assert isinstance(drained(gone, 10.2)[0].state, Stopped | BackingOff)
 
 
 @pytest.mark.parametrize("fatal", [True, False])

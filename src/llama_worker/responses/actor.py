@@ -48,7 +48,7 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
     def __init__(
         self, live_count: LiveCount, config: ResponsesProxyConfig, make_listener: MakeListener
     ) -> None:
-        super().__init__(None, live_count, ActorThreads())
+        super().__init__(live_count, ActorThreads())
         self._config = config
         self._make_listener = make_listener
         self._store = ResponseStore(

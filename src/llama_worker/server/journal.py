@@ -130,11 +130,15 @@ class Journal:
         return max(ages_s, default=None)
 
     def debug_info(
-        self, server_cmd: Sequence[str], active: Iterable[Admitted], now: float
+        self,
+        server_cmd: Sequence[str],
+        recent_logs: list[str],
+        active: Iterable[Admitted],
+        now: float,
     ) -> WorkerDebugInfo:
-        """All of it, for a host to keep; who owns the server's output adds its last lines."""
+        """All of it, for a host to keep."""
         return {
-            "recent_logs": [],
+            "recent_logs": recent_logs,
             "recent_restarts": [record.copy() for record in self._restarts],
             "recent_events": self._events.recent(),
             "events_dropped_count": self._feed.dropped_count if self._feed is not None else 0,

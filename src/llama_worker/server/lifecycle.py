@@ -123,6 +123,13 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
                 return False
 
     @property
+    def waits_for_requests(self) -> bool:
+        """Whether `Drained` has an effect."""
+        return isinstance(self.state, Draining) or (
+            isinstance(self.state, Ending) and self.state.gone
+        )
+
+    @property
     def is_moving(self) -> bool:
         """On its way from one state in which it may rest to another."""
         match self.state:
@@ -160,6 +167,8 @@ def step(  # noqa: C901  one line per case
             return _stop(life, now, life.stop_grace_s, draining=True)
         case Draining() as draining, Drained():
             return _drained(life, draining, now)
+        case Ending(gone=True) as ending, Drained():
+            return _gone(life, ending, now)
         case _, Restart(reason=reason):
             return _restart_by_hand(life, now, reason)
         case Launching(), BecameReady():  # the server answers, and it is ours
@@ -175,10 +184,11 @@ def step(  # noqa: C901  one line per case
             reason = RequestFailReason.SERVER_DIED
             return _lost_while_draining(life, draining, now, reason, _described(message))
         case Ready(), Died():  # its guard kills the rest of its tree; Exited follows
-            return _server_died(life, now, message, Terminate(epoch=life.epoch, grace_s=0.0))
+            died, effects = _server_died(life, now, message)
+            return died, (*effects, Terminate(epoch=life.epoch, grace_s=0.0))
         case _, Exited():
             return _exited(life, now, message)
-        case Ending() as ending, Unkillable(detail=detail):
+        case Ending(gone=False) as ending, Unkillable(detail=detail):
             return _unkillable(life, ending, detail)
         case ((Ready() | Draining() | Launching()), HealthLost(detail=detail)):
             return _trouble(life, now, "health_lost", detail)
@@ -329,9 +339,9 @@ def _launch_failed(
         case Launching(first=True):
             return _start_failed(life, error)
         case Launching():
-            return _restart(life, now, str(error.reason), error.detail, lives=False, failure=error)
-        case Ending():
-            return _gone(life, now)
+            return _restart(life, now, str(error.reason), error.detail, gone=True, failure=error)
+        case Ending() as ending:
+            return _tree_gone(life, ending), ()
         case _:
             return life, ()
 
@@ -343,7 +353,7 @@ def _startup_failed(
     epoch = life.epoch
     kill = _kill(epoch)
     if not first:
-        return _restart(life, now, str(error.reason), error.detail, kill, lives=True, failure=error)
+        return _restart(life, now, str(error.reason), error.detail, kill, failure=error)
     goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
     ending = Ending(epoch=epoch, goal=goal, start_error=error)
     return replace(life, state=ending, last_error=str(error)), kill
@@ -366,24 +376,29 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
         case Launching():
             error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
             return _restart(
-                life, now, "exited", f"{detail} before it was ready", lives=False, failure=error
+                life, now, "exited", f"{detail} before it was ready", gone=True, failure=error
             )
         case Ready():
-            return _server_died(life, now, exited)
+            return _server_died(life, now, exited, gone=True)
         case Draining() as draining:
             died = RequestFailReason.SERVER_DIED
             lost, effects = _lost_while_draining(life, draining, now, died, detail)
-            gone, then = _gone(lost, now)
-            return gone, (*effects, *then)
+            assert isinstance(lost.state, Ending)
+            return _tree_gone(lost, lost.state), effects
         case Ending(start_error=WorkerStartError() as error) as ending:
             whole = WorkerStartError(
                 error.reason, error.detail, returncode=error.returncode, log_tail=log_tail
             )
-            return _gone(replace(life, state=replace(ending, start_error=whole)), now)
-        case Ending():
-            return _gone(life, now)
+            return _tree_gone(life, replace(ending, start_error=whole)), ()
+        case Ending() as ending:
+            return _tree_gone(life, ending), ()
         case _:
             return life, ()
+
+
+def _tree_gone(life: Lifecycle, ending: Ending) -> Lifecycle:
+    """Nothing of the tree is left: what is missing are the records of requests."""
+    return replace(life, state=replace(ending, gone=True, closing_until=None))
 
 
 def _unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle, Effects]:
@@ -407,7 +422,7 @@ def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lif
         Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
         *_kill(life.epoch),
     )
-    return _restart(life, now, reason, detail, effects, lives=True)
+    return _restart(life, now, reason, detail, effects)
 
 
 def _launch(life: Lifecycle, *, first: bool) -> tuple[Lifecycle, Effects]:
@@ -430,15 +445,14 @@ def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, 
 
 
 def _server_died(
-    life: Lifecycle, now: float, death: Died | Exited, *ending: Terminate
+    life: Lifecycle, now: float, death: Died | Exited, *, gone: bool = False
 ) -> tuple[Lifecycle, Effects]:
-    """It was READY: what it was working on is lost. `ending`: what is left of its tree still
-    goes."""
+    """It was READY: what it was working on is lost."""
     detail = _described(death)
-    effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail), *ending)
+    effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),)
     if death.lack_of_memory is not None:
-        return _restart(life, now, "out_of_memory", detail, effects, lives=bool(ending))
-    return _restart(life, now, "server_died", detail, effects, lives=bool(ending))
+        return _restart(life, now, "out_of_memory", detail, effects, gone=gone)
+    return _restart(life, now, "server_died", detail, effects, gone=gone)
 
 
 def _described(death: Died | Exited) -> str:
@@ -469,33 +483,26 @@ def _restart(
     detail: str,
     effects: Effects = (),
     *,
-    lives: bool,
+    gone: bool = False,
     failure: WorkerStartError | None = None,
 ) -> tuple[Lifecycle, Effects]:
-    """Decide whether there is another launch; where a process still `lives`, only once that is
-    gone.
+    """Decide whether there is another launch, once this one is over.
 
-    `failure`: what a launch that did not become ready came to, for a `start()` that shares it.
+    `gone`: nothing of its tree is left. `failure`: what a launch that did not become ready came to,
+    for a `start()` that shares it.
     """
     budget, decision = life.budget.next(now, life.policy)
-    told = replace(life, budget=budget, last_error=f"{reason}: {detail}")
+    goal: ToFailed | ToRestart
     if isinstance(decision, Lockout):
-        error = _locked_out(failure, f"{reason}: {detail}; {decision.detail}")
-        told = replace(told, last_error=f"{reason}: {detail}; {decision.detail}")
-        note = RecordRestart(reason=reason, detail=f"{detail}; {decision.detail}", delay_s=None)
-        if lives:
-            return replace(
-                told, state=Ending(epoch=life.epoch, goal=ToFailed(), start_error=error)
-            ), (note, *effects)
-        return replace(told, state=Failed()), (note, *effects, Resolve(Start, error))
-    resume_at = now + decision.delay_s
-    note = RecordRestart(reason=reason, detail=detail, delay_s=decision.delay_s)
-    state: State = (
-        Ending(epoch=life.epoch, goal=ToRestart(resume_at))
-        if lives
-        else BackingOff(resume_at=resume_at)
-    )
-    return replace(told, state=state), (note, *effects)
+        detail = f"{detail}; {decision.detail}"
+        goal, error = ToFailed(), _locked_out(failure, f"{reason}: {detail}")
+        note = RecordRestart(reason=reason, detail=detail, delay_s=None)
+    else:
+        goal, error = ToRestart(now + decision.delay_s), None
+        note = RecordRestart(reason=reason, detail=detail, delay_s=decision.delay_s)
+    ending = Ending(epoch=life.epoch, goal=goal, gone=gone, start_error=error)
+    ends = replace(life, budget=budget, state=ending, last_error=f"{reason}: {detail}")
+    return ends, (note, *effects)
 
 
 def _locked_out(failure: WorkerStartError | None, detail: str) -> WorkerStartError:
@@ -511,11 +518,10 @@ def _locked_out(failure: WorkerStartError | None, detail: str) -> WorkerStartErr
     )
 
 
-def _gone(life: Lifecycle, now: float) -> tuple[Lifecycle, Effects]:
-    """The tree that was being ended is gone: on to the goal."""
-    assert isinstance(life.state, Ending)
-    error = life.state.start_error
-    match life.state.goal:
+def _gone(life: Lifecycle, ending: Ending, now: float) -> tuple[Lifecycle, Effects]:
+    """Neither tree nor request is left of the launch: on to the goal."""
+    error = ending.start_error
+    match ending.goal:
         case ToStopped(then_start=True):
             fresh = replace(life, state=Stopped(), budget=life.budget.cleared(), last_error=None)
             launched, effects = _launch(fresh, first=True)

@@ -57,13 +57,14 @@ class ToRestart(Struct, frozen=True):
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """The tree is being ended. While `closing_until` is set, SIGTERM still waits for our
-    connections."""
+    """The tree is being ended, and every request in flight. While `closing_until` is set, SIGTERM
+    still waits for our connections."""
 
     epoch: int
     goal: ToStopped | ToFailed | ToRestart
     grace_s: float = 0.0
     closing_until: float | None = None
+    gone: bool = False  # nothing of the tree is left; a request may still lack its record
     start_error: WorkerStartError | None = None  # what a `start()` that waits is told
     stuck: str | None = None  # unkillable: what is known of the process that SIGKILL does not end
 

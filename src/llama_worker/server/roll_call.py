@@ -7,11 +7,18 @@ that owes its answer for too long is stuck in a handler, and counts as dead.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from llama_worker.server.gaps import LATE_S, NO_GAPS
 
-Member = tuple[str, int | None]
-"""An actor's role, and its slot if it has one."""
+
+class Member(NamedTuple):
+    """One of the actors of a launch."""
+
+    epoch: int
+    role: str
+    slot: int | None
+
 
 EVERY_S = 10.0
 ANSWER_S = 30.0
