@@ -189,6 +189,7 @@ class RequestDispatcher:
             Unwatch(
                 request_id=record.request_id,
                 data_at=record.last_data_at,
+                batches=record.batches,
                 completed=record.result["state"] is RequestState.COMPLETED,
             )
         )

@@ -162,5 +162,10 @@ class _AskedDirectly:
 
 
 def _unwatch(exchange: LeasedExchange) -> Unwatch:
-    data_at = exchange.progress().data_at
-    return Unwatch(request_id=exchange.request_id, data_at=data_at, completed=False)
+    progress = exchange.progress()
+    return Unwatch(
+        request_id=exchange.request_id,
+        data_at=progress.data_at,
+        batches=progress.batches,
+        completed=False,
+    )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from llama_worker.request.progress import Progress
+from llama_worker.request.progress import Batch, Progress
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import RequestRecord
 from llama_worker.request.turn import TurnId
@@ -656,6 +656,7 @@ class Unwatch(Struct, frozen=True, kw_only=True):
 
     request_id: int
     data_at: float | None
+    batches: tuple[Batch, ...] = ()
     completed: bool  # else the server may still compute a batch of it
 
 

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 from llama_worker.errors import RequestFailed
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.runtime.futures import WorkerFuture
-from llama_worker.server.pace import longest_standstill_s
+from llama_worker.server.pace import Pace
 from llama_worker.types import RequestState
 from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice
@@ -170,10 +170,10 @@ class Case(Bench):
         reading = [each for each in self.server.busy if not each.decoded]
         tokens = sum(each.in_batch or 1 for each in self.server.busy)
         depth = max(each.processed + each.in_batch for each in reading)
-        expected_s = watch._pace.expected_s(tokens, depth)
-        if expected_s is None:
+        pace: Pace = watch._pace
+        limit_s = pace.longest_standstill_s(tokens, depth, is_cold=watch._is_cold)
+        if limit_s is None:
             return self.promised_s
-        limit_s = longest_standstill_s(expected_s, is_cold=watch._is_cold)
         last_resort_s = self.promised_s - SLACK_S
         return min(last_resort_s, (PROFILE.suspect_after_s or 0.0) + limit_s) + SLACK_S
 

@@ -117,6 +117,8 @@ class Exchange:
     died: bool = False  # its server did
     said: list[str] = field(default_factory=list)  # text sent so far
     advanced_at: float = 0.0
+    began_at: float = 0.0  # its slot's first turn
+    read_at: float = 0.0
     ping: Event | None = None
 
     @property
@@ -469,7 +471,7 @@ class LlamaServer:
 
     def _begin(self, exchange: Exchange) -> None:
         """The first turn of its slot; a misbehaviour may take it out of it."""
-        exchange.is_begun = True
+        exchange.is_begun, exchange.began_at = True, self._scheduler.now
         if self.build.headers is Headers.IN_SLOT:
             self._send_headers(exchange)
         if exchange.wants_progress:
@@ -503,7 +505,7 @@ class LlamaServer:
         if exchange.in_batch:
             exchange.processed += exchange.in_batch
             exchange.in_batch = 0
-            exchange.advanced_at = self._scheduler.now
+            exchange.advanced_at = exchange.read_at = self._scheduler.now
         if exchange.wants_progress:
             self.send_progress(exchange)
         return exchange.has_read
@@ -542,7 +544,12 @@ class LlamaServer:
             self.send(exchange, _delta({"tool_calls": [call]}))
         self.send(exchange, _delta({}, finish="tool_calls" if reply.calls_tool else reply.finish))
         usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.answer_tokens}
-        self.send(exchange, _record({"choices": [], "usage": usage}))
+        timings = {
+            "cache_n": reply.cached_tokens,
+            "prompt_n": reply.prompt_tokens - reply.cached_tokens,
+            "prompt_ms": 1000 * (exchange.read_at - exchange.began_at),
+        }
+        self.send(exchange, _record({"choices": [], "usage": usage, "timings": timings}))
         self.send(exchange, b"data: [DONE]\n\n")
         self.hang_up(exchange, regular=True)
 

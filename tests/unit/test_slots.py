@@ -537,6 +537,21 @@ def test_a_livelock_in_prefill_is_told_from_a_long_batch_by_what_was_learnt(
         assert stalled([]) is None
 
 
+def test_the_first_batch_of_a_launch_is_measured_by_first_batches() -> None:
+    pace = learnt((512, 512, 1.0))
+    assert pace.longest_standstill_s(512, 512, is_cold=True) == 2 * PACE_MIN_S
+    pace.learn(100, [Batch(-60.0, 0.0, 7, 7)], NO_GAPS, is_cold=True)
+    assert pace.longest_standstill_s(512, 512, is_cold=True) == PACE_MULTIPLE * 60.0
+    assert pace.longest_standstill_s(512, 512, is_cold=False) == PACE_MIN_S
+
+
+def test_a_request_that_ends_before_it_is_asked_teaches() -> None:
+    watch = watched(lambda now: (slot(prompt=0),), reads)
+    batch = Batch(-3.0, -1.0, 512, 512)
+    watch.tell(Unwatch(request_id=1, data_at=0.0, batches=(batch,), completed=True))
+    assert watch.watch._pace.expected_s(512, 512) == 2.0
+
+
 def test_what_was_learnt_outlives_a_launch() -> None:
     watch = watched(
         lambda now: (slot(prompt=0),), lambda now: reads_at(now, began_at=0.0, stuck_at=80.0)[0]

@@ -140,6 +140,33 @@ def test_a_batch_is_what_was_read_since_the_latest_report_without_what_was_cache
     )
 
 
+@pytest.mark.parametrize(
+    ("timings", "batches"),
+    [
+        pytest.param(Timings(100, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 500),), id="whole"),
+        pytest.param(Timings(None, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 400),), id="old"),
+        pytest.param(Timings(100, 0, 1, None, 2000.0), (), id="all of it was cached"),
+        pytest.param(Timings(100, 400, 1, None, -1.0), (), id="no duration"),
+        pytest.param(Timings(100, 400, 1, None), (), id="no duration told"),
+    ],
+)
+def test_a_prompt_without_reports_is_one_batch(
+    timings: Timings, batches: tuple[Batch, ...]
+) -> None:
+    it = turn()
+    take(it, TextDelta("a"), at=5.0)
+    take(it, timings, at=9.0)
+    assert it.batches == batches
+
+
+def test_reports_tell_more_of_batches_than_timings_do() -> None:
+    it = turn()
+    for at, processed in ((1.0, 0), (3.0, 500)):
+        it.take(PromptProgress(processed=processed, total=500, cached=0), at)
+    take(it, TextDelta("a"), Timings(0, 500, 1, None, 9000.0), at=5.0)
+    assert it.batches == (Batch(1.0, 3.0, 500, 500),)
+
+
 def test_repeats_are_kept_since_the_latest_that_was_new_and_are_no_tokens() -> None:
     it = turn()
     take(

@@ -14,7 +14,7 @@ REPEATS_APART_S = 0.5
 
 
 class Batch(NamedTuple):
-    """Part of a prompt that was read between two reports of prompt progress."""
+    """Part of a prompt that was read between two reports of progress; all of it without reports."""
 
     began_at: float
     ended_at: float

@@ -198,6 +198,7 @@ def build_record(
         status=status,
         result=result,
         last_data_at=turn.last_data_at,
+        batches=turn.batches,
         http_status=ending.http_status,
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from llama_worker.request.progress import Batch
 from llama_worker.types import RequestResult, RequestStatus
 
 
@@ -20,6 +21,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     status: RequestStatus
     result: RequestResult
     last_data_at: float | None = None  # of its last turn
+    batches: tuple[Batch, ...] = ()  # likewise
     http_status: int | None = None  # of an `http_error` or a `server_error`
     is_leased: bool = False  # its output is its client's: it is not kept here
 

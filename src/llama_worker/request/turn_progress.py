@@ -96,6 +96,7 @@ class TurnProgress:
                 self.usage = event
             case Timings():
                 self.timings = event
+                self._prompt_measured(event)
             case _:
                 pass  # nothing to keep
         return advanced
@@ -106,6 +107,15 @@ class TurnProgress:
         self.last_token_at = at
         if self.first_token_at is None:
             self.first_token_at = at
+
+    def _prompt_measured(self, timings: Timings) -> None:
+        """Where no progress was reported the whole prompt counts as one batch."""
+        ended_at, read = self.first_token_at, timings.prompt_n
+        seconds = (timings.prompt_ms or 0.0) / 1000
+        if ended_at is None or self.prompt_progress_at is not None or not read or seconds <= 0:
+            return
+        began_at, depth = ended_at - seconds, (timings.cache_n or 0) + read
+        self.batches = (Batch(began_at, ended_at, read, depth),)
 
     def _batch_done(self, told: PromptProgress, at: float) -> None:
         """It began with the latest report: until then the batches were its neighbours'."""

@@ -16,7 +16,7 @@ from llama_worker.request.progress import Batch
 from llama_worker.server.gaps import Gaps
 
 # A standstill is a hang only beyond this many times what such a batch should take, and never before
-# the minimum. Both are doubled for a launch that has computed nothing yet.
+# the minimum. Both are doubled for the first batch of a launch where none of that kind was learnt.
 PACE_MULTIPLE = 10.0
 PACE_MIN_S = 150.0
 _COLD_MULTIPLE = 2.0
@@ -37,10 +37,15 @@ class Pace:
 
     def __init__(self) -> None:
         self._learnt: dict[int, deque[_Learnt]] = {}  # by the tokens' order of magnitude
+        # the first batches of launches: kernels are compiled, pages are read
+        self._cold_s: deque[float] = deque(maxlen=_KEPT)
         self._known_until: dict[int, float] = {}  # by request, the end of the last batch
 
-    def learn(self, request_id: int, batches: Iterable[Batch], gaps: Gaps) -> None:
-        """From what a request tells, again and again: each batch counts once, one near a gap not."""
+    def learn(
+        self, request_id: int, batches: Iterable[Batch], gaps: Gaps, *, is_cold: bool = False
+    ) -> None:
+        """From what a request tells, again and again: each batch counts once, one near a gap not.
+        `is_cold`: they are the first of a launch."""
         known_until = self._known_until.get(request_id, -math.inf)
         for batch in batches:
             if batch.ended_at <= known_until:
@@ -50,14 +55,26 @@ class Pace:
                 learnt = _Learnt(batch.tokens, batch.depth, batch.ended_at - batch.began_at)
                 size = self._learnt.setdefault(batch.tokens.bit_length(), deque(maxlen=_KEPT))
                 size.append(learnt)
+                if is_cold:
+                    self._cold_s.append(learnt.seconds)
 
     def forget(self, request_id: int) -> None:
         """The request has ended."""
         self._known_until.pop(request_id, None)
 
+    def longest_standstill_s(self, tokens: int, depth: int, *, is_cold: bool) -> float | None:
+        """How long nothing may move while a batch of so many tokens is computed, which ends so deep
+        in its context; None where nothing was learnt. `is_cold`: it is the first of a launch."""
+        expected_s = self.expected_s(tokens, depth)
+        if expected_s is None:
+            return None
+        if is_cold and self._cold_s:
+            expected_s = max(expected_s, *self._cold_s)
+        limit_s = max(PACE_MIN_S, PACE_MULTIPLE * expected_s)
+        return limit_s * _COLD_MULTIPLE if is_cold and not self._cold_s else limit_s
+
     def expected_s(self, tokens: int, depth: int) -> float | None:
-        """The longest that a batch of so many tokens, which ends so deep in its context, may take
-        by what was learnt; None where nothing was.
+        """The longest that such a batch may take by what was learnt; None where nothing was.
 
         Time grows with the tokens, and each token's with what lies before it, at most in proportion.
         """
@@ -76,10 +93,3 @@ class Pace:
             * max(1.0, depth / max(1, learnt.depth))
             for learnt in known
         )
-
-
-def longest_standstill_s(expected_s: float, *, is_cold: bool) -> float:
-    """How long nothing may move while such a batch is computed. `is_cold`: nothing was computed in
-    this launch so far."""
-    limit_s = max(PACE_MIN_S, PACE_MULTIPLE * expected_s)
-    return limit_s * _COLD_MULTIPLE if is_cold else limit_s

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from llama_worker.request.progress import Progress
 from llama_worker.server.gaps import NO_GAPS, Gaps
-from llama_worker.server.pace import Pace, longest_standstill_s
+from llama_worker.server.pace import Pace
 from llama_worker.server.timeouts import Verdict, describe
 from llama_worker.types import RequestFailReason, RequestPhase
 
@@ -228,19 +228,16 @@ class _Round:
                 "again and again"
             )
             return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
-        expected_s = self._expected_batch_s(busy)
-        if expected_s is None:
-            return None
-        limit_s = longest_standstill_s(expected_s, is_cold=self._still.is_cold)
-        if self._still_s < limit_s:
+        limit_s = self._longest_batch_s(busy)
+        if limit_s is None or self._still_s < limit_s:
             return None
         detail = (
-            f"no slot of the server moved in {self._still_s:.1f} s, and by its prompts so far "
-            f"such a batch takes {expected_s:.1f} s (limit: {limit_s:.1f} s)"
+            f"no slot of the server moved in {self._still_s:.1f} s, many times what such a batch "
+            f"takes by its prompts so far (limit: {limit_s:.1f} s)"
         )
         return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
 
-    def _expected_batch_s(self, busy: Sequence[Slot]) -> float | None:
+    def _longest_batch_s(self, busy: Sequence[Slot]) -> float | None:
         """By what was learnt of earlier ones; None where that tells nothing of the one under way."""
         if any(each.has_media for each in (self._suspect, *self._others)):
             return None
@@ -253,7 +250,7 @@ class _Round:
             else:
                 tokens += max(0, slot.context_tokens - slot.prompt_tokens)
                 depth = max(depth, slot.context_tokens)
-        return self._still.pace.expected_s(tokens, depth)
+        return self._still.pace.longest_standstill_s(tokens, depth, is_cold=self._still.is_cold)
 
     def _is_left_behind(self) -> bool:
         """Others move at every interval, one that may be its slot never does, and none that moved

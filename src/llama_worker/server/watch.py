@@ -47,7 +47,7 @@ from llama_worker.messages import (
     WatchdogMessage,
 )
 from llama_worker.profiles import TimeoutProfile
-from llama_worker.request.progress import Progress, newest
+from llama_worker.request.progress import Batch, Progress, newest
 from llama_worker.server.builds import answers_in_batches
 from llama_worker.server.gaps import FORGIVEN_IN_A_ROW, LATE_S, NO_GAPS
 from llama_worker.server.health import HealthCounter
@@ -413,6 +413,7 @@ class ServerWatch:
 
     def _unwatch(self, order: Unwatch, now: float) -> None:
         request_id = order.request_id
+        self._learn(request_id, order.batches)
         self._pace.forget(request_id)
         progress = self._progress.pop(request_id, None)
         if progress is not None and progress.has_media:
@@ -481,11 +482,15 @@ class ServerWatch:
     def _progress_reported(self, progress: Progress, now: float, *, for_verdict: bool) -> None:
         self._ledger = self._ledger.heard(progress.request_id, progress.data_at)
         self._progress[progress.request_id] = progress
-        self._pace.learn(progress.request_id, progress.batches, self._gaps)
-        self._is_cold = self._is_cold and not (progress.batches or progress.tokens)
+        self._learn(progress.request_id, progress.batches)
+        self._is_cold = self._is_cold and not progress.tokens
         if for_verdict:
             self._inquiry = self._inquiry.answered(progress)
             self._judge_when_all_are_heard(now)
+
+    def _learn(self, request_id: int, batches: tuple[Batch, ...]) -> None:
+        self._pace.learn(request_id, batches, self._gaps, is_cold=self._is_cold)
+        self._is_cold = self._is_cold and not batches
 
     def _judge_when_all_are_heard(self, now: float) -> None:
         if not self._inquiry.owing:

@@ -273,6 +273,7 @@ def _timings(timings: dict[str, Any]) -> Timings:
         prompt_n=_count(timings.get("prompt_n")),
         predicted_n=_count(timings.get("predicted_n")),
         predicted_per_second=_rate(timings.get("predicted_per_second")),
+        prompt_ms=_rate(timings.get("prompt_ms")),
     )
 
 

@@ -72,6 +72,7 @@ class Timings(Struct, frozen=True):
     prompt_n: int | None
     predicted_n: int | None
     predicted_per_second: float | None
+    prompt_ms: float | None = None  # the reading of `prompt_n` tokens
 
 
 class ServerError(Struct, frozen=True):
