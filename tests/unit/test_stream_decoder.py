@@ -22,12 +22,13 @@ from llama_worker.stream.events import (
     UnknownContent,
     Usage,
 )
-from llama_worker.stream.sse import SseRecord
+from llama_worker.stream.sse import ErrorField
 from llama_worker.types import ContextUse
 
 
 def decode(value: Any, *, is_error: bool = False) -> list[StreamEvent]:
-    return list(decode_record(SseRecord(json.dumps(value), is_error)))
+    text = json.dumps(value)
+    return list(decode_record(ErrorField(text) if is_error else text))
 
 
 def chunk(delta: Any, finish: Any = None, **beside: Any) -> dict[str, Any]:
@@ -213,9 +214,9 @@ def test_an_error_is_recognised_wrapped_or_not_in_either_field(
 def test_what_is_no_json_object_is_an_error_record_or_a_protocol_error_that_quotes_little(
     text: str,
 ) -> None:
-    assert decode_record(SseRecord(text, True)) == (ServerError(text, None, None),)
+    assert decode_record(ErrorField(text)) == (ServerError(text, None, None),)
     with pytest.raises(ProtocolError) as raised:
-        decode_record(SseRecord(text, False))
+        decode_record(text)
     assert len(str(raised.value)) < 140
 
 
@@ -385,4 +386,4 @@ def test_the_short_way_gives_the_events_of_the_long_one(
     text = json.dumps(value, ensure_ascii=ascii_only, separators=None if spaced else (",", ":"))
     decoder = StreamDecoder()
     events = decoder.feed(f"data: {text}\n\n".encode())
-    assert (events, decoder.error) == (list(decode_record(SseRecord(text, False))), None)
+    assert (events, decoder.error) == (list(decode_record(text)), None)

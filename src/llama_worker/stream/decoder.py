@@ -27,7 +27,7 @@ from llama_worker.stream.events import (
     Usage,
 )
 from llama_worker.stream.failure import context_use
-from llama_worker.stream.sse import SseDecoder, SseRecord
+from llama_worker.stream.sse import ErrorField, SseDecoder, SseRecord
 
 # What is read here, and what is the same in every record, or a clock.
 _READ_IN_CHUNK = ("choices", "prompt_progress", "usage", "timings", "error", "message")
@@ -43,7 +43,7 @@ class StreamDecoder:
     """From a response body's bytes, split anywhere, to its events."""
 
     def __init__(self) -> None:
-        # records with data so far: each is progress, even where it gave no event
+        # records with data so far, those that gave no event and those after an error included
         self.data_records = 0
         self.error: str | None = None  # why the stream cannot be read; nothing is decoded any more
         self._sse = SseDecoder()
@@ -61,20 +61,21 @@ class StreamDecoder:
         if self.error is not None:
             return []
         records = self._sse.feed(data)
+        self.data_records += len(records)
         try:
             for record in records:
-                self.data_records += 1
                 delta = _plain_delta(record)
-                if delta is None or not (delta.reasoning_content or delta.content):
+                if delta is not None:
+                    kind = TextDelta if delta.content else ReasoningDelta
+                    if kind is not self._run_kind:
+                        self._end_run()
+                        self._run_kind = kind
+                    self._run.append(delta.content or delta.reasoning_content or "")
+                else:
                     self._end_run()
                     decoded = decode_record(record, self._delta_kinds)
                     self._delta_kinds.update(map(type, decoded))
                     self._events += decoded
-                    continue
-                if delta.reasoning_content:
-                    self._add_to_run(ReasoningDelta, delta.reasoning_content)
-                if delta.content:
-                    self._add_to_run(TextDelta, delta.content)
         except ProtocolError as error:
             self.error = str(error)
         except (
@@ -85,12 +86,6 @@ class StreamDecoder:
         self.error = self.error or self._sse.error
         events, self._events = self._events, []
         return events
-
-    def _add_to_run(self, kind: type[TextDelta] | type[ReasoningDelta], text: str) -> None:
-        if kind is not self._run_kind:
-            self._end_run()
-            self._run_kind = kind
-        self._run.append(text)
 
     def _end_run(self) -> None:
         if self._run:
@@ -136,13 +131,14 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 def _plain_delta(record: SseRecord) -> _Delta | None:
-    """What a record says that is just one delta; None for any other."""
-    if record.is_error:
+    """What a record says that is just one delta, of text or of reasoning; None for any other."""
+    if isinstance(record, ErrorField):
         return None
     try:
-        return _decode_chunk(record.data).choices[0].delta
+        delta = _decode_chunk(record).choices[0].delta
     except (msgspec.MsgspecError, RecursionError):
         return None
+    return delta if bool(delta.content) is not bool(delta.reasoning_content) else None
 
 
 # ---------------------------------------------------------------- any record
@@ -156,16 +152,16 @@ def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple
     those, so of it only other kinds count. Raises ProtocolError where a `data:` record is no JSON
     object.
     """
-    if record.is_error:
-        return (_error_of_field(record.data),)
-    if record.data.strip() == "[DONE]":
+    if isinstance(record, ErrorField):
+        return (_error_of_field(record.text),)
+    if record.strip() == "[DONE]":
         return (Done(),)
     try:
-        chunk = json.loads(record.data)
+        chunk = json.loads(record)
     except (ValueError, RecursionError):
-        raise ProtocolError(f"a record of the stream is not JSON: {_shown(record.data)}") from None
+        raise ProtocolError(f"a record of the stream is not JSON: {_shown(record)}") from None
     if not isinstance(chunk, dict):
-        raise ProtocolError(f"a record of the stream is not a JSON object: {_shown(record.data)}")
+        raise ProtocolError(f"a record of the stream is not a JSON object: {_shown(record)}")
     events = tuple(_events(chunk, delta_kinds))
     if not any(isinstance(event, _CONTENT) for event in events):
         events += tuple(_unknown_content(chunk))

@@ -10,22 +10,22 @@ of many lines.
 from collections.abc import Iterator
 from typing import cast
 
-import msgspec
 import sseclient
+from msgspec import Struct
 
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 
 _BOM = b"\xef\xbb\xbf"
 
 
-class SseRecord(
-    msgspec.Struct, frozen=True
-):  # a third of what a dataclass costs, and one is made for each event
-    """What one record held in its `data:` fields, or (`is_error`) in its `error:` fields; never
-    empty."""
+class ErrorField(Struct, frozen=True):
+    """What a record held in its `error:` fields."""
 
-    data: str
-    is_error: bool
+    text: str
+
+
+SseRecord = str | ErrorField
+"""A str is what one record held in its `data:` fields. Neither is ever empty."""
 
 
 class SseDecoder:
@@ -120,7 +120,7 @@ class SseDecoder:
             self._block[0] = block
             for event in self._sseclient.events():
                 if event.data:
-                    records.append(SseRecord(event.data, False))
+                    records.append(event.data)
         else:
             for record in block.split(b"\n\n"):
                 self._read_by_line(record, records)
@@ -136,9 +136,8 @@ class SseDecoder:
             for event in self._sseclient.events():
                 values.setdefault(is_error, []).append(event.data)
         for is_error, parts in values.items():
-            data = "\n".join(parts)
-            if data:
-                records.append(SseRecord(data, is_error))
+            if text := "\n".join(parts):
+                records.append(ErrorField(text) if is_error else text)
 
 
 class _RecordTooLargeError(Exception):
