@@ -74,6 +74,7 @@ from llama_worker.server.timeouts import (
 )
 from llama_worker.types import RequestFailReason, RequestPhase, StartFailReason
 
+FIRST_LOOK_S = 0.5  # after the first request began
 # health probes so rare are due on whole seconds: those of many workers wake the host once
 _TOGETHER_FROM_S = 10.0
 _RETRY_S = 1.0  # a probe that could not be made is made again
@@ -140,6 +141,7 @@ class ServerWatch:
         # When the probe began that was answered last within the time that a look has.
         self._answered_at: float | None = None
         self._requests: dict[int, Mailbox[RequestMessage]] = {}
+        self._watched_since: float | None = None  # until the first look of this watching
         self._progress: dict[int, Progress] = {}  # what each request said last
         self._ledger = DataLedger()
         self._inquiry = Inquiry()
@@ -303,6 +305,7 @@ class ServerWatch:
             self._probe_at = now + _RETRY_S
         if self._look_at is not None and now >= self._look_at:
             self._begin_round(now, fresh=True)
+            self._watched_since = None
             self._look_at = now + self._profile.liveness_probe_interval_s
 
     # ------------------------------------------------------------ startup and health
@@ -408,8 +411,9 @@ class ServerWatch:
         self._requests[request_id] = request
         if len(self._requests) == 1:
             self._liveness_at = None
-            self._begin_round(now, fresh=True)
-            self._look_at = now + self._profile.liveness_probe_interval_s
+            self._watched_since = now
+            # Most requests are over by then, or have their first token, which a look would delay.
+            self._look_at = now + min(FIRST_LOOK_S, self._profile.liveness_probe_interval_s / 2)
 
     def _unwatch(self, order: Unwatch, now: float) -> None:
         request_id = order.request_id
@@ -427,13 +431,20 @@ class ServerWatch:
             self._inquiry = self._inquiry.without(request_id)
             self._judge_when_all_are_heard(now)
         if not self._requests:
-            self._look_at = None
+            self._look_at = self._watched_since = None
             self._slots.rest()
 
     def _look_due(self, now: float) -> None:
         """First the evidence, then the question, then the verdict: none is given on old
         evidence."""
-        self._look_at = now + self._profile.liveness_probe_interval_s
+        interval_s = self._profile.liveness_probe_interval_s
+        if self._watched_since is not None:
+            self._look_at = self._watched_since + interval_s
+            self._watched_since = None
+            self._begin_round(now, fresh=True)
+            if now < self._look_at or not self._rounds.complete:
+                return
+        self._look_at = now + interval_s
         a_probe_hangs = not self._rounds.complete
         self._begin_round(now, fresh=False)
         if self._rounds.complete or a_probe_hangs:
@@ -450,7 +461,8 @@ class ServerWatch:
         again = self._rounds.returned(seen)
         if again is not None:
             self._effects.append(Look(seen=again, root_pid=self._pid))
-        if not self._rounds.counts(seen) or seen.epoch != self._epoch:
+        is_old = not self._rounds.counts(seen) or self._watched_since is not None
+        if is_old or seen.epoch != self._epoch:
             return
         self._activity[seen.probe] = seen.detail
         self._is_blind = self._is_blind or seen.blind
