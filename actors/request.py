@@ -9,6 +9,7 @@ record until it ends.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, assert_never
@@ -46,6 +47,7 @@ from llama_worker.request.state import Effect, Request
 from llama_worker.request.turn import TurnId
 from llama_worker.request.waiting_reads import WaitingReads, is_answered_by
 from llama_worker.runtime.leased_exchange import LeasedExchange
+from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.types import RequestFailReason
 
 
@@ -63,6 +65,7 @@ class RequestActor(Child[RequestMessage]):
         self._tools: Mailbox[ToolMessage] | None = None
         self._process: Mailbox[ProcessMessage] | None = None
         self._stream: TurnId | None = None  # the newest that was opened
+        self._hurried_at = -math.inf
         self._flushing: deque[tuple[TurnId, Question]] = deque()  # asked; the stream is flushed
         self._waiting_reads = WaitingReads()
         self._alarm = Alarm(self._runtime, self.me())
@@ -95,7 +98,7 @@ class RequestActor(Child[RequestMessage]):
                     self._step(message)
             case _:
                 if isinstance(message, StreamOpened):
-                    self._stream = message.turn_id
+                    self._stream, self._hurried_at = message.turn_id, -math.inf
                 self._step(message)
 
     def release(self, failure: str | None) -> None:
@@ -144,8 +147,9 @@ class RequestActor(Child[RequestMessage]):
             self._send(self._request.step(message, self._runtime.now()))
 
     def _flush_and_answer(self, question: Question) -> None:
-        """Answer behind all that the stream has brought by now."""
-        if self._stream is not None and self._transport is not None:
+        """Answer behind all that the stream has brought by now; who waits gets it at once, too."""
+        waits = isinstance(question, ReadOutput) and question.wait
+        if self._stream is not None and self._transport is not None and not waits:
             order = FlushStream(turn_id=self._stream, reply_to=self.me())
             if self._transport.tell(order):
                 self._flushing.append((self._stream, question))
@@ -179,7 +183,12 @@ class RequestActor(Child[RequestMessage]):
             self._hurry()
 
     def _hurry(self) -> None:
-        if self._waiting_reads and self._stream is not None and self._transport is not None:
+        """A reader asks again for each token: an order that still holds is not given again."""
+        now = self._runtime.now()
+        if self._stream is None or now < self._hurried_at + HURRY_LASTS_S / 2:
+            return
+        if self._waiting_reads and self._transport is not None:
+            self._hurried_at = now
             self._transport.tell(HurryStream(turn_id=self._stream))
 
     def _report(self, order: ReportProgress) -> None:

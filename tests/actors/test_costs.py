@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from llama_worker.actors.base import SupervisedActor
-from llama_worker.messages import Probed, StreamEvents, Tick
+from llama_worker.messages import FlushStream, HurryStream, Probed, StreamEvents, Tick
 from llama_worker.runtime import timers
+from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.stream_reader import TICK_S
 from llama_worker.runtime.timers import Timer, TimerThread
 from llama_worker.testing.scripts import Reply, Script, Sleep, Tokens, plain_reply, steps_json
@@ -50,6 +51,16 @@ def test_text_that_comes_fast_is_told_four_times_a_second_and_wakes_no_thread_mo
     assert told[StreamEvents] <= ticks + 10
     # The stream's thread and the request's, each now and then for the interpreter's lock, too.
     assert _wakeups() - before <= 4 * ticks + 100
+
+
+def test_a_reader_that_waits_for_each_token_hurries_its_stream_a_few_times_a_second(
+    rig: Rig, told: Counter[type]
+) -> None:
+    request_id, began = rig.submit(*plain_reply(Tokens(100, 0.01))), time.monotonic()
+    assert len(list(rig.worker.iter_output(request_id))) > 1
+    windows = 2 * (time.monotonic() - began) / HURRY_LASTS_S
+    assert told[HurryStream] <= windows + 2
+    assert told[FlushStream] == 0
 
 
 def test_an_event_in_bulk_costs_no_more_than_a_bare_loop(make_worker: MakeWorker) -> None:

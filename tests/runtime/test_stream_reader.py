@@ -88,6 +88,7 @@ class Rig:
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(stream_reader, "TICK_S", FOR_EVER_S)  # nothing is late
+    monkeypatch.setattr(stream_reader, "HURRY_LASTS_S", FOR_EVER_S)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint(
             base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0
@@ -133,15 +134,20 @@ def test_text_is_told_after_a_tick_and_a_tick_without_news_ends_the_batching(
     eventually(lambda: not rig.reader._is_batching, "the end of the batching")
 
 
-def test_who_waits_gets_the_next_text_at_once(streaming: Rig) -> None:
+def test_who_waits_gets_text_at_once_for_a_tick(
+    streaming: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     streaming.server.sendall(text("a"))
     streaming.batches()
     streaming.reader.hurry()  # something waits already
-    streaming.told.wait_events(TextDelta("a"))
-    streaming.reader.hurry()
-    streaming.server.sendall(text("b"))
-    streaming.told.wait_events(TextDelta("b"))
-    streaming.server.sendall(text("c"))
+    for piece in "abc":
+        streaming.told.wait_events(TextDelta(piece))
+        streaming.server.sendall(text(chr(ord(piece) + 1)))
+    streaming.told.wait_events(TextDelta("d"))
+    monkeypatch.setattr(stream_reader, "HURRY_LASTS_S", 0.0)  # and this is the first text after it
+    streaming.server.sendall(text("e"))
+    streaming.told.wait_events(TextDelta("e"))
+    streaming.server.sendall(text("f"))
     streaming.batches()
     assert streaming.told.messages == []
 

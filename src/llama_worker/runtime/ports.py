@@ -76,6 +76,9 @@ class Abortable(Protocol):
         """Close its connection now, in whatever phase it is. Its last word follows."""
 
 
+HURRY_LASTS_S = 0.25
+
+
 class Stream(Abortable, Protocol):
     """A stream that goes on. No call takes time."""
 
@@ -83,8 +86,8 @@ class Stream(Abortable, Protocol):
         """Tell now what has come and was not told yet; False: nothing has."""
 
     def hurry(self) -> None:
-        """Somebody waits for text: what has come is told now, or else the next that comes, at
-        once."""
+        """Somebody waits for text: what has come is told now, and at once what comes within
+        HURRY_LASTS_S, and the first text after that."""
 
 
 class ToolThread(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import select
 import socket
 import threading
@@ -12,6 +13,7 @@ import time
 
 from llama_worker.errors import described_error
 from llama_worker.messages import Mailbox, OpenStream, StreamClosed, StreamEvents, StreamOpened
+from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.session import Abort, Endpoint, Reply, no_reply, send
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.runtime.threads import run_on_thread
@@ -51,6 +53,7 @@ class StreamReader:
         self._told_at = 0.0
         self._told_bytes = 0
         self._is_hurried = True  # the first token is waited for
+        self._hurried_at = -math.inf
         self._is_batching = False
         run_on_thread(f"{name}-stream", self._run)
 
@@ -68,13 +71,15 @@ class StreamReader:
             if self._body.over:  # the thread may sleep on: there is nothing left that wakes it
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
-            return self._tell()
+            return self._tell(time.monotonic())
 
     def hurry(self) -> None:
-        """Somebody waits: what has come, or else what comes next, is told at once."""
+        """Somebody waits: what has come is told at once, and so is what comes for a while."""
         with self._lock:
-            if self._connection is not None and not self._tell():
+            if self._connection is not None:
+                self._hurried_at = time.monotonic()
                 self._is_hurried = True
+                self._tell(self._hurried_at)
                 self._stop_batching()
 
     # ---------------------------------------------------------------- the thread
@@ -129,11 +134,10 @@ class StreamReader:
             while True:
                 with self._lock:
                     self._take_in()
-                    self._tell_or_batch()
+                    wait_ms = self._tell_or_batch(time.monotonic())
                     if self._body.over:
                         return self._body.failure
-                    wait_s = self._told_at + TICK_S - time.monotonic()
-                poll.poll(max(wait_s * 1000, 0.0) if self._is_batching else None)
+                poll.poll(wait_ms)
         finally:
             with self._lock:
                 self._connection = None
@@ -161,23 +165,28 @@ class StreamReader:
             if len(data) < _READ_BYTES:
                 return  # that was all; the connection's end wakes the thread
 
-    def _tell_or_batch(self) -> None:
-        """Tell what matters; where text comes fast, wait for more of it."""
-        is_due = time.monotonic() >= self._told_at + TICK_S
+    def _tell_or_batch(self, now: float) -> float | None:
+        """Tell what matters; where text comes fast, wait for more of it.
+
+        Returns the milliseconds until the thread is to look again; None: not before something came.
+        """
+        is_due = now >= self._told_at + TICK_S
         is_text = all(type(event) in _TEXT for event in self._events)
-        if not is_text or (is_due and not self._has_news()):
+        untold_bytes = self._body.bytes_read - self._told_bytes
+        if not is_text or (is_due and not untold_bytes):
             self._stop_batching()
         if (
-            not is_text
-            or is_due
+            is_due
+            or not is_text
             or self._is_hurried
             or self._body.over
-            or self._body.bytes_read - self._told_bytes >= MUCH_BYTES
+            or untold_bytes >= MUCH_BYTES
         ):
-            self._tell()
-        elif self._has_news() and not self._is_batching:
+            self._tell(now)
+        elif untold_bytes and not self._is_batching:
             self._is_batching = True
             self._set_low_water(MUCH_BYTES)
+        return max(self._told_at + TICK_S - now, 0.0) * 1000 if self._is_batching else None
 
     def _stop_batching(self) -> None:
         """From now on every byte wakes the thread, also one that lies ready."""
@@ -189,20 +198,17 @@ class StreamReader:
         assert self._connection is not None
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
-    def _has_news(self) -> bool:
-        return self._body.bytes_read > self._told_bytes
-
-    def _tell(self) -> bool:
+    def _tell(self, now: float) -> bool:
         """Tell what came since the last time; keepalives alone are told too, as bytes without
         events."""
-        if not self._has_news():
+        if self._body.bytes_read == self._told_bytes:
             return False
         events, self._events = self._events, []
-        self._told_at = time.monotonic()
+        self._told_at, self._told_bytes = now, self._body.bytes_read
+        if self._is_hurried and now >= self._hurried_at + HURRY_LASTS_S:
+            self._is_hurried = not any(type(event) in _TEXT for event in events)
+        # Last: whom it wakes needs the interpreter's lock.
         self._order.reply_to.tell(
-            StreamEvents(turn_id=self._order.turn_id, events=tuple(events), at=self._told_at)
+            StreamEvents(turn_id=self._order.turn_id, events=tuple(events), at=now)
         )
-        self._told_bytes = self._body.bytes_read
-        if self._is_hurried and any(type(event) in _TEXT for event in events):
-            self._is_hurried = False
         return True
