@@ -29,7 +29,7 @@ from llama_worker import (
     WorkerState,
     llama_server_cmd,
 )
-from llama_worker.server.gaps import FORGIVEN_IN_A_ROW, LATE_S
+from llama_worker.gaps import FORGIVEN_IN_A_ROW, LATE_S
 from tests.ports import held_ports
 from tests.reality.limits import found_within_s, tight_limits
 from tests.reality.plan import SLOT_TOKENS, Episode, Job, Shape

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from llama_worker import Canary, ConfigError, WorkerConfig
+from llama_worker.gaps import LATE_S
 from llama_worker.messages import Probed, ProbeOutcome, SlotsSeen
 from llama_worker.runtime import readiness
 from llama_worker.runtime.canary import canary_body, canary_problem
@@ -26,31 +27,30 @@ from llama_worker.runtime.readiness import (
     owns_port,
 )
 from llama_worker.runtime.session import Endpoint
-from llama_worker.server.gaps import LATE_S
 from tests.actors.conftest import WAIT_S
 
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
 
 @pytest.mark.parametrize(
-    ("error", "late_s", "outcome"),
+    ("error", "lost_s", "outcome"),
     [
-        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), -1.0, ProbeOutcome.FAILED),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 0.0, ProbeOutcome.FAILED),
         (TimeoutError("the time for the reply is up"), 0.0, ProbeOutcome.FAILED),
         (TimeoutError(), LATE_S + 0.1, ProbeOutcome.LATE),
         (MemoryError(), LATE_S + 0.1, ProbeOutcome.NO_NEWS),
         *(
-            (OSError(lack, os.strerror(lack)), -1.0, ProbeOutcome.NO_NEWS)
+            (OSError(lack, os.strerror(lack)), 0.0, ProbeOutcome.NO_NEWS)
             for lack in (errno.EMFILE, errno.ENFILE)
         ),
-        (OSError(errno.ENOMEM, "no memory"), -1.0, ProbeOutcome.NO_NEWS),
-        (MemoryError(), -1.0, ProbeOutcome.NO_NEWS),
-        (RuntimeError("can't start new thread"), -1.0, ProbeOutcome.NO_NEWS),
-        (RuntimeError("a mistake"), -1.0, ProbeOutcome.FAILED),
+        (OSError(errno.ENOMEM, "no memory"), 0.0, ProbeOutcome.NO_NEWS),
+        (MemoryError(), 0.0, ProbeOutcome.NO_NEWS),
+        (RuntimeError("can't start new thread"), 0.0, ProbeOutcome.NO_NEWS),
+        (RuntimeError("a mistake"), 0.0, ProbeOutcome.FAILED),
     ],
 )
-def test_a_probe_without_an_answer(error: Exception, late_s: float, outcome: ProbeOutcome) -> None:
-    assert models_outcome(error, late_s=late_s) == (
+def test_a_probe_without_an_answer(error: Exception, lost_s: float, outcome: ProbeOutcome) -> None:
+    assert models_outcome(error, lost_s=lost_s) == (
         outcome,
         f"GET /v1/models: {type(error).__name__}",
     )
@@ -67,7 +67,7 @@ def test_a_probe_without_an_answer(error: Exception, late_s: float, outcome: Pro
     ],
 )
 def test_a_probe_with_an_answer(status: int, body: bytes, outcome: ProbeOutcome) -> None:
-    assert models_outcome((status, body), late_s=100.0)[0] is outcome
+    assert models_outcome((status, body), lost_s=100.0)[0] is outcome
 
 
 @pytest.mark.parametrize("lack", [MemoryError(), OSError(errno.EMFILE, "no descriptor")])

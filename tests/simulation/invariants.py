@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from llama_worker.gaps import LATE_S
 from llama_worker.messages import Drain, RequestEnded, StreamEvents, WaitSlot
 from llama_worker.request.table import RequestRecord, RequestTable
-from llama_worker.server.gaps import LATE_S
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import BackingOff, Launching
 from llama_worker.server.suspicion import is_degenerate

@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 
+from llama_worker.gaps import NO_GAPS, gap_s
 from llama_worker.messages import ProbeOutcome, Stalled, StartupFailed, Tick
 from llama_worker.profiles import TimeoutProfile
-from llama_worker.server.gaps import NO_GAPS
 from llama_worker.server.slots import Slot
 from tests.virtual_watch import VirtualWatch, generating
 
 PROFILE = TimeoutProfile(
     idle_stream_timeout_s=20.0, liveness_probe_interval_s=5.0, health_probe_interval_s=None
 )
+
+
+@pytest.mark.parametrize(
+    ("now", "lost_s"), [(99.0, 0.0), (100.0, 0.0), (101.0, 0.0), (101.5, 1.5), (160.0, 60.0)]
+)
+def test_what_comes_late_shows_lost_time(now: float, lost_s: float) -> None:
+    assert gap_s(100.0, now) == lost_s
 
 
 def test_lost_time_is_what_lies_behind_the_instant() -> None:

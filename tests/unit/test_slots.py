@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.messages import HealthLost, Launch, ProbeOutcome, Stalled, StandDown, Unwatch
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress
-from llama_worker.server.gaps import NO_GAPS, Gaps
 from llama_worker.server.pace import PACE_MIN_S, PACE_MULTIPLE, Pace
 from llama_worker.server.slots import (
     LOOK_INTERVAL_S,

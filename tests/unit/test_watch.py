@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from llama_worker import messages
+from llama_worker.gaps import FORGIVEN_IN_A_ROW
 from llama_worker.messages import (
     Launch,
     Launched,
@@ -20,7 +21,6 @@ from llama_worker.messages import (
 )
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
-from llama_worker.server.gaps import FORGIVEN_IN_A_ROW
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.traits import ServerTraits

@@ -17,6 +17,7 @@ import ray
 
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import ConfigError, WorkerClosed, WorkerStartError
+from llama_worker.gaps import LATE_S, gap_s
 from llama_worker.ray.types import ConfigFor, Place, Progress
 from llama_worker.runtime.free_port import free_port
 from llama_worker.runtime.futures import WorkerFuture
@@ -27,7 +28,6 @@ from llama_worker.worker import LlamaWorker, no_such_request
 _PORTS_TRIED = 10
 _FOLLOW_INTERVAL_S = 0.05  # between two pieces
 _STATUS_INTERVAL_S = 0.5  # between two looks at the status of a request that puts out nothing
-_LATE_S = 1.0  # a timer that fires later than this tells of a process that did not run
 _logger = logging.getLogger("llama_worker.ray")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -215,7 +215,7 @@ class RayWorker:
         until = 0.0
         while self._renewed.wait(self._lease_s) or (
             # This process did not run: a renewal may have come, and be about to be heard.
-            time.monotonic() > until + _LATE_S and self._renewed.wait(_LATE_S)
+            gap_s(until, time.monotonic()) and self._renewed.wait(LATE_S)
         ):
             self._renewed.clear()
             assert self._lease_s is not None

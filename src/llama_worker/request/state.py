@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import masked
+from llama_worker.gaps import gap_s
 from llama_worker.messages import (
     Abandon,
     Begin,
@@ -75,9 +76,6 @@ DEATH_NEWS_S = 0.2
 LATE_NEWS_S = 10.0
 # after news of the process's death: what it sent may still be on its way through the reader
 LAST_WORDS_S = 2.0
-# a Tick so late comes after a gap (the host was stopped): what was due waits as long as it lasted,
-# once
-LATE_S = 1.0
 
 # of a tool's error: a model's context is small, and a traceback may be long
 _MOST_TOLD_CHARS = 2000
@@ -347,8 +345,9 @@ class Request:
         due_at = self.deadline
         if due_at is None or now < due_at:
             return []
-        if now - due_at > LATE_S and due_at != self._gap_forgiven:
-            return self._put_off(now, now - due_at)
+        lost_s = gap_s(due_at, now)
+        if lost_s and due_at != self._gap_forgiven:  # once
+            return self._put_off(now, lost_s)
         match self._waiting:
             case _Streaming():
                 return self._conclude_turn(now)

@@ -12,13 +12,13 @@ import psutil
 
 from llama_worker.config import WorkerConfig
 from llama_worker.errors import described_error
+from llama_worker.gaps import gap_s
 from llama_worker.messages import Mailbox, Probed, ProbeOutcome, SlotsSeen
 from llama_worker.runtime.canary import canary_body, canary_problem
 from llama_worker.runtime.liveness_probes import tree_pids
 from llama_worker.runtime.session import Abort, Endpoint, ask, json_of
 from llama_worker.runtime.shortage import is_shortage
 from llama_worker.runtime.threads import run_probe
-from llama_worker.server.gaps import LATE_S
 from llama_worker.server.health import PROBE_TIMEOUT_S, probe_timeout_s
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
@@ -71,7 +71,7 @@ class ReadinessProbe:
             reply: Exception | tuple[int, bytes] = self._ask("GET", "/v1/models", timeout_s)
         except Exception as error:
             reply = error
-        outcome, detail = models_outcome(reply, late_s=time.monotonic() - deadline)
+        outcome, detail = models_outcome(reply, lost_s=gap_s(deadline, time.monotonic()))
         try:
             if outcome is ProbeOutcome.READY and self._first:
                 if owns_port(self._root_pid, self._config.port):
@@ -148,7 +148,7 @@ class AnswerProbe:
             )
             outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
         except Exception as error:
-            outcome, detail = models_outcome(error, late_s=time.monotonic() - deadline)
+            outcome, detail = models_outcome(error, lost_s=gap_s(deadline, time.monotonic()))
         self._reply_to.tell(
             Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=ServerTraits())
         )
@@ -187,14 +187,14 @@ class SlotsQuestion:
 
 
 def models_outcome(
-    reply: tuple[int, bytes] | Exception, *, late_s: float
+    reply: tuple[int, bytes] | Exception, *, lost_s: float
 ) -> tuple[ProbeOutcome, str]:
-    """What the reply to `/v1/models` says, its status and body, or that there is none; `late_s`:
-    how long its deadline is over. Pure."""
+    """What the reply to `/v1/models` says, its status and body, or that there is none, and
+    how much of the time past its deadline was lost. Pure."""
     if isinstance(reply, Exception):
         outcome = _outcome(reply)
         # Long past its deadline, this process did not run, and so perhaps nothing else did.
-        if outcome is ProbeOutcome.FAILED and late_s > LATE_S:
+        if outcome is ProbeOutcome.FAILED and lost_s:
             outcome = ProbeOutcome.LATE
         return outcome, f"GET /v1/models: {type(reply).__name__}"
     status, body = reply

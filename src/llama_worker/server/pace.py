@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from llama_worker.gaps import Gaps
 from llama_worker.request.progress import Batch
-from llama_worker.server.gaps import Gaps
 
 # A standstill is a hang only beyond this many times what such a batch should take, and never before
 # the minimum. Both are doubled for the first batch of a launch where none of that kind was learnt.

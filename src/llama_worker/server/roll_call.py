@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from llama_worker.server.gaps import LATE_S, NO_GAPS
+from llama_worker.gaps import NO_GAPS, gap_s
 
 
 class Member(NamedTuple):
@@ -43,8 +43,8 @@ class RollCall:
     def notice_gap(self, now: float) -> None:
         """To be said before anything else at each instant: a deadline long past lies behind a gap."""
         due_at = self.deadline
-        if due_at is not None and now - due_at > LATE_S:
-            self._gaps = self._gaps.with_gap(now, now - due_at)
+        if due_at is not None and (lost_s := gap_s(due_at, now)):
+            self._gaps = self._gaps.with_gap(now, lost_s)
 
     def keep(self, *, busy: bool, now: float) -> None:
         """Ask from now on, or, with nothing to do, no more."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.request.progress import Progress
-from llama_worker.server.gaps import NO_GAPS, Gaps
 from llama_worker.server.pace import Pace
 from llama_worker.server.timeouts import Verdict, describe
 from llama_worker.types import RequestFailReason, RequestPhase

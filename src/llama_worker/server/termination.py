@@ -8,15 +8,13 @@ from typing import Any
 
 from msgspec import Struct
 
+from llama_worker.gaps import gap_s
 from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
 
 # From SIGTERM to the second. The handler of llama-server (b11434) takes a lock that the thread
 # which it interrupts may hold, and then waits for ever; a second signal ends it at once.
 REPEAT_S = 2.0
 FORCE_S = 1.0  # from the kill order to going past the guard that should have obeyed it
-# a Tick so late comes after a gap in which the host did not run: the process had no time to end,
-# either
-LATE_S = 1.0
 
 
 class Signal(Enum):
@@ -93,7 +91,7 @@ def step(
         case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if (
             now >= give_up_at
         ):
-            if now - min(force_at, give_up_at) > LATE_S:
+            if gap_s(min(force_at, give_up_at), now):  # it had no time to end, either
                 return Killing(epoch, now + FORCE_S, now + FORCE_S), Signal.FORCE
             return Stuck(epoch), None
         case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if (

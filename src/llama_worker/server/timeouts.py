@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
+from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, newest
-from llama_worker.server.gaps import NO_GAPS, Gaps
 from llama_worker.types import RequestFailReason, RequestPhase
 
 # a neighbour that received data within this much proves that the server works

@@ -22,6 +22,7 @@ from typing import assert_never
 
 from msgspec import Struct
 
+from llama_worker.gaps import FORGIVEN_IN_A_ROW, NO_GAPS, gap_s
 from llama_worker.messages import (
     BecameReady,
     EvidenceSeen,
@@ -49,7 +50,6 @@ from llama_worker.messages import (
 from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress, newest
 from llama_worker.server.builds import answers_in_batches
-from llama_worker.server.gaps import FORGIVEN_IN_A_ROW, LATE_S, NO_GAPS
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.look_rounds import LookRounds
 from llama_worker.server.pace import Pace
@@ -281,11 +281,11 @@ class ServerWatch:
         due_at = self.deadline
         if due_at is None or now < due_at:
             return
-        late_s = now - due_at
-        if late_s <= LATE_S:
+        lost_s = gap_s(due_at, now)
+        if not lost_s:
             self._gaps_in_a_row = 0
             return
-        self._add_gap(now, late_s)
+        self._add_gap(now, lost_s)
         self._gaps_in_a_row += 1
         if self._gaps_in_a_row <= FORGIVEN_IN_A_ROW:
             self._look_anew(now)

@@ -10,11 +10,20 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# an alarm that rings so late rings after a gap: stopped, suspended, starved, the interpreter held
-LATE_S = 1.0
+LATE_S = 1.0  # later than that is no alarm of a host that runs
 # gaps without a verdict; on a machine that is always late a hang has to be found, too
 FORGIVEN_IN_A_ROW = 3
 _KEPT = 256  # an even number; where there are more, the older half is kept more coarsely
+
+
+def gap_s(due_at: float, now: float) -> float:
+    """What was lost where something due comes only now; 0.0 where it is as late as threads are.
+
+    Stopped, suspended, starved, the interpreter held: whoever finds a gap gives no verdict, and
+    grants what it waits for that time again.
+    """
+    late_s = now - due_at
+    return late_s if late_s > LATE_S else 0.0
 
 
 class Span(NamedTuple):
