@@ -21,7 +21,7 @@ from llama_worker.messages import FlushStream, HurryStream, Probed, StreamEvents
 from llama_worker.runtime import timers
 from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.stream_reader import TICK_S
-from llama_worker.runtime.timers import Timer, TimerThread
+from llama_worker.runtime.timers import HeapTimer, TimerThread
 from llama_worker.testing.scripts import Reply, Script, Sleep, Tokens, plain_reply, steps_json
 from tests.actors.conftest import HOST, MakeWorker, Rig, eventually, fast_timeouts
 
@@ -95,8 +95,8 @@ def test_a_health_probe_costs_two_messages_one_timer_and_no_thread(
 ) -> None:
     call_at = TimerThread.call_at
 
-    def calling_at(self: TimerThread, at: float, call: Any) -> Timer:
-        told[Timer] += 1
+    def calling_at(self: TimerThread, at: float, call: Any) -> HeapTimer:
+        told[HeapTimer] += 1
         return call_at(self, at, call)
 
     start_thread = threading.Thread.start
@@ -114,9 +114,9 @@ def test_a_health_probe_costs_two_messages_one_timer_and_no_thread(
     eventually(lambda: told[Probed] - before[Probed] >= 10, "health probes")
     counts, woken = told - before, _wakeups() - woken
     probes = counts[Probed]
-    assert set(counts) == {Tick, Probed, Timer}
+    assert set(counts) == {Tick, Probed, HeapTimer}
     assert counts[Tick] <= probes + 1  # one may be under way
-    assert counts[Timer] <= probes + 1  # when it is due
+    assert counts[HeapTimer] <= probes + 1  # when it is due
     assert woken / probes <= 12
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
-from llama_worker.runtime import server_process
+from llama_worker.runtime import server_process, server_program
 from llama_worker.runtime.futures import WorkerFuture
 from llama_worker.testing.scripts import (
     Child,
@@ -157,7 +157,7 @@ def test_an_environment_that_changes_meanwhile_can_be_taken(
             raise RuntimeError("changed size during iteration")
 
     monkeypatch.setattr(os, "environ", Changing(KEPT="1", GONE="2"))
-    assert server_process.host_environment() == {"KEPT": "1"}
+    assert server_program.host_environment() == {"KEPT": "1"}
 
 
 def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: MakeWorker) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from signal import SIGCONT, SIGKILL
+
 import pytest
 
 from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
 from llama_worker.server import termination
 from llama_worker.server.termination import (
     Absent,
+    GuardSilence,
     Killing,
     Present,
     ProcessState,
@@ -136,3 +139,37 @@ def test_a_person_is_told_what_the_kernel_waits_for() -> None:
     told = termination.describe_stuck(5, {"processes": [process, {"pid": 6, "state": "Z"}]})
     assert told == "SIGKILL does not end process 5; state D; uid 0; wchan nfs_wait_bit_killable"
     assert termination.describe_stuck(None, {}) == "SIGKILL does not end process None"
+
+
+@pytest.mark.parametrize(
+    ("looks", "sent"),
+    [
+        ([(0.0, False), (100.0, False)], [None, None]),
+        ([(0.0, True), (0.9, True), (1.0, True)], [None, None, SIGCONT]),
+        ([(0.0, True), (0.1, False), (50.0, True)], [None, None, None]),
+        (
+            [(0.0, True), (1.0, True), (600.0, True), (600.5, True), (601.0, True), (602.0, True)],
+            [None, SIGCONT, SIGCONT, None, SIGCONT, SIGCONT],
+        ),
+        (
+            [(float(second), True) for second in range(8)],
+            [None, SIGCONT, SIGCONT, SIGCONT, SIGCONT, SIGKILL, SIGKILL, SIGKILL],
+        ),
+    ],
+    ids=["owes nothing", "a second", "in time", "a gap is one look", "too long"],
+)
+def test_a_guard_that_owes_news_goes_on_or_is_killed(
+    looks: list[tuple[float, bool]], sent: list[object]
+) -> None:
+    silence = GuardSilence()
+    assert [silence.step(now, owes=owes) for now, owes in looks] == sent
+
+
+def test_nobody_is_woken_for_a_guard_that_owes_nothing() -> None:
+    silence = GuardSilence()
+    assert silence.wait_ms(5.0) is None
+    silence.step(5.0, owes=True)
+    assert silence.wait_ms(5.25) == 750.0
+    assert silence.wait_ms(7.0) == 0.0
+    silence.step(7.0, owes=False)
+    assert silence.wait_ms(7.0) is None

@@ -39,7 +39,7 @@ from llama_worker.validation import takes
 _logger = logging.getLogger("llama_worker")
 
 
-class ToolThread:
+class ToolCallThread:
     """A tool call, on a thread of its own, which tells what came of it. Raises RuntimeError where
     the system has none left."""
 

@@ -25,16 +25,17 @@ from llama_worker.messages import (
 from llama_worker.runtime import host_code
 from llama_worker.runtime.futures import call_host, write_log
 from llama_worker.runtime.gpu_watch import watch_gpus
-from llama_worker.runtime.host_code import ToolThread
+from llama_worker.runtime.host_code import ToolCallThread
 from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion
-from llama_worker.runtime.server_process import ServerProcess, host_environment, server_environment
+from llama_worker.runtime.server_process import GuardedServer
+from llama_worker.runtime.server_program import host_environment, server_environment
 from llama_worker.runtime.session import Endpoint
 from llama_worker.runtime.stream_reader import StreamReader
 from llama_worker.runtime.threads import run_probe, start_thread
-from llama_worker.runtime.timers import Timer, call_at, start_timers
+from llama_worker.runtime.timers import HeapTimer, call_at, start_timers
 from llama_worker.runtime.token_count import TokenCounter
 
 _logger = logging.getLogger("llama_worker")
@@ -77,7 +78,7 @@ class HostClock(ActorThreads):
     def unix_now(self) -> float:
         return time.time()
 
-    def call_at(self, at: float, call: Callable[[], object]) -> Timer:
+    def call_at(self, at: float, call: Callable[[], object]) -> HeapTimer:
         return call_at(at, call)
 
 
@@ -112,8 +113,8 @@ class RealRuntime(HostClock):
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
         return what.wait(timeout_s)
 
-    def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> ServerProcess:
-        return ServerProcess(
+    def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> GuardedServer:
+        return GuardedServer(
             epoch=epoch,
             command=tuple(self._config.server_cmd),
             environment=server_environment(host_environment(), self._config.env),
@@ -171,9 +172,9 @@ class RealRuntime(HostClock):
             unix_now=self.unix_now(),
         )
 
-    def run_tool(self, order: RunTool) -> ToolThread:
+    def run_tool(self, order: RunTool) -> ToolCallThread:
         request_id, turn = order.turn_id
-        return ToolThread(order, self._config, f"{self._name}-tool-{request_id}.{turn}")
+        return ToolCallThread(order, self._config, f"{self._name}-tool-{request_id}.{turn}")
 
     def _tell_bios(self, order: RunBios) -> None:
         order.reply_to.tell(host_code.write_bios(order, self._config, self.unix_now()))

@@ -10,12 +10,9 @@ import contextlib
 import fcntl
 import io
 import os
-import re
 import select
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -28,47 +25,14 @@ from llama_worker.runtime import guard
 from llama_worker.runtime.free_port import can_listen
 from llama_worker.runtime.log_ring import LogRing
 from llama_worker.runtime.oom_watch import OomWatch
-from llama_worker.runtime.server_program import ServerNotFound, located
+from llama_worker.runtime.server_program import ServerNotFound, interpreter, located
 from llama_worker.server.start_advice import lack_of_memory, not_executed
-from llama_worker.server.termination import Signal
+from llama_worker.server.termination import GuardSilence, Signal
 from llama_worker.types import StartFailReason
 
 _GUARD = Path(guard.__file__)
-_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?")  # 3.13t is one, too
 _READ_BYTES = 65536
-_LOOK_S, _LOOKS = 1.0, 5  # at a guard that owes news; after the last it is killed
 _MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
-
-# What would reconfigure a llama-server, or let it start a debugger on an abort and wait for it.
-_SCRUBBED_PREFIXES = ("LLAMA_ARG_",)
-_SCRUBBED = frozenset({"LLAMA_API_KEY", "LLAMA_SERVER_ROUTER_PORT", "AIP_MODE"})
-
-
-def host_environment() -> dict[str, str]:
-    """This process's; another thread may be changing it, and `os.environ.items()` would raise
-    then."""
-    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
-
-
-def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, str]:
-    """The server's environment: the host's without what would reconfigure a llama-server, then the
-    config's. Pure."""
-    kept = {
-        name: value
-        for name, value in host.items()
-        if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
-    }
-    return {**kept, "GGML_NO_BACKTRACE": "1", **configured}
-
-
-def interpreter() -> str:
-    """A Python for the guard: this one's, unless the host is a program that embeds Python (uWSGI) or
-    was frozen into one, and `sys.executable` would start that once more."""
-    beside = (f"{prefix}/bin/python3" for prefix in (sys.exec_prefix, sys.base_exec_prefix))
-    for path in (sys.executable, *beside, shutil.which("python3")):
-        if path and _PYTHON.fullmatch(os.path.basename(path)) and os.access(path, os.X_OK):
-            return path
-    return sys.executable or "python3"
 
 
 class _Server(Struct, frozen=True):
@@ -76,37 +40,7 @@ class _Server(Struct, frozen=True):
     pidfd: int | None  # None where it was gone before it could be looked at
 
 
-class Owing:
-    """What to do about a guard that does not tell of its server's end: it was stopped, or its
-    control group was frozen. Sans-IO; instants are monotonic seconds.
-
-    Counts looks, so that a gap in which this host did not run either is one look's.
-    """
-
-    def __init__(self) -> None:
-        self._looks = 0
-        self._look_at: float | None = None
-
-    def wait_ms(self, now: float) -> float | None:
-        """Until the next look; None: there is nothing to look at."""
-        return None if self._look_at is None else max(0.0, self._look_at - now) * 1000
-
-    def step(self, now: float, *, owes: bool) -> signal.Signals | None:
-        """What to send the guard now; `owes`: its server has ended, and it has not said so, or not
-        that the tree is gone."""
-        if not owes:
-            self._look_at = None
-            return None
-        if self._look_at is not None and now < self._look_at:
-            return None
-        first, self._look_at = self._look_at is None, now + _LOOK_S
-        if first:
-            return None
-        self._looks += 1
-        return signal.SIGCONT if self._looks < _LOOKS else signal.SIGKILL
-
-
-class ServerProcess:
+class GuardedServer:
     """One launch. The constructor starts a daemon thread, which tells; every method may be called
     by any thread.
 
@@ -279,9 +213,9 @@ class ServerProcess:
             for fd in (ended, output, report):
                 poll.register(fd, select.POLLIN)
             reports = b""
-            owing, server_registered = Owing(), False
+            silence, server_registered = GuardSilence(), False
             while True:
-                ready = {fd for fd, _ in poll.poll(owing.wait_ms(time.monotonic()))}
+                ready = {fd for fd, _ in poll.poll(silence.wait_ms(time.monotonic()))}
                 over = ended in ready
                 if output in ready and not self._drain(output):
                     poll.unregister(output)
@@ -300,7 +234,7 @@ class ServerProcess:
                 elif server is not None and not server_registered:
                     poll.register(server, select.POLLIN)
                     server_registered = True
-                number = owing.step(time.monotonic(), owes=self.is_gone() and not self._reaped)
+                number = silence.step(time.monotonic(), owes=self.is_gone() and not self._reaped)
                 if number is not None:
                     guardian.send_signal(number)
         finally:

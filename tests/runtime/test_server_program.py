@@ -1,0 +1,35 @@
+"""Which Python the guard runs on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_worker.runtime.server_program import interpreter
+from tests.conftest import shell_program
+
+
+def test_the_guard_runs_on_this_python() -> None:
+    assert interpreter() == sys.executable
+
+
+@pytest.mark.parametrize("name", ["uwsgi", "my_app", ""])
+def test_a_program_that_embeds_python_is_not_started_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = shell_program(tmp_path / name, "exit 3") if name else ""
+    monkeypatch.setattr(sys, "executable", program)
+    found = subprocess.run([interpreter(), "-I", "-S", "-c", "print(7)"], capture_output=True)
+    assert found.stdout == b"7\n"
+
+
+@pytest.mark.parametrize("name", ["python", "python3", "python3.13", "python3.13t", "pypy3.11"])
+def test_an_interpreter_is_known_by_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = shell_program(tmp_path / name, "exit 3")
+    monkeypatch.setattr(sys, "executable", program)
+    assert interpreter() == program
