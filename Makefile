@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 NODE_CLIENTS := tests/responses/node/node_modules
 CODING_CLIENTS := tests/responses/clients/npm/node_modules
 LOOPBACK_ONLY := unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' sh
-PYTHONS := python3.11 python3.12 python3.13
+PYTHONS = $(shell python3 tools/pythons.py)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NO_INDEX := echo "error: pip could not install what is needed: check the network and pip's settings (pip config list)" >&2
 
@@ -27,10 +27,8 @@ test: $(VENV)/.test server $(if $(shell command -v npm),$(NODE_CLIENTS)/.stamp) 
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all-pythons: ## the same on every installed Python of 3.11, 3.12 and 3.13, each in an environment of its own
-	@set -e; tested=; for python in $(PYTHONS); do \
-		if $$python --version >/dev/null 2>&1; then $(MAKE) test PYTHON=$$python; tested="$$tested $$python"; \
-		else echo "$$python is not installed"; fi; done; \
-	test -n "$$tested" || { echo "error: none of $(PYTHONS) is installed" >&2; exit 1; }; echo "passed on$$tested"
+	@set -e; pythons="$(PYTHONS)"; test -n "$$pythons" || { echo "error: none of them is installed" >&2; exit 1; }; \
+	for python in $$pythons; do $(MAKE) test PYTHON=$$python; done; echo "passed on $$pythons"
 
 demo: server ## a small real model on a real server, live
 	@$(BIN)/python -m tools.demo

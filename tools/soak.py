@@ -3,8 +3,8 @@ often and where. Ends with 1 if anything did.
 
 python -m tools.soak [--rounds N] [--seed S] [PYTEST_ARGS...]
 
-A round's output is kept in build/soak. The conditions come in turn; of Pythons that are not
-installed there is none.
+A round's output is kept in build/soak. The conditions come in turn. Another Python is played where
+it is installed, on the PATH or by pyenv.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from tools import pythons
+
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "build" / "soak"
 BURNER = (sys.executable, "-c", "while True: pass")
@@ -39,18 +41,20 @@ done
 
 @dataclass(frozen=True)
 class Condition:
-    """How a round is run. `python`: of which version, an environment of its own; None: this one."""
+    """How a round is run. `python`: its name; an environment of its own; None: this one."""
 
     name: str
     processes: int = 4  # that run tests side by side
     prefix: tuple[str, ...] = ()  # of the command
     beside: tuple[tuple[str, ...], ...] = ()  # what else runs
+    env: tuple[tuple[str, str], ...] = ()
     shuffled: bool = False
     python: str | None = None
 
 
 CONDITIONS = (
-    Condition("alone, as fast as it can", processes=1),
+    # One layer of the model, but where a test wants all of it; scripted servers without pauses.
+    Condition("alone, as fast as it can", processes=1, env=(("SCRIPTED_SERVER_PACE", "0"),)),
     Condition("on one core", prefix=("taskset", "-c", "0")),
     Condition("beside two burners", beside=(BURNER, BURNER)),
     Condition(
@@ -59,7 +63,7 @@ CONDITIONS = (
     Condition("in random order", shuffled=True),
     Condition("4 processes"),
     Condition("8 processes", processes=8),
-    *(Condition(python, python=python) for python in ("python3.11", "python3.12", "python3.13")),
+    *(Condition(name, python=name) for name in pythons.NAMES),
 )
 
 
@@ -124,12 +128,13 @@ def play(condition: Condition, seed: int, log: Path, args: list[str]) -> Round:
     began_at = time.monotonic()
     if condition.python is not None:
         stamp = f".venv-{condition.python}/.test"
-        made = ["make", "--silent", stamp, f"PYTHON={condition.python}"]
+        made = ["make", "--silent", stamp, f"PYTHON={pythons.find(condition.python)}"]
         subprocess.run(made, cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory() as folder, company(condition.beside), log.open("wb") as out:
         junit = Path(folder) / "junit.xml"
         run = command(condition, seed, junit, args)
-        returncode = subprocess.run(run, cwd=ROOT, stdout=out, stderr=out).returncode
+        env = {**os.environ, **dict(condition.env)}
+        returncode = subprocess.run(run, cwd=ROOT, env=env, stdout=out, stderr=out).returncode
         report = junit.read_text() if junit.exists() else None
     return Round(condition, failures(report, returncode), time.monotonic() - began_at)
 
@@ -137,16 +142,8 @@ def play(condition: Condition, seed: int, log: Path, args: list[str]) -> Round:
 def is_possible(condition: Condition) -> bool:
     """Whether its Python and its programs are installed."""
     if condition.python is not None:
-        return runs(condition.python)
+        return pythons.find(condition.python) is not None
     return all(shutil.which(words[0]) for words in (condition.prefix, *condition.beside) if words)
-
-
-def runs(python: str) -> bool:
-    """A name on the PATH may be a shim with nothing behind it."""
-    return (
-        shutil.which(python) is not None
-        and subprocess.run([python, "--version"], capture_output=True).returncode == 0
-    )
 
 
 def main(argv: list[str]) -> int:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import shell_program
+from tools import pythons
 from tools.soak import CONDITIONS, Condition, Round, command, failures, main, table
 
 ALONE, SHUFFLED = CONDITIONS[0], next(each for each in CONDITIONS if each.shuffled)
@@ -38,6 +40,20 @@ def test_a_condition_is_in_the_command() -> None:
     assert words[-5:] == ["-p", "tools.shuffled", "--order-seed", "7", "tests/unit"]
     assert command(OLD, 7, Path("report"), [])[0] == ".venv-python3.11/bin/python"
     assert "--order-seed" not in command(ALONE, 7, Path("report"), [])
+
+
+@pytest.mark.parametrize(("shim", "found"), [(127, True), (0, False)])
+def test_a_python_behind_an_empty_shim_is_looked_for_in_pyenv(
+    shim: int, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shim_path = shell_program(tmp_path / "python3.12", f"exit {shim}")
+    installed = tmp_path / "versions" / "3.12.1" / "bin" / "python3.12"
+    installed.parent.mkdir(parents=True)
+    shell_program(installed, "exit 0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert pythons.find("python3.12") == (str(installed) if found else shim_path)
+    assert pythons.find("python3.13") is None
 
 
 def test_the_table_says_how_often_and_under_which_condition() -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from .stream import EndReply, ReplyStream, Step, step, work
+from .stream import PACE, EndReply, ReplyStream, Step, step, work
 from .wire import JSON_TYPE, Json, error_body
 
 # -- headers and framing --
@@ -124,7 +124,7 @@ def Prefill(s: ReplyStream, total: int, batch: int, interval_s: float) -> None:
     for processed in range(0, total + batch, batch):
         s.run([PromptProgress(min(processed, total), total)])
         if processed < total:
-            s.wait(interval_s)
+            s.wait(PACE * interval_s)
 
 
 @step
@@ -174,7 +174,7 @@ def Tokens(
         numbers = range(first, min(first + batch, start + n))
         said = (text.replace("{i}", str(i)).replace("{at}", f"{time.time():.6f}") for i in numbers)
         s.send_deltas(*({field: words} for words in said))
-        next_at += interval_s * len(numbers)
+        next_at += PACE * interval_s * len(numbers)
         s.wait(max(0.0, next_at - time.monotonic()))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import select
 import socket
 import time
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from .server import Server
 
 Step = dict[str, Any]
+PACE = float(os.environ.get("SCRIPTED_SERVER_PACE", "1"))
+"""Of the pauses between tokens and between batches; 0: as fast as it can."""
 P = ParamSpec("P")
 STEPS: dict[str, Callable[..., None]] = {}
 
