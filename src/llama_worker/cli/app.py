@@ -202,20 +202,13 @@ def run_command(
                 bios_provider=default_bios if exit_tools else None,
             )
         except ConfigError as error:
-            hint = (
-                "; host, port and slots have options of their own, and are no --server-arg"
-                if server_arg
-                else ""
-            )
-            raise UsageProblem(f"{error}{hint}") from error
+            hint = "; host, port and slots have options of their own, and are no --server-arg"
+            raise UsageProblem(f"{error}{hint if server_arg else ''}") from error
         return run(config, talk)
     except Problem as problem:
         if as_json:
-            print(
-                json.dumps(
-                    run_report.json_without_answer("not_started", problem.reason, problem.what)
-                )
-            )
+            told = run_report.json_without_answer("not_started", problem.reason, problem.what)
+            print(json.dumps(told))
         raise
 
 

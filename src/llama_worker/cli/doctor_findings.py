@@ -54,25 +54,21 @@ def of_problem(subject: str, problem: Problem) -> Finding:
 
 def of_server(server: ServerFacts) -> Iterator[Finding]:
     """The program and the devices that it can use."""
+    program = f"{server.path} ({server.how})"
     if server.version is None:
         if server.returncode == -signal.SIGILL or ILLEGAL.search(server.said):
-            ended = (
-                f"{server.path} ({server.how}), asked for its version, ended with "
-                f"{described(server.returncode)}"
-            )
-            yield Finding("problem", "llama-server", ended, NOT_EXECUTED)
+            text = f"{program}, asked for its version, ended with {described(server.returncode)}"
+            yield Finding("problem", "llama-server", text, NOT_EXECUTED)
             return
         said = one_line(server.said, _SAID_CHARS) or "nothing"
-        yield Finding(
-            "problem",
-            "llama-server",
-            f"{server.path} ({server.how}) does not tell its version; it says: {said}",
-            "take a build of llama-server for this system (--server), or install the "
-            "libraries that it misses;"
-            ' a script must pass on its arguments ("$@")',
+        todo = (
+            "take a build of llama-server for this system (--server), or install the libraries that "
+            'it misses; a script must pass on its arguments ("$@")'
         )
+        text = f"{program} does not tell its version; it says: {said}"
+        yield Finding("problem", "llama-server", text, todo)
         return
-    yield Finding("ok", "llama-server", f"{server.path} ({server.how}), {harmless(server.version)}")
+    yield Finding("ok", "llama-server", f"{program}, {harmless(server.version)}")
     if server.devices:
         yield Finding("ok", "devices", "it can use " + harmless("; ".join(server.devices)))
     elif server.devices is not None:
@@ -86,43 +82,32 @@ def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Findi
         return
     yield Finding("ok", "GPUs", harmless("; ".join(machine.gpus)))
     if server is not None and server.devices == ():
-        yield Finding(
-            "problem",
-            "GPUs",
-            "this llama-server was built without support for them",
-            (
-                "take a build with CUDA (--server), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to "
-                "run on the CPU"
-            ),
+        todo = (
+            "take a build with CUDA (--server), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on "
+            "the CPU"
         )
+        text = "this llama-server was built without support for them"
+        yield Finding("problem", "GPUs", text, todo)
     if not machine.nvml:
-        yield Finding(
-            "problem",
-            "GPUs",
-            "the library cannot see their work, and may take a busy server for a hung one",
-            "pip install 'llama-worker[nvidia]'",
-        )
+        text = "the library cannot see their work, and may take a busy server for a hung one"
+        yield Finding("problem", "GPUs", text, "pip install 'llama-worker[nvidia]'")
 
 
 def of_server_on_gpus(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
     """Whether what a server does on NVIDIA GPUs is seen."""
     if trial.gpus:
         yield Finding("ok", "GPUs", f"the server is seen on {', '.join(trial.gpus)}")
-    elif trial.gpus is not None and any(
-        device.startswith("CUDA") for device in server.devices or ()
-    ):
-        yield Finding(
-            "problem",
-            "GPUs",
-            (
-                "the server is seen on none of them: its work and errors there would not be seen "
-                "either"
-            ),
-            (
-                "start a container with --pid=host; outside of one, see whether the server "
-                "computes on a GPU at all"
-            ),
+        return
+    uses_cuda = any(device.startswith("CUDA") for device in server.devices or ())
+    if trial.gpus is not None and uses_cuda:
+        text = (
+            "the server is seen on none of them: its work and errors there would not be seen either"
         )
+        todo = (
+            "start a container with --pid=host; outside of one, see whether the server computes on "
+            "a GPU at all"
+        )
+        yield Finding("problem", "GPUs", text, todo)
 
 
 def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
@@ -201,40 +186,28 @@ def of_trial(trial: Trial) -> Iterator[Finding]:
             f"asked for 1, the server has {trial.slots}: the program adds options of its own",
             "let --parallel be passed on to the llama-server unchanged",
         )
-    match trial.tools:
-        case True:
-            yield Finding("ok", "tools", "native: the model's chat template knows tools")
-        case False:
-            yield Finding(
-                "note",
-                "tools",
-                (
-                    "prompted: the model's chat template has no tools; the system prompt will "
-                    "explain them"
-                ),
-                (
-                    "for native tools another model, or another template (--server-arg "
-                    "--chat-template-file ...)"
-                ),
-            )
-        case None:
-            yield Finding(
-                "note",
-                "tools",
-                "the server does not tell: native, and prompted should it refuse them",
-            )
-    if trial.system_role is False:
-        yield Finding(
-            "note", "template", "it has no system role: system prompts go elsewhere, or are lost"
+    if trial.tools:
+        yield Finding("ok", "tools", "native: the model's chat template knows tools")
+    elif trial.tools is None:
+        text = "the server does not tell: native, and prompted should it refuse them"
+        yield Finding("note", "tools", text)
+    else:
+        text = "the model's chat template has no tools; the system prompt will explain them"
+        todo = (
+            "for native tools another model, or another template (--server-arg "
+            "--chat-template-file ...)"
         )
+        yield Finding("note", "tools", f"prompted: {text}", todo)
+    if trial.system_role is False:
+        text = "it has no system role: system prompts go elsewhere, or are lost"
+        yield Finding("note", "template", text)
 
 
 def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
     """What the library needs of the system."""
     if machine.free_port is None:
-        yield Finding(
-            "problem", "ports", "no free port was found", "end programs that listen; see `ss -ltn`"
-        )
+        todo = "end programs that listen; see `ss -ltn`"
+        yield Finding("problem", "ports", "no free port was found", todo)
     else:
         yield Finding("ok", "ports", f"{machine.free_port} is free")
     stat, io = (trial.proc_stat, trial.proc_io) if trial else (machine.proc_stat, machine.proc_io)
@@ -250,35 +223,32 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
             f"CPU time can be read, disk reads cannot{hidden}: a model that loads slowly may look "
             "hung"
         )
-        yield Finding(
-            "note", "/proc", text, "run the server as the same user; --timeouts slow_prefill"
-        )
+        todo = "run the server as the same user; --timeouts slow_prefill"
+        yield Finding("note", "/proc", text, todo)
     else:
         yield Finding("ok", "/proc", f"CPU time and disk reads can be seen{hidden}")
     yield from _limits(machine)
     if machine.pidfd:
         yield Finding("ok", "pidfd", "supported")
     else:
-        yield Finding(
-            "problem", "pidfd", "not supported here", "a Linux kernel from 5.3 on, not emulated"
-        )
+        todo = "a Linux kernel from 5.3 on, not emulated"
+        yield Finding("problem", "pidfd", "not supported here", todo)
 
 
 def _limits(machine: MachineFacts) -> Iterator[Finding]:
+    """What processes and threads need; None: no limit."""
     files, threads = machine.open_files, machine.threads_left
     if files is not None and files < MIN_OPEN_FILES:
-        yield Finding(
-            "problem", "open files", f"the limit is {files}", f"ulimit -n {4 * MIN_OPEN_FILES}"
-        )
+        todo = f"ulimit -n {4 * MIN_OPEN_FILES}"
+        yield Finding("problem", "open files", f"the limit is {files}", todo)
     else:
         yield Finding("ok", "open files", "no limit" if files is None else f"the limit is {files}")
+    text = "no limit" if threads is None else f"{threads} more can be started"
     if threads is not None and threads < MIN_THREADS:
         todo = "raise `ulimit -u`, or the container's limit of pids; or end other programs"
-        yield Finding("problem", "threads", f"{threads} more can be started", todo)
+        yield Finding("problem", "threads", text, todo)
     else:
-        yield Finding(
-            "ok", "threads", "no limit" if threads is None else f"{threads} more can be started"
-        )
+        yield Finding("ok", "threads", text)
 
 
 # ---------------------------------------------------------------- servers' commands

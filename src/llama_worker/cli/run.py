@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,9 +80,8 @@ class _Session:
             warnings = self._worker.get_worker_status().get()["warnings"]
             print(json.dumps(run_report.json_report(result, warnings)), flush=True)
         self._end_of(result)
-        return (
-            self._interrupts.exit_code if self._interrupts.asked else run_report.exit_code(result)
-        )
+        interrupts = self._interrupts
+        return interrupts.exit_code if interrupts.asked else run_report.exit_code(result)
 
     def chat(self) -> int:
         """A conversation, until the end of the input; what was said is kept for the next turn."""
@@ -105,9 +103,8 @@ class _Session:
     def _stopped_before(self, how: str) -> int:
         self._screen.complain(how)
         if self._talk.as_json:
-            print(
-                json.dumps(run_report.json_without_answer("canceled", "canceled", how)), flush=True
-            )
+            told = run_report.json_without_answer("canceled", "canceled", how)
+            print(json.dumps(told), flush=True)
         return self._interrupts.exit_code
 
     def _make_ready(self) -> None:
@@ -129,20 +126,9 @@ class _Session:
             todo = run_report.REFUSED[admitted["error"]]
             raise Problem(admitted["error"], f"the request was refused: {admitted['error']}", todo)
         request_id = admitted["request_id"]
-        flow, cancelled, over = AnswerFlow(), False, False
-        more = self._worker.read_output(request_id, wait=True)
-        while not over:
-            if more.wait(_TICK_S):
-                chunk = more.get()
-                assert chunk["ok"], chunk
-                self._screen.show(flow.feed(chunk["reasoning"], chunk["text"]))
-                over = chunk["done"]
-                more = self._worker.read_output(
-                    request_id,
-                    text_offset=chunk["text_offset"],
-                    reasoning_offset=chunk["reasoning_offset"],
-                    wait=True,
-                )
+        flow, cancelled = AnswerFlow(), False
+        for chunk in self._worker.iter_output(request_id, timeout_s=_TICK_S):
+            self._screen.show(flow.feed(chunk["reasoning"], chunk["text"]))
             if self._interrupts.asked and not cancelled:
                 self._worker.cancel(request_id)
                 cancelled = True
@@ -162,11 +148,8 @@ class _Session:
             self._screen.activity(run_report.working(status))
 
     def _end_of(self, result: RequestResult) -> None:
-        tell = (
-            self._screen.say
-            if run_report.exit_code(result) == exits.DONE
-            else self._screen.complain
-        )
+        is_well = run_report.exit_code(result) == exits.DONE
+        tell = self._screen.say if is_well else self._screen.complain
         for line in run_report.ending(result, log_tail(self._worker, _LOG_LINES), self._tokens):
             tell(line)
 
@@ -213,12 +196,11 @@ def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> N
         # a server that died: what is left of it goes first, or a start would share its failure
         worker.stop().get()
     starting = worker.start()
-    while not starting.done():
+    while not starting.wait(_TICK_S):
         if interrupts.asked:
             worker.stop().get()
             raise KeyboardInterrupt
         screen.activity(run_report.starting(log_tail(worker, 1)))
-        time.sleep(_TICK_S)
     screen.activity_over()
     starting.get()
 

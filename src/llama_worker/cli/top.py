@@ -120,32 +120,27 @@ def _table(rows: Sequence[Row], width: int, caption: str) -> Table:
     below = Text(caption) if caption else None
     table = Table(box=None, padding=(0, 1, 0, 0), caption=below, caption_justify="left")
     cells = [row.cells() for row in rows]
-    told = [
-        index
-        for index, heading in enumerate(HEADINGS)
-        if heading in _ALWAYS or _is_told(cells, index)
-    ]
-    for heading in (HEADINGS[index] for index in told):
-        is_text = heading in _TEXT_COLUMNS
+    known = {
+        heading
+        for texts in cells
+        for heading, text in zip(HEADINGS, texts, strict=True)
+        if heading in _ALWAYS or text != UNKNOWN
+    }
+    for heading in (heading for heading in HEADINGS if heading in known):
+        is_reason = heading == "last reason"
         table.add_column(
             heading,
-            justify="left" if is_text else "right",
-            no_wrap=heading != "last reason",
-            max_width=width // 4
-            if heading == "worker"
-            else None,  # a long name is cut, so that all columns fit
-            overflow="fold" if heading == "last reason" else "ellipsis",
+            justify="left" if heading in _TEXT_COLUMNS else "right",
+            no_wrap=not is_reason,
+            # a long name is cut, so that all columns fit
+            max_width=width // 4 if heading == "worker" else None,
+            overflow="fold" if is_reason else "ellipsis",
         )
     for row, texts in zip(rows, cells, strict=True):
         styles = {"state": _STATE_STYLES.get(row.state, "")}
-        table.add_row(
-            *(Text(texts[index], style=styles.get(HEADINGS[index], "")) for index in told)
-        )
+        told = [each for each in zip(HEADINGS, texts, strict=True) if each[0] in known]
+        table.add_row(*(Text(text, style=styles.get(heading, "")) for heading, text in told))
     return table
-
-
-def _is_told(cells: Sequence[Sequence[str]], index: int) -> bool:
-    return any(texts[index] != UNKNOWN for texts in cells)
 
 
 # ---------------------------------------------------------------- whom it asks
