@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import pykka
 
-from llama_worker.config import WorkerConfig
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.messages import (
     ActorDied,
@@ -22,7 +22,7 @@ from llama_worker.messages import (
     Tick,
     WorkerMessage,
 )
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.ports import ActorRunner, Clock, Runtime, Timer
 from llama_worker.server.roll_call import Member
 

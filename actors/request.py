@@ -46,8 +46,8 @@ from llama_worker.messages import (
 from llama_worker.request.state import Effect, Request
 from llama_worker.request.turn import TurnId
 from llama_worker.request.waiting_reads import WaitingReads, is_answered_by
-from llama_worker.runtime.leased_exchange import LeasedExchange
 from llama_worker.runtime.ports import HURRY_LASTS_S
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.types import RequestFailReason
 
 

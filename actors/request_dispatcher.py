@@ -27,8 +27,8 @@ from llama_worker.request.output import read_output
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.request.waiting_reads import WaitingReads
-from llama_worker.runtime.futures import WeakList
-from llama_worker.runtime.leased_exchange import LeasedExchange
+from llama_worker.runtime.host.futures import WeakList
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.types import (
     NotFound,
     NotReady,

@@ -8,7 +8,7 @@ from typing import assert_never
 
 from llama_worker.actors.children import Children
 from llama_worker.actors.request_dispatcher import RequestDispatcher
-from llama_worker.config import WorkerConfig
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.messages import (
     Abandon,

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
+from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.messages import (
     Abandon,
     EndLease,
@@ -32,10 +33,9 @@ from llama_worker.messages import (
     Watch,
     WatchdogMessage,
 )
-from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.table import Admitted
-from llama_worker.runtime.leased_exchange import LeasedExchange
 from llama_worker.runtime.ports import Abortable, UpstreamRuntime
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import LookAtSlots, News, Order, ProbeReadiness, ServerWatch
 from llama_worker.types import RequestFailReason

@@ -15,7 +15,8 @@ from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.actors.children import Children
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.actors.server_life import ServerLife
-from llama_worker.config import WorkerConfig
+from llama_worker.config.command import masked_server_cmd
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import ConfigError, LlamaWorkerError, RequestRefused, WorkerClosed
 from llama_worker.messages import (
     ActorDied,
@@ -48,9 +49,8 @@ from llama_worker.messages import (
 from llama_worker.request.body import OWNED_PARAMS
 from llama_worker.request.report import lost_record
 from llama_worker.request.table import RequestRecord, RequestTable
-from llama_worker.runtime.futures import OpenFutures, WeakList
+from llama_worker.runtime.host.futures import OpenFutures, WeakList
 from llama_worker.runtime.ports import Runtime
-from llama_worker.server.command import masked_server_cmd
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
 from llama_worker.server.roll_call import ANSWER_S, Member, RollCall

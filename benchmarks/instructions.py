@@ -19,11 +19,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-from llama_worker.config import WorkerConfig
+from llama_worker.config.command import llama_server_cmd
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.messages import Begin, BiosWritten, OpenStream, StreamEvents, StreamOpened
 from llama_worker.request.state import Request
 from llama_worker.request.submission import validate_submit
-from llama_worker.server.command import llama_server_cmd
 from llama_worker.stream.response import ChatBody
 
 FEW, MANY = 200, 1200

@@ -19,7 +19,7 @@ import pykka
 import pytest
 import trustme
 
-from llama_worker.runtime.liveness_probes import tree_pids
+from llama_worker.runtime.probes.liveness_probes import tree_pids
 from tests.ports import held_ports
 from tests.server.pace import HANG_GUARD_S
 from tests.server.thin_model import write_thin_model

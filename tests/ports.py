@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llama_worker.runtime.free_port import can_listen
+from llama_worker.runtime.process.free_port import can_listen
 
 # Below those that the kernel hands out by itself. The servers that outlive a test have a range of
 # their own.

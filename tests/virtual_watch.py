@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
+from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.messages import (
     BecameReady,
     EvidenceSeen,
@@ -24,7 +25,6 @@ from llama_worker.messages import (
     Watch,
     WatchdogMessage,
 )
-from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
 from llama_worker.server.slots import Slot, SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits

@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llama_worker.bios import default_bios, prompted_tools_text
-    from llama_worker.config import WorkerConfig
-    from llama_worker.config_file import load_config
+    from llama_worker.config.command import llama_server_cmd
+    from llama_worker.config.file import load_config
+    from llama_worker.config.profiles import (
+        Canary,
+        LoopDetector,
+        Recycle,
+        RestartPolicy,
+        TimeoutProfile,
+    )
+    from llama_worker.config.settings import WorkerConfig
     from llama_worker.errors import (
         ConfigError,
         LlamaWorkerError,
@@ -23,10 +31,8 @@ if TYPE_CHECKING:
         WorkerStartError,
         WorkerStopError,
     )
-    from llama_worker.profiles import Canary, LoopDetector, Recycle, RestartPolicy, TimeoutProfile
-    from llama_worker.runtime.free_port import free_port
-    from llama_worker.runtime.futures import ResultFuture, WorkerFuture
-    from llama_worker.server.command import llama_server_cmd
+    from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
+    from llama_worker.runtime.process.free_port import free_port
     from llama_worker.types import (
         BiosContext,
         BiosProvider,
@@ -142,16 +148,16 @@ __all__ = [
 # The modules of the public names; `types` has those that are not here.
 _MODULES = {
     "bios": ("default_bios", "prompted_tools_text"),
-    "config": ("WorkerConfig",),
-    "config_file": ("load_config",),
+    "config.command": ("llama_server_cmd",),
+    "config.file": ("load_config",),
+    "config.profiles": ("Canary", "LoopDetector", "Recycle", "RestartPolicy", "TimeoutProfile"),
+    "config.settings": ("WorkerConfig",),
     "errors": (
         *("ConfigError", "LlamaWorkerError", "RequestFailed", "RequestRefused"),
         *("WorkerClosed", "WorkerStartError", "WorkerStopError"),
     ),
-    "profiles": ("Canary", "LoopDetector", "Recycle", "RestartPolicy", "TimeoutProfile"),
-    "runtime.free_port": ("free_port",),
-    "runtime.futures": ("ResultFuture", "WorkerFuture"),
-    "server.command": ("llama_server_cmd",),
+    "runtime.host.futures": ("ResultFuture", "WorkerFuture"),
+    "runtime.process.free_port": ("free_port",),
     "worker": ("LlamaWorker",),
 }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+from llama_worker.config.validation import checked_seconds
 from llama_worker.types import OutputChunk
-from llama_worker.validation import checked_seconds
 from llama_worker.worker import LlamaWorker, no_such_request
 
 

@@ -43,7 +43,7 @@ from llama_worker.types import (
 )
 
 if TYPE_CHECKING:
-    from llama_worker.runtime.leased_exchange import LeasedExchange
+    from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 
 M_contra = TypeVar("M_contra", contravariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from llama_worker.config.near_names import did_you_mean
+from llama_worker.config.validation import checked_json_object, checked_str, shown
 from llama_worker.errors import ConfigError
-from llama_worker.near_names import did_you_mean
 from llama_worker.types import ToolDef
-from llama_worker.validation import checked_json_object, checked_str, shown
 
 _TOOL_KEYS = ("type", "function")
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")

@@ -15,7 +15,14 @@ import pykka
 
 from llama_worker.actors.base import LiveCount, Ref
 from llama_worker.actors.worker import WorkerActor
-from llama_worker.config import WorkerConfig
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.validation import (
+    checked_bool,
+    checked_int,
+    checked_seconds,
+    checked_str,
+    optional,
+)
 from llama_worker.errors import RequestFailed, RequestRefused, WorkerClosed, WorkerStopError
 from llama_worker.messages import (
     AwaitResult,
@@ -37,12 +44,12 @@ from llama_worker.messages import (
     WaitSlot,
 )
 from llama_worker.request.submission import validate_submit
-from llama_worker.runtime.free_port import free_port
-from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WorkerFuture
 from llama_worker.runtime.ports import Runtime
+from llama_worker.runtime.process.free_port import free_port
+from llama_worker.runtime.process.server_program import find_server
 from llama_worker.runtime.real import RealRuntime
-from llama_worker.runtime.server_program import find_server
-from llama_worker.runtime.startable import Startable
+from llama_worker.startable import Startable
 from llama_worker.types import (
     ChatMessage,
     ContentPart,
@@ -56,13 +63,6 @@ from llama_worker.types import (
     TokenCount,
     WorkerDebugInfo,
     WorkerStatus,
-)
-from llama_worker.validation import (
-    checked_bool,
-    checked_int,
-    checked_seconds,
-    checked_str,
-    optional,
 )
 
 _logger = logging.getLogger("llama_worker")

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, TimeoutProfile, WorkerConfig
-from llama_worker.runtime import threads
+from llama_worker.runtime.host import threads
 from llama_worker.testing.scripts import Journal, Script, Step, scripted_server_cmd, steps_json
 from llama_worker.types import RequestResult, RequestStatus, WorkerState, WorkerStatus
 

@@ -21,7 +21,7 @@ from llama_worker import (
     RequestRefused,
     ToolDef,
 )
-from llama_worker.runtime import token_count
+from llama_worker.runtime.http import token_count
 from llama_worker.testing.scripts import (
     Answer,
     ErrorData,

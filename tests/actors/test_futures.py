@@ -15,8 +15,8 @@ from typing import Any
 import pykka
 import pytest
 
-from llama_worker.runtime import futures
-from llama_worker.runtime.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.runtime.host import futures
+from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WorkerFuture
 from tests.actors.conftest import WAIT_S, no_threads, run_async
 
 CALLBACKS = "llama_worker-callbacks"

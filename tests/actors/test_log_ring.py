@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.process.log_ring import LogRing
 
 NINE = b"".join(b"%d\n" % n for n in range(9))
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
-from llama_worker.runtime import server_process, server_program
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.process import server_process, server_program
 from llama_worker.testing.scripts import (
     Child,
     Exit,

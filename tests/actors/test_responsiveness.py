@@ -10,7 +10,7 @@ import os
 import signal
 from typing import Any
 
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.testing.scripts import Headers, Repeat, Reply, Script, Sleep, Text
 from llama_worker.types import WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, fast_timeouts

@@ -16,9 +16,9 @@ import pytest
 
 from llama_worker import WorkerConfig
 from llama_worker.actors.base import Alarm
-from llama_worker.runtime import timers
+from llama_worker.runtime.host import timers
+from llama_worker.runtime.host.timers import TimerThread, call_at
 from llama_worker.runtime.real import RealRuntime
-from llama_worker.runtime.timers import TimerThread, call_at
 from tests.actors.conftest import WAIT_S
 
 

@@ -16,7 +16,7 @@ import requests
 import sseclient
 
 from llama_worker import RestartPolicy
-from llama_worker.runtime.stream_reader import StreamReader
+from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.stream.sse import SseDecoder
 from llama_worker.testing.scripts import (
     DoneMarker,

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
+from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.errors import RequestFailed
-from llama_worker.profiles import TimeoutProfile
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.pace import Pace
 from llama_worker.types import RequestState
 from tests.simulation.bench import Bench

@@ -34,7 +34,7 @@ from llama_worker.actors.base import Child, SupervisedActor
 from llama_worker.messages import Submit
 from llama_worker.request.state import Request
 from llama_worker.request.table import RequestRecord
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.testing import scripts as fs
 from llama_worker.types import RequestState, StartFailReason, ToolDef, WorkerState
 from tests.actors.conftest import HOST, fast_restart, running, tree

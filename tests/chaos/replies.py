@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.testing import scripts as fs
 from llama_worker.testing.scripts import Step
 from llama_worker.types import RequestFailReason as Reason

@@ -167,7 +167,9 @@ def test_a_failure_is_told_with_what_to_do(
     said: str,
 ) -> None:
     if script is None:
-        monkeypatch.setattr("llama_worker.runtime.free_port.can_listen", lambda address: False)
+        monkeypatch.setattr(
+            "llama_worker.runtime.process.free_port.can_listen", lambda address: False
+        )
     done = run("run", model, "Hi", "--server", program(script).path, "--json")
     told = json.loads(done.stdout)
     assert (done.returncode, (told["outcome"], told["reason"]), told["text"]) == (1, ends, "")

@@ -32,7 +32,7 @@ from llama_worker.cli.text import (
     size,
     wrapped,
 )
-from llama_worker.runtime.server_program import FoundServer
+from llama_worker.runtime.process.server_program import FoundServer
 
 # ---------------------------------------------------------------- text
 

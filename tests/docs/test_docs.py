@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from llama_worker import ConfigError, TimeoutProfile, load_config
-from llama_worker.runtime.guard import ORPHAN_GRACE_S
+from llama_worker.runtime.process.guard import ORPHAN_GRACE_S
 from tests.conftest import running
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, files, runnable, with_ports
 from tests.server.pace import lean_server, patience

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from llama_worker import LlamaWorker, RequestFailReason, TimeoutProfile
-from llama_worker.runtime.liveness_probes import NvidiaProbe
+from llama_worker.runtime.probes.liveness_probes import NvidiaProbe
 from tests.actors.conftest import eventually
 from tests.gpu.conftest import MakeWorker, used_bytes
 from tests.server.conftest import (

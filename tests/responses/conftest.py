@@ -18,9 +18,10 @@ import jsonschema
 import pytest
 
 from llama_worker import LlamaWorker
-from llama_worker.responses import app, events
-from llama_worker.responses.client import Client as ProxyClient
+from llama_worker.responses import app
+from llama_worker.responses.api import events
 from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.http.client import Client as ProxyClient
 from llama_worker.responses.proxy import ResponsesProxy
 from llama_worker.testing.scripts import Journal, Script, Step, scripted_server_cmd, steps_json
 from tests.responses.open_responses import check_event, check_reply

@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llama_worker.responses.client import Client as ProxyClient
-from llama_worker.responses.client_connection import Request
 from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses.listener import SocketListener
-from llama_worker.responses.request_threads import RequestThreads
+from llama_worker.responses.http.client import Client as ProxyClient
+from llama_worker.responses.http.client_connection import Request
+from llama_worker.responses.http.listener import SocketListener
+from llama_worker.responses.http.request_threads import RequestThreads
 from llama_worker.testing.scripts import Headers, Repeat, Role, Text
 from tests.actors.conftest import eventually
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes

@@ -17,7 +17,7 @@ import pytest
 from llama_worker import ConfigError, Recycle, WorkerState
 from llama_worker.actors.request import RequestActor
 from llama_worker.messages import BeginLease, RequestMessage
-from llama_worker.responses.client import Client as ServedClient
+from llama_worker.responses.http.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.server import slots, watch
 from llama_worker.testing import scripts as fs

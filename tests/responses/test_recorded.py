@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from llama_worker import LlamaWorker
-from llama_worker.responses.request import normalise
+from llama_worker.responses.api.request import normalise
 from tests.responses.clients.recorded import recorded
 from tests.responses.conftest import Json, MakeClient
 from tests.responses.scenarios import TEMPLATE_ARGS

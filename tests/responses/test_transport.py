@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_worker.responses.request_threads import RequestThreads
+from llama_worker.responses.http.request_threads import RequestThreads
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import eventually
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient

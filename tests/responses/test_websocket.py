@@ -14,7 +14,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
-from llama_worker.responses import app, websocket
+from llama_worker.responses import app
+from llama_worker.responses.http import websocket
 from llama_worker.testing.scripts import (
     ErrorData,
     Gate,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_worker.runtime import guard
-from llama_worker.runtime.guard import KILL, ORPHAN_GRACE_S, TERMINATE, WAIT, Plan
+from llama_worker.runtime.process import guard
+from llama_worker.runtime.process.guard import KILL, ORPHAN_GRACE_S, TERMINATE, WAIT, Plan
 from tests.actors.conftest import WAIT_S
 
 # A server that says on standard output when it may be asked to end, and that it was.
@@ -31,14 +31,14 @@ while True:
 # The guard's main, on a machine of any speed.
 PATIENT = f"""
 import sys
-from llama_worker.runtime import guard
+from llama_worker.runtime.process import guard
 guard.ORPHAN_GRACE_S = 60.0
 guard.main([{str(guard.__file__)!r}, *sys.argv[1:]])
 """
 # The guard's main, where the server is another user's: it may not be killed.
 POWERLESS = f"""
 import os, sys
-from llama_worker.runtime import guard
+from llama_worker.runtime.process import guard
 def kill(pid, number):
     os.write(int(sys.argv[3]), b"refused\\n")
     raise PermissionError(1, "Operation not permitted")

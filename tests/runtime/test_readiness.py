@@ -18,15 +18,15 @@ import pytest
 from llama_worker import Canary, ConfigError, WorkerConfig
 from llama_worker.gaps import LATE_S
 from llama_worker.messages import Probed, ProbeOutcome, SlotsSeen
-from llama_worker.runtime import readiness
-from llama_worker.runtime.canary import canary_body, canary_problem
-from llama_worker.runtime.readiness import (
+from llama_worker.runtime.http.session import Endpoint
+from llama_worker.runtime.probes import readiness
+from llama_worker.runtime.probes.readiness import (
     ReadinessProbe,
     SlotsQuestion,
     models_outcome,
     owns_port,
 )
-from llama_worker.runtime.session import Endpoint
+from llama_worker.runtime.process.canary import canary_body, canary_problem
 from tests.actors.conftest import WAIT_S
 
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))

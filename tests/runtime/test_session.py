@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from llama_worker.responses.upstream import ChatExchange
-from llama_worker.runtime import session
-from llama_worker.runtime.leased_exchange import LeasedExchange
-from llama_worker.runtime.session import Abort, Aborted, Endpoint
-from llama_worker.runtime.shortage import is_shortage
+from llama_worker.runtime.host.shortage import is_shortage
+from llama_worker.runtime.http import session
+from llama_worker.runtime.http.session import Abort, Aborted, Endpoint
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from llama_worker.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
-from llama_worker.runtime import session, stream_reader
-from llama_worker.runtime.session import Endpoint
-from llama_worker.runtime.stream_reader import StreamReader
+from llama_worker.runtime.http import session
+from llama_worker.runtime.http.session import Endpoint
+from llama_worker.runtime.streams import stream_reader
+from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.stream.events import Finish, PromptProgress, TextDelta, ToolCallDelta
 from llama_worker.types import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually

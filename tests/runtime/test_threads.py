@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from llama_worker.runtime import threads
-from llama_worker.runtime.threads import ProbeQueue, run_on_thread
+from llama_worker.runtime.host import threads
+from llama_worker.runtime.host.threads import ProbeQueue, run_on_thread
 from tests.actors.conftest import WAIT_S, eventually, no_threads
 
 

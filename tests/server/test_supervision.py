@@ -28,8 +28,8 @@ from llama_worker import (
     WorkerState,
     llama_server_cmd,
 )
-from llama_worker.server.command_flags import read_help
-from llama_worker.server.option_names import COMMON_OPTIONS
+from llama_worker.config.command_flags import read_help
+from llama_worker.config.option_names import COMMON_OPTIONS
 from tests.conftest import shell_program
 from tests.server.conftest import (
     ENDLESS,

@@ -10,8 +10,8 @@ from typing import Any
 import pykka
 
 from llama_worker import LlamaWorker
-from llama_worker.config import WorkerConfig
-from llama_worker.runtime.futures import _awaited
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.runtime.host.futures import _awaited
 from llama_worker.worker import _open_backends
 from tests.simulation.dice import Dice
 from tests.simulation.machine import Machine

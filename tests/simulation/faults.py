@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from llama_worker.profiles import TimeoutProfile
+from llama_worker.config.profiles import TimeoutProfile
 
 SLACK_S: Final = 8.0  # threads that sleep, timers that are late, a window of 3 s of CPU time
 

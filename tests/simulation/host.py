@@ -20,8 +20,8 @@ from llama_worker.errors import (
     WorkerStartError,
     WorkerStopError,
 )
-from llama_worker.runtime.futures import WorkerFuture
-from llama_worker.runtime.token_count import COUNT_S
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.http.token_count import COUNT_S
 from llama_worker.types import RequestState, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.invariants import QUICK_S

@@ -14,9 +14,9 @@ from llama_worker.messages import (
     StreamOpened,
     WorkerMessage,
 )
-from llama_worker.runtime.futures import WorkerFuture
-from llama_worker.runtime.leased_exchange import LeasedExchange
-from llama_worker.runtime.session import Aborted
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.http.session import Aborted
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.types import SubmitResult
 
 if TYPE_CHECKING:

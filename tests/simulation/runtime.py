@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
-from llama_worker.config import WorkerConfig
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import LlamaWorkerError
 from llama_worker.messages import (
     BiosWritten,
@@ -38,9 +38,9 @@ from llama_worker.messages import (
     WorkerMessage,
 )
 from llama_worker.request.turn import TurnId
-from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.http.token_count import COUNT_S
 from llama_worker.runtime.ports import Waitable
-from llama_worker.runtime.token_count import COUNT_S
+from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessSample
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots

@@ -26,7 +26,7 @@ from llama_worker.messages import (
 )
 from llama_worker.request.ending import failed
 from llama_worker.request.state import _InTools
-from llama_worker.runtime.futures import WeakList
+from llama_worker.runtime.host.futures import WeakList
 from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
 from llama_worker.server.restart_budget import Lockout, RestartAfter
 from tests.simulation.faults import KINDS

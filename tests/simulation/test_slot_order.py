@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from llama_worker.profiles import TimeoutProfile
+from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.types import RequestState
 from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice

@@ -11,9 +11,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from llama_worker.config.profiles import Recycle, RestartPolicy, TimeoutProfile
 from llama_worker.errors import WorkerClosed
-from llama_worker.profiles import Recycle, RestartPolicy, TimeoutProfile
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.types import RequestState, ToolDef, WorkerState
 from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice

@@ -21,8 +21,8 @@ from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.models import find_model, find_server, worker_config
 from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
 from llama_worker.cli.text import harmless
-from llama_worker.server.command import flag_values
-from llama_worker.server.command_flags import program_of
+from llama_worker.config.command import flag_values
+from llama_worker.config.command_flags import program_of
 
 _STYLES = {"problem": "bold red", "note": "yellow", "ok": "green"}
 T = TypeVar("T")

@@ -13,14 +13,14 @@ from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.models import Model
 from llama_worker.cli.text import harmless, one_line, seconds, size, wrapped
-from llama_worker.server.builds import known_flaws
-from llama_worker.server.command_flags import (
+from llama_worker.config.command_flags import (
     KnownFlags,
     batch_warning,
     memory_warning,
     program_of,
     unknown_flags,
 )
+from llama_worker.server.builds import known_flaws
 from llama_worker.server.start_advice import ILLEGAL, NOT_EXECUTED, described
 
 Level = Literal["ok", "note", "problem"]

@@ -12,9 +12,9 @@ from llama_worker import RestartPolicy, TimeoutProfile, WorkerConfig
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import ContextNeeds, read_context_needs
 from llama_worker.cli.text import one_line
-from llama_worker.profiles import TIMEOUT_PRESETS, TimeoutPreset
-from llama_worker.runtime import server_program
-from llama_worker.runtime.server_program import FoundServer
+from llama_worker.config.profiles import TIMEOUT_PRESETS, TimeoutPreset
+from llama_worker.runtime.process import server_program
+from llama_worker.runtime.process.server_program import FoundServer
 
 MAGIC = b"GGUF"
 Timeouts = Literal["slow", TimeoutPreset]

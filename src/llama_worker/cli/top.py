@@ -35,7 +35,7 @@ from llama_worker.cli.top_rows import (
     ServersHistory,
     plain_table,
 )
-from llama_worker.runtime.session import Endpoint, ask, json_of
+from llama_worker.runtime.http.session import Endpoint, ask, json_of
 
 _STATE_STYLES = {
     "ready": "green",

@@ -15,6 +15,7 @@ import ray
 from msgspec import Struct, field
 from ray import cloudpickle
 
+from llama_worker.config.validation import checked_int, checked_seconds, checked_str
 from llama_worker.errors import ConfigError, LlamaWorkerError
 from llama_worker.ray.errors import FleetClosed, NoLiveReplica, ReplicaLost
 from llama_worker.ray.replica import Replica
@@ -22,8 +23,8 @@ from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import ConfigFor, FleetStatus, ReplicaState, ReplicaStatus
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission, validate_submit
-from llama_worker.runtime.futures import OpenFutures, ResultFuture, WeakList, WorkerFuture
-from llama_worker.runtime.startable import Startable
+from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WeakList, WorkerFuture
+from llama_worker.startable import Startable
 from llama_worker.types import (
     ChatMessage,
     ContentPart,
@@ -37,7 +38,6 @@ from llama_worker.types import (
     WorkerDebugInfo,
     WorkerStatus,
 )
-from llama_worker.validation import checked_int, checked_seconds, checked_str
 
 _LEAST_LEASE_S = 10.0  # several times what it takes to call a replica silent
 _RESERVED_OPTIONS = ("max_restarts", "max_task_retries")

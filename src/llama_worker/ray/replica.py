@@ -22,7 +22,7 @@ from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import Place, Progress, ReplicaState, ReplicaStatus
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.types import SubmitErr, SubmitResult, WorkerStatus
 
 _SETTLE_S = 5.0  # for what an actor sent before its end to be taken over

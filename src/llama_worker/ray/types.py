@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import NotRequired, TypeAlias, TypedDict
 
-from llama_worker.config import WorkerConfig
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.types import OutputChunk, RequestResult, RequestStatus
 
 ConfigFor: TypeAlias = Callable[[int], WorkerConfig]

@@ -15,14 +15,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from llama_worker.config import WorkerConfig
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.validation import checked_seconds
 from llama_worker.errors import ConfigError, WorkerClosed, WorkerStartError
 from llama_worker.gaps import LATE_S, gap_s
 from llama_worker.ray.types import ConfigFor, Place, Progress
-from llama_worker.runtime.free_port import free_port
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.process.free_port import free_port
 from llama_worker.types import RequestStatus, StartFailReason, WorkerState, WorkerStatus
-from llama_worker.validation import checked_seconds
 from llama_worker.worker import LlamaWorker, no_such_request
 
 _PORTS_TRIED = 10

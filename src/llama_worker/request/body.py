@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama_worker.config import WorkerConfig
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.types import ChatMessage, ToolDef
 
 OWNED_PARAMS = ("messages", "tools", "stream")  # the worker's: a caller's are dropped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llama_worker.profiles import LoopDetector
+from llama_worker.config.profiles import LoopDetector
 from llama_worker.stream.loops import LoopFound, LoopWatch, TextLoopFound
 from llama_worker.types import OutputChunk
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llama_worker.config import WorkerConfig
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import masked
 from llama_worker.gaps import gap_s
 from llama_worker.messages import (

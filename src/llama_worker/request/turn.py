@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import assert_never
 
-from llama_worker.profiles import LoopDetector
+from llama_worker.config.profiles import LoopDetector
 from llama_worker.request.turn_progress import TurnProgress
 from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
 from llama_worker.stream.events import (

@@ -16,6 +16,7 @@ from typing import assert_never
 
 from llama_worker.actors.base import LiveCount, Ref, SupervisedActor, members
 from llama_worker.messages import Reply
+from llama_worker.responses.api.store import ResponseStore
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import (
     Enter,
@@ -31,7 +32,6 @@ from llama_worker.responses.messages import (
     StartListening,
     StopListening,
 )
-from llama_worker.responses.store import ResponseStore
 from llama_worker.runtime.real import ActorThreads
 
 _logger = logging.getLogger("llama_worker.responses")

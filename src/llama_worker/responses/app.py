@@ -23,19 +23,12 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from llama_worker.messages import EndLease, Lease, Mailbox
-from llama_worker.responses.client import Client
-from llama_worker.responses.client_connection import Request
-from llama_worker.responses.compaction import compacted, compaction_request
-from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses.conversation import TEMPLATE_PROBE, Item, LateRole, late_role_of
-from llama_worker.responses.echo import sampling_echo, sampling_of
-from llama_worker.responses.events import ResponseEvents, sse
-from llama_worker.responses.exchange import Exchange, Output, Run, ask, has_media
-from llama_worker.responses.http import forwarded, passed_back, warning_headers
-from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall, Remember
-from llama_worker.responses.refusal import RequestRefused, error_code, refused_by_server
-from llama_worker.responses.reply import MalformedReply
-from llama_worker.responses.request import (
+from llama_worker.responses.api.compaction import compacted, compaction_request
+from llama_worker.responses.api.conversation import TEMPLATE_PROBE, Item, LateRole, late_role_of
+from llama_worker.responses.api.echo import sampling_echo, sampling_of
+from llama_worker.responses.api.events import ResponseEvents, sse
+from llama_worker.responses.api.reply import MalformedReply
+from llama_worker.responses.api.request import (
     NOTHING_RECALLED,
     ChatRequest,
     Recalled,
@@ -47,18 +40,25 @@ from llama_worker.responses.request import (
     references,
     response_id_of,
 )
-from llama_worker.responses.store import Found, StoredResponse, stored_response
+from llama_worker.responses.api.store import Found, StoredResponse, stored_response
+from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.http.client import Client
+from llama_worker.responses.http.client_connection import Request
+from llama_worker.responses.http.exchange import Exchange, Output, Run, ask, has_media
+from llama_worker.responses.http.heads import forwarded, passed_back, warning_headers
+from llama_worker.responses.http.refusal import RequestRefused, error_code, refused_by_server
+from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall, Remember
 from llama_worker.responses.upstream import ChatExchange, endpoint_of
-from llama_worker.runtime import session
-from llama_worker.runtime.futures import WorkerFuture
-from llama_worker.runtime.leased_exchange import LeasedExchange
-from llama_worker.runtime.session import Reply
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.http import session
+from llama_worker.runtime.http.session import Reply
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.types import RequestFailReason
 
 if TYPE_CHECKING:
-    from llama_worker.responses.websocket import ClientSocket
+    from llama_worker.responses.http.websocket import ClientSocket
 
 _QUESTION_S = 2.0  # for a small one, which the server answers within milliseconds
 _RESTARTING_S = 5  # until a server that was given up is there again, about
@@ -180,7 +180,7 @@ class ResponsesApp:
             raise RequestRefused(503, "too many WebSockets are open", retry_after_s=2)
         try:
             # With the first of them: most proxies never see one.
-            from llama_worker.responses import websocket
+            from llama_worker.responses.http import websocket
 
             socket = websocket.ClientSocket(client, request, self._config.max_body_bytes)
             socket.accept()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from llama_worker.config.profiles import TimeoutProfile
+from llama_worker.config.validation import checked_int, checked_seconds, checked_str, optional
 from llama_worker.errors import ConfigError
-from llama_worker.profiles import TimeoutProfile
-from llama_worker.responses.access import is_origin
-from llama_worker.validation import checked_int, checked_seconds, checked_str, optional
+from llama_worker.responses.http.access import is_origin
 
 _MIB = 1024 * 1024
 

@@ -7,8 +7,8 @@ from typing import Protocol
 from msgspec import Struct
 
 from llama_worker.messages import Reply
-from llama_worker.responses.request import References
-from llama_worker.responses.store import Found, StoredResponse
+from llama_worker.responses.api.request import References
+from llama_worker.responses.api.store import Found, StoredResponse
 
 
 class Listener(Protocol):

@@ -16,13 +16,13 @@ from llama_worker.messages import EndLease, Lease, Mailbox, UpstreamMessage
 from llama_worker.responses.actor import ResponsesProxyActor
 from llama_worker.responses.app import ResponsesApp
 from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses.listener import SocketListener
+from llama_worker.responses.http.listener import SocketListener
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
 from llama_worker.responses.upstream import endpoint_of
-from llama_worker.runtime.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.real import UpstreamQuestions
-from llama_worker.runtime.session import Endpoint
-from llama_worker.runtime.startable import Startable
+from llama_worker.startable import Startable
 from llama_worker.worker import LlamaWorker
 
 __all__ = ["ResponsesProxy", "ResponsesProxyConfig"]

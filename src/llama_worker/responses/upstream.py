@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.runtime.leased_exchange import LeasedExchange
-from llama_worker.runtime.session import Abort, Endpoint, Reply, no_reply, send
+from llama_worker.runtime.http.session import Abort, Endpoint, Reply, no_reply, send
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.response import ChatBody

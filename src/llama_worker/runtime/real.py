@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from llama_worker.config import WorkerConfig
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.messages import (
     CountTokens,
     EvidenceSeen,
@@ -22,21 +22,21 @@ from llama_worker.messages import (
     SlotsSeen,
     StreamClosed,
 )
-from llama_worker.runtime import host_code
-from llama_worker.runtime.futures import call_host, write_log
-from llama_worker.runtime.gpu_watch import watch_gpus
-from llama_worker.runtime.host_code import ToolCallThread
-from llama_worker.runtime.liveness_probes import anon_bytes, default_probes, process_evidence
-from llama_worker.runtime.log_ring import LogRing
+from llama_worker.runtime.host import host_code
+from llama_worker.runtime.host.futures import call_host, write_log
+from llama_worker.runtime.host.host_code import ToolCallThread
+from llama_worker.runtime.host.threads import run_probe, start_thread
+from llama_worker.runtime.host.timers import HeapTimer, call_at, start_timers
+from llama_worker.runtime.http.session import Endpoint
+from llama_worker.runtime.http.token_count import TokenCounter
 from llama_worker.runtime.ports import Waitable
-from llama_worker.runtime.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion
-from llama_worker.runtime.server_process import GuardedServer
-from llama_worker.runtime.server_program import host_environment, server_environment
-from llama_worker.runtime.session import Endpoint
-from llama_worker.runtime.stream_reader import StreamReader
-from llama_worker.runtime.threads import run_probe, start_thread
-from llama_worker.runtime.timers import HeapTimer, call_at, start_timers
-from llama_worker.runtime.token_count import TokenCounter
+from llama_worker.runtime.probes.gpu_watch import watch_gpus
+from llama_worker.runtime.probes.liveness_probes import anon_bytes, default_probes, process_evidence
+from llama_worker.runtime.probes.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion
+from llama_worker.runtime.process.log_ring import LogRing
+from llama_worker.runtime.process.server_process import GuardedServer
+from llama_worker.runtime.process.server_program import host_environment, server_environment
+from llama_worker.runtime.streams.stream_reader import StreamReader
 
 _logger = logging.getLogger("llama_worker")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from llama_worker.server.command import flag_values
+from llama_worker.config.command import flag_values
 
 # A build from a shallow clone counts one commit, one without git none.
 _LEAST_NUMBER = 2

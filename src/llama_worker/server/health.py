@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from llama_worker.profiles import TimeoutProfile
+from llama_worker.config.profiles import TimeoutProfile
 
 PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
 _PROBE_TIMEOUT_MIN_S = 1.0

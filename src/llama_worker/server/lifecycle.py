@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from llama_worker.config.profiles import RestartPolicy
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.messages import (
     Abandon,
@@ -33,7 +34,6 @@ from llama_worker.messages import (
     Tick,
     Unkillable,
 )
-from llama_worker.profiles import RestartPolicy
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Draining,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from llama_worker.profiles import Recycle
+from llama_worker.config.profiles import Recycle
 
 
 class Worn(Struct, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llama_worker.profiles import RestartPolicy
+from llama_worker.config.profiles import RestartPolicy
 
 
 class RestartAfter(Struct, frozen=True, kw_only=True):

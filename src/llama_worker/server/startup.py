@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llama_worker.profiles import TimeoutProfile
+from llama_worker.config.profiles import TimeoutProfile
 
 _FIRST_PROBE_S = 0.1
 _EARLY_S, _EARLY_INTERVAL_S, _LATE_INTERVAL_S = 30.0, 0.5, 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from llama_worker.profiles import RestartPolicy
+from llama_worker.config.profiles import RestartPolicy
 from llama_worker.request.table import RequestRecord
 from llama_worker.server.restart_budget import ServerErrors, TransportFailures
 from llama_worker.server.timeouts import Triage, Verdict

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
+from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS, Gaps
-from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, newest
 from llama_worker.types import RequestFailReason, RequestPhase
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.config import WorkerConfig
+from llama_worker.config.command_flags import commanded_n_ctx
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.server.builds import build_number, known_flaws, unseen
-from llama_worker.server.command_flags import commanded_n_ctx
 
 _MODALITIES = {
     "image_url": "vision",

@@ -22,6 +22,7 @@ from typing import assert_never
 
 from msgspec import Struct
 
+from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import FORGIVEN_IN_A_ROW, NO_GAPS, gap_s
 from llama_worker.messages import (
     BecameReady,
@@ -47,7 +48,6 @@ from llama_worker.messages import (
     Watch,
     WatchdogMessage,
 )
-from llama_worker.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress, newest
 from llama_worker.server.builds import answers_in_batches
 from llama_worker.server.health import HealthCounter

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from llama_worker.profiles import LoopDetector
+from llama_worker.config.profiles import LoopDetector
 
 _STEP_CHARS = 1024
 _END_CHARS = 64

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-from llama_worker.profiles import LoopDetector
+from llama_worker.config.profiles import LoopDetector
 from llama_worker.stream.calls import MAX_JSON_DEPTH, MalformedCall, RawCall, parse_arguments
 from llama_worker.stream.loops import LoopWatch
 

@@ -20,8 +20,8 @@ from typing import Any
 from unittest import mock
 
 from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, free_port
+from llama_worker.responses.api.request import parse_body
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
-from llama_worker.responses.request import parse_body
 from llama_worker.testing.scripts import Journal, Reply, Script, Step, scripted_server_cmd
 from tests.actors.conftest import HOST, fast_restart
 from tests.responses.conftest import Json, scripted_server

@@ -11,10 +11,10 @@ from msgspec import Struct
 
 from llama_worker.actors.base import LiveCount
 from llama_worker.actors.upstream import UpstreamActor
+from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.messages import EndLease, Lease, Probed, ProbeOutcome, SlotsSeen
-from llama_worker.profiles import TimeoutProfile
-from llama_worker.runtime.futures import WorkerFuture
-from llama_worker.runtime.leased_exchange import LeasedExchange
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.slots import Slot, SlotsLook
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.events import PromptProgress, StreamEvent, TextDelta

@@ -1,0 +1,142 @@
+"""The command of a llama-server: how it is built, checked against its config, and shown. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from llama_worker.config.validation import checked_int, checked_str, optional, shown
+from llama_worker.errors import MASK, ConfigError, masked
+
+_HOST_FLAGS = ("--host",)
+_PORT_FLAGS = ("--port",)
+SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
+BATCH_FLAGS = ("-b", "--batch-size")
+_UBATCH_FLAGS = ("-ub", "--ubatch-size")
+BATCH_SIZE = 512  # what the server computes at once (--ubatch-size) unless told otherwise
+_TWO_WORDS = re.compile(r"(--?[a-zA-Z][\w-]*)\s+(\S.*)", re.DOTALL)  # and no shell to part them
+_SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
+
+
+def llama_server_cmd(
+    model: str,
+    *,
+    host: str,
+    port: int,
+    slots: int,
+    executable: str = "llama-server",
+    extra_args: Iterable[str] = (),
+    cache_ram_mib: int | None = None,
+    batch_size: int | None = BATCH_SIZE,
+) -> tuple[str, ...]:
+    """A command for `WorkerConfig.server_cmd` that agrees with its host, port and slots;
+    `WorkerConfig.for_model` makes both at once.
+
+    The word `llama-server` is looked for where the server is started: LLAMA_SERVER, the PATH, this
+    Python environment.
+
+    It passes `--parallel`: without it a server opens four slots that share one context (b11434).
+    `batch_size` is how many tokens of prompts the server takes at a time: a neighbour's next token
+    and the notice of a cancel wait for so many. None leaves it to the server, whose default is
+    2048; sizes of batches (-b, -ub) among `extra_args` win. `cache_ram_mib` bounds the memory in
+    which the server keeps prompts (0: none, -1: no bound); None leaves it to the server, whose
+    default is 8192 MiB: too much where several servers share a machine.
+    """
+    optional(checked_int, "cache_ram_mib", cache_ram_mib, at_least=-1)
+    optional(checked_int, "batch_size", batch_size, at_least=1)
+    checked_str("model", str(model), empty=False)
+    if isinstance(extra_args, Iterable) and not isinstance(extra_args, (str, bytes)):
+        extra_args = tuple(extra_args)
+    extra_words = checked_words("extra_args", extra_args, may_be_empty=True)
+    if flag_values(extra_words, (*BATCH_FLAGS, *_UBATCH_FLAGS)):
+        batch_size = None
+    return (
+        str(executable),
+        *("--model", str(model)),
+        *("--host", host),
+        *("--port", str(port)),
+        *("--parallel", str(slots)),
+        *(("--batch-size", str(batch_size)) if batch_size is not None else ()),
+        *(("--cache-ram", str(cache_ram_mib)) if cache_ram_mib is not None else ()),
+        *extra_words,
+    )
+
+
+def masked_server_cmd(server_cmd: Sequence[str], api_key: str | None) -> tuple[str, ...]:
+    """The command as it may be shown: keys are masked. Pure."""
+    words: list[str] = []
+    for word in server_cmd:
+        flag, equals, _ = word.partition("=")
+        if words and words[-1] in _SECRET_FLAGS:
+            words.append(MASK)
+        elif equals and flag in _SECRET_FLAGS:
+            words.append(f"{flag}={MASK}")
+        else:
+            words.append(masked(word, api_key))
+    return tuple(words)
+
+
+def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tuple[str, ...]:
+    """A command or a part of one, as a copy."""
+    if isinstance(value, str):
+        told = " ".join(masked_server_cmd(value.split(), None))
+        raise TypeError(f"{name} must be a sequence of words, not one str: {told!r}")
+    if isinstance(value, bytes) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a sequence of str, not {type(value).__name__}")
+    if not may_be_empty and (not value or value[0] == ""):
+        raise ConfigError(f"{name} must begin with the executable, not be {shown(value[:1])}")
+    for index, word in enumerate(value):
+        secret = index > 0 and value[index - 1] in _SECRET_FLAGS
+        checked_str(f"{name}[{index}]", word, nul=False, secret=secret)
+        if found := _TWO_WORDS.fullmatch(word):
+            value = MASK if found[1] in _SECRET_FLAGS else found[2]
+            raise ConfigError(
+                f"{name}[{index}] holds an option and its value, {found[1] + ' ' + value!r}: split "
+                f"it into two words, {found[1]!r}, {value!r}"
+            )
+    return tuple(value)
+
+
+def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -> None:
+    """The command and the config must mean the same server."""
+    checks: tuple[tuple[str, tuple[str, ...], object, Callable[[str], bool]], ...] = (
+        ("host", _HOST_FLAGS, host, lambda told: _same_host(told, host)),
+        ("port", _PORT_FLAGS, port, lambda told: told.strip() == str(port)),
+        ("slots", SLOT_FLAGS, slots, lambda told: told.strip() == str(slots)),
+    )
+    for name, flags, value, agrees in checks:
+        for flag, told in flag_values(command, flags):
+            if not agrees(told):
+                raise ConfigError(
+                    f"server_cmd says {flag} {told}, but {name} is {value!r}: make them agree"
+                )
+
+
+def ip_address_of(host: str) -> str | None:
+    """The address in its canonical form; None where it is a name."""
+    try:
+        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        return None
+
+
+def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Each of the flags that the command has, with its value, or the word behind it ("" where there
+    is none)."""
+    found = []
+    for index, word in enumerate(command):
+        flag, equals, told = word.partition("=")
+        if flag in flags and equals:
+            found.append((flag, told))
+        elif word in flags:
+            found.append((word, command[index + 1] if index + 1 < len(command) else ""))
+    return found
+
+
+def _same_host(told: str, host: str) -> bool:
+    def canonical(name: str) -> str:
+        name = name.strip().lower()
+        return ip_address_of(name) or ("127.0.0.1" if name == "localhost" else name)
+
+    return canonical(told) == canonical(host)

@@ -1,0 +1,286 @@
+"""What the words of a llama-server command promise, cost or break; and which of them a build does
+not know. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import Struct
+
+from llama_worker.config.command import BATCH_FLAGS, BATCH_SIZE, SLOT_FLAGS, flag_values
+from llama_worker.config.profiles import TimeoutProfile
+
+PROGRAM = "llama-server"
+DEFAULT_CACHE_RAM_MIB = 8192  # of every server since October 2025
+DEFAULT_BATCH_SIZE = 2048
+
+_MODEL_FLAGS = (
+    *("-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo"),
+    *("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file"),
+)
+_MODEL_VARIABLES = (
+    "LLAMA_ARG_MODEL",
+    "LLAMA_ARG_MODEL_URL",
+    "LLAMA_ARG_DOCKER_REPO",
+    "LLAMA_ARG_HF_REPO",
+)
+_TIMEOUT_FLAGS = ("-to", "--timeout")
+_CACHE_RAM_FLAGS = ("-cram", "--cache-ram")
+
+
+# flags, what follows them
+_HELP_LINE = re.compile(r"(-[\w.-]+(?:, +-[\w.-]+)*)((?: [^\s-]\S*)*)(?:\s{2,}|$)")
+
+
+class _Breach(Struct, frozen=True):
+    """Flags and variables that break what the library promises. `why` completes "server_cmd has
+    FLAG: "."""
+
+    flags: tuple[str, ...]
+    why: str
+    variables: tuple[str, ...] = ()
+    off: str | None = None  # the value that turns it off
+    negations: tuple[str, ...] = ()  # flags that turn it off where they come later
+    among_slots: bool = False  # harmless with a single slot
+
+
+_BREACHES = (
+    _Breach(
+        ("--tools", "-ag", "--agent", "--mcp-servers-config", "--mcp-servers-json"),
+        "the server may start programs outside its own process tree, which outlive it; tools "
+        "of a worker are its"
+        " normal_tools",
+        variables=(
+            "LLAMA_ARG_TOOLS",
+            "LLAMA_ARG_AGENT",
+            "LLAMA_ARG_MCP_SERVERS_CONFIG",
+            "LLAMA_ARG_MCP_SERVERS_JSON",
+        ),
+    ),
+    _Breach(
+        ("--sleep-idle-seconds",),
+        (
+            "the server unloads its model when idle; the next request waits for the load, and "
+            "may be taken for hung"
+        ),
+        off="-1",
+    ),
+    _Breach(("--log-prompts-dir",), "the server writes every prompt to disk"),
+    _Breach(
+        ("-kvu", "--kv-unified", "--kv-unified-per-slot"),
+        (
+            "all slots share one context; requests that fill it together are all aborted, and one "
+            "may be as long as all of it"
+        ),
+        variables=("LLAMA_ARG_KV_UNIFIED", "LLAMA_ARG_KV_UNIFIED_PER_SLOT"),
+        negations=("-no-kvu", "--no-kv-unified"),
+        among_slots=True,
+    ),
+    _Breach(
+        ("--context-shift",),
+        (
+            "a request that fills its context does not end; the server forgets the beginning of "
+            "it and goes on"
+        ),
+        variables=("LLAMA_ARG_CONTEXT_SHIFT",),
+        negations=("--no-context-shift",),
+    ),
+    _Breach(
+        ("--reuse-port",),
+        "another process may listen on the same port, and receive the worker's requests",
+        variables=("LLAMA_ARG_REUSE_PORT",),
+    ),
+    _Breach(
+        ("--lora", "--lora-scaled", "--lora-init-without-apply"),
+        (
+            "a request with other scales than its neighbours' (`lora` among its params) is not "
+            "computed beside them; it stands still until they have ended, and may be taken for "
+            "hung; give each set of scales a worker"
+        ),
+        among_slots=True,
+    ),
+)
+_OFF_VALUES = ("0", "false", "off", "disabled")  # of a variable
+
+
+def command_warnings(
+    command: Sequence[str], env: Mapping[str, str], timeouts: TimeoutProfile
+) -> list[str]:
+    """What in a server's command breaks a promise of this library: lines for a person."""
+    lines = []
+    for breach in _BREACHES:
+        named = _given(breach, command, env)
+        if named and not (breach.among_slots and _has_one_slot(command)):
+            lines.append(f"server_cmd has {', '.join(named)}: {breach.why}")
+    if _program_at(command) is not None and not _names_model(command, env):
+        lines.append(
+            "server_cmd names no model: llama-server then runs as a router, which starts a "
+            "server of its own for each"
+            " model; give --model, and each model a worker"
+        )
+    lines += _timeout_warnings(command, timeouts)
+    return lines
+
+
+def cache_ram_mib(command: Sequence[str]) -> float:
+    """How much memory the server may use to keep prompts: MiB, infinite without a limit, its
+    default if not given."""
+    given = [value for _, value in flag_values(command, _CACHE_RAM_FLAGS)]
+    try:
+        limit = int(given[-1]) if given else DEFAULT_CACHE_RAM_MIB
+    except ValueError:
+        return DEFAULT_CACHE_RAM_MIB  # the server will refuse it
+    return limit if limit >= 0 else float("inf")
+
+
+def commanded_n_ctx(command: Sequence[str], env: Mapping[str, str], slots: int) -> int | None:
+    """The tokens of context that the command asks for, of each slot; None where it leaves that to
+    the server."""
+    given = [value for _, value in flag_values(command, ("-c", "--ctx-size"))] or [
+        env.get("LLAMA_ARG_CTX_SIZE", "")
+    ]
+    return int(given[-1]) // slots if given[-1].isdecimal() and int(given[-1]) > 0 else None
+
+
+def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:
+    """A line for a person where whatever waits for a batch waits longer than it has to."""
+    given = [value for _, value in flag_values(command, BATCH_FLAGS)]
+    told = given[-1] if given else env.get("LLAMA_ARG_BATCH", "")
+    size = int(told) if told.isdecimal() else DEFAULT_BATCH_SIZE
+    if size <= BATCH_SIZE:
+        return None
+    return (
+        f"the server reads prompts in batches of {size} tokens: a neighbour's next token, the "
+        f"notice of a cancel, and a prompt's progress wait for one; set --batch-size {BATCH_SIZE}, "
+        "which costs a CPU next to nothing"
+    )
+
+
+def memory_warning(commands: Mapping[str, Sequence[str]], memory_bytes: int) -> str | None:
+    """A line for a person where the prompt caches of these servers, by worker, may outgrow the
+    machine's memory."""
+    limits = {name: cache_ram_mib(command) for name, command in commands.items()}
+    total = sum(limits.values())
+    memory_mib = memory_bytes >> 20
+    if total <= memory_mib:
+        return None
+    shown = ", ".join(f"{name}: {limit:g} MiB" for name, limit in limits.items())
+    what = "a server" if len(limits) == 1 else f"{len(limits)} servers"
+    return (
+        f"{what} may keep up to {total:g} MiB of prompts in memory ({shown}), beside the "
+        "models; this machine has"
+        f" {memory_mib} MiB: set cache_ram_mib (--cache-ram; a server's default is "
+        f"{DEFAULT_CACHE_RAM_MIB} MiB)"
+    )
+
+
+# ---------------------------------------------------------------- a command and its build's --help
+
+
+class KnownFlags(Struct, frozen=True):
+    """The flags of a build, with the number of words that follow each."""
+
+    values_count: Mapping[str, int]
+
+
+def read_help(text: str) -> KnownFlags | None:
+    """From what `llama-server --help` prints; None where that lists no flags."""
+    counts: dict[str, int] = {}
+    for line in text.splitlines():
+        found = _HELP_LINE.match(line)
+        if found:
+            flags, hint = found.groups()
+            # "<tensor name pattern>=<buffer type>,..." is one
+            words_count = 1 if "<" in hint else len(hint.split())
+            counts |= dict.fromkeys(re.split(", +", flags), words_count)
+    return KnownFlags(counts) if counts else None
+
+
+def program_of(command: Sequence[str]) -> str:
+    """The llama-server of the command, behind a wrapper (`nice`, `numactl`), too; else its first
+    word."""
+    at = _program_at(command)
+    return command[at or 0]
+
+
+def unknown_flags(command: Sequence[str], known: KnownFlags) -> list[str]:
+    """Words that the build does not know, each with what may have been meant; [] if the program has
+    another name."""
+    at = _program_at(command)
+    return list(_unknown(command[at + 1 :], known.values_count)) if at is not None else []
+
+
+def _unknown(words: Sequence[str], counts: Mapping[str, int]) -> Iterator[str]:
+    at = 0
+    while at < len(words):
+        word = words[at]
+        flag = word.replace("_", "-") if word.startswith("--") else word  # the server reads both
+        at += 1
+        if flag in counts:
+            at += counts[flag]
+            continue
+        if flag.partition("=")[0] in counts:
+            yield f"{word}: the value must be a word of its own"
+            continue
+        near = difflib.get_close_matches(flag, counts, n=1) if flag.startswith("-") else []
+        yield f"{word}: did you mean {near[0]}?" if near else word
+        if flag.startswith("-") and at < len(words) and not words[at].startswith("-"):
+            at += 1  # its value
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _program_at(command: Sequence[str]) -> int | None:
+    """Where the llama-server's own name is: behind a wrapper (`numactl`, `nice`) it is not the
+    first word."""
+    return next(
+        (i for i, word in enumerate(command) if os.path.basename(word).startswith(PROGRAM)), None
+    )
+
+
+def _given(breach: _Breach, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """The flags and variables of the breach that are in force."""
+    given = flag_values(command, (*breach.flags, *breach.negations))
+    if given and given[-1][0] in breach.negations:
+        return []  # a flag outdoes a variable
+    named = [flag for flag, value in given if flag not in breach.negations and value != breach.off]
+    values = {name: env.get(name, "") for name in breach.variables}
+    return named + [
+        name for name, value in values.items() if value and value.lower() not in _OFF_VALUES
+    ]
+
+
+def _has_one_slot(command: Sequence[str]) -> bool:
+    given = flag_values(command, SLOT_FLAGS)
+    return bool(given) and given[-1][1].strip() == "1"
+
+
+def _names_model(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    by_flag = any(
+        word in _MODEL_FLAGS or word.startswith("--model=") or word.endswith("-default")
+        for word in command
+    )
+    return by_flag or any(env.get(name) for name in _MODEL_VARIABLES)
+
+
+def _timeout_warnings(command: Sequence[str], timeouts: TimeoutProfile) -> Iterator[str]:
+    limits = {
+        name: getattr(timeouts, name)
+        for name in ("prefill_liveness_timeout_s", "idle_stream_timeout_s", "silent_work_timeout_s")
+    }
+    for flag, value in flag_values(command, _TIMEOUT_FLAGS):
+        longer = [
+            name
+            for name, limit_s in limits.items()
+            if value.isdecimal() and (limit_s or 1e9) > int(value)
+        ]
+        if longer:
+            yield (
+                f"server_cmd has {flag} {value}, shorter than {', '.join(longer)} of the "
+                "profile: the server may close"
+                " a connection that the worker would still wait for"
+            )

@@ -1,0 +1,377 @@
+"""What a worker is configured with, checked on construction. Pure.
+
+A wrong type raises TypeError, a value that cannot work ConfigError (a ValueError); the text names
+the field, the value and what would be right. What was given is copied: changing it afterwards
+changes no config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from datetime import UTC, tzinfo
+from pathlib import Path
+from typing import Any, Self, get_args
+from zoneinfo import ZoneInfo
+
+from llama_worker.bios import default_bios
+from llama_worker.config.command import (
+    BATCH_SIZE,
+    check_command,
+    checked_words,
+    ip_address_of,
+    llama_server_cmd,
+    masked_server_cmd,
+)
+from llama_worker.config.command_flags import command_warnings
+from llama_worker.config.profiles import (
+    TIMEOUT_PRESETS,
+    Canary,
+    LoopDetector,
+    Recycle,
+    RestartPolicy,
+    TimeoutProfile,
+)
+from llama_worker.config.validation import (
+    check_takes,
+    checked_bool,
+    checked_int,
+    checked_json_object,
+    checked_seconds,
+    checked_str,
+    names_near_fields,
+    optional,
+    shown,
+    takes,
+)
+from llama_worker.errors import MASK, ConfigError
+from llama_worker.tool_schemas import checked_tools
+from llama_worker.types import (
+    BiosProvider,
+    CancellableToolRunner,
+    EventHandler,
+    LivenessProbe,
+    SignalHandler,
+    SystemPromptMode,
+    ToolCallMode,
+    ToolDef,
+    ToolErrors,
+    ToolRunner,
+)
+
+_HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too
+_CALLABLES = ("tool_runner", "bios_provider", "on_signal", "on_event", "liveness_probes")
+_SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+
+
+@names_near_fields
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One worker: one llama-server on one port."""
+
+    name: str
+    host: str
+    port: int
+    server_cmd: Sequence[str]
+    _: KW_ONLY
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    slots: int = 1
+    timeouts: TimeoutProfile = field(default_factory=TimeoutProfile)
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    normal_tools: Sequence[ToolDef] = ()
+    tool_runner: ToolRunner | CancellableToolRunner | None = None
+    max_tool_iterations: int = 8
+    tool_timeout_s: float = 10.0
+    tool_errors: ToolErrors = "fail"
+    tool_call_mode: ToolCallMode = "auto"
+    exit_tools: Sequence[ToolDef] = ()
+    on_signal: SignalHandler | None = None
+    on_event: EventHandler | None = None
+    bios_provider: BiosProvider | None = default_bios
+    system_prompt_mode: SystemPromptMode = "merged"
+    timezone_name: str = "UTC"
+    max_tokens: int | None = 4096
+    default_params: Mapping[str, Any] = field(default_factory=dict)
+    loop_detector: LoopDetector | None = field(default_factory=LoopDetector)
+    liveness_probes: Sequence[LivenessProbe] | None = None
+    canary: Canary | None = None
+    api_key: str | None = field(default=None, repr=False)
+    log_lines: int = 500
+    result_ttl_s: float | None = None
+    check_invariants: bool = False
+
+    @classmethod
+    def for_model(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        port: int,
+        host: str = "127.0.0.1",
+        slots: int = 1,
+        name: str | None = None,
+        executable: str | os.PathLike[str] = "llama-server",
+        extra_args: Iterable[str] = (),
+        cache_ram_mib: int | None = None,
+        batch_size: int | None = BATCH_SIZE,
+        **fields: Any,
+    ) -> Self:
+        """A config whose command is made of the same host, port and slots: each is written once.
+
+        Args:
+            model: the path of a GGUF file.
+            port: the server's.
+            host: where it listens.
+            slots: requests at the same time.
+            name: for logs and prompts; None: the file's name.
+            executable: the program; `llama-server` is looked for where it is started.
+            extra_args: further words of the command.
+            cache_ram_mib: see `llama_server_cmd`.
+            batch_size: tokens of prompts that the server takes at a time; see `llama_server_cmd`.
+            fields: further fields of WorkerConfig.
+
+        Raises:
+            ConfigError: a value cannot work.
+            TypeError: a wrong type, or no such field.
+        """
+        path = os.fspath(model)
+        command = llama_server_cmd(
+            path,
+            host=host,
+            port=port,
+            slots=slots,
+            executable=os.fspath(executable),
+            extra_args=extra_args,
+            cache_ram_mib=cache_ram_mib,
+            batch_size=batch_size,
+        )
+        name = Path(path).stem if name is None else name
+        return cls(name, host, port, command, slots=slots, **fields)
+
+    def __post_init__(self) -> None:
+        checked_str("name", self.name, empty=False)
+        if not self.name.isprintable():
+            raise ConfigError(
+                "name must be printable, since it stands in log lines and prompts; not "
+                f"{self.name!r}"
+            )
+        _checked_host(self.host)
+        checked_int("port", self.port, at_least=1, at_most=65535)
+        checked_int("slots", self.slots, at_least=1, at_most=1024)
+        self._set("server_cmd", checked_words("server_cmd", self.server_cmd))
+        self._set("env", _checked_env(self.env))
+        _checked_timeouts(self.timeouts)
+        _checked_type("restart", self.restart, RestartPolicy)
+        self._set("normal_tools", checked_tools("normal_tools", self.normal_tools))
+        self._set("exit_tools", checked_tools("exit_tools", self.exit_tools))
+        checked_int("max_tool_iterations", self.max_tool_iterations, at_least=0)
+        checked_seconds("tool_timeout_s", self.tool_timeout_s, above=0)
+        _checked_choice("tool_errors", self.tool_errors, get_args(ToolErrors))
+        _checked_choice("tool_call_mode", self.tool_call_mode, get_args(ToolCallMode))
+        _checked_choice("system_prompt_mode", self.system_prompt_mode, get_args(SystemPromptMode))
+        if self.bios_provider is not None:
+            check_takes("bios_provider", self.bios_provider, "ctx")
+        if inspect.iscoroutinefunction(self.bios_provider):
+            raise TypeError(
+                "bios_provider must not be async: write it with 'def'; it is quick and waits "
+                "for nothing"
+            )
+        for name, callback, about in (
+            ("on_signal", self.on_signal, {"request_id": "int", "job_name": "str"}),
+            ("on_event", self.on_event, {}),
+        ):
+            if callback is not None:
+                check_takes(name, callback, name.removeprefix("on_"), **about)
+            if inspect.iscoroutinefunction(callback):
+                raise TypeError(
+                    f"{name} must not be async: write it with 'def', and in it "
+                    "loop.call_soon_threadsafe(...) or"
+                    " asyncio.run_coroutine_threadsafe(..., loop)"
+                )
+        _checked_zone(self.timezone_name)
+        optional(checked_int, "max_tokens", self.max_tokens, at_least=1)
+        given = checked_json_object("default_params", self.default_params)
+        self._set("default_params", given)
+        if self.loop_detector is not None:
+            _checked_type("loop_detector", self.loop_detector, LoopDetector)
+        if self.canary is not None:
+            _checked_type("canary", self.canary, Canary)
+        if self.liveness_probes is not None:
+            self._set("liveness_probes", _checked_probes(self.liveness_probes))
+        if self.api_key is not None:
+            checked_str("api_key", self.api_key, empty=False, secret=True)
+            if not self.api_key.isascii() or not self.api_key.isprintable():
+                raise ConfigError("api_key must be printable ASCII: it travels in an HTTP header")
+        checked_int("log_lines", self.log_lines, at_least=1, at_most=1_000_000)
+        optional(checked_seconds, "result_ttl_s", self.result_ttl_s, above=0)
+        checked_bool("check_invariants", self.check_invariants)
+        self._check_tools_together()
+        check_command(self.server_cmd, host=self.host, port=self.port, slots=self.slots)
+
+    @property
+    def connect_host(self) -> str:
+        """Where this machine reaches the server: the loopback for one that listens everywhere."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host.strip("[]"))
+
+    @property
+    def has_builtin_bios(self) -> bool:
+        """The BIOS is `default_bios`, or none: pure and quick, unlike what a host may plug in."""
+        return self.bios_provider in (default_bios, None)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What in the server's command or environment breaks a promise of this library: lines for a
+        person."""
+        return command_warnings(self.server_cmd, self.env, self.timeouts)
+
+    @property
+    def timezone(self) -> tzinfo:
+        """The zone of `timezone_name`; UTC needs no zone database."""
+        return UTC if self.timezone_name == "UTC" else ZoneInfo(self.timezone_name)
+
+    @property
+    def config_hash(self) -> str:
+        """SHA-256 (hex) over the config's data, without secrets and callables; equal data, equal
+        hash.
+
+        Secrets are `api_key`, what `masked_server_cmd` masks, and the values of variables with a
+        name as `HF_TOKEN`.
+        """
+        left_out = {"api_key", *_CALLABLES}
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        data["env"] = {
+            name: MASK if _SECRET_VARIABLE.search(name) else text for name, text in self.env.items()
+        }
+        data["server_cmd"] = masked_server_cmd(self.server_cmd, self.api_key)
+        text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        command = list(masked_server_cmd(self.server_cmd, self.api_key))
+        return (
+            f"WorkerConfig(name={self.name!r}, host={self.host!r}, port={self.port}, "
+            f"server_cmd={command!r})"
+        )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
+
+    def _check_tools_together(self) -> None:
+        if self.normal_tools and self.tool_runner is None:
+            names = ", ".join(repr(tool["function"]["name"]) for tool in self.normal_tools)
+            raise ConfigError(
+                f"normal_tools ({names}) need a tool_runner that runs them; it is None"
+            )
+        if self.tool_runner is not None and not callable(
+            getattr(self.tool_runner, "run_tool", None)
+        ):
+            raise TypeError(
+                f"tool_runner must have a run_tool method; {type(self.tool_runner).__name__} "
+                "has none"
+            )
+        if self.tool_runner is not None:
+            _check_run_tool(self.tool_runner.run_tool)
+        both = {t["function"]["name"] for t in self.normal_tools} & {
+            t["function"]["name"] for t in self.exit_tools
+        }
+        if both:
+            names = ", ".join(map(repr, sorted(both)))
+            raise ConfigError(
+                f"normal_tools and exit_tools must have no name in common; both have {names}"
+            )
+
+
+def _check_run_tool(run_tool: Callable[..., object]) -> None:
+    given = {"name": "str", "arguments": "dict", "request_id": "int", "job_name": "str"}
+    more = {"call": "RunningCall"} if takes(run_tool, "call") else {}
+    check_takes("tool_runner.run_tool", run_tool, **given, **more)
+
+
+def _checked_timeouts(value: object) -> None:
+    if isinstance(value, str) and value in TIMEOUT_PRESETS:
+        raise TypeError(
+            f"timeouts must be a TimeoutProfile: TimeoutProfile.{value}(), not {value!r}"
+        )
+    _checked_type("timeouts", value, TimeoutProfile)
+
+
+def _checked_env(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"env must be a mapping of str to str, not {type(value).__name__}")
+    for name, text in value.items():
+        checked_str("env key", name, empty=False, nul=False)
+        if "=" in name:
+            raise ConfigError(f"env key {name!r} must not contain '='")
+        checked_str(f"env[{name!r}]", text, nul=False, secret=True)
+    return dict(value)
+
+
+def _checked_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be a {kind.__name__}, not {type(value).__name__}: {shown(value)}"
+        )
+
+
+def _checked_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}: {shown(value)}")
+    if value not in choices:
+        raise ConfigError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, not {shown(value)}"
+        )
+
+
+def _checked_host(host: object) -> None:
+    checked_str("host", host)
+    if not _HOST_NAME.fullmatch(str(host)) and ip_address_of(str(host)) is None:
+        raise ConfigError(
+            f"host must be an address or a name, without port or path, not {shown(host)}"
+        )
+
+
+def _checked_zone(name: object) -> None:
+    checked_str("timezone_name", name, empty=False)
+    try:
+        if name != "UTC":
+            ZoneInfo(str(name))
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(
+            f"timezone_name {name!r} is unknown here; an IANA name such as 'Europe/Vienna' is "
+            "needed"
+        ) from error
+
+
+def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise TypeError(f"liveness_probes must be a sequence of probes or None, not {shown(value)}")
+    for index, probe in enumerate(value):
+        if not isinstance(probe, LivenessProbe):
+            raise TypeError(
+                f"liveness_probes[{index}] needs the methods probe and reset; "
+                f"{type(probe).__name__} has not both"
+            )
+    return tuple(value)
+
+
+def _canonical(value: object) -> object:
+    """As JSON knows it, one form for equal values: 10 and 10.0 are the same timeout."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case Mapping():
+            return {name: _canonical(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_canonical(item) for item in value]
+        case TimeoutProfile() | RestartPolicy() | LoopDetector() | Recycle() | Canary():
+            return {
+                f.name: _canonical(getattr(value, f.name))
+                for f in fields(value)
+                if f.name != "check"
+            }
+        case _:
+            return value

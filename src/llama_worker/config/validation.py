@@ -1,0 +1,191 @@
+"""Checks of single values. Pure: a wrong type raises TypeError, a bad value ConfigError, both with
+field and value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from llama_worker.config.near_names import did_you_mean
+from llama_worker.errors import ConfigError
+
+T = TypeVar("T")
+MAX_SECONDS = 1e9  # some 30 years; what Linux and Python can wait for is not much more
+_MAX_INT_BITS = 1023
+_SHOWN_CHARS = 80
+_MAX_JSON_DEPTH = 100  # far below where Python gives up; what holds itself ends here, too
+
+
+def shown(value: object) -> str:
+    """The value for an error message, cut short."""
+    try:
+        text = repr(value)
+    except Exception:  # a stranger's __repr__ must not hide what is wrong
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def checked_number(
+    name: str, value: object, *, above: float | None = None, at_least: float | None = None
+) -> None:
+    """A finite int or float within the bounds, which a double can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}: {shown(value)}")
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        raise ConfigError(f"{name} must fit a double, not be an int of {value.bit_length()} bits")
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} must be finite, not {shown(value)}")
+    if above is not None and value <= above:
+        raise ConfigError(f"{name} must be above {above:g}, not {shown(value)}")
+    if at_least is not None and value < at_least:
+        raise ConfigError(f"{name} must be {at_least:g} or more, not {shown(value)}")
+
+
+def checked_seconds(
+    name: str, value: object, *, above: float | None = None, at_least: float | None = None
+) -> None:
+    """A duration that the platform can wait for."""
+    checked_number(name, value, above=above, at_least=at_least)
+    assert isinstance(value, (int, float))
+    if value > MAX_SECONDS:
+        raise ConfigError(f"{name} must be {MAX_SECONDS:g} seconds or less, not {shown(value)}")
+
+
+def checked_int(name: str, value: object, *, at_least: int, at_most: int | None = None) -> None:
+    """An int (no bool) within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {shown(value)}")
+    checked_number(name, value)
+    if value < at_least or (at_most is not None and value > at_most):
+        bounds = f"{at_least} or more" if at_most is None else f"from {at_least} to {at_most}"
+        raise ConfigError(f"{name} must be {bounds}, not {shown(value)}")
+
+
+def checked_bool(name: str, value: object) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, not {type(value).__name__}: {shown(value)}")
+
+
+def checked_str(
+    name: str, value: object, *, empty: bool = True, nul: bool = True, secret: bool = False
+) -> None:
+    """Text that can be encoded; servers refuse lone surrogates (b11434). A secret is not shown in
+    the error."""
+    told = "(not shown)" if secret else shown(value)
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}: {told}")
+    if not empty and not value:
+        raise ConfigError(f"{name} must not be empty")
+    if not nul and "\0" in value:
+        raise ConfigError(f"{name} must not contain a NUL character: {told}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{name} must be valid Unicode, without lone surrogates: {told}"
+        ) from None
+
+
+def checked_json_object(name: str, value: object) -> dict[str, Any]:
+    """A copy of a mapping that JSON can hold: str keys, no NaN, no lone surrogates."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping, not {type(value).__name__}: {shown(value)}")
+    copied = _copied(name, value, 1)
+    assert isinstance(copied, dict)
+    return copied
+
+
+def _copied(where: str, value: object, depth: int) -> object:
+    if depth > _MAX_JSON_DEPTH:
+        where = f"{where[:_SHOWN_CHARS]}..."
+        raise ConfigError(
+            f"{where} must be nested {_MAX_JSON_DEPTH} levels deep at most, and not hold itself"
+        )
+    match value:
+        case None | bool():
+            return value
+        case str():
+            checked_str(where, value)
+            return value
+        case int() | float():
+            checked_number(where, value)
+            return value
+        case Mapping():
+            for key in value:
+                if not isinstance(key, str):
+                    raise TypeError(f"{where} has the key {key!r}; JSON needs str keys")
+                checked_str(f"a key of {where}", key)
+            return {
+                key: _copied(f"{where}[{key!r}]", item, depth + 1) for key, item in value.items()
+            }
+        case list() | tuple():
+            return [
+                _copied(f"{where}[{index}]", item, depth + 1) for index, item in enumerate(value)
+            ]
+        case _:
+            holds = "str, int, float, bool, None, list, tuple and mappings it can"
+            raise TypeError(
+                f"{where} is {type(value).__name__}, which JSON cannot hold ({holds}): "
+                f"{shown(value)}"
+            )
+
+
+def check_takes(field: str, function: object, /, *given: str, **named: str) -> None:
+    """A callable that can be called with so many arguments and these names.
+
+    The values say what the arguments are, for the error's text. A built-in function that does not
+    tell its signature passes.
+    """
+    if not callable(function):
+        raise TypeError(f"{field} must be callable, not {shown(function)}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        call = ", ".join((*given, *(f"{key}=..." for key in named)))
+        raise TypeError(
+            f"{field} is called as ({call}), and its signature is {signature}: {error}"
+        ) from None
+
+
+def takes(function: Callable[..., object], parameter: str) -> bool:
+    """Whether the callable has a parameter of that name."""
+    try:
+        return parameter in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a built-in function that does not tell
+        return False
+
+
+def names_near_fields(kind: type[T]) -> type[T]:
+    """For a dataclass: an argument that is no field is a TypeError that says what was meant."""
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def __init__(self: T, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in kind.__dataclass_fields__:  # type: ignore[attr-defined]
+                known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+                hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
+                raise TypeError(f"{kind.__name__} has no field {name!r}; {hint}")
+        make(self, *args, **given)
+
+    kind.__init__ = __init__  # type: ignore[method-assign,assignment]
+    return kind
+
+
+def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:
+    """The check, unless the value is None."""
+    if value is None:
+        return
+    try:
+        check(name, value, **bounds)
+    except (TypeError, ConfigError) as error:
+        raise type(error)(f"{error} (None is allowed, too)") from None

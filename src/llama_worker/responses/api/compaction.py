@@ -1,0 +1,52 @@
+"""A conversation summed up by the model, to go on in a smaller context. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llama_worker.responses.api.conversation import LateRole, plain_text, seal
+from llama_worker.responses.api.request import ChatRequest, Recalled, input_items, normalise
+from llama_worker.responses.http.refusal import RequestRefused
+
+_ORDER = (
+    "The conversation so far is about to be replaced by a summary that you write now, so that it "
+    "can go on in a smaller context. Write that summary and nothing else. Keep what is needed to "
+    "go on: what the user wants, word for word where the words matter; facts, names, numbers, "
+    "file paths and code that were settled; what was done, and what came of it; what is still to "
+    "be done. Call no tool, and answer no earlier question."
+)
+
+
+def compaction_request(
+    body: Mapping[str, Any], recalled: Recalled, *, late_role: LateRole = "user"
+) -> ChatRequest:
+    """The chat completion that sums the conversation up. Raises RequestRefused."""
+    if not isinstance(body.get("model"), str) or not body["model"]:
+        raise RequestRefused(400, "Missing required parameter: 'model'.", param="model")
+    items = input_items(body)
+    if not items and not recalled.history:
+        raise RequestRefused(400, "Missing required parameter: 'input'.", param="input")
+    order = {"type": "message", "role": "user", "content": _ORDER}
+    asked = {**body, "input": [*items, order], "store": False, "stream": False}
+    asked |= {"tool_choice": "none", "text": None}
+    return normalise(asked, recalled, late_role=late_role)
+
+
+def compacted(response: Mapping[str, Any], item_id: str) -> dict[str, Any]:
+    """The conversation's new beginning, from the response to that request.
+
+    Raises RequestRefused where the model wrote no summary.
+    """
+    messages = [item for item in response["output"] if item["type"] == "message"]
+    summary = "\n\n".join(plain_text(message["content"]) for message in messages).strip()
+    if not summary:
+        raise RequestRefused(502, "the model wrote no summary", code="upstream_failed")
+    item = {"id": item_id, "type": "compaction", "encrypted_content": seal(summary)}
+    return {
+        "id": response["id"],
+        "object": "response.compaction",
+        "created_at": response["created_at"],
+        "output": [item],
+        "usage": response["usage"],
+    }

@@ -1,0 +1,376 @@
+"""Input items of the Responses API to the messages of a chat completion. Pure.
+
+An assistant's turn is several items there (reasoning, message, calls) and one message here. Leading
+system and developer messages become one system message: many chat templates fail on a second one or
+lose it silently. Later ones stay in their place, since the messages of one turn must begin with
+those of the turn before: llama-server's prompt cache lives by that. Call ids become our own, in the
+one form that every template takes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from llama_worker.responses.api.tools import TOOL_SEARCH, ToolSet, custom_arguments, tool_set
+from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.stream.calls import parse_arguments, tool_call_id
+
+Item = Mapping[str, Any]
+Message = dict[str, Any]
+LateRole = Literal["system", "user"]
+
+_SEALED_PREFIX = "llama-worker-1:"
+_SUMMARY_HEAD = "Summary of the conversation so far, which it stands for:"
+
+
+def seal(text: str) -> str:
+    """The `encrypted_content` of our items: not secret, only opaque, so that it comes back as it
+    went."""
+    return _SEALED_PREFIX + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
+
+
+def unseal(sealed: object) -> str | None:
+    """The text in what `seal` made; None for anything else."""
+    if not isinstance(sealed, str) or not sealed.startswith(_SEALED_PREFIX):
+        return None
+    try:
+        return base64.b64decode(sealed.removeprefix(_SEALED_PREFIX), validate=True).decode(
+            "utf-8", "surrogatepass"
+        )
+    except (binascii.Error, ValueError):
+        return None
+
+
+TEMPLATE_PROBE: Message = {
+    "messages": [
+        {"role": role, "content": text}
+        for role, text in (
+            ("system", "probe-head"),
+            ("user", "probe-question"),
+            ("assistant", "probe-answer"),
+            ("system", "probe-late"),
+            ("user", "probe-end"),
+        )
+    ]
+}
+"""For `/apply-template`, whose answer `late_role_of` reads."""
+
+
+def late_role_of(prompt: object) -> LateRole:
+    """How a system message reaches the model in the middle of a conversation: templates drop, move
+    or refuse one."""
+    places = (
+        [prompt.find(message["content"]) for message in TEMPLATE_PROBE["messages"]]
+        if isinstance(prompt, str)
+        else [-1]
+    )
+    return "system" if -1 not in places and places == sorted(places) else "user"
+
+
+def item_type(item: Item) -> str:
+    """The item's type, also where it is left out: a message has a role, a reference has only an
+    id."""
+    kind = item.get("type")
+    if isinstance(kind, str):
+        return kind
+    if "role" in item:
+        return "message"
+    return "item_reference" if "id" in item else ""
+
+
+class ChatMessages(Struct, frozen=True):
+    """`warnings`: about items that were left out. `has_late`: instructions came after the
+    conversation had begun."""
+
+    messages: list[Message]
+    warnings: tuple[str, ...]
+    has_late: bool
+
+
+def chat_messages(
+    instructions: str, items: Sequence[Item], tools: ToolSet, late_role: LateRole
+) -> ChatMessages:
+    """Raises RequestRefused for what is malformed."""
+    writer = _Writer(instructions, tools, late_role)
+    for item in items:
+        writer.add(item)
+    return ChatMessages(writer.messages(), tuple(dict.fromkeys(writer.warnings)), writer.has_late)
+
+
+class _Turn:
+    """The assistant's turn, as long as its items come."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.said: list[str] = []  # the first one is not empty
+        self.calls: list[Message] = []
+
+    def message(self) -> Message:
+        message: Message = {"role": "assistant", "content": "\n".join(self.said)}
+        if self.reasoning:
+            message["reasoning_content"] = "\n\n".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+class _Writer:
+    def __init__(self, instructions: str, tools: ToolSet, late_role: LateRole) -> None:
+        self.warnings: list[str] = []
+        self.has_late = False
+        self._tools = tools
+        self._late_role = late_role
+        self._unanswered: set[str] = set()  # call ids
+        # late system messages: none may come between a call and its result
+        self._held: list[Message] = []
+        self._system = [instructions] if instructions else []
+        self._messages: list[Message] = []
+        self._turn: _Turn | None = None
+        self._ids: dict[str, str] = {}  # the client's call ids to ours
+        self._calls = 0
+
+    def add(self, item: Item) -> None:
+        match item_type(item):
+            case "message":
+                self._message(item)
+            case "reasoning":
+                self._reasoning(item)
+            case "function_call":
+                arguments = item.get("arguments")
+                if not isinstance(arguments, (str, type(None))):
+                    raise RequestRefused(
+                        400, "the arguments of a function_call must be a string", param="input"
+                    )
+                self._call(item, _valid_arguments(arguments or ""))
+            case "custom_tool_call":
+                text = item.get("input")
+                if not isinstance(text, str):
+                    raise RequestRefused(
+                        400, "a custom_tool_call needs its input as a string", param="input"
+                    )
+                self._call(item, custom_arguments(text))
+            case "tool_search_call":
+                self._call({**item, "name": TOOL_SEARCH}, _as_json(item.get("arguments") or {}))
+            case "function_call_output" | "custom_tool_call_output":
+                self._output(item)
+            case "tool_search_output":
+                self._output({**item, "output": self._names(item.get("tools"))})
+            case "compaction" | "compaction_summary":
+                self._summary(item)
+            case "additional_tools":
+                pass  # they count like `tools`
+            case kind:
+                self.warnings.append(f"input items of type {kind or 'unknown'!r} are ignored")
+
+    def messages(self) -> list[Message]:
+        if self._turn is not None and not self._turn.said and not self._turn.calls:
+            # At the end, reasoning alone would be a beginning for the model to go on with.
+            self._turn = None
+        self._end_turn()
+        self._release_held()
+        system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
+        return system + self._messages
+
+    def _message(self, item: Item) -> None:
+        role, content = item.get("role"), item.get("content")
+        match role:
+            case "system" | "developer":
+                text = plain_text(content)
+                if text:
+                    self._instruct(text)
+            case "assistant":
+                self._said(plain_text(content, joint=""))
+            case "user" | "tool":
+                self._end_turn()
+                self._release_held()
+                self._messages.append({"role": "user", "content": _content(content)})
+            case _:
+                raise RequestRefused(
+                    400, f"unknown role {role!r} of an input message", param="input"
+                )
+
+    def _summary(self, item: Item) -> None:
+        text = unseal(item.get("encrypted_content"))
+        if text is None:
+            self.warnings.append("a compaction that was not made here is ignored")
+            return
+        self._end_turn()
+        self._release_held()
+        self._messages.append({"role": "user", "content": f"{_SUMMARY_HEAD}\n\n{text}"})
+
+    def _instruct(self, text: str) -> None:
+        if not self._messages and self._turn is None:
+            self._system.append(text)
+            return
+        self.has_late = True
+        self._held.append({"role": self._late_role, "content": text})
+        if not self._unanswered:
+            self._end_turn()
+            self._release_held()
+
+    def _release_held(self) -> None:
+        self._messages += self._held
+        self._held.clear()
+
+    def _said(self, text: str) -> None:
+        if self._turn is not None and self._turn.said and not self._turn.calls:
+            self._end_turn()
+        turn = self._begun_turn()
+        if text or turn.said:
+            turn.said.append(text)
+
+    def _reasoning(self, item: Item) -> None:
+        text = _reasoning_text(item)
+        if not text:
+            return
+        if self._turn is not None and (self._turn.said or self._turn.calls):
+            self._end_turn()
+        self._begun_turn().reasoning.append(text)
+
+    def _call(self, item: Item, arguments: str) -> None:
+        name, namespace, call_id = item.get("name"), item.get("namespace"), item.get("call_id")
+        if not isinstance(name, str):
+            raise RequestRefused(400, f"a {item_type(item)} needs a name", param="input")
+        self._calls += 1
+        own_id = tool_call_id(self._calls)
+        if isinstance(call_id, str):
+            self._ids[call_id] = own_id
+            self._unanswered.add(call_id)
+        function = {"name": self._tools.model_name(namespace, name), "arguments": arguments}
+        self._begun_turn().calls.append({"id": own_id, "type": "function", "function": function})
+
+    def _output(self, item: Item) -> None:
+        call_id, output = item.get("call_id"), item.get("output")
+        if not isinstance(call_id, str):
+            raise RequestRefused(
+                400, f"a {item_type(item)} needs the call_id of its call", param="input"
+            )
+        self._end_turn()
+        try:
+            content = (
+                _content(output)
+                if isinstance(output, (str, list, type(None)))
+                else _as_json(output)
+            )
+        except RequestRefused:
+            content = _as_json(output)  # any JSON value is a result, not only a list of parts
+        self._messages.append(
+            {"role": "tool", "tool_call_id": self._ids.get(call_id, call_id), "content": content}
+        )
+        self._unanswered.discard(call_id)
+        if not self._unanswered:
+            self._release_held()
+
+    def _names(self, tools: object) -> str:
+        """Of tools that were found, as the model knows them; they are offered like the others."""
+        found, _ = tool_set(tools)
+        names = [self._tools.model_name(tool.namespace, tool.name) for tool in found.tools]
+        return (
+            f"These tools can be called now: {', '.join(names)}" if names else "No tool was found."
+        )
+
+    def _begun_turn(self) -> _Turn:
+        if self._turn is None:
+            self._turn = _Turn()
+        return self._turn
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._messages.append(self._turn.message())
+        self._turn = None
+
+
+def plain_text(content: object, *, joint: str = "\n") -> str:
+    """The text of a content, other parts left out."""
+    parts = _content(content, joint=joint)
+    return (
+        parts
+        if isinstance(parts, str)
+        else joint.join(part["text"] for part in parts if part["type"] == "text")
+    )
+
+
+def _content(content: object, *, joint: str = "\n") -> str | list[Message]:
+    """A message's content: one string where all of it is text, since not every template takes
+    parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Mapping):
+        content = [content]
+    if not isinstance(content, list):
+        raise RequestRefused(400, "content must be a string or a list of parts", param="input")
+    parts = [_part(part) for part in content if part is not None]
+    if all(part["type"] == "text" for part in parts):
+        return joint.join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: object) -> Message:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise RequestRefused(400, "a content part must be an object", param="input")
+    kind = part.get("type")
+    match kind:
+        case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text" | "refusal":
+            text = part.get("refusal" if kind == "refusal" else "text")
+            if not isinstance(text, str):
+                raise RequestRefused(400, f"a part of type {kind!r} needs a text", param="input")
+            return {"type": "text", "text": text}
+        case "input_image" | "image_url":
+            return {"type": "image_url", "image_url": _image(part)}
+        case "input_audio" if isinstance(part.get("input_audio"), Mapping):
+            return {"type": "input_audio", "input_audio": dict(part["input_audio"])}
+        case _:
+            raise RequestRefused(
+                400, f"content of type {kind!r} is not supported by llama-server", param="input"
+            )
+
+
+def _image(part: Item) -> Message:
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, Mapping) else image
+    if not isinstance(url, str):
+        raise RequestRefused(
+            400, "an input_image needs an image_url (files cannot be looked up)", param="input"
+        )
+    detail = part.get("detail")
+    return {"url": url, "detail": detail} if isinstance(detail, str) else {"url": url}
+
+
+def _reasoning_text(item: Item) -> str:
+    sealed = unseal(item.get("encrypted_content"))
+    return sealed or _texts(item.get("content")) or _texts(item.get("summary"))
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _texts(parts: object) -> str:
+    if isinstance(parts, str):
+        return parts
+    found = (
+        [part.get("text") for part in parts if isinstance(part, Mapping)]
+        if isinstance(parts, list)
+        else []
+    )
+    return "\n\n".join(text for text in found if isinstance(text, str) and text)
+
+
+def _valid_arguments(text: str) -> str:
+    """As the model wrote them, where they are a JSON object: what is not one is a 500 with many
+    templates."""
+    try:
+        parse_arguments(text)
+    except ValueError:
+        return json.dumps({"malformed_arguments": text})
+    return text if text.strip() else "{}"

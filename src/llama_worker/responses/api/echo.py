@@ -1,0 +1,85 @@
+"""The request as its response repeats it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llama_worker.responses.api.tools import Choice, ToolSet
+
+# What b11434 samples with, unless a request or its own command says otherwise.
+LLAMA_SERVER_SAMPLING = {
+    "temperature": 0.8,
+    "top_p": 0.95,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
+
+
+def sampling_of(props: object) -> dict[str, float]:
+    """What the server samples with where a request does not say, from the body of its `/props`."""
+    for name in ("default_generation_settings", "params"):
+        props = props.get(name) if isinstance(props, Mapping) else None
+    params = props if isinstance(props, Mapping) else {}
+    return {name: _number(params.get(name), known) for name, known in LLAMA_SERVER_SAMPLING.items()}
+
+
+def sampling_echo(body: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, float]:
+    """What a chat completion samples with; `defaults`: where it does not say."""
+    return {name: _number(body.get(name), default) for name, default in defaults.items()}
+
+
+def echo_of(
+    body: Mapping[str, Any],
+    tools: ToolSet,
+    choice: Choice,
+    text_format: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What is not of the API's form is left out."""
+    reasoning = body.get("reasoning")
+    reasoning = reasoning if isinstance(reasoning, Mapping) else {}
+    effort, summary = reasoning.get("effort"), reasoning.get("summary")
+    text: dict[str, Any] = {"format": dict(text_format) if text_format else {"type": "text"}}
+    verbosity = body["text"].get("verbosity") if isinstance(body.get("text"), Mapping) else None
+    if verbosity in ("low", "medium", "high"):
+        text["verbosity"] = verbosity
+    metadata = body.get("metadata")
+    instructions = body.get("instructions")
+    parallel = body.get("parallel_tool_calls")
+    return {
+        "instructions": instructions if isinstance(instructions, str) else None,
+        "max_output_tokens": _typed(body.get("max_output_tokens"), int),
+        "max_tool_calls": None,
+        "metadata": (
+            {key: value for key, value in metadata.items() if isinstance(value, str)}
+            if isinstance(metadata, Mapping)
+            else {}
+        ),
+        "model": body["model"] if isinstance(body.get("model"), str) else "default",
+        "parallel_tool_calls": parallel if isinstance(parallel, bool) else True,
+        "previous_response_id": body.get("previous_response_id") or None,
+        "prompt_cache_key": _typed(body.get("prompt_cache_key"), str),
+        "reasoning": {
+            "effort": effort if isinstance(effort, str) and effort in _EFFORTS else None,
+            "summary": summary if summary in ("auto", "concise", "detailed") else None,
+        },
+        "safety_identifier": _typed(body.get("safety_identifier"), str),
+        "service_tier": "default",
+        "store": body.get("store") is not False,
+        **sampling_echo(body, LLAMA_SERVER_SAMPLING),
+        "text": text,
+        "tool_choice": choice.echo,
+        "tools": [dict(tool) for tool in tools.echo],
+        "top_logprobs": 0,
+        "truncation": "disabled",
+        "user": _typed(body.get("user"), str),
+    }
+
+
+def _typed(value: Any, *types: type) -> Any:
+    return value if isinstance(value, types) and not isinstance(value, bool) else None
+
+
+def _number(value: object, default: float) -> float:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default

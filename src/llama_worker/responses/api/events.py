@@ -1,0 +1,390 @@
+"""The events of one response, made from the stream events of one chat completion. Pure; not
+thread-safe.
+
+At most one item is open at a time. A tool call is closed when its arguments are a whole JSON object
+and something else comes; what comes earlier than that waits, in order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, assert_never
+
+import msgspec
+
+from llama_worker.responses.api.items import Call, Delta, ItemStatus, Message, Reasoning
+from llama_worker.responses.api.tools import NO_TOOLS, ToolSet
+from llama_worker.responses.http.refusal import error_code
+from llama_worker.stream.calls import ToolCallAssembler
+from llama_worker.stream.events import (
+    Done,
+    EmptyRecord,
+    Finish,
+    PromptProgress,
+    ReasoningDelta,
+    ServerError,
+    StreamEvent,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    UnknownContent,
+    Usage,
+)
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.reasoning import Piece, ReasoningSplitter
+from llama_worker.stream.turn_end import NO_FINISH_REASON, Finished, TurnEnd, Verdict
+
+Event = dict[str, Any]
+
+_CALL_PREFIXES = {"function": "fc", "custom": "ctc", "tool_search": "tsc"}  # of ids
+_INCOMPLETE_REASONS = {
+    "length": "max_output_tokens",
+    "content_filter": "content_filter",
+}  # by finish reason
+
+
+def sse(events: list[Event]) -> bytes:
+    """The events as a Responses stream has them; it has no end mark of its own."""
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event)) for event in events
+    )
+
+
+def to_json(event: Event) -> bytes:
+    """The event's JSON, in UTF-8."""
+    try:
+        return msgspec.json.encode(event)  # ten times as fast as json
+    except UnicodeEncodeError:  # a lone surrogate, which a client's own text may hold
+        return json.dumps(event, separators=(",", ":")).encode()
+
+
+class ResponseEvents:
+    """`begin` once, `feed` for every stream event, `closed` at the stream's end; each returns the
+    events to send.
+
+    `new_id` makes an id of a prefix. `clock` tells seconds since 1970; other instants are monotonic
+    seconds. After the terminal event
+    everything returns [], and `response` is final.
+
+    An item that is still open when the stream fails, or a call when the token limit is met, is
+    never reported done: clients act on what is done, and make it part of their history.
+    """
+
+    def __init__(
+        self,
+        *,
+        response_id: str,
+        clock: Callable[[], float],
+        echo: Mapping[str, Any],
+        new_id: Callable[[str], str],
+        tools: ToolSet = NO_TOOLS,
+        seal: bool = False,
+    ) -> None:
+        self.over = False
+        self.failure: str | None = None  # why, after `response.failed`
+        self.response: dict[str, Any] = {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(clock()),
+            "completed_at": None,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            **echo,
+            "output": [],
+            "usage": None,
+        }
+        self._clock = clock
+        self._new_id = new_id
+        self._tools = tools
+        self._seal = seal
+        self._turn_end = TurnEnd()
+        self._out: list[Event] = []
+        self._sequence_number = 0
+        self._splitter: ReasoningSplitter | None = ReasoningSplitter()  # None once a call has begun
+        self._open: Reasoning | Message | Call | None = None
+        self._waiting: deque[Delta] = deque()
+        self._call_ids: set[str] = set()
+        self._closed_calls: set[int] = set()
+        self._usage: Usage | None = None
+        self._timings: Timings | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` is due: the model has finished, and what may still follow is not waited for
+        any longer."""
+        return None if self.over else self._turn_end.settled_at
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The response as it can be referred to: with the item, too, that was open when the stream
+        failed."""
+        half = [] if self._open is None else [self._open.done("incomplete")]
+        return {**self.response, "output": [*self.response["output"], *half]}
+
+    def begin(self) -> list[Event]:
+        """`response.created` and `response.in_progress`."""
+        self._emit("response.created", response=dict(self.response))
+        self._emit("response.in_progress", response=dict(self.response))
+        return self._take()
+
+    def heartbeat(self) -> list[Event]:
+        """`response.in_progress` again: clients that give up on a silent stream count events, not
+        comments."""
+        if not self.over:
+            self._emit("response.in_progress", response=dict(self.response))
+        return self._take()
+
+    def feed(self, event: StreamEvent, now: float) -> list[Event]:
+        if self.over:
+            return []
+        match event:
+            case TextDelta(text=text):
+                self._piece(self._splitter.feed_text(text) if self._splitter else Piece("", text))
+            case ReasoningDelta(text=text):
+                self._piece(
+                    self._splitter.feed_reasoning(text) if self._splitter else Piece(text, "")
+                )
+            case ToolCallDelta():
+                self._finish_splitter()  # no text that came before may come after the call
+                self._take_delta(Delta("call", call=event))
+            case Finish() | ServerError() | Done():
+                return self._conclude(self._turn_end.feed(event, now))
+            case Usage():
+                self._usage = event
+            case Timings():
+                self._timings = event
+            case EmptyRecord() | UnknownContent() | PromptProgress():
+                pass
+            case _:
+                assert_never(event)
+        return self._take()
+
+    def closed(self, failure: StreamFailure | None = None) -> list[Event]:
+        """The connection is over; `failure`: how it broke, None for a regular end."""
+        return self._conclude(self._turn_end.closed(failure))
+
+    def tick(self, now: float) -> list[Event]:
+        """`deadline` may have come."""
+        return self._conclude(self._turn_end.tick(now))
+
+    def fail(self, message: str, *, code: str | None = None) -> list[Event]:
+        if self.over:
+            return []
+        self._finish_splitter()
+        self.failure = message
+        error = {
+            "type": "server_error",
+            "code": code or "server_error",
+            "message": message,
+            "param": None,
+        }
+        flat = {key: value for key, value in error.items() if key != "type"}
+        self._emit("error", **flat, error=error)  # old clients look outside, new ones inside
+        self.response["error"] = {"code": "server_error", "message": message}
+        return self._emit_terminal("failed")
+
+    def _conclude(self, verdict: Verdict | None) -> list[Event]:
+        if self.over:
+            return []
+        match verdict:
+            case None:
+                return self._take()
+            case ServerError(message=message, type=kind):
+                return self.fail(message, code=error_code(f"{kind} {message}"))
+            case StreamFailure(detail=detail):
+                return self.fail(detail)
+            case Finished(reason=reason):
+                return (
+                    self.fail(NO_FINISH_REASON)
+                    if reason is None
+                    else self._finish(_INCOMPLETE_REASONS.get(reason))
+                )
+
+    def _finish(self, incomplete: str | None) -> list[Event]:
+        self._close_all("incomplete" if incomplete else "completed")
+        if incomplete:
+            self.response["incomplete_details"] = {"reason": incomplete}
+            return self._emit_terminal("incomplete")
+        if all(item["type"] == "reasoning" for item in self.response["output"]):
+            self._begin_item(Message(self._new_id("msg")))  # clients expect an answer, be it empty
+            self._close("completed")
+        return self._emit_terminal("completed")
+
+    # ------------------------------------------------------------ items
+
+    def _piece(self, piece: Piece) -> None:
+        if piece.reasoning:
+            self._take_delta(Delta("reasoning", text=piece.reasoning))
+        if piece.text:
+            self._take_delta(Delta("text", text=piece.text))
+
+    def _finish_splitter(self) -> None:
+        splitter, self._splitter = self._splitter, None
+        if splitter is not None:
+            self._piece(splitter.finish())
+
+    def _take_delta(self, delta: Delta) -> None:
+        if delta.call is not None and delta.index in self._closed_calls:
+            if not (delta.call.name and delta.call.call_id):
+                return  # nothing can follow a whole object of arguments
+            self._closed_calls.remove(delta.index)  # a server that numbers every call alike
+        if self._for_open_item(delta):  # nearly always; what waits is for other items
+            self._append(delta)
+            self._work_off()
+            return
+        self._waiting.append(delta)
+        if len(self._waiting) == 1:
+            self._work_off()
+
+    def _work_off(self) -> None:
+        """Pass on what waits, as far as it may be."""
+        while self._waiting:
+            delta = self._waiting[0]
+            if not self._for_open_item(delta):
+                if isinstance(self._open, Call) and not self._open.is_whole():
+                    return
+                self._close("completed")
+                if not self._begin_item_for(delta):
+                    return
+                if isinstance(self._open, Call):
+                    self._append_all_that_wait()
+                    continue
+            self._append(self._waiting.popleft())
+
+    def _append_all_that_wait(self) -> None:
+        """For the call that was opened: other items may wait in between."""
+        waiting, self._waiting = self._waiting, deque()
+        for delta in waiting:
+            if self._for_open_item(delta):
+                self._append(delta)
+            else:
+                self._waiting.append(delta)
+
+    def _for_open_item(self, delta: Delta) -> bool:
+        item = self._open
+        if isinstance(item, Call):
+            return delta.kind == "call" and delta.index == item.index
+        return item is not None and delta.kind == item.kind
+
+    def _begin_item_for(self, delta: Delta) -> bool:
+        """Open the item that the delta begins; False where it cannot be opened yet."""
+        if delta.kind == "reasoning":
+            self._begin_item(Reasoning(self._new_id("rs"), seal=self._seal))
+        elif delta.kind == "text":
+            self._begin_item(Message(self._new_id("msg")))
+        else:
+            name, call_id = self._name_and_id(delta.index)
+            if not name:
+                return False
+            if not call_id or call_id in self._call_ids:
+                call_id = self._new_id("call")
+            self._call_ids.add(call_id)
+            tool = self._tools.called(name)
+            prefix = _CALL_PREFIXES[tool.kind] if tool is not None else "fc"
+            self._begin_item(
+                Call(
+                    self._new_id(prefix),
+                    index=delta.index,
+                    call_id=call_id,
+                    model_name=name,
+                    tool=tool,
+                )
+            )
+        return True
+
+    def _name_and_id(self, index: int) -> tuple[str, str | None]:
+        assembler = ToolCallAssembler()
+        for delta in self._waiting:
+            if delta.call is not None and delta.index == index:
+                assembler.feed(delta.call)
+        (call,) = assembler.calls()
+        return call.name, call.call_id
+
+    def _begin_item(self, item: Reasoning | Message | Call) -> None:
+        self._open = item
+        self._emit("response.output_item.added", output_index=self._index, item=item.begun())
+        for kind, fields in item.opening():
+            self._emit(kind, output_index=self._index, item_id=item.id, **fields)
+
+    def _append(self, delta: Delta) -> None:
+        item = self._open
+        assert item is not None
+        for kind, fields in item.append(delta):
+            self._emit(kind, output_index=self._index, item_id=item.id, **fields)
+
+    def _close(self, status: ItemStatus) -> None:
+        item, self._open = self._open, None
+        if item is None:
+            return
+        if isinstance(item, Call):
+            self._closed_calls.add(item.index)
+        for kind, fields in item.closing(status):
+            self._emit(kind, output_index=self._index, item_id=item.id, **fields)
+        done = item.done(status)
+        self._emit("response.output_item.done", output_index=self._index, item=done)
+        self.response["output"].append(done)
+
+    def _close_all(self, status: ItemStatus) -> None:
+        """The turn is over: pass on what was held back and what waits, and close the last item.
+
+        A call that the limit cut stays open: clients run what is done.
+        """
+        self._finish_splitter()
+        while self._waiting:
+            self._work_off()
+            if not self._waiting or (status == "incomplete" and isinstance(self._open, Call)):
+                break
+            if self._open is None:  # a call that never got a name is none
+                nameless = self._waiting[0].index
+                self._waiting = deque(delta for delta in self._waiting if delta.index != nameless)
+            else:
+                self._close(status)
+        if not (status == "incomplete" and isinstance(self._open, Call)):
+            self._close(status)
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"])
+
+    # ------------------------------------------------------------ events
+
+    def _emit_terminal(self, status: Literal["completed", "incomplete", "failed"]) -> list[Event]:
+        self.over = True
+        self.response["status"] = status
+        if status == "completed":
+            self.response["completed_at"] = int(self._clock())
+        self.response["usage"] = self._usage_object()
+        self._emit(f"response.{status}", response=dict(self.response))
+        return self._take()
+
+    def _usage_object(self) -> dict[str, Any]:
+        """As the server counts; from its timings where it sent no usage, as when it failed."""
+        usage, timings = self._usage, self._timings
+        if usage is None:
+            cached = (timings.cache_n if timings else None) or 0
+            read = (timings.prompt_n if timings else None) or 0
+            usage = Usage(cached + read, (timings.predicted_n if timings else None) or 0, cached)
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens or 0,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        if "response" in fields:  # a snapshot: the list goes on growing
+            fields["response"]["output"] = list(fields["response"]["output"])
+        self._out.append({"type": kind, "sequence_number": self._sequence_number, **fields})
+        self._sequence_number += 1
+
+    def _take(self) -> list[Event]:
+        out, self._out = self._out, []
+        return out

@@ -1,0 +1,231 @@
+"""The items of a response as they grow: what is said of each when it begins, goes on and ends.
+Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+from llama_worker.responses.api.conversation import seal
+from llama_worker.responses.api.tools import Tool, ToolKind, custom_input
+from llama_worker.stream.calls import ToolCallAssembler, parse_arguments
+from llama_worker.stream.events import ToolCallDelta
+
+ItemStatus = Literal["completed", "incomplete"]
+Emitted = list[tuple[str, dict[str, Any]]]  # kinds of events, and the fields that are the item's
+
+
+class Delta(Struct, frozen=True):
+    """A piece of an item."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""
+    call: ToolCallDelta | None = None
+
+    @property
+    def index(self) -> int:
+        """Of the call; -1 for what is none."""
+        return self.call.index if self.call is not None else -1
+
+
+class Message(Struct):
+    """Text."""
+
+    id: str
+    kind: Literal["text"] = "text"
+    _pieces: list[str] = field(default_factory=list)
+
+    def begun(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [],
+        }
+
+    def opening(self) -> Emitted:
+        return [("response.content_part.added", {"content_index": 0, "part": self._part("")})]
+
+    def append(self, delta: Delta) -> Emitted:
+        self._pieces.append(delta.text)
+        return [
+            (
+                "response.output_text.delta",
+                {"content_index": 0, "delta": delta.text, "logprobs": []},
+            )
+        ]
+
+    def closing(self, status: ItemStatus) -> Emitted:
+        text = "".join(self._pieces)
+        return [
+            ("response.output_text.done", {"content_index": 0, "text": text, "logprobs": []}),
+            ("response.content_part.done", {"content_index": 0, "part": self._part(text)}),
+        ]
+
+    def done(self, status: ItemStatus) -> dict[str, Any]:
+        return {**self.begun(), "status": status, "content": [self._part("".join(self._pieces))]}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+class Reasoning(Struct):
+    """The same text twice, as content and as summary: some clients show the one, some the other."""
+
+    id: str
+    seal: bool
+    kind: Literal["reasoning"] = "reasoning"
+    _pieces: list[str] = field(default_factory=list)
+
+    def begun(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "reasoning",
+            "status": "in_progress",
+            "summary": [],
+            "content": [],
+        }
+
+    def opening(self) -> Emitted:
+        return [
+            (
+                "response.reasoning_summary_part.added",
+                {"summary_index": 0, "part": self._summary("")},
+            ),
+            ("response.content_part.added", {"content_index": 0, "part": self._content("")}),
+        ]
+
+    def append(self, delta: Delta) -> Emitted:
+        self._pieces.append(delta.text)
+        return [
+            ("response.reasoning_summary_text.delta", {"summary_index": 0, "delta": delta.text}),
+            ("response.reasoning_text.delta", {"content_index": 0, "delta": delta.text}),
+        ]
+
+    def closing(self, status: ItemStatus) -> Emitted:
+        text = "".join(self._pieces)
+        return [
+            ("response.reasoning_summary_text.done", {"summary_index": 0, "text": text}),
+            (
+                "response.reasoning_summary_part.done",
+                {"summary_index": 0, "part": self._summary(text)},
+            ),
+            ("response.reasoning_text.done", {"content_index": 0, "text": text}),
+            ("response.content_part.done", {"content_index": 0, "part": self._content(text)}),
+        ]
+
+    def done(self, status: ItemStatus) -> dict[str, Any]:
+        text = "".join(self._pieces)
+        sealed = {"encrypted_content": seal(text)} if self.seal else {}
+        return {
+            **self.begun(),
+            "status": status,
+            "summary": [self._summary(text)],
+            "content": [self._content(text)],
+            **sealed,
+        }
+
+    def _summary(self, text: str) -> dict[str, Any]:
+        return {"type": "summary_text", "text": text}
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": text}
+
+
+class Call(Struct):
+    """A call of a tool; `index`: the server's number for it. `tool`: None for one that was not
+    offered."""
+
+    id: str
+    index: int
+    call_id: str
+    model_name: str
+    tool: Tool | None = None
+    kind: Literal["call"] = "call"
+    _assembler: ToolCallAssembler = field(default_factory=ToolCallAssembler)
+    _may_be_whole: bool = False  # asked after every piece: mostly the last one's end tells
+
+    def begun(self) -> dict[str, Any]:
+        return self._item("in_progress", "")
+
+    def opening(self) -> Emitted:
+        return []
+
+    def append(self, delta: Delta) -> Emitted:
+        assert delta.call is not None
+        self._assembler.feed(delta.call)
+        if piece := (delta.call.arguments or "").rstrip():
+            self._may_be_whole = piece.endswith("}")
+        # free text is known once its JSON string is whole
+        if self._kind != "function" or not delta.call.arguments:
+            return []
+        return [("response.function_call_arguments.delta", {"delta": delta.call.arguments})]
+
+    def is_whole(self) -> bool:
+        """Whether nothing can follow."""
+        if not self._may_be_whole:
+            return False
+        try:
+            return (
+                bool(self._arguments().strip()) and parse_arguments(self._arguments()) is not None
+            )
+        except ValueError:
+            return False
+
+    def closing(self, status: ItemStatus) -> Emitted:
+        if self._kind == "tool_search":
+            return []
+        if self._kind == "custom":
+            text = custom_input(self._arguments())
+            delta: Emitted = (
+                [("response.custom_tool_call_input.delta", {"delta": text})] if text else []
+            )
+            return [*delta, ("response.custom_tool_call_input.done", {"input": text})]
+        emitted: Emitted = []
+        # so do some servers write a call without any
+        if status == "completed" and not self._arguments().strip():
+            emitted = self.append(Delta("call", call=ToolCallDelta(self.index, None, None, "{}")))
+        arguments = {"name": self._name, "arguments": self._arguments()}
+        return [*emitted, ("response.function_call_arguments.done", arguments)]
+
+    def done(self, status: ItemStatus) -> dict[str, Any]:
+        return self._item(status, self._arguments())
+
+    @property
+    def _kind(self) -> ToolKind:
+        return self.tool.kind if self.tool is not None else "function"
+
+    @property
+    def _name(self) -> str:
+        return self.tool.name if self.tool is not None else self.model_name
+
+    def _item(self, status: str, arguments: str) -> dict[str, Any]:
+        item = {
+            "id": self.id,
+            "type": f"{self._kind}_call",
+            "status": status,
+            "call_id": self.call_id,
+        }
+        match self._kind:
+            case "tool_search":
+                return {**item, "execution": "client", "arguments": _object(arguments)}
+            case "custom":
+                given = {"type": "custom_tool_call", "input": custom_input(arguments)}
+            case "function":
+                given = {"arguments": arguments}
+        if self.tool is not None and self.tool.namespace is not None:
+            item["namespace"] = self.tool.namespace
+        return {**item, "name": self._name, **given}
+
+    def _arguments(self) -> str:
+        calls = self._assembler.calls()
+        return calls[0].arguments if calls else ""
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    try:
+        return parse_arguments(arguments)
+    except ValueError:
+        return {}

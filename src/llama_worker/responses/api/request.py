@@ -1,0 +1,399 @@
+"""A request of the Responses API to one for chat completions. Pure.
+
+Everything that neither API knows (llama.cpp's sampling parameters above all) passes through as it
+is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from llama_worker.responses.api.conversation import (
+    Item,
+    LateRole,
+    chat_messages,
+    item_type,
+    plain_text,
+)
+from llama_worker.responses.api.echo import echo_of
+from llama_worker.responses.api.tools import Choice, ToolSet, tool_choice, tool_set
+from llama_worker.responses.http.refusal import RequestRefused
+
+_ITEM_ID = re.compile(r"[a-z]+_(?P<response>[0-9a-f]{32})[0-9]+")
+# what is kept and repeated is put together again, with less of the stack left than here
+_MAX_DEPTH = 200
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+
+# What the Responses API knows and a chat completion does not; `null` for it means that it was not
+# given.
+_OWN_KEYS = frozenset({
+    "background", "client_metadata", "context_management", "conversation", "include", "input", "instructions",
+    "max_output_tokens", "max_tool_calls", "messages", "metadata", "previous_response_id", "prompt",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier",
+    "service_tier", "store", "stream", "stream_options", "text", "tool_choice", "tools", "top_logprobs",
+    "truncation", "user",
+})  # fmt: skip
+_IGNORED_WITH_A_WARNING = (
+    "background",
+    "conversation",
+    "max_tool_calls",
+    "prompt",
+    "context_management",
+)
+
+
+class References(Struct, frozen=True, kw_only=True):
+    """What the request wants from the store."""
+
+    previous_response_id: str | None = None
+    item_ids: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.previous_response_id is not None or bool(self.item_ids)
+
+    def response_ids(self) -> set[str]:
+        """The responses that they belong to."""
+        owners = {self.previous_response_id, *map(owner_of, self.item_ids)}
+        return {owner for owner in owners if owner is not None}
+
+
+class Recalled(Struct, frozen=True, kw_only=True):
+    """What the store has of it. `history` is None where the response is unknown; unknown items are
+    absent."""
+
+    history: tuple[Item, ...] | None = ()
+    items: Mapping[str, Item]
+
+
+NOTHING_RECALLED = Recalled(items={})
+
+
+class ChatRequest(Struct, frozen=True, kw_only=True):
+    """What to send, and what the response must say of the request."""
+
+    body: dict[str, Any]
+    tools: ToolSet
+    echo: dict[str, Any]
+    input_items: tuple[Item, ...]  # this request's own, references resolved
+    previous_response_id: str | None
+    has_late_instructions: bool
+    stream: bool
+    store: bool
+    seal_reasoning: bool
+    warnings: tuple[str, ...]
+
+
+def references(body: Mapping[str, Any]) -> References:
+    """What to look up before `normalise`."""
+    previous = body.get("previous_response_id")
+    if previous is not None and not isinstance(previous, str):
+        raise RequestRefused(
+            400, "previous_response_id must be a string", param="previous_response_id"
+        )
+    found = [item.get("id") for item in input_items(body) if item_type(item) == "item_reference"]
+    ids = [item_id if isinstance(item_id, str) else "" for item_id in found]
+    # OpenAI refuses it too; a short request could grow beyond all bounds by it
+    if len(set(ids)) < len(ids):
+        raise RequestRefused(400, "an item of the input is referred to twice", param="input")
+    return References(previous_response_id=previous or None, item_ids=tuple(ids))
+
+
+def normalise(
+    body: Mapping[str, Any],
+    recalled: Recalled = NOTHING_RECALLED,
+    *,
+    late_role: LateRole = "user",
+) -> ChatRequest:
+    """The chat completion that the request asks for. Raises RequestRefused; mutates nothing.
+
+    `late_role`: of system messages after the first turn has begun, as the model's template takes
+    them.
+    """
+    wanted = references(body)
+    own_items = tuple(_resolved(item, recalled) for item in input_items(body))
+    history = recalled.history
+    if wanted.previous_response_id is None:
+        history = ()
+    elif history is None:
+        raise _not_found(f"Previous response with id {wanted.previous_response_id!r} not found.")
+    if body.get("input") is None and not history:
+        raise RequestRefused(400, "Missing required parameter: 'input'.", param="input")
+    if wanted.previous_response_id is not None:
+        _check_calls_of(own_items, (*history, *own_items))
+    instructions, instruction_items = _instructions(body)
+    items = (*instruction_items, *history, *own_items)
+    tools, tool_warnings = tool_set(
+        body.get("tools"), *(item.get("tools") for item in items if _brings_tools(item))
+    )
+    choice = tool_choice(body.get("tool_choice"), tools)
+    text_format = _text_format(body.get("text"))
+    conflict = _settle_conflict(choice, text_format)
+    instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
+    chat_input = chat_messages(instructions, items, tools, late_role)
+    if not chat_input.messages:
+        raise RequestRefused(400, "the input is empty", param="input")
+
+    chat: dict[str, Any] = {
+        key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None
+    }
+    parallel = chat.pop("parallel_tool_calls", None)
+    chat["messages"] = chat_input.messages
+    chat["stream"] = True
+    chat["stream_options"] = {"include_usage": True}
+    chat.setdefault("reasoning_format", "deepseek")
+    if choice.offered and conflict.with_tools:
+        chat["tools"] = [tool.offer() for tool in choice.offered]
+        chat["tool_choice"] = choice.mode
+        if isinstance(parallel, bool):
+            chat["parallel_tool_calls"] = parallel
+    if body.get("max_output_tokens") is not None:
+        chat["max_tokens"] = body["max_output_tokens"]
+    if text_format is not None and conflict.with_format:
+        chat["response_format"] = _response_format(text_format)
+    _set_effort(chat, body.get("reasoning"))
+    store = body.get("store") is not False
+    include = body.get("include")
+    include = include if isinstance(include, list) else []
+    return ChatRequest(
+        body=chat,
+        tools=tools,
+        echo=echo_of(body, tools, choice, text_format),
+        input_items=own_items,
+        previous_response_id=wanted.previous_response_id,
+        stream=body.get("stream") is True,
+        has_late_instructions=chat_input.has_late,
+        store=store,
+        seal_reasoning=not store
+        or ENCRYPTED_REASONING in include,  # without a store nothing else brings it back
+        warnings=(
+            *chat_input.warnings,
+            *tool_warnings,
+            *choice.warnings,
+            *conflict.warnings,
+            *(f"{key} is ignored" for key in _IGNORED_WITH_A_WARNING if body.get(key)),
+            *(("log probabilities are not available",) if body.get("top_logprobs") else ()),
+        ),
+    )
+
+
+# --- ids: an item's says whose it is ------------------------------------------------------------------------
+
+
+def response_id_of(unique: str) -> str:
+    """The id of a response; `unique`: 32 hexadecimal digits."""
+    return f"resp_{unique}"
+
+
+def item_id_of(unique: str, prefix: str, number: int) -> str:
+    """The id of the response's item of that number."""
+    return f"{prefix}_{unique}{number}"
+
+
+def owner_of(item_id: str) -> str | None:
+    """The id of the response that the item belongs to; None where we did not make the id."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return response_id_of(found["response"]) if found is not None else None
+
+
+# --- the body as it came ---------------------------------------------------------------------------------
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """The JSON object, which can be written as JSON again. Raises RequestRefused."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        raise RequestRefused(400, "the request's body is not JSON") from None
+    if not isinstance(body, dict):
+        raise RequestRefused(400, "the request's body is not a JSON object")
+    _check(body)
+    return body
+
+
+def parse_create(message: str) -> dict[str, Any]:
+    """A WebSocket's message as the body that it would be over HTTP. Raises RequestRefused."""
+    body = parse_body(message.encode())
+    if body.pop("type", None) != "response.create":
+        raise RequestRefused(400, "messages are of type 'response.create'", param="type")
+    for name in ("stream_options", "background"):
+        body.pop(name, None)
+    return {**body, "stream": True}
+
+
+def _check(body: dict[str, Any]) -> None:
+    level: list[Any] = [body]
+    for _ in range(_MAX_DEPTH):
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return
+    raise RequestRefused(400, f"the request's body is nested deeper than {_MAX_DEPTH} levels")
+
+
+def _children(value: object) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list):
+        return value
+    # Python reads NaN and 1e999, JSON has neither
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RequestRefused(400, "a number of the request is beyond the range of a double")
+    return ()
+
+
+# --- input ----------------------------------------------------------------------------------------------
+
+
+def input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
+    """What is given as `input`, as items. Raises RequestRefused."""
+    given = body.get("input")
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return ({"type": "message", "role": "user", "content": given},)
+    if isinstance(given, Mapping):
+        given = [given]
+    if not isinstance(given, list):
+        raise RequestRefused(400, "input must be a string or a list of items", param="input")
+    items: list[Item] = []
+    for item in given:
+        if isinstance(item, str):
+            item = {"type": "message", "role": "user", "content": item}
+        if not isinstance(item, Mapping):
+            raise RequestRefused(400, "every input item must be an object", param="input")
+        items.append(item)
+    return tuple(items)
+
+
+def _check_calls_of(outputs: Iterable[Item], items: Iterable[Item]) -> None:
+    """Raises RequestRefused for the output of a call that is not among the items."""
+    called = {_call_id(item) for item in items if item_type(item).endswith("_call")}
+    for item in outputs:
+        if item_type(item).endswith("_call_output") and _call_id(item) not in called:
+            message = f"No tool call found for the output with call_id {_call_id(item)!r}."
+            raise RequestRefused(400, message, param="input")
+
+
+def _call_id(item: Item) -> str:
+    return str(item.get("call_id"))
+
+
+def _brings_tools(item: Item) -> bool:
+    return item_type(item) in ("additional_tools", "tool_search_output")
+
+
+def _resolved(item: Item, recalled: Recalled) -> Item:
+    if item_type(item) != "item_reference":
+        return item
+    found = recalled.items.get(str(item.get("id")))
+    if found is None:
+        raise _not_found(f"Item with id {item.get('id')!r} not found.", param="input")
+    return found
+
+
+def _not_found(message: str, param: str = "previous_response_id") -> RequestRefused:
+    return RequestRefused(
+        400,
+        f"{message} Responses are kept in memory, the least recently used go first, and "
+        "`store: false` keeps none: "
+        "send the whole conversation as `input`.",
+        code="previous_response_not_found",
+        param=param,
+    )
+
+
+def _instructions(body: Mapping[str, Any]) -> tuple[str, Sequence[Item]]:
+    given = body.get("instructions")
+    if given is None or isinstance(given, str):
+        return given or "", ()
+    if isinstance(given, list) and all(isinstance(item, Mapping) for item in given):
+        if all(item_type(item) == "input_text" for item in given):
+            return plain_text(given), ()
+        return "", given
+    raise RequestRefused(400, "instructions must be a string", param="instructions")
+
+
+# --- output ---------------------------------------------------------------------------------------------
+
+
+def _text_format(text: object) -> dict[str, Any] | None:
+    """The format, where it is JSON."""
+    given = text.get("format") if isinstance(text, Mapping) else None
+    if given is None:
+        return None
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind != "json_schema":
+        raise RequestRefused(400, f"unknown text.format {kind!r}", param="text.format")
+    inner = given.get("json_schema")
+    source = inner if isinstance(inner, Mapping) else given
+    schema, strict, description = (
+        source.get("schema"),
+        source.get("strict"),
+        source.get("description"),
+    )
+    if not isinstance(schema, Mapping):
+        raise RequestRefused(400, "text.format needs a schema", param="text.format.schema")
+    name = source.get("name")
+    return {
+        "type": "json_schema",
+        "name": name if isinstance(name, str) else "response",
+        "schema": dict(schema),
+        "strict": strict is True,
+        "description": description if isinstance(description, str) else None,
+    }
+
+
+class _Conflict(Struct, frozen=True, kw_only=True):
+    with_tools: bool = True
+    with_format: bool = True
+    instruction: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def _settle_conflict(choice: Choice, text_format: Mapping[str, Any] | None) -> _Conflict:
+    """llama-server drops the tools, silently, from a request that has a format as well (b11434)."""
+    if text_format is None or not choice.offered:
+        return _Conflict()
+    if choice.mode == "none":
+        return _Conflict(with_tools=False)
+    if choice.mode == "required":
+        return _Conflict(with_format=False)
+    schema = text_format.get("schema")
+    fits = f" that fits this schema: {json.dumps(schema, ensure_ascii=False)}" if schema else ""
+    return _Conflict(
+        with_format=False,
+        instruction=f"When you do not call a tool, answer with nothing but one JSON object{fits}",
+        warnings=("beside tools, text.format is only asked for in the prompt",),
+    )
+
+
+def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
+    if text_format["type"] == "json_object":
+        return dict(text_format)
+    schema = {
+        key: text_format[key]
+        for key in ("name", "schema", "strict")
+        if text_format[key] is not None
+    }
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _set_effort(chat: dict[str, Any], reasoning: object) -> None:
+    """What templates read: gpt-oss an effort, most others whether to think at all."""
+    effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None
+    if not isinstance(effort, str):
+        return
+    given = chat.get("chat_template_kwargs")
+    wanted: dict[str, Any] = (
+        {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    )
+    chat["chat_template_kwargs"] = {**wanted, **(given if isinstance(given, Mapping) else {})}

@@ -1,0 +1,182 @@
+"""The responses that can be referred to: bounded by count and bytes, the least recently used go
+first. Pure.
+
+They are kept as JSON text: what the store counts is what it holds, where parsed objects would take
+several times that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from llama_worker.responses.api.conversation import Item
+from llama_worker.responses.api.request import Recalled, References
+
+_ENTRY_BYTES = 1024  # of a response beside its text: the entry, its id, its places in the tables
+_ITEM_ID_BYTES = 256  # of each id that can be referred to, likewise
+
+
+class StoredResponse(Struct, frozen=True, kw_only=True):
+    """One response, and the input items of its own request, as JSON. `item_ids`: of both, the
+    output's last."""
+
+    id: str
+    response_json: bytes
+    input_json: bytes
+    item_ids: tuple[str, ...]
+    previous_response_id: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        texts = sys.getsizeof(self.response_json) + sys.getsizeof(self.input_json)
+        ids = sum(_ITEM_ID_BYTES + len(item_id) for item_id in self.item_ids)
+        return _ENTRY_BYTES + texts + ids
+
+    def response(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.response_json)
+        return found
+
+    def input_items(self) -> list[Item]:
+        found: list[Item] = json.loads(self.input_json)
+        return found
+
+    def items(self) -> list[Item]:
+        """The part of the conversation that it adds."""
+        return [*self.input_items(), *self.response()["output"]]
+
+
+def stored_response(
+    response: Mapping[str, Any], input_items: Sequence[Item], previous_response_id: str | None
+) -> StoredResponse:
+    """In the form that is kept."""
+    ids = [item.get("id") for item in (*input_items, *response["output"])]
+    return StoredResponse(
+        id=response["id"],
+        response_json=_json(response),
+        input_json=_json(input_items),
+        item_ids=tuple(dict.fromkeys(item_id for item_id in ids if isinstance(item_id, str))),
+        previous_response_id=previous_response_id,
+    )
+
+
+class Found(Struct, frozen=True, kw_only=True):
+    """What was asked for. `chain`: the responses of the conversation, oldest first; None where one
+    is missing.
+
+    `holders`: by item id a response that has it.
+    """
+
+    chain: tuple[StoredResponse, ...] | None
+    holders: Mapping[str, StoredResponse]
+
+    def recalled(self) -> Recalled:
+        """The items themselves. It reads the JSON: for the thread that asked."""
+        wanted: dict[str, list[str]] = {}  # by their holder, whose JSON is read once
+        for item_id, holder in self.holders.items():
+            wanted.setdefault(holder.id, []).append(item_id)
+        items: dict[str, Item] = {}
+        for item_ids in wanted.values():
+            known = self.holders[item_ids[0]].items()
+            latest = {item["id"]: item for item in known if isinstance(item.get("id"), str)}
+            items |= {item_id: latest[item_id] for item_id in item_ids}
+        history = (
+            None
+            if self.chain is None
+            else tuple(item for stored in self.chain for item in stored.items())
+        )
+        return Recalled(history=history, items=items)
+
+
+class ResponseStore:
+    """Not thread-safe: one actor owns it. A conversation is a chain of responses, each stored
+    once."""
+
+    def __init__(self, *, max_count: int, max_bytes: int) -> None:
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        # the least recently used first
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        # by item id the responses that have it, the latest last
+        self._owners: dict[str, dict[str, None]] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def size_bytes(self) -> int:
+        """What it costs the process, about."""
+        return self._bytes
+
+    def put(self, stored: StoredResponse) -> None:
+        """Keep it; one that is larger than the whole store is not kept."""
+        self.delete(stored.id)
+        if stored.size_bytes > self._max_bytes or self._max_count < 1:
+            return
+        self._chain(stored.previous_response_id)  # as recently used as its successor
+        self._stored[stored.id] = stored
+        self._bytes += stored.size_bytes
+        for item_id in stored.item_ids:
+            self._owners.setdefault(item_id, {})[stored.id] = None
+        while len(self._stored) > self._max_count or self._bytes > self._max_bytes:
+            self.delete(next(iter(self._stored)))
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        """The response, which counts as a use."""
+        return self._used(response_id) if response_id in self._stored else None
+
+    def _used(self, response_id: str) -> StoredResponse:
+        self._stored.move_to_end(response_id)
+        return self._stored[response_id]
+
+    def delete(self, response_id: str) -> bool:
+        """Whether it was there."""
+        stored = self._stored.pop(response_id, None)
+        if stored is None:
+            return False
+        self._bytes -= stored.size_bytes
+        for item_id in stored.item_ids:
+            owners = self._owners[item_id]
+            del owners[response_id]
+            if not owners:
+                del self._owners[item_id]
+        return True
+
+    def recall(self, wanted: References) -> Found:
+        """The conversation up to a response, and the items asked for."""
+        owners = {
+            item_id: self._owners[item_id] for item_id in wanted.item_ids if item_id in self._owners
+        }
+        return Found(
+            chain=()
+            if wanted.previous_response_id is None
+            else self._chain(wanted.previous_response_id),
+            holders={
+                item_id: self._used(next(reversed(known))) for item_id, known in owners.items()
+            },
+        )
+
+    def _chain(self, response_id: str | None) -> tuple[StoredResponse, ...] | None:
+        """The response and all before it, oldest first; None where one is missing.
+
+        All are used, the oldest last: of a conversation that is forgotten, the end goes first.
+        """
+        chain: list[StoredResponse] = []
+        while response_id is not None:
+            stored = self.get(response_id)
+            if stored is None or len(chain) == len(self._stored):  # the latter: it holds itself
+                return None
+            chain.append(stored)
+            response_id = stored.previous_response_id
+        return tuple(chain[::-1])
+
+
+def _json(value: object) -> bytes:
+    """Lone surrogates, which JSON can hold and UTF-8 cannot, are escaped."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")

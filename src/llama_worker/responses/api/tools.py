@@ -1,0 +1,308 @@
+"""The tools of a request, what the model is offered of them, and which it is to call. Pure.
+
+A chat completion knows functions with flat names. A tool in a namespace is offered as
+`namespace__name`; a custom tool, which takes free text, as a function with one string, `input`; the
+search for tools that a client keeps back as the function `tool_search`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from llama_worker.responses.http.refusal import RequestRefused
+
+Json = Mapping[str, Any]
+ToolKind = Literal["function", "custom", "tool_search"]
+
+TOOL_SEARCH = "tool_search"
+_JOINT = "__"
+_NO_PARAMETERS: Json = {"type": "object", "properties": {}}
+_FREE_TEXT: Json = {
+    "type": "object",
+    "properties": {
+        "input": {"type": "string", "description": "The tool's whole input, as free text."}
+    },
+    "required": ["input"],
+}
+
+
+class Tool(Struct, frozen=True, kw_only=True):
+    """A tool that the client runs."""
+
+    kind: ToolKind
+    name: str
+    namespace: str | None
+    model_name: str  # in the chat completion; unique
+    description: str | None
+    parameters: Json
+
+    def offer(self) -> dict[str, Any]:
+        """The tool as a chat completion has it."""
+        function: dict[str, Any] = {"name": self.model_name, "parameters": self.parameters}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+class ToolSet(Struct, frozen=True):
+    """The tools of one request. `echo`: as its response repeats them."""
+
+    by_name: Mapping[tuple[str | None, str], Tool] = {}
+    by_model_name: Mapping[str, Tool] = {}
+    echo: tuple[Json, ...] = ()
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return tuple(self.by_name.values())
+
+    def called(self, model_name: object) -> Tool | None:
+        """The tool that the model means; None for one that was not offered."""
+        return self.by_model_name.get(model_name) if isinstance(model_name, str) else None
+
+    def model_name(self, namespace: object, name: str) -> str:
+        """What the model knows a tool of the client by, also one that is no longer offered."""
+        tool = self._known(namespace, name)
+        return (
+            tool.model_name
+            if tool
+            else _joined(namespace if isinstance(namespace, str) else None, name)
+        )
+
+    def find(self, name: object, namespace: object = None) -> Tool | None:
+        """By the client's name, with the namespace beside it or in front of it."""
+        return self._known(namespace, name) or self.called(name)
+
+    def _known(self, namespace: object, name: object) -> Tool | None:
+        within = namespace or None
+        if not isinstance(name, str) or not isinstance(within, (str, type(None))):
+            return None
+        return self.by_name.get((within, name))
+
+
+NO_TOOLS = ToolSet()
+
+
+def tool_set(*lists: object) -> tuple[ToolSet, list[str]]:
+    """The tools of all lists, and warnings about those that are ignored. A tool that comes again
+    replaces the first."""
+    found: dict[tuple[str | None, str], Tool] = {}
+    model_names: set[str] = set()
+    echo: list[Json] = []
+    warnings: list[str] = []
+    for given in lists:
+        if given is None:
+            continue
+        if not isinstance(given, list):
+            raise RequestRefused(400, "tools must be a list", param="tools")
+        for entry in given:
+            kept = list(_flat(entry, warnings))
+            for namespace, tool in kept:
+                before = found.get((namespace, tool["name"]))
+                name = before.model_name if before else _joined(namespace, tool["name"])
+                while not before and name in model_names:
+                    name += "_"
+                model_names.add(name)
+                found[namespace, tool["name"]] = _tool(tool, namespace, name)
+            echo += _echo(entry, [tool for _, tool in kept])
+    by_model_name = {tool.model_name: tool for tool in found.values()}
+    return ToolSet(found, by_model_name, tuple(echo)), list(dict.fromkeys(warnings))
+
+
+def custom_input(arguments: str) -> str:
+    """The free text in the arguments that the model wrote for a custom tool; all of them where they
+    are malformed."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def custom_arguments(text: str) -> str:
+    """The reverse: how the model is shown what it wrote."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+# --- reading --------------------------------------------------------------------------------------------
+
+
+def _flat(
+    entry: object, warnings: list[str], namespace: str | None = None
+) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    if not isinstance(entry, Mapping):
+        raise RequestRefused(400, "every tool must be an object", param="tools")
+    match entry.get("type"):
+        case "function":
+            yield namespace, _function(entry)
+        case "custom":
+            yield namespace, _custom(entry)
+        case "tool_search" if entry.get("execution") == "client":
+            yield namespace, _tool_search(entry)
+        case "namespace" if namespace is None:
+            name, inner = entry.get("name"), entry.get("tools")
+            if not isinstance(name, str) or not name or not isinstance(inner, list):
+                raise RequestRefused(
+                    400, "a namespace needs a name and a list of tools", param="tools"
+                )
+            for tool in inner:
+                yield from _flat(tool, warnings, name)
+        case kind:
+            warnings.append(f"tools of type {kind!r} are ignored")
+
+
+def _function(entry: Json) -> dict[str, Any]:
+    nested = entry.get("function")
+    function = nested if isinstance(nested, Mapping) else entry  # as in chat completions, or flat
+    parameters, strict = function.get("parameters"), function.get("strict")
+    return {
+        "type": "function",
+        "name": _name(function, "a function tool"),
+        "description": _text(function.get("description")),
+        "parameters": dict(parameters) if isinstance(parameters, Mapping) else None,
+        "strict": strict if isinstance(strict, bool) else None,
+    }
+
+
+def _custom(entry: Json) -> dict[str, Any]:
+    nested = entry.get("custom")
+    custom = nested if isinstance(nested, Mapping) else entry
+    form = custom.get("format")
+    tool = {
+        "type": "custom",
+        "name": _name(custom, "a custom tool"),
+        "description": _text(custom.get("description")),
+    }
+    return {**tool, "format": dict(form)} if isinstance(form, Mapping) else tool
+
+
+def _tool_search(entry: Json) -> dict[str, Any]:
+    """The client looks for tools that it has not offered; those that it finds are in the next
+    request."""
+    parameters = entry.get("parameters")
+    return {
+        "type": "tool_search",
+        "name": TOOL_SEARCH,
+        "execution": "client",
+        "description": _text(entry.get("description")),
+        "parameters": dict(parameters) if isinstance(parameters, Mapping) else None,
+    }
+
+
+def _name(tool: Json, what: str) -> str:
+    name = tool.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestRefused(400, f"{what} needs a name", param="tools")
+    return name
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _tool(tool: Json, namespace: str | None, model_name: str) -> Tool:
+    custom = tool["type"] == "custom"
+    return Tool(
+        kind=tool["type"],
+        name=tool["name"],
+        namespace=namespace,
+        model_name=model_name,
+        description=_custom_description(tool) if custom else tool["description"],
+        parameters=_FREE_TEXT if custom else tool["parameters"] or _NO_PARAMETERS,
+    )
+
+
+def _custom_description(tool: Json) -> str | None:
+    """With the grammar: nothing else tells the model of it."""
+    form = tool.get("format") or {}
+    nested = form.get("grammar")
+    grammar = nested if isinstance(nested, Mapping) else form
+    definition = grammar.get("definition")
+    if not isinstance(definition, str):
+        return _text(tool["description"])
+    rule = f"`input` must match this grammar ({grammar.get('syntax', 'lark')}):\n{definition}"
+    return f"{tool['description']}\n\n{rule}" if tool["description"] else rule
+
+
+def _echo(entry: Json, kept: Sequence[Json]) -> list[Json]:
+    if entry.get("type") == TOOL_SEARCH:
+        return [{key: value for key, value in tool.items() if key != "name"} for tool in kept]
+    if entry.get("type") != "namespace":
+        return list(kept)
+    head = {
+        "type": "namespace",
+        "name": entry["name"],
+        "description": _text(entry.get("description")) or "",
+    }
+    return [{**head, "tools": list(kept)}]
+
+
+def _joined(namespace: str | None, name: str) -> str:
+    return f"{namespace}{_JOINT}{name}" if namespace else name
+
+
+# --- choosing -------------------------------------------------------------------------------------------
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """What llama-server is told (`mode`, and the tools that are `offered`), and what the response
+    says of it."""
+
+    mode: str
+    offered: Sequence[Tool]
+    echo: Any
+    warnings: tuple[str, ...] = ()
+
+
+def tool_choice(given: object, tools: ToolSet) -> Choice:
+    """llama-server takes an object for "auto": a choice is forced by offering only what is
+    chosen."""
+    if given is None:
+        return Choice(mode="auto", offered=tools.tools, echo="auto")
+    if given in ("auto", "none", "required"):
+        if given == "required" and not tools.tools:
+            warning = "tool_choice 'required' is ignored: there is no tool that the model can call"
+            return Choice(mode="auto", offered=(), echo="auto", warnings=(warning,))
+        return Choice(mode=str(given), offered=tools.tools, echo=given)
+    if not isinstance(given, Mapping):
+        raise RequestRefused(400, f"unknown tool_choice {given!r}", param="tool_choice")
+    kind = given.get("type")
+    if kind in ("function", "custom"):
+        nested = given.get(kind)
+        chosen = nested if isinstance(nested, Mapping) else given
+        offered = _chosen([chosen], tools)
+        return Choice(
+            mode="required", offered=offered, echo={"type": kind, "name": offered[0].name}
+        )
+    if kind == "allowed_tools":
+        allowed, mode = given.get("tools"), given.get("mode", "auto")
+        allowed = (
+            [tool for tool in allowed if isinstance(tool, Mapping)]
+            if isinstance(allowed, list)
+            else []
+        )
+        ours = [tool for tool in allowed if tool.get("type", "function") in ("function", "custom")]
+        if mode not in ("auto", "required"):
+            raise RequestRefused(
+                400, f"unknown mode {mode!r} of allowed_tools", param="tool_choice"
+            )
+        echo = {"type": "allowed_tools", "mode": mode, "tools": [dict(tool) for tool in allowed]}
+        offered = _chosen(ours, tools)
+        return Choice(mode=mode if offered else "auto", offered=offered, echo=echo)
+    warning = f"tool_choice of type {kind!r} is ignored"
+    return Choice(mode="auto", offered=tools.tools, echo="auto", warnings=(warning,))
+
+
+def _chosen(named: Sequence[Json], tools: ToolSet) -> list[Tool]:
+    chosen = {}
+    for choice in named:
+        tool = tools.find(choice.get("name"), choice.get("namespace"))
+        if tool is None:
+            message = f"Tool choice {choice.get('name')!r} not found in 'tools' parameter."
+            raise RequestRefused(400, message, param="tool_choice")
+        chosen[tool.model_name] = tool
+    return list(chosen.values())

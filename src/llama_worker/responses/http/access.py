@@ -1,0 +1,117 @@
+"""Who may use the proxy: programs, but no web page that was not named, under no name but this
+machine's. Pure.
+
+A browser lets any page send requests to this machine, and a page whose name its owner lets resolve
+to this machine (DNS rebinding) even lets it read the replies. Browsers say so in `Origin`,
+`Sec-Fetch-Site` and `Host`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from llama_worker.responses.http.refusal import RequestRefused
+
+_TODO = "Pages and names are allowed one by one, with --allow-origin."
+_PREFLIGHT_S = 600
+
+
+class Head(Protocol):
+    """The head of a request."""
+
+    @property
+    def method(self) -> str:
+        """GET, POST, ..."""
+
+    def header(self, name: str) -> str:
+        """Its value, "" where there is none."""
+
+
+class AccessPolicy(Struct, frozen=True):
+    """`origins` as browsers send them; `hosts` lower-case, without ports."""
+
+    origins: frozenset[str]
+    hosts: frozenset[str]
+
+    def allowed_origin(self, head: Head, local_address: str) -> str | None:
+        """The page that asks, None for a program. Raises RequestRefused (403) for everybody else.
+
+        `local_address`: where the client reached this machine.
+        """
+        host = _host_name(head.header("host"))
+        if host and host not in self.hosts and not _is_this_machine(host, local_address):
+            raise _refused(f"the Host {host!r} is not an address of this machine")
+        origin = head.header("origin")
+        if origin:
+            if origin.lower() not in self.origins:
+                raise _refused(f"web pages may not use this server (Origin {origin!r})")
+            return origin
+        if head.header("sec-fetch-site") in ("cross-site", "same-site"):
+            raise _refused("web pages of another origin may not use this server")
+        return None
+
+
+def access_policy(host: str, origins: Iterable[str]) -> AccessPolicy:
+    """`host`: where the proxy listens; `origins`: the pages that are allowed, whose names are
+    allowed as Host, too."""
+    lower = frozenset(origin.lower().rstrip("/") for origin in origins)
+    named = {urlsplit(origin).hostname or "" for origin in lower}
+    return AccessPolicy(origins=lower, hosts=frozenset({"localhost", host.lower(), *named} - {""}))
+
+
+def is_origin(text: str) -> bool:
+    """Whether it has the form of an origin: a scheme, a host and perhaps a port."""
+    parts = urlsplit(text)
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and parts.path in ("", "/")
+        and not parts.query
+    )
+
+
+def page_headers(head: Head, origin: str) -> list[tuple[str, str]]:
+    """What the browser must be told, so that an allowed page may read the reply."""
+    headers = [
+        ("Access-Control-Allow-Origin", origin),
+        ("Vary", "Origin"),
+        ("Access-Control-Expose-Headers", "*"),
+    ]
+    if head.method == "OPTIONS":
+        headers += [
+            ("Access-Control-Allow-Methods", "GET, POST, DELETE, OPTIONS"),
+            ("Access-Control-Allow-Headers", head.header("access-control-request-headers") or "*"),
+            ("Access-Control-Allow-Private-Network", "true"),
+            ("Access-Control-Max-Age", str(_PREFLIGHT_S)),
+        ]
+    return headers
+
+
+def _host_name(host: str) -> str:
+    """Without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower().rstrip(".")
+
+
+def _is_this_machine(host: str, local_address: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address == _unmapped(local_address)
+
+
+def _unmapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Of a socket of both families: the IPv4 address that it stands for."""
+    local = ipaddress.ip_address(address.partition("%")[0])
+    return (local.ipv4_mapped or local) if isinstance(local, ipaddress.IPv6Address) else local
+
+
+def _refused(why: str) -> RequestRefused:
+    return RequestRefused(403, f"{why}. {_TODO}", code="forbidden")

@@ -1,0 +1,224 @@
+"""What a client sends on its connection, as whole requests, and what it gets, as bytes. Pure; one
+thread at a time.
+
+Requests are read by `httptools`: `h11`, in Python, takes ten times as long, and delays every first
+token by that. We are stricter: a request is HTTP/1.0 or 1.1, has one Host, and no transfer encoding
+but "chunked". The parser reads heads only: where a request asks for an upgrade, it would take the
+body for the next request, and it does not tell how large a chunk is to be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+
+import httptools
+from msgspec import Struct
+
+from llama_worker.responses.api.reply import Reply
+from llama_worker.responses.http.chunked_body import ChunkedBody, check_body_size
+from llama_worker.responses.http.refusal import RequestRefused
+
+MAX_HEAD_BYTES = 65536
+_MAX_HEADERS = 256  # by different names: each costs some 200 bytes more than it has
+_MAX_LENGTH_DIGITS = 20
+_REQUEST_LINE = re.compile(rb"(?:\r?\n)?([!-~]+) ([!-~]+) HTTP/(\d\.\d)\r\n")
+_END_OF_HEAD = re.compile(rb"\n\r?\n")  # the parser refuses lines that do not end in "\r\n"
+
+
+class Phase(Enum):
+    """What the connection waits for."""
+
+    SILENT = auto()  # the first byte of a request
+    HEAD = auto()  # the rest of a head
+    BODY = auto()  # the rest of a body
+    BUSY = auto()  # its reply
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """A whole request. `target`: path and query, beginning with a slash.
+
+    `headers`: by the name in lower case, as it was sent; of one that was sent several times all
+    values, with commas.
+    """
+
+    method: str
+    target: str
+    headers: Mapping[str, tuple[str, str]]
+    body: bytes
+
+    def header(self, name: str) -> str:
+        """The header's value, "" for none."""
+        return self.headers[name][1] if name in self.headers else ""
+
+
+class ClientConnection:
+    """`check_head` is called with each request before its body is read, and raises RequestRefused.
+
+    `reply` is the one to the request that was read last.
+    """
+
+    def __init__(self, *, max_body_bytes: int, check_head: Callable[[Request], object]) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._check_head = check_head
+        self._behind = b""  # what came behind a whole request
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.phase = Phase.SILENT
+        self.reply = Reply()
+        self._headers = _Headers()
+        self._parser = httptools.HttpRequestParser(self._headers)
+        self._head_bytes = bytearray()
+        self._head: Request | None = None
+        self._body = bytearray()  # no list: of tiny pieces, it would take 30 times as much
+        self._length = 0  # of a body that is not chunked
+        self._chunks: ChunkedBody | None = None
+        self._awaits_continue = False
+
+    @property
+    def pending_bytes(self) -> int:
+        """What has come of a request that is not whole."""
+        return len(self._head_bytes) + len(self._body)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the reply is complete and the connection may have another request."""
+        return self.reply.is_complete and self.reply.is_kept
+
+    def receive(self, data: bytes) -> Request | None:
+        """The request that `data` completes, if it does; then nothing more is read before
+        `next_request`.
+
+        Raises RequestRefused for what is malformed, too large or not allowed: the connection is of
+        no further use.
+        """
+        if self.phase in (Phase.SILENT, Phase.HEAD):
+            behind = self._read_head(data)
+            if behind is None:
+                return None
+            self._begin()
+            data = behind
+        return self._complete() if self._read_body(data) else None
+
+    def next_request(self) -> Request | None:
+        """The reply is complete: the request that has come meanwhile, if it is whole."""
+        self._begin_anew()
+        behind, self._behind = self._behind, b""
+        return self.receive(behind)
+
+    def take_behind(self) -> bytes:
+        """What came behind the request, for another protocol that its connection goes on with."""
+        behind, self._behind = self._behind, b""
+        return behind
+
+    def wanted_continue(self) -> bytes:
+        """What a client must be sent that waits for a "100 Continue" before it sends its body; b""
+        for others."""
+        if self.phase is Phase.BODY and self._awaits_continue:
+            self._awaits_continue = False
+            return b"HTTP/1.1 100 Continue\r\n\r\n"
+        return b""
+
+    def _read_head(self, data: bytes) -> bytes | None:
+        """What came behind its end; None: that has not come."""
+        read = len(self._head_bytes)
+        self._head_bytes += data[: MAX_HEAD_BYTES + 1 - read]
+        found = _END_OF_HEAD.search(self._head_bytes, max(read - 2, 0))
+        end = found.end() if found else len(self._head_bytes)
+        if end > MAX_HEAD_BYTES:
+            raise RequestRefused(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+        self._feed(bytes(self._head_bytes[read:end]))
+        if len(self._headers.values) > _MAX_HEADERS:
+            raise RequestRefused(431, f"the request has more than {_MAX_HEADERS} headers")
+        if found is None:
+            self.phase = Phase.HEAD if self._head_bytes else Phase.SILENT
+            return None
+        del self._head_bytes[end:]
+        return data[end - read :]
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # at the end of a head; nobody has to follow it
+        except httptools.HttpParserError as error:
+            raise RequestRefused(400, f"malformed HTTP request: {error}") from None
+
+    def _begin(self) -> None:
+        self.phase = Phase.BODY
+        line = _REQUEST_LINE.match(self._head_bytes)
+        if line is None:
+            raise RequestRefused(
+                400, "malformed HTTP request: its first line is not that of an HTTP/1.1 request"
+            )
+        method, target, version = (part.decode("ascii") for part in line.groups())
+        head = self._head = Request(
+            method=method, target=target, headers=self._headers.values, body=b""
+        )
+        self.reply = Reply(method, version)
+        if version not in ("1.0", "1.1"):
+            raise RequestRefused(505, "the request is not HTTP/1.1")
+        if method == "CONNECT" or not target.startswith("/"):
+            raise RequestRefused(400, "the request's target must be a path")
+        if self._headers.hosts > 1 or (self._headers.hosts == 0 and version == "1.1"):
+            raise RequestRefused(400, "the request must have one Host")
+        encoding, length = head.header("transfer-encoding").lower(), head.header("content-length")
+        if encoding not in ("", "chunked"):
+            raise RequestRefused(501, "the request's transfer encoding is not known")
+        if len(length) > _MAX_LENGTH_DIGITS:
+            raise RequestRefused(
+                400, "malformed HTTP request: its Content-Length has too many digits"
+            )
+        self._check_head(head)
+        self._length = int(length or 0)
+        check_body_size(self._length, self._max_body_bytes)
+        self._awaits_continue = head.header("expect").lower() == "100-continue" and version == "1.1"
+        self.reply.is_kept = version == "1.1" and "close" not in header_words(
+            head.header("connection")
+        )
+        if encoding:
+            self._chunks = ChunkedBody(self._body, self._max_body_bytes)
+
+    def _read_body(self, data: bytes) -> bool:
+        """Whether it is whole."""
+        self._awaits_continue = self._awaits_continue and not data
+        if self._chunks is not None:
+            behind = self._chunks.feed(data)
+            self._behind = behind or b""
+            return behind is not None
+        missing = self._length - len(self._body)
+        self._body += data[:missing]
+        self._behind = data[missing:]
+        return len(data) >= missing
+
+    def _complete(self) -> Request:
+        assert self._head is not None
+        self.phase = Phase.BUSY
+        head, body = self._head, bytes(self._body)
+        self._body.clear()  # which the parser, too, would hold while the request runs
+        return Request(method=head.method, target=head.target, headers=head.headers, body=body)
+
+
+class _Headers:
+    """What `httptools` reads of a head: it calls the methods."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, tuple[str, str]] = {}
+        self.hosts = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        sent, said = name.decode("ascii"), value.decode("latin-1").strip(" \t")
+        lower = sent.lower()
+        self.hosts += lower == "host"
+        self.values[lower] = (
+            sent,
+            f"{self.values[lower][1]}, {said}" if lower in self.values else said,
+        )
+
+
+def header_words(value: str) -> set[str]:
+    """The words of a header that is a list of them, in lower case."""
+    return {word.strip().lower() for word in value.split(",")}

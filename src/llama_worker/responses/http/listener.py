@@ -1,0 +1,357 @@
+"""Takes the clients' connections: one thread for all that wait, and one more for each request that
+runs.
+
+A connection costs a thread only from a request's last byte to its reply's last byte. Whoever is
+silent, slow or stops halfway costs a descriptor and what it has sent; where descriptors run out,
+those who wait longest make room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import queue
+import resource
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.http.access import access_policy
+from llama_worker.responses.http.client import Client, refusal_bytes
+from llama_worker.responses.http.client_connection import ClientConnection, Phase, Request
+from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.http.request_threads import RequestThreads
+from llama_worker.responses.http.waiting_clients import WaitingClients
+
+Serve = Callable[[Request, Client], None]
+"""Answers one request, on a thread of its own. OSError: the client's connection is broken."""
+
+_READ_BYTES = 65536
+# else the kernel takes megabytes before a slow reader slows the upstream
+_SEND_BUFFER_BYTES = 128 * 1024
+_BACKLOG = 1024
+_MAX_CLIENTS = 10_000
+_MAX_BUSY = 512
+_PENDING_BODIES = 4  # so many bodies of full size may wait for their ends, together
+_PENDING_HEADS_BYTES = 64 * 1024 * 1024
+_PAUSE_S = 0.25  # where there is no descriptor, and nobody to take one from
+_SHORT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_logger = logging.getLogger("llama_worker.responses")
+
+
+class SocketListener:
+    """The constructor binds the port: OSError where it cannot. `serve` and `stop` are the
+    `Listener` protocol's."""
+
+    def __init__(self, config: ResponsesProxyConfig, serve: Serve) -> None:
+        self._config = config
+        self._answer = serve
+        self._access = access_policy(config.host, config.allow_origins)
+        self._waiting_clients: WaitingClients[Client] = WaitingClients()
+        self._clients: dict[int, Client] = {}  # by descriptor; only this thread closes one
+        self._busy: set[Client] = set()
+        self._threads = RequestThreads()
+        self._whole: list[tuple[Client, Request]] = []  # requests that are about to run
+        self._returned: queue.SimpleQueue[Client] = queue.SimpleQueue()
+        self._pending_bytes = 0
+        self._stopped = False
+        self._accept_at: float | None = None  # when connections are taken again; None: they are
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        descriptors = (
+            4 * _MAX_CLIENTS if descriptors == resource.RLIM_INFINITY else max(descriptors, 8)
+        )
+        self._max_clients = min(_MAX_CLIENTS, descriptors // 2)
+        self._max_busy = min(_MAX_BUSY, descriptors // 4)  # each takes another for its upstream
+        family, _, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
+        self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        self._socket.setblocking(False)
+        # the connections inherit both
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.Lock()
+        self._is_closed = False
+        self._epoll = select.epoll()
+        self._epoll.register(self._socket, select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        _listeners.add(self)
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def serve(self) -> None:
+        """Take connections until stopped. Blocks until every thread of a request has ended."""
+        try:
+            while not self._stopped:
+                self._turn()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Let `serve` return. Any thread; never blocks."""
+        self._stopped = True
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        with self._wake_lock:
+            if not self._is_closed:  # else the descriptor may be somebody else's
+                os.eventfd_write(self._wake, 1)
+
+    # ------------------------------------------------------------ the listener's thread
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and see to it."""
+        wait_s = self._wait_s()
+        # last: the threads that it wakes want the interpreter, which the wait lets go
+        self._run_whole()
+        has_new = False
+        for descriptor, _ in self._epoll.poll(wait_s):
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+            elif descriptor == self._socket.fileno():
+                has_new = True
+            elif (client := self._clients.get(descriptor)) is not None:
+                self._on_ready(client)
+        # after the others: a new client may get the descriptor of one that makes room for it
+        if has_new:
+            self._accept()
+        while not self._returned.empty():
+            self._take_back(self._returned.get())
+        now = time.monotonic()
+        for client in self._waiting_clients.expired(now):
+            self._drop(client)
+        if self._accept_at is not None and now >= self._accept_at:
+            self._accept_at = None
+            self._epoll.modify(self._socket, select.EPOLLIN)
+
+    def _wait_s(self) -> float | None:
+        due = [at for at in (self._waiting_clients.deadline(), self._accept_at) if at is not None]
+        return max(min(due) - time.monotonic(), 0.0) if due else None
+
+    def _accept(self) -> None:
+        for _ in range(_BACKLOG):
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _SHORT_OF_DESCRIPTORS and not self._evict_one():
+                    self._epoll.modify(self._socket, 0)
+                    self._accept_at = time.monotonic() + _PAUSE_S
+                    return
+                continue  # that client has left, or there is room now
+            while len(self._clients) >= self._max_clients and self._evict_one():
+                pass
+            self._register(connection)
+
+    def _evict_one(self) -> bool:
+        """Whether a client that waits has given its place up."""
+        client = self._waiting_clients.next_to_evict()
+        if client is not None:
+            self._drop(client)
+        return client is not None
+
+    def _register(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        try:
+            local_address = str(connection.getsockname()[0])
+            self._epoll.register(connection, select.EPOLLIN)
+        except OSError:  # it has left, or nothing more can be watched: max_user_watches, memory
+            connection.close()
+            return
+        client: Client
+        http = ClientConnection(
+            max_body_bytes=self._config.max_body_bytes,
+            check_head=lambda request: self._check(client, request),
+        )
+        client = Client(connection, http, local_address, self._config.client_timeout_s)
+        self._clients[connection.fileno()] = client
+        self._waiting_clients.enter(client, Phase.SILENT, time.monotonic())
+        self._on_ready(client)  # its request is mostly here by now
+
+    def _check(self, client: Client, request: Request) -> None:
+        client.origin = self._access.allowed_origin(request, client.local_address)
+
+    def _on_ready(self, client: Client) -> None:
+        """A client has sent something, or has left."""
+        if client in self._busy:
+            client.left()
+            return
+        try:
+            data = client.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(client)
+        elif client.http.phase is not Phase.BUSY:  # else it lingers
+            self._read(client, lambda: client.http.receive(data))
+
+    def _read(self, client: Client, receive: Callable[[], Request | None]) -> None:
+        """Take what has come of a request; run it once it is whole."""
+        try:
+            request = receive()
+            if request is not None:
+                self._run(client, request)
+                return
+            self._send(client, client.http.wanted_continue())
+        except RequestRefused as refused:
+            self._refuse(client, refused)
+            return
+        except Exception as error:  # one client's request must not end all others'
+            _logger.error("a request could not be read: %s", type(error).__name__)
+            self._drop(client)
+            return
+        self._waiting_clients.enter(client, client.http.phase, time.monotonic())
+        self._account(client, client.http.pending_bytes)
+
+    def _account(self, client: Client, pending_bytes: int) -> None:
+        """What has come of requests that are not whole is bounded in all; whoever holds most of it
+        loses it."""
+        self._pending_bytes += pending_bytes - client.pending_bytes
+        client.pending_bytes = pending_bytes
+        if (
+            self._pending_bytes
+            > _PENDING_BODIES * self._config.max_body_bytes + _PENDING_HEADS_BYTES
+        ):
+            largest = max(self._waiting_clients, key=lambda waiting: waiting.pending_bytes)
+            self._refuse(
+                largest,
+                RequestRefused(503, "too many requests are being sent at once", retry_after_s=1),
+            )
+
+    def _refuse(self, client: Client, refused: RequestRefused) -> None:
+        if not client.http.reply.has_begun:
+            self._send(client, refusal_bytes(client.http.reply, refused))
+        self._linger(client)
+
+    def _send(self, client: Client, data: bytes) -> None:
+        """A few bytes, which the socket has room for; a client without it has not read what came
+        before."""
+        if data:
+            with contextlib.suppress(OSError):
+                client.socket.send(data)
+
+    def _linger(self, client: Client) -> None:
+        """Let it read to the end: closing with unread data would destroy what is on its way."""
+        client.http.phase = Phase.BUSY
+        self._account(client, 0)
+        try:
+            client.socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._drop(client)
+            return
+        self._waiting_clients.enter(client, None, time.monotonic())
+
+    def _drop(self, client: Client) -> None:
+        self._stop_waiting(client)
+        del self._clients[client.socket.fileno()]
+        client.socket.close()  # which takes it out of epoll
+
+    # ------------------------------------------------------------ requests
+
+    def _stop_waiting(self, client: Client) -> None:
+        self._waiting_clients.leave(client)
+        self._account(client, 0)
+
+    def _run(self, client: Client, request: Request) -> None:
+        self._stop_waiting(client)
+        if len(self._busy) >= self._max_busy:
+            raise RequestRefused(503, "too many requests run at once", retry_after_s=2)
+        self._busy.add(client)
+        self._epoll.modify(client.socket, select.EPOLLRDHUP | select.EPOLLONESHOT)
+        self._whole.append((client, request))
+
+    def _run_whole(self) -> None:
+        whole, self._whole = self._whole, []
+        for client, request in whole:
+            try:
+                self._threads.run(partial(self._run_request, client, request))
+            except RuntimeError:
+                self._busy.discard(client)
+                self._epoll.modify(client.socket, select.EPOLLIN)
+                self._refuse(
+                    client, RequestRefused(503, "no thread can be started", retry_after_s=2)
+                )
+
+    def _run_request(self, client: Client, request: Request) -> None:
+        """The request's own thread."""
+        try:
+            self._answer(request, client)
+        except (
+            Exception
+        ) as error:  # the client has left, or the reply broke off: its connection says so
+            _logger.debug("a reply ended early: %s", type(error).__name__)
+        finally:
+            self._returned.put(client)
+            self._wake_up()
+
+    def _take_back(self, client: Client) -> None:
+        """From its request's thread: for another request, or to be closed."""
+        self._busy.discard(client)
+        client.when_left(lambda: None)
+        if not client.http.reply.is_complete:
+            self._drop(client)
+        elif not client.http.can_go_on or self._stopped:
+            self._epoll.modify(client.socket, select.EPOLLIN)
+            self._linger(client)
+        else:
+            self._epoll.modify(client.socket, select.EPOLLIN)
+            self._read(client, client.http.next_request)
+
+    def _close(self) -> None:
+        self._epoll.unregister(self._socket)
+        self._socket.close()
+        for client in tuple(self._waiting_clients):
+            self._drop(client)
+        for client, _ in self._whole:
+            self._busy.discard(client)
+            self._drop(client)
+        for client in self._busy:
+            client.cut()
+            client.left()  # the actor may not know of its request yet
+        while self._busy:
+            client = self._returned.get()
+            self._busy.discard(client)
+            self._drop(client)
+        self._threads.close()
+        self._epoll.close()
+        with self._wake_lock:
+            self._is_closed = True
+            os.close(self._wake)
+        _listeners.discard(self)
+
+    def _close_in_child(self) -> None:
+        """In a child of the host's: its copies would keep the port and the connections open.
+
+        Nothing is taken out of epoll, which both processes share.
+        """
+        for connection in (self._socket, *(client.socket for client in self._clients.values())):
+            connection.close()
+        self._epoll.close()
+        if not self._is_closed:
+            os.close(self._wake)
+        self._is_closed = True  # the lock may be held, for ever, by a thread of the parent's
+
+
+_listeners: weakref.WeakSet[SocketListener] = weakref.WeakSet()
+
+
+def _close_after_fork() -> None:
+    for listener in tuple(_listeners):
+        listener._close_in_child()
+    _listeners.clear()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)

@@ -1,0 +1,131 @@
+"""The Responses API on a WebSocket: a client's messages, and events as messages of their own.
+
+Of the protocol, `wsproto` knows all; here are its limits and the socket. Everything is for the
+request's own thread, which the connection keeps for as long as it is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+from collections import deque
+
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import (
+    AcceptConnection,
+    BytesMessage,
+    CloseConnection,
+    Ping,
+    TextMessage,
+)
+from wsproto.events import Event as SocketEvent
+from wsproto.frame_protocol import CloseReason
+from wsproto.utilities import LocalProtocolError, RemoteProtocolError
+
+from llama_worker.responses.api.events import Event, to_json
+from llama_worker.responses.http.client import Client
+from llama_worker.responses.http.client_connection import Request
+from llama_worker.responses.http.refusal import RequestRefused
+
+_READ_BYTES = 65536
+_IDLE_S = 600.0  # between two requests: a client's tools may take minutes
+
+
+class ClientSocket:
+    """A WebSocket with its client. The constructor raises RequestRefused for a bad handshake.
+
+    OSError, from any method: the connection is over; the client was told why if it could be.
+    """
+
+    def __init__(self, client: Client, request: Request, max_message_bytes: int) -> None:
+        self._client = client
+        self._max_bytes = max_message_bytes
+        self._protocol = WSConnection(ConnectionType.SERVER)
+        self._pieces: list[str] = []  # of a message that is not whole
+        self._messages: deque[str] = deque()
+        self._held_bytes = 0  # of both
+        headers = [
+            (name.encode("latin-1"), value.encode("latin-1"))
+            for name, value in request.headers.values()
+        ]
+        try:
+            self._protocol.initiate_upgrade_connection(headers, request.target)
+            list(self._protocol.events())
+        except (RemoteProtocolError, LocalProtocolError) as error:
+            raise RequestRefused(400, f"not a WebSocket handshake: {error}") from None
+
+    def accept(self) -> None:
+        self._send(AcceptConnection())
+        self._receive(self._client.http.take_behind())
+
+    def next_message(self) -> str:
+        """Wait for it."""
+        poll = select.poll()
+        poll.register(self._client.socket, select.POLLIN)
+        while not self._messages:
+            if not poll.poll(_IDLE_S * 1000):
+                self._end(CloseReason.GOING_AWAY, "nothing was asked for a long time")
+            self.read()
+        message = self._messages.popleft()
+        self._held_bytes -= len(message.encode())
+        return message
+
+    def read(self) -> None:
+        """Take what has come, without waiting for more: pings are answered also while a response is
+        made."""
+        try:
+            data = self._client.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionAbortedError("the client has left")
+        self._receive(data)
+
+    def encode(self, events: list[Event]) -> bytes:
+        """Of a failure only the terminal event: an `error` is the whole answer here, and who reads
+        one waits for nothing more."""
+        texts = [to_json(event).decode() for event in events if event["type"] != "error"]
+        return b"".join(self._protocol.send(TextMessage(data=text)) for text in texts)
+
+    def refuse(self, refused: RequestRefused) -> None:
+        """In place of a response."""
+        error = refused.body()["error"]
+        error["code"] = error["code"] or error["type"]
+        message = {"type": "error", "status": refused.status, "error": error}
+        self._send(TextMessage(data=json.dumps(message)))
+
+    def _receive(self, data: bytes) -> None:
+        try:
+            self._protocol.receive_data(data)
+            for event in self._protocol.events():
+                self._take(event)
+        except RemoteProtocolError as error:
+            self._end(CloseReason.PROTOCOL_ERROR, str(error), error.event_hint)
+
+    def _take(self, event: SocketEvent) -> None:
+        match event:
+            case TextMessage(data=text, message_finished=is_whole):
+                self._held_bytes += len(text.encode())
+                if self._held_bytes > self._max_bytes:
+                    why = f"more than {self._max_bytes} bytes at once"
+                    self._end(CloseReason.MESSAGE_TOO_BIG, why)
+                self._pieces.append(text)
+                if is_whole:
+                    self._messages.append("".join(self._pieces))
+                    self._pieces.clear()
+            case BytesMessage():
+                self._end(CloseReason.UNSUPPORTED_DATA, "messages are text")
+            case Ping():
+                self._send(event.response())
+            case CloseConnection():
+                self._end(CloseReason.NORMAL_CLOSURE, "the client has closed", event.response())
+
+    def _end(self, code: CloseReason, why: str, goodbye: SocketEvent | None = None) -> None:
+        """Say goodbye. Always raises ConnectionAbortedError."""
+        with contextlib.suppress(LocalProtocolError, OSError):
+            self._send(goodbye or CloseConnection(code=code, reason=why))
+        raise ConnectionAbortedError(why)
+
+    def _send(self, event: SocketEvent) -> None:
+        self._client.send_raw(self._protocol.send(event))

@@ -1,0 +1,162 @@
+"""The threads that run the host's own code: tools, BIOS providers, liveness probes. Each only tells
+what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from datetime import datetime
+from typing import Any
+
+from msgspec.structs import replace
+
+from llama_worker.bios import PromptError, run_bios
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.validation import takes
+from llama_worker.errors import described_error
+from llama_worker.messages import (
+    BiosWritten,
+    CallEnded,
+    EvidenceSeen,
+    Mailbox,
+    RunBios,
+    RunTool,
+    ToolThreadReturned,
+    ToolThreadStuck,
+    WorkerMessage,
+)
+from llama_worker.request.tool_results import ToolResultError, encode_result
+from llama_worker.runtime.host.futures import log_exception
+from llama_worker.runtime.host.shortage import is_shortage
+from llama_worker.runtime.host.threads import start_thread
+from llama_worker.types import BiosContext, BiosText, LivenessProbe, RunningCall
+
+_logger = logging.getLogger("llama_worker")
+
+
+class ToolCallThread:
+    """A tool call, on a thread of its own, which tells what came of it. Raises RuntimeError where
+    the system has none left."""
+
+    def __init__(self, order: RunTool, config: WorkerConfig, name: str) -> None:
+        assert config.tool_runner is not None
+        self._order = order
+        self._run_tool = config.tool_runner.run_tool
+        deadline = time.monotonic() + config.tool_timeout_s
+        self._call = RunningCall(deadline=deadline, cancelled=threading.Event())
+        self._cancel_task: Callable[[], object] | None = None  # of an async runner
+        self._lock = threading.Lock()  # guards what follows
+        self._given_up_to: Mailbox[WorkerMessage] | None = None
+        self._has_returned = False
+        self._thread = start_thread(name, self._run)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def give_up(self, reply_to: Mailbox[WorkerMessage]) -> None:
+        """Tell the runner that nobody waits any more, unless it has returned."""
+        with self._lock:
+            if self._has_returned:
+                return
+            self._given_up_to = reply_to
+            reply_to.tell(ToolThreadStuck(turn_id=self._order.turn_id))
+        self._call.cancelled.set()
+        if self._cancel_task is not None:
+            self._cancel_task()
+
+    def _run(self) -> None:
+        call, ok = self._order.call, False
+        try:
+            text, ok = encode_result(self._returned()), True
+        except ToolResultError as unfit:
+            text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
+        except BaseException as raised:
+            # SystemExit and KeyboardInterrupt in a tool are its failures, no more.
+            text = f"tool {call.name!r} raised {described_error(raised)}"
+        ended = CallEnded(
+            turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=time.monotonic()
+        )
+        with self._lock:
+            self._has_returned = True
+        self._order.reply_to.tell(ended)
+        if self._given_up_to is not None:
+            self._given_up_to.tell(ToolThreadReturned(turn_id=self._order.turn_id))
+
+    def _returned(self) -> Any:
+        more = {"call": self._call} if takes(self._run_tool, "call") else {}
+        value = self._run_tool(
+            name=self._order.call.name,
+            arguments=copy.deepcopy(self._order.call.arguments),
+            request_id=self._order.turn_id[0],
+            job_name=self._order.job_name,
+            **more,
+        )
+        return asyncio.run(self._awaited(value)) if asyncio.iscoroutine(value) else value
+
+    async def _awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def cancel_task() -> None:
+            with contextlib.suppress(RuntimeError):  # it has ended, and its loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+
+        self._cancel_task = cancel_task
+        if self._call.cancelled.is_set():  # before there was a task
+            task.cancel()
+        return await coroutine
+
+
+def write_bios(order: RunBios, config: WorkerConfig, unix_now: float) -> BiosWritten:
+    """Ask the provider, on the calling thread."""
+    left, prompted = order.iterations_left, order.prompted
+    try:
+        bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
+        return BiosWritten(turn_id=order.turn_id, bios=bios, error=None)
+    except PromptError as error:
+        return BiosWritten(turn_id=order.turn_id, bios="", error=str(error))
+
+
+def bios_text(
+    config: WorkerConfig, unix_now: float, *, iterations_left: int, prompted: bool
+) -> BiosText | str:
+    """What the provider writes, on the calling thread; raises PromptError.
+
+    `unix_now` is the real time, which a suspended machine has caught up.
+    """
+    context = BiosContext(
+        now=datetime.fromtimestamp(unix_now, config.timezone),
+        timezone_name=config.timezone_name,
+        worker_name=config.name,
+        tool_iters_remaining=iterations_left,
+        normal_tools=tuple(config.normal_tools),
+        exit_tools=tuple(config.exit_tools),
+        tool_call_mode="prompted" if prompted else "native",
+    )
+    return run_bios(config.bios_provider, context)
+
+
+def look(
+    probe: LivenessProbe, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]
+) -> None:
+    """One probe's look at the server's processes. One that raises, or returns something odd, brings
+    no news."""
+    alive, reads, detail, blind = False, False, "", False
+    try:
+        if seen.fresh:
+            probe.reset()
+        evidence = probe.probe(root_pid, time.monotonic())
+        if evidence is not None:
+            alive, detail = bool(evidence.alive), str(evidence.detail)
+            reads = bool(getattr(evidence, "reads", False))  # a probe of an earlier version
+    except BaseException as error:  # SystemExit in a probe is its failure, no more
+        blind = is_shortage(error)
+        if not blind:
+            log_exception(_logger, "a liveness probe failed")
+    now = time.monotonic()
+    reply_to.tell(replace(seen, alive=alive, reads=reads, detail=detail, blind=blind, at=now))

@@ -1,0 +1,132 @@
+"""Daemon threads for what waits, each of which only tells what came of it.
+
+To start a thread takes longer than most of what is done on one, so a few that have nothing left to
+do are kept, for whichever worker needs one next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from llama_worker.runtime.host.futures import log_exception
+from llama_worker.runtime.host.timers import call_at
+
+PATIENCE_S = 0.05  # how long a probe keeps the next one waiting; a server answers within 10 ms
+_SPARE = 4  # threads that are kept, 16 KiB each
+_Call = Callable[[], object]
+_spare: list[queue.SimpleQueue[tuple[str, _Call]]] = []  # each the mailbox of one that sleeps
+_keeping = threading.Lock()
+_logger = logging.getLogger("llama_worker")
+
+
+def start_thread(name: str, target: _Call) -> threading.Thread:
+    """A thread of its own, for the host's code and for what lasts. Raises RuntimeError where the
+    system has none left, or the host exits."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def run_on_thread(name: str, call: _Call) -> None:
+    """Make the call on a spare thread, or a new one; it is this library's own code. Raises as
+    `start_thread`."""
+    try:
+        mailbox = _spare.pop()
+    except IndexError:
+        start_thread(name, lambda: _work(call))
+    else:
+        mailbox.put((name, call))
+
+
+def _work(call: _Call) -> None:
+    thread, mailbox = threading.current_thread(), queue.SimpleQueue[tuple[str, _Call]]()
+    while True:
+        call()
+        del call  # and what it holds
+        with _keeping:
+            if len(_spare) >= _SPARE:
+                return
+            thread.name = "llama_worker-spare"
+            _spare.append(mailbox)
+        thread.name, call = mailbox.get()
+
+
+class ProbeQueue:
+    """Probes, made one after the other on one thread: threads that run at the same instant wake one
+    another for the interpreter's lock. Thread-safe.
+
+    Each time that one waits and none was begun for `PATIENCE_S`, another thread goes on: a server
+    that does not answer holds up no other's probe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._waiting: deque[_Call] = deque()
+        self._threads_count = 0
+        self._begun_count = 0
+        self._is_watched = False  # a timer is set
+
+    def run(self, probe: _Call) -> None:
+        """Make the probe soon. Raises RuntimeError where the system has no thread for the first."""
+        with self._lock:
+            if self._threads_count:
+                self._watch()
+            else:
+                self._start_thread()
+            self._waiting.append(probe)
+
+    def _start_thread(self) -> None:
+        run_on_thread("llama_worker-probes", self._make_probes)
+        self._threads_count += 1
+
+    def _watch(self) -> None:
+        if not self._is_watched:
+            self._is_watched, begun_count = True, self._begun_count
+            call_at(time.monotonic() + PATIENCE_S, lambda: self._help(begun_count))
+
+    def _help(self, begun_count: int) -> None:
+        with self._lock:
+            self._is_watched = False
+            if not self._waiting:
+                return
+            self._watch()
+            if self._begun_count == begun_count:
+                with contextlib.suppress(RuntimeError):  # no thread is left: they wait
+                    self._start_thread()
+
+    def _make_probes(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads_count -= 1
+                    return
+                probe = self._waiting.popleft()
+                self._begun_count += 1
+            try:
+                probe()
+            except Exception:
+                log_exception(_logger, "a probe failed")
+
+
+_probes = ProbeQueue()
+
+
+def run_probe(probe: _Call) -> None:
+    """See `ProbeQueue.run`; in the queue that all workers of this process share."""
+    _probes.run(probe)
+
+
+def _forget_after_fork() -> None:
+    global _probes, _spare, _keeping
+    _probes, _spare = ProbeQueue(), []  # the parent's threads do not exist in the child
+    _keeping = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,146 @@
+"""Waits for errors of the GPUs that one launch of the server uses.
+
+NVML may hang with a lost GPU: it runs on a thread that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import psutil
+
+from llama_worker.messages import GpuFaulted, Mailbox
+from llama_worker.runtime.host.futures import log_exception
+from llama_worker.runtime.probes.liveness_probes import tree_pids
+from llama_worker.server.gpu_faults import (
+    GpuFault,
+    fault_of_xid,
+    gpu_lost,
+    uncorrectable_memory_error,
+)
+
+# nothing wakes a thread that waits in NVML: it ends at most this much later than the server
+WAIT_S: Final = 10.0
+_logger = logging.getLogger("llama_worker")
+
+
+def watch_gpus(root_pid: int, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None:
+    """Tell every kind of fault once, until the process is gone. Blocks.
+
+    Returns at once where NVML cannot be loaded, or sees no process of the tree on any GPU: a server
+    on the CPU, or a container with a pid namespace that the driver does not know.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except (
+        Exception
+    ):  # a missing package or driver, or one that is broken: there is nothing to watch
+        return
+    try:
+        _watch(nvml, psutil.Process(root_pid), epoch, reply_to)
+    except psutil.NoSuchProcess:
+        return
+    except Exception:
+        log_exception(_logger, "errors of GPUs are not seen any more")
+
+
+def gpus_in_use(root_pid: int) -> tuple[str, ...] | None:
+    """Where the driver sees the process tree; None: there is no NVML or no GPU. May hang with a
+    lost GPU."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        return (
+            tuple(_gpus_of(nvml, frozenset(tree_pids(root_pid))))
+            if nvml.nvmlDeviceGetCount()
+            else None
+        )
+    except Exception:  # as above
+        return None
+
+
+def _watch(nvml: Any, server: psutil.Process, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None:
+    gpus = _gpus_of(nvml, frozenset(tree_pids(server.pid)))
+    events = _events_of(nvml, gpus)
+    if events is None:
+        return
+    told: set[GpuFault] = set()
+    try:
+        while server.is_running():
+            for fault in _next_faults(nvml, events, gpus):
+                if fault not in told:
+                    told.add(fault)
+                    reply_to.tell(GpuFaulted(epoch=epoch, fault=fault))
+    finally:
+        nvml.nvmlEventSetFree(events)
+
+
+def _next_faults(nvml: Any, events: Any, gpus: dict[str, Any]) -> Iterator[GpuFault]:
+    """What the next event tells, if one comes."""
+    try:
+        event = nvml.nvmlEventSetWait_v2(events, int(WAIT_S * 1000))
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_TIMEOUT:
+            yield from (gpu_lost(gpu) for gpu in _lost(nvml, gpus))
+            # such an error comes back at once, for as long as its cause is there
+            time.sleep(WAIT_S)
+    else:
+        fault = _fault_of(nvml, event)
+        if fault is not None:
+            yield fault
+
+
+def _gpus_of(nvml: Any, pids: frozenset[int]) -> dict[str, Any]:
+    """The handles of the GPUs that these processes use, by name."""
+    found = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            users = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        except nvml.NVMLError:
+            continue  # one that is lost already, or tells no processes, is not known to be ours
+        if users & pids:
+            found[f"GPU {index}"] = handle
+    return found
+
+
+def _events_of(nvml: Any, gpus: dict[str, Any]) -> Any:
+    """A set in which the errors of these GPUs arrive; None where none of them reports any."""
+    events, wanted = None, nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
+    for handle in gpus.values():
+        try:
+            kinds = wanted & nvml.nvmlDeviceGetSupportedEventTypes(handle)
+            if kinds:
+                events = nvml.nvmlEventSetCreate() if events is None else events
+                nvml.nvmlDeviceRegisterEvents(handle, kinds, events)
+        except nvml.NVMLError as error:
+            _logger.info("a GPU does not report errors: %s", error)
+    return events
+
+
+def _fault_of(nvml: Any, event: Any) -> GpuFault | None:
+    try:
+        gpu = f"GPU {nvml.nvmlDeviceGetIndex(event.device)}"
+    except nvml.NVMLError:  # a lost one may not tell
+        gpu = "a GPU"
+    if event.eventType == nvml.nvmlEventTypeXidCriticalError:
+        return fault_of_xid(gpu, int(event.eventData))
+    return uncorrectable_memory_error(gpu)
+
+
+def _lost(nvml: Any, gpus: dict[str, Any]) -> list[str]:
+    """Those that cannot be reached; another GPU of the machine may be the one that the error is
+    about."""
+    found = []
+    for gpu, handle in gpus.items():
+        try:
+            nvml.nvmlDeviceGetMemoryInfo(handle)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+                found.append(gpu)
+    return found

@@ -1,0 +1,99 @@
+"""What the kernel says of processes that it killed for lack of memory. Nothing here raises."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from llama_worker.runtime.process.machine import CGROUP
+
+_KMSG = "/dev/kmsg"
+_RECORD_BYTES = 8192  # longer ones the kernel cuts off
+_MAX_RECORDS = 20_000
+_LOOK_AGAIN_S = 1.0
+
+
+class OomWatch:
+    """One process's control group and the kernel's log, from the construction on. `now` is
+    monotonic seconds."""
+
+    def __init__(self, pid: int, now: float) -> None:
+        self._pid = pid
+        self._counter = _counter_file(pid)
+        self._before = _count(self._counter)
+        self._looked_at = now
+        # what it holds already may be of another process with the same pid
+        self._log = _end_of_log()
+
+    def close(self) -> None:
+        """Let the kernel's log go; idempotent."""
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+    def look(self, now: float) -> None:
+        """Follow the process into another group: a wrapper script may have put it there. Seldom
+        does anything."""
+        if now - self._looked_at < _LOOK_AGAIN_S:
+            return
+        self._looked_at = now
+        counter = _counter_file(self._pid)
+        if counter is not None and counter != self._counter:
+            self._counter, self._before = counter, _count(counter)
+
+    def kills(self) -> int:
+        """How many processes of the group were killed since; 0 where that cannot be seen."""
+        return max(0, _count(self._counter) - self._before)
+
+    def kernel_line(self) -> str | None:
+        """What the kernel's log says of this process's end; None where it says nothing, or may not
+        be read."""
+        if self._log is None:
+            return None
+        wanted = f"Killed process {self._pid} ("
+        found = None
+        for _ in range(_MAX_RECORDS):
+            try:
+                record = os.read(self._log, _RECORD_BYTES).decode(errors="replace")
+            except BrokenPipeError:
+                continue  # overwritten before it was read: the next one follows
+            except OSError:
+                break  # the end of what there is
+            text = record.partition(";")[2].partition("\n")[0]
+            if wanted in text:
+                found = text
+        return found
+
+
+def _end_of_log() -> int | None:
+    try:
+        log = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    os.lseek(log, 0, os.SEEK_END)
+    return log
+
+
+def _counter_file(pid: int) -> Path | None:
+    """Where the process's group counts kills: `memory.events`, or `memory.oom_control` of version
+    1."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return CGROUP / "memory" / path.lstrip("/") / "memory.oom_control"
+        if not controllers and (events := CGROUP / path.lstrip("/") / "memory.events").exists():
+            return events
+    return None
+
+
+def _count(counter: Path | None) -> int:
+    try:
+        lines = counter.read_text().splitlines() if counter is not None else []
+    except OSError:
+        return 0  # the group has gone with the server
+    counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    return int(counts.get("oom_kill", 0))

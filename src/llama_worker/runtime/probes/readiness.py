@@ -1,0 +1,245 @@
+"""Questions to the server, beside its streams, each on a thread: is it ready, and is it ours? What
+do its slots do?"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.errors import described_error
+from llama_worker.gaps import gap_s
+from llama_worker.messages import Mailbox, Probed, ProbeOutcome, SlotsSeen
+from llama_worker.runtime.host.shortage import is_shortage
+from llama_worker.runtime.host.threads import run_probe
+from llama_worker.runtime.http.session import Abort, Endpoint, ask, json_of
+from llama_worker.runtime.probes.liveness_probes import tree_pids
+from llama_worker.runtime.process.canary import canary_body, canary_problem
+from llama_worker.server.health import PROBE_TIMEOUT_S, probe_timeout_s
+from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
+from llama_worker.server.traits import ServerTraits, server_traits
+
+_LISTEN = "0A"  # a socket's state in /proc/net/tcp
+_READY = "GET /v1/models: 200"
+_TRAITS_TIMEOUT_S = 2.0
+_CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
+
+
+class ReadinessProbe:
+    """One probe. The constructor has it made, and it tells one Probed; any thread may call
+    `abort`.
+
+    The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings
+    the traits.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        endpoint: Endpoint,
+        *,
+        epoch: int,
+        root_pid: int,
+        first: bool,
+        reply_to: Mailbox[Probed],
+    ) -> None:
+        self._config = config
+        self._endpoint = endpoint
+        self._epoch = epoch
+        self._root_pid = root_pid
+        self._first = first
+        self._reply_to = reply_to
+        self._abort = Abort()
+        try:
+            run_probe(self._probe)
+        except RuntimeError as error:
+            self._tell(_outcome(error), described_error(error), ServerTraits())
+
+    def abort(self) -> None:
+        """Close the connection now; the outcome is then FAILED."""
+        self._abort.abort()
+
+    def _probe(self) -> None:
+        timeout_s = probe_timeout_s(self._config.timeouts)
+        deadline = time.monotonic() + timeout_s
+        traits = ServerTraits()
+        try:
+            reply: Exception | tuple[int, bytes] = self._ask("GET", "/v1/models", timeout_s)
+        except Exception as error:
+            reply = error
+        outcome, detail = models_outcome(reply, lost_s=gap_s(deadline, time.monotonic()))
+        try:
+            if outcome is ProbeOutcome.READY and self._first:
+                if owns_port(self._root_pid, self._config.port):
+                    traits = self._ask_traits()
+                    outcome, detail = self._try_canary(outcome, detail)
+                else:
+                    outcome = ProbeOutcome.STRANGER
+                    detail = f"another process answers on port {self._config.port}"
+        except Exception as error:
+            outcome, detail = _outcome(error), described_error(error)
+        self._tell(outcome, detail, traits)
+
+    def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
+        self._reply_to.tell(
+            Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits)
+        )
+
+    def _ask_traits(self) -> ServerTraits:
+        chat = {"messages": [{"role": "user", "content": "-"}]}
+        told: list[dict[str, Any]] = []
+        for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
+            try:
+                status, answer = self._ask(method, path, _TRAITS_TIMEOUT_S, body)
+            except (OSError, ValueError):
+                status, answer = 0, b""
+            value = json_of(answer) if status == 200 else None
+            told.append(value if isinstance(value, dict) else {})
+        return server_traits(*told)
+
+    def _try_canary(self, outcome: ProbeOutcome, detail: str) -> tuple[ProbeOutcome, str]:
+        """As long as it takes: the startup's limits end it."""
+        canary = self._config.canary
+        if canary is None:
+            return outcome, detail
+        try:
+            status, answer = self._ask(
+                "POST", "/v1/chat/completions", _CANARY_TIMEOUT_S, canary_body(canary)
+            )
+        except (OSError, ValueError) as error:
+            return _outcome(error), f"the canary: {described_error(error)}"
+        problem = canary_problem(canary.check, status, json_of(answer))
+        return (outcome, detail) if problem is None else (ProbeOutcome.UNFIT, problem)
+
+    def _ask(
+        self, method: str, path: str, timeout_s: float, body: object = None
+    ) -> tuple[int, bytes]:
+        return ask(self._endpoint, method, path, timeout_s=timeout_s, body=body, abort=self._abort)
+
+
+class AnswerProbe:
+    """Does a server that is nobody's here answer anything? The constructor has it asked, and it tells
+    one Probed; any thread may call `abort`. Raises RuntimeError where the host has no thread."""
+
+    def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Probed]) -> None:
+        self._endpoint = endpoint
+        self._epoch = epoch
+        self._reply_to = reply_to
+        self._abort = Abort()
+        run_probe(self._probe)
+
+    def abort(self) -> None:
+        """Close the connection now; the outcome is then FAILED."""
+        self._abort.abort()
+
+    def _probe(self) -> None:
+        deadline = time.monotonic() + PROBE_TIMEOUT_S
+        try:
+            status, _ = ask(
+                self._endpoint,
+                "GET",
+                "/v1/models",
+                timeout_s=PROBE_TIMEOUT_S,
+                abort=self._abort,
+            )
+            outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
+        except Exception as error:
+            outcome, detail = models_outcome(error, lost_s=gap_s(deadline, time.monotonic()))
+        self._reply_to.tell(
+            Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=ServerTraits())
+        )
+
+
+class SlotsQuestion:
+    """One look at `/slots`. The constructor has it made, and it tells one SlotsSeen; any
+    thread may call `abort`. Raises RuntimeError where the host has no thread."""
+
+    def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[SlotsSeen]) -> None:
+        self._endpoint = endpoint
+        self._epoch = epoch
+        self._reply_to = reply_to
+        self._abort = Abort()
+        run_probe(self._look)
+
+    def abort(self) -> None:
+        """Close the connection now; nothing was seen then."""
+        self._abort.abort()
+
+    def _look(self) -> None:
+        asked_at = time.monotonic()
+        look: SlotsLook | SlotsSilence | None = None
+        try:
+            status, body = ask(
+                self._endpoint, "GET", "/slots", timeout_s=LOOK_TIMEOUT_S, abort=self._abort
+            )
+            slots = parse_slots(json_of(body)) if status == 200 else None
+            if slots is not None:
+                look = SlotsLook(asked_at=asked_at, slots=slots)
+        except TimeoutError:
+            look = SlotsSilence()
+        except Exception:  # no answer, or this machine lacks something: nothing was seen
+            pass
+        self._reply_to.tell(SlotsSeen(epoch=self._epoch, look=look))
+
+
+def models_outcome(
+    reply: tuple[int, bytes] | Exception, *, lost_s: float
+) -> tuple[ProbeOutcome, str]:
+    """What the reply to `/v1/models` says, its status and body, or that there is none, and
+    how much of the time past its deadline was lost. Pure."""
+    if isinstance(reply, Exception):
+        outcome = _outcome(reply)
+        # Long past its deadline, this process did not run, and so perhaps nothing else did.
+        if outcome is ProbeOutcome.FAILED and lost_s:
+            outcome = ProbeOutcome.LATE
+        return outcome, f"GET /v1/models: {type(reply).__name__}"
+    status, body = reply
+    if status == 503:
+        return ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model"
+    if status != 200:
+        return ProbeOutcome.FAILED, f"GET /v1/models: {status}"
+    if json_of(body) is None:
+        return ProbeOutcome.FAILED, "GET /v1/models: 200, but no JSON"
+    return ProbeOutcome.READY, _READY
+
+
+def _outcome(error: Exception) -> ProbeOutcome:
+    """Of a probe without an answer: what this machine lacks says nothing about the server."""
+    return ProbeOutcome.NO_NEWS if is_shortage(error) else ProbeOutcome.FAILED
+
+
+def owns_port(root_pid: int, port: int) -> bool:
+    """Whether a process of the tree listens on the port.
+
+    A process that may not be looked into (its program has file capabilities, or is another user's)
+    is believed to, where a socket of its user does: nobody listened there before the launch.
+    """
+    hidden_uids: set[int] = set()
+    for pid in tree_pids(root_pid):
+        try:
+            process = psutil.Process(pid)
+            try:
+                connections = process.net_connections(kind="tcp")
+            except psutil.AccessDenied:
+                uids = process.uids()
+                hidden_uids |= {uids.effective, uids.saved}
+                continue
+        except psutil.Error:
+            continue
+        if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
+            return True
+    return bool(hidden_uids) and not hidden_uids.isdisjoint(_listening_uids(port))
+
+
+def _listening_uids(port: int) -> Iterator[int]:
+    """The users of the sockets that listen on the port."""
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{table}") as lines:
+            for line in lines:
+                fields = line.split()
+                if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                    yield int(fields[7])

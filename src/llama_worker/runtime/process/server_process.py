@@ -1,0 +1,391 @@
+"""A server's process tree, and the thread that starts it, drains its output and sees it end.
+
+Between the host and the server stands a guard process (`guard.py`), which ends the tree should the
+host die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec import Struct
+
+from llama_worker.messages import Died, Exited, Launched, LaunchFailed, Mailbox, ServerNews
+from llama_worker.runtime.probes.oom_watch import OomWatch
+from llama_worker.runtime.process import guard
+from llama_worker.runtime.process.free_port import can_listen
+from llama_worker.runtime.process.log_ring import LogRing
+from llama_worker.runtime.process.server_program import ServerNotFound, interpreter, located
+from llama_worker.server.start_advice import lack_of_memory, not_executed
+from llama_worker.server.termination import GuardSilence, Signal
+from llama_worker.types import StartFailReason
+
+_GUARD = Path(guard.__file__)
+_READ_BYTES = 65536
+_MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
+
+
+class _Server(Struct, frozen=True):
+    pid: int
+    pidfd: int | None  # None where it was gone before it could be looked at
+
+
+class GuardedServer:
+    """One launch. The constructor starts a daemon thread, which tells; every method may be called
+    by any thread.
+
+    `reply_to` gets Launched or LaunchFailed; after Launched, Died and then one Exited, its last
+    word. No Died comes where the guard was killed.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        command: tuple[str, ...],
+        environment: Mapping[str, str],
+        address: tuple[str, int],
+        log: LogRing,
+        reply_to: Mailbox[ServerNews],
+        name: str,
+    ) -> None:
+        self._epoch = epoch
+        self._command = command
+        self._mark = f"{_MARK}={os.getpid()}.{epoch}.{time.monotonic_ns()}"
+        self._environment: Mapping[str, str] = environment  # until the launch
+        self._address = address
+        self._log = log
+        self._reply_to = reply_to
+        self._lock = threading.Lock()
+        self._control: io.FileIO | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._orders = b""  # given before the guard was there to take them
+        self._server: _Server | None = None  # once it was started
+        self._reaped = False  # the guard said that nothing of the tree is left
+        # what a killed guard could not report: the kernel killed it
+        self._returncode: int = -signal.SIGKILL
+        self._failure: str | None = None
+        self._oom: OomWatch | None = None
+        self._lack_of_memory: str | None = None
+        self.ended = False  # nothing of it is left; set before the last word is told
+        log.begin_launch()
+        threading.Thread(target=self._run, name=f"{name}-server", daemon=True).start()
+
+    def send(self, what: Signal) -> None:
+        """Signal the server; without effect once it is gone. Never blocks."""
+        with self._lock:
+            if what is Signal.FORCE:
+                self._force()
+                return
+            order = b"T" if what is Signal.TERMINATE else b"K"
+            if self._control is None or self._guard is None:
+                self._orders += order
+                return
+            try:
+                self._control.write(order)
+            except OSError:
+                return  # the guard has ended: so has the tree
+            self._guard.send_signal(signal.SIGCONT)  # a stopped one must run to obey
+
+    def is_gone(self) -> bool:
+        """Whether the server was started and has ended, be it unreaped or untold."""
+        with self._lock:
+            if self._server is None:
+                return False
+            return self._server.pidfd is None or _has_ended(self._server.pidfd)
+
+    def _force(self) -> None:
+        """The guard did not obey. A server that was killed may just take its time to give back its
+        memory."""
+        if self._server is not None:
+            _kill(self._server)
+            if self._guard is not None:
+                # one that was stopped after the order must run to reap
+                self._guard.send_signal(signal.SIGCONT)
+        elif self._guard is not None:
+            self._guard.kill()  # it has not come to start a server
+
+    def _run(self) -> None:
+        try:
+            with contextlib.ExitStack() as cleanup:
+                last_word = self._live(cleanup)
+        except (
+            Exception
+        ) as error:  # out of descriptors, processes or memory; what there was is cleaned up
+            detail = f"no process could be started: {error}"
+            last_word = (
+                self._gone()
+                if self._server
+                else self._not_started(StartFailReason.SPAWN_FAILED, detail)
+            )
+        if self._oom is not None:
+            self._oom.close()
+        with self._lock:  # a closed descriptor may be somebody else's by the next `send`
+            if self._server is not None and self._server.pidfd is not None:
+                os.close(self._server.pidfd)
+                self._server = _Server(self._server.pid, None)
+        self.ended = True
+        self._reply_to.tell(last_word)
+
+    def _live(self, cleanup: contextlib.ExitStack) -> LaunchFailed | Exited:
+        """Start the guard, watch until it has ended; the thread's last word."""
+        if not can_listen(self._address):
+            taken = (
+                f"{self._address[0]}:{self._address[1]} is taken by another process: end it, or "
+                "take another port"
+            )
+            return self._not_started(StartFailReason.PORT_IN_USE, taken)
+        try:
+            guardian, reports_from = self._start_guard(cleanup)
+        except ServerNotFound as error:
+            return self._not_started(StartFailReason.SPAWN_FAILED, str(error))
+        return self._watch(guardian, reports_from)
+
+    def _start_guard(
+        self, cleanup: contextlib.ExitStack
+    ) -> tuple[subprocess.Popen[bytes], io.FileIO]:
+        """The guard, which starts the server, and the pipe of its reports."""
+        environment, self._environment = self._environment, {}
+        # A server does not inherit LLAMA_SERVER; it is for who looks for one.
+        host = {name: os.environ[name] for name in ("LLAMA_SERVER",) if name in os.environ}
+        command = located(self._command, {**host, **environment})
+        control_read, control_write = _pipe(cleanup)
+        report_read, report_write = _pipe(cleanup)
+        guardian = subprocess.Popen(
+            [
+                interpreter(),
+                *("-I", "-S", str(_GUARD), str(os.getpid())),
+                *(str(control_read.fileno()), str(report_write.fileno())),
+                *command,
+            ],
+            bufsize=0,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**environment, _MARK: self._mark.partition("=")[2]},
+            pass_fds=(control_read.fileno(), report_write.fileno()),
+            start_new_session=True,
+        )
+        cleanup.callback(self._let_go, guardian)
+        control_read.close()
+        report_write.close()
+        with self._lock:
+            self._guard, self._control = guardian, control_write
+            if self._orders:
+                control_write.write(self._orders)
+        return guardian, report_read
+
+    def _let_go(self, guardian: subprocess.Popen[bytes]) -> None:
+        """Reap the guard. Should it still live, it ends the tree: a forked host may hold the
+        control pipe open."""
+        self.send(Signal.KILL)
+        with self._lock:
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+        guardian.wait()
+        with self._lock:
+            self._guard = None
+        assert guardian.stdout is not None
+        guardian.stdout.close()
+
+    def _watch(
+        self, guardian: subprocess.Popen[bytes], reports_from: io.FileIO
+    ) -> LaunchFailed | Exited:
+        """Drain output and reports until the guard has ended."""
+        assert guardian.stdout is not None
+        output, report = guardian.stdout.fileno(), reports_from.fileno()
+        os.set_blocking(output, False)
+        os.set_blocking(report, False)
+        poll = select.poll()
+        ended = os.pidfd_open(guardian.pid)
+        try:
+            for fd in (ended, output, report):
+                poll.register(fd, select.POLLIN)
+            reports = b""
+            silence, server_registered = GuardSilence(), False
+            while True:
+                ready = {fd for fd, _ in poll.poll(silence.wait_ms(time.monotonic()))}
+                over = ended in ready
+                if output in ready and not self._drain(output):
+                    poll.unregister(output)
+                if report in ready:
+                    new = _read_available(report)
+                    if not new:
+                        poll.unregister(report)
+                    *lines, reports = (reports + new).split(b"\n")
+                    for line in lines:
+                        self._reported(line.decode(errors="replace"))
+                if over:
+                    return self._last_word()
+                server = self._server.pidfd if self._server is not None else None
+                if server in ready:
+                    poll.unregister(server)
+                elif server is not None and not server_registered:
+                    poll.register(server, select.POLLIN)
+                    server_registered = True
+                number = silence.step(time.monotonic(), owes=self.is_gone() and not self._reaped)
+                if number is not None:
+                    guardian.send_signal(number)
+        finally:
+            os.close(ended)
+
+    def _reported(self, line: str) -> None:
+        """One line of the guard's."""
+        word, _, rest = line.partition(" ")
+        match word:
+            case "started":
+                pid = int(rest)
+                self._oom = OomWatch(pid, time.monotonic())
+                with self._lock:
+                    self._server = _Server(pid, _pidfd(pid))
+                self._reply_to.tell(Launched(epoch=self._epoch, pid=pid))
+            case "died":
+                self._returncode = int(rest)
+                self._lack_of_memory = self._judge_memory()
+                self._reply_to.tell(
+                    Died(
+                        epoch=self._epoch,
+                        returncode=self._returncode,
+                        lack_of_memory=self._lack_of_memory,
+                    )
+                )
+            case "gone":
+                self._reaped = True
+            case "failed":
+                number, _, why = rest.partition(" ")
+                self._failure = not_executed(self._command[0], int(number), why)
+
+    def _last_word(self) -> LaunchFailed | Exited:
+        if self._server is None:
+            detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
+            return self._not_started(StartFailReason.SPAWN_FAILED, detail)
+        # somebody killed the guard, and the kernel the server with it: wait for its end
+        if not self._reaped:
+            _kill(self._server)
+            if self._server.pidfd is not None:
+                _has_ended(self._server.pidfd, None)
+            # the guard knew the tree; without it, the mark in their environment tells
+            _sweep(self._mark)
+        return self._gone()
+
+    def _gone(self) -> Exited:
+        return Exited(
+            epoch=self._epoch,
+            returncode=self._returncode,
+            log_tail=self._log.tail(40),
+            port_taken=not can_listen(self._address),
+            lack_of_memory=self._lack_of_memory or self._judge_memory(),
+        )
+
+    def _judge_memory(self) -> str | None:
+        if self._oom is None:
+            return None
+        return lack_of_memory(
+            self._returncode,
+            oom_kills=self._oom.kills(),
+            kernel_line=self._oom.kernel_line() if self._returncode == -signal.SIGKILL else None,
+            log_tail=self._log.tail(5),
+        )
+
+    def _not_started(self, reason: StartFailReason, detail: str) -> LaunchFailed:
+        return LaunchFailed(epoch=self._epoch, reason=reason, detail=detail)
+
+    def _drain(self, output: int) -> bool:
+        """Put what the pipe holds into the ring, as much as a pipe can hold; False at its end."""
+        try:
+            data = os.read(output, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        self._log.feed(data)
+        if self._oom is not None:
+            self._oom.look(time.monotonic())
+        return bool(data)
+
+
+def _has_ended(pidfd: int, timeout_ms: int | None = 0) -> bool:
+    """Waits for it so long; None: for ever."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_ms))
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _kill(server: _Server) -> None:
+    """SIGKILL to a server's group and, through its pidfd, to itself; without effect once it is
+    gone."""
+    if server.pidfd is None:
+        return
+    try:
+        signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
+        os.killpg(server.pid, signal.SIGKILL)
+    except OSError:
+        return
+
+
+def _sweep(mark: str) -> None:
+    """SIGKILL to every process that was started with `mark` in its environment, until none is
+    left."""
+    while marked := [
+        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has_mark(pid, mark)
+    ]:
+        for pid in marked:
+            try:
+                process = os.pidfd_open(pid)
+            except OSError:
+                continue
+            try:
+                if _has_mark(pid, mark):  # the number may be somebody else's by now
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    _has_ended(process, None)
+            finally:
+                os.close(process)
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as environment:
+            return mark.encode() in environment.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:
+    """(read end, write end), closed in the end unless that was done before.
+
+    In a host whose standard streams are closed a pipe may get their numbers, which the guard's own
+    are to have.
+    """
+    low = os.pipe()
+    try:
+        read, write = (
+            cleanup.enter_context(io.FileIO(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3), mode))
+            for end, mode in zip(low, ("rb", "wb"), strict=True)
+        )
+    finally:
+        for end in low:
+            os.close(end)
+    return read, write
+
+
+def _read_available(fd: int) -> bytes:
+    try:
+        return os.read(fd, 4096)
+    except BlockingIOError:
+        return b""

@@ -1,0 +1,277 @@
+"""What a server's command breaks, costs, and what a build does not know of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from llama_worker import TimeoutProfile, WorkerConfig, llama_server_cmd
+from llama_worker.config.command_flags import (
+    KnownFlags,
+    batch_warning,
+    cache_ram_mib,
+    command_warnings,
+    memory_warning,
+    read_help,
+    unknown_flags,
+)
+
+MODEL = ("llama-server", "--model", "m.gguf")
+GIB = 1 << 30
+HELP = """\
+----- common params -----
+
+-h,    --help, --usage                  print usage and exit
+-m,    --model FNAME                    model path to load
+                                        (env: LLAMA_ARG_MODEL)
+-fa,   --flash-attn [on|off|auto]       set Flash Attention use ('on', 'off', or 'auto', default: 'auto')
+-np,   --parallel N                     number of server slots
+-kvu,  --kv-unified, -no-kvu, --no-kv-unified
+                                        use single unified KV buffer (default: enabled)
+-ot,   --override-tensor <tensor name pattern>=<buffer type>,...
+                                        override tensor buffer type
+--control-vector-layer-range START END
+                                        layer range to apply the control vector(s) to, start and end inclusive
+--fim-qwen-1.5b-default                 use default Qwen 2.5 Coder 1.5B
+--port PORT                             port to listen on
+"""
+
+
+# ---------------------------------------------------------------- what breaks a promise
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "says"),
+    [
+        ((), {}, None),
+        (
+            ("--tools", "all"),
+            {},
+            "server_cmd has --tools: the server may start programs outside its own process tree",
+        ),
+        (("--agent",), {}, "server_cmd has --agent: "),
+        (("-ag",), {}, "server_cmd has -ag: "),
+        (
+            ("--mcp-servers-json", "{}", "--mcp-servers-config", "x"),
+            {},
+            "--mcp-servers-json, --mcp-servers-config: ",
+        ),
+        (
+            (),
+            {"LLAMA_ARG_MCP_SERVERS_CONFIG": "x.json"},
+            "server_cmd has LLAMA_ARG_MCP_SERVERS_CONFIG: ",
+        ),
+        ((), {"LLAMA_ARG_TOOLS": ""}, None),
+        (
+            ("--sleep-idle-seconds", "60"),
+            {},
+            "--sleep-idle-seconds: the server unloads its model when idle",
+        ),
+        (
+            ("--sleep-idle-seconds=60",),
+            {},
+            "--sleep-idle-seconds: the server unloads its model when idle",
+        ),
+        (("--sleep-idle-seconds", "-1"), {}, None),
+        (
+            ("--log-prompts-dir", "/tmp/p"),
+            {},
+            "--log-prompts-dir: the server writes every prompt to disk",
+        ),
+        (("-kvu",), {}, "server_cmd has -kvu: all slots share one context"),
+        (("--kv-unified-per-slot", "4096"), {}, "server_cmd has --kv-unified-per-slot: "),
+        (("--kv-unified", "--parallel", "2"), {}, "server_cmd has --kv-unified: "),
+        (("--kv-unified", "-np", "1"), {}, None),
+        (("--kv-unified", "--no-kv-unified"), {}, None),
+        (("-no-kvu", "-kvu"), {}, "server_cmd has -kvu: "),
+        ((), {"LLAMA_ARG_KV_UNIFIED": "1"}, "server_cmd has LLAMA_ARG_KV_UNIFIED: "),
+        ((), {"LLAMA_ARG_KV_UNIFIED": "false"}, None),
+        (("-no-kvu",), {"LLAMA_ARG_KV_UNIFIED": "1"}, None),
+        (("--context-shift",), {}, "a request that fills its context does not end"),
+        (("--no-context-shift",), {}, None),
+        ((), {"LLAMA_ARG_CONTEXT_SHIFT": "on"}, "server_cmd has LLAMA_ARG_CONTEXT_SHIFT: "),
+        (("--reuse-port",), {}, "another process may listen on the same port"),
+        (("--lora", "a.gguf"), {}, "a request with other scales than its neighbours'"),
+        (("--lora-scaled", "a.gguf:0.5"), {}, "server_cmd has --lora-scaled: "),
+        (("--lora", "a.gguf", "--parallel", "1"), {}, None),
+        (("--timeout", "3600"), {}, None),
+        (
+            ("--timeout", "600"),
+            {},
+            "--timeout 600, shorter than prefill_liveness_timeout_s, silent_work_timeout_s of",
+        ),
+        (
+            ("-to", "299"),
+            {},
+            "prefill_liveness_timeout_s, idle_stream_timeout_s, silent_work_timeout_s of",
+        ),
+    ],
+)
+def test_a_flag_that_breaks_a_promise_is_named(
+    words: tuple[str, ...], env: dict[str, str], says: str | None
+) -> None:
+    lines = command_warnings((*MODEL, *words), env, TimeoutProfile())
+    assert len(lines) == (says is not None)
+    assert (says or "") in "".join(lines)
+
+
+def test_a_limit_that_is_off_is_longer_than_any_timeout() -> None:
+    profile = TimeoutProfile(
+        prefill_liveness_timeout_s=1, idle_stream_timeout_s=1, silent_work_timeout_s=None
+    )
+    (line,) = command_warnings((*MODEL, "--timeout", "86400"), {}, profile)
+    assert "silent_work_timeout_s" in line
+    assert "idle_stream" not in line
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "warned"),
+    [
+        (("llama-server",), {}, True),
+        (("/opt/llama-server-cuda", "--models-dir", "/models"), {}, True),
+        (("nice", "-n", "5", "llama-server"), {}, True),
+        (("llama-server", "-hf", "org/model"), {}, False),
+        (("llama-server", "--gpt-oss-20b-default"), {}, False),
+        (("llama-server",), {"LLAMA_ARG_HF_REPO": "org/model"}, False),
+        (("./serve.sh",), {}, False),  # it may name one itself
+    ],
+)
+def test_a_command_without_a_model_is_named(
+    command: tuple[str, ...], env: dict[str, str], warned: bool
+) -> None:
+    assert [
+        "names no model" in line for line in command_warnings(command, env, TimeoutProfile())
+    ] == [True] * warned
+
+
+def test_a_config_has_the_warnings_of_its_command_from_the_start() -> None:
+    config = WorkerConfig("w", "127.0.0.1", 8080, (*MODEL, "--tools", "all"))
+    assert [line.partition(":")[0] for line in config.warnings] == ["server_cmd has --tools"]
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    ("words", "mib"),
+    [
+        ((), 8192),
+        (("--cache-ram", "0"), 0),
+        (("-cram", "512"), 512),
+        (("-cram", "-1"), math.inf),
+        (("-cram",), 8192),
+    ],
+)
+def test_what_a_server_may_keep_of_prompts(words: tuple[str, ...], mib: float) -> None:
+    assert cache_ram_mib((*MODEL, *words)) == mib
+
+
+@pytest.mark.parametrize(
+    ("commands", "memory", "says"),
+    [
+        ({"a": MODEL}, 16 * GIB, None),
+        ({"a": MODEL, "b": MODEL}, 16 * GIB, None),
+        ({"a": MODEL, "b": MODEL, "c": MODEL}, 16 * GIB, "3 servers may keep up to 24576 MiB"),
+        (
+            {"a": MODEL, "b": (*MODEL, "--cache-ram", "-1")},
+            64 * GIB,
+            "inf MiB of prompts in memory (a: 8192 MiB, b: ",
+        ),
+        ({"a": MODEL}, 4 * GIB, "a server may keep up to 8192 MiB"),
+        ({}, 0, None),
+    ],
+)
+def test_caches_beyond_memory_are_named(
+    commands: dict[str, tuple[str, ...]], memory: int, says: str | None
+) -> None:
+    line = memory_warning(commands, memory)
+    assert (line is None) == (says is None)
+    assert (says or "") in (line or "")
+
+
+@pytest.mark.parametrize(("given", "bound"), [(None, 8192), (0, 0), (512, 512), (-1, math.inf)])
+def test_a_command_can_bound_the_cache(given: int | None, bound: float) -> None:
+    command = llama_server_cmd("m.gguf", host="h", port=1, slots=1, cache_ram_mib=given)
+    assert (cache_ram_mib(command), "--cache-ram" in command) == (bound, given is not None)
+
+
+# ---------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "size"),
+    [
+        ((), {}, 2048),
+        (("-b", "1024"), {}, 1024),
+        (("--batch-size=4096",), {"LLAMA_ARG_BATCH": "64"}, 4096),
+        (("-b", "2048", "--batch-size", "512"), {}, None),
+        ((), {"LLAMA_ARG_BATCH": "256"}, None),
+        (("-b", "many"), {}, 2048),  # the server will refuse it
+    ],
+)
+def test_batches_that_everything_waits_for_are_named(
+    words: tuple[str, ...], env: dict[str, str], size: int | None
+) -> None:
+    line = batch_warning((*MODEL, *words), env)
+    assert (line is None) == (size is None)
+    assert size is None or f"in batches of {size} tokens" in (line or "")
+
+
+# ---------------------------------------------------------------- what a build knows
+
+
+NO_VALUE = (
+    "-h",
+    "--help",
+    "--usage",
+    "-kvu",
+    "--kv-unified",
+    "-no-kvu",
+    "--no-kv-unified",
+    "--fim-qwen-1.5b-default",
+)
+ONE_VALUE = (
+    "-m",
+    "--model",
+    "-fa",
+    "--flash-attn",
+    "-np",
+    "--parallel",
+    "-ot",
+    "--override-tensor",
+    "--port",
+)
+KNOWN = KnownFlags(
+    {**dict.fromkeys(NO_VALUE, 0), **dict.fromkeys(ONE_VALUE, 1), "--control-vector-layer-range": 2}
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "known"), [(HELP, KNOWN), ("", None), ("error: unknown argument: --help", None)]
+)
+def test_the_help_is_read_where_it_lists_flags(text: str, known: KnownFlags | None) -> None:
+    assert read_help(text) == known
+
+
+@pytest.mark.parametrize(
+    ("words", "unknown"),
+    [
+        (("-m", "--model", "--port", "80"), ()),  # a value may look like a flag
+        (("--control-vector-layer-range", "1", "2", "-kvu"), ()),
+        (("--flash_attn", "on"), ()),
+        (("--flash-atn", "on", "--port", "80"), ("--flash-atn: did you mean --flash-attn?",)),
+        (("--port=80",), ("--port=80: the value must be a word of its own",)),
+        (("80",), ("80",)),
+        (("--zzz", "--port", "80", "--qqqqq"), ("--zzz", "--qqqqq")),
+        (("-np",), ()),  # the server itself says that its value is missing
+    ],
+)
+def test_what_a_build_does_not_know_is_named(
+    words: tuple[str, ...], unknown: tuple[str, ...]
+) -> None:
+    assert unknown_flags(("numactl", "-N0", "/bin/llama-server", *words), KNOWN) == list(unknown)
+
+
+def test_the_words_of_a_program_of_another_name_are_its_own() -> None:
+    assert unknown_flags(("./serve.sh", "--zzz"), KNOWN) == []

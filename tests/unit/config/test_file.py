@@ -1,0 +1,438 @@
+"""A fleet from a TOML file: what it may hold, how defaults are merged in, and what is said where it
+is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from llama_worker import (
+    ConfigError,
+    LoopDetector,
+    Recycle,
+    RestartPolicy,
+    TimeoutProfile,
+    WorkerConfig,
+    load_config,
+)
+from llama_worker.config import file
+
+FULL = """\
+# Two models, two GPUs.
+[defaults]
+host = "127.0.0.1"
+slots = 2
+timeouts = "normal"
+executable = "/opt/llama-server"
+extra_args = ["--n-gpu-layers", "99"]
+env = { GGML_NO_BACKTRACE = "1" }
+default_params = { temperature = 0.2, seed = 7 }
+
+[defaults.restart]
+max_restarts_per_window = 3
+
+[workers.planner]
+port = 8081
+model = "planner.gguf"
+batch_size = 256
+env.CUDA_VISIBLE_DEVICES = "0"
+default_params.temperature = 0.9
+
+[workers.planner.timeouts]
+preset = "slow_prefill"
+absolute_timeout_s = 7200
+idle_stream_timeout_s = "off"
+
+[workers.coder]
+port = 8082
+model = "coder.gguf"
+batch_size = "off"
+slots = 1
+max_tokens = "off"
+loop_detector = { max_period = 4 }
+extra_args = ["--ctx-size", "4096"]
+env = { CUDA_VISIBLE_DEVICES = "1" }
+restart.restart_backoff_s = 1
+"""
+ONE = """\
+[workers.a]
+host = "127.0.0.1"
+port = 8081
+model = "m.gguf"
+"""
+
+
+def load(tmp_path: Path, text: str) -> dict[str, WorkerConfig]:
+    path = tmp_path / "fleet.toml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    return load_config(path)
+
+
+def one(tmp_path: Path, more: str = "", before: str = "") -> WorkerConfig:
+    return load(tmp_path, before + ONE + more)["a"]
+
+
+def refusal(tmp_path: Path, text: str) -> str:
+    """The error's text, without the folder."""
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    told = str(caught.value)
+    assert told.startswith(str(tmp_path / "fleet.toml"))
+    return told.removeprefix(f"{tmp_path}/")
+
+
+# ---------------------------------------------------------------- what it gives
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    workers = load(tmp_path, FULL)
+    assert list(workers) == ["planner", "coder"]
+    command = "/opt/llama-server --model {}.gguf --host 127.0.0.1 --port {} --parallel {}"
+    batches = ("--batch-size",)
+    assert workers["planner"] == WorkerConfig(
+        *("planner", "127.0.0.1", 8081),
+        (*command.format("planner", 8081, 2).split(), *batches, "256", "--n-gpu-layers", "99"),
+        slots=2,
+        env={"GGML_NO_BACKTRACE": "1", "CUDA_VISIBLE_DEVICES": "0"},
+        timeouts=TimeoutProfile(absolute_timeout_s=7200, idle_stream_timeout_s=None),
+        restart=RestartPolicy(max_restarts_per_window=3),
+        default_params={"temperature": 0.9, "seed": 7},
+    )
+    assert workers["coder"] == WorkerConfig(
+        *("coder", "127.0.0.1", 8082),
+        (*command.format("coder", 8082, 1).split(), "--ctx-size", "4096"),
+        env={"GGML_NO_BACKTRACE": "1", "CUDA_VISIBLE_DEVICES": "1"},
+        timeouts=TimeoutProfile.normal(),
+        restart=RestartPolicy(max_restarts_per_window=3, restart_backoff_s=1),
+        default_params={"temperature": 0.2, "seed": 7},
+        max_tokens=None,
+        loop_detector=LoopDetector(max_period=4),
+    )
+
+
+def test_what_is_not_said_is_as_in_a_program_and_a_path_may_be_text(tmp_path: Path) -> None:
+    (tmp_path / "f.toml").write_text(ONE)
+    command = "llama-server --model m.gguf --host 127.0.0.1 --port 8081 --parallel 1"
+    command += " --batch-size 512"
+    assert load_config(str(tmp_path / "f.toml")) == {
+        "a": WorkerConfig("a", "127.0.0.1", 8081, command.split())
+    }
+
+
+@pytest.mark.parametrize("preset", ["slow_prefill", "normal", "fast", "debug"])
+def test_a_preset_of_timeouts_by_its_name(tmp_path: Path, preset: str) -> None:
+    wanted = getattr(TimeoutProfile, preset)()
+    assert one(tmp_path, f'timeouts = "{preset}"').timeouts == wanted
+    assert one(tmp_path, f'timeouts.preset = "{preset}"').timeouts == wanted
+    assert one(tmp_path, before=f'defaults.timeouts = "{preset}"\n').timeouts == wanted
+
+
+def test_fields_change_the_preset_below_them_and_a_preset_leaves_the_fields(tmp_path: Path) -> None:
+    fast = dataclasses.replace(TimeoutProfile.fast(), stop_grace_s=3)
+    assert (
+        one(tmp_path, "timeouts.stop_grace_s = 3", before='defaults.timeouts = "fast"\n').timeouts
+        == fast
+    )
+    assert (
+        one(tmp_path, 'timeouts = "fast"', before="defaults.timeouts.stop_grace_s = 3\n").timeouts
+        == fast
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("max_tokens = 5", 5),
+        ("result_ttl_s = 5", 5),
+        ("loop_detector.max_period = 2", LoopDetector(max_period=2)),
+    ],
+)
+def test_off_is_none_beside_other_defaults_too_and_can_be_taken_back(
+    tmp_path: Path, line: str, value: object
+) -> None:
+    key = line.partition(" ")[0].partition(".")[0]
+    off = f'{key} = "off"'
+    assert getattr(one(tmp_path, off), key) is None
+    assert getattr(one(tmp_path, before=f"defaults.{off}\n"), key) is None
+    assert getattr(one(tmp_path, off, before=f"defaults.{line}\n"), key) is None
+    assert getattr(one(tmp_path, line, before=f"defaults.{off}\n"), key) == value
+
+
+def test_a_whole_command_takes_no_model_from_the_defaults(tmp_path: Path) -> None:
+    defaults = 'defaults = { model = "n.gguf", extra_args = ["-v"] }\n'
+    whole = (
+        'workers.b = { host = "127.0.0.1", port = 8082, server_cmd = ["my-server", "--port", '
+        '"8082"] }\n'
+    )
+    workers = load(tmp_path, defaults + whole + ONE)
+    assert workers["b"].server_cmd == ("my-server", "--port", "8082")
+    assert workers["a"].server_cmd[-1] == "-v"
+
+
+def test_every_key_that_a_file_can_hold_reaches_the_config(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "max_tool_iterations": 3,
+        "tool_timeout_s": 2.5,
+        "tool_errors": "tell",
+        "tool_call_mode": "prompted",
+        "system_prompt_mode": "separate",
+        "timezone_name": "UTC",
+        "api_key": "k",
+        "log_lines": 9,
+        "result_ttl_s": 60,
+        "check_invariants": True,
+    }
+    made = one(tmp_path, "\n".join(f"{key} = {json.dumps(value)}" for key, value in given.items()))
+    assert {key: getattr(made, key) for key in given} == given
+    elsewhere = {
+        "env",
+        "timeouts",
+        "restart",
+        "loop_detector",
+        "default_params",
+        "max_tokens",
+        "slots",
+    }
+    in_file = {"host", "port", "server_cmd", *given, *elsewhere}
+    in_code = {
+        "normal_tools",
+        "exit_tools",
+        "tool_runner",
+        "bios_provider",
+        "on_signal",
+        "on_event",
+        "liveness_probes",
+        "canary",
+    }
+    assert in_file | in_code | {"name"} == {
+        field.name for field in dataclasses.fields(WorkerConfig)
+    }
+
+
+def test_a_restart_policy_may_be_never_or_hold_a_recycle_table(tmp_path: Path) -> None:
+    assert one(tmp_path, 'restart = "never"').restart == RestartPolicy.never()
+    table = (
+        "restart = { restart_backoff_s = 1, recycle = { max_requests = 100, max_age_s = 3600 } }"
+    )
+    recycle = Recycle(max_requests=100, max_age_s=3600)
+    assert one(tmp_path, table).restart == RestartPolicy(restart_backoff_s=1, recycle=recycle)
+
+
+# ---------------------------------------------------------------- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('slots = "2"', "fleet.toml:5: workers.a.slots: slots must be an int, not str: '2'"),
+        ("slot = 2", "fleet.toml:5: workers.a.slot: unknown key; did you mean 'slots'?"),
+        (
+            "xyzzy = 2",
+            (
+                "fleet.toml:5: workers.a.xyzzy: unknown key; known: api_key, batch_size, cache_ram_mib, "
+                "check_invariants, "
+                "default_params,"
+            ),
+        ),
+        ('name = "b"', "fleet.toml:5: workers.a.name: the name of the table is the worker's name"),
+        ("env.A = 1", "fleet.toml:5: workers.a.env: env['A'] must be a str"),
+        ("env = 1", "fleet.toml:5: workers.a.env: must be a table, not int"),
+        (
+            'timeouts = "fat"',
+            "fleet.toml:5: workers.a.timeouts.preset: must be one of 'slow_prefill', 'normal',",
+        ),
+        ("timeouts = 3", "fleet.toml:5: workers.a.timeouts: must be a table, not int"),
+        (
+            "timeouts.stop_grace = 3",
+            "workers.a.timeouts.stop_grace: unknown key; did you mean 'stop_grace_s'?",
+        ),
+        (
+            "timeouts.stop_grace_s = -1",
+            "fleet.toml:5: workers.a.timeouts.stop_grace_s: stop_grace_s must be 0 or",
+        ),
+        (
+            'timeouts.stop_grace_s = "off"',
+            "workers.a.timeouts.stop_grace_s: stop_grace_s must be a number, not str",
+        ),
+        (
+            'restart = "always"',
+            "fleet.toml:5: workers.a.restart.preset: must be one of 'never', not 'always'",
+        ),
+        (
+            "loop_detector.min_line_chars = 99",
+            "workers.a.loop_detector.min_line_chars: long_line_chars 64 must be",
+        ),
+        ('loop_detector.preset = "x"', "fleet.toml:5: workers.a.loop_detector.preset: unknown key"),
+        ('executable = ""', "fleet.toml:5: workers.a.executable: must be a non-empty str, not ''"),
+        (
+            'extra_args = "-v"',
+            "fleet.toml:5: workers.a.extra_args: extra_args must be a sequence of words",
+        ),
+        (
+            'extra_args = ["--port", "1"]',
+            "server_cmd says --port 1, but port is 8081: make them agree",
+        ),
+        (
+            'server_cmd = ["s"]',
+            "fleet.toml:4: workers.a.model: has no effect beside server_cmd: leave out one",
+        ),
+        (
+            "default_params.at = 2026-01-01",
+            "fleet.toml:5: workers.a.default_params: default_params['at'] is date",
+        ),
+        (
+            "normal_tools = []",
+            (
+                "fleet.toml:5: workers.a.normal_tools: cannot be in a file; in the program: "
+                "dataclasses"
+            ),
+        ),
+        (
+            "restart.recycle = { max_request = 1 }",
+            "5: workers.a.restart.recycle.max_request: unknown key; did",
+        ),
+        (
+            "restart.recycle.max_requests = 0",
+            "5: workers.a.restart.recycle.max_requests: max_requests must be 1",
+        ),
+        ("restart.recycle = {}", "fleet.toml:5: workers.a.restart.recycle: recycle needs one of"),
+        (
+            "restart.recycle = 7",
+            "fleet.toml:5: workers.a.restart.recycle: recycle must be a Recycle or None",
+        ),
+    ],
+)
+def test_a_wrong_line_is_named_with_file_number_and_key(
+    tmp_path: Path, line: str, told: str
+) -> None:
+    assert told in refusal(tmp_path, f"{ONE}{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "fleet.toml: no workers; each needs a table [workers.NAME]"),
+        ("workers = 3\n", "fleet.toml:1: workers: must be a table, not int"),
+        ("workers.a = 3\n", "fleet.toml:1: workers.a: must be a table, not int"),
+        ("[worker.a]\n", "fleet.toml:1: worker: unknown key; did you mean 'workers'?"),
+        ("defaults = 1\n", "fleet.toml:1: defaults: must be a table, not int"),
+        ("[defaults]\n\nport = 1\n", "fleet.toml:3: defaults.port: is each worker's own"),
+        ('\n[workers."a b"]\nport = 1\n', "fleet.toml:2: workers.'a b': host is missing"),
+        ('[workers.a]\nhost = "x"\n', "fleet.toml:1: workers.a: port is missing"),
+        (
+            '[workers.a]\nhost = "x"\nport = 1\n',
+            "fleet.toml:1: workers.a: a model (a GGUF file) is missing, or",
+        ),
+        (
+            '[workers.a]\nserver_cmd = ["s"]\nhost = "x"\nport = 1\nexecutable = "e"\n',
+            "workers.a.executable: has no",
+        ),
+        ('[workers.a]\nhost = "\udcff"\n', "utf-8"),
+        ("[workers.a]\nport = = 1\n", "fleet.toml: Invalid value (at line 2, column 8)"),
+        (
+            ONE + ONE.replace("workers.a", "workers.b"),
+            "fleet.toml:7: workers.b.port: 8081 is the port of 'a' already",
+        ),
+    ],
+)
+def test_a_file_that_makes_no_fleet(tmp_path: Path, text: str, told: str) -> None:
+    assert told in refusal(tmp_path, text)
+
+
+def test_a_wrong_default_is_named_where_it_stands(tmp_path: Path) -> None:
+    text = f"[defaults]\nslots = 0\n\n[defaults.timeouts]\n# too long\nstop_grace_s = 1e12\n\n{ONE}"
+    assert refusal(tmp_path, text).startswith(
+        "fleet.toml:6: defaults.timeouts.stop_grace_s: stop_grace_s must be"
+    )
+    text = text.replace("1e12", "1")
+    assert refusal(tmp_path, text).startswith(
+        "fleet.toml:2: defaults.slots: slots must be from 1 to 1024"
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ['api_key = "hunter2\\u0007"', 'env.HF_TOKEN = "hunter2\\u0000"', 'env = "hunter2"']
+)
+def test_a_secret_is_in_no_error(tmp_path: Path, line: str) -> None:
+    assert "hunter2" not in refusal(tmp_path, f"{ONE}{line}\n")
+
+
+def test_a_file_that_is_not_there_is_an_os_error_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.toml"):
+        load_config(tmp_path / "nowhere.toml")
+
+
+# ---------------------------------------------------------------- lines
+
+AWKWARD = '''\
+# port = 1
+a = """
+port = 2
+"""
+[t]  # port = 3
+list = [
+    "port = 4",  # ]
+
+    { port = 5 },
+]
+"quo.ted" = { x = 1, y = { z = 2 } }
+
+# before it
+d.e.f = 1
+s = "preset"
+[[many]]
+port = 6
+'''
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        (("a",), 2),
+        (("t",), 5),
+        (("t", "list"), 6),
+        (("t", "quo.ted", "y", "z"), 11),
+        (("t", "d", "e"), 14),
+        (("t", "s", "as far as it goes"), 15),
+        (("many",), 16),
+        (("t", "port"), None),
+        (("nowhere",), None),
+        ((), None),
+    ],
+)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_the_line_of_a_key(path: tuple[str, ...], line: int | None, newline: str) -> None:
+    assert file._line_of(AWKWARD.replace("\n", newline), path) == line
+
+
+def test_finding_a_line_asks_the_parser_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"[workers.w{number}]\nport = {number}\n" for number in range(1000))
+    parse = Mock(wraps=tomllib.loads)
+    monkeypatch.setattr(tomllib, "loads", parse)
+    assert file._line_of(text, ("workers", "w700", "port")) == 1402
+    assert parse.call_count < 20
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_servers_that_may_outgrow_the_machine_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = f'{ONE}[workers.b]\nmodel = "m.gguf"\nhost = "127.0.0.1"\nport = 8082\n'
+    monkeypatch.setattr(file, "memory_bytes", lambda: 12 << 30)
+    with pytest.warns(
+        UserWarning, match=r"fleet.toml: 2 servers may keep up to 16384 MiB .* has 12288 MiB"
+    ):
+        load(tmp_path, two)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bounded = load(tmp_path, f"[defaults]\ncache_ram_mib = 1024\n{two}")
+    assert bounded["b"].server_cmd[-2:] == ("--cache-ram", "1024")

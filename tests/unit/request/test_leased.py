@@ -1,0 +1,194 @@
+"""A request that a proxy sends itself: how it ends, and what is told of it meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from llama_worker.messages import Abandon, CancelRequest, EndLease, RequestMessage, Tick
+from llama_worker.request.leased import LeasedRequest
+from llama_worker.request.state import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
+from llama_worker.request.table import Admitted
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.server.suspicion import is_degenerate
+from llama_worker.stream.events import (
+    Done,
+    EmptyRecord,
+    Finish,
+    ReasoningDelta,
+    ServerError,
+    StreamEvent,
+    TextDelta,
+)
+from llama_worker.stream.failure import StreamFailure, disconnected
+from llama_worker.types import RequestFailReason as Reason
+from llama_worker.types import RequestPhase
+
+DIED = Abandon(reason=Reason.SERVER_DIED, detail="exit code -9")
+STALLED = Abandon(reason=Reason.STALL_TIMEOUT, detail="no data")
+END: EndLease = EndLease(exchange=None)  # type: ignore[arg-type]
+BROKEN = disconnected("in mid-stream")
+
+
+def leased(*, in_one_piece: bool = False) -> LeasedRequest:
+    """Sent at 0.0."""
+    admitted = Admitted(7, 0, "responses:r", 0.0)
+    request = LeasedRequest(admitted, api_key="sk", unix_offset=100.0, in_one_piece=in_one_piece)
+    request.waits()
+    return request
+
+
+def speaking() -> LeasedRequest:
+    request = leased()
+    request.opened(1.0)
+    request.heard([TextDelta("Once ")], 2.0)
+    request.waits()
+    return request
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "reason"),
+    [
+        ((Finish("stop"), Done()), "completed", None),
+        ((Finish("length"), Done()), "completed", None),
+        ((ServerError("no memory", 500, None),), "failed", Reason.SERVER_ERROR),
+        ((), "canceled", Reason.CANCELED),
+    ],
+)
+def test_its_stream_tells_how_it_ended_and_without_an_end_its_client_left(
+    events: tuple[StreamEvent, ...], state: str, reason: Reason | None
+) -> None:
+    request = speaking()
+    request.heard(events, 3.0)
+    record = request.end(4.0)
+    assert record is not None
+    assert (record.result["state"], record.result["fail_reason"]) == (state, reason)
+    assert (record.status["output_chars"], record.result["text"]) == (5, "")
+    assert record.is_leased
+    assert request.end(5.0) is None
+
+
+def test_phases_follow_what_came() -> None:
+    request, phases = leased(), []
+    phases.append(request.progress().phase)
+    request.opened(1.0)
+    phases.append(request.progress().phase)
+    request.heard([ReasoningDelta("hm")], 2.0)
+    phases.append(request.progress().phase)
+    request.end(3.0)
+    phases.append(request.progress().phase)
+    assert phases == [
+        RequestPhase.WAITING,
+        RequestPhase.PREFILL,
+        RequestPhase.GENERATING,
+        RequestPhase.DONE,
+    ]
+
+
+def test_a_slow_client_is_not_waited_for() -> None:
+    """While its thread writes to the client, the server's silence proves nothing."""
+    request = speaking()
+    assert not request.progress().concluding
+    request.heard([EmptyRecord()], 3.0)
+    assert request.progress().concluding
+    request.waits()
+    assert not request.progress().concluding
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        (STALLED, Reason.STALL_TIMEOUT),
+        (CancelRequest(request_id=7, reply=WorkerFuture()), Reason.CANCELED),
+        (Abandon(request_id=8, reason=Reason.STALL_TIMEOUT, detail=""), None),
+    ],
+)
+def test_what_ends_it_is_its_reason(order: RequestMessage, reason: Reason | None) -> None:
+    effects = speaking().step(order, 9.0)
+    assert [effect.record.result["fail_reason"] for effect in effects] == (
+        [reason] if reason else []
+    )
+
+
+def test_a_regular_end_outlives_its_order() -> None:
+    request = speaking()
+    request.heard([Finish("stop")], 3.0)
+    (ended,) = request.step(STALLED, 3.5)
+    assert ended.record.result["state"] == "completed"
+
+
+def test_a_finish_behind_the_end_changes_nothing() -> None:
+    request = speaking()
+    request.step(STALLED, 3.0)
+    request.heard([Finish("stop")], 3.1)
+    assert not request.has_finished
+
+
+def test_what_a_dead_server_had_sent_is_read() -> None:
+    request = speaking()
+    assert request.step(DIED, 3.0) == []
+    assert request.deadline == 3.0 + LAST_WORDS_S
+    request.heard([TextDelta("upon"), Finish("stop"), Done()], 3.1)
+    record = request.end(3.2)
+    assert record is not None
+    assert (record.result["state"], record.status["output_chars"]) == ("completed", 9)
+
+
+def test_a_dead_servers_request_ends_in_time() -> None:
+    request = speaking()
+    request.step(DIED, 3.0)
+    assert request.step(Tick(), 4.9) == []
+    (ended,) = request.step(Tick(), 3.0 + LAST_WORDS_S)
+    assert ended.record.result["fail_reason"] is Reason.SERVER_DIED
+
+
+@pytest.mark.parametrize(
+    ("news", "reason"), [(None, Reason.STREAM_DISCONNECTED), (DIED, Reason.SERVER_DIED)]
+)
+def test_a_broken_connection_waits_for_its_reason(news: Abandon | None, reason: Reason) -> None:
+    request = speaking()
+    request.closed(BROKEN)
+    assert request.end(3.0) is None
+    assert request.step(END, 3.0) == []
+    assert (request.deadline, request.waits_for_news) == (3.0 + DEATH_NEWS_S, True)
+    (ended,) = request.step(news or Tick(), 3.0 + DEATH_NEWS_S)
+    assert ended.record.result["fail_reason"] is reason
+
+
+def test_a_server_that_is_gone_is_the_reason() -> None:
+    request = speaking()
+    request.closed(BROKEN)
+    request.step(END, 3.0)
+    request.saw_server_gone(3.2)
+    assert request.deadline == 3.2 + LATE_NEWS_S
+    (ended,) = request.step(Tick(), 3.2 + LATE_NEWS_S)
+    assert ended.record.result["fail_reason"] is Reason.SERVER_DIED
+
+
+def test_a_reply_in_one_piece_is_complete_at_its_end() -> None:
+    request = leased(in_one_piece=True)
+    request.opened(600.0)
+    request.heard([], 600.0)
+    request.closed(None)
+    record = request.end(600.0)
+    assert record is not None
+    assert record.result["state"] == "completed"
+
+
+def test_a_refusal_is_told_with_its_status_and_without_the_key() -> None:
+    request = leased()
+    request.closed(StreamFailure(reason=Reason.HTTP_ERROR, detail="sk is bad", http_status=401))
+    record = request.end(1.0)
+    assert record is not None
+    assert (record.http_status, record.result["fail_detail"]) == (401, "*** is bad")
+
+
+@pytest.mark.parametrize(("said", "nothing"), [((TextDelta("x"),), False), ((), True)])
+def test_output_that_went_to_the_client_is_output(
+    said: tuple[StreamEvent, ...], nothing: bool
+) -> None:
+    request = leased()
+    request.opened(1.0)
+    request.heard([*said, Finish("stop"), Done()], 2.0)
+    record = request.end(3.0)
+    assert record is not None
+    assert is_degenerate(record) is nothing

@@ -1,0 +1,99 @@
+"""Programs may use the proxy; web pages only where they were named, and under no foreign name."""
+
+from __future__ import annotations
+
+import pytest
+
+from llama_worker import ConfigError
+from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.http.access import access_policy
+from llama_worker.responses.http.client_connection import Request
+from llama_worker.responses.http.refusal import RequestRefused
+
+PAGE = "https://ui.example:8443"
+POLICY = access_policy("box.lan", [PAGE])
+
+
+def head(**headers: str) -> Request:
+    named = {
+        "Host": "localhost",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
+    by_name = {name.lower(): (name, value) for name, value in named.items()}
+    return Request(method="GET", target="/", headers=by_name, body=b"")
+
+
+@pytest.mark.parametrize(
+    ("host", "reached_at"),
+    [
+        *(
+            (host, "127.0.0.1")
+            for host in ("127.0.0.1:9998", "127.0.0.2", "localhost:1", "LocalHost.")
+        ),
+        ("[::1]:9998", "::1"),
+        ("192.168.1.5:9998", "192.168.1.5"),
+        ("192.168.1.5:9998", "::ffff:192.168.1.5"),
+        ("[fe80::1]", "fe80::1%eth0"),
+        pytest.param("ui.example:9998", "192.168.1.5", id="the name of a page that was named"),
+        pytest.param("box.lan:9998", "192.168.1.5", id="the name that the proxy listens on"),
+    ],
+)
+@pytest.mark.parametrize("site", ["", "same-origin", "none"])
+def test_a_program_that_reaches_this_machine_by_its_address_is_let_in(
+    host: str, reached_at: str, site: str
+) -> None:
+    assert POLICY.allowed_origin(head(Host=host, Sec_Fetch_Site=site), reached_at) is None
+
+
+FOREIGN_HOSTS = (
+    "evil.example",
+    "evil.example:9998",
+    "192.168.1.6",
+    "0.0.0.0:9998",
+    "[::]",
+    "127.0.0.1.nip",
+)
+OTHER_PAGES = (
+    "https://evil.example",
+    "http://ui.example:8443",
+    "https://ui.example",
+    "null",
+    "http://localhost:9998",
+)
+
+
+@pytest.mark.parametrize(
+    ("headers", "why"),
+    [
+        *(
+            ({"Host": host}, "is not an address of this machine.*--allow-origin")
+            for host in FOREIGN_HOSTS
+        ),
+        *(({"Origin": origin}, "web pages") for origin in OTHER_PAGES),
+        *(({"Sec_Fetch_Site": site}, "web pages") for site in ("cross-site", "same-site")),
+    ],
+)
+def test_a_foreign_host_or_page_is_refused(headers: dict[str, str], why: str) -> None:
+    with pytest.raises(RequestRefused, match=why) as refused:
+        POLICY.allowed_origin(head(**headers), "192.168.1.5")
+    assert refused.value.status == 403
+
+
+@pytest.mark.parametrize("origin", ["evil", "ftp://a", "http://", "http://a/path", "*", "null"])
+def test_what_is_no_origin_cannot_be_allowed(origin: str) -> None:
+    with pytest.raises(ConfigError, match="origin"):
+        ResponsesProxyConfig(upstream="http://127.0.0.1:1", allow_origins=(origin,))
+
+
+@pytest.mark.parametrize(
+    "key", ["hush\r\nX-A: b", "hu\nsh", "hush\u00e9", "hu\0sh", "hush\n", " hush", ""]
+)
+def test_a_key_that_does_not_fit_a_header_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="api_key must") as refused:
+        ResponsesProxyConfig(upstream="http://127.0.0.1:1", api_key=key)
+    assert "hu" not in str(refused.value)
+
+
+def test_a_key_is_taken_as_it_is() -> None:
+    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", api_key="sk-~! 1")
+    assert config.api_key == "sk-~! 1"

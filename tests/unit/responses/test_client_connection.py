@@ -1,0 +1,379 @@
+"""Requests are read whole, in any pieces, and strictly."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_worker.responses.api.reply import MalformedReply, Reply
+from llama_worker.responses.http.client_connection import (
+    MAX_HEAD_BYTES,
+    ClientConnection,
+    Phase,
+    Request,
+)
+from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.http.waiting_clients import (
+    BODY_S,
+    HEAD_S,
+    LINGER_S,
+    SILENT_S,
+    WaitingClients,
+)
+
+T = TypeVar("T")
+HEAD = b"POST /v1/responses?a=%2F HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+# of Java's client
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
+
+
+def connection() -> ClientConnection:
+    return ClientConnection(max_body_bytes=100, check_head=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"Content-Length: 5\r\n\r\nhello",
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nTrailer: a\r\n\r\n",
+        UPGRADE + b"Content-Length: 5\r\n\r\nhello",
+        UPGRADE + CHUNKED + b"5\r\nhello\r\n0\r\n\r\n",
+    ],
+)
+@settings(max_examples=50)
+@given(data=st.data())
+def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject) -> None:
+    whole = b"\r\n" + HEAD + rest  # an empty line before it is ignored
+    cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=6))})
+    client = connection()
+    *early, request = [client.receive(whole[a:b]) for a, b in pairwise(cuts)]
+    assert not any(early)
+    assert request is not None
+    assert (request.method, request.target, request.body) == (
+        "POST",
+        "/v1/responses?a=%2F",
+        b"hello",
+    )
+    assert request.header("host") == "localhost"
+    client.reply.begin(204, [])
+    client.reply.end()
+    assert client.can_go_on
+    again = client.next_request() or client.receive(whole)
+    assert again is not None
+    assert again.body == b"hello"
+
+
+MALFORMED_LINES = (
+    b"Content-Length : 5",
+    b"Host: a",
+    b"X-A: a\0b",
+    b"X-A: a\rX-B: b",
+    b"X-A: a\r\n b",
+)
+
+
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        *(
+            (b"Content-Length: %b\r\n\r\n" % length, 400)
+            for length in (b"-5", b"+5", b"1_0", b"0x5", b"5, 6")
+        ),
+        (b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nhello", 400),
+        (b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+        (b"Content-Length: 5\r\n" + CHUNKED, 400),
+        (b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
+        *(
+            (CHUNKED + b"%b\r\nhello\r\n0\r\n\r\n" % size, 400)
+            for size in (b"+5", b"-5", b"0x5", b"1_0")
+        ),
+        (CHUNKED + b"5\r\nhello!\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"5\nhello\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"5\r\nhello\r\n0\r\nTrailer\r\n\r\n", 400),
+        (CHUNKED + b"1\r\nx\r\n" * 3 + b"1;" + b"x" * 9000 + b"\r\n", 400),
+        *((line + b"\r\n\r\n", 400) for line in MALFORMED_LINES),
+        (b"Content-Length: 101\r\n\r\n", 413),
+        (b"Content-Length: 9999999999999999999\r\n\r\n", 413),
+        (b"Content-Length: 99999999999999999999\r\n\r\n", 400),  # beyond 64 bits
+        (b"Content-Length: " + b"0" * 5000 + b"5\r\n\r\n", 400),  # beyond what Python reads
+        (UPGRADE + CHUNKED + HEAD + b"\r\n", 400),
+        (CHUNKED + b"1;" + b"x" * MAX_HEAD_BYTES, 400),
+        (CHUNKED + b"0\r\nTrailer: " + b"x" * MAX_HEAD_BYTES, 400),
+        (b"X-A: a\n\n", 400),
+        (CHUNKED + b"65\r\n" + b"x" * 101, 413),
+        (b"X-A: " + b"a" * MAX_HEAD_BYTES, 431),
+        (b"".join(b"X-%d:\r\n" % number for number in range(300)), 431),
+    ],
+)
+def test_what_another_server_might_read_differently_is_refused(rest: bytes, status: int) -> None:
+    early = connection()
+    early.receive(HEAD + b"\r\n" + HEAD + rest)  # behind another request it is read as strictly
+    early.reply.begin(200, [("Content-Length", "0")])
+    early.reply.end()
+    with pytest.raises(RequestRefused) as refused:
+        connection().receive(HEAD + rest)
+    with pytest.raises(RequestRefused) as refused_later:
+        early.next_request()
+    assert refused.value.status == refused_later.value.status == status
+
+
+OTHER_TARGETS = (
+    b"GET http://a/ HTTP/1.1",
+    b"GET * HTTP/1.1",
+    b"CONNECT / HTTP/1.1",
+    b"GET  / HTTP/1.1",
+)
+OTHER_PROTOCOLS = (
+    b"GET / HTTP/2.0",
+    b"GET / RTSP/1.0",
+    b"SOURCE / ICE/1.0",
+    b"GET /",
+    b"G@T / HTTP/1.1",
+    b"\r\n",
+)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        *(line + b"\r\nHost: localhost\r\n\r\n" for line in (*OTHER_TARGETS, *OTHER_PROTOCOLS)),
+        pytest.param(b"\x16\x03\x01\x02", id="TLS: at once"),
+    ],
+)
+def test_a_request_line_of_another_kind_is_refused(request_: bytes) -> None:
+    with pytest.raises(RequestRefused):
+        connection().receive(request_)
+
+
+def test_the_head_is_checked_before_the_body_is_read() -> None:
+    def check(request: Request) -> None:
+        raise RequestRefused(403, request.target)
+
+    client = ClientConnection(max_body_bytes=100, check_head=check)
+    with pytest.raises(RequestRefused, match="/v1/responses"):
+        client.receive(HEAD + b"Content-Length: 50\r\n\r\n")
+
+
+def test_what_follows_a_request_waits_for_its_reply() -> None:
+    client = connection()
+    get = b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    first = client.receive(get % 1 + get % 2 + b"GET /3")
+    assert first is not None
+    targets = [first.target]
+    assert client.phase is Phase.BUSY
+    for _ in range(2):
+        assert client.reply.begin(200, [("Content-Length", "2")]).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert client.reply.data(b"ok") + client.reply.end() == b"ok"
+        assert client.can_go_on
+        request = client.next_request()
+        targets += [request.target] if request else []
+    assert (targets, client.phase) == (["/1", "/2"], Phase.HEAD)
+
+
+def test_a_body_may_look_like_a_head() -> None:
+    body = b"\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n"
+    request = connection().receive(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert request is not None
+    assert request.body == body
+
+
+def test_what_follows_a_chunked_request_waits_for_its_reply() -> None:
+    client = connection()
+    get = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    request = client.receive(HEAD + CHUNKED + b"2\r\nok\r\n0\r\n\r\n" + get)
+    assert request is not None
+    assert request.body == b"ok"
+    client.reply.begin(204, [])
+    client.reply.end()
+    assert client.can_go_on
+    following = client.next_request()
+    assert following is not None
+    assert following.method == "GET"
+
+
+@pytest.mark.parametrize(
+    "chunks", [b"65\r\n", b"32\r\n" + b"x" * 50 + b"\r\n33\r\n", b"ffffffffffffffff\r\n"]
+)
+def test_a_chunk_that_is_too_large_is_refused_when_it_is_announced(chunks: bytes) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        connection().receive(HEAD + CHUNKED + chunks)
+    assert refused.value.status == 413
+
+
+def test_a_head_that_is_too_large_costs_no_more_than_its_limit() -> None:
+    client, data = connection(), HEAD + b"X-A: " + b"a" * 16_000_000
+
+    def refused() -> tuple[int, int]:
+        with pytest.raises(RequestRefused) as raised:
+            client.receive(data)
+        return raised.value.status, tracemalloc.get_traced_memory()[1]
+
+    (status, peak), _ = measured(refused)
+    assert status == 431
+    assert peak < 10 * MAX_HEAD_BYTES
+
+
+def measured(action: Callable[[], T]) -> tuple[T, int]:
+    """What it returns, and the bytes that are held then."""
+    tracemalloc.start()
+    try:
+        return action(), tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("rest", "pieces", "counted"),
+    [
+        pytest.param(CHUNKED, [b"2\r\nab\r\n" * 8192] * 4, 2 * 8192 * 4, id="tiny chunks"),
+        pytest.param(b"Content-Length: 1000000\r\n\r\n", [b"ab"] * 5000, 10_000, id="tiny pieces"),
+        pytest.param(
+            CHUNKED,
+            [
+                b"80000\r\n" + b"x" * 0x80000 + b"\r\n0\r\n",
+                *[b"X-A: " + b"a" * 4000 + b"\r\n"] * 800,
+            ],
+            0x80000,
+            id="trailers",
+        ),
+        pytest.param(b"X-A: ", [b"a" * 10] * 2000, 20_000, id="head"),
+    ],
+)
+def test_what_is_held_is_little_more_than_what_is_counted(
+    rest: bytes, pieces: list[bytes], counted: int
+) -> None:
+    client = ClientConnection(max_body_bytes=1_000_000, check_head=lambda _: None)
+    is_whole, held = measured(
+        lambda: any(client.receive(piece) for piece in [HEAD + rest, *pieces])
+    )
+    assert not is_whole
+    assert counted <= client.pending_bytes < counted + 1000
+    assert held < 2.5 * counted
+
+
+def test_a_body_is_not_held_twice_while_its_request_runs() -> None:
+    client = ClientConnection(max_body_bytes=1_000_000, check_head=lambda _: None)
+    client.receive(HEAD + b"Content-Length: 1000000\r\n\r\n" + b"x" * 500_000)
+    request, held = measured(lambda: client.receive(b"x" * 500_000))
+    assert request is not None
+    assert held < 1_100_000
+
+
+def test_a_client_that_waits_before_its_body_is_told_to_go_on_once() -> None:
+    client = connection()
+    assert client.receive(HEAD + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n") is None
+    assert client.wanted_continue() == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert client.wanted_continue() == b""
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [(200, [("X-A", "a\r\nX-B: b")]), (101, []), (200, [("Content-Length", "1"), ("Content-Length", "2")]),
+     (200, [("Content-Length", "-1")]), (200, [("Content-Length", "0" * 5000)]), (200, [("X-A : b\r\nX-B", "c")]),
+     *((200, [(name, "chunked")]) for name in ("Transfer-Encoding ", "A B", "", "X\u00e9"))],
+)  # fmt: skip
+def test_a_reply_that_would_be_read_differently_is_not_begun(
+    status: int, headers: list[tuple[str, str]]
+) -> None:
+    reply = Reply()
+    with pytest.raises(MalformedReply):
+        reply.begin(status, headers)
+    assert not reply.has_begun
+    assert reply.begin(502, [("Content-Length", "2")]).startswith(
+        b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n"
+    )
+    assert reply.data(b"ok") + reply.end() == b"ok"
+
+
+def test_a_length_that_is_said_twice_is_sent_once() -> None:
+    head = Reply(is_kept=True).begin(200, [("Content-Length", "2"), ("content-length", "2")])
+    assert head == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+
+
+def test_a_reply_is_as_long_as_it_says() -> None:
+    for body in (b"a", b"abc"):
+        reply = Reply()
+        reply.begin(200, [("Content-Length", "2")])
+        with pytest.raises(MalformedReply):
+            assert reply.data(body) + reply.end()
+        assert not reply.is_complete
+
+
+def test_head_is_replied_to_without_a_body() -> None:
+    reply = Reply("HEAD", is_kept=True)
+    assert (
+        reply.begin(200, [("Content-Length", "2")])
+        == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+    )
+    assert reply.data(b"ok") + reply.end() == b""
+    assert reply.is_complete
+
+
+def test_a_reply_without_a_length_is_framed_as_the_client_understands_it() -> None:
+    for version, framed in ((b"1.1", b"2\r\nok\r\n"), (b"1.0", b"ok")):
+        client = connection()
+        client.receive(b"GET / HTTP/%b\r\nHost: localhost\r\n\r\n" % version)
+        client.reply.begin(200, [])
+        assert client.reply.data(b"ok") == framed
+        client.reply.end()
+        assert client.reply.is_complete
+        assert client.can_go_on is (version == b"1.1")
+
+
+# ---------------------------------------------------------------- who waits
+
+
+@pytest.mark.parametrize(
+    ("phase", "allowed_s"),
+    [(Phase.SILENT, SILENT_S), (Phase.HEAD, HEAD_S), (Phase.BODY, BODY_S), (None, LINGER_S)],
+)
+def test_nobody_waits_for_ever(phase: Phase | None, allowed_s: float) -> None:
+    waiting: WaitingClients[str] = WaitingClients()
+    assert waiting.deadline() is None
+    waiting.enter("a", phase, 10.0)
+    assert waiting.deadline() == 10.0 + allowed_s
+    assert waiting.expired(10.0 + allowed_s - 0.1) == []
+    assert waiting.expired(10.0 + allowed_s) == ["a"]
+    waiting.leave("a")
+    waiting.leave("a")
+    assert (len(waiting), waiting.deadline()) == (0, None)
+
+
+def test_a_head_that_drips_gets_no_more_time_and_a_body_does() -> None:
+    waiting: WaitingClients[str] = WaitingClients()
+    waiting.enter("head", Phase.SILENT, -100.0)  # silence before it costs it no time
+    for at in (0.0, 10.0):
+        waiting.enter("head", Phase.HEAD, at)
+        waiting.enter("body", Phase.BODY, at)
+    assert waiting.expired(HEAD_S) == ["head"]
+    assert waiting.expired(10.0 + BODY_S) == ["head", "body"]
+    waiting.leave("head")
+    waiting.leave("body")
+    waiting.enter("head", Phase.HEAD, 200.0)
+    assert waiting.deadline() == 200.0 + HEAD_S
+
+
+def test_whoever_waits_longest_makes_room_the_silent_first() -> None:
+    waiting: WaitingClients[str] = WaitingClients()
+    phases = {
+        "body": Phase.BODY,
+        "head": Phase.HEAD,
+        "s1": Phase.SILENT,
+        "s2": Phase.SILENT,
+        "end": None,
+    }
+    for number, (client, phase) in enumerate(phases.items()):
+        waiting.enter(client, phase, float(number))
+    gone = []
+    while (client_to_go := waiting.next_to_evict()) is not None:
+        gone.append(client_to_go)
+        waiting.leave(client_to_go)
+    assert gone == ["end", "s1", "s2", "head", "body"]

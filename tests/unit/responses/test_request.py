@@ -1,0 +1,604 @@
+"""Requests of the Responses API become chat completions."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_worker.responses.api import conversation
+from llama_worker.responses.api.conversation import (
+    LateRole,
+    late_role_of,
+    seal,
+    unseal,
+)
+from llama_worker.responses.api.request import (
+    ENCRYPTED_REASONING,
+    ChatRequest,
+    Recalled,
+    normalise,
+    parse_body,
+    references,
+)
+from llama_worker.responses.api.tools import NO_TOOLS
+from llama_worker.responses.http.refusal import RequestRefused, refused_by_server
+
+USER = {"role": "user", "content": "Hi"}
+SAID = {"role": "assistant", "content": "Yes?"}
+POLICY = {"role": "developer", "content": "policy"}
+PNG = "data:image/png;base64,AAAA"
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+SUB = {
+    "type": "function",
+    "name": "sub",
+    "description": "minus",
+    "parameters": None,
+    "strict": None,
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ALLOWED = {"type": "allowed_tools"}
+ANSWER = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+
+
+def messages(
+    *items: dict[str, Any], instructions: str = "", late_role: LateRole = "user"
+) -> list[dict[str, Any]]:
+    return conversation.chat_messages(instructions, items, NO_TOOLS, late_role).messages
+
+
+def call(call_id: str, arguments: str = "{}") -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": "add", "arguments": arguments}
+
+
+def output(call_id: str, value: Any = "3") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": value}
+
+
+def reasoning(**fields: Any) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "rs_1", "summary": [], **fields}
+
+
+def text_parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "input_text", "text": text} for text in texts]
+
+
+# ---------------------------------------------------------------- input
+
+IMAGE = {"type": "input_image", "image_url": PNG, "detail": "low"}
+SENT_IMAGE = {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "sent"),
+    [
+        ("a", "a"),
+        (None, ""),
+        (text_parts("a", "b"), "a\nb"),
+        (["a"], "a"),
+        ([{"type": "text", "text": "a"}, None], "a"),
+        ([IMAGE], [SENT_IMAGE]),
+        ([{"type": "input_text", "text": "a"}, IMAGE], [{"type": "text", "text": "a"}, SENT_IMAGE]),
+    ],
+)
+def test_content_is_a_string_unless_it_holds_more_than_text(content: Any, sent: Any) -> None:
+    for item in (
+        {"role": "user", "content": content},
+        {"type": "message", "role": "user", "content": content},
+    ):
+        assert messages(item) == [{"role": "user", "content": sent}]
+
+
+def test_leading_system_and_developer_messages_become_one() -> None:
+    found = messages(
+        {"role": "developer", "content": "B"},
+        {"role": "system", "content": "C"},
+        USER,
+        instructions="A",
+    )
+    assert found == [{"role": "system", "content": "A\n\nB\n\nC"}, USER]
+
+
+@pytest.mark.parametrize("late_role", ["user", "system"])
+def test_a_late_developer_message_stays_in_its_place(late_role: LateRole) -> None:
+    found = messages(USER, SAID, POLICY, USER, instructions="A", late_role=late_role)
+    assert found == [
+        {"role": "system", "content": "A"},
+        USER,
+        SAID,
+        {**POLICY, "role": late_role},
+        USER,
+    ]
+
+
+def test_no_instruction_comes_between_a_call_and_its_result() -> None:
+    found = messages(USER, call("x"), call("y"), POLICY, output("x"), output("y"), SAID)
+    assert [message["role"] for message in found] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "user",
+        "assistant",
+    ]
+
+
+PROBED = [message["content"] for message in conversation.TEMPLATE_PROBE["messages"]]
+
+
+@pytest.mark.parametrize(
+    ("said", "role"),
+    [
+        ([0, 1, 2, 3, 4], "system"),
+        ([0, 3, 1, 2, 4], "user"),  # moved to the head
+        ([0, 1, 2, 4], "user"),  # dropped
+        ([1, 2, 3, 4], "user"),  # the first one dropped
+    ],
+)
+def test_the_template_decides_how_late_instructions_are_sent(said: list[int], role: str) -> None:
+    assert late_role_of(" ".join(PROBED[number] for number in said)) == role
+    assert late_role_of(None) == late_role_of(3) == "user"
+
+
+THOUGHT = reasoning(content=[{"type": "reasoning_text", "text": "hm"}])
+TURNS: list[list[dict[str, Any]]] = [  # what the model says, then what is new for it
+    [SAID, USER],
+    [SAID, POLICY, USER],
+    [THOUGHT, USER],
+    [THOUGHT, SAID, USER],
+    [SAID, call("x"), output("x")],
+    [THOUGHT, call("x"), output("x"), USER],
+    [call("x"), call("y"), POLICY, output("x"), output("y")],
+    [call("x"), output("x"), POLICY],
+    [call("x"), output("x"), POLICY, USER],
+]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from(TURNS), min_size=1, max_size=5))
+def test_the_messages_of_a_turn_begin_with_those_of_the_turn_before(
+    turns: list[list[dict[str, Any]]],
+) -> None:
+    items = [USER]
+    for turn in turns:
+        before = messages(*items, instructions="A")
+        items += turn
+        assert messages(*items, instructions="A")[: len(before)] == before
+
+
+def test_an_assistant_turn_of_several_items_is_one_message_and_two_answers_are_two() -> None:
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "I add."}],
+    }
+    both = [
+        call("call_a", '{"a": 1}'),
+        call("call_b"),
+        output("call_a"),
+        output("call_b", text_parts("4", "5")),
+    ]
+    calls = [
+        {
+            "id": "c00000001",
+            "type": "function",
+            "function": {"name": "add", "arguments": '{"a": 1}'},
+        },
+        {"id": "c00000002", "type": "function", "function": {"name": "add", "arguments": "{}"}},
+    ]
+    assert messages(USER, THOUGHT, said, *both, SAID, SAID) == [
+        USER,
+        {"role": "assistant", "content": "I add.", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c00000001", "content": "3"},
+        {"role": "tool", "tool_call_id": "c00000002", "content": "4\n5"},
+        SAID,
+        SAID,
+    ]
+
+
+def test_a_call_id_that_comes_again_belongs_to_the_latest_call() -> None:
+    found = messages(call("x"), output("x", "1"), call("x"), output("x", "2"))
+    assert [m["tool_call_id"] for m in found if m["role"] == "tool"] == ["c00000001", "c00000002"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sent"),
+    [
+        ("", "{}"),
+        ("  ", "{}"),
+        ('{"a":  1}', '{"a":  1}'),
+        ('{"a": ', '{"malformed_arguments": "{\\"a\\": "}'),
+        ("[1]", '{"malformed_arguments": "[1]"}'),
+        ("NaN", '{"malformed_arguments": "NaN"}'),
+    ],
+)
+def test_arguments_in_the_history_are_always_a_json_object(arguments: str, sent: str) -> None:
+    (turn,) = messages(call("x", arguments))
+    assert turn["tool_calls"][0]["function"]["arguments"] == sent
+
+
+@pytest.mark.parametrize(
+    ("value", "sent"),
+    [
+        ("", ""),
+        (None, ""),
+        ([], ""),
+        ({"n": 1}, '{"n": 1}'),
+        ([1, 2], "[1, 2]"),
+        (4, "4"),
+        ([{"type": "input_file", "file_id": "f"}], '[{"type": "input_file", "file_id": "f"}]'),
+        (
+            [{"type": "input_image", "image_url": PNG}],
+            [{"type": "image_url", "image_url": {"url": PNG}}],
+        ),
+    ],
+)
+def test_any_value_is_a_function_output(value: Any, sent: Any) -> None:
+    assert messages(output("x", value)) == [{"role": "tool", "tool_call_id": "x", "content": sent}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "restored"),
+    [
+        ({"encrypted_content": seal("sealed"), "content": [{"text": "c"}]}, "sealed"),
+        (
+            {
+                "encrypted_content": "of somebody else",
+                "content": [{"text": "c"}],
+                "summary": [{"text": "s"}],
+            },
+            "c",
+        ),
+        ({"content": [], "summary": [{"text": "s"}, {"text": "t"}]}, "s\n\nt"),
+        ({"content": None, "summary": [{"text": "s"}]}, "s"),
+        ({}, None),
+        ({"summary": None, "encrypted_content": None}, None),
+    ],
+)
+def test_reasoning_is_restored_from_the_best_that_there_is(
+    fields: dict[str, Any], restored: str | None
+) -> None:
+    (turn,) = messages(reasoning(**fields), {"role": "assistant", "content": "a"})
+    assert turn.get("reasoning_content") == restored
+
+
+def test_reasoning_alone_is_kept_in_the_middle_and_dropped_at_the_end() -> None:
+    kept = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert messages(USER, THOUGHT, USER) == [USER, kept, USER]
+    assert messages(USER, THOUGHT) == [USER]
+
+
+@pytest.mark.parametrize("text", ["", "a", "ä\n\ud83d\ude00", "\ud800"])
+def test_sealed_reasoning_comes_back(text: str) -> None:
+    assert unseal(seal(text)) == text
+
+
+@pytest.mark.parametrize(
+    "sealed", [None, "", 3, "gAAAA", "llama-worker-1:!", "llama-worker-1:/w=="]
+)
+def test_what_is_not_ours_is_not_unsealed(sealed: object) -> None:
+    assert unseal(sealed) is None
+
+
+def test_unknown_items_are_ignored_with_a_warning() -> None:
+    request = normalise({"input": [USER, {"type": "web_search_call", "id": "ws_1"}]})
+    assert request.body["messages"] == [USER]
+    assert request.warnings == ("input items of type 'web_search_call' are ignored",)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        *(({"input": given}, "input") for given in (None, [], 3, [3])),
+        ({"input": [{"role": "wizard", "content": "a"}]}, "input"),
+        ({"input": [{"role": "user", "content": 3}]}, "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            "input",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+            "input",
+        ),
+        ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
+        ({"input": "a", "instructions": 3}, "instructions"),
+        ({"input": "a", "previous_response_id": 3}, "previous_response_id"),
+        ({"input": "a", "tools": 3}, "tools"),
+        *(({"input": "a", "tools": [{"type": kind}]}, "tools") for kind in ("function", "custom")),
+        ({"input": "a", "tools": [{"type": "namespace", "name": "n"}]}, "tools"),
+        ({"input": "a", "tools": [{"type": "namespace", "tools": []}]}, "tools"),
+        ({"input": [{"type": "additional_tools", "tools": 3}]}, "tools"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "x", "name": "p"}]}, "input"),
+        ({"input": [{"type": "custom_tool_call_output", "output": "x"}]}, "input"),
+        ({"input": "a", "tools": [ADD], "tool_choice": "maybe"}, "tool_choice"),
+        (
+            {"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}},
+            "tool_choice",
+        ),
+        (
+            {"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": {"a": 1}}},
+            "tool_choice",
+        ),
+        (
+            {"input": "a", "tools": [ADD], "tool_choice": {**ALLOWED, "tools": [{"name": []}]}},
+            "tool_choice",
+        ),
+        ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+        ),
+    ],
+)
+def test_malformed_requests_are_refused_and_say_where(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        normalise(body)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.body()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(RequestRefused):
+        parse_body(data)
+
+
+def test_references_are_found_and_resolved_once() -> None:
+    body = {"input": [{"type": "item_reference", "id": "msg_1"}, {"id": "rs_1"}, USER]}
+    assert references(body).item_ids == ("msg_1", "rs_1")
+    said = {"id": "msg_1", "type": "message", **SAID}
+    recalled = Recalled(items={"msg_1": said, "rs_1": reasoning()})
+    assert normalise(body, recalled).body["messages"] == [SAID, USER]
+    with pytest.raises(RequestRefused, match="twice"):
+        references({"input": [{"type": "item_reference", "id": "msg_1"}] * 2})
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def test_what_neither_api_knows_passes_through() -> None:
+    known_to_nobody = {"min_p": 0.1, "samplers": ["top_k"], "seed": 2**70}
+    sent = normalise({"input": "a", **known_to_nobody}).body
+    assert sent.items() >= known_to_nobody.items()
+    assert "input" not in sent
+
+
+def test_every_null_field_is_as_if_absent() -> None:
+    names = ["instructions", "tools", "tool_choice", "text", "reasoning", "metadata", "include", "store", "stream",
+             "previous_response_id", "max_output_tokens", "parallel_tool_calls", "temperature", "user", "top_k",
+             "grammar"]  # fmt: skip
+    assert normalise({"input": "a", **dict.fromkeys(names)}) == normalise({"input": "a"})
+
+
+def test_names_that_differ_are_translated_and_a_stream_with_usage_is_always_asked_for() -> None:
+    body = {
+        "input": "a",
+        "stream": False,
+        "stream_options": {"include_obfuscation": False},
+        "max_output_tokens": 7,
+    }
+    sent = normalise(body).body
+    assert (sent["stream"], sent["stream_options"]) == (True, {"include_usage": True})
+    assert sent["max_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("effort", "sent"),
+    [("low", {"reasoning_effort": "low"}), ("none", {"enable_thinking": False}), ([], None)],
+)
+def test_an_effort_of_reasoning_is_told_to_the_template(
+    effort: object, sent: dict[str, Any] | None
+) -> None:
+    request = normalise({"input": "a", "reasoning": {"effort": effort}})
+    assert request.body.get("chat_template_kwargs") == sent
+    assert request.echo["reasoning"]["effort"] == (effort or None)
+
+
+@pytest.mark.parametrize(
+    ("form", "sent"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "json_object"}),
+        (
+            ANSWER,
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
+            },
+        ),
+    ],
+)
+def test_text_format(form: dict[str, Any], sent: Any) -> None:
+    assert normalise({"input": "a", "text": {"format": form}}).body.get("response_format") == sent
+
+
+def test_a_tool_is_sent_as_chat_completions_have_it() -> None:
+    function = {
+        "name": "sub",
+        "description": "minus",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    assert normalise({"input": "a", "tools": [SUB]}).body["tools"] == [
+        {"type": "function", "function": function}
+    ]
+
+
+MCP = {
+    "type": "namespace",
+    "name": "mcp__dict",
+    "description": "Words.",
+    "tools": [{**ADD, "name": "lookup"}],
+}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": GRAMMAR}
+
+
+def offered(request: ChatRequest) -> dict[str, Any]:
+    return {tool["function"]["name"]: tool["function"] for tool in request.body["tools"]}
+
+
+LOOKUP = {"name": "lookup", "namespace": "mcp__dict"}
+EVERY = ["add", "sub", "mcp__dict__lookup", "apply_patch"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "names"),
+    [
+        (None, "auto", EVERY),
+        ("auto", "auto", EVERY),
+        ("none", "none", EVERY),
+        ("required", "required", EVERY),
+        ({"type": "function", "name": "sub"}, "required", ["sub"]),
+        ({"type": "function", "function": {"name": "sub"}}, "required", ["sub"]),
+        ({"type": "function", **LOOKUP}, "required", ["mcp__dict__lookup"]),
+        ({"type": "function", "name": "mcp__dict__lookup"}, "required", ["mcp__dict__lookup"]),
+        ({"type": "custom", "name": "apply_patch"}, "required", ["apply_patch"]),
+        (
+            {**ALLOWED, "mode": "auto", "tools": [{"type": "function", "name": "add"}]},
+            "auto",
+            ["add"],
+        ),
+        ({**ALLOWED, "mode": "required", "tools": [LOOKUP]}, "required", ["mcp__dict__lookup"]),
+        ({"type": "web_search_preview"}, "auto", EVERY),
+    ],
+)
+def test_tool_choice(choice: Any, mode: str, names: list[str]) -> None:
+    tools = [ADD, SUB, MCP, PATCH]
+    request = normalise(
+        {"input": "a", "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    )
+    assert (request.body["tool_choice"], request.body["parallel_tool_calls"]) == (mode, False)
+    assert list(offered(request)) == names
+
+
+def test_tools_are_echoed_as_they_were_given() -> None:
+    request = normalise({"input": "a", "tools": [ADD, MCP]})
+    assert request.echo["tools"][1]["tools"][0]["name"] == "lookup"
+    assert request.warnings == ()
+
+
+def test_a_custom_tool_is_a_function_with_one_string_and_its_grammar_in_words() -> None:
+    (function,) = offered(normalise({"input": "a", "tools": [PATCH]})).values()
+    assert function["parameters"]["required"] == ["input"]
+    assert function["description"].startswith("Edits.")
+    assert "start: /a/" in function["description"]
+
+
+def test_tools_among_the_input_count_like_the_others_and_one_that_comes_again_is_the_latest_in_its_old_place() -> (
+    None
+):
+    again = {**ADD, "description": "newer"}
+    more = {"type": "additional_tools", "role": "developer", "tools": [MCP, again, PATCH]}
+    request = normalise({"input": [more, USER], "tools": [ADD, SUB]})
+    assert list(offered(request)) == EVERY
+    assert offered(request)["add"]["description"] == "newer"
+    assert request.body["messages"] == [USER]
+
+
+def test_names_that_would_be_one_are_told_apart() -> None:
+    request = normalise({"input": "a", "tools": [{**ADD, "name": "mcp__dict__lookup"}, MCP]})
+    found = [request.tools.called(name) for name in offered(request)]
+    names = [(None, "mcp__dict__lookup"), ("mcp__dict", "lookup")]
+    assert [tool and (tool.namespace, tool.name) for tool in found] == names
+
+
+@pytest.mark.parametrize("tools", [[MCP, PATCH], []], ids=["offered", "no longer offered"])
+def test_calls_in_the_history_have_the_names_that_the_model_knows(tools: list[Any]) -> None:
+    items = [
+        USER,
+        {**call("x"), **LOOKUP},
+        {"type": "custom_tool_call", "call_id": "y", "name": "apply_patch", "input": 'é"\n'},
+        output("x"),
+        {"type": "custom_tool_call_output", "call_id": "y", "output": "Done!"},
+    ]
+    sent = normalise({"input": items, "tools": tools}).body["messages"]
+    calls = [tool_call["function"] for tool_call in sent[1]["tool_calls"]]
+    assert [one["name"] for one in calls] == ["mcp__dict__lookup", "apply_patch"]
+    assert calls[1]["arguments"] == '{"input": "é\\"\\n"}'
+    assert [message["content"] for message in sent[2:]] == ["3", "Done!"]
+
+
+def test_tools_that_the_client_found_are_offered_and_named_to_the_model() -> None:
+    items = [
+        USER,
+        {
+            "type": "tool_search_call",
+            "call_id": "x",
+            "execution": "client",
+            "arguments": {"query": "words"},
+        },
+        {"type": "tool_search_output", "call_id": "x", "execution": "client", "tools": [MCP]},
+    ]
+    request = normalise(
+        {"input": items, "tools": [ADD, {"type": "tool_search", "execution": "client"}]}
+    )
+    assert list(offered(request)) == ["add", "tool_search", "mcp__dict__lookup"]
+    _, asked, found = request.body["messages"]
+    assert asked["tool_calls"][0]["function"] == {
+        "name": "tool_search",
+        "arguments": '{"query": "words"}',
+    }
+    assert found["content"] == "These tools can be called now: mcp__dict__lookup"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sealed"),
+    [
+        ({}, False),
+        ({"store": True}, False),
+        ({"store": False}, True),
+        ({"include": [ENCRYPTED_REASONING]}, True),
+    ],
+)
+def test_reasoning_is_sealed_where_nothing_else_brings_it_back(
+    fields: dict[str, Any], sealed: bool
+) -> None:
+    assert normalise({"input": "a", **fields}).seal_reasoning is sealed
+
+
+def test_built_in_tools_are_ignored_with_a_warning() -> None:
+    request = normalise(
+        {
+            "input": "a",
+            "tools": [{"type": "web_search"}, {"type": "mcp"}],
+            "tool_choice": "required",
+        }
+    )
+    assert not {"tools", "tool_choice"} & request.body.keys()
+    assert request.echo["tools"] == []
+    assert len(request.warnings) == 3
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "constrained"),
+    [("auto", True, False), ("required", True, False), ("none", False, True)],
+)
+def test_tools_and_a_format_never_go_together(choice: str, tools: bool, constrained: bool) -> None:
+    request = normalise(
+        {"input": "a", "tools": [ADD], "tool_choice": choice, "text": {"format": ANSWER}}
+    )
+    assert ("tools" in request.body, "response_format" in request.body) == (tools, constrained)
+    told = json.dumps(SCHEMA) in str(request.body["messages"][0]["content"])
+    assert told is (choice == "auto")
+
+
+def test_nothing_given_is_changed() -> None:
+    body = {
+        "input": [USER, call("x"), output("x")],
+        "tools": [ADD],
+        "text": {"format": ANSWER},
+        "metadata": {"a": "b"},
+    }
+    before = copy.deepcopy(body)
+    normalise(body)
+    assert body == before
+
+
+def test_what_the_server_sends_in_place_of_a_refusal_is_a_502() -> None:
+    assert refused_by_server(302, "HTTP 302: no message").status == 502

@@ -1,0 +1,46 @@
+"""Free ports: which they are, and that nobody else is given the same."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import llama_worker
+from llama_worker.runtime.process import free_port as ports
+
+HOST = "127.0.0.1"
+
+
+def test_each_call_gives_another_port_below_those_that_the_kernel_hands_out() -> None:
+    given = [llama_worker.free_port() for _ in range(50)]
+    assert len(set(given)) == 50
+    assert all(20000 <= port < 32000 for port in given)
+
+
+@pytest.mark.parametrize("host", [HOST, "0.0.0.0"])
+def test_a_port_that_somebody_listens_on_is_not_free(
+    host: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = free_port()
+    monkeypatch.setattr(ports, "_PORTS", range(taken, taken + 1))
+    assert llama_worker.free_port(host) == taken
+    with (
+        socket.create_server((HOST, taken)),
+        pytest.raises(OSError, match=f"no port from {taken} to {taken} is free"),
+    ):
+        llama_worker.free_port(host)
+
+
+def test_a_forked_process_is_given_another_port() -> None:
+    program = (
+        "import os; from llama_worker import free_port; os.fork() and os.wait(); print(free_port())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    childs, parents = done.stdout.split()
+    assert childs != parents

@@ -1,0 +1,61 @@
+"""The threads that run a host's code: whatever it raises, an answer is told."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from llama_worker.messages import EvidenceSeen
+from llama_worker.runtime.host.host_code import look
+from llama_worker.types import LivenessEvidence
+
+
+class Probe:
+    """A liveness probe that raises, or sees work."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+    def reset(self) -> None:
+        """Nothing was kept."""
+
+    def probe(self, root_pid: int, now: float) -> LivenessEvidence:
+        """A look."""
+        if self.error is not None:
+            raise self.error
+        return LivenessEvidence(alive=True, detail="work")
+
+
+class Told(list[Any]):
+    """A mailbox."""
+
+    def tell(self, message: Any) -> bool:
+        """Keep it."""
+        self.append(message)
+        return True
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("logging_raises", [False, True])
+def test_a_probe_that_raises_brings_no_news_and_is_asked_again(
+    error: BaseException, logging_raises: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: logging.LogRecord) -> bool:
+        raise SystemExit(4)
+
+    logger = logging.getLogger("llama_worker")
+    seen = EvidenceSeen(epoch=1, probe=0, round=1, alive=False, at=0.0, detail="", fresh=False)
+    told, probe = Told(), Probe(error)
+    if logging_raises:
+        logger.addFilter(refuse)
+    try:
+        look(probe, seen, 1, told)
+        probe.error = None
+        look(probe, seen, 1, told)
+    finally:
+        logger.removeFilter(refuse)
+    assert [(evidence.alive, evidence.detail) for evidence in told] == [(False, ""), (True, "work")]
+    assert not told[0].blind
+    assert logging_raises or "a liveness probe failed" in caplog.text

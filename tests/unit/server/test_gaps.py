@@ -1,0 +1,148 @@
+"""A machine or a program that did not run for a while: nothing is concluded from what was silent
+meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llama_worker.config.profiles import TimeoutProfile
+from llama_worker.gaps import NO_GAPS, gap_s
+from llama_worker.messages import ProbeOutcome, Stalled, StartupFailed, Tick
+from llama_worker.server.slots import Slot
+from tests.virtual_watch import VirtualWatch, generating
+
+PROFILE = TimeoutProfile(
+    idle_stream_timeout_s=20.0, liveness_probe_interval_s=5.0, health_probe_interval_s=None
+)
+
+
+@pytest.mark.parametrize(
+    ("now", "lost_s"), [(99.0, 0.0), (100.0, 0.0), (101.0, 0.0), (101.5, 1.5), (160.0, 60.0)]
+)
+def test_what_comes_late_shows_lost_time(now: float, lost_s: float) -> None:
+    assert gap_s(100.0, now) == lost_s
+
+
+def test_lost_time_is_what_lies_behind_the_instant() -> None:
+    gaps = NO_GAPS.with_gap(20.0, 5.0).with_gap(100.0, 10.0)
+    assert [gaps.lost_s(since) for since in (0.0, 15.0, 17.0, 20.0, 50.0, 95.0, 100.0)] == [
+        15,
+        15,
+        13,
+        10,
+        10,
+        5,
+        0,
+    ]
+    assert [gaps.lost_s(17.0, until) for until in (10.0, 17.0, 19.0, 20.0, 90.0, 91.0)] == [
+        0,
+        0,
+        2,
+        3,
+        3,
+        4,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "lost_s"),
+    [
+        pytest.param([(20.0, 5.0), (24.0, 8.0)], 9.0, id="the second began before the first ended"),
+        pytest.param([(20.0, 2.0), (24.0, 8.0)], 8.0, id="the first lies in the second"),
+        pytest.param([(20.0, 5.0), (20.0, 5.0)], 5.0, id="the same twice"),
+    ],
+)
+def test_what_two_gaps_share_was_lost_once(gaps: list[tuple[float, float]], lost_s: float) -> None:
+    told = NO_GAPS
+    for end, length_s in gaps:
+        told = told.with_gap(end, length_s)
+    assert told.lost_s(0.0) == lost_s
+
+
+def test_no_gap_is_forgotten_however_many_follow() -> None:
+    gaps = NO_GAPS
+    for end in range(10, 50_000, 10):  # half of all time is lost
+        gaps = gaps.with_gap(float(end), 5.0)
+    assert len(gaps.spans) <= 256
+    for since in (0.0, 20_000.0, 40_000.0, 49_000.0):
+        assert gaps.lost_s(since, 49_990.0) == pytest.approx((49_990.0 - since) / 2, rel=0.01)
+
+
+UNPROBED = replace(TimeoutProfile(), health_probe_interval_s=None)
+
+
+def served_until_a_verdict(profile: TimeoutProfile, late_s: float, **world: Any) -> float:
+    """Seconds of service that a request got on a machine whose every alarm is so late."""
+    watch = VirtualWatch.ready(profile, **world)
+    watch.begin(lambda now: generating(0.0))
+    lost_s = 0.0
+    while not any(isinstance(news, Stalled) for _, news in watch.news):
+        assert watch.watch.deadline is not None
+        watch.now = max(watch.now, watch.watch.deadline) + late_s
+        lost_s += late_s
+        watch.tell(Tick())
+    return watch.now - lost_s
+
+
+@pytest.mark.parametrize("late_s", [1.5, 6.0, 20.0])
+def test_time_that_is_lost_again_and_again_counts_for_no_limit(late_s: float) -> None:
+    profile = replace(UNPROBED, silent_work_timeout_s=1200.0, suspect_after_s=None)
+    served_s = served_until_a_verdict(profile, late_s, evidence=lambda now, fresh: True)
+    assert served_s == pytest.approx(1200.0, abs=15.0)
+
+
+def test_a_standstill_is_measured_without_the_time_that_was_lost() -> None:
+    def slots(now: float) -> tuple[Slot, ...]:
+        return (Slot(slot_id=0, is_processing=True, task=1, decoded_tokens=9),)
+
+    served_s = served_until_a_verdict(UNPROBED, 12.0, evidence=lambda *at: True, slots=slots)
+    assert served_s >= 60.0
+
+
+def test_a_hang_is_found_also_where_every_alarm_is_late() -> None:
+    watch = VirtualWatch.ready(PROFILE)
+    watch.begin(lambda now: generating(0.0))
+    while not any(isinstance(news, Stalled) for _, news in watch.news):
+        assert watch.watch.deadline is not None
+        watch.now = watch.watch.deadline + 1.5
+        assert watch.now < 60.0
+        watch.tell(Tick())
+
+
+def test_looks_at_the_slots_from_both_sides_of_a_gap_are_not_compared() -> None:
+    profile = TimeoutProfile(idle_stream_timeout_s=None, health_probe_interval_s=None)
+
+    def slots(now: float) -> tuple[Slot, ...]:
+        decoded = 9 if now < 100.0 else int(now)
+        return (Slot(slot_id=0, is_processing=True, task=1, decoded_tokens=decoded),)
+
+    watch = VirtualWatch.ready(profile, slots=slots)
+    watch.begin(lambda now: generating(0.0))
+    assert watch.run(63.0, Stalled) is None
+    # the server stands still as long as the machine is about to be stopped
+    assert watch.slots_asked_at == [0.0, 60.0, 62.0]
+    watch.now = 100.0
+    watch.tell(Tick())
+    assert watch.run(200.0, Stalled) is None
+
+
+def test_a_launch_gets_the_time_again_that_was_lost() -> None:
+    profile = TimeoutProfile(startup_timeout_s=10.0, load_timeout_s=30.0)
+    loading = VirtualWatch(profile, readiness=lambda now: ProbeOutcome.LOADING)
+    assert loading.run(8.0, StartupFailed) is None
+    loading.now = 8.0 + 3600.0
+    loading.tell(Tick())
+    found = loading.run(2 * 3600.0, StartupFailed)
+    assert found is not None
+    assert 3610.0 <= found[0] <= 3614.0
+
+
+def test_a_look_that_saw_nothing_for_lack_of_descriptors_judges_nobody() -> None:
+    watch = VirtualWatch.ready(
+        PROFILE, evidence=lambda now, fresh: now > 65.0, blind=lambda now: now < 62.0
+    )
+    watch.begin(lambda now: generating(0.0))
+    assert watch.run(300.0, Stalled) is None

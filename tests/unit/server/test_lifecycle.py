@@ -1,0 +1,546 @@
+"""The worker's state machine, with a literal clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from llama_worker.config.profiles import RestartPolicy
+from llama_worker.errors import WorkerStartError, WorkerStopError
+from llama_worker.messages import (
+    Abandon,
+    BecameReady,
+    CloseAllStreams,
+    Died,
+    Drain,
+    Exited,
+    GpuFaulted,
+    HealthLost,
+    Launch,
+    LaunchFailed,
+    Restart,
+    Start,
+    StartupFailed,
+    Stop,
+    StreamsClosed,
+    Terminate,
+    Tick,
+    Unkillable,
+)
+from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.lifecycle import Drained, Lifecycle, step
+from llama_worker.server.lifecycle_states import (
+    BackingOff,
+    Draining,
+    Effects,
+    Ending,
+    Failed,
+    Launching,
+    RecordRestart,
+    Resolve,
+    State,
+    Stopped,
+    ToFailed,
+    ToRestart,
+    ToStopped,
+)
+from llama_worker.server.recycling import Worn
+from llama_worker.server.restart_budget import RestartBudget
+from llama_worker.server.suspicion import Trouble
+from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
+
+POLICY = RestartPolicy(restart_backoff_s=5.0, max_restarts_per_window=2, restart_window_s=120.0)
+ONE_RESTART = replace(POLICY, max_restarts_per_window=1)
+Step = tuple[Lifecycle, Effects]
+HOST: Any = object()  # who asked; not the life's to answer
+
+
+# ---------------------------------------------------------------- a life, told by verbs: each steps it once
+
+
+def start(life: Lifecycle, now: float) -> Step:
+    return step(life, Start(reply=HOST), now)
+
+
+def stop(life: Lifecycle, now: float, *, grace_s: float = 10.0) -> Step:
+    return step(life, Stop(reply=HOST, grace_s=grace_s), now)
+
+
+def drain(life: Lifecycle, now: float) -> Step:
+    return step(life, Drain(reply=HOST), now)
+
+
+def drained(life: Lifecycle, now: float) -> Step:
+    return step(life, Drained(), now)
+
+
+def restart(life: Lifecycle, now: float, reason: str = "new weights") -> Step:
+    return step(life, Restart(reason=reason, reply=HOST), now)
+
+
+def trouble(life: Lifecycle, now: float) -> Step:
+    return step(life, Trouble("stall_timeout", "silence"), now)
+
+
+def tick(life: Lifecycle, now: float) -> Step:
+    return step(life, Tick(), now)
+
+
+def news(kind: Callable[..., Any], **usual: Any) -> Callable[..., Step]:
+    """A verb for news of the life's own launch, or of launch `epoch`."""
+    return lambda life, now, **told: step(life, kind(**{"epoch": life.epoch, **usual, **told}), now)
+
+
+def last_news(kind: Callable[..., Any], **usual: Any) -> Callable[..., Step]:
+    """A verb for news that nothing of the launch's tree is left, and no request in flight."""
+    tell = news(kind, **usual)
+
+    def tell_and_drain(life: Lifecycle, now: float, **told: Any) -> Step:
+        ended, effects = tell(life, now, **told)
+        if not isinstance(ended.state, Ending):
+            return ended, effects
+        over, then = drained(ended, now)
+        return over, (*effects, *then)
+
+    return tell_and_drain
+
+
+became_ready = news(BecameReady, traits=None)
+launch_failed = last_news(LaunchFailed, detail="no process")
+startup_failed = news(StartupFailed, detail="no sign of work")
+died = news(Died, returncode=-9)
+exited = last_news(Exited, returncode=1, log_tail=("oops",), port_taken=False)
+unkillable = news(Unkillable, detail="SIGKILL does not end process 5")
+streams_closed = news(StreamsClosed)
+
+
+def launching(policy: RestartPolicy = POLICY) -> Lifecycle:
+    life, effects = start(Lifecycle(policy=policy), 0.0)
+    assert effects == (Launch(epoch=1),)
+    return life
+
+
+def ready(policy: RestartPolicy = POLICY) -> Lifecycle:
+    life, effects = became_ready(launching(policy), 1.0)
+    assert effects == (Resolve(Start),)
+    assert life.public_state is WorkerState.READY
+    return life
+
+
+def relaunched(policy: RestartPolicy = POLICY) -> Lifecycle:
+    """The server has died once, and its successor is launching."""
+    return tick(exited(ready(policy), 10.0)[0], 15.0)[0]
+
+
+def error_of(effects: Effects) -> WorkerStartError:
+    (error,) = [e.error for e in effects if isinstance(e, Resolve) and e.order is Start]
+    assert isinstance(error, WorkerStartError)
+    return error
+
+
+# ---------------------------------------------------------------- start and stop
+
+
+def test_what_is_so_already_and_a_stop_during_backoff_resolve_at_once() -> None:
+    assert start(ready(), 2.0) == (ready(), (Resolve(Start),))
+    stopped = Lifecycle(policy=POLICY)
+    assert stop(stopped, 0.0) == (stopped, (Resolve(Stop),))
+    life, effects = stop(exited(ready(), 10.0)[0], 10.1)
+    assert (life.state, effects[-1]) == (Stopped(), Resolve(Stop))
+
+
+@pytest.mark.parametrize("lives", [launching, ready])
+def test_stop_ends_a_start_and_waits_a_second_at_most_for_connections(
+    lives: Callable[[], Lifecycle],
+) -> None:
+    life, effects = stop(lives(), 2.0, grace_s=10.0)
+    assert [type(e) for e in effects] == [Abandon, Resolve, CloseAllStreams]
+    assert error_of(effects).reason is StartFailReason.STOPPED
+    assert (life.deadline, tick(life, 2.9)) == (3.0, (life, ()))
+    for closed, effects in (streams_closed(life, 2.1), tick(life, 3.0)):
+        assert effects == (Terminate(epoch=1, grace_s=10.0),)
+        ended, effects = exited(closed, 3.1, returncode=0)
+        assert (ended.state, effects) == (Stopped(), (Resolve(Stop),))
+
+
+def test_start_during_a_stop_launches_anew_when_the_old_server_is_gone_unless_that_is_stopped_too() -> (
+    None
+):
+    joined, effects = start(stop(ready(), 2.0)[0], 2.1)
+    assert effects == ()
+    life, effects = exited(joined, 2.5, returncode=0)
+    assert (life.state, effects) == (
+        Launching(epoch=2, first=True),
+        (Resolve(Stop), Launch(epoch=2)),
+    )
+    life, effects = stop(joined, 2.2)
+    assert error_of(effects).reason is StartFailReason.STOPPED
+    life, effects = exited(life, 2.5, returncode=0)
+    assert (life.state, effects) == (Stopped(), (Resolve(Stop),))
+
+
+def test_a_hurried_stop_shortens_the_grace_of_one_under_way() -> None:
+    life, _ = streams_closed(stop(ready(), 2.0, grace_s=10.0)[0], 2.1)
+    assert Terminate(epoch=1, grace_s=2.0) in stop(life, 2.2, grace_s=2.0)[1]
+
+
+# ---------------------------------------------------------------- launches that fail
+
+
+EXITED, PORT_IN_USE = StartFailReason.EXITED, StartFailReason.PORT_IN_USE
+TIMEOUT, SPAWN_FAILED = StartFailReason.STARTUP_TIMEOUT, StartFailReason.SPAWN_FAILED
+Fail = Callable[[Lifecycle], Step]
+
+
+def timed_out(life: Lifecycle) -> Step:
+    """It is killed first; then the start fails with what the server said."""
+    killed, effects = startup_failed(life, 20.0, reason=TIMEOUT)
+    assert Terminate(epoch=life.epoch, grace_s=0.0, keep_evidence=True) in effects
+    assert not any(isinstance(e, Resolve) for e in effects)
+    return exited(killed, 20.1, returncode=-9)
+
+
+@pytest.mark.parametrize(
+    ("fail", "reason", "returncode", "log_tail"),
+    [
+        pytest.param(lambda life: exited(life, 20.0), EXITED, 1, ("oops",), id="it ends"),
+        pytest.param(
+            lambda life: exited(life, 20.0, port_taken=True),
+            PORT_IN_USE,
+            1,
+            ("oops",),
+            id="port lost",
+        ),
+        pytest.param(
+            lambda life: launch_failed(life, 20.0, reason=PORT_IN_USE),
+            PORT_IN_USE,
+            None,
+            (),
+            id="no port",
+        ),
+        pytest.param(
+            lambda life: launch_failed(life, 20.0, reason=SPAWN_FAILED),
+            SPAWN_FAILED,
+            None,
+            (),
+            id="spawn",
+        ),
+        pytest.param(timed_out, TIMEOUT, None, ("oops",), id="it takes too long"),
+    ],
+)
+def test_neither_the_first_launch_nor_the_last_restart_is_retried_and_who_waits_is_told_how_it_failed(
+    fail: Fail, reason: StartFailReason, returncode: int | None, log_tail: tuple[str, ...]
+) -> None:
+    last, joins = start(relaunched(ONE_RESTART), 16.0)
+    assert joins == ()
+    a_port_may_be_free_later = reason is PORT_IN_USE
+    for life, told, state in (
+        (launching(), reason, Stopped() if a_port_may_be_free_later else Failed()),
+        (last, EXITED if a_port_may_be_free_later else reason, Failed()),
+    ):
+        after, effects = fail(life)
+        error = error_of(effects)
+        assert (error.reason, error.returncode, error.log_tail) == (told, returncode, log_tail)
+        assert after.state == state
+
+
+# ---------------------------------------------------------------- deaths and restarts
+
+
+@pytest.mark.parametrize(
+    ("why", "reason"), [(None, "server_died"), ("the kernel killed it", "out_of_memory")]
+)
+def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
+    why: str | None, reason: str
+) -> None:
+    ending, effects = died(ready(), 10.0, lack_of_memory=why)
+    detail = "the server ended with signal 9" + (f": {why}" if why else "")
+    assert effects == (
+        RecordRestart(reason=reason, detail=detail, delay_s=5.0),
+        Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),
+        Terminate(epoch=1, grace_s=0.0),
+    )
+    assert ending.state == Ending(epoch=1, goal=ToRestart(15.0))
+    # the first that is heard of it
+    life, told = exited(ready(), 10.0, returncode=-9, lack_of_memory=why)
+    assert (life.state, told) == (BackingOff(resume_at=15.0), effects[:2])
+    life, effects = exited(ending, 10.2)
+    assert (life.state, effects, life.budget.restart_count) == (BackingOff(resume_at=15.0), (), 1)
+    assert life.public_state is WorkerState.RUNNING
+    assert tick(life, 14.9) == (life, ())
+    for launched, effects in (tick(life, 15.0), exited(ending, 16.0)):
+        assert (launched.state, effects) == (Launching(epoch=2, first=False), (Launch(epoch=2),))
+
+
+def test_the_death_after_the_last_restart_is_failed_once_the_tree_is_gone_until_a_start_by_hand() -> (
+    None
+):
+    life, effects = died(became_ready(relaunched(ONE_RESTART), 16.0)[0], 40.0, returncode=1)
+    assert isinstance(effects[0], RecordRestart)
+    assert (effects[0].reason, effects[0].delay_s) == ("server_died", None)
+    assert not any(isinstance(e, Resolve) for e in effects)
+    assert life.public_state is WorkerState.RUNNING
+    life, effects = exited(life, 40.1)
+    assert (life.state, life.budget.restart_count) == (Failed(), 1)
+    assert "code 1" in error_of(effects).detail
+    life, effects = start(life, 41.0)
+    assert (effects, life.budget) == ((Launch(epoch=3),), RestartBudget(restart_count=1))
+
+
+@pytest.mark.parametrize("end", [stop, died])
+def test_a_launch_is_over_when_every_request_has_its_record(
+    end: Callable[[Lifecycle, float], Step],
+) -> None:
+    ending, _ = end(ready(), 10.0)
+    assert drained(ending, 10.0) == (ending, ())
+    gone, effects = news(Exited, returncode=1, log_tail=())(ending, 10.1)
+    assert (gone.public_state, gone.waits_for_requests, effects) == (WorkerState.RUNNING, True, ())
+    assert tick(gone, 100.0) == unkillable(gone, 100.0) == (gone, ())
+    assert isinstance(drained(gone, 10.2)[0].state, Stopped | BackingOff)
+
+
+@pytest.mark.parametrize("fatal", [True, False])
+def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing(
+    fatal: bool,
+) -> None:
+    error = GpuFaulted(epoch=1, fault=GpuFault(fatal=fatal, detail="GPU 0: the GPU is lost"))
+    life, effects = step(ready(), error, 2.0)
+    restart = (
+        RecordRestart(reason="gpu_failed", detail="GPU 0: the GPU is lost", delay_s=5.0),
+        Abandon(
+            reason=RequestFailReason.WORKER_RESTARTED, detail="gpu_failed: GPU 0: the GPU is lost"
+        ),
+        CloseAllStreams(epoch=1),
+        Terminate(epoch=1, grace_s=0.0, keep_evidence=True),
+    )
+    assert effects == (restart if fatal else ())
+    assert step(life, error, 2.1) == (life, ())
+
+
+def test_news_of_an_older_launch_of_an_expected_death_or_of_a_kill_that_nobody_ordered_change_nothing() -> (
+    None
+):
+    life = relaunched()
+    for older in (became_ready, exited, died, streams_closed):
+        assert older(life, 16.0, epoch=1) == (life, ())
+    assert startup_failed(life, 16.0, reason=TIMEOUT, epoch=1) == (life, ())
+    stopping, ending, backing_off = (
+        stop(ready(), 5.0)[0],
+        died(ready(), 5.0)[0],
+        exited(ready(), 5.0)[0],
+    )
+    for life in (launching(), stopping, exited(stopping, 6.0)[0], ending):
+        assert died(life, 10.0) == (life, ())
+    for life in (ready(), launching(), backing_off, Lifecycle(policy=POLICY)):
+        assert unkillable(life, 11.0) == (life, ())
+
+
+def test_a_worn_server_that_is_ready_ends_in_peace_its_successor_comes_at_once_and_none_is_locked_out() -> (
+    None
+):
+    assert step(launching(), Worn("old"), 1.0) == (launching(), ())
+    life = ready(ONE_RESTART)
+    for epoch in range(1, 20):
+        life, effects = step(life, Worn("old"), 10.0)
+        planned = RecordRestart(reason="recycled", detail="old", delay_s=0.0)
+        assert effects == (planned, CloseAllStreams(epoch=epoch))
+        assert life.public_state is WorkerState.RUNNING
+        life, effects = streams_closed(life, 10.0)
+        assert effects == (Terminate(epoch=epoch, grace_s=10.0),)
+        life, effects = exited(life, 10.0, returncode=0)
+        assert (effects, life.last_error) == ((Launch(epoch=epoch + 1),), None)
+        life, _ = became_ready(life, 10.0)
+    assert life.public_state is WorkerState.READY
+    assert (life.budget.restart_count, life.budget.row_count, life.budget.recent) == (19, 0, ())
+
+
+# ---------------------------------------------------------------- drain
+
+
+def draining() -> Lifecycle:
+    life, effects = drain(ready(), 2.0)
+    assert effects == ()
+    assert (life.public_state, life.is_draining) == (WorkerState.READY, True)
+    return life
+
+
+def test_a_drained_worker_stops_in_peace_and_then_starts_if_asked_to() -> None:
+    for life, state, launches in (
+        (draining(), Stopped(), ()),
+        (start(draining(), 2.5)[0], Launching(epoch=2, first=True), (Launch(epoch=2),)),
+    ):
+        ending, effects = drained(life, 3.0)
+        assert effects == (CloseAllStreams(epoch=1),)
+        assert ending.is_draining
+        closed, effects = streams_closed(ending, 3.1)
+        assert effects == (Terminate(epoch=1, grace_s=10.0),)
+        ended, effects = exited(closed, 3.2, returncode=0)
+        assert (ended.state, effects) == (state, (Resolve(Stop), *launches))
+        assert not ended.is_draining
+
+
+def test_a_second_drain_changes_nothing() -> None:
+    assert drain(draining(), 3.0) == (draining(), ())
+    assert drained(ready(), 3.0) == (ready(), ())
+
+
+def test_stop_cuts_a_drain_short() -> None:
+    life, effects = stop(draining(), 3.0)
+    assert [type(e) for e in effects] == [Abandon, Resolve, CloseAllStreams]
+    assert not life.is_draining
+    assert exited(life, 3.5, returncode=0)[0].state == Stopped()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (died, RequestFailReason.SERVER_DIED),
+        (trouble, RequestFailReason.WORKER_STOPPED),
+        (news(HealthLost, detail="no answer"), RequestFailReason.WORKER_STOPPED),
+    ],
+)
+def test_a_server_lost_while_draining_is_not_launched_again(
+    end: Callable[[Lifecycle, float], Step], reason: RequestFailReason
+) -> None:
+    life, effects = end(draining(), 3.0)
+    assert [type(e) for e in effects] == [Abandon, CloseAllStreams, Terminate]
+    assert isinstance(effects[0], Abandon)
+    assert effects[0].reason is reason
+    ended, effects = exited(life, 3.5)
+    assert (ended.state, effects, ended.budget.restart_count) == (Stopped(), (Resolve(Stop),), 0)
+
+
+def test_an_end_without_a_death_before_it_ends_the_drain() -> None:
+    life, effects = exited(draining(), 3.0)
+    assert isinstance(effects[0], Abandon)
+    assert (life.state, effects[-1]) == (Stopped(), Resolve(Stop))
+
+
+def test_drain_of_a_worker_that_is_not_ready_is_a_stop() -> None:
+    for life in (Lifecycle(policy=POLICY), replace_state(Failed()), exited(ready(), 10.0)[0]):
+        ended, effects = drain(life, 11.0)
+        assert (ended.state, effects[-1]) == (Stopped(), Resolve(Stop))
+    life, effects = drain(launching(), 1.0)
+    assert error_of(effects).detail == "drain() was called"
+    assert (life.is_draining, exited(life, 2.0)[0].state) == (True, Stopped())
+
+
+# ---------------------------------------------------------------- restart by hand
+
+
+def replace_state(state: State) -> Lifecycle:
+    return structs.replace(ready(), state=state)
+
+
+@pytest.mark.parametrize("lives", [launching, ready, relaunched])
+def test_a_restart_by_hand_takes_no_backoff_and_no_budget(lives: Callable[[], Lifecycle]) -> None:
+    before = lives()
+    life, effects = restart(before, 20.0)
+    assert effects == (
+        RecordRestart(reason="requested", detail="new weights", delay_s=0.0),
+        Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail="requested: new weights"),
+        CloseAllStreams(epoch=before.epoch),
+        Terminate(epoch=before.epoch, grace_s=0.0, keep_evidence=True),
+    )
+    assert life.budget.restart_count == before.budget.restart_count + 1
+    assert life.budget.recent == before.budget.recent
+    launched, effects = exited(life, 20.1, returncode=-9)
+    assert effects == (Launch(epoch=before.epoch + 1),)
+    assert became_ready(launched, 21.0)[1] == (Resolve(Start),)
+
+
+def test_a_restart_by_hand_ends_a_backoff() -> None:
+    backing_off = exited(ready(), 10.0)[0]
+    assert restart(backing_off, 11.0)[1] == (Launch(epoch=2),)
+    ending, effects = restart(died(ready(), 10.0)[0], 11.0)
+    assert effects == ()
+    assert exited(ending, 11.5)[1] == (Launch(epoch=2),)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        Stopped(),
+        Failed(),
+        Draining(epoch=1),
+        Ending(epoch=1, goal=ToStopped()),
+        Ending(epoch=1, goal=ToStopped(draining=True)),
+    ],
+    ids=repr,
+)
+def test_there_is_no_restart_of_what_is_stopped(state: State) -> None:
+    life, effects = restart(replace_state(state), 2.0)
+    assert life == replace_state(state)
+    assert error_of(effects).reason is StartFailReason.STOPPED
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        Draining(epoch=1, then_start=True),
+        Ending(epoch=1, goal=ToStopped(then_start=True)),
+        Ending(epoch=1, goal=ToFailed(), start_error=WorkerStartError("exited", "crashed")),
+    ],
+    ids=repr,
+)
+def test_a_restart_shares_the_outcome_of_a_start_that_waits(state: State) -> None:
+    assert restart(replace_state(state), 2.0) == (replace_state(state), ())
+
+
+# ---------------------------------------------------------------- what SIGKILL does not end
+
+ENDINGS: dict[
+    str, tuple[Callable[[], Step], State]
+] = {  # each with what follows once the process is gone
+    "stop": (lambda: stop(ready(), 2.0), Stopped()),
+    "stop, start": (
+        lambda: start(stop(ready(), 2.0)[0], 2.1),
+        Stopped(),
+    ),  # who started was told that it failed
+    "restart": (lambda: trouble(ready(), 2.0), Launching(epoch=2, first=False)),
+    "last restart": (lambda: trouble(ready(RestartPolicy.never()), 2.0), Failed()),
+    "startup timeout": (lambda: startup_failed(launching(), 2.0, reason=TIMEOUT), Failed()),
+    "a stranger's port": (lambda: startup_failed(launching(), 2.0, reason=PORT_IN_USE), Stopped()),
+}
+every_ending = pytest.mark.parametrize(("end", "afterwards"), ENDINGS.values(), ids=ENDINGS)
+
+
+@every_ending
+def test_what_cannot_be_killed_is_failed_and_gets_no_second_server(
+    end: Callable[[], Step], afterwards: State
+) -> None:
+    life, (starts, stops) = unkillable(end()[0], 9.0)
+    told = "unkillable: SIGKILL does not end process 5"
+    assert (life.public_state, life.deadline, life.last_error) == (WorkerState.FAILED, None, told)
+    assert isinstance(stops, Resolve)
+    assert isinstance(stops.error, WorkerStopError)
+    assert (stops.order, str(stops.error)) == (Stop, told)
+    assert unkillable(life, 9.1)[0] == life
+    assert tick(life, 1e6) == died(life, 90.0) == (life, ())
+    assert error_of(restart(life, 10.0)[1]).reason is StartFailReason.UNKILLABLE
+    again, (refusal,) = start(life, 10.0)
+    assert again == life
+    assert error_of((starts,)).reason is error_of((refusal,)).reason is StartFailReason.UNKILLABLE
+    life, effects = exited(life, 100.0)
+    assert life.state == afterwards
+    assert [e for e in effects if isinstance(e, Launch)] == [Launch(epoch=2)] * isinstance(
+        afterwards, Launching
+    )
+
+
+@every_ending
+def test_a_stop_meanwhile_leaves_it_stopped_and_startable(
+    end: Callable[[], Step], afterwards: State
+) -> None:
+    life, effects = stop(unkillable(end()[0], 9.0)[0], 11.0)
+    assert [effect.order for effect in effects if isinstance(effect, Resolve)] == [Stop]
+    assert life.public_state is WorkerState.FAILED
+    assert start(life, 12.0)[0] == life
+    life, _ = exited(life, 100.0)
+    assert life.state == Stopped()
+    life, effects = start(life, 101.0)
+    assert (effects, life.last_error) == ((Launch(epoch=2),), None)

@@ -1,0 +1,106 @@
+"""Backoff and lockout, with a virtual clock."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from llama_worker.config.profiles import RestartPolicy
+from llama_worker.server.restart_budget import Lockout, RestartAfter, RestartBudget, backoff_s
+
+POLICY = RestartPolicy(
+    restart_backoff_s=5.0,
+    backoff_factor=2.0,
+    backoff_max_s=60.0,
+    restart_window_s=120.0,
+    max_restarts_per_window=5,
+    stable_after_s=600.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("first_s", "delays"), [(5.0, [5, 10, 20, 40, 60, 60, 60]), (0.0, [0] * 7)]
+)
+def test_backoff_doubles_up_to_its_maximum_and_none_stays_none(
+    first_s: float, delays: list[int]
+) -> None:
+    policy = replace(POLICY, restart_backoff_s=first_s)
+    assert [backoff_s(number, policy) for number in (1, 2, 3, 4, 5, 6, 5000)] == delays
+
+
+def crashes(
+    policy: RestartPolicy, *, ready_s: float | None, completes: bool = False
+) -> tuple[RestartBudget, list[float], str | None]:
+    """Of a server that is READY 2 s after each launch and crashes `ready_s` later (None: before):
+    delays, lockout."""
+    budget, now = RestartBudget(), 0.0
+    delays: list[float] = []
+    for _ in range(50):
+        now += 2.0
+        if ready_s is not None:
+            budget = budget.became_ready(now)
+            now += ready_s
+        if completes:
+            budget = budget.request_completed(now)
+        budget, decision = budget.next(now, policy)
+        if isinstance(decision, Lockout):
+            return budget, delays, decision.detail
+        delays.append(decision.delay_s)
+        now += decision.delay_s
+    return budget, delays, None
+
+
+QUICK = replace(POLICY, restart_backoff_s=1.0)
+DOUBLING = [5.0, 10.0, 20.0, 40.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ready_s", "completes", "delays", "told"),
+    [
+        (QUICK, 0.1, True, [1.0] * 5, r"within .*restart_window_s 120"),
+        *(
+            (POLICY, ready_s, False, DOUBLING, "5 times in a row")
+            for ready_s in (60.0, 599.0, None)
+        ),
+        (RestartPolicy.never(), 10_000.0, False, [], "turned off"),
+    ],
+)
+def test_a_server_that_crashes_too_often_or_is_never_stable_or_not_even_ready_is_locked_out(
+    policy: RestartPolicy, ready_s: float | None, completes: bool, delays: list[float], told: str
+) -> None:
+    budget, *found, detail = crashes(policy, ready_s=ready_s, completes=completes)
+    assert (found, budget.restart_count) == ([delays], len(delays))
+    assert re.search(told, detail or "")
+
+
+@pytest.mark.parametrize(("ready_s", "completes"), [(60.0, True), (600.0, False)])
+def test_a_server_that_completes_requests_or_is_stable_between_crashes_goes_on(
+    ready_s: float, completes: bool
+) -> None:
+    assert crashes(POLICY, ready_s=ready_s, completes=completes)[1:] == ([5.0] * 50, None)
+
+
+def test_stability_is_judged_also_when_ready_was_left_before() -> None:
+    budget, _ = RestartBudget().next(0.0, POLICY)
+    left = budget.became_ready(10.0).left_ready(610.0).became_ready(620.0).left_ready(630.0)
+    assert left.next(9000.0, POLICY)[1] == RestartAfter(delay_s=5.0)
+    short = budget.became_ready(10.0).left_ready(609.0)
+    assert short.next(9000.0, POLICY)[1] == RestartAfter(delay_s=10.0)
+
+
+def test_ready_of_a_former_launch_does_not_make_the_next_one_stable() -> None:
+    budget = RestartBudget().became_ready(0.0)
+    budget, first = budget.next(1000.0, POLICY)
+    budget, second = budget.next(2000.0, POLICY)
+    assert (first, second) == (RestartAfter(delay_s=5.0), RestartAfter(delay_s=10.0))
+
+
+def test_the_window_counts_what_is_younger_than_it() -> None:
+    policy = replace(POLICY, max_restarts_per_window=2)
+    budget, _ = RestartBudget().next(0.0, policy)
+    budget, _ = budget.request_completed(1.0).next(60.0, policy)
+    busy = budget.request_completed(61.0)
+    assert isinstance(busy.next(119.9, policy)[1], Lockout)
+    assert busy.next(120.0, policy)[1] == RestartAfter(delay_s=5.0)

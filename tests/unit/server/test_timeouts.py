@@ -1,0 +1,453 @@
+"""The verdicts on silent requests, with a literal clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
+
+from llama_worker.config.profiles import TimeoutProfile
+from llama_worker.request.progress import Progress, last_progress_at
+from llama_worker.server.timeouts import (
+    NO_SLOT_SIGNS,
+    DataLedger,
+    Inquiry,
+    Neighbours,
+    SlotSigns,
+    Triage,
+    busy_neighbour,
+    verdict,
+)
+from llama_worker.types import RequestFailReason, RequestPhase
+
+WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING
+TOOL, DONE = RequestPhase.TOOL, RequestPhase.DONE
+HEADERS, TTFT = RequestFailReason.HEADERS_TIMEOUT, RequestFailReason.TTFT_TIMEOUT
+STALL, ABSOLUTE = RequestFailReason.STALL_TIMEOUT, RequestFailReason.ABSOLUTE_TIMEOUT
+PROFILE = TimeoutProfile(
+    connect_timeout_s=3.0,
+    headers_timeout_s=30.0,
+    ttft_timeout_s=None,
+    prefill_liveness_timeout_s=600.0,
+    idle_stream_timeout_s=120.0,
+    absolute_timeout_s=None,
+    silent_work_timeout_s=1200.0,
+)
+
+
+def progress(phase: RequestPhase, **times: Any) -> Progress:
+    return Progress(
+        phase=phase,
+        **{"request_id": 1, "dispatched_at": 1000.0, "turn_started_at": 1000.0, **times},
+    )
+
+
+def heard(
+    work: float | None = None,
+    neighbour: float | None = None,
+    slots: SlotSigns = NO_SLOT_SIGNS,
+    beside: bool = False,
+    left: float | None = None,
+    **limits: Any,
+) -> dict[str, Any]:
+    """When a sign of work and a neighbour's data came last, what the slots showed, whether it is
+    `beside` one that is served, or when that one `left`; judged by these limits."""
+    return {
+        "liveness_at": work,
+        "neighbours": Neighbours(data_at=neighbour, one_is_served=beside, left_at=left),
+        "slots": slots,
+        "profile": replace(PROFILE, **limits),
+    }
+
+
+def reason_at(now: float, at: Progress, told: dict[str, Any]) -> RequestFailReason | None:
+    found = verdict(at, now=now, **told)
+    return None if found is None else found.reason
+
+
+# ------------------------------------------------------------------------------------------- SPEC's table
+
+QUEUED = progress(WAITING)
+READS = progress(PREFILL, headers_at=1010.0)
+HAS_A_ROLE = progress(PREFILL, headers_at=1010.0, last_data_at=1016.0)
+REPORTS = progress(PREFILL, headers_at=1010.0, prompt_progress_at=1020.0)
+SAME_AGAIN = {"last_data_at": 1100.0, "repeated_at": (1101.0, 1103.0, 1105.0)}
+REPEATS = progress(PREFILL, prompt_progress_at=1100.0, **SAME_AGAIN)
+REPEATED_BEFORE = replace(REPEATS, repeated_at=(1101.0, 1103.0, 1189.0))
+WRITES_THE_SAME = progress(GENERATING, first_token_at=1050.0, **SAME_AGAIN)
+WRITES = progress(GENERATING, first_token_at=1050.0, last_data_at=1100.0)
+STARVES = replace(REPEATS, repeated_at=(5000.0, 5010.0, 5020.0))  # one after each batch
+SECOND_TURN = progress(
+    PREFILL, turn_started_at=1500.0, headers_at=1501.0, prompt_progress_at=1559.0
+)
+OLD_TOKEN = replace(SECOND_TURN, first_token_at=1100.0)
+BUSY = progress(TOOL, turn_started_at=1499.0, headers_at=1499.0, last_data_at=1499.0)
+HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch on, at 1000.0
+
+
+@pytest.mark.parametrize(
+    ("at", "told", "due_at", "reason"),
+    [
+        pytest.param(QUEUED, heard(), 1030.0, HEADERS, id="no headers and no work"),
+        pytest.param(
+            QUEUED, heard(work=1020.0), 1050.0, HEADERS, id="no headers, and the work has ended"
+        ),
+        pytest.param(
+            QUEUED, heard(work=999.0), 1030.0, HEADERS, id="work before the turn saves nothing"
+        ),
+        pytest.param(
+            QUEUED,
+            heard(neighbour=1029.0),
+            1059.0,
+            HEADERS,
+            id="queued behind a neighbour that gets data",
+        ),
+        pytest.param(
+            QUEUED,
+            heard(work=2199.0),
+            2200.0,
+            STALL,
+            id="silent work counts before the headers too",
+        ),
+        pytest.param(
+            QUEUED, heard(left=1010.0), 1130.0, HEADERS, id="the batch of one that is gone"
+        ),
+        pytest.param(
+            QUEUED,
+            heard(left=1010.0, idle_stream_timeout_s=20.0),
+            1030.0,
+            HEADERS,
+            id="a batch that would be over by now",
+        ),
+        pytest.param(
+            QUEUED, heard(beside=True), 2200.0, STALL, id="beside one that has limits of its own"
+        ),
+        pytest.param(
+            replace(QUEUED, in_one_piece=True),
+            heard(work=2345.0, slots=SlotSigns(any_moved_at=1150.0)),
+            2350.0,
+            STALL,
+            id="a reply in one piece brings no data, and what slots do counts",
+        ),
+        pytest.param(READS, heard(), 1610.0, STALL, id="silent prefill, from the headers on"),
+        pytest.param(
+            READS, heard(work=2199.0), 2200.0, STALL, id="headers are no data for silent work"
+        ),
+        pytest.param(HAS_A_ROLE, heard(), 1616.0, STALL, id="a role chunk is data"),
+        pytest.param(HAS_A_ROLE, heard(work=1017.0), 1617.0, STALL, id="prefill that works"),
+        pytest.param(REPORTS, heard(), 1140.0, STALL, id="reported prefill has the stream's limit"),
+        pytest.param(
+            REPORTS,
+            heard(prefill_liveness_timeout_s=10.0),
+            1140.0,
+            STALL,
+            id="and not the prefill's",
+        ),
+        pytest.param(REPORTS, heard(work=1021.0), 1141.0, STALL, id="reported prefill that works"),
+        pytest.param(
+            REPEATS,
+            heard(work=1219.0),
+            1220.0,
+            STALL,
+            id="the same again and again, while it computes",
+        ),
+        pytest.param(WRITES, heard(), 1220.0, STALL, id="a silent stream"),
+        pytest.param(
+            WRITES, heard(work=1101.0), 1221.0, STALL, id="a silent stream of a server that works"
+        ),
+        pytest.param(WRITES, heard(work=2299.0), 2300.0, STALL, id="a server that spins"),
+        pytest.param(
+            WRITES,
+            heard(3199.0, 2000.0, SlotSigns(tells=True)),
+            3200.0,
+            STALL,
+            id="a server whose work is a neighbour's",
+        ),
+        pytest.param(
+            WRITES,
+            heard(3199.0, 2000.0),
+            1580.0,
+            STALL,
+            id="a dead stream beside a live one, without the slots",
+        ),
+        pytest.param(
+            WRITES, heard(2299.0, 1219.0), 2419.0, STALL, id="a neighbour that went on for a while"
+        ),
+        pytest.param(
+            REPEATS,
+            heard(1219.0, 1100.5),
+            1220.5,
+            STALL,
+            id="the same again and again, and the neighbours stand still, too",
+        ),
+        pytest.param(
+            REPEATS,
+            heard(1219.0, slots=SlotSigns(any_moved_at=1100.5)),
+            1220.5,
+            STALL,
+            id="the same again and again, and no slot moves any more",
+        ),
+        pytest.param(
+            REPORTS,
+            heard(neighbour=1130.0),
+            1250.0,
+            STALL,
+            id="read in turn with a neighbour, by a server that shows no work",
+        ),
+        pytest.param(
+            WRITES_THE_SAME,
+            heard(1219.0, 1219.0),
+            1220.0,
+            STALL,
+            id="one that generates writes the same, beside a neighbour",
+        ),
+        pytest.param(
+            WRITES_THE_SAME,
+            heard(1219.0, slots=SlotSigns(moved_at=1100.5, any_moved_at=1219.0)),
+            1220.5,
+            STALL,
+            id="one that generates writes the same, and its slot has moved for a while",
+        ),
+        pytest.param(
+            SECOND_TURN,
+            heard(1559.0, ttft_timeout_s=60.0),
+            1560.0,
+            TTFT,
+            id="no token in this turn",
+        ),
+        pytest.param(
+            OLD_TOKEN,
+            heard(1559.0, ttft_timeout_s=60.0),
+            1560.0,
+            TTFT,
+            id="only one of the turn before",
+        ),
+        *(
+            pytest.param(
+                replace(BUSY, phase=phase),
+                heard(1499.9, **HAS_500_S),
+                1500.0,
+                ABSOLUTE,
+                id=f"late, {phase}",
+            )
+            for phase in (WAITING, PREFILL, GENERATING, TOOL)
+        ),
+    ],
+)
+def test_silence_costs_the_server_once_its_limit_is_over_and_an_absolute_limit_only_the_request(
+    at: Progress, told: dict[str, Any], due_at: float, reason: RequestFailReason
+) -> None:
+    assert verdict(at, now=due_at - 0.1, **told) is None
+    found = verdict(at, now=due_at, **told)
+    assert found is not None
+    assert (found.reason, found.restart) == (reason, reason is not ABSOLUTE)
+
+
+STRICT = heard(idle_stream_timeout_s=1.0, ttft_timeout_s=1.0, absolute_timeout_s=1.0)
+ONLY_TTFT = heard(ttft_timeout_s=60.0, idle_stream_timeout_s=None, silent_work_timeout_s=None)
+OFF = heard() | {"profile": TimeoutProfile.debug()}
+
+
+@pytest.mark.parametrize(
+    ("at", "told"),
+    [
+        pytest.param(
+            progress(TOOL, last_data_at=1100.0), heard(), id="tools have their own deadline"
+        ),
+        pytest.param(progress(DONE), STRICT, id="it has ended"),
+        pytest.param(
+            progress(GENERATING, first_token_at=1050.0), ONLY_TTFT, id="the first token came"
+        ),
+        pytest.param(progress(WAITING), OFF | {"liveness_at": 1e9 - 1}, id="off: waiting"),
+        *(
+            pytest.param(progress(phase), OFF, id=f"off: {phase}")
+            for phase in (PREFILL, GENERATING, TOOL)
+        ),
+        *(
+            pytest.param(
+                progress(phase, concluding=True), STRICT, id=f"the turn has finished: {phase}"
+            )
+            for phase in (WAITING, PREFILL, GENERATING)
+        ),
+    ],
+)
+def test_where_no_limit_holds_no_verdict_falls(at: Progress, told: dict[str, Any]) -> None:
+    assert verdict(at, now=1e9, **told) is None
+
+
+@pytest.mark.parametrize(
+    ("at", "told"),
+    [
+        pytest.param(STARVES, heard(neighbour=5019.0), id="a neighbour's prompt is read before it"),
+        pytest.param(
+            STARVES, heard(slots=SlotSigns(any_moved_at=5019.0)), id="a stranger's prompt is"
+        ),
+        pytest.param(
+            REPEATED_BEFORE,
+            heard(1219.0, 1188.0),
+            id="the same again and again, until a neighbour went on",
+        ),
+        pytest.param(
+            replace(REPEATS, repeated_at=(1101.0, 1103.0)),
+            heard(work=1219.0),
+            id="the same twice, and then a batch",
+        ),
+        pytest.param(
+            WRITES_THE_SAME,
+            heard(slots=SlotSigns(moved_at=1218.0, any_moved_at=1218.0)),
+            id="what it writes is held back, and its slot moves",
+        ),
+    ],
+)
+def test_what_waits_for_its_turn_is_spared(at: Progress, told: dict[str, Any]) -> None:
+    heard_at = max(told["neighbours"].data_at or 0.0, told["slots"].any_moved_at or 0.0, 1100.0)
+    assert reason_at(heard_at + 119.0, at, told | {"liveness_at": heard_at}) is None
+
+
+def test_the_limit_that_was_over_first_gives_the_reason_however_late_the_tick() -> None:
+    limits: dict[str, Any] = {"absolute_timeout_s": 100.0, "ttft_timeout_s": 50.0}
+    assert reason_at(5000.0, progress(WAITING), heard(**limits)) is HEADERS
+    assert reason_at(5000.0, progress(WAITING), heard(work=1040.0, **limits)) is TTFT
+    assert reason_at(5000.0, progress(TOOL), heard(**limits)) is ABSOLUTE
+
+
+def test_detail_names_the_limit_and_the_times() -> None:
+    at = progress(GENERATING, request_id=7, last_data_at=1100.0, last_stream_byte_at=1245.0)
+    found = verdict(at, now=1250.0, **heard(work=1110.0))
+    assert found is not None
+    assert found.detail == (
+        "no data and no sign of work for 140.0 s (limit: idle_stream_timeout_s 120); request "
+        "7 in phase generating, "
+        "turn began 250.0 s ago, headers never, first token never, prompt progress never, "
+        "last data 150.0 s ago, "
+        "last byte 5.0 s ago, last sign of work 140.0 s ago"
+    )
+
+
+def test_last_progress_is_the_latest_of_data_and_this_turns_evidence() -> None:
+    at = progress(PREFILL, last_data_at=1010.0, prompt_progress_at=1020.0)
+    assert last_progress_at(at, None) == 1020.0
+    assert last_progress_at(at, 1030.0) == 1030.0
+    assert last_progress_at(progress(WAITING), 999.0) is None
+
+
+# --------------------------------------------------------------------------------------------- properties
+
+offsets = st.floats(min_value=0.0, max_value=4000.0)
+maybe = st.none() | offsets.map(lambda s: 1000.0 + s)
+some = st.floats(min_value=0.1, max_value=4000.0)
+profiles = st.builds(
+    TimeoutProfile,
+    headers_timeout_s=some,
+    ttft_timeout_s=st.none() | some,
+    prefill_liveness_timeout_s=st.none() | some,
+    idle_stream_timeout_s=st.none() | some,
+    absolute_timeout_s=st.none() | some,
+    silent_work_timeout_s=st.none() | some,
+)
+neighbours = st.builds(Neighbours, data_at=maybe, one_is_served=st.booleans(), left_at=maybe)
+what_is_heard = st.fixed_dictionaries(
+    {"liveness_at": maybe, "neighbours": neighbours, "profile": profiles}
+)
+
+
+@st.composite
+def progresses(draw: st.DrawFn) -> Progress:
+    turn_started_at = 1000.0 + draw(offsets)
+    later = st.none() | offsets.map(lambda s: turn_started_at + s)
+    instants = (
+        "headers_at",
+        "first_token_at",
+        "prompt_progress_at",
+        "last_data_at",
+        "last_stream_byte_at",
+    )
+    times = {name: draw(later) for name in instants}
+    return progress(draw(st.sampled_from(RequestPhase)), turn_started_at=turn_started_at, **times)
+
+
+@given(progresses(), what_is_heard, offsets, offsets)
+def test_a_verdict_once_due_stays_the_same_while_nothing_new_is_heard(
+    at: Progress, told: dict[str, Any], age: float, more: float
+) -> None:
+    now = at.turn_started_at + age
+    reason = reason_at(now, at, told)
+    if reason is not None:
+        assert reason_at(now + more, at, told) is reason
+
+
+@given(progresses(), what_is_heard, offsets, offsets)
+def test_hearing_more_never_brings_a_verdict_on(
+    at: Progress, told: dict[str, Any], age: float, more: float
+) -> None:
+    now = at.turn_started_at + age
+    if verdict(at, now=now, **told) is None:
+        told["liveness_at"] = max(told["liveness_at"] or 0.0, 1000.0 + more)
+        beside = told["neighbours"]
+        told["neighbours"] = replace_struct(
+            beside, data_at=max(beside.data_at or 0.0, 1000.0 + more)
+        )
+        assert verdict(at, now=now, **told) is None
+        newer = replace(at, last_data_at=max(at.last_data_at or 0.0, at.turn_started_at + more))
+        assert verdict(newer, now=now, **told) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.floats(0.0, 100.0)), max_size=40), st.integers(1, 7)
+)
+def test_the_data_ledger_answers_as_if_it_kept_everything(
+    news: list[tuple[int, float]], asked: int
+) -> None:
+    ledger = DataLedger()
+    for request_id, at in news:
+        ledger = ledger.heard(request_id, at).heard(request_id, None)
+    assert ledger.of_others(asked) == max(
+        (at for other, at in news if other != asked), default=None
+    )
+    assert len(ledger.latest) <= 2
+
+
+# --------------------------------------------------------------------------------------- inquiry and triage
+
+
+def test_an_inquiry_is_over_when_all_have_answered_once_or_ended() -> None:
+    one, two = (progress(PREFILL, request_id=number) for number in (1, 2))
+    heard = Inquiry(owing=frozenset({1, 2, 3})).answered(two).without(3).answered(one)
+    assert heard == Inquiry(frozenset(), (two, one))
+    assert heard.answered(replace(one, last_data_at=5.0)) == heard
+    assert heard.without(2) == Inquiry(frozenset(), (one,))
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "age_s", "busy"),
+    [(5.0, 10.0, True), (5.0, 10.1, False), (0.1, 1.0, True), (0.1, 1.1, False)],
+)
+def test_a_neighbour_is_busy_within_twice_the_probe_interval_or_a_second(
+    interval_s: float, age_s: float, busy: bool
+) -> None:
+    profile = TimeoutProfile(liveness_probe_interval_s=interval_s)
+    assert busy_neighbour(1000.0, profile=profile, now=1000.0 + age_s) is busy
+    assert not busy_neighbour(None, profile=profile, now=1000.0)
+
+
+def judge(triage: Triage, request_id: int, *, busy: bool = True) -> tuple[Triage, bool]:
+    """What is known afterwards, and whether the server has to go."""
+    return triage.judge(request_id, busy_neighbour=busy, newest_request_id=9)
+
+
+def test_a_stall_costs_the_server_unless_it_is_the_first_beside_a_busy_neighbour_since_a_new_request_completed() -> (
+    None
+):
+    assert judge(Triage(), 1, busy=False) == (Triage(), True)
+    once, restart = judge(Triage(), 1)
+    assert not restart
+    assert judge(once, 1, busy=False) == (once, False)  # the same culprit, told twice
+    assert judge(once, 2) == (Triage(), True)
+    assert judge(once.request_completed(9), 2)[1], "it was under way already"
+    after, restart = judge(once.request_completed(10), 2)
+    assert not restart
+    assert judge(after, 3)[1]

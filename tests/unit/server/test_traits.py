@@ -1,0 +1,151 @@
+"""What servers, new, old and odd, say of themselves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.server.traits import ServerTraits, server_traits, shortcomings, unsupported
+from llama_worker.types import ToolDef
+
+
+def caps(**told: Any) -> dict[str, Any]:
+    return {"chat_template_caps": told}
+
+
+@pytest.mark.parametrize(
+    ("props", "expected"),
+    [
+        ({}, ServerTraits()),
+        ({"total_slots": 4}, ServerTraits(slots=4)),
+        *(({"total_slots": odd}, ServerTraits()) for odd in ("4", True)),
+        (caps(supports_tools=True, supports_tool_calls=True), ServerTraits(tools=True)),
+        (caps(supports_tools=True, supports_tool_calls=False), ServerTraits(tools=False)),
+        (caps(supports_tools=False, supports_tool_calls=True), ServerTraits(tools=False)),
+        (caps(supports_tools=True), ServerTraits(tools=True)),
+        (caps(supports_tool_calls=True), ServerTraits()),
+        (caps(), ServerTraits()),
+        ({"chat_template_caps": ["supports_tools"]}, ServerTraits()),
+        ({"default_generation_settings": {"n_ctx": 4096}}, ServerTraits(n_ctx=4096)),
+        ({"default_generation_settings": {"n_ctx": None}}, ServerTraits()),
+        ({"default_generation_settings": []}, ServerTraits()),
+        (
+            {"modalities": {"vision": True, "audio": False}},
+            ServerTraits(modalities={"vision": True, "audio": False}),
+        ),
+        ({"modalities": {"vision": "yes"}}, ServerTraits(modalities={})),
+        ({"model_alias": "tiny", "model_path": "/m/t.gguf"}, ServerTraits(model="tiny")),
+        ({"model_alias": "", "model_path": "/m/t.gguf"}, ServerTraits(model="t.gguf")),
+        ({"model_path": 7}, ServerTraits()),
+        ({"build_info": "b11434-unknown"}, ServerTraits(build=11434)),
+        ({"build_info": 11434}, ServerTraits()),
+        ({"role": "router"}, ServerTraits(is_router=True)),
+    ],
+)
+def test_what_props_say(props: dict[str, Any], expected: ServerTraits) -> None:
+    assert server_traits(props, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opens"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>", True),
+        ("[INST]hi[/INST][THINK]", True),
+        ("assistant: <seed:think>\n\n", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<think> about it<|im_start|>assistant\n", False),
+        *((empty, False) for empty in ("", None, 7)),
+    ],
+)
+def test_whether_the_template_ends_inside_a_think_tag(prompt: Any, opens: bool) -> None:
+    assert server_traits({}, {"prompt": prompt}).opens_thinking is opens
+
+
+@pytest.mark.parametrize(
+    ("kinds", "modalities", "says"),
+    [
+        ({"text", "of_tomorrow"}, {"vision": False}, None),
+        ({"image_url"}, {"vision": True}, None),
+        ({"image_url"}, None, None),  # an old build does not say
+        (
+            {"image_url"},
+            {"vision": False, "audio": True},
+            "image_url parts need a model with vision",
+        ),
+        ({"input_audio", "text"}, {"vision": True}, "input_audio parts need a model with audio"),
+    ],
+)
+def test_parts_that_the_model_cannot_take(
+    kinds: set[str], modalities: Any, says: str | None
+) -> None:
+    refusal = unsupported(kinds, ServerTraits(modalities=modalities, model="tiny"))
+    assert (refusal is None) == (says is None)
+    assert (says or "") in (refusal or "")
+
+
+SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
+NO_TOOLS, SHRUNK = ServerTraits(tools=False), ServerTraits(n_ctx=512)
+
+
+@pytest.mark.parametrize(
+    ("traits", "config", "says"),
+    [
+        (ServerTraits(slots=None), {"slots": 2}, None),
+        (ServerTraits(slots=2), {"slots": 2}, None),
+        (ServerTraits(slots=3), {"slots": 2}, None),
+        (
+            ServerTraits(slots=1),
+            {"slots": 2},
+            r"the server has 1 slots, fewer than the worker's 2.* --parallel 2$",
+        ),
+        (NO_TOOLS, {}, None),
+        (ServerTraits(tools=None), {"exit_tools": [SIGNAL]}, None),
+        (NO_TOOLS, {"exit_tools": [SIGNAL]}, r"does not support tools: .*prompted mode"),
+        (
+            NO_TOOLS,
+            {"exit_tools": [SIGNAL], "tool_call_mode": "prompted"},
+            r"does not support tools: .*prompted mode",
+        ),
+        (
+            NO_TOOLS,
+            {"exit_tools": [SIGNAL], "tool_call_mode": "native"},
+            r"'auto' would explain them",
+        ),
+        (ServerTraits(n_ctx=4096), {"server_cmd": ("s", "--ctx-size", "4096")}, None),
+        (
+            ServerTraits(n_ctx=4352),
+            {"server_cmd": ("s", "--ctx-size", "4096")},
+            None,
+        ),  # it rounds up
+        (ServerTraits(n_ctx=4096), {"server_cmd": ("s", "-c", "8192"), "slots": 2}, None),
+        (
+            ServerTraits(n_ctx=2048),
+            {"server_cmd": ("s", "-c", "8192"), "slots": 2},
+            r"has 2048 .* the 4096 that",
+        ),
+        (SHRUNK, {"env": {"LLAMA_ARG_CTX_SIZE": "4096"}}, r"fewer than the 4096"),
+        (SHRUNK, {"server_cmd": ("s", "--ctx-size", "0")}, None),  # the model's own
+        (SHRUNK, {}, None),
+        (ServerTraits(n_ctx=None), {"server_cmd": ("s", "-c", "4096")}, None),
+        (ServerTraits(build=11392), {}, r"^llama-server b11392 has CVE-2026-107183: "),
+        (ServerTraits(build=11434), {}, None),
+        (ServerTraits(is_router=True), {}, r"^the server is a router: "),
+    ],
+)
+def test_a_server_that_is_less_than_was_asked_for_is_told(
+    traits: ServerTraits, config: dict[str, Any], says: str | None
+) -> None:
+    given = {
+        "name": "w",
+        "host": "127.0.0.1",
+        "port": 9001,
+        "server_cmd": ("llama-server",),
+        **config,
+    }
+    lines = shortcomings(traits, WorkerConfig(**given))
+    assert len(lines) == (says is not None)
+    assert re.search(says or "", "".join(lines))

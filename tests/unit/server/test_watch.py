@@ -1,0 +1,244 @@
+"""What is asked about a server, and when it is judged, step by step with a literal clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from llama_worker import messages
+from llama_worker.config.profiles import TimeoutProfile
+from llama_worker.gaps import FORGIVEN_IN_A_ROW
+from llama_worker.messages import (
+    Launch,
+    Launched,
+    ProbeNow,
+    ProbeOutcome,
+    StandDown,
+    Tick,
+    Unwatch,
+    Watch,
+)
+from llama_worker.request.progress import Progress
+from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.health import HealthCounter
+from llama_worker.server.traits import ServerTraits
+from llama_worker.server.watch import Look, LookAtSlots, ProbeReadiness, ServerWatch
+from tests.virtual_watch import Nobody, generating, probed
+
+STALLS_AFTER_1_S = TimeoutProfile(
+    idle_stream_timeout_s=1.0,
+    suspect_after_s=None,
+    liveness_probe_interval_s=0.1,
+    health_probe_interval_s=None,
+)
+
+
+class Watched:
+    """A `ServerWatch` and the conversation with it."""
+
+    def __init__(self, profile: TimeoutProfile, *, probes_count: int = 0) -> None:
+        self.watch = ServerWatch(profile, probes_count=probes_count, me=Nobody())
+
+    def __call__(self, message: messages.WatchdogMessage, now: float) -> list[Any]:
+        """What follows from a message, apart from the notes for the evidence of a kill."""
+        return [
+            effect
+            for effect in self.watch.step(message, now)
+            if not isinstance(effect, messages.Observed)
+        ]
+
+
+def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
+    """Since 0.1, with the process 7."""
+    step = Watched(profile, probes_count=probes_count)
+    step(Launch(epoch=1), 0.0)
+    for effect in [*step(Launched(epoch=1, pid=7), 0.0), *step(Tick(), 0.1)]:
+        if isinstance(effect, Look):
+            step(effect.seen, 0.1)
+    assert step(probed(ProbeOutcome.READY), 0.1) == [
+        messages.BecameReady(epoch=1, traits=ServerTraits()),
+        LookAtSlots(epoch=1),
+    ]
+    assert step(messages.SlotsSeen(epoch=1, look=None), 0.1) == []
+    return step
+
+
+def told(progress: Progress) -> messages.ProgressReported:
+    return messages.ProgressReported(progress=progress, for_verdict=True)
+
+
+@pytest.mark.parametrize(
+    ("next_message", "at", "busy_neighbour"),
+    [
+        pytest.param(
+            told(generating(60.1, request_id=2)), 60.15, True, id="the other answers late"
+        ),
+        pytest.param(
+            Unwatch(request_id=2, data_at=60.1, completed=False), 60.15, True, id="the other ends"
+        ),
+        pytest.param(Tick(), 60.2, False, id="it never answers: nobody is held up for ever"),
+    ],
+)
+def test_no_verdict_falls_before_every_request_was_heard(
+    next_message: messages.WatchdogMessage, at: float, busy_neighbour: bool
+) -> None:
+    step = ready(STALLS_AFTER_1_S)
+    for request_id in (1, 2):
+        assert step(Watch(request_id=request_id, request=Nobody()), 60.0) == []
+    (asked,) = step(Tick(), 60.1)
+    assert asked.for_verdict
+    assert step(told(generating(0.0)), 60.1) == []
+    stalled, *asked_again = step(next_message, at)
+    assert (stalled.request_id, stalled.busy_neighbour) == (1, busy_neighbour)
+    assert [type(effect) for effect in asked_again] == [messages.ReportProgress] * isinstance(
+        next_message, Tick
+    )
+
+
+PROBE = ProbeReadiness(epoch=1, root_pid=7, first=False)
+DOUBT = ProbeNow(epoch=1, cause="a broken connection")
+DOUBT_CONFIRMED = messages.HealthLost(
+    epoch=1, detail="a broken connection, and then the probe failed: told"
+)
+
+
+def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
+    assert step(Tick(), 31.0) == [PROBE]
+    assert step(DOUBT, 31.2) == []
+    # the first one had reached the server before that
+    assert step(probed(ProbeOutcome.READY), 31.3) == [PROBE]
+    assert step(probed(ProbeOutcome.FAILED), 31.4) == [DOUBT_CONFIRMED]
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "outcome", "answered_at"),
+    [
+        pytest.param(None, ProbeOutcome.NO_NEWS, 1.1, id="it could not be made"),
+        pytest.param(30.0, ProbeOutcome.FAILED, 100.0, id="it failed over a gap"),
+    ],
+)
+def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_news(
+    interval_s: float | None, outcome: ProbeOutcome, answered_at: float
+) -> None:
+    step = ready(
+        TimeoutProfile(health_probe_interval_s=interval_s, health_failures_before_restart=99)
+    )
+    assert step(DOUBT, 1.0) == [PROBE]
+    assert step(probed(outcome), answered_at) == []
+    assert step(Tick(), answered_at + 1.0) == [PROBE]
+    assert step(probed(ProbeOutcome.NO_NEWS), answered_at + 1.1) == []
+    assert step(Tick(), answered_at + 2.1) == [PROBE]
+    assert step(probed(ProbeOutcome.FAILED), answered_at + 2.2) == [DOUBT_CONFIRMED]
+
+
+def test_probes_that_fail_late_count_from_the_fourth_in_a_row_on() -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=None, health_failures_before_restart=1))
+    assert step(DOUBT, 1.0) == [PROBE]
+    now = 1.0
+    for _ in range(FORGIVEN_IN_A_ROW):
+        assert step(probed(ProbeOutcome.LATE), now + 12.0) == []
+        now += 13.0
+        assert step(Tick(), now) == [PROBE]
+    assert step(probed(ProbeOutcome.LATE), now + 12.0) == [DOUBT_CONFIRMED]
+
+
+def test_a_late_probe_behind_one_in_time_is_forgiven_anew() -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
+    now = 1.0
+    for outcome in [*[ProbeOutcome.LATE] * FORGIVEN_IN_A_ROW, ProbeOutcome.READY] * 2:
+        now = step.watch.deadline or now
+        assert step(Tick(), now) == [PROBE]
+        step(probed(outcome), now + 0.1)
+    assert step.watch._stage == HealthCounter(since=now + 0.1)
+
+
+def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready() -> None:
+    step = ready(TimeoutProfile())
+    error = messages.GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31"))
+    assert step(error, 1.0) == [error]
+    assert step(replace(error, epoch=2), 1.0) == []
+    step(StandDown(), 2.0)
+    assert step(error, 3.0) == []
+
+
+def test_evidence_comes_before_the_question_and_the_question_before_the_verdict() -> None:
+    step = ready(STALLS_AFTER_1_S, probes_count=2)
+    assert step(Watch(request_id=1, request=Nobody()), 60.0) == []
+    first, second = (effect.seen for effect in step(Tick(), 60.05))
+    assert (first.fresh, second.fresh) == (True, True)
+    assert [step(seen, 60.05) for seen in (first, second)] == [[], []]
+    first, second = (effect.seen for effect in step(Tick(), 60.1))
+    assert step(first, 60.11) == []
+    (asked,) = step(replace(second, alive=True, at=60.1), 60.12)
+    assert (asked.for_verdict, asked.liveness_at) == (True, 60.1)
+    assert step(told(generating(0.0)), 60.13) == []  # it works
+
+
+def test_a_probe_that_hangs_is_not_asked_again_and_holds_no_verdict_up() -> None:
+    step = ready(STALLS_AFTER_1_S, probes_count=2)
+    step(Watch(request_id=1, request=Nobody()), 60.0)
+    hanging, quick = (effect.seen for effect in step(Tick(), 60.05))
+    assert step(quick, 60.05) == []
+    look, asked = step(Tick(), 60.1)
+    assert (look.seen.probe, asked.for_verdict) == (quick.probe, True)
+    (again,) = step(told(generating(0.0)), 60.1)
+    assert isinstance(again, messages.Stalled)
+    assert hanging.probe not in [e.seen.probe for e in step(Tick(), 60.2) if isinstance(e, Look)]
+
+
+@pytest.mark.parametrize("returns_at", [62.02, 62.5])
+def test_what_a_probe_saw_before_watching_began_does_not_count(returns_at: float) -> None:
+    step = ready(STALLS_AFTER_1_S, probes_count=1)
+    step(Watch(request_id=1, request=Nobody()), 60.0)
+    (old,) = step(Tick(), 60.05)
+    step(Unwatch(request_id=1, data_at=None, completed=False), 61.0)
+    step(Watch(request_id=2, request=Nobody()), 62.0)
+    if returns_at > 62.05:
+        assert step(Tick(), 62.05) == []  # the probe is still out
+    looks = step(replace(old.seen, alive=True, at=returns_at), returns_at)
+    (reset,) = looks or step(Tick(), 62.05)
+    assert reset.seen.fresh
+    asked = [e for e in step(Tick(), 63.0) if isinstance(e, messages.ReportProgress)]
+    assert [e.liveness_at for e in asked] == [None]
+
+
+@pytest.mark.parametrize("message", [StandDown(), Launch(epoch=2)])
+def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing(
+    message: messages.WatchdogMessage,
+) -> None:
+    step = Watched(TimeoutProfile(), probes_count=1)
+    step(Launch(epoch=1), 0.0)
+    (look,) = step(Launched(epoch=1, pid=7), 0.0)
+    step(Tick(), 0.1)
+    assert StandDown() in step(message, 0.2)
+    assert step(probed(ProbeOutcome.READY), 0.3) == []
+    assert step(Launched(epoch=1, pid=7), 0.3) == []
+    assert step(ProbeNow(epoch=1, cause="late"), 0.3) == []
+    assert step(replace(look.seen, alive=True, at=0.3), 0.3) == []
+
+
+def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None:
+    step = Watched(TimeoutProfile(startup_timeout_s=10.0))
+    step(Launch(epoch=1), 0.0)
+    news: list[Any] = []
+    while not news and step.watch.deadline is not None:
+        now = step.watch.deadline
+        news = step(Tick(), now)
+    assert [type(told) for told in news] == [messages.StartupFailed]
+    assert 10.0 <= now <= 10.5
+    assert step.watch.deadline is None
+
+
+def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
+    for interval_s, due_at in ((None, None), (30.0, 31.0)):
+        step = ready(TimeoutProfile(health_probe_interval_s=interval_s))
+        assert step.watch.deadline == due_at
+        step(Watch(request_id=1, request=Nobody()), 1.0)
+        assert step.watch.deadline == 1.5
+        assert step(Tick(), 1.5) == []
+        assert step.watch.deadline == 6.0
+        step(Unwatch(request_id=1, data_at=None, completed=False), 2.0)
+        assert step.watch.deadline == due_at

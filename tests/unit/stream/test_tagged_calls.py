@@ -1,0 +1,296 @@
+"""Calls in the text: taken out of it whatever its split, or left as they were."""
+
+import itertools
+import json
+import time
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from llama_worker.config.profiles import LoopDetector
+from llama_worker.request.output import Output
+from llama_worker.stream.calls import MalformedCall, RawCall, parse_arguments
+from llama_worker.stream.tagged_calls import MAX_TAGGED_CALL_CHARS, TaggedCallFilter, tagged_call
+
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+ISSUE = '<tool_call>{"name": "signal_issue", "arguments": {"code": "x"}}</tool_call>'
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def filtered(
+    pieces: list[str], *, strict: bool = True
+) -> tuple[str, list[RawCall | MalformedCall]]:
+    tool_filter = TaggedCallFilter(strict=strict)
+    shown = [tool_filter.feed(piece) for piece in pieces]
+    return "".join(shown) + tool_filter.finish(), tool_filter.calls
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = sorted({place % (len(text) + 1) for place in places} | {0, len(text)})
+    return [text[a:b] for a, b in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize(
+    ("text", "visible", "names"),
+    [
+        (f"a\n{ADD}b{ISSUE}c", "a\nbc", ["add", "signal_issue"]),
+        (f"{ADD}\n{ADD}\n", "\n\n", ["add", "add"]),
+        ('<tool_call>\n{"name": "add",\n "arguments": {}}\n</tool_call>', "", ["add"]),
+        ('<tool_call>{"arguments": {}, "name": "mul"}</tool_call>', "", ["mul"]),
+    ],
+)
+def test_well_formed_calls_never_appear_in_the_text(
+    text: str, visible: str, names: list[str]
+) -> None:
+    shown, calls = filtered([text])
+    assert shown == visible
+    assert [call.name if isinstance(call, RawCall) else call for call in calls] == names
+
+
+MALFORMED = [
+    "<tool_call></tool_call>",
+    "<tool_call>add</tool_call>",
+    '<tool_call>{"name": "add"}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": null}</tool_call>',
+    '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {}, "id": 1}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+    "<tool_call>{'name': 'add', 'arguments': {}}</tool_call>",
+    '<tool_call>{"name": "add", "arguments": {"a": "it said "hi""}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": "two\nlines"}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {}}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {}} and</tool_call>',
+    '<tool_call>[{"name": "add", "arguments": {}}]</tool_call>',
+    '<tool_call>{"name": "add", "arguments": ' + '{"a": ' * 500 + "{}" + "}" * 501 + "</tool_call>",
+    '<tool_call>{"name": "add", "arguments": {}}</tool_call',
+    '<tool_call>{"name": "add", "arguments": {}}',
+    "<tool_call>and then I stopped",
+]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("text", MALFORMED, ids=itertools.count())
+def test_a_malformed_call_stays_text_and_is_told_in_strict_mode(text: str, strict: bool) -> None:
+    assert filtered([text], strict=strict) == (text, [MalformedCall(text)] if strict else [])
+
+
+def test_a_malformed_call_ends_at_its_closing_tag_or_where_the_next_begins() -> None:
+    first, second = "<tool_call>one</tool_call>", '<tool_call>{"name": "'
+    assert filtered([f"a{first}b{second}{ADD}c"]) == (
+        f"a{first}b{second}c",
+        [MalformedCall(first), MalformedCall(second), *filtered([ADD])[1]],
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a < b",
+        "<tool_cal",
+        "<tool_calls>",
+        "<Tool_call>",
+        "</tool_call>",
+        "<",
+        "x<tool_<tool_",
+        "< tool_call>",
+    ],
+)
+def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
+    assert filtered(list(text)) == filtered([text]) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("piece", "shown"),
+    [
+        ("a < b", "a < b"),
+        *(
+            (f"a {held_back}", "a ")
+            for held_back in ("<", "<tool", "<tool_call>", '<tool_call>{"na')
+        ),
+        ("a <tool_call>x", "a <tool_call>x"),
+        ('a <tool_call>{"name": <', 'a <tool_call>{"name": '),
+    ],
+)
+def test_only_what_may_be_a_call_is_held_back(piece: str, shown: str) -> None:
+    assert TaggedCallFilter(strict=True).feed(piece) == shown
+
+
+def test_in_native_mode_text_up_to_the_first_call_is_shown_at_once_and_a_malformed_one_behind_it_stays_text() -> (
+    None
+):
+    tool_filter = TaggedCallFilter(strict=False)
+    assert (
+        tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
+    )
+    assert tool_filter.feed("<tool_call>d") == ""
+    assert tool_filter.finish() == " c<tool_call>d"
+    assert tool_filter.calls == [RawCall(None, "add", '{"a": 1}', ADD)]
+
+
+def test_a_call_of_the_longest_length_is_taken_and_a_longer_one_is_text() -> None:
+    frame = len(tagged_call("add", '{"a": ""}'))
+    for extra in (0, 1):
+        text = tagged_call("add", json.dumps({"a": "x" * (MAX_TAGGED_CALL_CHARS - frame + extra)}))
+        for pieces in ([text], cut(text, list(range(0, len(text), 100_003)))):
+            shown, calls = filtered(pieces)
+            assert shown == (text if extra else "")
+            assert isinstance(calls[0], MalformedCall if extra else RawCall)
+    unclosed = '<tool_call>{"name": "' + "x" * MAX_TAGGED_CALL_CHARS
+    assert TaggedCallFilter(strict=True).feed(unclosed) == unclosed  # held back no longer
+
+
+@pytest.mark.parametrize(
+    "unit", ["<tool_call>", '<tool_call>{"', '<tool_call>{"":"', "<", '"{', ADD]
+)
+@pytest.mark.parametrize("piece_chars", [3, 10**9])
+def test_time_is_linear_in_the_text(unit: str, piece_chars: int) -> None:
+    text = '<tool_call>{"a": "' + unit * (200_000 // len(unit))
+    pieces = [text[at : at + piece_chars] for at in range(0, len(text), piece_chars)]
+    began = time.process_time()
+    filtered(pieces)
+    assert time.process_time() - began < 5.0  # quadratic: minutes
+
+
+FRAGMENTS = st.sampled_from(
+    [ADD, ISSUE, *MALFORMED[:8], "<tool_call>", "</tool_call>", "<", "{", "}", '"', "\\", "text ", "\n",
+     '{"a": ', '<tool_call>{"name": "add", "arguments": {"x": "', "<tool_"]
+)  # fmt: skip
+
+
+TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
+PLACES = st.lists(st.integers(0, 400))
+
+
+@given(TEXTS, PLACES, st.booleans())
+def test_any_split_of_the_text_gives_the_same_and_loses_nothing_but_the_calls(
+    text: str, places: list[int], strict: bool
+) -> None:
+    shown, calls = filtered([text], strict=strict)
+    assert (
+        filtered(cut(text, places), strict=strict)
+        == filtered(list(text), strict=strict)
+        == (shown, calls)
+    )
+    rest = text
+    for call in calls:
+        if isinstance(call, RawCall):
+            assert call.tagged
+            assert call.tagged in rest
+            rest = rest.replace(call.tagged, "", 1)
+    assert sorted(shown) == sorted(rest)
+
+
+@given(st.text(), st.text(), st.dictionaries(st.text(), JSON_VALUES, max_size=3))
+@example("", "", {"a": "</tool_call>"})
+@example("", "", {"a": "<tool_call>{}</tool_call>"})
+@example("", "", {"</tool_call>": {"b": [{"c": "}"}, [], '\\"']}})
+@example("", "", {"a": 'line\nline\t"é"\u2028'})
+@example("", "", {"a": [True, False, None, -1.5e-7, 12]})
+def test_every_call_written_in_the_convention_is_found(
+    before: str, after: str, arguments: dict[str, object]
+) -> None:
+    written = tagged_call("add", json.dumps(arguments))
+    shown, (call,) = filtered([before, written, after])
+    assert shown == before + after
+    assert isinstance(call, RawCall)
+    assert (parse_arguments(call.arguments), call.tagged) == (arguments, written)
+
+
+@given(TEXTS, PLACES)
+def test_wherever_a_structured_call_comes_all_that_was_held_back_is_put_back(
+    text: str, places: list[int]
+) -> None:
+    tool_filter = TaggedCallFilter(strict=False)
+    shown = [tool_filter.feed(piece) for piece in cut(text, places)]
+    assert ("".join(shown) + tool_filter.put_back(), tool_filter.calls) == (text, [])
+
+
+LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times
+OTHER = [tagged_call("add", f'{{"a": {number}}}') for number in range(20)]
+
+
+def shown_at_once(text: str, detector: LoopDetector | None = LoopDetector()) -> str:  # noqa: B008 (frozen)
+    return TaggedCallFilter(strict=False, loop_detector=detector).feed(text)
+
+
+def test_what_is_held_back_is_let_go_once_it_loops() -> None:
+    tool_filter = TaggedCallFilter(strict=False, loop_detector=LoopDetector())
+    assert tool_filter.feed(f"a {ADD} b\n" + LINE * 11) == "a "
+    assert tool_filter.feed(LINE) == f" b\n{LINE * 12}"
+    assert [call.name for call in tool_filter.calls if isinstance(call, RawCall)] == ["add"]
+
+
+def test_the_rest_of_the_line_that_the_call_stands_in_is_no_line_of_a_loop() -> None:
+    unit = ADD + LINE
+    assert shown_at_once("x" + unit * 12) == shown_at_once("x" + unit * 13, None) == "x"
+    assert shown_at_once("x" + unit * 13) == "x" + LINE * 13
+
+
+@pytest.mark.parametrize(
+    ("unit", "loops"),
+    [
+        ([LINE + call for call in OTHER], False),  # with the calls in it, no line comes twice
+        ([ADD + "\n"] * 20, False),  # without them, nothing is left
+        ([f"{LINE}{ADD}\n"] * 20, True),
+    ],
+    ids=["same lines, other calls", "the same call alone", "same lines, same call"],
+)
+def test_it_is_a_loop_only_with_the_calls_in_it_and_without(unit: list[str], loops: bool) -> None:
+    assert bool(shown_at_once("".join([ADD, "\n", *unit]))) is loops
+
+
+KEEN = LoopDetector(
+    min_line_chars=4,
+    long_line_chars=6,
+    short_line_repeats=3,
+    long_line_repeats=2,
+    min_output_chars=1,
+    max_period=3,
+)
+SCRAPS = [
+    "once\n",
+    "again\n",
+    "and again\n",
+    "x",
+    "\n",
+    ADD,
+    ADD,
+    ISSUE,
+    f"{ADD}\n",
+    "<tool_call>",
+    "once ",
+    "</tool_",
+]
+
+
+@given(st.lists(st.sampled_from(SCRAPS), max_size=30))
+def test_holding_back_changes_neither_the_text_nor_its_loop(scraps: list[str]) -> None:
+    text, at_once, bit_by_bit = "".join(scraps), Output(KEEN), Output(KEEN)
+    at_once.add("", filtered([text], strict=False)[0])
+    tool_filter = TaggedCallFilter(strict=False, loop_detector=KEEN)
+    for scrap in scraps:
+        bit_by_bit.add("", tool_filter.feed(scrap))
+    bit_by_bit.add("", tool_filter.finish())
+    assert (bit_by_bit.text, bit_by_bit.loop) == (at_once.text, at_once.loop)
+
+
+@given(st.lists(st.sampled_from(SCRAPS), max_size=30))
+def test_who_lets_go_before_the_end_ends_by_a_loop_even_if_a_structured_call_had_come(
+    scraps: list[str],
+) -> None:
+    text, seen, literal = "".join(scraps), Output(KEEN), Output(KEEN)
+    seen.add("", shown_at_once(text, KEEN))
+    literal.add("", text)
+    if len(shown_at_once(text, KEEN)) > len(shown_at_once(text, None)):
+        assert seen.loop is not None
+        assert literal.loop is not None
