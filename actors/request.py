@@ -1,10 +1,10 @@
 """RequestActor, one per slot: one request at a time, from prompt to record.
 
-Receives Begin, BeginLease, EndLease, CancelRequest, Abandon, GetStatus, ReadOutput, ReportProgress, what its stream
-tells, and what became of tool calls and BIOS. Sends the TransportActor OpenStream, CloseStream,
-FlushStream and HurryStream, the ToolLoopActor RunBios, RunTool and DropTool, the ProcessActor
-CheckServer, the WatchdogActor ProgressReported, the WorkerActor RequestEnded. Owns the request's
-record until it ends.
+Receives Begin, BeginLease, EndLease, CancelRequest, Abandon, GetStatus, ReadOutput, ReportProgress,
+what its stream tells, and what became of tool calls, BIOS and questions about the server. Carries
+out what the request orders: sends the TransportActor OpenStream, CloseStream, FlushStream and
+HurryStream, the ToolLoopActor RunTool and DropTool, the ProcessActor CheckServer, the WatchdogActor
+ProgressReported, the WorkerActor RequestEnded. Owns the request's record until it ends.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, assert_never
 
+from msgspec.structs import asdict
+
 from llama_worker.actors.base import Alarm, Child, members
 from llama_worker.messages import (
     Abandon,
     Begin,
     BeginLease,
+    BiosWritten,
     CheckServer,
     CloseStream,
+    DropTool,
     EndLease,
     FlushStream,
     GetStatus,
@@ -34,18 +38,20 @@ from llama_worker.messages import (
     ReportProgress,
     RequestEnded,
     RequestMessage,
-    RunBios,
+    RunTool,
     ServerChecked,
+    SignalEmitted,
     StreamEvents,
     StreamFlushed,
     StreamOpened,
     Tick,
     ToolMessage,
+    ToolsRefused,
     TransportMessage,
 )
-from llama_worker.request.state import Effect, Request
-from llama_worker.request.turn import TurnId
-from llama_worker.request.waiting_reads import WaitingReads, is_answered_by
+from llama_worker.request.orders import AskIfServerDied, CallTool, PostChat, TurnId, WriteBios
+from llama_worker.request.output import WaitingReads, is_answered_by
+from llama_worker.request.request import Effect, Request
 from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.types import RequestFailReason
@@ -90,14 +96,10 @@ class RequestActor(Child[RequestMessage]):
                     self._answer(self._flushing.popleft()[1])
             case ReportProgress():
                 self._report(message)
-            case ServerChecked():
-                self._server_checked(message)
-            case Tick():
-                self._alarm.rang()
-                if not self._checks_server():
-                    self._step(message)
             case _:
-                if isinstance(message, StreamOpened):
+                if isinstance(message, Tick):
+                    self._alarm.rang()
+                elif isinstance(message, StreamOpened):
                     self._stream, self._hurried_at = message.turn_id, -math.inf
                 self._step(message)
 
@@ -112,14 +114,14 @@ class RequestActor(Child[RequestMessage]):
         try:
             effects = request.step(Abandon(reason=reason, detail=detail), now)
         except Exception:  # it runs the code that has just raised
-            effects = request.break_off(reason, detail, now)
+            effects = request.fail(reason, detail, now)
         self._send(effects)
 
     def abandon(self, detail: str) -> None:
         """End the request with what it has shown, without any code that may be what is stuck."""
         if self._request is not None:
             now, reason = self._runtime.now(), RequestFailReason.UNKNOWN_ERROR
-            for effect in self._request.break_off(reason, detail, now):
+            for effect in self._request.fail(reason, detail, now):
                 if isinstance(effect, RequestEnded):
                     self._worker.tell(effect)
 
@@ -130,7 +132,6 @@ class RequestActor(Child[RequestMessage]):
             order,
             config=self._config,
             unix_offset=self._runtime.unix_offset(),
-            reply_to=self.me(),
             now=now,
         )
         self._send(self._request.begin(now))
@@ -198,22 +199,6 @@ class RequestActor(Child[RequestMessage]):
         progress = request.progress() if request is not None else None
         order.reply_to.tell(ProgressReported(progress=progress, for_verdict=order.for_verdict))
 
-    def _checks_server(self) -> bool:
-        """On a busy machine the end of a connection may be known long before why it ended."""
-        request = self._request
-        if request is None or self._process is None or not request.waits_for_news:
-            return False
-        order = CheckServer(request_id=request.request_id, reply_to=self.me())
-        return self._process.tell(order)
-
-    def _server_checked(self, checked: ServerChecked) -> None:
-        request = self._request
-        if request is None or request.request_id != checked.request_id:
-            return
-        if checked.is_gone and request.waits_for_news:
-            request.saw_server_gone(self._runtime.now())
-        self._step(Tick())
-
     def _forget_request(self) -> None:
         """It has its record, from which the WorkerActor answers what was not answered here."""
         self._request = self._stream = None
@@ -222,18 +207,38 @@ class RequestActor(Child[RequestMessage]):
 
     def _send(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, OpenStream | CloseStream):
-                assert self._transport is not None
-                self._transport.tell(effect)
-            elif isinstance(effect, RunBios) and self._config.has_builtin_bios:
-                self._runtime.run_bios(effect)  # pure and quick: no detour by a thread
-            elif isinstance(effect, ToolMessage):
-                assert self._tools is not None
-                self._tools.tell(effect)
-            else:
-                self._worker.tell(effect)
-                if isinstance(effect, RequestEnded):
-                    self._forget_request()
+            self._carry_out(effect)
         if self._waiting_reads:
             self._answer_waiting()
         self._alarm.set(self._request.deadline if self._request is not None else None)
+
+    def _carry_out(self, effect: Effect) -> None:
+        me = self.me()
+        match effect:
+            case PostChat(turn_id=turn_id, body=body):
+                assert self._transport is not None
+                self._transport.tell(OpenStream(turn_id=turn_id, body=body, reply_to=me))
+            case CloseStream():
+                assert self._transport is not None
+                self._transport.tell(effect)
+            case CallTool():
+                assert self._tools is not None
+                self._tools.tell(RunTool(**asdict(effect), reply_to=me))
+            case DropTool():
+                assert self._tools is not None
+                self._tools.tell(effect)
+            case WriteBios(turn_id=turn_id):
+                try:
+                    self._runtime.write_bios(effect, me)
+                except RuntimeError as error:  # the system has no thread left
+                    me.tell(BiosWritten(turn_id=turn_id, bios="", error=str(error)))
+            case AskIfServerDied(request_id=request_id):
+                assert self._process is not None
+                if not self._process.tell(CheckServer(request_id=request_id, reply_to=me)):
+                    me.tell(ServerChecked(request_id=request_id, is_gone=False))
+            case SignalEmitted() | ToolsRefused() | RequestEnded():
+                self._worker.tell(effect)
+                if isinstance(effect, RequestEnded):
+                    self._forget_request()
+            case _:
+                assert_never(effect)

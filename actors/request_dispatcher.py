@@ -23,10 +23,9 @@ from llama_worker.messages import (
     Unwatch,
     Watch,
 )
-from llama_worker.request.output import read_output
+from llama_worker.request.output import WaitingReads, read_output
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
-from llama_worker.request.waiting_reads import WaitingReads
 from llama_worker.runtime.host.futures import WeakList
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.types import (
@@ -197,7 +196,7 @@ class RequestDispatcher:
             running.lease is not None and not running.lease.has_ended
         ):  # its actor died without a word
             detail = record.result.get("fail_detail", "")
-            running.lease.break_off(RequestFailReason.UNKNOWN_ERROR, detail, now)
+            running.lease.fail(RequestFailReason.UNKNOWN_ERROR, detail, now)
         for reply in running.cancels:
             reply.answer(record.result["state"] is RequestState.CANCELED)
         for waiter in running.results.alive():

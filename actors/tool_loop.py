@@ -1,9 +1,9 @@
-"""ToolLoopActor: the host's own code, on threads: tool calls, BIOS providers.
+"""ToolLoopActor: the host's tools, on threads.
 
-Receives RunTool, DropTool, RunBios. The threads tell the asking RequestActor CallEnded or
-BiosWritten; that one decides when one has taken too long, and orders one call after the other. A
-thread whose call does not return is left alone: it is a daemon, and tells the WorkerActor
-ToolThreadStuck and, should it end one day, ToolThreadReturned.
+Receives RunTool and DropTool. The threads tell the asking RequestActor CallEnded; that one decides
+when one has taken too long, and orders one call after the other. A thread whose call does not
+return is left alone: it is a daemon, and tells the WorkerActor ToolThreadStuck and, should it end
+one day, ToolThreadReturned.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import Any, assert_never
 
 from llama_worker.actors.base import Child, members
 from llama_worker.messages import (
-    BiosWritten,
     CallEnded,
     DropTool,
-    RunBios,
     RunTool,
     ToolMessage,
 )
-from llama_worker.request.turn import TurnId
+from llama_worker.request.orders import TurnId
 from llama_worker.runtime.ports import ToolThread
 
 
@@ -53,11 +51,6 @@ class ToolLoopActor(Child[ToolMessage]):
                     message.reply_to.tell(ended)
             case DropTool(turn_id=turn_id):
                 self._drop(turn_id)
-            case RunBios(turn_id=turn_id):
-                try:
-                    self._runtime.run_bios(message)
-                except RuntimeError as error:
-                    message.reply_to.tell(BiosWritten(turn_id=turn_id, bios="", error=str(error)))
             case _:
                 assert_never(message)
 

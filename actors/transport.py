@@ -22,7 +22,7 @@ from llama_worker.messages import (
     StreamsClosed,
     TransportMessage,
 )
-from llama_worker.request.turn import TurnId
+from llama_worker.request.orders import TurnId
 from llama_worker.runtime.ports import Stream
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason

@@ -24,6 +24,7 @@ from llama_worker.messages import (
     ProbeOutcome,
     ProgressReported,
     ReportProgress,
+    ServerChecked,
     SlotsSeen,
     Stalled,
     StandDown,
@@ -73,8 +74,8 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
             case EndLease(exchange=exchange):
                 if self._exchanges.pop(exchange.request_id, None) is not None:
                     if exchange.end(now) is None:  # its connection broke; nobody can tell why
-                        exchange.step(message, now)
-                        exchange.step(Tick(), exchange.deadline or now)
+                        unknown = ServerChecked(request_id=exchange.request_id, is_gone=False)
+                        exchange.step(unknown, now)
                     self._step(_unwatch(exchange), now)
             case Tick():
                 self._alarm.rang()
@@ -89,7 +90,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         self._abort_probes()
         reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
         for exchange in self._exchanges.values():
-            exchange.break_off(reason, failure or "the proxy was closed", self._runtime.now())
+            exchange.fail(reason, failure or "the proxy was closed", self._runtime.now())
 
     def _lease(self, order: Lease, now: float) -> None:
         if not self._exchanges:

@@ -46,7 +46,7 @@ from llama_worker.messages import (
     WaitSlot,
     WorkerMessage,
 )
-from llama_worker.request.body import OWNED_PARAMS
+from llama_worker.request.prompt import OWNED_PARAMS
 from llama_worker.request.report import lost_record
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.runtime.host.futures import OpenFutures, WeakList

@@ -21,8 +21,9 @@ from typing import Any, cast
 
 from llama_worker.config.command import llama_server_cmd
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.messages import Begin, BiosWritten, OpenStream, StreamEvents, StreamOpened
-from llama_worker.request.state import Request
+from llama_worker.messages import Begin, BiosWritten, StreamEvents, StreamOpened
+from llama_worker.request.orders import PostChat
+from llama_worker.request.request import Request
 from llama_worker.request.submission import validate_submit
 from llama_worker.stream.response import ChatBody
 
@@ -91,10 +92,10 @@ def worker(data: bytes) -> int:
         prompted=False,
         opens_thinking=False,
     )
-    request = Request(begin, config=config, unix_offset=0.0, reply_to=nobody, now=0.0)
+    request = Request(begin, config=config, unix_offset=0.0, now=0.0)
     request.begin(0.0)
     (order,) = request.step(BiosWritten(turn_id=(1, 1), bios="", error=None), 0.0)
-    assert isinstance(order, OpenStream)
+    assert isinstance(order, PostChat)
     request.step(StreamOpened(turn_id=order.turn_id, at=0.0), 0.0)
     body = ChatBody({"Transfer-Encoding": "chunked"})
     for piece in _pieces(data.partition(b"\r\n\r\n")[2]):

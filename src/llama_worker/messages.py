@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from msgspec import Struct
 
+from llama_worker.request.orders import AskIfServerDied, CallTool, PostChat, TurnId
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import RequestRecord
-from llama_worker.request.turn import TurnId
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.roll_call import Member
 from llama_worker.server.slots import SlotsLook, SlotsSilence
 from llama_worker.server.timeouts import Verdict
 from llama_worker.server.traits import ServerTraits
-from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import (
@@ -444,10 +443,9 @@ ServerNews = Launched | LaunchFailed | Died | Exited
 Died (unless the guard was killed) and one Exited."""
 
 
-class CheckServer(Struct, frozen=True, kw_only=True):
-    """Answered with `ServerChecked`: a request's connection broke, and why is not known yet."""
+class CheckServer(AskIfServerDied, frozen=True, kw_only=True):
+    """Answered with `ServerChecked`."""
 
-    request_id: int
     reply_to: Mailbox[RequestMessage]
 
 
@@ -462,11 +460,9 @@ ProcessMessage = Launch | Terminate | CheckServer | MeasureMemory | ServerNews |
 # ---------------------------------------------------------------- to the TransportActor
 
 
-class OpenStream(Struct, frozen=True, kw_only=True):
-    """POST `body` to the chat endpoint and send what comes to `reply_to`."""
+class OpenStream(PostChat, frozen=True, kw_only=True):
+    """Send what comes to `reply_to`."""
 
-    turn_id: TurnId
-    body: Mapping[str, Any]
     reply_to: Mailbox[RequestMessage]
 
 
@@ -615,21 +611,9 @@ RequestMessage = (
 # ---------------------------------------------------------------- to the ToolLoopActor
 
 
-class RunBios(Struct, frozen=True, kw_only=True):
-    """Ask the BIOS provider for the turn that begins now; `reply_to` gets `BiosWritten`."""
+class RunTool(CallTool, frozen=True, kw_only=True):
+    """`reply_to` gets `CallEnded`."""
 
-    turn_id: TurnId
-    iterations_left: int
-    prompted: bool
-    reply_to: Mailbox[RequestMessage]
-
-
-class RunTool(Struct, frozen=True, kw_only=True):
-    """Run the turn's next call; `reply_to` gets `CallEnded`."""
-
-    turn_id: TurnId
-    job_name: str
-    call: ParsedCall
     reply_to: Mailbox[RequestMessage]
 
 
@@ -639,7 +623,7 @@ class DropTool(Struct, frozen=True, kw_only=True):
     turn_id: TurnId
 
 
-ToolMessage = RunBios | RunTool | DropTool
+ToolMessage = RunTool | DropTool
 
 # ---------------------------------------------------------------- to the WatchdogActor
 

@@ -27,7 +27,6 @@ from llama_worker.messages import (
     Probed,
     ProbeOutcome,
     Reply,
-    RunBios,
     RunTool,
     SlotsSeen,
     StreamClosed,
@@ -37,7 +36,7 @@ from llama_worker.messages import (
     ToolThreadStuck,
     WorkerMessage,
 )
-from llama_worker.request.turn import TurnId
+from llama_worker.request.orders import TurnId, WriteBios
 from llama_worker.runtime.http.token_count import COUNT_S
 from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.process.log_ring import LogRing
@@ -217,15 +216,15 @@ class SimRuntime:
             lambda fault: reply_to.tell(GpuFaulted(epoch=epoch, fault=fault)),
         )
 
-    def run_bios(self, order: RunBios) -> None:
+    def write_bios(self, order: WriteBios, reply_to: Mailbox[BiosWritten]) -> None:
         if self._config.has_builtin_bios:
-            order.reply_to.tell(BiosWritten(turn_id=order.turn_id, bios="", error=None))
+            reply_to.tell(BiosWritten(turn_id=order.turn_id, bios="", error=None))
             return
         self.machine.need_thread()
         seconds, error = self.machine.bios_call()
         if seconds is not None:
             written = BiosWritten(turn_id=order.turn_id, bios="", error=error)
-            self.scheduler.after(seconds, lambda: order.reply_to.tell(written), "BIOS written")
+            self.scheduler.after(seconds, lambda: reply_to.tell(written), "BIOS written")
 
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
         return self.scheduler.run_until(

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from llama_worker.actors.request import RequestActor
-from llama_worker.messages import OpenStream, RequestMessage
-from llama_worker.request.state import Effect, Request
+from llama_worker.messages import RequestMessage
+from llama_worker.request.orders import PostChat
+from llama_worker.request.request import Effect, Request
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.types import RequestFailReason, RequestState
 from tests.simulation.bench import Bench
@@ -90,7 +91,7 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
 
     def step(request: Request, message: RequestMessage, now: float) -> Sequence[Effect]:
         effects = whole(request, message, now)
-        if any(isinstance(effect, OpenStream) for effect in effects):
+        if any(isinstance(effect, PostChat) for effect in effects):
             stuck = actor_of(bench, "request[0]").actor
             assert isinstance(stuck, RequestActor)
             assert stuck.give_up("meanwhile its parent gives it up")

@@ -19,16 +19,17 @@ from llama_worker.messages import (
     CloseStream,
     EndLease,
     Exited,
+    ServerChecked,
     Stop,
     StreamClosed,
+    StreamEvents,
     Unkillable,
     Watch,
 )
-from llama_worker.request.ending import failed
-from llama_worker.request.state import _InTools
 from llama_worker.runtime.host.futures import WeakList
 from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
 from llama_worker.server.restart_budget import Lockout, RestartAfter
+from llama_worker.types import RequestPhase
 from tests.simulation.faults import KINDS
 from tests.simulation.scheduler import Violation
 from tests.simulation.world import Failure, Setting, World
@@ -115,8 +116,20 @@ def _forget_waiters(dispatcher: Any, record: Any) -> tuple[Any, Any]:
     return dispatcher, record
 
 
+def _cut_events(request: Any, message: Any, now: float) -> tuple[Any, ...]:
+    if isinstance(message, StreamEvents):
+        message = replace(message, events=message.events[:3])
+    return request, message, now
+
+
+def _server_seems_alive(request: Any, message: Any, now: float) -> tuple[Any, ...]:
+    if isinstance(message, ServerChecked):
+        message = replace(message, is_gone=False)
+    return request, message, now
+
+
 _WATCH, _LIFE = "server.watch:ServerWatch", "server.lifecycle:"
-_TABLE, _REQUEST = "request.table:RequestTable", "request.state:Request"
+_TABLE, _REQUEST = "request.table:RequestTable", "request.request:Request"
 _WORKER, _DISPATCHER = "actors.worker:WorkerActor", "actors.request_dispatcher:RequestDispatcher"
 BUGS: tuple[Bug, ...] = (
     Bug("a slot is not freed", _TABLE + ".end", then(_slot_not_freed)),
@@ -132,27 +145,28 @@ BUGS: tuple[Bug, ...] = (
     Bug("who waits for a result is forgotten", _DISPATCHER + ".ended", given(_forget_waiters)),
     Bug(
         "a long batch of events is cut",
-        _REQUEST + "._stream_events",
-        given(lambda request, batch: (request, replace(batch, events=batch.events[:3]))),
+        _REQUEST + ".step",
+        given(_cut_events),
     ),
     Bug(
         "a death that is told late is a broken connection",
-        "actors.request:RequestActor._checks_server",
-        returns(False),
+        _REQUEST + ".step",
+        given(_server_seems_alive),
         "crash",
     ),
     Bug(
         "what a dead server had sent is not read",
-        _REQUEST + "._abandon",
-        lambda right: (
-            lambda request, reason, detail, now: request._give_up(failed(reason, detail), now)
+        _REQUEST + ".step",
+        instead(
+            lambda request, message, now: getattr(message, "reason", None) == "server_died",
+            lambda request, message, now: request.fail(message.reason, message.detail, now),
         ),
         "crash in the answer",
     ),
     Bug(
         "tools have no deadline",
         _REQUEST + ".deadline",
-        without_deadline(lambda request: isinstance(request._waiting, _InTools)),
+        without_deadline(lambda request: request.phase is RequestPhase.TOOL),
         "tool never returns",
     ),
     Bug(
@@ -164,7 +178,10 @@ BUGS: tuple[Bug, ...] = (
     Bug("no verdict is ever given", _WATCH + "._give_up", returns(None)),
     Bug("gaps are not noticed", _WATCH + "._notice_gap", returns(None), "host and server stalled"),
     Bug(
-        "whatever comes is progress", "stream.advance:Advance.by", returns(True), "frozen progress"
+        "whatever comes is progress",
+        "request.progress:Advance.by",
+        returns(True),
+        "frozen progress",
     ),
     Bug(
         "failed health probes do not add up",
@@ -243,14 +260,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "a lease that is given up keeps its connection",
-        "runtime.leased_exchange:LeasedExchange._cut_if_over",
+        "runtime.streams.leased_exchange:LeasedExchange._cut_if_over",
         returns(None),
         "request lost",
     ),
     Bug(
         "nobody says why a leased connection broke",
-        "request.leased:LeasedRequest.waits_for_news",
-        lambda right: property(lambda leased: False),
+        "request.leased:LeasedRequest.step",
+        given(_server_seems_alive),
         "crash",
     ),
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from llama_worker.errors import masked
 from llama_worker.stream.calls import Partition
 from llama_worker.stream.events import ServerError
 from llama_worker.stream.failure import StreamFailure, exceeds_context, reports_malformed_call
@@ -11,7 +13,7 @@ from llama_worker.stream.loops import LoopFound, TextLoopFound
 from llama_worker.types import ContextUse, RequestFailReason, RequestFinishReason, RequestState
 
 
-class Ending(Struct, frozen=True, kw_only=True):
+class Outcome(Struct, frozen=True, kw_only=True):
     """The terminal state and how it came about: the fields of the result."""
 
     state: RequestState
@@ -21,13 +23,21 @@ class Ending(Struct, frozen=True, kw_only=True):
     http_status: int | None = None  # the server's own error code; for the worker, not for the host
     context: ContextUse | None = None
 
+    def masked(self, secret: str | None) -> Outcome:
+        """Fit for the host: without the secret."""
+        detail = self.fail_detail
+        return self if detail is None else replace(self, fail_detail=masked(detail, secret))
 
-COMPLETED = Ending(state=RequestState.COMPLETED, finish_reason=RequestFinishReason.STOP)
-TOKEN_LIMIT = Ending(state=RequestState.COMPLETED, finish_reason=RequestFinishReason.MAX_TOKENS)
-CANCELED = Ending(
+
+COMPLETED = Outcome(state=RequestState.COMPLETED, finish_reason=RequestFinishReason.STOP)
+TOKEN_LIMIT = Outcome(state=RequestState.COMPLETED, finish_reason=RequestFinishReason.MAX_TOKENS)
+CANCELED = Outcome(
     state=RequestState.CANCELED,
     finish_reason=RequestFinishReason.CANCELED,
     fail_reason=RequestFailReason.CANCELED,
+)
+SERVER_GONE = StreamFailure(
+    reason=RequestFailReason.SERVER_DIED, detail="the server's process is gone"
 )
 
 
@@ -37,9 +47,9 @@ def failed(
     *,
     http_status: int | None = None,
     context: ContextUse | None = None,
-) -> Ending:
+) -> Outcome:
     """A failure; `detail` is for a person."""
-    return Ending(
+    return Outcome(
         state=RequestState.FAILED,
         finish_reason=RequestFinishReason.FAILED,
         fail_reason=reason,
@@ -49,7 +59,7 @@ def failed(
     )
 
 
-def after_turn(finish_reason: str | None, found: Partition, iterations_left: int) -> Ending | None:
+def after_turn(finish_reason: str | None, found: Partition, iterations_left: int) -> Outcome | None:
     """What a turn that came to its regular end makes of its request; None: its normal calls are to
     be run."""
     if finish_reason == "length":
@@ -68,7 +78,7 @@ def after_turn(finish_reason: str | None, found: Partition, iterations_left: int
     return None
 
 
-def after_loop(loop: LoopFound | TextLoopFound) -> Ending:
+def after_loop(loop: LoopFound | TextLoopFound) -> Outcome:
     """The output repeats itself."""
     if isinstance(loop, TextLoopFound):
         what = (
@@ -82,28 +92,23 @@ def after_loop(loop: LoopFound | TextLoopFound) -> Ending:
     return failed(RequestFailReason.REPEATED_LINE_LOOP, f"{what} came {loop.count} times in a row")
 
 
-def after_server_error(error: ServerError, *, offers_tools: bool) -> Ending:
-    """An error record came in the stream."""
-    detail = error.message + (f" ({error.type})" if error.type else "")
-    if error.code is not None:
-        detail = f"{detail}, code {error.code}"
-    if offers_tools and reports_malformed_call(error.message):
+def failed_by(cause: ServerError | StreamFailure, *, offers_tools: bool = False) -> Outcome:
+    """The server's error, or a broken exchange that nothing else explains."""
+    if isinstance(cause, StreamFailure):
+        reason, detail, status = cause.reason, cause.detail, cause.http_status
+    else:
+        reason, detail, status = RequestFailReason.SERVER_ERROR, cause.message, cause.code
+        if exceeds_context(cause.message, cause.type):
+            reason = RequestFailReason.CONTEXT_EXCEEDED
+        if cause.type:
+            detail += f" ({cause.type})"
+        if status is not None:
+            detail += f", code {status}"
+    is_malformed_call = offers_tools and reports_malformed_call(detail)
+    if is_malformed_call and reason in (
+        RequestFailReason.SERVER_ERROR,
+        RequestFailReason.HTTP_ERROR,
+    ):
         return failed(RequestFailReason.TOOL_PARSE_ERROR, detail)
-    if exceeds_context(error.message, error.type):
-        return failed(
-            RequestFailReason.CONTEXT_EXCEEDED,
-            detail,
-            http_status=error.code,
-            context=error.context,
-        )
-    return failed(RequestFailReason.SERVER_ERROR, detail, http_status=error.code)
-
-
-def after_failure(failure: StreamFailure, *, offers_tools: bool) -> Ending:
-    """The exchange failed, and nothing else explains or mends that."""
-    refused = failure.reason is RequestFailReason.HTTP_ERROR
-    if refused and offers_tools and reports_malformed_call(failure.detail):
-        return failed(RequestFailReason.TOOL_PARSE_ERROR, failure.detail)
-    return failed(
-        failure.reason, failure.detail, http_status=failure.http_status, context=failure.context
-    )
+    context = cause.context if reason is RequestFailReason.CONTEXT_EXCEEDED else None
+    return failed(reason, detail, http_status=status, context=context)

@@ -12,35 +12,36 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from llama_worker.errors import masked
 from llama_worker.messages import (
     Abandon,
     CancelRequest,
     EndLease,
     RequestEnded,
     RequestMessage,
+    ServerChecked,
     Tick,
 )
 from llama_worker.request.ending import (
     CANCELED,
     COMPLETED,
+    SERVER_GONE,
     TOKEN_LIMIT,
-    Ending,
-    after_failure,
-    after_server_error,
+    Outcome,
     failed,
+    failed_by,
 )
+from llama_worker.request.orders import AskIfServerDied
 from llama_worker.request.output import Output, read_output
-from llama_worker.request.progress import Progress
-from llama_worker.request.report import Totals, build_progress, build_record, build_status
-from llama_worker.request.state import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
+from llama_worker.request.progress import Progress, TurnProgress
+from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
+from llama_worker.request.states import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted, RequestRecord
-from llama_worker.request.turn_progress import TurnProgress
 from llama_worker.stream.events import ReasoningDelta, ServerError, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import Finished, LastWord, TurnEnd, Verdict
 from llama_worker.types import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
+LeaseEffects = list[RequestEnded | AskIfServerDied]
 _BREAKS = (RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECTED)
 
 
@@ -57,10 +58,10 @@ class LeasedRequest:
         in_one_piece: bool = False,
     ) -> None:
         self.request_id = admitted.request_id
-        self.given_up: Ending | None = None  # by the worker, and why
+        self.given_up: Outcome | None = None  # by the worker, and why
         self._api_key = api_key
         self._in_one_piece = in_one_piece
-        self._totals = Totals(
+        self._totals = RequestTotals(
             request_id=admitted.request_id,
             job_name=admitted.job_name,
             created_at=admitted.created_at,
@@ -73,8 +74,9 @@ class LeasedRequest:
         self._turn_end = TurnEnd()
         self._text_chars = self._reasoning_chars = 0
         self._waits = False
-        self._heard_out: Ending | None = None  # how its stream came to its end
+        self._heard_out: Outcome | None = None  # how its stream came to its end
         self._until: float | None = None  # what a dead server had sent is read, or news awaited
+        self._is_asked = False  # whether the server died, which would explain a broken connection
         self._ended = False
 
     # ------------------------------------------------------------ from who sends it
@@ -119,36 +121,39 @@ class LeasedRequest:
         """
         if self._ended or self.is_broken:
             return None
-        ending = self._heard_out or CANCELED
-        if self.given_up is not None and ending.fail_reason is not None:
-            ending = self.given_up
-        return self._record(ending, now)
+        outcome = self._heard_out or CANCELED
+        if self.given_up is not None and outcome.fail_reason is not None:
+            outcome = self.given_up
+        return self._record(outcome, now)
 
     # ------------------------------------------------------------ from the slot's actor
 
-    def step(self, message: RequestMessage, now: float) -> list[RequestEnded]:
+    def step(self, message: RequestMessage, now: float) -> LeaseEffects:
         """What follows from a message."""
         match message:
-            case CancelRequest(request_id=request_id) if request_id == self.request_id:
+            case CancelRequest(request_id=self.request_id):
                 return self._give_up(CANCELED, now)
-            case Abandon(request_id=request_id) if request_id in (None, self.request_id):
-                ending = failed(message.reason, message.detail)
+            case Abandon(request_id=None | self.request_id):
+                outcome = failed(message.reason, message.detail)
                 is_first = self.given_up is None
                 if is_first and message.reason is RequestFailReason.SERVER_DIED and self._is_open:
-                    self.given_up, self._until = ending, now + LAST_WORDS_S
+                    self.given_up, self._until = outcome, now + LAST_WORDS_S
                     return []
-                return self._give_up(ending if self.is_broken else self.given_up or ending, now)
+                return self._give_up(outcome if self.is_broken else self.given_up or outcome, now)
             case EndLease() if self.is_broken and self._until is None:
                 self._until = now + DEATH_NEWS_S
-                return []
+            case ServerChecked(request_id=self.request_id) if self._is_unexplained:
+                if not message.is_gone:
+                    return self._give_up(self._last_outcome, now)
+                self.given_up, self._until = failed_by(SERVER_GONE), now + LATE_NEWS_S
             case Tick() if self.deadline is not None and now >= self.deadline:
-                due = self.given_up or self._heard_out
-                assert due is not None
-                return self._give_up(due, now)
-            case _:
-                return []
+                if not self._is_unexplained or self._is_asked:
+                    return self._give_up(self._last_outcome, now)
+                self._is_asked, self._until = True, now + LATE_NEWS_S
+                return [AskIfServerDied(request_id=self.request_id)]
+        return []
 
-    def break_off(self, reason: RequestFailReason, detail: str, now: float) -> list[RequestEnded]:
+    def fail(self, reason: RequestFailReason, detail: str, now: float) -> LeaseEffects:
         """End it whatever it waits for."""
         return self._give_up(failed(reason, detail), now)
 
@@ -173,17 +178,6 @@ class LeasedRequest:
     def is_broken(self) -> bool:
         """The connection broke, and perhaps nobody knows why so far."""
         return self._heard_out is not None and self._heard_out.fail_reason in _BREAKS
-
-    @property
-    def waits_for_news(self) -> bool:
-        """Whether nobody knows yet if the server's process is gone."""
-        waits = self.is_broken and self.given_up is None and not self._ended
-        return waits and self._until is not None
-
-    def saw_server_gone(self, now: float) -> None:
-        """To be said while it waits for news: how the process ended is still to be told."""
-        self.given_up = failed(RequestFailReason.SERVER_DIED, "the server's process is gone")
-        self._until = now + LATE_NEWS_S
 
     def saw_liveness(self, at: float | None) -> None:
         """Evidence that the server works; for the status."""
@@ -217,6 +211,18 @@ class LeasedRequest:
         return read_output("", "", text_offset, reasoning_offset, done=self._ended)
 
     @property
+    def _is_unexplained(self) -> bool:
+        """The connection broke, and nobody knows yet if the server's process is gone."""
+        return self.is_broken and self.given_up is None and not self._ended
+
+    @property
+    def _last_outcome(self) -> Outcome:
+        """What is known, once nothing more is waited for."""
+        outcome = self.given_up or self._heard_out
+        assert outcome is not None
+        return outcome
+
+    @property
     def _is_open(self) -> bool:
         return self._heard_out is None and self._turn_end.finish_reason is None
 
@@ -226,29 +232,26 @@ class LeasedRequest:
         match verdict:
             case Finished(reason=reason):
                 self._heard_out = TOKEN_LIMIT if reason == "length" else COMPLETED
-            case ServerError():
-                self._heard_out = after_server_error(verdict, offers_tools=False)
-            case StreamFailure():
-                self._heard_out = after_failure(verdict, offers_tools=False)
+            case ServerError() | StreamFailure():
+                self._heard_out = failed_by(verdict)
 
-    def _give_up(self, ending: Ending, now: float) -> list[RequestEnded]:
-        """End so, unless the model had come to its regular end before."""
+    def _give_up(self, outcome: Outcome, now: float) -> LeaseEffects:
+        """End so, unless the model had finished before."""
         if self._ended:
             return []
         if self._turn_end.finish_reason is not None:
             self._conclude(self._turn_end.closed(None))
         if self._heard_out is not None and self._heard_out.fail_reason is None:
-            ending = self._heard_out
-        elif ending is not self._heard_out:
-            self.given_up = ending
-        return [RequestEnded(record=self._record(ending, now))]
+            outcome = self._heard_out
+        elif outcome is not self._heard_out:
+            self.given_up = outcome
+        return [RequestEnded(record=self._record(outcome, now))]
 
-    def _record(self, ending: Ending, now: float) -> RequestRecord:
+    def _record(self, outcome: Outcome, now: float) -> RequestRecord:
         self._ended = True
-        if ending.fail_detail is not None:
-            ending = replace(ending, fail_detail=masked(ending.fail_detail, self._api_key))
+        outcome = outcome.masked(self._api_key)
         self._totals.add_turn(self._turn, None)
-        record = build_record(self._totals, self._turn, self.progress(), ending, [], now)
+        record = build_record(self._totals, self._turn, self.progress(), outcome, [], now)
         record.status["output_chars"] = self._text_chars
         record.status["reasoning_chars"] = self._reasoning_chars
         return replace(record, is_leased=True)

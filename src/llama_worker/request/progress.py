@@ -1,12 +1,34 @@
-"""How far one request is, as the watch is told. Data; instants (`*_at`) are monotonic seconds."""
+"""How far a request is: what counts as progress of its turn, and what its watch is told. Not
+thread-safe; instants (`*_at`) are monotonic seconds.
+
+A server that hangs may go on sending: the same report of prompt progress on every pass of its loop,
+role chunks, empty deltas, `{}`. Only what is new shows that it works on the request.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
+from llama_worker.stream.events import (
+    Done,
+    EmptyRecord,
+    Finish,
+    PromptProgress,
+    ReasoningDelta,
+    ServerError,
+    StreamEvent,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    UnknownContent,
+    Usage,
+)
 from llama_worker.types import RequestPhase
 
+_BATCHES_KEPT = 16
+_MAX_FINGERPRINTS = 4096  # a circle of more records than that is taken for something new
+_MAX_CALL_HEADS = 256  # in one turn; a server that begins calls for ever says nothing
 # The first chunk may say nothing, and a report of progress may come twice. Repeats that come
 # together (read in one go behind a pause of this program's) are one.
 REPEATS_KEPT = 3
@@ -73,3 +95,169 @@ def last_progress_at(progress: Progress, liveness_at: float | None) -> float | N
 def newest(start: float, *others: float | None) -> float:
     """The latest of the instants that are known."""
     return max([start, *(at for at in others if at is not None)])
+
+
+# ---------------------------------------------------------------- of one turn
+
+
+class Advance:
+    """Hand it every event, in order."""
+
+    def __init__(self) -> None:
+        self._processed = -1  # the most of the prompt that was ever reported as done
+        self._once: set[type[StreamEvent]] = set()  # kinds that count once, and have come
+        self._call_heads: set[tuple[int, str | None, str | None]] = set()
+        self._fingerprints: dict[int, bool] = {}  # of unknown content, the latest last
+
+    def by(self, event: StreamEvent) -> bool:
+        """Whether this event is something new.
+
+        Text, reasoning and arguments always are: repeated ones are the loop detector's business.
+        Prompt progress is where more is done than ever before, of all that there is to do; the head
+        of a call, a finish, usage, timings and what is not understood are the first time.
+        """
+        match event:
+            case TextDelta() | ReasoningDelta():
+                return bool(event.text)
+            case ToolCallDelta():
+                return bool(event.arguments) or self._is_new_call(event)
+            case PromptProgress(processed=processed, total=total):
+                processed = min(processed, total)
+                grown = processed > self._processed
+                self._processed = max(processed, self._processed)
+                return grown
+            case Finish() | Usage() | Timings() | ServerError() | Done():
+                is_first = type(event) not in self._once
+                self._once.add(type(event))
+                return is_first
+            case UnknownContent(fingerprint=fingerprint):
+                return self._is_new_content(fingerprint)
+            case EmptyRecord():
+                return False
+            case _:
+                assert_never(event)
+
+    def _is_new_content(self, fingerprint: int) -> bool:
+        is_new = not self._fingerprints.pop(fingerprint, False)
+        self._fingerprints[fingerprint] = True
+        if len(self._fingerprints) > _MAX_FINGERPRINTS:
+            del self._fingerprints[next(iter(self._fingerprints))]
+        return is_new
+
+    def _is_new_call(self, event: ToolCallDelta) -> bool:
+        head = (event.index, event.call_id, event.name)
+        if (event.call_id is None and event.name is None) or len(
+            self._call_heads
+        ) >= _MAX_CALL_HEADS:
+            return False
+        is_new = head not in self._call_heads
+        self._call_heads.add(head)
+        return is_new
+
+
+class TurnProgress:
+    """Hand it every event, in order."""
+
+    def __init__(self, started_at: float) -> None:
+        self.started_at = started_at
+        self.headers_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.last_data_at: float | None = None
+        self.last_stream_byte_at: float | None = None
+        self.prompt_progress: PromptProgress | None = None
+        self.prompt_progress_at: float | None = None  # the latest report of more than before
+        self.batches: tuple[Batch, ...] = ()  # between two reports, the latest
+        self._reported_at: float | None = None  # the latest report, also one that was there before
+        self.repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
+        self.usage: Usage | None = None
+        self.timings: Timings | None = None
+        self.is_over = False  # its connection is closed, its tokens are counted
+        self._deltas = 0
+        self._advance = Advance()
+
+    @property
+    def deltas(self) -> int:
+        """With something generated in them, so far."""
+        return self._deltas
+
+    @property
+    def tokens(self) -> int:
+        """Generated so far: as the server counts, else the deltas received."""
+        if self.usage is not None:
+            return self.usage.completion_tokens
+        if self.timings is not None and self.timings.predicted_n is not None:
+            return self.timings.predicted_n
+        return self._deltas
+
+    @property
+    def phase(self) -> RequestPhase:
+        """While the server is waited for."""
+        if self.headers_at is None:
+            return RequestPhase.WAITING
+        return RequestPhase.PREFILL if self.first_token_at is None else RequestPhase.GENERATING
+
+    def tokens_per_second(self) -> float | None:
+        """As the server measured it, else over the deltas; None where neither is known."""
+        if self.timings is not None and self.timings.predicted_per_second is not None:
+            return self.timings.predicted_per_second
+        if (
+            self.first_token_at is None
+            or self.last_token_at is None
+            or self.last_token_at <= self.first_token_at
+        ):
+            return None
+        return (self._deltas - 1) / (self.last_token_at - self.first_token_at)
+
+    def hear(self, event: StreamEvent, at: float) -> bool:
+        """Take note of the event; whether it brings the turn forward: then it is its latest
+        data."""
+        advanced = self._advance.by(event)
+        if advanced:
+            self.last_data_at = at
+            self.repeated_at = ()
+        elif not self.repeated_at or at - self.repeated_at[-1] >= REPEATS_APART_S:
+            self.repeated_at = (*self.repeated_at, at)[-REPEATS_KEPT:]
+        match event:
+            case TextDelta(count=count) | ReasoningDelta(count=count):
+                self._count(count, at)
+            case ToolCallDelta():
+                if advanced:
+                    self._count(1, at)
+            case PromptProgress():
+                if advanced:
+                    self._batch_done(event, at)
+                self.prompt_progress, self._reported_at = event, at
+            case Usage():
+                self.usage = event
+            case Timings():
+                self.timings = event
+                self._prompt_measured(event)
+            case _:
+                pass  # nothing to keep
+        return advanced
+
+    def _count(self, tokens: int, at: float) -> None:
+        """So many deltas with something in them came."""
+        self._deltas += tokens
+        self.last_token_at = at
+        if self.first_token_at is None:
+            self.first_token_at = at
+
+    def _prompt_measured(self, timings: Timings) -> None:
+        """Where no progress was reported the whole prompt counts as one batch."""
+        ended_at, read = self.first_token_at, timings.prompt_n
+        seconds = (timings.prompt_ms or 0.0) / 1000
+        if ended_at is None or self.prompt_progress_at is not None or not read or seconds <= 0:
+            return
+        began_at, depth = ended_at - seconds, (timings.cache_n or 0) + read
+        self.batches = (Batch(began_at, ended_at, read, depth),)
+
+    def _batch_done(self, told: PromptProgress, at: float) -> None:
+        """It began with the latest report: until then the batches were its neighbours'."""
+        before = self.prompt_progress
+        if before is not None and self._reported_at is not None:
+            tokens = told.processed - max(before.processed, told.cached)
+            batch = Batch(self._reported_at, at, tokens, told.processed)
+            self.batches = (*self.batches, batch)[-_BATCHES_KEPT:]
+        self.prompt_progress_at = at

@@ -11,11 +11,10 @@ from typing import Any, cast
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from llama_worker.request.ending import Ending, failed
+from llama_worker.request.ending import Outcome, failed
 from llama_worker.request.output import Output
-from llama_worker.request.progress import Progress, last_progress_at
+from llama_worker.request.progress import Progress, TurnProgress, last_progress_at
 from llama_worker.request.table import Admitted, RequestRecord
-from llama_worker.request.turn_progress import TurnProgress
 from llama_worker.stream.events import Usage
 from llama_worker.types import (
     ChatMessage,
@@ -31,7 +30,7 @@ from llama_worker.types import (
 _TAIL_CHARS = 200
 
 
-class Totals(Struct, kw_only=True):
+class RequestTotals(Struct, kw_only=True):
     """Who a request is, and what its turns have brought so far. Not thread-safe."""
 
     request_id: int
@@ -73,7 +72,7 @@ class Totals(Struct, kw_only=True):
 
 
 def build_progress(
-    totals: Totals,
+    totals: RequestTotals,
     turn: TurnProgress,
     phase: RequestPhase,
     *,
@@ -100,7 +99,7 @@ def build_progress(
 
 
 def build_status(
-    totals: Totals, turn: TurnProgress, progress: Progress, running_tool: str | None = None
+    totals: RequestTotals, turn: TurnProgress, progress: Progress, running_tool: str | None = None
 ) -> RequestStatus:
     """A snapshot of a request that has not ended; shares nothing with it."""
     status: RequestStatus = {
@@ -152,29 +151,29 @@ def build_status(
 
 
 def build_record(
-    totals: Totals,
+    totals: RequestTotals,
     turn: TurnProgress,
     progress: Progress,
-    ending: Ending,
+    outcome: Outcome,
     conversation: list[ChatMessage],
     now: float,
 ) -> RequestRecord:
     """All that stays of a request that ends now; `progress` is its last."""
     status = build_status(totals, turn, progress)
-    status["state"], status["phase"] = ending.state, RequestPhase.DONE
+    status["state"], status["phase"] = outcome.state, RequestPhase.DONE
     status["completed_at"] = totals.unix(now)
-    status["fail_reason"] = ending.fail_reason
+    status["fail_reason"] = outcome.fail_reason
     result: RequestResult = {
         "ok": True,
         "request_id": totals.request_id,
         "job_name": totals.job_name,
-        "state": ending.state,
-        "finish_reason": ending.finish_reason,
+        "state": outcome.state,
+        "finish_reason": outcome.finish_reason,
         "text": totals.output.text,
         "reasoning": totals.output.reasoning,
         "signals": status["signals"],
         "tool_trace": totals.trace,
-        "fail_reason": ending.fail_reason,
+        "fail_reason": outcome.fail_reason,
         "conversation": conversation,
         "timings": {"total_s": now - totals.created_at},
     }
@@ -188,10 +187,10 @@ def build_record(
             "completion_tokens": totals.usage.completion_tokens,
             "cached_tokens": totals.usage.cached_tokens or 0,
         }
-    if ending.fail_detail is not None:
-        status["fail_detail"] = result["fail_detail"] = ending.fail_detail
-    if ending.context is not None:
-        result["context"] = ending.context
+    if outcome.fail_detail is not None:
+        status["fail_detail"] = result["fail_detail"] = outcome.fail_detail
+    if outcome.context is not None:
+        result["context"] = outcome.context
     return RequestRecord(
         request_id=totals.request_id,
         job_name=totals.job_name,
@@ -199,13 +198,13 @@ def build_record(
         result=result,
         last_data_at=turn.last_data_at,
         batches=turn.batches,
-        http_status=ending.http_status,
+        http_status=outcome.http_status,
     )
 
 
 def lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float) -> RequestRecord:
     """For a request whose actor died without a word: it failed, and nothing of it is known."""
-    totals = Totals(
+    totals = RequestTotals(
         request_id=admitted.request_id,
         job_name=admitted.job_name,
         created_at=admitted.created_at,

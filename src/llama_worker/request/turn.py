@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import assert_never
 
 from llama_worker.config.profiles import LoopDetector
-from llama_worker.request.turn_progress import TurnProgress
+from llama_worker.request.progress import TurnProgress
 from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
 from llama_worker.stream.events import (
     EmptyRecord,
@@ -24,9 +24,6 @@ from llama_worker.stream.loops import TextLoopFound, TextLoopWatch
 from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.tagged_calls import TaggedCallFilter
 from llama_worker.stream.turn_end import TurnEnd
-
-TurnId = tuple[int, int]
-"""Request id, and the number of the request's turn (one HTTP request each), from 1."""
 
 _Other = ToolCallDelta | PromptProgress | Usage | Timings | EmptyRecord | UnknownContent
 Said = TextDelta | ReasoningDelta | _Other
@@ -45,11 +42,13 @@ class Turn(TurnProgress):
         with_tools: bool,
         opens_thinking: bool,
         loop_detector: LoopDetector | None,
+        runaway_tokens: int | None = None,
     ) -> None:
         super().__init__(started_at)
         self.end = TurnEnd()
         self.had_reasoning_deltas = False  # the server takes reasoning out of the content itself
         self.calls_taken = False  # told apart, exit calls recorded
+        self._runaway_tokens = runaway_tokens
         self._prompted = prompted
         self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
         self._filter = (
@@ -63,6 +62,13 @@ class Turn(TurnProgress):
         self._held: TextLoopWatch | None = None  # over what came since the last that was shown
         self._said: tuple[list[str], list[str]] = ([], [])
         self._finished = False
+
+    @property
+    def is_runaway(self) -> bool:
+        """Whether its server keeps to no limit, by whichever count is higher: what a server
+        reports may stand still."""
+        limit = self._runaway_tokens
+        return limit is not None and max(self.tokens, self.deltas) > limit
 
     @property
     def said_reasoning(self) -> str:

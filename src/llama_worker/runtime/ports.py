@@ -13,19 +13,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from llama_worker.messages import (
+    BiosWritten,
     CountTokens,
     EvidenceSeen,
     GpuFaulted,
     Mailbox,
     OpenStream,
     Probed,
-    RunBios,
     RunTool,
     ServerNews,
     SlotsSeen,
     StreamClosed,
     WorkerMessage,
 )
+from llama_worker.request.orders import WriteBios
 from llama_worker.server.termination import Signal
 
 
@@ -210,9 +211,8 @@ class Runtime(Clock, ActorRunner, Protocol):
     def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> Abortable:
         """Ask the server's `/slots`; `reply_to` gets one SlotsSeen."""
 
-    def run_bios(self, order: RunBios) -> None:
-        """Ask the BIOS provider; the order's `reply_to` gets BiosWritten, before this returns or
-        later."""
+    def write_bios(self, order: WriteBios, reply_to: Mailbox[BiosWritten]) -> None:
+        """Ask the BIOS provider; `reply_to` gets BiosWritten, before this returns or later."""
 
     def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
         """Count the tokens of the order's prompt; within 10 s its reply has the count or an error."""

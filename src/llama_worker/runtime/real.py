@@ -10,18 +10,19 @@ from typing import Any
 
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.messages import (
+    BiosWritten,
     CountTokens,
     EvidenceSeen,
     GpuFaulted,
     Mailbox,
     OpenStream,
     Probed,
-    RunBios,
     RunTool,
     ServerNews,
     SlotsSeen,
     StreamClosed,
 )
+from llama_worker.request.orders import WriteBios
 from llama_worker.runtime.host import host_code
 from llama_worker.runtime.host.futures import call_host, write_log
 from llama_worker.runtime.host.host_code import ToolCallThread
@@ -155,11 +156,14 @@ class RealRuntime(HostClock):
     def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SlotsQuestion:
         return SlotsQuestion(self._endpoint, epoch=epoch, reply_to=reply_to)
 
-    def run_bios(self, order: RunBios) -> None:
-        if self._config.has_builtin_bios:  # it needs no thread
-            self._tell_bios(order)
+    def write_bios(self, order: WriteBios, reply_to: Mailbox[BiosWritten]) -> None:
+        def tell_bios() -> None:
+            reply_to.tell(host_code.write_bios(order, self._config, self.unix_now()))
+
+        if self._config.has_builtin_bios:  # pure and quick: it needs no thread
+            tell_bios()
         else:
-            start_thread(f"{self._name}-bios", partial(self._tell_bios, order))
+            start_thread(f"{self._name}-bios", tell_bios)
 
     def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
         TokenCounter(
@@ -175,9 +179,6 @@ class RealRuntime(HostClock):
     def run_tool(self, order: RunTool) -> ToolCallThread:
         request_id, turn = order.turn_id
         return ToolCallThread(order, self._config, f"{self._name}-tool-{request_id}.{turn}")
-
-    def _tell_bios(self, order: RunBios) -> None:
-        order.reply_to.tell(host_code.write_bios(order, self._config, self.unix_now()))
 
 
 def _suspended_s() -> float:

@@ -17,14 +17,14 @@ _CLOSING = {
 }  # by opening tag
 
 
-class Piece(Struct, frozen=True):
+class SplitText(Struct, frozen=True):
     """What may be shown now; the reasoning comes before the text. Either may be empty."""
 
     reasoning: str
     text: str
 
 
-_NOTHING = Piece("", "")
+_NOTHING = SplitText("", "")
 
 
 class _At(Enum):
@@ -64,19 +64,19 @@ class ReasoningSplitter:
         # `reasoning_content` that came first: a tag may repeat it
         self._original: _Original | None = None
 
-    def feed_reasoning(self, reasoning: str) -> Piece:
+    def feed_reasoning(self, reasoning: str) -> SplitText:
         """A `reasoning_content` delta."""
         if self._original is None and reasoning and self._may_be_repeated():
             self._original = _Original()
         reasoning = self._reasoning.feed(reasoning)
         if self._original is not None:
             self._original.append(reasoning)
-        return Piece(reasoning, "")
+        return SplitText(reasoning, "")
 
-    def feed_text(self, text: str) -> Piece:
+    def feed_text(self, text: str) -> SplitText:
         """A `content` delta."""
         if self._at is _At.TEXT:
-            return Piece("", text)
+            return SplitText("", text)
         if self._at is _At.GAP:
             return self._gap(text)
         self._undelivered.append(text)
@@ -84,26 +84,26 @@ class ReasoningSplitter:
         self._tag_start = ""
         return self._head(text) if self._at is _At.HEAD else self._thought(text)
 
-    def finish(self) -> Piece:
+    def finish(self) -> SplitText:
         """The turn is over: what was held back. Nothing may be fed after it."""
         at, self._at = self._at, _At.TEXT
         if at is _At.HEAD and self._opened_by_template and self._original is None:
             self.only_assumed = bool(self._tag_start)
-            return Piece(self._tag_start, "")
+            return SplitText(self._tag_start, "")
         if at is _At.HEAD:
             return self._all_is_text()
         if at is not _At.THOUGHT:
             return _NOTHING
         if self._original is not None:  # the repetition was cut off; a bare tag repeats nothing
             return _NOTHING if self._original.repetition_begun else self._all_is_text()
-        return Piece(self._reasoning.feed(self._tag_start), "")
+        return SplitText(self._reasoning.feed(self._tag_start), "")
 
     def _may_be_repeated(self) -> bool:
         """Whether content may yet repeat `reasoning_content`: neither text nor a thought was found
         in it so far."""
         return self._at is _At.HEAD or (self._at is _At.THOUGHT and not self._reasoning.begun)
 
-    def _head(self, text: str) -> Piece:
+    def _head(self, text: str) -> SplitText:
         text = text.lstrip()
         for opening, closing in _CLOSING.items():
             if text.startswith(opening):
@@ -122,7 +122,7 @@ class ReasoningSplitter:
         self._closing_tags = _CLOSING.values()
         return self._thought(text)
 
-    def _thought(self, text: str) -> Piece:
+    def _thought(self, text: str) -> SplitText:
         tag_at, tag = _first_tag(text, self._closing_tags)
         if not tag:
             tag_at = _start_of_tag(text, self._closing_tags)
@@ -138,27 +138,27 @@ class ReasoningSplitter:
             if reasoning:
                 self._undelivered.clear()
         if not tag:
-            return Piece(reasoning, "")
+            return SplitText(reasoning, "")
         self._at = _At.GAP
         self.only_assumed = False
         self._undelivered.clear()
         self._original = None
-        return Piece(reasoning, self._gap(text[tag_at + len(tag) :]).text)
+        return SplitText(reasoning, self._gap(text[tag_at + len(tag) :]).text)
 
-    def _gap(self, text: str) -> Piece:
+    def _gap(self, text: str) -> SplitText:
         text = text.lstrip()
         if text:
             self._at = _At.TEXT
-        return Piece("", text)
+        return SplitText("", text)
 
-    def _all_is_text(self) -> Piece:
+    def _all_is_text(self) -> SplitText:
         self._at = _At.TEXT
         text = "".join(self._undelivered)
         self._undelivered.clear()
         if self._original is not None:
             self._original = None
             text = text.lstrip()
-        return Piece("", text)
+        return SplitText("", text)
 
 
 class _Trimmer:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from llama_worker.messages import Abandon, CancelRequest, EndLease, RequestMessage, Tick
-from llama_worker.request.leased import LeasedRequest
-from llama_worker.request.state import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
+from llama_worker.messages import (
+    Abandon,
+    CancelRequest,
+    EndLease,
+    RequestEnded,
+    RequestMessage,
+    ServerChecked,
+    Tick,
+)
+from llama_worker.request.leased import LeasedRequest, LeaseEffects
+from llama_worker.request.orders import AskIfServerDied
+from llama_worker.request.states import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.suspicion import is_degenerate
@@ -21,7 +30,7 @@ from llama_worker.stream.events import (
 )
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.types import RequestFailReason as Reason
-from llama_worker.types import RequestPhase
+from llama_worker.types import RequestPhase, RequestResult
 
 DIED = Abandon(reason=Reason.SERVER_DIED, detail="exit code -9")
 STALLED = Abandon(reason=Reason.STALL_TIMEOUT, detail="no data")
@@ -35,6 +44,13 @@ def leased(*, in_one_piece: bool = False) -> LeasedRequest:
     request = LeasedRequest(admitted, api_key="sk", unix_offset=100.0, in_one_piece=in_one_piece)
     request.waits()
     return request
+
+
+def result(effects: LeaseEffects) -> RequestResult:
+    """Of a request whose end is the only effect."""
+    (ended,) = effects
+    assert isinstance(ended, RequestEnded)
+    return ended.record.result
 
 
 def speaking() -> LeasedRequest:
@@ -54,7 +70,7 @@ def speaking() -> LeasedRequest:
         ((), "canceled", Reason.CANCELED),
     ],
 )
-def test_its_stream_tells_how_it_ended_and_without_an_end_its_client_left(
+def test_its_stream_tells_how_it_ended(
     events: tuple[StreamEvent, ...], state: str, reason: Reason | None
 ) -> None:
     request = speaking()
@@ -104,16 +120,13 @@ def test_a_slow_client_is_not_waited_for() -> None:
 )
 def test_what_ends_it_is_its_reason(order: RequestMessage, reason: Reason | None) -> None:
     effects = speaking().step(order, 9.0)
-    assert [effect.record.result["fail_reason"] for effect in effects] == (
-        [reason] if reason else []
-    )
+    assert (result(effects)["fail_reason"] if effects else None) == reason
 
 
 def test_a_regular_end_outlives_its_order() -> None:
     request = speaking()
     request.heard([Finish("stop")], 3.0)
-    (ended,) = request.step(STALLED, 3.5)
-    assert ended.record.result["state"] == "completed"
+    assert result(request.step(STALLED, 3.5))["state"] == "completed"
 
 
 def test_a_finish_behind_the_end_changes_nothing() -> None:
@@ -137,34 +150,52 @@ def test_a_dead_servers_request_ends_in_time() -> None:
     request = speaking()
     request.step(DIED, 3.0)
     assert request.step(Tick(), 4.9) == []
-    (ended,) = request.step(Tick(), 3.0 + LAST_WORDS_S)
-    assert ended.record.result["fail_reason"] is Reason.SERVER_DIED
+    ended = request.step(Tick(), 3.0 + LAST_WORDS_S)
+    assert result(ended)["fail_reason"] is Reason.SERVER_DIED
 
 
-@pytest.mark.parametrize(
-    ("news", "reason"), [(None, Reason.STREAM_DISCONNECTED), (DIED, Reason.SERVER_DIED)]
-)
-def test_a_broken_connection_waits_for_its_reason(news: Abandon | None, reason: Reason) -> None:
+GONE, ALIVE = (ServerChecked(request_id=7, is_gone=gone) for gone in (True, False))
+
+
+def broken() -> LeasedRequest:
+    """Its thread has told that the connection broke."""
     request = speaking()
     request.closed(BROKEN)
     assert request.end(3.0) is None
     assert request.step(END, 3.0) == []
-    assert (request.deadline, request.waits_for_news) == (3.0 + DEATH_NEWS_S, True)
-    (ended,) = request.step(news or Tick(), 3.0 + DEATH_NEWS_S)
-    assert ended.record.result["fail_reason"] is reason
+    assert request.deadline == 3.0 + DEATH_NEWS_S
+    return request
+
+
+def test_a_broken_connection_waits_for_its_reason() -> None:
+    assert result(broken().step(DIED, 3.1))["fail_reason"] is Reason.SERVER_DIED
+
+
+@pytest.mark.parametrize(
+    ("news", "reason"),
+    [
+        (ALIVE, Reason.STREAM_DISCONNECTED),
+        (DIED, Reason.SERVER_DIED),
+        (Tick(), Reason.STREAM_DISCONNECTED),
+    ],
+)
+def test_it_is_asked_whether_the_server_died(news: RequestMessage, reason: Reason) -> None:
+    request = broken()
+    assert request.step(Tick(), 3.0 + DEATH_NEWS_S) == [AskIfServerDied(request_id=7)]
+    assert request.deadline == 3.0 + DEATH_NEWS_S + LATE_NEWS_S
+    assert result(request.step(news, request.deadline))["fail_reason"] is reason
 
 
 def test_a_server_that_is_gone_is_the_reason() -> None:
-    request = speaking()
-    request.closed(BROKEN)
-    request.step(END, 3.0)
-    request.saw_server_gone(3.2)
-    assert request.deadline == 3.2 + LATE_NEWS_S
-    (ended,) = request.step(Tick(), 3.2 + LATE_NEWS_S)
-    assert ended.record.result["fail_reason"] is Reason.SERVER_DIED
+    request = broken()
+    request.step(Tick(), 3.2)
+    assert request.step(GONE, 3.3) == []
+    assert request.deadline == 3.3 + LATE_NEWS_S
+    ended = request.step(Tick(), 3.3 + LATE_NEWS_S)
+    assert result(ended)["fail_reason"] is Reason.SERVER_DIED
 
 
-def test_a_reply_in_one_piece_is_complete_at_its_end() -> None:
+def test_a_reply_in_one_piece_is_complete() -> None:
     request = leased(in_one_piece=True)
     request.opened(600.0)
     request.heard([], 600.0)
@@ -174,7 +205,7 @@ def test_a_reply_in_one_piece_is_complete_at_its_end() -> None:
     assert record.result["state"] == "completed"
 
 
-def test_a_refusal_is_told_with_its_status_and_without_the_key() -> None:
+def test_a_refusal_is_told_without_the_key() -> None:
     request = leased()
     request.closed(StreamFailure(reason=Reason.HTTP_ERROR, detail="sk is bad", http_status=401))
     record = request.end(1.0)

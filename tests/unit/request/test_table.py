@@ -21,9 +21,7 @@ def record(request_id: int) -> RequestRecord:
     st.integers(1, 4),
     st.lists(st.tuples(st.sampled_from(["admit", "end", "release"]), st.sampled_from(IDS))),
 )
-def test_each_holds_the_lowest_free_slot_to_its_end_which_counts_once_and_its_record_is_kept_until_it_is_released(
-    slots: int, steps: list[tuple[str, int]]
-) -> None:
+def test_a_slot_is_held_until_the_end(slots: int, steps: list[tuple[str, int]]) -> None:
     table = RequestTable(slots)
     running: dict[int, Admitted] = {}
     kept: dict[int, RequestRecord] = {}

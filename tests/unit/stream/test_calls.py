@@ -44,7 +44,7 @@ def assembled(*deltas: ToolCallDelta) -> tuple[RawCall, ...]:
     return assembler.calls()
 
 
-def test_ids_sent_back_are_nine_alphanumerics_and_a_number_that_has_none_is_refused() -> None:
+def test_ids_sent_back_are_nine_alphanumerics() -> None:
     assert [tool_call_id(number) for number in (0, 1, 99_999_999)] == [
         "c00000000",
         "c00000001",
@@ -55,14 +55,14 @@ def test_ids_sent_back_are_nine_alphanumerics_and_a_number_that_has_none_is_refu
             tool_call_id(number)
 
 
-def test_arguments_are_appended_but_name_and_id_are_not_nor_are_they_erased() -> None:
+def test_arguments_are_appended_name_and_id_replaced() -> None:
     pieces = [("id1", "add", "{"), ("", "", '"a"'), ("id1", "add", ": 1}"), (None, None, None)]
     assert assembled(*(ToolCallDelta(0, *piece) for piece in pieces)) == (
         RawCall("id1", "add", '{"a": 1}'),
     )
 
 
-def test_calls_come_in_the_order_of_their_indices_which_may_have_gaps() -> None:
+def test_calls_come_in_the_order_of_indices() -> None:
     indices = [7, 2, *range(20, 37)]
     heads = [ToolCallDelta(index, None, f"t{index}", None) for index in indices]
     calls = [RawCall(None, f"t{index}", "{}" if index == 7 else "") for index in sorted(indices)]
@@ -113,7 +113,7 @@ def test_anything_else_is_refused_with_a_value_error(text: str) -> None:
         parse_arguments(text)
 
 
-def test_arguments_are_nested_as_deep_as_can_be_copied_and_no_deeper() -> None:
+def test_arguments_have_a_deepest_nesting() -> None:
     def nested(containers: int) -> str:
         return '{"a": ' + "[" * (containers - 1) + "1" + "]" * (containers - 1) + "}"
 
@@ -123,7 +123,7 @@ def test_arguments_are_nested_as_deep_as_can_be_copied_and_no_deeper() -> None:
         parse_arguments(nested(MAX_JSON_DEPTH + 1))
 
 
-def test_a_normal_call_gets_the_workers_own_id_and_keeps_its_text() -> None:
+def test_a_normal_call_gets_an_own_id() -> None:
     calls = [RawCall("call_abc", "add", '{"b":2, "a":1}'), raw("find", "")]
     parts = partition(calls, NORMAL, EXITS, emitted_at=1.0, first_number=5)
     assert parts.normal == (
@@ -156,9 +156,7 @@ def test_a_normal_call_gets_the_workers_own_id_and_keeps_its_text() -> None:
         (MalformedCall("<tool_call>"), "<tool_call>"),
     ],
 )
-def test_a_call_that_cannot_be_run_is_a_problem_told_in_short(
-    call: RawCall | MalformedCall, told: str
-) -> None:
+def test_a_call_that_cannot_run_is_a_problem(call: RawCall | MalformedCall, told: str) -> None:
     parts = split([call, raw("later", "{}")])
     assert (parts.normal, parts.exits) == ((), ())
     assert re.search(told, parts.problem or "")
@@ -175,7 +173,7 @@ def test_a_call_that_cannot_be_run_is_a_problem_told_in_short(
         "<tool_call>signal_issue(code=1)</tool_call>",
     ],
 )
-def test_a_malformed_exit_call_is_recorded_with_its_text_and_is_no_problem(malformed: str) -> None:
+def test_a_malformed_exit_call_is_recorded(malformed: str) -> None:
     parts = split(
         [MalformedCall(malformed) if "<" in malformed else raw("signal_issue", malformed)]
     )
@@ -195,7 +193,7 @@ def test_exit_calls_are_recorded_beside_unknown_and_malformed_ones(
     assert [signal["tool_name"] for signal in signals] == ["escalate", "signal_issue"]
 
 
-def test_exit_calls_beside_normal_ones_are_never_counted_and_take_no_id() -> None:
+def test_exit_calls_take_no_id() -> None:
     parts = split(
         [
             raw("escalate", '{"code": "x"}'),

@@ -202,7 +202,7 @@ def test_the_events_of_one_chunk_come_in_their_order() -> None:
         ({"error": {"message": "bad", **CONTEXT}}, ServerError("bad", None, None, CONTEXT)),
     ],
 )
-def test_an_error_is_recognised_wrapped_or_not_in_either_field(
+def test_an_error_is_recognised_wrapped_or_not(
     value: Any, event: ServerError, is_error: bool
 ) -> None:
     assert decode(value, is_error=is_error) == [event]
@@ -211,7 +211,7 @@ def test_an_error_is_recognised_wrapped_or_not_in_either_field(
 @pytest.mark.parametrize(
     "text", ["x", "{half", '{"a": 1}}', "null", "[]", "[DONE", "[" * 100_000, "9" * 5000, " "]
 )
-def test_what_is_no_json_object_is_an_error_record_or_a_protocol_error_that_quotes_little(
+def test_what_is_no_json_object_is_an_error(
     text: str,
 ) -> None:
     assert decode_record(ErrorField(text)) == (ServerError(text, None, None),)
@@ -220,7 +220,7 @@ def test_what_is_no_json_object_is_an_error_record_or_a_protocol_error_that_quot
     assert len(str(raised.value)) < 140
 
 
-def test_content_without_a_name_here_is_told_apart_whatever_else_its_record_holds() -> None:
+def test_unknown_content_is_told_apart() -> None:
     def fingerprint(value: Any) -> int:
         told = [event for event in decode(value) if isinstance(event, UnknownContent)]
         return told[0].fingerprint
@@ -285,7 +285,7 @@ def final(**message: Any) -> bytes:
     return records({"choices": [{"message": message, "finish_reason": "stop"}]})
 
 
-def test_a_final_message_adds_only_what_the_deltas_did_not_say() -> None:
+def test_a_final_message_repeats_nothing() -> None:
     call, other_call = ToolCallDelta(0, "c1", "add", "{"), ToolCallDelta(1, "c1", "add", "{")
     decoder = StreamDecoder()
     assert decoder.feed(records(chunk({"content": "x"}), chunk({"content": "y"}))) == [
@@ -332,7 +332,7 @@ def test_what_came_before_a_protocol_error_is_not_lost(bad: bytes) -> None:
     ],
     ids=["an error", "an error object", "a call"],
 )
-def test_nesting_of_any_depth_ends_in_events_or_a_protocol_error_that_keeps_what_came_before(
+def test_nesting_of_any_depth_raises_nothing(
     form: str,
 ) -> None:
     good = records(chunk({"content": "x"}))
@@ -341,7 +341,7 @@ def test_nesting_of_any_depth_ends_in_events_or_a_protocol_error_that_keeps_what
         assert StreamDecoder().feed(good + record)[0] == TextDelta("x")
 
 
-def test_deltas_in_a_row_are_one_event_and_keep_their_order() -> None:
+def test_deltas_in_a_row_are_one_event() -> None:
     text, thoughts = (
         [{"content": "a"}, {"content": "b"}],
         [{"reasoning_content": "c"}, {"reasoning_content": "d"}],
@@ -380,9 +380,7 @@ CHUNKS = st.builds(
 @example(chunk({"content": "x"}, timings=TIMINGS), True, True)
 @example(chunk({"content": "x"}, prompt_progress=PROGRESS), True, True)
 @example({"choices": [{"index": 1, "finish_reason": None, "delta": {"content": "x"}}]}, True, True)
-def test_the_short_way_gives_the_events_of_the_long_one(
-    value: Any, ascii_only: bool, spaced: bool
-) -> None:
+def test_the_short_way_gives_the_same_events(value: Any, ascii_only: bool, spaced: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, separators=None if spaced else (",", ":"))
     decoder = StreamDecoder()
     events = decoder.feed(f"data: {text}\n\n".encode())

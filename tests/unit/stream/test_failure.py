@@ -58,9 +58,7 @@ OVERFLOW = {"code": 400, "message": MESSAGE, "type": "exceed_context_size_error"
         (OVERFLOW | {"n_prompt_tokens": "5000", "n_ctx": 4096}, None),
     ],
 )
-def test_a_prompt_that_does_not_fit_is_told_with_its_numbers(
-    error: dict[str, Any], context: Any
-) -> None:
+def test_a_prompt_too_long_is_told_with_numbers(error: dict[str, Any], context: Any) -> None:
     failure = describe_http_error(400, json.dumps({"error": error}).encode())
     assert (failure.reason, failure.context) == (RequestFailReason.CONTEXT_EXCEEDED, context)
     assert failure.detail.startswith("HTTP 400: ")
@@ -78,9 +76,7 @@ def test_a_prompt_that_does_not_fit_is_told_with_its_numbers(
         ("tools are not supported", None, False),
     ],
 )
-def test_a_refusal_of_tools_is_told_from_other_errors(
-    detail: str, status: int | None, refuses: bool
-) -> None:
+def test_refusals_of_tools_are_recognised(detail: str, status: int | None, refuses: bool) -> None:
     failure = StreamFailure(reason=RequestFailReason.HTTP_ERROR, detail=detail, http_status=status)
     assert refuses_tools(failure) is refuses
 
@@ -95,7 +91,5 @@ def test_a_refusal_of_tools_is_told_from_other_errors(
         ("expected format of the image", False),
     ],
 )
-def test_a_report_of_a_malformed_call_is_told_from_other_errors(
-    message: str, malformed: bool
-) -> None:
+def test_reports_of_malformed_calls_are_recognised(message: str, malformed: bool) -> None:
     assert reports_malformed_call(message) is malformed

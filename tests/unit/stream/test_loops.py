@@ -63,7 +63,7 @@ def watch(text: str, config: LoopDetector = LoopDetector()) -> LoopFound | None:
         ([LONG + c for c in "abcdefgh"], 8),
     ],
 )
-def test_a_block_is_a_loop_at_its_last_repeat_and_not_before(block: list[str], count: int) -> None:
+def test_a_block_loops_at_its_last_repeat(block: list[str], count: int) -> None:
     text = "Here it is.\n" + lines(*block, times=count)
     assert watch(text[:-1]) is None  # the last line has not ended
     assert watch(text + "more") == LoopFound(block[-1], count, len(block), len(text))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.stream.reasoning import Piece, ReasoningSplitter
+from llama_worker.stream.reasoning import ReasoningSplitter, SplitText
 
 TAGS = [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")]
 ALL_TAGS = [tag for pair in TAGS for tag in pair]
@@ -26,7 +26,7 @@ def split(deltas: Sequence[Delta], *, opened: bool = False) -> tuple[str, str]:
         for field, said in deltas
     ]
     pieces.append(splitter.finish())
-    assert splitter.finish() == Piece("", "")
+    assert splitter.finish() == SplitText("", "")
     after_text = itertools.dropwhile(lambda piece: not piece.text, pieces)
     assert not any(piece.reasoning for piece in itertools.islice(after_text, 1, None))
     return "".join(piece.reasoning for piece in pieces), "".join(piece.text for piece in pieces)
@@ -171,8 +171,8 @@ def test_each_delta_lets_out_what_is_decided(
     for field, said, let_out in deltas:
         assert (
             splitter.feed_reasoning(said) if field == "r" else splitter.feed_text(said)
-        ) == Piece(*let_out)
-    assert splitter.finish() == Piece("", "")
+        ) == SplitText(*let_out)
+    assert splitter.finish() == SplitText("", "")
 
 
 FRAGMENTS = [*ALL_TAGS, "<", "</", "[", " ", "\n", "a", "think>", "<thinking>", "bc"]
@@ -195,9 +195,7 @@ def test_splits_do_not_matter(
 
 
 @given(content=CONTENT, opened=st.booleans())
-def test_every_character_is_reasoning_text_a_tag_or_whitespace_beside_one(
-    content: str, opened: bool
-) -> None:
+def test_no_character_is_lost(content: str, opened: bool) -> None:
     reasoning, text = split([("c", content)], opened=opened)
     assert content.endswith(text)
     head = content.removesuffix(text)
@@ -247,7 +245,7 @@ def test_the_three_forms_of_one_saying_come_out_alike(
 
 
 @given(content=CONTENT, opened=st.booleans())
-def test_held_back_is_at_most_whitespace_and_the_start_of_a_tag(content: str, opened: bool) -> None:
+def test_little_is_held_back(content: str, opened: bool) -> None:
     splitter = ReasoningSplitter(opened_by_template=opened)
     splitter.feed_text(content)
     held = splitter.finish()

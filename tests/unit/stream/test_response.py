@@ -67,7 +67,7 @@ def test_events_do_not_depend_on_framing_or_splits(
 
 
 @pytest.mark.parametrize("name", list(WIRES))
-def test_a_body_that_is_cut_off_is_a_disconnect_with_what_came_before(name: str) -> None:
+def test_a_body_cut_off_is_a_disconnect(name: str) -> None:
     headers, wire = WIRES[name]
     body = ChatBody(headers)
     assert feed(body, [wire[: wire.index(b"data: [DO") + 8]]) == SAID[:1]
@@ -76,7 +76,7 @@ def test_a_body_that_is_cut_off_is_a_disconnect_with_what_came_before(name: str)
     assert body.failure.reason is RequestFailReason.STREAM_DISCONNECTED
 
 
-def test_a_body_that_is_no_longer_chunked_is_a_disconnect() -> None:
+def test_a_body_no_longer_chunked_is_a_disconnect() -> None:
     body = ChatBody(CHUNKED)
     assert body.feed(chunked(RECORDS)[:-5] + b"what?\r\n") == SAID
     assert body.over

@@ -66,7 +66,7 @@ def test_gives_the_same_records_split_nowhere_once_and_everywhere(
 @pytest.mark.parametrize(
     "end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n", b"\r\n\n", b"\n\r", b"\r\n\r"]
 )
-def test_a_record_is_out_with_the_byte_that_ends_it(end: bytes) -> None:
+def test_a_record_is_out_with_its_last_byte(end: bytes) -> None:
     decoder = SseDecoder()
     early = end[: -2 if end.endswith(b"\r\n") else -1]  # the CR of a last CRLF ends the record
     assert decoder.feed(b"data: x" + early[:-1]) == []
@@ -99,7 +99,7 @@ def test_tells_a_truncated_record_at_the_end(body: bytes) -> None:
 @pytest.mark.parametrize(
     "bad", [b"data: \xff\n\n", b"error: \xe2\x82\n\n", b"\xff\xfe\n\n", b"data: a\ndata: \xff\n\n"]
 )
-def test_bytes_that_are_not_utf8_are_an_error_after_the_good_records(bad: bytes) -> None:
+def test_bytes_that_are_not_utf8_are_an_error(bad: bytes) -> None:
     decoder = SseDecoder()
     assert decoder.feed(b"data: x\n\ndata: y\n\n" + bad + b"data: z\n\n") == [data("x"), data("y")]
     assert decoder.error == "a record of the stream is not UTF-8"
@@ -112,7 +112,7 @@ def test_bytes_that_are_not_utf8_are_an_error_after_the_good_records(bad: bytes)
 @pytest.mark.parametrize(
     ("total", "error"), [(900, None), (901, "a record of the stream is larger than 900 bytes")]
 )
-def test_a_record_may_be_as_large_as_the_limit_and_no_larger(
+def test_a_record_has_a_largest_size(
     total: int,
     error: str | None,
     lines: int,
@@ -149,7 +149,7 @@ def test_endless_comments_and_blanks_need_no_memory(
     assert decoder.feed(b"\n\ndata: x\n\n") == [data("x")]
 
 
-def test_a_record_of_many_bytes_takes_time_in_proportion_however_it_comes() -> None:
+def test_a_long_record_takes_linear_time() -> None:
     def seconds(size: int, step: int, line: int) -> float:
         text = "x" * size
         body = (
@@ -192,9 +192,7 @@ PIECES = st.sampled_from([*FIELDS, *LINE_ENDS]) | st.binary(max_size=4)
 
 
 @given(st.lists(PIECES, max_size=30), st.lists(st.integers(0, 60), max_size=6), st.booleans())
-def test_the_short_way_gives_what_sseclient_gives_at_any_split(
-    pieces: list[bytes], cuts: list[int], bom: bool
-) -> None:
+def test_records_are_those_of_sseclient(pieces: list[bytes], cuts: list[int], bom: bool) -> None:
     body = b"\xef\xbb\xbf" * bom + b"".join(pieces)
     at = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
     short, long, bytewise, read = SseDecoder(), LineByLine(), SseDecoder(), list[SseRecord]()

@@ -80,11 +80,11 @@ MALFORMED = [
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("text", MALFORMED, ids=itertools.count())
-def test_a_malformed_call_stays_text_and_is_told_in_strict_mode(text: str, strict: bool) -> None:
+def test_a_malformed_call_stays_text(text: str, strict: bool) -> None:
     assert filtered([text], strict=strict) == (text, [MalformedCall(text)] if strict else [])
 
 
-def test_a_malformed_call_ends_at_its_closing_tag_or_where_the_next_begins() -> None:
+def test_where_a_malformed_call_ends() -> None:
     first, second = "<tool_call>one</tool_call>", '<tool_call>{"name": "'
     assert filtered([f"a{first}b{second}{ADD}c"]) == (
         f"a{first}b{second}c",
@@ -125,9 +125,7 @@ def test_only_what_may_be_a_call_is_held_back(piece: str, shown: str) -> None:
     assert TaggedCallFilter(strict=True).feed(piece) == shown
 
 
-def test_in_native_mode_text_up_to_the_first_call_is_shown_at_once_and_a_malformed_one_behind_it_stays_text() -> (
-    None
-):
+def test_native_mode_shows_text_up_to_a_call() -> None:
     tool_filter = TaggedCallFilter(strict=False)
     assert (
         tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
@@ -137,7 +135,7 @@ def test_in_native_mode_text_up_to_the_first_call_is_shown_at_once_and_a_malform
     assert tool_filter.calls == [RawCall(None, "add", '{"a": 1}', ADD)]
 
 
-def test_a_call_of_the_longest_length_is_taken_and_a_longer_one_is_text() -> None:
+def test_a_call_has_a_longest_length() -> None:
     frame = len(tagged_call("add", '{"a": ""}'))
     for extra in (0, 1):
         text = tagged_call("add", json.dumps({"a": "x" * (MAX_TAGGED_CALL_CHARS - frame + extra)}))
@@ -172,9 +170,7 @@ PLACES = st.lists(st.integers(0, 400))
 
 
 @given(TEXTS, PLACES, st.booleans())
-def test_any_split_of_the_text_gives_the_same_and_loses_nothing_but_the_calls(
-    text: str, places: list[int], strict: bool
-) -> None:
+def test_any_split_of_the_text_gives_the_same(text: str, places: list[int], strict: bool) -> None:
     shown, calls = filtered([text], strict=strict)
     assert (
         filtered(cut(text, places), strict=strict)
@@ -207,9 +203,7 @@ def test_every_call_written_in_the_convention_is_found(
 
 
 @given(TEXTS, PLACES)
-def test_wherever_a_structured_call_comes_all_that_was_held_back_is_put_back(
-    text: str, places: list[int]
-) -> None:
+def test_a_structured_call_puts_back_what_was_held(text: str, places: list[int]) -> None:
     tool_filter = TaggedCallFilter(strict=False)
     shown = [tool_filter.feed(piece) for piece in cut(text, places)]
     assert ("".join(shown) + tool_filter.put_back(), tool_filter.calls) == (text, [])
@@ -223,14 +217,14 @@ def shown_at_once(text: str, detector: LoopDetector | None = LoopDetector()) -> 
     return TaggedCallFilter(strict=False, loop_detector=detector).feed(text)
 
 
-def test_what_is_held_back_is_let_go_once_it_loops() -> None:
+def test_what_is_held_back_ends_in_a_loop() -> None:
     tool_filter = TaggedCallFilter(strict=False, loop_detector=LoopDetector())
     assert tool_filter.feed(f"a {ADD} b\n" + LINE * 11) == "a "
     assert tool_filter.feed(LINE) == f" b\n{LINE * 12}"
     assert [call.name for call in tool_filter.calls if isinstance(call, RawCall)] == ["add"]
 
 
-def test_the_rest_of_the_line_that_the_call_stands_in_is_no_line_of_a_loop() -> None:
+def test_the_calls_own_line_counts_for_no_loop() -> None:
     unit = ADD + LINE
     assert shown_at_once("x" + unit * 12) == shown_at_once("x" + unit * 13, None) == "x"
     assert shown_at_once("x" + unit * 13) == "x" + LINE * 13
@@ -245,7 +239,7 @@ def test_the_rest_of_the_line_that_the_call_stands_in_is_no_line_of_a_loop() -> 
     ],
     ids=["same lines, other calls", "the same call alone", "same lines, same call"],
 )
-def test_it_is_a_loop_only_with_the_calls_in_it_and_without(unit: list[str], loops: bool) -> None:
+def test_both_readings_must_loop(unit: list[str], loops: bool) -> None:
     assert bool(shown_at_once("".join([ADD, "\n", *unit]))) is loops
 
 
@@ -285,7 +279,7 @@ def test_holding_back_changes_neither_the_text_nor_its_loop(scraps: list[str]) -
 
 
 @given(st.lists(st.sampled_from(SCRAPS), max_size=30))
-def test_who_lets_go_before_the_end_ends_by_a_loop_even_if_a_structured_call_had_come(
+def test_text_released_early_always_ends_in_a_loop(
     scraps: list[str],
 ) -> None:
     text, seen, literal = "".join(scraps), Output(KEEN), Output(KEEN)

@@ -33,7 +33,7 @@ from llama_worker.stream.events import (
     Usage,
 )
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.reasoning import Piece, ReasoningSplitter
+from llama_worker.stream.reasoning import ReasoningSplitter, SplitText
 from llama_worker.stream.turn_end import NO_FINISH_REASON, Finished, TurnEnd, Verdict
 
 Event = dict[str, Any]
@@ -143,10 +143,12 @@ class ResponseEvents:
             return []
         match event:
             case TextDelta(text=text):
-                self._piece(self._splitter.feed_text(text) if self._splitter else Piece("", text))
+                self._piece(
+                    self._splitter.feed_text(text) if self._splitter else SplitText("", text)
+                )
             case ReasoningDelta(text=text):
                 self._piece(
-                    self._splitter.feed_reasoning(text) if self._splitter else Piece(text, "")
+                    self._splitter.feed_reasoning(text) if self._splitter else SplitText(text, "")
                 )
             case ToolCallDelta():
                 self._finish_splitter()  # no text that came before may come after the call
@@ -216,7 +218,7 @@ class ResponseEvents:
 
     # ------------------------------------------------------------ items
 
-    def _piece(self, piece: Piece) -> None:
+    def _piece(self, piece: SplitText) -> None:
         if piece.reasoning:
             self._take_delta(Delta("reasoning", text=piece.reasoning))
         if piece.text:

@@ -24,13 +24,13 @@ from llama_worker.messages import (
     CallEnded,
     EvidenceSeen,
     Mailbox,
-    RunBios,
     RunTool,
     ToolThreadReturned,
     ToolThreadStuck,
     WorkerMessage,
 )
-from llama_worker.request.tool_results import ToolResultError, encode_result
+from llama_worker.request.orders import WriteBios
+from llama_worker.request.tools import ToolResultError, encode_result
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import start_thread
@@ -112,7 +112,7 @@ class ToolCallThread:
         return await coroutine
 
 
-def write_bios(order: RunBios, config: WorkerConfig, unix_now: float) -> BiosWritten:
+def write_bios(order: WriteBios, config: WorkerConfig, unix_now: float) -> BiosWritten:
     """Ask the provider, on the calling thread."""
     left, prompted = order.iterations_left, order.prompted
     try:

@@ -10,8 +10,7 @@ from llama_worker.bios import PromptError
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import LlamaWorkerError, described_error
 from llama_worker.messages import CountTokens
-from llama_worker.request.body import offered_tools, request_body
-from llama_worker.request.conversation import Conversation
+from llama_worker.request.prompt import Prompts
 from llama_worker.runtime.host.host_code import bios_text
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.host.timers import call_at
@@ -74,14 +73,7 @@ class TokenCounter:
             iterations_left=config.max_tool_iterations,
             prompted=self._prompted,
         )
-        conversation = Conversation.begin(
-            bios,
-            submission,
-            system_prompt_mode=config.system_prompt_mode,
-            prompted=self._prompted,
-        )
-        tools = offered_tools(config, prompted=self._prompted)
-        body = request_body(config, submission.params, conversation.messages(), tools)
+        body = Prompts(config, submission, prompted=self._prompted).next_body(bios)
         prompt = self._asked("/apply-template", body, "prompt")
         text = {"content": prompt, "add_special": True, "parse_special": True}
         count = len(self._asked("/tokenize", text, "tokens"))

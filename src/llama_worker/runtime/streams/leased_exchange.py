@@ -7,17 +7,17 @@ import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
-from llama_worker.messages import RequestEnded, RequestMessage
-from llama_worker.request.leased import LeasedRequest
+from llama_worker.messages import RequestMessage
+from llama_worker.request.leased import LeasedRequest, LeaseEffects
 from llama_worker.request.progress import Progress
-from llama_worker.request.state import DEATH_NEWS_S, LATE_NEWS_S
+from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.runtime.http.session import Abort
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure, describe_http_error
 from llama_worker.types import OutputChunk, RequestFailReason, RequestStatus
 
-_NEWS_S = DEATH_NEWS_S + LATE_NEWS_S + 1.0  # the request has ended by then
+_NEWS_S = DEATH_NEWS_S + 2 * LATE_NEWS_S + 1.0  # the request has ended by then
 
 
 class LeasedExchange:
@@ -131,27 +131,17 @@ class LeasedExchange:
 
     # ------------------------------------------------------------ the slot's actor, as of a `Request`
 
-    def step(self, message: RequestMessage, now: float) -> Sequence[RequestEnded]:
+    def step(self, message: RequestMessage, now: float) -> LeaseEffects:
         with self._over:
-            ended = self._leased.step(message, now)
+            effects = self._leased.step(message, now)
             self._cut_if_over()
-        return ended
+        return effects
 
-    def break_off(
-        self, reason: RequestFailReason, detail: str, now: float
-    ) -> Sequence[RequestEnded]:
+    def fail(self, reason: RequestFailReason, detail: str, now: float) -> LeaseEffects:
         with self._over:
-            ended = self._leased.break_off(reason, detail, now)
+            effects = self._leased.fail(reason, detail, now)
             self._cut_if_over()
-        return ended
-
-    @property
-    def waits_for_news(self) -> bool:
-        return self._leased.waits_for_news
-
-    def saw_server_gone(self, now: float) -> None:
-        with self._over:
-            self._leased.saw_server_gone(now)
+        return effects
 
     @property
     def has_ended(self) -> bool:

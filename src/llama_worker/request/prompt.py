@@ -1,4 +1,4 @@
-"""The conversation of one request: the messages of its turns. Pure; mutates no input.
+"""What a turn sends: its messages, and the body that holds them. Pure; mutates no input.
 
 The server's prompt cache is a prefix cache, so a `Conversation` only grows: what was sent in a turn
 is sent to the byte the same in every later one, and what changes from turn to turn (clock, budget)
@@ -8,13 +8,18 @@ goes to the end.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.request.submission import Submission
+from llama_worker.request.tools import ToolBatch
+from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.tagged_calls import tagged_call
 from llama_worker.types import BiosText, ChatMessage, SystemPromptMode
@@ -37,8 +42,8 @@ class Conversation(Struct, frozen=True, kw_only=True):
         cls,
         bios: BiosText | str,
         submission: Submission,
+        config: WorkerConfig,
         *,
-        system_prompt_mode: SystemPromptMode,
         prompted: bool,
     ) -> Conversation:
         """The first turn.
@@ -46,15 +51,16 @@ class Conversation(Struct, frozen=True, kw_only=True):
         An empty user prompt is left out where the submission's messages end in something to answer:
         two user messages in a row fail on templates that want the roles to alternate.
         """
+        system_prompt, mode = submission.system_prompt, config.system_prompt_mode
         body, user_prompt = copy.deepcopy(list(submission.messages)), submission.user_prompt
         if user_prompt or not body or body[-1].get("role") not in ("user", "tool"):
             body.append({"role": "user", "content": user_prompt})
         return cls(
-            head=_system_messages(_stable(bios), submission.system_prompt, system_prompt_mode),
+            head=_system_messages(_stable(bios), system_prompt, mode),
             body=_with_volatile(body, _volatile(bios)),
             prompt_at=len(body) - 1,
-            system_prompt=submission.system_prompt,
-            system_prompt_mode=system_prompt_mode,
+            system_prompt=system_prompt,
+            system_prompt_mode=mode,
             prompted=prompted,
         )
 
@@ -161,3 +167,113 @@ def _assistant(text: str, reasoning: str) -> ChatMessage:
     if reasoning:
         message["reasoning_content"] = reasoning
     return message
+
+
+# ---------------------------------------------------------------- the body
+
+OWNED_PARAMS = ("messages", "tools", "stream")  # the worker's: a caller's are dropped
+
+# With one of these the prompt may end otherwise than the one that the server was asked about.
+_TEMPLATE_PARAMS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "enable_thinking",
+        "reasoning_budget",
+        "reasoning_budget_tokens",
+        "reasoning_effort",
+        "thinking_budget_tokens",
+    }
+)
+
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
+_MORE_TOKENS = 64
+
+
+def request_body(
+    config: WorkerConfig,
+    params: Mapping[str, Any],
+    conversation: Conversation,
+) -> dict[str, Any]:
+    """The chat request. The caller's parameters win over the worker's defaults, but not over what
+    the worker owns. In prompted mode the model learns of the tools from its prompt alone."""
+    body: dict[str, Any] = {
+        "return_progress": True,
+        "stream_options": {"include_usage": True},
+        "reasoning_format": "deepseek",
+        "sse_ping_interval": 10,
+    }
+    if config.max_tokens is not None:
+        body["max_tokens"] = config.max_tokens
+    body.update(config.default_params)
+    body.update(params)
+    for owned in OWNED_PARAMS:
+        body.pop(owned, None)
+    body["messages"] = conversation.messages()
+    tools = [*config.normal_tools, *config.exit_tools]
+    if tools and not conversation.prompted:
+        body["tools"] = tools
+    body["stream"] = True
+    return body
+
+
+def runaway_tokens(body: Mapping[str, Any]) -> int | None:
+    """How many tokens of a turn are far beyond what its body allows: its server keeps to no limit.
+    None: unlimited.
+
+    Counted on our side, where a token may come in more than one piece: hence a quarter more, and
+    some.
+    """
+    limits: list[float] = []
+    for key in _TOKEN_LIMITS:
+        limit = body.get(key)
+        if limit is None:
+            continue
+        if not isinstance(limit, int | float) or not 0 < limit < math.inf:
+            return None
+        limits.append(limit)
+    if not limits:
+        return None
+    return int(max(limits) * 1.25) + _MORE_TOKENS
+
+
+def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:
+    """Whether the prompt ends as `ServerTraits.opens_thinking` says: no parameter touches the
+    template."""
+    return _TEMPLATE_PARAMS.isdisjoint(config.default_params.keys() | params.keys())
+
+
+class Prompts:
+    """The prompts of one request's turns: each continues the one before. Not thread-safe."""
+
+    def __init__(self, config: WorkerConfig, submission: Submission, *, prompted: bool) -> None:
+        self.prompted = prompted
+        self._config = config
+        self._submission = submission
+        self._conversation: Conversation | None = None  # once a BIOS was written
+
+    def next_body(
+        self, bios: BiosText | str, turn: Turn | None = None, batch: ToolBatch | None = None
+    ) -> dict[str, Any]:
+        """What the turn sends that begins now; it continues `turn` with the results of `batch`."""
+        if turn is None or batch is None or self._conversation is None:
+            self._conversation = Conversation.begin(
+                bios, self._submission, self._config, prompted=self.prompted
+            )
+        else:
+            self._conversation = self._conversation.after_tools(
+                bios,
+                text=turn.said_text,
+                reasoning=turn.said_reasoning,
+                calls=batch.calls,
+                results=batch.results,
+            )
+        return request_body(self._config, self._submission.params, self._conversation)
+
+    def since_prompt(self, turn: Turn) -> list[ChatMessage]:
+        """The conversation from the user prompt on, with what the model said in `turn`."""
+        if self._conversation is None:
+            return []
+        return self._conversation.since_prompt(text=turn.said_text, reasoning=turn.said_reasoning)

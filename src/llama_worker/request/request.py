@@ -1,0 +1,399 @@
+"""One request from prompt to record: what follows from what it hears. Sans-IO.
+
+A `Request` is driven by one actor, which carries out the effects that `begin` and `step` return, in
+order, and calls `step` with a Tick at `deadline`. The states and the arrows between them are in
+`states`.
+
+The words for how things end, each for one thing:
+
+    finish   the model is done with its turn; the server gives the reason
+    cancel   the host wants no answer any more
+    abandon  the worker gives the request up, for a reason
+    fail     the code here raised: the request ends without it
+    drop     nobody waits for a tool call any more
+    close    of a connection
+    end      the request is terminal: RequestEnded, the last effect, hands its record over
+"""
+
+from __future__ import annotations
+
+from llama_worker import messages
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.errors import masked
+from llama_worker.request import states
+from llama_worker.request.ending import (
+    CANCELED,
+    SERVER_GONE,
+    TOKEN_LIMIT,
+    Outcome,
+    after_loop,
+    after_turn,
+    failed,
+    failed_by,
+)
+from llama_worker.request.orders import AskIfServerDied, CallTool, PostChat, TurnId, WriteBios
+from llama_worker.request.output import Output, read_output
+from llama_worker.request.progress import Progress, last_progress_at
+from llama_worker.request.prompt import Prompts, keeps_prompt_end, runaway_tokens
+from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
+from llama_worker.request.states import State
+from llama_worker.request.tools import ToolBatch, ToolUse
+from llama_worker.request.turn import Turn
+from llama_worker.stream.calls import ParsedCall
+from llama_worker.stream.events import encodable
+from llama_worker.stream.failure import StreamFailure, refuses_tools
+from llama_worker.stream.turn_end import Finished, LastWord, Verdict
+from llama_worker.types import (
+    OutputChunk,
+    RequestFailReason,
+    RequestPhase,
+    RequestStatus,
+)
+
+# of a tool's error: a model's context is small, and a traceback may be long
+_MAX_ERROR_CHARS = 2000
+
+Effect = (
+    WriteBios
+    | PostChat
+    | messages.CloseStream
+    | CallTool
+    | messages.DropTool
+    | AskIfServerDied
+    | messages.SignalEmitted
+    | messages.ToolsRefused
+    | messages.RequestEnded
+)
+Effects = list[Effect]
+
+
+class Request:
+    """Not thread-safe: one actor at a time."""
+
+    def __init__(
+        self, order: messages.Begin, *, config: WorkerConfig, unix_offset: float, now: float
+    ) -> None:
+        self.request_id = order.request_id
+        self.job_name = order.submission.job_name
+        self.state: State  # from `begin` on
+        self._config = config
+        self._prompts = Prompts(config, order.submission, prompted=order.prompted)
+        self._opens_thinking = order.opens_thinking and keeps_prompt_end(
+            config, order.submission.params
+        )
+        self._totals = RequestTotals(
+            request_id=self.request_id,
+            job_name=self.job_name,
+            created_at=now,
+            unix_offset=unix_offset,
+            output=Output(config.loop_detector),
+            iterations_left=config.max_tool_iterations,
+            has_media=bool(order.submission.part_kinds - {"text"}),
+        )
+        self._tools = ToolUse(config, self._totals)
+        self._turns_count = 0
+        self._turn = self._new_turn(None, now)
+
+    # ------------------------------------------------------------ entries
+
+    def begin(self, now: float) -> Effects:
+        return self._write_bios(None, now)
+
+    def step(self, message: messages.RequestMessage, now: float) -> Effects:
+        """What follows from a message; nothing, if it is for an earlier turn or another request."""
+        effects = self._step(message, now)
+        return [*self._tools.take_new_signals(), *effects]
+
+    def _step(self, message: messages.RequestMessage, now: float) -> Effects:
+        match self.state, message:
+            case (
+                states.Streaming() | states.Settling() | states.ReadingRest(),
+                messages.StreamEvents(turn_id=self._turn_id),
+            ):
+                return self._hear(message)  # nearly always
+            case (
+                states.Streaming() | states.Settling() | states.ReadingRest(),
+                messages.StreamOpened(turn_id=self._turn_id),
+            ):
+                self._turn.headers_at = message.at
+            case states.Streaming() | states.Settling(), messages.StreamClosed(
+                turn_id=self._turn_id
+            ):
+                return self._turn_ended(self._turn.end.closed(message.failure), message.at)
+            case states.ReadingRest(outcome=outcome), messages.StreamClosed(turn_id=self._turn_id):
+                return self._give_up(outcome, message.at)
+            case states.Streaming() | states.Settling(), messages.Abandon(
+                request_id=None | self.request_id, reason=RequestFailReason.SERVER_DIED
+            ):
+                outcome = failed(message.reason, message.detail)
+                self.state = states.ReadingRest(since=now, outcome=outcome)
+            case states.Prompting(batch=batch), messages.BiosWritten(turn_id=self._next_turn_id):
+                return self._bios_written(message, batch, now)
+            case states.RunningTools(batch=batch), messages.CallEnded(turn_id=self._turn_id) if (
+                message.call_id == batch.call.id
+            ):
+                return self._call_ended(batch, message)
+            case states.Disconnected(failure=failure, is_asked=True), messages.ServerChecked(
+                request_id=self.request_id
+            ):
+                if not message.is_gone:
+                    return self._end(failed_by(failure), now)
+                self.state = states.Disconnected.asked(SERVER_GONE, now)
+            case states.ReadingRest(outcome=outcome), messages.Abandon(
+                request_id=None | self.request_id
+            ):
+                return self._give_up(outcome, now)
+            case _, messages.Abandon(request_id=None | self.request_id):
+                return self._give_up(failed(message.reason, message.detail), now)
+            case _, messages.CancelRequest(request_id=self.request_id):
+                return self._end(CANCELED, now)
+            case _, messages.Tick():
+                return self._tick(now)
+        return []
+
+    def _tick(self, now: float) -> Effects:
+        due_at = self.deadline
+        if due_at is None or now < due_at:
+            return []
+        if (waiting := states.put_off(self.state, now)) is not None:
+            self.state = waiting
+            return []
+        match self.state:
+            case states.Prompting(limit_s=limit_s):
+                detail = f"the BIOS provider did not return within bios_timeout_s {limit_s:g} s"
+                return self._end(failed(RequestFailReason.PROMPT_ERROR, detail), now)
+            case states.Settling():
+                return self._turn_finished(now)
+            case states.Disconnected(failure=failure, is_asked=False):
+                self.state = states.Disconnected.asked(failure, now)
+                return [AskIfServerDied(request_id=self.request_id)]
+            case states.Disconnected(failure=failure):
+                return self._end(failed_by(failure), now)
+            case states.ReadingRest(outcome=outcome):
+                return self._give_up(outcome, now)
+            case states.RunningTools(batch=batch, limit_s=limit_s):
+                name = batch.call.name
+                text = f"tool {name!r} did not return within tool_timeout_s {limit_s:g} s"
+                return self._call_failed(batch, text, now, drop=True)
+            case states.Streaming() | states.Ended():
+                return []
+
+    @property
+    def deadline(self) -> float | None:
+        """When a messages.Tick is due; None: none is."""
+        return states.deadline(self.state)
+
+    def fail(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
+        """End after `step` itself raised: keeps what was shown, and loses what was held back."""
+        ended = self._hand_over(failed(reason, detail), now)
+        return [*self._tools.take_new_signals(), *ended]
+
+    def saw_liveness(self, at: float | None) -> None:
+        """Evidence that the server works; for the status."""
+        self._totals.liveness_at = at
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def phase(self) -> RequestPhase:
+        return states.PHASES.get(type(self.state)) or self._turn.phase
+
+    def progress(self) -> Progress:
+        concluding = not isinstance(
+            self.state, states.Streaming | states.RunningTools | states.Ended
+        )
+        return build_progress(self._totals, self._turn, self.phase, concluding=concluding)
+
+    def status(self) -> RequestStatus:
+        running = (
+            self.state.batch.call.name if isinstance(self.state, states.RunningTools) else None
+        )
+        return build_status(self._totals, self._turn, self.progress(), running)
+
+    @property
+    def output_chars(self) -> tuple[int, int]:
+        """How much text and reasoning there is."""
+        return self._totals.output.text_chars, self._totals.output.reasoning_chars
+
+    def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
+        """What was added since the offsets."""
+        output, done = self._totals.output, isinstance(self.state, states.Ended)
+        return read_output(output.text, output.reasoning, text_offset, reasoning_offset, done=done)
+
+    # ------------------------------------------------------------ a turn begins
+
+    @property
+    def _turn_id(self) -> TurnId:
+        return self.request_id, self._turns_count
+
+    @property
+    def _next_turn_id(self) -> TurnId:
+        return self.request_id, self._turns_count + 1
+
+    def _write_bios(self, batch: ToolBatch | None, now: float) -> Effects:
+        """The next turn begins with its BIOS; it continues after `batch`."""
+        limit_s = self._config.timeouts.bios_timeout_s
+        self.state = states.Prompting(since=now, limit_s=limit_s, batch=batch)
+        return [
+            WriteBios(
+                turn_id=self._next_turn_id,
+                iterations_left=self._totals.iterations_left,
+                prompted=self._prompts.prompted,
+            )
+        ]
+
+    def _bios_written(
+        self, written: messages.BiosWritten, batch: ToolBatch | None, now: float
+    ) -> Effects:
+        if written.error is not None:
+            return self._end(failed(RequestFailReason.PROMPT_ERROR, written.error), now)
+        body = self._prompts.next_body(written.bios, self._turn, batch)
+        self._turns_count += 1
+        self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
+        self._turn = self._new_turn(runaway_tokens(body), now)
+        self.state = states.Streaming()
+        return [PostChat(turn_id=self._turn_id, body=body)]
+
+    def _new_turn(self, runaway_tokens: int | None, now: float) -> Turn:
+        return Turn(
+            started_at=now,
+            prompted=self._prompts.prompted,
+            with_tools=self._tools.offered,
+            opens_thinking=self._opens_thinking,
+            loop_detector=self._config.loop_detector,
+            runaway_tokens=runaway_tokens,
+        )
+
+    # ------------------------------------------------------------ a turn goes on, and ends
+
+    def _hear(self, batch: messages.StreamEvents) -> Effects:
+        at, turn, output = batch.at, self._turn, self._totals.output
+        turn.last_stream_byte_at = at
+        for event in batch.events:
+            if isinstance(event, LastWord):
+                turn.hear(event, at)
+                verdict = turn.end.feed(event, at)
+                if verdict is not None:
+                    return self._turn_ended(verdict, at)
+                if isinstance(self.state, states.Streaming):
+                    self.state = states.Settling(since=at)
+                continue
+            output.add(*turn.take(event, at))
+            self._tools.record_exits(turn, at)
+            loop = output.loop or turn.hidden_loop
+            if loop is not None:
+                return self._end(after_loop(loop), at)
+            if turn.is_runaway:
+                return self._end(TOKEN_LIMIT, at)
+        return []
+
+    def _turn_ended(self, verdict: Verdict, at: float) -> Effects:
+        match verdict:
+            case Finished():
+                rest = self.state.outcome if isinstance(self.state, states.ReadingRest) else None
+                return self._turn_finished(at, otherwise=rest)
+            case StreamFailure(
+                reason=RequestFailReason.CONNECT_FAILED | RequestFailReason.STREAM_DISCONNECTED
+            ):
+                self.state = states.Disconnected(since=at, failure=verdict)
+                return []
+            case StreamFailure() if self._may_ask_without_tools and refuses_tools(verdict):
+                self._prompts.prompted = True
+                detail = masked(verdict.detail, self._config.api_key)
+                return [messages.ToolsRefused(detail=detail), *self._write_bios(None, at)]
+            case _:
+                return self._end(failed_by(verdict, offers_tools=self._tools.offered), at)
+
+    @property
+    def _may_ask_without_tools(self) -> bool:
+        """Ask once more, with the tools described in the prompt."""
+        is_first = self._turns_count == 1 and not self._prompts.prompted
+        return is_first and self._config.tool_call_mode == "auto" and self._tools.offered
+
+    def _give_up(self, outcome: Outcome, now: float) -> Effects:
+        """End so, unless the model had finished a turn without calls before."""
+        if self._turn.is_over or self._turn.end.finish_reason is None:
+            return self._end(outcome, now)
+        return self._turn_finished(now, otherwise=outcome)
+
+    def _turn_finished(self, now: float, otherwise: Outcome | None = None) -> Effects:
+        """The request ends, or the turn's calls run; `otherwise`: its end in place of these."""
+        judged = self._judge_turn(now)
+        if isinstance(judged, Outcome):
+            return self._end(judged, now)
+        if otherwise is not None:
+            return self._end(otherwise, now)
+        return [self._close_turn(), *self._run_call(self._tools.begin(judged, now))]
+
+    def _judge_turn(self, now: float) -> Outcome | tuple[ParsedCall, ...]:
+        """What a turn that the model finished leads to: the request's end, or calls to run."""
+        turn, output, reason = self._turn, self._totals.output, self._turn.end.finish_reason
+        output.add(*turn.finish(cut_off=reason == "length"))
+        if output.loop is not None:
+            return after_loop(output.loop)
+        found = self._tools.take_calls(turn, now)
+        return after_turn(reason, found, self._totals.iterations_left) or found.normal
+
+    def _close_turn(self) -> messages.CloseStream:
+        """The exchange is over: add up what is kept of it."""
+        self._totals.add_turn(self._turn, last_progress_at(self.progress(), None))
+        return messages.CloseStream(turn_id=self._turn_id)
+
+    # ------------------------------------------------------------ tools
+
+    def _run_call(self, batch: ToolBatch) -> Effects:
+        """Order the batch's next call, only now: none may begin once the request has ended."""
+        timeout_s = self._config.tool_timeout_s
+        self.state = states.RunningTools(since=batch.started_at, limit_s=timeout_s, batch=batch)
+        return [CallTool(turn_id=self._turn_id, job_name=self.job_name, call=batch.call)]
+
+    def _call_ended(self, batch: ToolBatch, ended: messages.CallEnded) -> Effects:
+        if not ended.ok:
+            return self._call_failed(batch, ended.text, ended.at)
+        return self._go_on(self._tools.record_result(batch, ended.text, ended.at), ended.at)
+
+    def _call_failed(
+        self, batch: ToolBatch, error: str, at: float, *, drop: bool = False
+    ) -> Effects:
+        """It fails the request, or the model is told."""
+        if self._config.tool_errors == "fail":
+            return self._end(failed(RequestFailReason.TOOL_EXECUTION_ERROR, error), at)
+        text = encodable(masked(error, self._config.api_key))[:_MAX_ERROR_CHARS]
+        following = self._go_on(self._tools.record_result(batch, text, at, error=error), at)
+        return [messages.DropTool(turn_id=self._turn_id), *following] if drop else following
+
+    def _go_on(self, batch: ToolBatch, at: float) -> Effects:
+        """The batch's next call; after the last one the next turn."""
+        return self._write_bios(batch, at) if batch.is_done else self._run_call(batch)
+
+    # ------------------------------------------------------------ the end
+
+    def _end(self, outcome: Outcome, now: float) -> Effects:
+        """End, with all that the turn under way has brought."""
+        if isinstance(self.state, states.Ended):
+            return []
+        self._totals.output.add_rest(*self._turn.finish())  # what was held back is output, too
+        if not self._turn.calls_taken:
+            self._tools.take_calls(self._turn, now)
+        return self._hand_over(outcome, now)
+
+    def _hand_over(self, outcome: Outcome, now: float) -> Effects:
+        """End with the record of things as they are."""
+        effects: Effects = []
+        match self.state:
+            case states.Ended():
+                return []
+            case states.RunningTools(batch=batch):
+                effects.append(messages.DropTool(turn_id=self._turn_id))
+                error = f"given up while it ran: {outcome.fail_reason}"
+                if outcome.fail_reason is RequestFailReason.TOOL_EXECUTION_ERROR:
+                    error = outcome.fail_detail or error
+                self._tools.record_failure(batch, error, now)
+            case _ if self._turns_count and not self._turn.is_over:
+                effects.append(self._close_turn())
+        self._tools.record_not_run(outcome.fail_reason or outcome.finish_reason, now)
+        conversation = self._prompts.since_prompt(self._turn)
+        outcome = outcome.masked(self._config.api_key)
+        record = build_record(self._totals, self._turn, self.progress(), outcome, conversation, now)
+        self.state = states.Ended()
+        return [*effects, messages.RequestEnded(record=record)]

@@ -1,0 +1,131 @@
+"""What a request waits for: its states, and the arrows between them. Data.
+
+This is every arrow; whatever else comes leaves the state as it is. A request starts in Prompting.
+
+    state                   event                                            next state
+    ----------------------  -----------------------------------------------  ------------
+    Prompting               BIOS written                                     Streaming
+    Prompting               BIOS failed | deadline | server died             Ended
+    Streaming               finish reason                                    Settling
+    Streaming               connection lost                                  Disconnected
+    Streaming               tools refused                                    Prompting
+    Streaming               [DONE] | HTTP error | error record | loop        Ended
+    Streaming               server died                                      ReadingRest
+    Settling                [DONE] | connection lost | HTTP error | deadline  Ended
+    Settling                tools refused | error record | loop              Ended
+    Settling                server died                                      ReadingRest
+    Settling with calls     [DONE] | connection lost | HTTP error | deadline  RunningTools
+    Settling with calls     tools refused                                    RunningTools
+    Settling with calls     error record | loop                              Ended
+    Settling with calls     server died                                      ReadingRest
+    Disconnected            server died                                      Ended
+    Disconnected and asked  server is alive | server died | deadline         Ended
+    ReadingRest             [DONE] | connection lost | HTTP error | deadline  Ended
+    ReadingRest             tools refused | error record | loop | server died  Ended
+    RunningTools            last call returned                               Prompting
+    RunningTools            call failed | deadline | server died             Ended
+    any but Ended           cancelled | abandoned                            Ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from llama_worker.gaps import gap_s
+from llama_worker.request.ending import Outcome
+from llama_worker.request.tools import ToolBatch
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.turn_end import SETTLE_S
+from llama_worker.types import RequestPhase
+
+DEATH_NEWS_S = 0.2  # a process's death is told 0.03 s after its connection broke (idle machine)
+LATE_NEWS_S = 10.0  # the process is gone, so its end will be told: the machine is busy
+LAST_WORDS_S = 2.0  # what a dead process had sent may still be on its way through the reader
+
+# ---------------------------------------------------------------- states
+
+
+class _Waiting(Struct, frozen=True, kw_only=True):
+    """Until the deadline, in monotonic seconds."""
+
+    since: float
+    limit_s: float
+    put_off_s: float = 0.0  # for a gap in which the host did not run
+
+    @property
+    def until(self) -> float:
+        return self.since + self.limit_s + self.put_off_s
+
+
+class Prompting(_Waiting, frozen=True, kw_only=True):
+    """The BIOS provider writes the prompt of the next turn, which continues after `batch`."""
+
+    batch: ToolBatch | None = None
+
+
+class Streaming(Struct, frozen=True):
+    """The server works on the turn; its watch decides how long that may take."""
+
+
+class Settling(_Waiting, frozen=True, kw_only=True):
+    """The turn has its finish reason; usage, [DONE] or an error record may still follow."""
+
+    limit_s: float = SETTLE_S
+
+
+class Disconnected(_Waiting, frozen=True, kw_only=True):
+    """The connection broke. The server's death may explain it: it may be told, or is asked for."""
+
+    failure: StreamFailure
+    limit_s: float = DEATH_NEWS_S
+    is_asked: bool = False
+
+    @classmethod
+    def asked(cls, failure: StreamFailure, now: float) -> Disconnected:
+        """Somebody looks whether the server's process is gone, or has seen that it is."""
+        return cls(since=now, limit_s=LATE_NEWS_S, failure=failure, is_asked=True)
+
+
+class ReadingRest(_Waiting, frozen=True, kw_only=True):
+    """The server died; what it had sent before is read."""
+
+    outcome: Outcome
+    limit_s: float = LAST_WORDS_S
+
+
+class RunningTools(_Waiting, frozen=True, kw_only=True):
+    """A call of the turn runs; the next one of the batch is ordered once it has returned."""
+
+    batch: ToolBatch
+
+
+class Ended(Struct, frozen=True):
+    """Terminal."""
+
+
+State = Prompting | Streaming | Settling | Disconnected | ReadingRest | RunningTools | Ended
+
+PHASES: Mapping[type[State], RequestPhase] = {  # of the other states: the turn's
+    Prompting: RequestPhase.WAITING,
+    RunningTools: RequestPhase.TOOL,
+    Ended: RequestPhase.DONE,
+}
+
+
+def deadline(state: State) -> float | None:
+    """When a Tick is due; None: none is."""
+    return state.until if isinstance(state, _Waiting) else None
+
+
+def put_off(state: State, now: float) -> State | None:
+    """Behind a gap: the state with the time again that was lost, at most its whole limit, once."""
+    if (
+        not isinstance(state, _Waiting)
+        or state.put_off_s
+        or not (lost_s := gap_s(state.until, now))
+    ):
+        return None
+    return replace(state, put_off_s=lost_s + min(lost_s, state.limit_s))

@@ -1,0 +1,184 @@
+"""The tools of one request: the calls that its model made, what came of each, and the text that a
+result becomes. Pure; not thread-safe."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.messages import SignalEmitted
+from llama_worker.request.report import RequestTotals
+from llama_worker.request.turn import Turn
+from llama_worker.stream.calls import MalformedCall, ParsedCall, Partition, RawCall, partition
+from llama_worker.types import ToolTraceEntry
+
+
+class ToolBatch(Struct, frozen=True, kw_only=True):
+    """The calls of one turn, which run one after the other."""
+
+    calls: tuple[ParsedCall, ...]
+    iteration: int
+    started_at: float  # of the call that runs; monotonic seconds
+    results: tuple[str, ...] = ()  # of those that returned
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.results) == len(self.calls)
+
+    @property
+    def call(self) -> ParsedCall:
+        """The one that runs."""
+        return self.calls[len(self.results)]
+
+
+class ToolUse:
+    """Keeps signals, trace and iteration budget in the request's totals."""
+
+    def __init__(self, config: WorkerConfig, totals: RequestTotals) -> None:
+        self._normal_names = [tool["function"]["name"] for tool in config.normal_tools]
+        self._exit_names = [tool["function"]["name"] for tool in config.exit_tools]
+        self._max_iterations = config.max_tool_iterations
+        self._totals = totals
+        self._announced_count = 0  # of the signals
+        self._not_run: tuple[RawCall | MalformedCall, ...] = ()  # until it is decided otherwise
+
+    @property
+    def offered(self) -> bool:
+        return bool(self._normal_names or self._exit_names)
+
+    def take_new_signals(self) -> list[SignalEmitted]:
+        """Those recorded since the last time."""
+        totals, count = self._totals, self._announced_count
+        self._announced_count = len(totals.signals)
+        return [
+            SignalEmitted(request_id=totals.request_id, job_name=totals.job_name, signal=signal)
+            for signal in copy.deepcopy(totals.signals[count:])
+        ]
+
+    def record_exits(self, turn: Turn, now: float) -> None:
+        """Record the exit calls that are complete so far, while the turn goes on."""
+        if self._exit_names and (exits := turn.take_exits(self._exit_names)):
+            self._tell_apart(exits, now)
+
+    def take_calls(self, turn: Turn, now: float) -> Partition:
+        """Tell the calls of a turn that is over apart, once, and record its exit calls."""
+        turn.calls_taken = True
+        found = self._tell_apart(turn.calls(), now)
+        self._not_run = found.unrun
+        return found
+
+    def begin(self, calls: tuple[ParsedCall, ...], now: float) -> ToolBatch:
+        """Spend an iteration on these calls."""
+        self._not_run = ()
+        iteration = self._iteration
+        self._totals.iterations_left -= 1
+        self._totals.calls_count += len(calls)
+        return ToolBatch(calls=calls, iteration=iteration, started_at=now)
+
+    def record_result(
+        self, batch: ToolBatch, result: str, at: float, *, error: str | None = None
+    ) -> ToolBatch:
+        """The running call returned `result`, or the model is told so of its `error`: the next one
+        is due."""
+        self._totals.trace.append({**self._entry(batch, at, error), "result": result})
+        return replace(batch, results=(*batch.results, result), started_at=at)
+
+    def record_failure(self, batch: ToolBatch, error: str, at: float) -> None:
+        """The running call failed or was dropped; those behind it do not run."""
+        self._totals.trace.append(self._entry(batch, at, error))
+
+    def record_not_run(self, why: str, now: float) -> None:
+        """The calls that no batch was begun with: what they hold is output, too."""
+        for call in self._not_run:
+            raw = call if isinstance(call, RawCall) else RawCall(None, "", call.text)
+            self._totals.trace.append(
+                {
+                    "tool_call_id": raw.call_id or "",
+                    "tool_name": raw.name,
+                    "arguments": raw.arguments,
+                    "iteration": self._iteration,
+                    "started_at": self._totals.unix(now),
+                    "duration_s": 0.0,
+                    "ok": False,
+                    "error": f"not run: {why}",
+                }
+            )
+
+    @property
+    def _iteration(self) -> int:
+        """The number of the next one, from 1."""
+        return self._max_iterations - self._totals.iterations_left + 1
+
+    def _tell_apart(self, calls: Sequence[RawCall | MalformedCall], now: float) -> Partition:
+        found = partition(
+            calls,
+            self._normal_names,
+            self._exit_names,
+            emitted_at=self._totals.unix(now),
+            first_number=self._totals.calls_count + 1,
+        )
+        self._totals.signals += found.exits
+        return found
+
+    def _entry(self, batch: ToolBatch, at: float, error: str | None) -> ToolTraceEntry:
+        entry: ToolTraceEntry = {
+            "tool_call_id": batch.call.id,
+            "tool_name": batch.call.name,
+            "arguments": batch.call.arguments,
+            "iteration": batch.iteration,
+            "started_at": self._totals.unix(batch.started_at),
+            "duration_s": at - batch.started_at,
+            "ok": error is None,
+        }
+        if error is not None:
+            entry["error"] = error
+        return entry
+
+
+# ---------------------------------------------------------------- results
+
+
+class ToolResultError(Exception):
+    """A tool returned what JSON cannot hold. The text says what."""
+
+
+def encode_result(value: Any) -> str:
+    """The text of a tool message: a str as it is, any other JSON value dumped. Raises
+    ToolResultError.
+
+    It runs code of the value (a subclass of dict may do anything): call it on the tool's thread.
+    """
+    try:
+        if isinstance(value, str):
+            text = str.__str__(value)  # of a string enum the value, not its name
+        else:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            _check_keys(value)
+        text.encode()
+    except Exception as exc:
+        raise ToolResultError(
+            f"the tool returned a {type(value).__name__} that JSON cannot hold: "
+            f"{exc or type(exc).__name__}"
+        ) from exc
+    return text
+
+
+def _check_keys(value: Any) -> None:
+    """`json.dumps` writes keys that are numbers or None as strings: the model would read another
+    value."""
+    unchecked = [value]
+    while unchecked:
+        item = unchecked.pop()
+        if isinstance(item, dict):
+            for key in item:
+                if not isinstance(key, str):
+                    raise TypeError(f"the key {key!r} is not a str")
+            unchecked.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            unchecked.extend(item)

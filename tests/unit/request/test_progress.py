@@ -1,0 +1,179 @@
+"""How far a turn is: what brings it forward, and what only keeps its connection busy."""
+
+from __future__ import annotations
+
+import pytest
+
+from llama_worker.request.progress import Advance, Batch, TurnProgress
+from llama_worker.stream.events import (
+    Done,
+    EmptyRecord,
+    Finish,
+    PromptProgress,
+    ReasoningDelta,
+    ServerError,
+    StreamEvent,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    UnknownContent,
+    Usage,
+)
+
+
+def advances(*events: StreamEvent) -> list[bool]:
+    """For each event, whether it brought the turn forward."""
+    return list(map(Advance().by, events))
+
+
+ALWAYS, ONCE, NEVER = [True, True, True], [True, False, False], [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("events", "advance"),
+    [
+        pytest.param([TextDelta("a")] * 3, ALWAYS, id="text"),
+        pytest.param([ReasoningDelta("a")] * 3, ALWAYS, id="reasoning"),
+        pytest.param([ToolCallDelta(0, "c", None, '{"')] * 3, ALWAYS, id="arguments"),
+        pytest.param([ToolCallDelta(0, "c", "look", "")] * 3, ONCE, id="the head of a call"),
+        pytest.param([PromptProgress(7, 100, 0)] * 3, ONCE, id="prompt progress"),
+        pytest.param(
+            [Usage(1, tokens, None) for tokens in range(3)], ONCE, id="usage, also another"
+        ),
+        pytest.param(
+            [Timings(None, None, tokens, None) for tokens in range(3)],
+            ONCE,
+            id="timings, also others",
+        ),
+        pytest.param([Finish("stop")] * 3, ONCE, id="a finish"),
+        pytest.param([ServerError("no", None, None)] * 3, ONCE, id="an error"),
+        pytest.param([Done()] * 3, ONCE, id="the end mark"),
+        pytest.param([UnknownContent(7)] * 3, ONCE, id="what has no name here"),
+        pytest.param(
+            [PromptProgress(processed, 100, 0) for processed in (100, 101, 2**62)],
+            ONCE,
+            id="more of the prompt than there is",
+        ),
+        pytest.param([EmptyRecord()] * 3, NEVER, id="a role"),
+        pytest.param([TextDelta("")] * 3, NEVER, id="no text"),
+        pytest.param([ReasoningDelta("")] * 3, NEVER, id="no reasoning"),
+        pytest.param([ToolCallDelta(0, None, None, None)] * 3, NEVER, id="an empty call"),
+    ],
+)
+def test_the_same_again_and_again(events: list[StreamEvent], advance: list[bool]) -> None:
+    assert advances(*events) == advance
+
+
+def test_prompt_progress_advances_only_beyond_all_that_was_reported() -> None:
+    in_circles = [PromptProgress(processed, 100, 0) for processed in (0, 40, 80, 0, 40, 80, 81, 80)]
+    assert advances(*in_circles) == [True, True, True, False, False, False, True, False]
+
+
+def test_unknown_content_advances_while_it_changes() -> None:
+    words = [UnknownContent(number) for number in range(5000)]
+    assert all(advances(*words))
+    assert advances(*words[:100], *words[:100]) == [True] * 100 + [False] * 100
+
+
+def test_calls_that_begin_for_ever_advance_no_more() -> None:
+    heads = [ToolCallDelta(number, f"c{number}", "look", "") for number in range(1000)]
+    assert advances(*heads) == [True] * 256 + [False] * 744
+
+
+# ---------------------------------------------------------------- of one turn
+
+
+def hear(progress: TurnProgress, *events: StreamEvent, at: float = 1.0) -> None:
+    for event in events:
+        progress.hear(event, at)
+
+
+def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
+    it = TurnProgress(0.0)
+    hear(it, TextDelta("a"), TextDelta("b"), ToolCallDelta(0, "x", "add", "{}"))
+    assert it.tokens == 3
+    it.timings = Timings(None, None, 7, None)
+    assert it.tokens == 7
+    it.usage = Usage(10, 9, None)
+    assert it.tokens == 9
+    it.usage, it.timings = None, Timings(None, None, None, None)
+    assert it.tokens == 3
+
+
+def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
+    it = TurnProgress(0.0)
+    assert it.tokens_per_second() is None
+    hear(it, TextDelta("a"), at=1.0)
+    assert it.tokens_per_second() is None
+    hear(it, TextDelta("b"), TextDelta("c"), at=2.0)
+    assert it.tokens_per_second() == pytest.approx(2.0)
+    assert (it.first_token_at, it.last_token_at) == (1.0, 2.0)
+    it.timings = Timings(None, None, None, 40.0)
+    assert it.tokens_per_second() == 40.0
+
+
+def test_prompt_progress_is_data_only_where_it_grows() -> None:
+    it = TurnProgress(0.0)
+    for at, processed in ((1.0, 0), (5.0, 40), (6.0, 40), (7.0, 20), (9.0, 60), (10.0, 60)):
+        it.hear(PromptProgress(processed=processed, total=100, cached=0), at)
+    assert (it.last_data_at, it.prompt_progress_at) == (9.0, 9.0)
+    assert [batch[:2] for batch in it.batches] == [(1.0, 5.0), (7.0, 9.0)]
+    assert it.repeated_at == (10.0,)
+
+
+def test_a_batch_leaves_out_what_was_cached() -> None:
+    it = TurnProgress(0.0)
+    for at, processed in ((1.0, 0), (3.0, 1400), (20.0, 1400), (22.5, 1912)):
+        it.hear(PromptProgress(processed=processed, total=2000, cached=900), at)
+    assert it.batches == (
+        Batch(began_at=1.0, ended_at=3.0, tokens=500, depth=1400),
+        Batch(began_at=20.0, ended_at=22.5, tokens=512, depth=1912),
+    )
+
+
+@pytest.mark.parametrize(
+    ("timings", "batches"),
+    [
+        pytest.param(Timings(100, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 500),), id="whole"),
+        pytest.param(Timings(None, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 400),), id="old"),
+        pytest.param(Timings(100, 0, 1, None, 2000.0), (), id="all of it was cached"),
+        pytest.param(Timings(100, 400, 1, None, -1.0), (), id="no duration"),
+        pytest.param(Timings(100, 400, 1, None), (), id="no duration told"),
+    ],
+)
+def test_a_prompt_without_reports_is_one_batch(
+    timings: Timings, batches: tuple[Batch, ...]
+) -> None:
+    it = TurnProgress(0.0)
+    hear(it, TextDelta("a"), at=5.0)
+    hear(it, timings, at=9.0)
+    assert it.batches == batches
+
+
+def test_reports_tell_more_of_batches_than_timings_do() -> None:
+    it = TurnProgress(0.0)
+    for at, processed in ((1.0, 0), (3.0, 500)):
+        it.hear(PromptProgress(processed=processed, total=500, cached=0), at)
+    hear(it, TextDelta("a"), Timings(0, 500, 1, None, 9000.0), at=5.0)
+    assert it.batches == (Batch(1.0, 3.0, 500, 500),)
+
+
+def test_repeats_are_kept_and_are_no_tokens() -> None:
+    it = TurnProgress(0.0)
+    hear(
+        it,
+        *[EmptyRecord()] * 5,
+        ToolCallDelta(0, None, None, None),
+        ToolCallDelta(0, None, None, ""),
+    )
+    assert (len(it.repeated_at), it.last_data_at, it.tokens, it.first_token_at) == (
+        1,
+        None,
+        0,
+        None,
+    )
+    hear(it, TextDelta("a"), at=2.0)
+    assert (it.repeated_at, it.last_data_at) == ((), 2.0)
+    for at in (3.0, 3.4, 3.5, 5.0, 5.1, 7.0, 8.0):  # what comes together is one
+        hear(it, ToolCallDelta(0, None, None, ""), at=at)
+    assert (it.repeated_at, it.last_data_at) == ((5.0, 7.0, 8.0), 2.0)

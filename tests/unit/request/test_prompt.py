@@ -1,0 +1,240 @@
+"""What a turn sends: its messages, and the body that holds them."""
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_worker.bios import (
+    STATUS_CLOSE,
+    STATUS_OPEN,
+)
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.request.prompt import SYSTEM_PROMPT_DELIMITER, Conversation, Prompts
+from llama_worker.request.submission import Submission
+from llama_worker.stream.calls import ParsedCall
+from llama_worker.stream.tagged_calls import tagged_call
+from llama_worker.types import (
+    BiosText,
+    ChatMessage,
+    SystemPromptMode,
+)
+from tests.unit.request.playbook import ADD, PLAIN, SIGNAL, WITH_TOOLS, config
+
+CALLS = (
+    ParsedCall("c00000001", "add", {"a": 1}, '{"a":1}'),
+    ParsedCall("c00000002", "find", {}, "{}"),
+)
+BIOS = BiosText("BIOS", "T1")
+
+
+def begin(
+    bios: BiosText | str = BIOS,
+    *,
+    system_prompt: str = "SYS",
+    messages: Sequence[ChatMessage] = (),
+    user_prompt: str = "Hi",
+    mode: SystemPromptMode = "merged",
+    prompted: bool = False,
+) -> Conversation:
+    prompts: Any = {
+        "system_prompt": system_prompt,
+        "user_prompt": user_prompt,
+        "messages": tuple(messages),
+    }
+    submission = Submission(job_name="j", params={}, **prompts)
+    of = config(system_prompt_mode=mode)
+    return Conversation.begin(bios, submission, of, prompted=prompted)
+
+
+def after_tools(conversation: Conversation, bios: BiosText | str, **said: Any) -> Conversation:
+    said = {"text": "Look:", "reasoning": "hm", "calls": CALLS, "results": ["2", "[]"]} | said
+    return conversation.after_tools(bios, **said)
+
+
+def status(text: str) -> str:
+    return f"\n\n{STATUS_OPEN}\n{text}\n{STATUS_CLOSE}"
+
+
+# ---------------------------------------------------------------- the first turn
+
+
+@pytest.mark.parametrize(
+    ("bios", "system_prompt", "merged", "separate"),
+    [
+        ("BIOS", "SYS", [f"BIOS{SYSTEM_PROMPT_DELIMITER}SYS"], ["BIOS", "SYS"]),
+        ("BIOS", "", ["BIOS"], ["BIOS"]),
+        ("", "SYS", ["SYS"], ["SYS"]),
+        ("", "", [], []),
+        (BiosText("", ""), "", [], []),
+    ],
+)
+def test_system_prompts_are_merged_or_separate(
+    bios: BiosText | str, system_prompt: str, merged: list[str], separate: list[str]
+) -> None:
+    modes: list[tuple[SystemPromptMode, list[str]]] = [("merged", merged), ("separate", separate)]
+    for mode, contents in modes:
+        messages = begin(bios, system_prompt=system_prompt, mode=mode).messages()
+        assert messages[:-1] == [{"role": "system", "content": content} for content in contents]
+        assert messages[-1] == {"role": "user", "content": "Hi"}
+
+
+def test_the_order_is_bios_system_prompt_messages_user_prompt() -> None:
+    prior: list[ChatMessage] = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+    ]
+    for user_prompt in ("Hi", ""):  # after an assistant's message an empty one is a message, too
+        messages = begin(
+            "BIOS", messages=prior, mode="separate", user_prompt=user_prompt
+        ).messages()
+        assert [m["content"] for m in messages] == ["BIOS", "SYS", "q", "a", user_prompt]
+    assert begin("BIOS", user_prompt="").messages()[-1] == {"role": "user", "content": ""}
+    assert begin().messages()[-1] == {"role": "user", "content": "Hi" + status("T1")}
+
+
+PART = {"type": "text", "text": "q"}
+
+
+@pytest.mark.parametrize(
+    ("last", "content"),
+    [
+        ({"role": "user", "content": "q"}, "q" + status("T1")),
+        ({"role": "tool", "content": "r", "tool_call_id": "x"}, "r" + status("T1")),
+        ({"role": "user", "content": [PART]}, [PART, {"type": "text", "text": status("T1")}]),
+        ({"role": "user", "content": None}, status("T1").strip()),
+    ],
+)
+def test_a_needless_empty_prompt_is_left_out(last: Any, content: Any) -> None:
+    before = copy.deepcopy(last)
+    messages = begin(messages=[last], user_prompt="").messages()
+    assert len(messages) == 2
+    assert messages[-1] == {**before, "content": content}
+    assert last == before
+
+
+# ---------------------------------------------------------------- continuation after tools
+
+
+def test_a_continuation_has_a_message_per_call() -> None:
+    calls = [
+        {
+            "id": "c00000001",
+            "type": "function",
+            "function": {"name": "add", "arguments": '{"a":1}'},
+        },
+        {"id": "c00000002", "type": "function", "function": {"name": "find", "arguments": "{}"}},
+    ]
+    assert after_tools(begin(), BiosText("BIOS", "T2")).messages()[2:] == [
+        {"role": "assistant", "content": "Look:", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c00000001", "name": "add", "content": "2"},
+        {
+            "role": "tool",
+            "tool_call_id": "c00000002",
+            "name": "find",
+            "content": "[]" + status("T2"),
+        },
+    ]
+
+
+def test_content_is_never_null() -> None:
+    assistant = after_tools(begin(), BIOS, text="", reasoning="").messages()[2]
+    assert assistant["content"] == ""
+    assert "reasoning_content" not in assistant
+
+
+def test_prompted_calls_go_back_as_written() -> None:
+    written = '<tool_call>\n{"name":"add", "arguments":{"a" : 1}}\n</tool_call>'
+    calls = [ParsedCall("c00000001", "add", {"a": 1}, '{"a": 1}', written), CALLS[1]]
+    conversation = after_tools(
+        begin(prompted=True), BiosText("BIOS", "T2"), text="So:\n", calls=calls
+    )
+    said = f"So:\n{written}\n{tagged_call('find', '{}')}"
+    results = (
+        '<tool_response id="c00000001" name="add">\n2\n</tool_response>\n'
+        '<tool_response id="c00000002" name="find">\n[]\n</tool_response>'
+    )
+    assert conversation.messages()[2:] == [
+        {"role": "assistant", "content": said, "reasoning_content": "hm"},
+        {"role": "user", "content": results + status("T2")},
+    ]
+
+
+@pytest.mark.parametrize(("calls", "results"), [((), []), (CALLS, ["2"]), (CALLS[:1], ["2", "3"])])
+def test_a_result_for_each_call_is_required(
+    calls: tuple[ParsedCall, ...], results: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="one result per call"):
+        after_tools(begin(), BIOS, calls=calls, results=results)
+
+
+@pytest.mark.parametrize("prompted", [False, True])
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.text(), st.text(), st.text()), min_size=1, max_size=4))
+def test_earlier_messages_stay_the_same_byte_by_byte(
+    prompted: bool, turns: list[tuple[str, str, str]]
+) -> None:
+    conversation = begin(prompted=prompted)
+    for text, reasoning, volatile in turns:
+        before = json.dumps(conversation.messages())
+        following = after_tools(
+            conversation, BiosText("other", volatile), text=text, reasoning=reasoning
+        )
+        assert json.dumps(following.messages()).startswith(before.removesuffix("]"))
+        assert json.dumps(conversation.messages()) == before
+        conversation = following
+
+
+def test_a_plain_bios_is_put_first_anew() -> None:
+    conversation = begin("BIOS at 1")
+    following = after_tools(conversation, "BIOS at 2")
+    assert following.messages()[0]["content"] == f"BIOS at 2{SYSTEM_PROMPT_DELIMITER}SYS"
+    assert following.messages()[1:2] == conversation.messages()[1:]
+    assert STATUS_OPEN not in str(following.messages())
+
+
+# ---------------------------------------------------------------- the body
+
+
+def body(
+    of: WorkerConfig = PLAIN, params: dict[str, Any] | None = None, *, prompted: bool = False
+) -> dict[str, Any]:
+    submission = Submission(
+        job_name="j", system_prompt="", user_prompt="u", params=params or {}, messages=()
+    )
+    return Prompts(of, submission, prompted=prompted).next_body("")
+
+
+def test_the_workers_own_defaults() -> None:
+    sent = body()
+    assert sent.pop("sse_ping_interval") > 0
+    assert sent == {
+        "messages": [{"role": "user", "content": "u"}],
+        "stream": True,
+        "return_progress": True,
+        "stream_options": {"include_usage": True},
+        "reasoning_format": "deepseek",
+        "max_tokens": 4096,
+    }
+
+
+def test_params_win_over_default_params_and_those_over_defaults() -> None:
+    instead = {"return_progress": False, "stream_options": {}, "reasoning_format": "none"}
+    changed = {**instead, "sse_ping_interval": -1, "max_tokens": 5, "unknown": {"a": [1, None]}}
+    of = config(max_tokens=1, default_params=changed)
+    assert body(params=changed) == body(of) == body() | changed
+    assert body(of, {"max_tokens": 4, "seed": 5}) == body(of) | {"max_tokens": 4, "seed": 5}
+    assert "max_tokens" not in body(config(max_tokens=None))
+
+
+def test_what_the_worker_owns_is_replaced() -> None:
+    owned: dict[str, Any] = {"messages": [], "tools": [{"x": 1}], "stream": False}
+    before = copy.deepcopy(owned)
+    assert body(config(default_params=owned), owned) == body()
+    assert body(WITH_TOOLS, owned)["tools"] == [ADD, SIGNAL]
+    assert body(WITH_TOOLS, owned, prompted=True) == body()
+    assert owned == before
