@@ -37,7 +37,7 @@ from tests.server.conftest import ENDLESS, HOST, TOKENS_PER_WORD, forced, prompt
 from tests.server.pace import measured
 from tests.server.test_tools import ADD, FIRST_CALL_THEN_ANSWER, REPORT
 
-UNFINISHED_S = 600.0  # a request that has not ended by then is a mistake of somebody
+UNFINISHED_S = 600.0  # a worker none of whose requests got further for so long is stuck
 _ANSWER_S = 60.0
 _LOOK_EVERY_S = 0.2
 _TOOL_ANSWER = "Sum: Result: five"
@@ -116,6 +116,7 @@ class Host:
         self._episode, self._worker, self._limits = episode, worker, limits
         self._standstills = Standstills()
         self._began_at = time.monotonic()
+        self._seen = threading.local()
 
     def run(self) -> None:
         say("ready", pid=self._status()["pid"])
@@ -160,13 +161,23 @@ class Host:
         """The id, as soon as a slot is free."""
         words = max(1, prompt_tokens // TOKENS_PER_WORD)
         prompt = prompt_of(words, f"{name} of {self._episode.seed}")
-        give_up_at = time.monotonic() + UNFINISHED_S
-        while True:
-            answer = self._worker.submit(name, "", prompt, params=params).get(timeout=_ANSWER_S)
-            if answer["ok"]:
-                return answer["request_id"]
-            assert time.monotonic() < give_up_at, answer
-            time.sleep(0.05)
+        while self._advances():
+            give_up_at = time.monotonic() + UNFINISHED_S
+            while time.monotonic() < give_up_at:
+                answer = self._worker.submit(name, "", prompt, params=params).get(timeout=_ANSWER_S)
+                if answer["ok"]:
+                    return answer["request_id"]
+                time.sleep(0.05)
+        raise AssertionError(answer)
+
+    def _advances(self) -> bool:
+        """Whether a request of the worker got further since the last call in this thread."""
+        ids = self._status()["active_request_ids"]
+        statuses = [
+            self._worker.get_status(request_id).get(timeout=_ANSWER_S) for request_id in ids
+        ]
+        before, self._seen.statuses = getattr(self._seen, "statuses", None), statuses
+        return statuses != before
 
     def _result(
         self, request_id: int, cancel_after_s: float | None
@@ -179,7 +190,7 @@ class Host:
                 result = future.get(timeout=cancel_after_s or UNFINISHED_S)
             except pykka.Timeout:
                 if cancel_after_s is None:
-                    return None, False
+                    return self._result(request_id, None) if self._advances() else (None, False)
                 is_cancelled = self._worker.cancel(request_id).get(timeout=_ANSWER_S)
                 result = future.get(timeout=_ANSWER_S)
         except pykka.Timeout:

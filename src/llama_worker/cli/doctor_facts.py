@@ -22,10 +22,10 @@ from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.run import make_ready
 from llama_worker.cli.screen import Screen
 from llama_worker.config.command_flags import KnownFlags, read_help
+from llama_worker.config.machine import CGROUP, memory_bytes, read_number
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.runtime.probes.gpu_watch import gpus_in_use
 from llama_worker.runtime.probes.liveness_probes import NvidiaProbe
-from llama_worker.runtime.process.machine import CGROUP, memory_bytes, read_number
 from llama_worker.runtime.process.server_program import FoundServer
 from llama_worker.server.builds import build_number
 from llama_worker.server.traits import server_traits

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from llama_worker.config.command import llama_server_cmd
 from llama_worker.config.command_flags import memory_warning
+from llama_worker.config.machine import memory_bytes
 from llama_worker.config.near_names import did_you_mean
 from llama_worker.config.profiles import (
     TIMEOUT_PRESETS,
@@ -25,7 +26,6 @@ from llama_worker.config.profiles import (
 )
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import ConfigError
-from llama_worker.runtime.process.machine import memory_bytes
 
 KeyPath = tuple[str, ...]
 Table = Mapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from llama_worker.runtime.process.machine import CGROUP
+from llama_worker.config.machine import CGROUP
 
 _KMSG = "/dev/kmsg"
 _RECORD_BYTES = 8192  # longer ones the kernel cuts off
