@@ -26,6 +26,7 @@ from llama_worker.types import RequestState, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.invariants import QUICK_S
 from tests.simulation.leases import ProxiedClient
+from tests.simulation.promises import Promise
 from tests.simulation.scheduler import Violation
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class Host:
         self._world.worker.close()
         took_s = self._scheduler.host_time - began
         if took_s > self.stop_bound_s + 5.0:
-            raise Violation(5, f"close() took {took_s:.1f} s")
+            raise Violation(Promise.ANSWERS, f"close() took {took_s:.1f} s")
 
     # ------------------------------------------------------------ plans
 
@@ -262,9 +263,13 @@ class Host:
             if self._may_be_gone(request_id):
                 return
             if had_ended and not may_be_gone:
-                raise Violation(1, f"release({request_id}) is False, and the request had ended")
+                raise Violation(
+                    Promise.ENDS_ONCE, f"release({request_id}) is False, and the request had ended"
+                )
         if truth.ended_at is None:
-            raise Violation(1, f"release({request_id}) is True, and the request runs")
+            raise Violation(
+                Promise.ENDS_ONCE, f"release({request_id}) is True, and the request runs"
+            )
         yield from self._is_gone(request_id, "it was released")
 
     def client(self, *, every_s: float) -> Plan:
@@ -283,7 +288,9 @@ class Host:
                 continue
             request_id = answer["request_id"]
             if request_id not in self._invariants.requests:
-                raise Violation(1, f"request {request_id} was admitted and holds no slot")
+                raise Violation(
+                    Promise.ENDS_ONCE, f"request {request_id} was admitted and holds no slot"
+                )
             follow = dice.weighted(
                 {
                     self._await: 4.0,
@@ -338,14 +345,19 @@ class Host:
         told = exchange.explained(failure)
         client.end()
         what = f"the slot of {exchange.request_id}, whose client was served"
-        self._invariants.expect(5, QUICK_S, what, lambda: truth.ended_at is not None)
+        self._invariants.expect(
+            Promise.WATCHES_CLIENTS, QUICK_S, what, lambda: truth.ended_at is not None
+        )
         while truth.ended_at is None:
             yield 0.05
         assert truth.record is not None
         reason = truth.record.result["fail_reason"]
         self.outcomes[str(reason or truth.record.result["finish_reason"])] += 1
         if told is not None and not truth.canceled and told.reason is not reason:
-            raise Violation(1, f"the client was told {told.reason}, the record says {reason}")
+            raise Violation(
+                Promise.WATCHES_CLIENTS,
+                f"the client was told {told.reason}, the record says {reason}",
+            )
 
     def _took(self, request_id: int, result: Any) -> None:
         if result["ok"]:
@@ -365,7 +377,9 @@ class Host:
         also = self.result(request_id) if self._dice.chance(0.1) else None
         result = yield future
         if self._invariants.requests[request_id].ended_at is None:
-            raise Violation(1, f"result({request_id}) resolved before the request had ended")
+            raise Violation(
+                Promise.ENDS_ONCE, f"result({request_id}) resolved before the request had ended"
+            )
         self._took(request_id, result)
         if also is not None:
             self._took(request_id, (yield also))
@@ -375,7 +389,7 @@ class Host:
     def _is_gone(self, request_id: int, since: str) -> Plan:
         gone = yield self.quick(self._world.worker.get_result(request_id), "get_result()")
         if gone.get("error") != "NOT_FOUND":
-            raise Violation(1, f"request {request_id} is still there after {since}")
+            raise Violation(Promise.ENDS_ONCE, f"request {request_id} is still there after {since}")
 
     def _ask(self) -> Plan:
         """`submit` and `result` in one; its future must be resolved once the worker is at rest."""
@@ -389,7 +403,9 @@ class Host:
         except RequestFailed as failed:
             result = failed.result
             if result["state"] is RequestState.COMPLETED:
-                raise Violation(1, f"ask() raised, and completed: {result}") from failed
+                raise Violation(
+                    Promise.SHOWS_FAILURES, f"ask() raised, and completed: {result}"
+                ) from failed
         self._took(result["request_id"], result)
         yield from self._is_gone(result["request_id"], "ask() resolved")
 
@@ -403,7 +419,9 @@ class Host:
             if result["error"] == "NOT_FOUND":
                 if self._may_be_gone(request_id):
                     return
-                raise Violation(1, f"request {request_id} is gone, and nobody took its result")
+                raise Violation(
+                    Promise.ENDS_ONCE, f"request {request_id} is gone, and nobody took its result"
+                )
 
     def _read(self, request_id: int) -> Plan:
         text, reasoning, done = "", "", False
@@ -423,7 +441,9 @@ class Host:
             if not chunk["ok"]:
                 if self._may_be_gone(request_id):
                     return
-                raise Violation(1, f"request {request_id} is gone, and nobody took its result")
+                raise Violation(
+                    Promise.ENDS_ONCE, f"request {request_id} is gone, and nobody took its result"
+                )
             text, reasoning, done = (
                 text + chunk["text"],
                 reasoning + chunk["reasoning"],
@@ -431,14 +451,17 @@ class Host:
             )
             if len(text) != chunk["text_offset"]:
                 raise Violation(
-                    2, f"request {request_id}: text_offset {chunk['text_offset']}, {len(text)} read"
+                    Promise.KEEPS_OUTPUT,
+                    f"request {request_id}: text_offset {chunk['text_offset']}, {len(text)} read",
                 )
         result = yield self.result(request_id)
         self._took(request_id, result)
         if not result["ok"] and self._may_be_gone(request_id):
             return
         if (result["text"], result["reasoning"]) != (text, reasoning):
-            raise Violation(2, f"request {request_id}: what was read differs from the result")
+            raise Violation(
+                Promise.KEEPS_OUTPUT, f"request {request_id}: what was read differs from the result"
+            )
 
     def _cancel(self, request_id: int) -> Plan:
         yield self._dice.log_between(0.001, 120.0)
@@ -456,7 +479,7 @@ class Host:
         result = yield self.result(request_id)
         self._took(request_id, result)
         if result["ok"] and was_canceled and result["state"] is not RequestState.CANCELED:
-            raise Violation(1, f"cancel({request_id}) said True: {result['state']}")
+            raise Violation(Promise.ENDS_ONCE, f"cancel({request_id}) said True: {result['state']}")
 
     def _forget(self, request_id: int) -> Plan:
         """The result is kept for ever, or as long as the configuration says."""
@@ -501,5 +524,6 @@ class Host:
                 answer["active_request_ids"]
             ):
                 raise Violation(
-                    1, f"slots_used {answer['slots_used']}: {answer['active_request_ids']}"
+                    Promise.ENDS_ONCE,
+                    f"slots_used {answer['slots_used']}: {answer['active_request_ids']}",
                 )

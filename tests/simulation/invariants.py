@@ -1,24 +1,28 @@
-"""What must hold, checked after every step, or at the instant a bound is due.
+"""What must hold, checked after every step, or at the instant when a bound is due.
 
-1. Every admitted request ends exactly once; the slots in use are those of requests that have not
-  ended; a refused one
-   takes none.
-2. Output only grows, and after any ending it is exactly what had come up to the instant that
-  decided.
-3. Nothing is given up, and no server ended, without a fault that excuses it.
-4. What is wedged is found within its kind's bound.
-5. Every future resolves within its bound.
-6. No process lives when the next is started, or after `stop()`.
-7. States change along the documented arrows only, restarts keep to the budget, old news changes
-  nothing.
-8. When faults stop, the worker comes to rest, and a fresh request completes (`world.py` asks it).
-9. At the end nothing is left (`world.py` asks for it).
+Ends once: slots are those of requests that have not ended; each has one record; a refusal is true
+  when it is given.
+Keeps output: it only grows, and after any ending it is what had come up to the instant that decided.
+Hung or slow: nothing is given up, and no server ended, without a fault that excuses it; what is
+  wedged is found within its kind's bound.
+Answers at once: every future resolves within its bound.
+Kill and restart: states change along the documented arrows, restarts keep to the budget, follow
+  their backoff in time and happen when planned; SIGKILL comes after the grace; old news changes
+  nothing; once faults stop, the worker comes to rest and a fresh request completes.
+Leaves nothing: no process lives when the next is started, or after `stop()`; after `close()` no
+  actor, timer, stream or open request is left.
+Swaps a model: `drain()` ends soon after the last request; only who was asked to restarts.
+Cancels for real: the connection of a request that has ended is closed.
+Watches every client: a lease gives its slot back, and its client is told the recorded reason.
+A failure cannot be missed: a reason for each that did not complete, none for one that did.
+Says what happens: the host hears of every state, restart, admission and ending, once and in order.
+Tools: a call that does not return is given up in time; its thread is counted until it ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,10 +33,12 @@ from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server.lifecycle import Lifecycle
 from llama_worker.server.lifecycle_states import BackingOff, Launching
 from llama_worker.server.suspicion import is_degenerate
+from llama_worker.server.termination import Signal
 from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types import RequestFailReason, RequestState, WorkerState
 from tests.simulation.bench import Bench
 from tests.simulation.faults import Kind
+from tests.simulation.promises import Promise
 from tests.simulation.scheduler import SimulatedActor, Violation
 from tests.simulation.server import Exchange
 
@@ -97,6 +103,7 @@ class Invariants:
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
         self._scheduler, self._worker = bench.scheduler, bench.actor
         self._policy, self._slots = bench.config.restart, bench.config.slots
+        self._grace_s = bench.config.timeouts.stop_grace_s
         self._records: dict[int, RequestRecord] = {}  # also those that are released at once
         self._keep_records(bench.actor._table)
         self._active: tuple[int, ...] = ()
@@ -106,6 +113,11 @@ class Invariants:
         self._ready_at = 0.0
         self._restarted_at: list[float] = []
         self.restart_count = 0
+        # by on_event: how each request ended, and restarts that were announced
+        self._told_endings: dict[int, tuple[str, str | None] | None] = {}
+        self._told_state = str(WorkerState.STOPPED)
+        self._told_restarts = self._restarts = 0
+        self._termed_at: dict[int, float] = {}  # by launch, when SIGTERM was first ordered
         self._stale_before: Lifecycle | None = None
         self._backing_off: BackingOff | None = None  # the state whose end is expected
         bench.scheduler.before_message = self.before_message
@@ -157,7 +169,8 @@ class Invariants:
         if self._stale_before is not None:
             if self._stale_before != self.lifecycle:
                 raise Violation(
-                    7, f"{type(message).__name__} of an old launch changed the worker's state"
+                    Promise.KILLS_AND_RESTARTS,
+                    f"{type(message).__name__} of an old launch changed the worker's state",
                 )
             self._stale_before = None
         active = self.active
@@ -176,7 +189,7 @@ class Invariants:
     def _expect_launch(self, backing_off: BackingOff) -> None:
         left_s = max(0.0, backing_off.resume_at - self._scheduler.host_time)
         self.expect(
-            8,
+            Promise.KILLS_AND_RESTARTS,
             left_s + LATEST_TIMER_S,
             "the launch behind a backoff",
             lambda: self.lifecycle.state is not backing_off,
@@ -191,12 +204,13 @@ class Invariants:
             self._slot_waiters.append(message.reply)
         if self._drains and not self._active:
             for future in self._drains:
-                self.expect_answer(future, self.stop_bound_s, "drain(), with nothing in flight")
+                what = "drain(), with nothing in flight"
+                self.expect(Promise.SWAPS, self.stop_bound_s, what, future.done)
             self._drains.clear()
         self._slot_waiters = [future for future in self._slot_waiters if not future.done()]
         takes_requests = self.state is WorkerState.READY and not self.lifecycle.is_draining
         if self._slot_waiters and takes_requests and len(self._active) < self._slots:
-            raise Violation(5, "a slot is free, and wait_slot() has not resolved")
+            raise Violation(Promise.ANSWERS, "a slot is free, and wait_slot() has not resolved")
 
     def slot_waited(self, error: str | None) -> None:
         """A `wait_slot()` resolves: a slot is free, or none will be for this reason."""
@@ -210,35 +224,60 @@ class Invariants:
             expected = "WORKER_DRAINING"
         if error != expected or (error is None and full):
             raise Violation(
-                1, f"wait_slot() resolved with {error} while {life.public_state}, full: {full}"
+                Promise.ENDS_ONCE,
+                f"wait_slot() resolved with {error} while {life.public_state}, full: {full}",
             )
 
     def _check_table(self, active: tuple[int, ...]) -> None:
         if len(active) > self._slots or len(set(active)) != len(active):
-            raise Violation(1, f"requests {active} hold {self._slots} slots")
+            raise Violation(Promise.ENDS_ONCE, f"requests {active} hold {self._slots} slots")
         for request_id in active:
             if request_id not in self.requests:
                 truth = Truth(request_id, self._scheduler.now, epoch=self.lifecycle.epoch)
                 self.requests[request_id] = truth
                 self.on_admitted(truth)
             elif self.requests[request_id].record is not None:
-                raise Violation(1, f"request {request_id} has ended and holds a slot again")
+                raise Violation(
+                    Promise.ENDS_ONCE, f"request {request_id} has ended and holds a slot again"
+                )
         for request_id in set(self._active) - set(active):
             self._ended(self.requests[request_id])
         self._active = active
+        self._expect_recycling()
+
+    def _expect_recycling(self) -> None:
+        """An idle server that is as old as it may get is replaced; the host's calls come first."""
+        policy, life = self._policy.recycle, self.lifecycle
+        if policy is None or policy.max_age_s is None or self._active:
+            return
+        if life.public_state is not WorkerState.READY or life.is_draining:
+            return
+        left_s = max(0.0, self._ready_at + policy.max_age_s - self._scheduler.now)
+        self.expect(
+            Promise.KILLS_AND_RESTARTS,
+            left_s + LATEST_TIMER_S,
+            f"launch {life.epoch} is recycled for its age",
+            lambda: self.lifecycle.state is not life.state or bool(self._active),
+        )
 
     def _check_arrow(self, state: WorkerState) -> None:
         if state not in ARROWS[self.state]:
-            raise Violation(7, f"the worker went from {self.state} to {state}")
+            raise Violation(
+                Promise.KILLS_AND_RESTARTS, f"the worker went from {self.state} to {state}"
+            )
         if state is WorkerState.READY and self._active:
-            raise Violation(7, f"READY with requests {self._active} of the life before")
+            raise Violation(
+                Promise.KILLS_AND_RESTARTS, f"READY with requests {self._active} of the life before"
+            )
         if state is WorkerState.READY:
             self._ready_at = self._scheduler.now
         self.state = state
+        self._expect_recycling()
 
     def _check_budget(self, life: Lifecycle) -> None:
         now = self._scheduler.now
         self.restart_count = life.budget.restart_count
+        self._restarts += 1
         restart = self._worker._journal._restarts[-1]
         if restart["reason"] == "recycled":
             self._check_recycled(life.epoch, restart["detail"])
@@ -253,29 +292,32 @@ class Invariants:
         ] + [now]
         if len(self._restarted_at) > self._policy.max_restarts_per_window:
             raise Violation(
-                7, f"{len(self._restarted_at)} restarts in {self._policy.restart_window_s:g} s"
+                Promise.KILLS_AND_RESTARTS,
+                f"{len(self._restarted_at)} restarts in {self._policy.restart_window_s:g} s",
             )
 
     def _check_requested(self, epoch: int) -> None:
         if self.restarts_ordered == 0:
-            raise Violation(3, f"launch {epoch} is restarted by hand, and nobody asked")
+            raise Violation(Promise.SWAPS, f"launch {epoch} is restarted by hand, and nobody asked")
         self.restarts_ordered -= 1
         self._replaced.add(epoch)
 
     def _check_recycled(self, epoch: int, detail: str) -> None:
-        policy, ended = (
-            self._policy.recycle,
-            [each for each in self.requests.values() if each.epoch == epoch],
-        )
+        policy = self._policy.recycle
+        ended = [each for each in self.requests.values() if each.epoch == epoch]
         if self.active or policy is None:
-            raise Violation(3, f"launch {epoch} is recycled under requests {self.active}: {detail}")
+            raise Violation(
+                Promise.KILLS_AND_RESTARTS,
+                f"launch {epoch} is recycled under requests {self.active}: {detail}",
+            )
         is_old = (
             policy.max_age_s is not None
             and self._scheduler.now - self._ready_at >= policy.max_age_s - 1e-6
         )
         if not is_old and (policy.max_requests is None or len(ended) < policy.max_requests):
             raise Violation(
-                3, f"launch {epoch} is recycled too early, after {len(ended)} requests: {detail}"
+                Promise.KILLS_AND_RESTARTS,
+                f"launch {epoch} is recycled too early, after {len(ended)} requests: {detail}",
             )
         self._replaced.add(epoch)
 
@@ -288,7 +330,8 @@ class Invariants:
         jobs = {record.job_name for record in records if is_degenerate(record)}
         if len(jobs) < (self._policy.degenerate_outputs_before_restart or math.inf):
             raise Violation(
-                3, f"launch {epoch} is restarted for the nonsense of jobs {jobs}: {detail}"
+                Promise.HUNG_OR_SLOW,
+                f"launch {epoch} is restarted for the nonsense of jobs {jobs}: {detail}",
             )
         self._replaced.add(epoch)
 
@@ -297,7 +340,9 @@ class Invariants:
     def _ended(self, truth: Truth) -> None:
         record = self._records.get(truth.request_id)
         if record is None:
-            raise Violation(1, f"request {truth.request_id} lost its slot without a record")
+            raise Violation(
+                Promise.ENDS_ONCE, f"request {truth.request_id} lost its slot without a record"
+            )
         truth.record, truth.ended_at = record, self._scheduler.now
         result = record.result
         self._check_excuse(truth, result["state"], result.get("fail_reason"))
@@ -306,7 +351,7 @@ class Invariants:
             self.expect_answer(future, QUICK_S, f"result({truth.request_id}), which has ended")
         for exchange in truth.exchanges:
             what = f"request {truth.request_id} has ended, and its connection is closed"
-            self.expect(9, QUICK_S, what, partial(_is_closed, exchange))
+            self.expect(Promise.CANCELS, QUICK_S, what, partial(_is_closed, exchange))
         for fault in self.faults[-20:]:
             if fault.request_id == truth.request_id and fault.ended_at is None:
                 fault.ended_at = self._scheduler.host_time
@@ -325,7 +370,8 @@ class Invariants:
             and truth.exchanges[-1].died
         ):
             raise Violation(
-                3, f"request {request_id} was disconnected, it says, and its server had died"
+                Promise.HUNG_OR_SLOW,
+                f"request {request_id} was disconnected, it says, and its server had died",
             )
         if reason is RequestFailReason.CANCELED:
             excused = truth.canceled
@@ -344,7 +390,7 @@ class Invariants:
             excused = planned or halted or self._has_excuse(truth.epoch, request_id)
         if not excused:
             raise Violation(
-                3,
+                Promise.HUNG_OR_SLOW,
                 (
                     f"request {request_id} was given up with {reason}, by no call and no fault: "
                     f"{detail}"
@@ -369,7 +415,9 @@ class Invariants:
                 else (result["reasoning"], reasoning)
             )
             shown = f"{ended[:40]!r}...{ended[-40:]!r}, and {came[:40]!r}...{came[-40:]!r} had come"
-            raise Violation(2, f"request {truth.request_id} ({reason}) ended with {shown}")
+            raise Violation(
+                Promise.KEEPS_OUTPUT, f"request {truth.request_id} ({reason}) ended with {shown}"
+            )
         sent = "".join(words for each in truth.exchanges for words in each.said)
         whole = (
             result["state"] is RequestState.COMPLETED
@@ -380,11 +428,15 @@ class Invariants:
             whole = self._scheduler.now - self._scheduler.halted_until > 5.0
         if record.is_leased:
             if whole and record.status["output_chars"] != len(sent):
-                raise Violation(2, f"lease {truth.request_id} ({reason}) missed a part of the text")
+                raise Violation(
+                    Promise.WATCHES_CLIENTS,
+                    f"lease {truth.request_id} ({reason}) missed a part of the text",
+                )
             return
         if whole and result["text"] != sent:
             raise Violation(
-                2, f"request {truth.request_id} ended ({reason}) without a part of what was sent"
+                Promise.KEEPS_OUTPUT,
+                f"request {truth.request_id} ended ({reason}) without a part of what was sent",
             )
 
     def awaits_result(self, request_id: int, future: Any) -> None:
@@ -405,15 +457,58 @@ class Invariants:
             expected = None if error is None else "NO_SLOT_AVAILABLE" if full else "to be admitted"
         if error != expected or (error is None) is (self.active == self._active):
             raise Violation(
-                1, f"submit() answered {error} while {state}, {len(self.active)} slots in use"
+                Promise.ENDS_ONCE,
+                f"submit() answered {error} while {state}, {len(self.active)} slots in use",
+            )
+
+    def heard(self, event: Mapping[str, Any]) -> None:
+        """The host's `on_event`."""
+        told = self._told_endings
+        match event["event"], event.get("request_id", 0):
+            case "state", _:
+                if event["before"] != self._told_state:
+                    what = f"the state was {self._told_state}, and then {event['before']} was left"
+                    raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
+                self._told_state = event["state"]
+            case "restart", _:
+                self._told_restarts += 1
+            case "admitted", request_id if request_id not in told:
+                told[request_id] = None
+            case "ended", request_id if request_id in told and told[request_id] is None:
+                reason = event.get("fail_reason")
+                told[request_id] = event["state"], None if reason is None else str(reason)
+            case "admitted" | "ended" as what, request_id:
+                raise Violation(Promise.SAYS_WHAT_HAPPENS, f"request {request_id}: {what} twice")
+            case _:
+                pass
+
+    def check_told(self) -> None:
+        """At rest: the host has heard of everything."""
+        records = {i: truth.record for i, truth in self.requests.items()}
+        happened = {
+            i: record and (str(record.result["state"]), _text(record.result["fail_reason"]))
+            for i, record in records.items()
+        }
+        told = (self._told_endings, self._told_state, self._told_restarts)
+        if told != (happened, str(self.state), self._restarts):
+            different = {i for i in happened if self._told_endings.get(i) != happened[i]}
+            raise Violation(
+                Promise.SAYS_WHAT_HAPPENS,
+                f"heard of {told[1:]}, it was {(str(self.state), self._restarts)}; requests {different}",
             )
 
     def took_result(self, request_id: int, result: Any) -> None:
         truth = self.requests[request_id]
         if truth.record is None:
-            raise Violation(1, f"request {request_id} has a result and has not ended")
+            raise Violation(
+                Promise.ENDS_ONCE, f"request {request_id} has a result and has not ended"
+            )
+        completed = result["state"] is RequestState.COMPLETED
+        if completed is not (result["fail_reason"] is None):
+            what = f"request {request_id}: {result['state']}, fail_reason {result['fail_reason']}"
+            raise Violation(Promise.SHOWS_FAILURES, what)
         if truth.result is not None and truth.result != result:
-            raise Violation(1, f"request {request_id} has two results")
+            raise Violation(Promise.ENDS_ONCE, f"request {request_id} has two results")
         truth.result = result
 
     # ------------------------------------------------------------ faults and bounds
@@ -443,6 +538,20 @@ class Invariants:
             if fault.ended_at is None or fault.ended_at >= oldest
         )
 
+    def signaled(self, signal: Signal, epoch: int, launched_at: float) -> None:
+        """The worker sends the server a signal: it is to end for a reason, and who may shut down in
+        peace has its grace period."""
+        now = self._scheduler.host_time
+        if signal is Signal.TERMINATE:
+            self._termed_at.setdefault(epoch, now)
+        elif signal is Signal.KILL and epoch in self._termed_at:
+            waited_s = now - self._termed_at[epoch]
+            hurried = self.stop_called_at >= launched_at or self._has_excuse(epoch, None)
+            if not hurried and waited_s < self._grace_s - LATE_S:
+                what = f"launch {epoch} is killed {waited_s:.1f} s after SIGTERM"
+                raise Violation(Promise.KILLS_AND_RESTARTS, what)
+        self.server_killed(epoch, launched_at)
+
     def server_killed(self, epoch: int, launched_at: float) -> None:
         if epoch in self._killed | self._replaced:
             return
@@ -451,7 +560,8 @@ class Invariants:
         drained = self.drain_called_at >= since and not self.active
         if self.stop_called_at < since and not drained and not self._has_excuse(epoch, None):
             raise Violation(
-                3, f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}"
+                Promise.HUNG_OR_SLOW,
+                f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}",
             )
 
     def actor_blocked(self, blocked: SimulatedActor) -> Callable[[], object]:
@@ -469,7 +579,7 @@ class Invariants:
 
     def expect(
         self,
-        number: int,
+        promise: Promise,
         bound_s: float,
         what: str,
         done: Callable[[], bool],
@@ -478,7 +588,7 @@ class Invariants:
         """Raise Violation unless `done` within so many seconds of the host's time, and those that
         `spared_s` adds then.
 
-        Nothing has to be found (4) while the host lacks the threads to look.
+        Nothing that hangs has to be found while the host lacks the threads to look.
         """
         scheduler = self._scheduler
         due, blind_s, blocked_s = scheduler.host_time + bound_s, self.blind_s, self._blocked_s
@@ -487,14 +597,18 @@ class Invariants:
             nonlocal due, blind_s, blocked_s
             if done():
                 return
-            left_s = due - scheduler.host_time + (self.blind_s - blind_s if number == 4 else 0.0)
+            left_s = (
+                due
+                - scheduler.host_time
+                + (self.blind_s - blind_s if promise is Promise.HUNG_OR_SLOW else 0.0)
+            )
             left_s += self._blocked_s - blocked_s
             if left_s <= 1e-6:
                 left_s = spared_s()
                 due, blind_s = scheduler.host_time + left_s, self.blind_s
                 blocked_s = self._blocked_s
             if left_s <= 0:
-                raise Violation(number, f"not within {bound_s:.1f} s: {what}")
+                raise Violation(promise, f"not within {bound_s:.1f} s: {what}")
             scheduler.after(left_s, check, "a bound is due", of_host=False)
 
         scheduler.after(bound_s, check, "a bound is due", of_host=False)
@@ -524,7 +638,7 @@ class Invariants:
             return bound_s - (self._scheduler.host_time - self._scheduler.host_time_at(heard_at))
 
         self.expect(
-            4,
+            Promise.HUNG_OR_SLOW,
             bound_s,
             f"request {truth.request_id} under the fault {fault.kind.name!r}",
             over,
@@ -540,7 +654,7 @@ class Invariants:
                 self.found.append((fault.kind.name, self._scheduler.now - since))
 
     def expect_answer(self, future: Any, bound_s: float, what: str) -> None:
-        self.expect(5, bound_s, f"the future of {what}", future.done)
+        self.expect(Promise.ANSWERS, bound_s, f"the future of {what}", future.done)
 
     def launch(self, processes: Sequence[Any], epoch: int) -> None:
         """A process is about to be started: the one before is gone, as those before it were when it
@@ -552,7 +666,13 @@ class Invariants:
     def check_gone(self, processes: Sequence[Any], what: str) -> None:
         for process in processes:
             if process.server is not None and not process.server.gone:
-                raise Violation(6, f"{what} while launch {process.epoch} still lives")
+                raise Violation(
+                    Promise.LEAVES_NOTHING, f"{what} while launch {process.epoch} still lives"
+                )
+
+
+def _text(reason: RequestFailReason | None) -> str | None:
+    return None if reason is None else str(reason)
 
 
 def _is_closed(exchange: Exchange) -> bool:

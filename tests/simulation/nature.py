@@ -15,6 +15,7 @@ from llama_worker.types import StartFailReason
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS, Kind, Scope, Stage, longest_load_s
 from tests.simulation.invariants import QUICK_S, Fault, Truth
+from tests.simulation.promises import Promise
 from tests.simulation.runtime import SimServerProcess
 from tests.simulation.scheduler import SimulatedActor, Violation
 from tests.simulation.server import Exchange, LlamaServer, Reply
@@ -240,7 +241,7 @@ class Nature:
             bound_s = KINDS["HTTP thread dead"].found_within(self._profile, Stage.UNKNOWN)
             if bound_s is not None:
                 self._invariants.expect(
-                    4,
+                    Promise.HUNG_OR_SLOW,
                     bound_s + (self._profile.silent_work_timeout_s or 0.0),
                     f"{fault.kind.name} of launch {server.epoch}",
                     lambda: server.gone or server.killed or fault.ended_at is not None,
@@ -304,7 +305,7 @@ class Nature:
         most = KINDS[name].most_records
         if exchange.twists == most and not self._scheduler.host_is_halted:
             what = f"request {exchange.request_id} takes more than {most} records of {name!r}"
-            self._invariants.expect(4, QUICK_S, what, lambda: exchange.over)
+            self._invariants.expect(Promise.HUNG_OR_SLOW, QUICK_S, what, lambda: exchange.over)
         if first:
             fault = self._bound_reply(name, exchange.request_id, server.epoch)
         if name in _LAST_BYTES:
@@ -377,7 +378,9 @@ class Nature:
         bound_s = kind.found_within(self._profile, Stage.UNKNOWN)
         if bound_s is not None:
             what = f"{kind.name} of launch {server.epoch}"
-            self._invariants.expect(4, bound_s + load_s, what, lambda: server.gone or server.killed)
+            self._invariants.expect(
+                Promise.HUNG_OR_SLOW, bound_s + load_s, what, lambda: server.gone or server.killed
+            )
             self._loading_faults[server.epoch] = fault
 
     def _to_process(self, kind: Kind, server: LlamaServer) -> None:
@@ -391,7 +394,7 @@ class Nature:
                 self._held_up.add(server.epoch)
 
     def _on_signal(self, process: SimServerProcess, signal: Signal) -> None:
-        self._invariants.server_killed(process.epoch, process.launched_at)
+        self._invariants.signaled(signal, process.epoch, process.launched_at)
         fault = self._loading_faults.pop(process.epoch, None)
         if fault is not None and signal is not Signal.TERMINATE:
             self._invariants.found.append((fault.kind.name, self._scheduler.now - fault.began_at))
@@ -470,7 +473,9 @@ class Nature:
             now = scheduler.host_time
             busy_since = (busy_since or now) if self._invariants.active else None
             if busy_since is not None and now - busy_since > _GIVEN_UP_S:
-                raise Violation(4, f"not given up within {_GIVEN_UP_S:g} s: {what}")
+                raise Violation(
+                    Promise.HUNG_OR_SLOW, f"not given up within {_GIVEN_UP_S:g} s: {what}"
+                )
             self._later(10.0 if busy_since is None else 1.0, look, "the blocked actor")
 
         look()

@@ -72,6 +72,7 @@ class SimRuntime:
         self._config = config
         self._activity = ProcessActivity()
         self.slots_asked = 0
+        self.tool_threads: list[SimToolThread] = []  # all that were started
         self.server: SimServerProcess | None = None  # launched last
 
     def now(self) -> float:
@@ -91,7 +92,10 @@ class SimRuntime:
         self.scheduler.start_actor(actor)
 
     def call_host(self, call: Callable[[], object], name: str) -> None:
-        self.scheduler.after(0.0, call, "callback")
+        if self.machine.slowness:
+            self.scheduler.after(0.0, call, "callback")
+        else:  # what callbacks do is noted only: in whatever order, it is the same
+            call()
 
     def write_log(self, *record: Any) -> None:
         """Of an exception that ends an actor, too: a violation ends the run instead."""
@@ -234,6 +238,7 @@ class SimRuntime:
     def run_tool(self, order: RunTool) -> SimToolThread:
         self.machine.need_thread()
         thread = SimToolThread(order.turn_id)
+        self.tool_threads.append(thread)
         seconds, ok = self.machine.tool_call(order.turn_id[0])
 
         def returned() -> None:
@@ -543,6 +548,11 @@ class SimToolThread:
 
     def is_alive(self) -> bool:
         return not self.has_returned
+
+    @property
+    def is_stuck(self) -> bool:
+        """It runs, and nobody waits for it."""
+        return self.given_up_to is not None and not self.has_returned
 
     def give_up(self, reply_to: Mailbox[WorkerMessage]) -> None:
         if not self.has_returned:

@@ -23,18 +23,19 @@ from typing import Any
 
 from llama_worker.actors.base import Child
 from llama_worker.messages import Tick
+from tests.simulation.promises import Promise
 from tests.simulation.trace import Trace
 
 
 class Violation(AssertionError):
     """An invariant is broken: the run ends, wherever that was found."""
 
-    def __init__(self, number: int, what: str) -> None:
-        super().__init__(number, what)
-        self.number = number
+    def __init__(self, promise: Promise, what: str) -> None:
+        super().__init__(promise, what)
+        self.promise, self.what = promise, what
 
     def __str__(self) -> str:
-        return "invariant {}: {}".format(*self.args)
+        return f"{self.promise.value}: {self.what}"
 
 
 @dataclass

@@ -22,6 +22,7 @@ from tests.simulation.host import Host, Plan
 from tests.simulation.invariants import QUICK_S, Invariants
 from tests.simulation.many_runs import Figures
 from tests.simulation.nature import HOUR_S, Nature
+from tests.simulation.promises import Promise
 from tests.simulation.scheduler import Choices, Violation
 from tests.simulation.server import Build, Headers, Reply
 from tests.simulation.trace import Trace
@@ -109,10 +110,11 @@ class World(Bench):
             ),  # never called: the runtime runs no code of a host's
             check_invariants=True,
             bios_provider=lambda context: "",  # not the default, so that its thread is simulated
+            on_event=lambda event: self.invariants.heard(event),
             result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
         )
         self._for_proxy = Dice(setting.seed ^ _PROXY)
-        self.invariants = Invariants(self)
+        self.invariants: Invariants = Invariants(self)
         self.nature = Nature(self, dice.fork())
         self.host = Host(self, dice.fork())
         self.machine.on_launch = lambda epoch: self.invariants.launch(self.machine.launched, epoch)
@@ -202,7 +204,7 @@ class World(Bench):
         self.scheduler.run_for(setting.hours * HOUR_S)
 
     def come_to_rest(self) -> None:
-        """Invariant 8: once nothing new goes wrong, the worker comes to rest, and a fresh request
+        """Once nothing new goes wrong, the worker comes to rest, and a fresh request
         completes."""
         self.nature.calm()
         self.scheduler.run_until(lambda: not self.scheduler.host_is_halted, math.inf)
@@ -217,26 +219,45 @@ class World(Bench):
                 break
         else:
             raise Violation(
-                8,
+                Promise.KILLS_AND_RESTARTS,
                 (
                     f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after "
                     "the faults"
                 ),
             )
         if not all(future.done() for future in self.host.asked):
-            raise Violation(8, "an ask() has not resolved, and nothing is in flight")
+            raise Violation(
+                Promise.KILLS_AND_RESTARTS, "an ask() has not resolved, and nothing is in flight"
+            )
         # what a fault left behind (a frozen server, say) may have to be found first
         for _ in range(4):
             done: list[str] = []
             self.host.run(self._fresh_request(done))
             if not self.scheduler.run_until(partial(bool, done), self.scheduler.now + 2 * rest_s):
                 raise Violation(
-                    8, f"a fresh request has no answer {2 * rest_s:.0f} s after the faults"
+                    Promise.KILLS_AND_RESTARTS,
+                    f"a fresh request has no answer {2 * rest_s:.0f} s after the faults",
                 )
             if done[0] == "completed":
+                self._check_told()
                 return
             self.scheduler.run_for(300.0)
-        raise Violation(8, f"fresh requests do not complete after the faults: {done[0]}")
+        raise Violation(
+            Promise.KILLS_AND_RESTARTS,
+            f"fresh requests do not complete after the faults: {done[0]}",
+        )
+
+    def _check_told(self) -> None:
+        """What the host can hear of, or ask for, is what happened."""
+        self.scheduler.run_until(self._is_at_rest, math.inf)
+        self.scheduler.run_for(QUICK_S)
+        self.invariants.check_told()
+        asked = self.host.quick(self.worker.get_debug_info(), "get_debug_info()")
+        self.scheduler.run_until(asked.done, self.scheduler.now + QUICK_S)
+        counted = asked.get(timeout=0)["stuck_tool_threads_count"]
+        stuck = sum(thread.is_stuck for thread in self.runtime.tool_threads)
+        if counted != stuck:
+            raise Violation(Promise.TOOLS, f"{counted} stuck tool threads, it says, of {stuck}")
 
     def _is_at_rest(self) -> bool:
         rest = (WorkerState.READY, WorkerState.FAILED, WorkerState.STOPPED)
@@ -257,7 +278,7 @@ class World(Bench):
         done.append("completed" if completed else str(result))
 
     def leave(self) -> None:
-        """Invariant 9: after `close()`, and where the worker's actor died before it, nothing is
+        """After `close()`, and where the worker's actor died before it, nothing is
         left."""
         if self.ends_by_death:
             self._worker_dies()
@@ -276,7 +297,7 @@ class World(Bench):
                 if truth.ended_at is None
             ]
         if left:
-            raise Violation(9, f"left after close(): {', '.join(left)}")
+            raise Violation(Promise.LEAVES_NOTHING, f"left after close(): {', '.join(left)}")
 
     def _worker_dies(self) -> None:
         """In the middle of a request; every future is answered, every later call raises
@@ -299,10 +320,10 @@ class World(Bench):
         # the actor's end, too.
         self.scheduler.run_for(self.profile.kill_timeout_s + QUICK_S)
         if not all(future.done() for future in open_futures):
-            raise Violation(5, "the worker's actor died, and a future has no answer")
+            raise Violation(Promise.ANSWERS, "the worker's actor died, and a future has no answer")
         with suppress(WorkerClosed):
             self.worker.get_worker_status()
-            raise Violation(5, "the worker's actor died, and its handle takes calls")
+            raise Violation(Promise.ANSWERS, "the worker's actor died, and its handle takes calls")
 
 
 def _profile(dice: Dice, *, idle: bool) -> TimeoutProfile:
