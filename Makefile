@@ -17,7 +17,7 @@ ON_BUILD = $(if $(BUILD),server=$$($(BIN)/python -m tools.build_server $(BUILD))
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes are started: each would compile the library anew
 
 .DEFAULT_GOAL := help
-.PHONY: help adversary reality test test-two-machines test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate record chaos soak docs lint format clean
+.PHONY: help adversary reality test mutants test-two-machines test-all-pythons test-responses test-clients bench-responses demo server test-server unit scenarios simulate record chaos soak docs lint format clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -76,6 +76,10 @@ JOBS ?= 1
 
 chaos: $(VENV)/.test ## random faults and callers: N steps of the plan that SEED makes, BURNERS cores kept busy
 	$(BIN)/python -m tests.chaos --steps $(N) --seed $(SEED) --burners $(BURNERS)
+
+mutants: $(VENV)/.test ## N small mistakes in the product, one at a time, and who notices them; SEED=, HOURS= in the simulator for each, JOBS=, SIMULATOR_ONLY=1
+	@$(BIN)/python -m tools.mutants $(foreach name,N SEED,$(if $(filter-out file,$(origin $(name))),--$(if $(filter N,$(name)),count,seed) $($(name)))) \
+		$(if $(HOURS),--hours $(HOURS)) --jobs $(JOBS) $(if $(SIMULATOR_ONLY),--simulator-only) $(MUTANTS_ARGS)
 
 adversary: $(VENV)/.test ## N generated honest servers and as many wedged ones, in virtual time, by JOBS processes: who is given up, and when
 	$(BIN)/python -m tests.adversary --count $(N) --seed $(SEED) --jobs $(JOBS)
