@@ -541,7 +541,7 @@ class Invariants:
     def signaled(self, signal: Signal, epoch: int, launched_at: float) -> None:
         """The worker sends the server a signal: it is to end for a reason, and who may shut down in
         peace has its grace period."""
-        now = self._scheduler.host_time
+        now = self._scheduler.now
         if signal is Signal.TERMINATE:
             self._termed_at.setdefault(epoch, now)
         elif signal is Signal.KILL and epoch in self._termed_at:
